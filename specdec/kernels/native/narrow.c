@@ -60,12 +60,17 @@ void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kind
 // Of products: outputs that are laid out together, and panels that a thread takes at once.
 #define PANEL 16
 #define PANELS 4
+// A matrix that is cut into fewer chunks than this keeps some threads idle.
+#define EVEN_CHUNKS 6
 #define PARTS (PANEL / LANES)
 #define WIDEST (PANELS * PARTS)
 // Rows of a tile, and panels of one with so many rows: as many as leave registers for weights and a row.
 #if LANES == 16
 #define ROWS 6
 #define BESIDE(rows) 4
+#elif LANES == 8
+#define ROWS 6
+#define BESIDE(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
 #else
 #define ROWS 4
 #define BESIDE(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
@@ -84,7 +89,7 @@ void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kind
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #define EXP(x) exp_(x)
-#define WEIGHTS(panel, part, second) load((panel) + (second) * PANEL + (part) * LANES)
+#define WEIGHTS(panel, part, second, masked) load((panel) + (second) * PANEL + (part) * LANES)
 #define PAIRED 0
 #define operand float
 #include "typed.inc"
@@ -102,7 +107,7 @@ void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kind
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
 #define EXP(x) exp_rough(x)
-#define WEIGHTS(panel, part, second) load_half((panel) + 2 * (part) * LANES, second)
+#define WEIGHTS(panel, part, second, masked) load_half((panel) + 2 * (part) * LANES, second, masked)
 #define PAIRED UNITS
 #if PAIRED
 #define operand uint16_t
