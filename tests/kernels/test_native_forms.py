@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,3 +214,22 @@ def test_files_that_depend_on_the_processor_are_there() -> None:
     root = Path(__file__).parents[2]
     assert all((root / name).is_file() for name in processors.FILES)
     assert len(set(processors.FILES)) == len(processors.FILES)
+
+
+@pytest.mark.parametrize(
+    ("best", "runs"), [("avx512-bf16", ["avx512", "avx2"]), ("avx512", ["avx2"]), ("avx2", [])]
+)
+def test_older_targets_are_rerun_and_the_own_one_is_not(
+    best: str, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def run(command: list[str], env: dict[str, str]) -> SimpleNamespace:
+        found.append(env[targets.VARIABLE])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(processors.subprocess, "run", run)
+    monkeypatch.setattr(processors, "features", lambda: {*targets.named(best).needs})
+    monkeypatch.setattr(processors, "candidates", lambda: (targets.named(best),))
+    assert processors.main([]) == 0
+    assert found == runs
