@@ -113,16 +113,16 @@ def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
         return f"{line}\n{_earned(stats)}"
     if drafters:
         names = ", ".join(drafters)
-        return f"{line}\nnothing drafted in {stats.steps} steps by {names}: none was found, or none that pays"
+        return f"{line}\nno drafts in {stats.steps} steps ({names}): none found, or none that would pay"
     return line
 
 
 def _timings(prompt_tokens: int, output_tokens: int, first_token_s: float, total_s: float) -> str:
     decode_s = total_s - first_token_s
-    rate = f"{(output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
+    rate = f", then {(output_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else ""
     return (
-        f"{prompt_tokens} tokens read, {output_tokens} written in {total_s:.2f} s: "
-        f"first token after {first_token_s * 1e3:.0f} ms, {rate}"
+        f"{prompt_tokens} prompt tokens, {output_tokens} generated in {total_s:.2f} s: "
+        f"TTFT {first_token_s * 1e3:.0f} ms{rate}"
     )
 
 
@@ -132,12 +132,12 @@ def _earned(stats: RequestStats) -> str:
     spent = ", ".join(
         f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
     )
-    known = f", {stats.accepted_from_outputs} of them looked up in earlier outputs"
+    known = f", {stats.accepted_from_outputs} of them found in earlier outputs"
     return (
         f"{'synthetic ' if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
-        f"{stats.accepted} of {stats.drafted} drafted tokens in {stats.steps} steps"
+        f"{stats.accepted} of {stats.drafted} draft tokens accepted in {stats.steps} steps"
         f"{known if stats.accepted_from_outputs else ''}, by depth {depths}; "
-        f"ms a step: {spent}"
+        f"ms per step: {spent}"
     )
 
 

@@ -38,8 +38,8 @@ def test_generate_streams_the_engines_text(hybrid: Path, text: str, capsys: Capt
     assert main(["generate", str(hybrid), "--prompt", PROMPT, *GREEDY]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{text}\n"
-    assert "6 written" in captured.err
-    assert "first token after" in captured.err
+    assert "6 generated" in captured.err
+    assert "TTFT" in captured.err
 
 
 def test_generate_reads_a_prompt_from_a_file(
@@ -521,9 +521,7 @@ def test_interrupt_ends_a_stream_with_its_figures_and_130(endless: Path) -> None
     said = errors.decode()
     assert running.returncode == 130, said
     assert "Traceback" not in said
-    assert re.search(
-        r"^\d+ tokens read, [1-9]\d* written in \d+\.\d\d s: first token after \d+ ms, ", said, re.M
-    )
+    assert re.search(r"^\d+ prompt tokens, [1-9]\d* generated in \d+\.\d\d s: TTFT \d+ ms, ", said, re.M)
 
 
 def test_reader_that_leaves_ends_a_stream_quietly(endless: Path) -> None:

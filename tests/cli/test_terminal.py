@@ -168,8 +168,8 @@ def test_interrupted_text_ends_its_line(more: list[str], hybrid: Path, capsys: C
 
 def test_figures_say_when_nothing_was_drafted(hybrid: Path, capsys: Capture) -> None:
     stats = RequestStats(prompt_tokens=3, output_tokens=4, steps=3, verified_tokens=3, total_s=1.0)
-    assert "nothing drafted in 3 steps by mtp, suffix" in figures(stats, ("mtp", "suffix"))
+    assert "no drafts in 3 steps (mtp, suffix)" in figures(stats, ("mtp", "suffix"))
     assert "draft" not in figures(stats, ())
     argv = ["generate", str(hybrid), "--prompt-ids", "5 6 7", "--temperature", "0", "--ignore-eos"]
     assert main([*argv, "--max-tokens", "2", "--draft", "ngram"]) == 0
-    assert "nothing drafted in 1 steps by ngram" in capsys.readouterr().err
+    assert "no drafts in 1 steps (ngram)" in capsys.readouterr().err
