@@ -217,8 +217,9 @@ def test_an_address_that_is_taken_is_told_before_the_model_loads(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["serve", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
-    assert "port: 127.0.0.1" in capsys.readouterr().err
+        port = taken.getsockname()[1]
+        assert main(["serve", str(tmp_path), "--port", str(port)]) == 2
+    assert f"port {port} is in use at 127.0.0.1" in capsys.readouterr().err
 
 
 def test_a_client_that_hangs_up_leaves_a_line_with_its_time() -> None:
