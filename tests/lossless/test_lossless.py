@@ -184,7 +184,7 @@ def visits(plain: Cases, group: Group, places: Sequence[Place]) -> Iterator[Visi
             if ("kept", "alone") in kept:
                 few = [brief[cases.index(case)] for case in again]
                 yield ("kept", "alone"), few, hits(engine, few)
-            assert is_decided(engine, steps) or drafter in LOOK_UPS
+                assert is_decided(engine, steps) or drafter in LOOK_UPS
 
 
 @pytest.mark.parametrize(("group", "places"), CELLS)
