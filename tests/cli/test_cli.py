@@ -202,6 +202,21 @@ def test_nothing_slow_is_imported_for_what_needs_nothing(argv: list[str], brings
     assert ran.stdout.splitlines()[-1] == brings, ran.stderr
 
 
+HEAVY = """
+import sys
+import specdec.__main__
+sys.argv[0] = "specdec"
+code = specdec.__main__._run()
+print(code, *sorted({"torch._dynamo", "sympy", "transformers"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("argv", [["info", "tiny"], ["chat", "tiny", "hello", "--max-tokens", "2"]])
+def test_neither_a_compiler_nor_transformers_is_imported_at_start_up(argv: list[str]) -> None:
+    ran = subprocess.run([sys.executable, "-c", HEAVY, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1].split() == ["0"], ran.stderr
+
+
 def test_what_serves_or_measures_does_not_import_transformers() -> None:
     script = (
         "import sys, specdec.server.run, specdec.setup.footprint\n"
