@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from specdec.bench import attention_problems, kernel_peers, token_problems, wind
 from specdec.bench.options import KernelOptions
 from specdec.bench.problems import Bench, Planned, Sizes
 from specdec.bench.random_model import quiet_transformers, shape_config
-from specdec.bench.report import environment, publish, setup_line, table
+from specdec.bench.report import Output, environment, publish, setup_line, table
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
@@ -70,7 +69,7 @@ DEFAULTS = {
 }
 
 
-def run(options: KernelOptions, out: Path | None) -> None:
+def run(options: KernelOptions, out: Output) -> None:
     """Measure, print the table and the report as JSON; exit with 1 if an operation was wrong or failed.
 
     Ctrl-C ends it as it ends anything, once the problems that were finished are shown.

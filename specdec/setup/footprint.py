@@ -79,7 +79,7 @@ def _share_met(chosen: int, total: int, tokens: int) -> float:
     return 1.0 - (1 - chosen / total) ** tokens
 
 
-class ShapeArithmetic(TorchDispatchMode):
+class ShapeArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Compute only the shapes of sums, products and concatenations of tensors on the meta device.
 
     Torch does it in Python decompositions, for which it first imports its compiler: a second.
@@ -100,7 +100,7 @@ class ShapeArithmetic(TorchDispatchMode):
             if op is CAT and len(args) == 1:
                 return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
             if torch.Tag.pointwise in op.tags:
-                return first.new_empty(torch.broadcast_tensors(*tensors)[0].shape)
+                return first.new_empty(torch.broadcast_tensors(*tensors)[0].shape)  # type: ignore[no-untyped-call]
         return op(*args, **(kwargs or {}))
 
 
@@ -254,7 +254,7 @@ def measure(
     own = ShapeWeights(network, dtype, quantize=quantize)
     copy = CopyShapes(network, dtype, quantize=copied_in)
     kernels, device = load_kernels("reference"), torch.device("cpu")
-    with ShapeArithmetic():
+    with ShapeArithmetic():  # type: ignore[no-untyped-call]
         target = Network(network, weights, kernels, max_length=1, device=device)
         split = len(weights.parameters)
         if network.mtp:
