@@ -550,3 +550,12 @@ def test_reader_that_leaves_ends_a_stream_quietly(endless: Path) -> None:
     running.stderr.close()
     assert running.wait(60) == 141, errors.decode()
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"), [("chat", "MODEL [TEXT]"), ("generate", "MODEL [TEXT]"), ("info", "MODEL")]
+)
+def test_usage_has_the_text_that_may_follow_the_model(command: str, usage: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert capsys.readouterr().out.splitlines()[0] == f"usage: specdec {command} [options] {usage}"
