@@ -166,7 +166,7 @@ def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> d
         "bytes_per_s": problem.bytes / took_s,
         "copy_share": problem.bytes / took_s / machine.copy_bytes_per_s,
         "predicted_s": predicted_s,
-        "over_predicted": took_s / predicted_s,
+        "predicted_share": predicted_s / took_s,
     }
 
 
@@ -280,7 +280,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 def _shown(row: Mapping[str, Any]) -> dict[str, str]:
     shown = {name: str(row[name]) for name in ("operation", "shape", "detail", "batch", "window")}
-    names = ("ms", "p10-p90", "MB", "GB/s", "of copy", "model ms", "x model", "by")
+    names = ("ms", "p10-p90", "MB", "GB/s", "of copy", "model ms", "of model", "by")
     if "seconds" not in row:
         return shown | dict.fromkeys(names, "") | {"by": f"{row['status']}: {row['why']}"}
     took = row["seconds"]
@@ -291,7 +291,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, str]:
         "GB/s": f"{row['bytes_per_s'] / 1e9:.0f}",
         "of copy": f"{row['copy_share']:.0%}",
         "model ms": f"{row['predicted_s'] * 1e3:.4f}",
-        "x model": f"{row['over_predicted']:.2f}",
+        "of model": f"{row['predicted_share']:.0%}",
         "by": row["how"],
     }
 

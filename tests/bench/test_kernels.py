@@ -218,6 +218,10 @@ def test_command_prints_a_table_and_a_report(capsys: pytest.CaptureFixture[str],
     peers = [row for row in report["rows"] if row["peer"]]
     assert {"transformers.torch_recurrent_gated_delta_rule"} <= {row["operation"] for row in peers}
     assert all(row["status"] == "ok" for row in report["rows"])
+    for row in report["rows"]:
+        assert row["predicted_share"] == pytest.approx(
+            row["predicted_s"] / row["seconds"]["median"], rel=1e-4
+        )
     assert "snapshot / record" in captured.err
 
 

@@ -229,7 +229,7 @@ def test_windows_wider_than_the_cases_have_room_and_a_table(capsys: pytest.Captu
     assert main(argv) == 0
     out, report = report_of(capsys)
     assert {own["width"] for own in report["windows"]} == {1, 4, 8}
-    assert "x window of 1" in out and "ms/step: median of steps" in out
+    assert "time / window of 1" in out and "ms/step: median of steps" in out
     assert main([*argv, "--max-model-len", "71"]) == 2
     assert "--max-model-len: 71 is less than the 72 tokens" in capsys.readouterr().err
 
