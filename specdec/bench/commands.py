@@ -16,6 +16,7 @@ from specdec.bench.options import (
     ServeOptions,
     ThroughputOptions,
 )
+from specdec.bench.report import Output, add_json
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_options, add_settings, settings_from
 from specdec.errors import ConfigError
@@ -150,12 +151,13 @@ def secret(name: str | None) -> str | None:
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON line there too")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the report there as JSON")
+    add_json(parser)
 
 
-def out_file(args: argparse.Namespace) -> Path | None:
+def out_file(args: argparse.Namespace) -> Output:
     """Return where the report is to go, before anything is measured for it."""
     path: Path | None = args.out
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ConfigError(f"--out: {path} is no file in a folder that exists; name one", field="out")
-    return path
+    return Output(path, args.json)

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.report import commit, publish, table
+from specdec.bench.report import Output, commit, publish, table
 from specdec.bench.stages import Outcome, Stage, run_stages
 from specdec.errors import ConfigError
 
@@ -124,7 +124,7 @@ def _main(args: argparse.Namespace) -> int:
     report = summary(device, outcomes, planned=len(stages), interrupted=interrupted)
     packed = pack(folder, prefix, report)
     print(f"all of it is in {packed}")
-    publish(f"\n{render(outcomes, planned=len(stages))}", report, folder / f"{prefix}-summary.json")
+    publish(f"\n{render(outcomes, planned=len(stages))}", report, Output(folder / f"{prefix}-summary.json"))
     if interrupted:
         return INTERRUPTED
     return FAILED if any(outcome.status in ("failed", "hung") for outcome in outcomes) else 0

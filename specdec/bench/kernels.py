@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from specdec.bench import attention_problems, kernel_peers, token_problems, wind
 from specdec.bench.options import KernelOptions
 from specdec.bench.problems import Bench, Planned, Sizes
 from specdec.bench.random_model import quiet_transformers, shape_config
-from specdec.bench.report import environment, publish, setup_line, table
+from specdec.bench.report import Output, environment, publish, setup_line, table
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
@@ -70,7 +69,7 @@ DEFAULTS = {
 }
 
 
-def run(options: KernelOptions, out: Path | None) -> None:
+def run(options: KernelOptions, out: Output) -> None:
     """Measure, print the table and the report as JSON; exit with 1 if an operation was wrong or failed.
 
     Ctrl-C ends it as it ends anything, once the problems that were finished are shown.
@@ -167,7 +166,7 @@ def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> d
         "bytes_per_s": problem.bytes / took_s,
         "copy_share": problem.bytes / took_s / machine.copy_bytes_per_s,
         "predicted_s": predicted_s,
-        "over_predicted": took_s / predicted_s,
+        "predicted_share": predicted_s / took_s,
     }
 
 
@@ -281,7 +280,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 def _shown(row: Mapping[str, Any]) -> dict[str, str]:
     shown = {name: str(row[name]) for name in ("operation", "shape", "detail", "batch", "window")}
-    names = ("ms", "p10-p90", "MB", "GB/s", "of copy", "model ms", "x model", "by")
+    names = ("ms", "p10-p90", "MB", "GB/s", "of copy", "model ms", "of model", "by")
     if "seconds" not in row:
         return shown | dict.fromkeys(names, "") | {"by": f"{row['status']}: {row['why']}"}
     took = row["seconds"]
@@ -292,7 +291,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, str]:
         "GB/s": f"{row['bytes_per_s'] / 1e9:.0f}",
         "of copy": f"{row['copy_share']:.0%}",
         "model ms": f"{row['predicted_s'] * 1e3:.4f}",
-        "x model": f"{row['over_predicted']:.2f}",
+        "of model": f"{row['predicted_share']:.0%}",
         "by": row["how"],
     }
 

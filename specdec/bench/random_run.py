@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -12,7 +11,7 @@ from specdec.bench.agreement import rounding
 from specdec.bench.options import ThroughputOptions
 from specdec.bench.peers import Sample
 from specdec.bench.random_fit import Fit, fit, fitting
-from specdec.bench.report import environment, publish, setup_line, summarise, table, until_interrupted
+from specdec.bench.report import Output, environment, publish, setup_line, summarise, table, until_interrupted
 from specdec.bench.runner import ENGINE, EngineRunner
 from specdec.bench.throughput import RANDOM_DRAFTS, WINDOW_ROUNDS, Case, legend, longest
 from specdec.bench.time_model import Work
@@ -42,8 +41,8 @@ class Counted:
         return 1 + (self.drafted - before.drafted) / max(self.steps - before.steps, 1)
 
 
-def run_random(options: ThroughputOptions, config: EngineConfig, out: Path | None) -> None:
-    """Measure, then print the tables and, as the last line, the report as JSON.
+def run_random(options: ThroughputOptions, config: EngineConfig, out: Output) -> None:
+    """Measure and publish the report.
 
     Ctrl-C ends it as it ends anything, once the cases that were finished are shown.
     """

@@ -1,11 +1,14 @@
-"""What every benchmark shares: the machine it ran on, its summary of samples, its table and its last line."""
+"""What every benchmark shares: the machine it ran on, its summary of samples, its table and its JSON line."""
 
+import argparse
 import json
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,20 +134,44 @@ def json_line(report: Mapping[str, Any]) -> str:
     return json.dumps(_rounded(report), separators=(", ", ": "))
 
 
-def publish(shown: str, report: Mapping[str, Any], out: Path | None) -> None:
-    """Print what people read and, as the last line, the report; then write that line to `out`.
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a report goes beside its table: to a file or folder (--out), to standard output (--json)."""
 
-    In this order, so that a file that cannot be written takes no result with it.
+    path: Path | None = None
+    as_json: bool = False
+
+    def within(self, name: str) -> "Output":
+        """Return the output for one file of the folder."""
+        return replace(self, path=self.path / name) if self.path else self
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` to a benchmark's options."""
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as one JSON line; the table goes to stderr"
+    )
+
+
+def publish(shown: str, report: Mapping[str, Any], out: Output) -> None:
+    """Print the table, or with `--json` the report and the table on stderr; write the report to `--out`.
+
+    A report that cannot be written is printed, so that no measurement is lost.
     """
     line = json_line(report)
-    print(f"{shown}\n{line}", flush=True)
-    if out is None:
+    print(shown, file=sys.stderr if out.as_json else sys.stdout, flush=True)
+    if out.as_json:
+        print(line, flush=True)
+    if out.path is None:
         return
     try:
-        out.write_text(f"{line}\n", "utf-8")
+        out.path.write_text(f"{line}\n", "utf-8")
     except OSError as error:
+        if not out.as_json:
+            print(line, flush=True)
         raise ConfigError(
-            f"--out: {out} cannot be written ({error.strerror}); the report is printed above", field="out"
+            f"--out: {out.path} cannot be written ({error.strerror}); the report is printed above",
+            field="out",
         ) from error
 
 

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from specdec.bench.options import LLAMA_CPP, ThroughputOptions
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import (
+    Output,
     Summary,
     environment,
     publish,
@@ -127,8 +127,8 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
     }
 
 
-def run(options: ThroughputOptions, config: EngineConfig, out: Path | None) -> None:
-    """Measure, then print the table and, as the last line, the report as JSON; nothing if the check fails.
+def run(options: ThroughputOptions, config: EngineConfig, out: Output) -> None:
+    """Measure and publish the report; publish nothing if the check fails.
 
     Ctrl-C ends it as it ends anything, once the cases that were finished are shown.
     """

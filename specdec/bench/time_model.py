@@ -3,14 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from specdec.bench.options import ModelOptions
 from specdec.bench.random_model import shape_config
-from specdec.bench.report import publish, table
+from specdec.bench.report import Output, publish, table
 from specdec.errors import ConfigError
 from specdec.models import families, spec
 from specdec.models.formats import FORMATS, WeightFormat
@@ -180,8 +179,8 @@ def describe(
     }
 
 
-def run(options: ModelOptions, bandwidth: float, out: Path | None) -> None:
-    """Print the bytes of a step of a named shape and, as the last line, the report."""
+def run(options: ModelOptions, bandwidth: float, out: Output) -> None:
+    """Compute the bytes of a step of a named shape and publish the report."""
     shape = families.network(shape_config(options.shape))
     default_steps = options.window - 1 if shape.mtp else 0
     work = Work(

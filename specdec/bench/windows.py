@@ -135,7 +135,7 @@ def window_table(windows: Sequence[Mapping[str, Any]]) -> str:
                 "window": str(own["width"]),
                 "ms/step": f"{own['step_s']['median'] * 1e3:.2f}",
                 "p10-p90": f"{own['step_s']['p10'] * 1e3:.2f}-{own['step_s']['p90'] * 1e3:.2f}",
-                "x window of 1": f"{own['ratio']['median']:.2f}",
+                "time / window of 1": f"{own['ratio']['median']:.2f}",
                 "borrows MB": f"{own['borrowed_bytes'] / 1e6:.2f}",
                 "writes MB": f"{own['written_bytes'] / 1e6:.2f}",
             }

@@ -25,7 +25,7 @@ class Settings(BaseModel):
     Each field's description says what fits, its title what it does; --help and docs/settings.md show both.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     def __new__(cls, *values: object, **fields: object) -> Self:
         """Meet what is not given by name with our own words; pydantic reads the rest."""

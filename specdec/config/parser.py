@@ -169,15 +169,16 @@ class Parser(argparse.ArgumentParser):
             return self.format_all()
         own = [action for action in self._actions if not action.option_strings]
         names = [f"{action.metavar}{' …' if action.nargs == '*' else ''}" for action in own]
-        self.usage = " ".join(["%(prog)s [options]", *names])
-        for action, text in whole.items():
-            action.help = text.brief or argparse.SUPPRESS
+        text = ["[TEXT]"] if self.text_option else []
+        self.usage = " ".join(["%(prog)s [options]", *names, *text])
+        for action, says in whole.items():
+            action.help = says.brief or argparse.SUPPRESS
         try:
             return self.format_all()
         finally:
             self.usage = None
-            for action, text in whole.items():
-                action.help = text
+            for action, says in whole.items():
+                action.help = says
 
     def format_all(self) -> str:
         """Show every option at length."""

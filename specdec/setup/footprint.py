@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.config.engine import EngineConfig
 from specdec.config.folders import model_name
@@ -32,6 +33,7 @@ from specdec.setup.drafters import has_copy
 from specdec.setup.resolve import copied_in, open_model
 from specdec.setup.settings import Resolved
 
+CAT = torch.ops.aten.cat.default
 ARITHMETIC = 0.05
 """What a token takes beside reading its experts, of both: it is paid again for experts that others met."""
 
@@ -75,6 +77,31 @@ def token_work(network: spec.Network) -> Callable[[int], float]:
 def _share_met(chosen: int, total: int, tokens: int) -> float:
     """Say which part of the experts so many tokens are expected to meet that choose at random."""
     return 1.0 - (1 - chosen / total) ** tokens
+
+
+class ShapeArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Compute only the shapes of sums, products and concatenations of tensors on the meta device.
+
+    Torch does it in Python decompositions, for which it first imports its compiler: a second.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave `__torch_dispatch__` unwrapped: the wrapper imports the compiler too."""
+        return False
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute a shape where the rule is simple, with the first tensor's dtype; else run the operation."""
+        tensors = args[0] if op is CAT else [arg for arg in args if isinstance(arg, Tensor)]
+        if tensors and all(own.is_meta for own in tensors):
+            first = tensors[0]
+            if op is CAT and len(args) == 1:
+                return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
+            if torch.Tag.pointwise in op.tags:
+                return first.new_empty(torch.broadcast_tensors(*tensors)[0].shape)  # type: ignore[no-untyped-call]
+        return op(*args, **(kwargs or {}))
 
 
 class ShapeWeights:
@@ -224,17 +251,18 @@ def measure(
     copy is counted too, as it is kept: `copied_in` a format, or (None) widened.
     """
     weights = ShapeWeights(network, dtype, quantize=quantize, numbers=numbers)
-    kernels = load_kernels("reference")
-    target = Network(network, weights, kernels, max_length=1, device=torch.device("meta"))
-    split = len(weights.parameters)
-    if network.mtp:
-        MTPHead(target, weights)
     own = ShapeWeights(network, dtype, quantize=quantize)
-    if head and head.checkpoint:
-        head.fill(target, own, max_length=1)
     copy = CopyShapes(network, dtype, quantize=copied_in)
-    if copied:
-        Network(network, copy, kernels, max_length=1, device=torch.device("meta"))
+    kernels, device = load_kernels("reference"), torch.device("cpu")
+    with ShapeArithmetic():  # type: ignore[no-untyped-call]
+        target = Network(network, weights, kernels, max_length=1, device=device)
+        split = len(weights.parameters)
+        if network.mtp:
+            MTPHead(target, weights)
+        if head and head.checkpoint:
+            head.fill(target, own, max_length=1)
+        if copied:
+            Network(network, copy, kernels, max_length=1, device=device)
     found, parts = weights.parameters, (own.parameters, copy.parameters)
     return Footprint(network, tuple(found[:split]), tuple(found[split:]), *map(tuple, parts))
 

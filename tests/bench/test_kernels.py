@@ -13,7 +13,7 @@ from specdec.bench import kernels, traffic, window_problems
 from specdec.bench.kernels import ONCE, TOLERANCE, measure
 from specdec.bench.options import KernelOptions
 from specdec.bench.problems import Bench, Planned, row_error
-from specdec.bench.report import publish
+from specdec.bench.report import Output, publish
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.cli import main
 from specdec.errors import ConfigError
@@ -202,15 +202,15 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CPU_COLD", 1 << 16)
 
 
-SMALL = ["bench", "kernels", "--device", "cpu", "--shape", "tiny", "--batch", "1", "--repeats", "1"]
+SMALL = ["bench", "kernels", "--device", "cpu", "--shape", "tiny", "--batch", "1", "--repeats", "1", "--json"]
 
 
 @pytest.mark.usefixtures("_small")
 def test_command_prints_a_table_and_a_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     kept = tmp_path / "report.json"
     assert main([*SMALL, "--window", "4", "--out", str(kept)]) == 0
-    out = capsys.readouterr().out
-    report = json.loads(out.splitlines()[-1])
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
     assert report == json.loads(kept.read_text())
     assert report["absent_peers"] is not None and "experts" in report["not_measured"]
     (own,) = report["verify"]
@@ -218,7 +218,11 @@ def test_command_prints_a_table_and_a_report(capsys: pytest.CaptureFixture[str],
     peers = [row for row in report["rows"] if row["peer"]]
     assert {"transformers.torch_recurrent_gated_delta_rule"} <= {row["operation"] for row in peers}
     assert all(row["status"] == "ok" for row in report["rows"])
-    assert "snapshot / record" in out
+    for row in report["rows"]:
+        assert row["predicted_share"] == pytest.approx(
+            row["predicted_s"] / row["seconds"]["median"], rel=1e-4
+        )
+    assert "snapshot / record" in captured.err
 
 
 @pytest.mark.usefixtures("_small")
@@ -236,9 +240,9 @@ def test_command_ends_with_1_where_an_operation_is_wrong(
         main([*SMALL, "--window", "1", "--only", "swiglu,rms_norm"])
     assert end.value.code == 1
     captured = capsys.readouterr()
-    rows = json.loads(captured.out.splitlines()[-1])["rows"]
+    rows = json.loads(captured.out)["rows"]
     assert {row["operation"]: row["status"] for row in rows} == {"swiglu": "WRONG", "rms_norm": "ok"}
-    assert "WRONG" in captured.out and "1 of 2" in captured.err
+    assert "WRONG" in captured.err and "1 of 2" in captured.err
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_and_printed_after(
@@ -248,7 +252,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_and_printed_after(
     assert main([*SMALL, "--out", str(tmp_path)]) == 2
     assert "--out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="cannot be written"):
-        publish("a table", {"benchmark": "none"}, tmp_path)
+        publish("a table", {"benchmark": "none"}, Output(tmp_path))
     assert capsys.readouterr().out.splitlines() == ["a table", '{"benchmark": "none"}']
 
 
@@ -278,7 +282,7 @@ def test_ctrl_c_shows_what_was_finished(
     assert main([*SMALL, "--window", "1", "--no-peers", "--out", str(kept)]) == 130
     report = json.loads(kept.read_text())
     assert report["interrupted"] and [row["status"] for row in report["rows"]] == ["ok", "ok"]
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert f"INTERRUPTED: 2 of {report['planned']} problems" in out and "delta in" in out
     # What was not reached has a benchmark all the same.
     assert "experts" in report["not_measured"] and "swiglu" not in report["not_measured"]
@@ -287,5 +291,5 @@ def test_ctrl_c_shows_what_was_finished(
 @pytest.mark.usefixtures("_small")
 def test_peers_can_be_asked_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--window", "2", "--only", "peers"]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows and all(row["peer"] for row in rows)

@@ -30,7 +30,7 @@ PROMPTS = [[5, 6, 7, 100, 101, 102, 17, 18], [9, 9, 30, 31, 32, 33, 34, 35]]
 NEW_TOKENS = 12
 EXCUSED = 1e-3
 """How far under the best a token of llama.cpp may lie in float32, relative to the largest logit."""
-COMMAND = ["bench", "throughput", "tiny", "--peers", "llama.cpp", "--repeats", "2", "--warmup", "0"]
+COMMAND = ["bench", "throughput", "tiny", "--peers", "llama.cpp", "--repeats", "2", "--warmup", "0", "--json"]
 COMMAND += ["--batch", "1,2", "--prompt-tokens", "9", "--new-tokens", "8"]
 QWEN3 = {
     "model_type": "qwen3",
@@ -121,8 +121,8 @@ def test_another_model_ends_the_benchmark(
 
 def report_of(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[dict[str, Any], str]:
     assert main([*COMMAND, *more]) == 0
-    out = capsys.readouterr().out
-    return json.loads(out.splitlines()[-1]), out
+    captured = capsys.readouterr()
+    return json.loads(captured.out), captured.err
 
 
 @pytest.mark.parametrize(

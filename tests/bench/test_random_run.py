@@ -24,7 +24,18 @@ from tests.selection import EXHAUSTIVE
 
 SMALL = {**SHAPES["tiny"], "num_hidden_layers": 4, "vocab_size": 512}
 """A named size that is drawn in no time."""
-ARGV = ["bench", "throughput", "--random", "--shape", "small", "--dtype", "float32", "--device", "cpu"]
+ARGV = [
+    "bench",
+    "throughput",
+    "--random",
+    "--shape",
+    "small",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--json",
+]
 LOAD = ["--batch", "1,3", "--prompt-tokens", "9", "--new-tokens", "14", "--repeats", "1", "--warmup", "0"]
 
 
@@ -38,8 +49,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
-    out = capsys.readouterr().out
-    return out, json.loads(out.splitlines()[-1])
+    captured = capsys.readouterr()
+    return captured.err, json.loads(captured.out)
 
 
 @pytest.mark.parametrize("draft", ["mtp", "self-int4"])
@@ -93,7 +104,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_drawn(
         raise AssertionError("nothing may be drawn")
 
     monkeypatch.setattr(random_run, "build_random", draws)
-    argv = ["bench", "throughput", "--random", "--shape", "qwen3.5-27b", "--device", "cpu"]
+    argv = ["bench", "throughput", "--random", "--shape", "qwen3.5-27b", "--device", "cpu", "--json"]
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert "qwen3.5-27b" in said and f"{8 << 30:,}" in said
@@ -218,7 +229,7 @@ def test_windows_wider_than_the_cases_have_room_and_a_table(capsys: pytest.Captu
     assert main(argv) == 0
     out, report = report_of(capsys)
     assert {own["width"] for own in report["windows"]} == {1, 4, 8}
-    assert "x window of 1" in out and "ms/step: median of steps" in out
+    assert "time / window of 1" in out and "ms/step: median of steps" in out
     assert main([*argv, "--max-model-len", "71"]) == 2
     assert "--max-model-len: 71 is less than the 72 tokens" in capsys.readouterr().err
 

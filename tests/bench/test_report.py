@@ -1,9 +1,11 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specdec.bench.report import environment, json_line, percentile, summarise, table
+from specdec.bench.report import Output, environment, json_line, percentile, publish, summarise, table
+from specdec.cli import BENCHMARKS, main
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 63])
@@ -34,3 +36,21 @@ def test_environment_names_what_a_figure_depends_on() -> None:
     assert found["cpu"]
     assert found["threads"] > 0
     assert all(found["versions"][name] for name in ("python", "torch", "transformers"))
+
+
+def test_a_report_is_a_table_unless_json_is_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "report.json"
+    publish("a table", {"a": 1}, Output(kept))
+    assert capsys.readouterr() == ("a table\n", "")
+    assert kept.read_text() == '{"a": 1}\n'
+    publish("a table", {"a": 1}, Output(as_json=True))
+    assert capsys.readouterr() == ('{"a": 1}\n', "a table\n")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_can_print_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", name, "--help"])
+    assert "--json" in capsys.readouterr().out

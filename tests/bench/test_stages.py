@@ -238,11 +238,10 @@ def test_ctrl_c_ends_the_stage_and_sums_up_what_ran(
     monkeypatch.setattr(gpu, "plan", lambda *_: stages)
     assert main(["--device", "cpu", "--out", str(tmp_path)]) == 130
     captured = capsys.readouterr()
-    summary = json.loads(captured.out.splitlines()[-1])
+    summary = json.loads(next(tmp_path.glob("*-summary.json")).read_text())
     assert [own["status"] for own in summary["stages"]] == ["passed", "interrupted"]
     assert summary["interrupted"] and summary["planned"] == 3
     assert "INTERRUPTED: 1 of 3 stages passed, 1 were not reached" in captured.out
-    assert json.loads(next(tmp_path.glob("*-summary.json")).read_text()) == summary
     child = int((tmp_path / "pressing.log").read_text().split()[0])
     deadline = time.monotonic() + 60
     while is_alive(child) and time.monotonic() < deadline:
@@ -274,7 +273,7 @@ def test_it_runs_from_beginning_to_end_on_a_cpu(
     monkeypatch.setattr(gpu, "plan", shorter)
     assert main(["--device", "cpu", "--out", str(tmp_path), "--budget", "200"]) == 1
     out = capsys.readouterr().out
-    summary = json.loads(out.splitlines()[-1])
+    summary = json.loads(next(tmp_path.glob("*-summary.json")).read_text())
     found = {own["name"]: own["status"] for own in summary["stages"]}
     assert found == {"verify": "passed", "fails": "failed"}
     assert "1 of 2 stages passed" in out and "on purpose" in out

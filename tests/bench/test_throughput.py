@@ -31,11 +31,11 @@ def _small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, *more: str) -> int:
-    return main(["bench", "throughput", str(folder), *SIZES, *RUNS, *more])
+    return main(["bench", "throughput", str(folder), *SIZES, *RUNS, "--json", *more])
 
 
 def report_of(out: str) -> dict[str, Any]:
-    return json.loads(out.splitlines()[-1])
+    return json.loads(out)
 
 
 def test_report_has_every_case_and_contestant(
@@ -43,8 +43,8 @@ def test_report_has_every_case_and_contestant(
 ) -> None:
     kept = tmp_path / "report.json"
     assert run(hybrid, "--peers", "transformers", "--out", str(kept)) == 0
-    out = capsys.readouterr().out
-    report = report_of(out)
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
     assert json.loads(kept.read_text()) == report
     assert [(case["batch"], case["prompt_tokens"]) for case in report["cases"]] == CASES
     for case in report["cases"]:
@@ -54,7 +54,7 @@ def test_report_has_every_case_and_contestant(
         assert own["decode_speedup"]["median"] == own["prefill_speedup"]["median"] == 1
         assert own["bandwidth_share"] > 0
     assert {"commit", "cpu", "versions", "dtype", "seed", "warmup", "repeats", "settings"} <= report.keys()
-    assert "transformers" in out.splitlines()[-5]
+    assert "transformers" in captured.err.splitlines()[-4]
 
 
 def test_a_speedup_above_one_is_faster(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_interrupt_keeps_what_was_finished(
     finished = CASES[:2] if phase == "cases" else CASES
     assert [(case["batch"], case["prompt_tokens"]) for case in report["cases"]] == finished
     assert report["interrupted"] and report["windows"] == []
-    assert f"INTERRUPTED: these {len(finished)} cases" in captured.out
+    assert f"INTERRUPTED: these {len(finished)} cases" in captured.err
     assert "Traceback" not in captured.err
 
 
@@ -231,9 +231,11 @@ def test_what_was_rounded_on_request_is_shown_and_not_refused(
 
     monkeypatch.setattr(TransformersPeer, "judge", judge)
     assert run(hybrid, *eight_bit, "--window", "4") == 0
-    out = capsys.readouterr().out
-    report = report_of(out)
-    assert report["rounding"].startswith("8-bit") and f"with {report['rounding']} that is shown" in out
+    captured = capsys.readouterr()
+    report = report_of(captured.out)
+    assert (
+        report["rounding"].startswith("8-bit") and f"with {report['rounding']} that is shown" in captured.err
+    )
     assert {case["agreement"]["largest_gap"] for case in report["cases"]} == {0.25}
     assert run(hybrid) == 2
 

@@ -104,10 +104,10 @@ def test_context_is_read_once_a_row() -> None:
 
 
 def test_command_prints_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "model", "--shape", "qwen3-next-80b-a3b", "--quantize", "fp8", "--window", "4"]
+    argv = ["bench", "model", "--shape", "qwen3-next-80b-a3b", "--quantize", "fp8", "--window", "4", "--json"]
     assert main([*argv, "--bandwidth", "4.3e12", "--acceptance", "3.413"]) == 0
-    out = capsys.readouterr().out
-    report = json.loads(out.splitlines()[-1])
+    captured = capsys.readouterr()
+    out, report = captured.err, json.loads(captured.out)
     assert report["floor_s"] == pytest.approx(2.5e-3, rel=0.02)
     assert "experts" in out and "tokens/s" in out
     first, _, columns = out.splitlines()[:3]
@@ -118,8 +118,8 @@ def test_command_prints_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_report_holds_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"batch": 2, "window": 6, "context": 50, "acceptance": 2.5, "draft_steps": 4, "draft_topk": 3}
     words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["bench", "model", *words, "--slots", "snapshot", "--bandwidth", "4.3TB"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["bench", "model", *words, "--slots", "snapshot", "--bandwidth", "4.3TB", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     asked |= {"quantize": None, "slots": "snapshot", "bytes_per_s": 4.3e12, "shape": "qwen3-next-80b-a3b"}
     assert {name: report[name] for name in asked} == asked
 

@@ -64,7 +64,7 @@ def seconds(own: "subprocess.Popen[str]") -> float:
 
 
 def compare(other: Path, setting: str, runs: int) -> float:
-    """Return how long this checkout takes beside the other: the median over runs."""
+    """Return the speedup of this checkout over the other, above 1 is faster: the median over runs."""
     here = Path(__file__).parents[2]
     with worker(other, setting) as before, worker(here, setting) as after:
         ratios = []
@@ -75,7 +75,7 @@ def compare(other: Path, setting: str, runs: int) -> float:
                 own.stdin.write("\n")
                 own.stdin.flush()
                 took[own] = seconds(own)
-            ratios.append(took[after] / took[before])
+            ratios.append(took[before] / took[after])
     return statistics.median(ratios)
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     for setting in options.settings.split(","):
         found = [compare(options.other.resolve(), setting, options.runs) for _ in range(options.pairs)]
         print(
-            f"{setting:10} {statistics.median(found):.3f} x the other's time:", *(f"{x:.3f}" for x in found)
+            f"{setting:10} {statistics.median(found):.3f} x the other's speed:", *(f"{x:.3f}" for x in found)
         )
     return None
 

@@ -202,6 +202,21 @@ def test_nothing_slow_is_imported_for_what_needs_nothing(argv: list[str], brings
     assert ran.stdout.splitlines()[-1] == brings, ran.stderr
 
 
+HEAVY = """
+import sys
+import specdec.__main__
+sys.argv[0] = "specdec"
+code = specdec.__main__._run()
+print(code, *sorted({"torch._dynamo", "sympy", "transformers"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("argv", [["info", "tiny"], ["chat", "tiny", "hello", "--max-tokens", "2"]])
+def test_neither_a_compiler_nor_transformers_is_imported_at_start_up(argv: list[str]) -> None:
+    ran = subprocess.run([sys.executable, "-c", HEAVY, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1].split() == ["0"], ran.stderr
+
+
 def test_what_serves_or_measures_does_not_import_transformers() -> None:
     script = (
         "import sys, specdec.server.run, specdec.setup.footprint\n"
@@ -533,3 +548,12 @@ def test_reader_that_leaves_ends_a_stream_quietly(endless: Path) -> None:
     running.stderr.close()
     assert running.wait(60) == 141, errors.decode()
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"), [("chat", "MODEL [TEXT]"), ("generate", "MODEL [TEXT]"), ("info", "MODEL")]
+)
+def test_usage_has_the_text_that_may_follow_the_model(command: str, usage: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert capsys.readouterr().out.splitlines()[0] == f"usage: specdec {command} [options] {usage}"

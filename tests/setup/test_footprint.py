@@ -1,5 +1,7 @@
 """What a model is said to cost, against a model that was built."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,20 @@ def test_parameters_are_counted_as_transformers_counts_them(name: str) -> None:
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
     counted = measure(network(SHAPES[name]), torch.bfloat16)
     assert counted.parameters == sum(p.numel() for p in built.parameters())
+
+
+def test_shapes_need_no_compiler_of_torch() -> None:
+    script = (
+        "import sys, torch\n"
+        "from specdec.models.families import network\n"
+        "from specdec.models.shapes import SHAPES\n"
+        "from specdec.setup.footprint import measure\n"
+        "for fields in SHAPES.values():\n"
+        "    measure(network(fields), torch.bfloat16, copied=True)\n"
+        "print(*sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def test_multi_token_head_is_counted_apart() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
+from specdec.bench.report import Output, add_json
 from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
@@ -64,6 +65,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         help="of all engines beside the weights; one is always there (default: half of what is free)",
     )
     add("--out", metavar="FOLDER", type=Path, help="keep measurements and results there")
+    add_json(parser)
     add_settings(parser, EngineConfig, title="engine", without=SWEPT)
 
 
@@ -125,7 +127,8 @@ def _acceptance(args: argparse.Namespace) -> Run:
     if args.compare:
         from specdec.bench.acceptance import compare
 
-        return partial(compare.run, *args.compare)
+        first, second = args.compare
+        return partial(compare.run, first, second, Output(as_json=args.json))
     if args.model is None:
         raise ConfigError("MODEL: name a checkpoint's folder, or tiny, which ships", field="model")
     _, config = find_models(args.model, _engine(args))
@@ -146,7 +149,7 @@ def _acceptance(args: argparse.Namespace) -> Run:
         memory=EngineConfig.model_validate({"memory_bytes": args.memory}).memory_bytes,
         arguments=_arguments(args),
     )
-    return partial(run, options, config, args.out)
+    return partial(run, options, config, Output(args.out, args.json))
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:
@@ -187,7 +190,7 @@ def _shapes(args: argparse.Namespace) -> list[Shape]:
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return what was asked for, all defaults filled in, as a report can hold it."""
-    left = {"command", "verbose", "out", "model", "compare", "num_steps", "topk", "num_draft_tokens"}
+    left = {"command", "verbose", "out", "json", "model", "compare", "num_steps", "topk", "num_draft_tokens"}
     shown = {name: value for name, value in vars(args).items() if name not in left}
     shown["shape"] = [_written(shape) for shape in _shapes(args)]
     shown["adaptive"] = _written(args.adaptive) if args.adaptive else None

@@ -17,7 +17,7 @@ import torch
 
 from specdec.bench.acceptance.pictures import Record, field, plain, setting_key
 from specdec.bench.acceptance.summary import RESULT
-from specdec.bench.report import publish, table
+from specdec.bench.report import Output, publish, table
 from specdec.errors import ConfigError
 
 RESAMPLES, SEED = 2000, 0
@@ -35,14 +35,14 @@ Prompts = dict[tuple[str, int], dict[str, Any]]
 Key = tuple[str, str]
 
 
-def run(first: Path, second: Path) -> None:
-    """Compare two files and print a table and, as the last line, the whole comparison."""
+def run(first: Path, second: Path, out: Output) -> None:
+    """Compare two files and publish the comparison."""
     comparison = compare(read(first), read(second))
-    publish(render(comparison), comparison, None)
+    publish(render(comparison), comparison, out)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a result: a JSON file, or a benchmark's output, whose last line it is."""
+    """Read a result: a JSON file, or an output whose last line is JSON."""
     path = path / RESULT if path.is_dir() else path
     try:
         text = path.read_text("utf-8").strip()

@@ -29,7 +29,7 @@ from specdec.bench.acceptance.table import render
 from specdec.bench.agreement import require_rounding, rounding
 from specdec.bench.peers import TransformersPeer
 from specdec.bench.random_model import quiet_transformers
-from specdec.bench.report import environment, json_line, publish, until_interrupted
+from specdec.bench.report import Output, environment, json_line, publish, until_interrupted
 from specdec.bench.store import ResultStore
 from specdec.config.drafters import NONE
 from specdec.config.engine import EngineConfig
@@ -249,19 +249,19 @@ def _key(setting: Setting, unit: Unit) -> tuple[Any, ...]:
     return setting.name, repr(setting.group), unit.number
 
 
-def run(options: Options, config: EngineConfig, out: Path | None) -> None:
-    """Measure, print the tables and, as the last line, the report; with `out`, write it all there.
+def run(options: Options, config: EngineConfig, out: Output) -> None:
+    """Measure and publish the report; with a folder, keep measurements and pictures there.
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
     with quiet_transformers() if options.sweep.transformers else nullcontext():
-        whole = Run(options, config, out)
+        whole = Run(options, config, out.path)
         with until_interrupted(whole.done) as interruption:
             whole.measure()
     report = whole.report(interrupted=interruption.happened)
-    publish(render(report), report, out / RESULT if out else None)
-    if out:
-        write_results(report, out)
+    publish(render(report), report, out.within(RESULT))
+    if out.path:
+        write_results(report, out.path)
     if interruption.happened:
         raise KeyboardInterrupt
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.bench.prefix.generate import KINDS, generate
 from specdec.bench.prefix.traces import Trace, read_trace, write_trace
+from specdec.bench.report import Output, add_json
 from specdec.config.base import MAX_BYTES, parse_bytes
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
@@ -45,6 +46,7 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="NAMES", type=listed(one_of(*KINDS)), help=traces)
     add("--seed", metavar="SEED", type=at_least(0), default=0, help="of what is generated (default: 0)")
     add("--out", metavar="FOLDER", type=Path, help="keep measurements, results and pictures there")
+    add_json(parser)
     add("--engine", metavar="MODEL", type=Path, help=GIVEN)
     # Those of one mode leave no trace where they are not given, so that the other can refuse them.
     own = partial(parser.add_argument_group("simulation").add_argument, default=argparse.SUPPRESS)
@@ -95,7 +97,7 @@ def _prefix(args: argparse.Namespace) -> Run:
         seed=args.seed,
         arguments=_arguments(args),
     )
-    return partial(run, options, args.out)
+    return partial(run, options, Output(args.out, args.json))
 
 
 def _settle(args: argparse.Namespace) -> None:
@@ -130,7 +132,7 @@ def _engine(args: argparse.Namespace) -> Run:
         max_tokens=args.max_tokens,
         seed=args.seed,
     )
-    return partial(run, options, config, args.out)
+    return partial(run, options, config, Output(args.out, args.json))
 
 
 def _write(traces: list[Trace], folder: Path) -> None:

@@ -12,7 +12,7 @@ from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
 from specdec.bench.agreement import EXACT, require_rounding
 from specdec.bench.prefix.generate import KINDS, LONGEST, generate
 from specdec.bench.prefix.traces import Trace, Turn
-from specdec.bench.report import environment, percentile, publish, table, until_interrupted
+from specdec.bench.report import Output, environment, percentile, publish, table, until_interrupted
 from specdec.config.engine import PREFIX_FIELDS
 from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
@@ -23,7 +23,7 @@ LONGEST_OF = {"system-prompts": 4096}
 WARMUP = 3
 """Requests that each engine answers first, uncounted."""
 LEGEND = """\
-off, on: until the first token, without a cache and with one; x: their quotient
+off, on: until the first token, without a cache and with one; x: speedup, above 1 is faster
 hit: tokens that were not read, of all prompts'; differing: answers that are not those without a cache"""
 
 
@@ -162,8 +162,8 @@ class Run:
         }
 
 
-def run(options: Options, config: EngineConfig, out: Path | None) -> None:
-    """Time both engines on each trace; print the table and, as the last line, the report.
+def run(options: Options, config: EngineConfig, out: Output) -> None:
+    """Time both engines on each trace and publish the report.
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
@@ -173,14 +173,14 @@ def run(options: Options, config: EngineConfig, out: Path | None) -> None:
             "lengths; leave it out with --engine",
             field="trace",
         )
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
+    if out.path:
+        out.path.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         whole = Run(Engines(options, config, stack))
         with until_interrupted(whole.done) as interruption:
             whole.measure()
         report = whole.report(interrupted=interruption.happened)
-    publish(render(report), report, out / RESULT if out else None)
+    publish(render(report), report, out.within(RESULT))
     if interruption.happened:
         raise KeyboardInterrupt
 

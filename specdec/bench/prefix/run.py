@@ -16,7 +16,7 @@ from specdec.bench.prefix.simulate import Policy, Speeds, simulate
 from specdec.bench.prefix.table import render
 from specdec.bench.prefix.traces import Trace
 from specdec.bench.random_model import shape_config
-from specdec.bench.report import environment, publish, until_interrupted
+from specdec.bench.report import Output, environment, publish, until_interrupted
 from specdec.bench.store import ResultStore
 from specdec.errors import ConfigError
 from specdec.models.families import network
@@ -128,17 +128,17 @@ def _make(policy: str, ground: Ground) -> Policy[Any]:
     raise ConfigError(f"--policy: {policy!r} is none of {', '.join(POLICIES)}", field="policy")
 
 
-def run(options: Options, out: Path | None) -> None:
-    """Simulate, print the tables and, as the last line, the report; with `out`, write it all there.
+def run(options: Options, out: Output) -> None:
+    """Simulate and publish the report; with a folder, keep the runs and pictures there.
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
-    whole = Run(options, out)
+    whole = Run(options, out.path)
     with until_interrupted(whole.done) as interruption:
         whole.measure()
     report = whole.report(interrupted=interruption.happened)
-    publish(render(report), report, out / RESULT if out else None)
-    if out:
-        write_pictures(report["records"], out)
+    publish(render(report), report, out.within(RESULT))
+    if out.path:
+        write_pictures(report["records"], out.path)
     if interruption.happened:
         raise KeyboardInterrupt

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,7 +17,7 @@ from specdec.bench.reach.serve import measure_serving, serving_report, serving_r
 from specdec.bench.reach.servers import on_core
 from specdec.bench.reach.steady import PROMPTS, measure_steadiness, steady_rows
 from specdec.bench.reach.wire import measure_wire, wire_rows
-from specdec.bench.report import environment, publish, table
+from specdec.bench.report import Output, environment, publish, table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
@@ -28,8 +27,8 @@ LIMIT_S = 600.0
 """Of one request."""
 
 
-def run(options: ReachOptions, config: EngineConfig, out: Path | None) -> None:
-    """Measure, then print the tables and, as the last line, the report as JSON; nothing if a check fails."""
+def run(options: ReachOptions, config: EngineConfig, out: Output) -> None:
+    """Measure and publish the report; publish nothing if a check fails."""
     report: dict[str, Any] = {
         "benchmark": "reach",
         **environment(),

@@ -108,5 +108,5 @@ def steady_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             "way": name,
             "idle ms": milliseconds(own["idle_token_s"]),
             "while prompts come ms": milliseconds(own["loaded_token_s"]),
-            "times idle": " / ".join(f"{value:.2f}" for value in times.values()) if times else "-",
+            "time / idle": " / ".join(f"{value:.2f}" for value in times.values()) if times else "-",
         }

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,7 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from specdec.bench.acceptance.prompts import Prompt
 from specdec.bench.client import ask_model, check_url, reason
 from specdec.bench.options import ServeOptions
-from specdec.bench.report import environment, publish
+from specdec.bench.report import Output, environment, publish
 from specdec.bench.serve.load import Job, Level, arrivals, drive, warm_up
 from specdec.bench.serve.report import level_report, render
 from specdec.bench.serve.stream import KEY, SALT, Outcome, Request, Server
@@ -25,8 +24,8 @@ FEWEST, PER_PLACE = 16, 4
 """Requests of a level where their number is not given: so many for each at a time, and never fewer."""
 
 
-def run(options: ServeOptions, prompts: Sequence[Prompt], key: str | None, out: Path | None) -> None:
-    """Measure, then print the table and, as the last line, the report as JSON.
+def run(options: ServeOptions, prompts: Sequence[Prompt], key: str | None, out: Output) -> None:
+    """Measure and publish the report.
 
     Ctrl-C ends it as it ends anything, once what had been answered by then is shown.
     """

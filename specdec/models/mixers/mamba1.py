@@ -74,8 +74,8 @@ class LoadedMamba1(LoadedMixer):
         A_NK = -torch.exp(weights.take("A_log", (s.inner, s.state_dim), torch.float32))
         D_C, dt_bias_C = (weights.take(name, (s.inner,), torch.float32) for name in ("D", "dt_bias"))
         self.layer = SelectiveLayer(
-            torch.stack([A_WK.t() for A_WK in A_NK.chunk(s.heads)]),
-            *(torch.stack(own_C.chunk(s.heads)) for own_C in (D_C, dt_bias_C)),
+            A_NK.reshape(s.heads, -1, s.state_dim).mT.contiguous(),
+            *(own_C.reshape(s.heads, -1) for own_C in (D_C, dt_bias_C)),
         )
         self.norm_D = {name: _norm(s, weights, name, A_NK) for name in s.selected}
         self.out = Linear.load(weights, kernels, {"out": place.writes}, s.inner, bias=s.bias)

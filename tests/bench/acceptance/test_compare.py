@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specdec.bench.acceptance.compare import SAME, compare, read, render, run
+from specdec.bench.report import Output
 from specdec.errors import ConfigError
 from tests.bench.acceptance.results import HOSTILE, by_depth, result
 
@@ -230,15 +231,13 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "absent.json")
 
 
-def test_files_are_compared_and_the_last_line_is_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_compared_and_told_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.log"
     first.write_text(json.dumps(result(), indent=1), "utf-8")
     second.write_text(f"a table\nand more\n{json.dumps(result(seed=1, gain=0.1))}\n", "utf-8")
-    run(first, second)
-    *shown, last = capsys.readouterr().out.splitlines()
-    told = json.loads(last)
+    run(first, second, Output(as_json=True))
+    captured = capsys.readouterr()
+    shown, told = captured.err.splitlines(), json.loads(captured.out)
     assert told["benchmark"] == "acceptance comparison" and len(told["records"]) == 24
     assert any(line.startswith("mtp 4x4 of 16") for line in shown)
     assert told == json.loads(json.dumps(told)) and HOSTILE not in "".join(shown)

@@ -33,13 +33,15 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def bench(agreeing: Path, prompts: Path) -> Bench:
     def call(*more: str) -> int:
-        return main(["bench", "acceptance", str(agreeing), "--prompts", str(prompts), *QUICK, *more])
+        return main(
+            ["bench", "acceptance", str(agreeing), "--prompts", str(prompts), *QUICK, "--json", *more]
+        )
 
     return call
 
 
 def report_of(out: str) -> dict[str, Any]:
-    return json.loads(out.splitlines()[-1])
+    return json.loads(out)
 
 
 def figures(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,8 +60,8 @@ def test_a_report_has_every_setting_in_every_category(bench: Bench, capsys: Capt
     groups = ["--temperature", "0,1", "--batch", "1,2", "--draft-noise", "shared,none"]
     out = tmp_path / "made" / "here"
     assert bench(*swept, *groups, "--peers", "transformers", "--limit", "1", "--out", str(out)) == 0
-    shown = capsys.readouterr().out
-    report = report_of(shown)
+    captured = capsys.readouterr()
+    shown, report = captured.err, report_of(captured.out)
     assert json.loads((out / "acceptance.json").read_text()) == report
     assert [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()] == report[
         "records"
@@ -84,7 +86,7 @@ def test_a_report_has_every_setting_in_every_category(bench: Bench, capsys: Capt
     assert report["arguments"]["shape"] == ["4:1:5", "4:4:16", "2:1:9"]
     for record in report["records"]:
         agrees_with_itself(record)
-    for line in shown.splitlines()[:-1]:
+    for line in shown.splitlines():
         assert len(line) <= 110, line
     # A tree of the tokens likely to come finds more of them than one of the tokens that are likely.
     length = {
@@ -185,7 +187,7 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_figures(
     assert bench(*argv, "--out", str(tmp_path)) == 130
     captured = capsys.readouterr()
     part = report_of(captured.out)
-    assert part["interrupted"] and "INTERRUPTED" in captured.out and "Traceback" not in captured.err
+    assert part["interrupted"] and "INTERRUPTED" in captured.err and "Traceback" not in captured.err
     assert 0 < part["records"][0]["prompts"] < whole["records"][0]["prompts"]
     kept = tmp_path / "measurements.jsonl"
     measured = kept.read_bytes()
@@ -231,11 +233,14 @@ def test_a_wrong_text_withholds_every_figure(
     with monkeypatch.context() as patched:
         patched.setattr(agreement, "EXCUSED_GAP", 10.0)
         assert bench("--draft", "suffix") == 0
-        assert "differing texts (near ties): suffix 4x1 5" in capsys.readouterr().out
+        assert "differing texts (near ties): suffix 4x1 5" in capsys.readouterr().err
     assert bench("--draft", "suffix", "--dtype", "bfloat16") == 0
-    shown = capsys.readouterr().out
-    assert "differing texts (bfloat16 rounds" in shown
-    assert {r["differing_texts"] for r in report_of(shown)["records"] if r["category"] == "all"} >= {0, 5}
+    captured = capsys.readouterr()
+    assert "differing texts (bfloat16 rounds" in captured.err
+    assert {r["differing_texts"] for r in report_of(captured.out)["records"] if r["category"] == "all"} >= {
+        0,
+        5,
+    }
 
 
 def test_a_text_that_only_ends_elsewhere_is_wrong(agreeing: Path) -> None:

@@ -25,7 +25,9 @@ def turn(session: str) -> Turn:
 def bench(hybrid: Path) -> Bench:
     def call(*more: str) -> int:
         settings = ["--dtype", "float64", "--max-model-len", "256", "--draft", "none", "--max-running", "4"]
-        return main(["bench", "prefix", "--engine", str(hybrid), "--requests", "16", *settings, *more])
+        return main(
+            ["bench", "prefix", "--engine", str(hybrid), "--requests", "16", *settings, "--json", *more]
+        )
 
     return call
 
@@ -34,15 +36,15 @@ def test_texts_are_alike_and_hits_are_counted(
     bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert bench("--trace", "system-prompts,lmsys,agents", "--out", str(tmp_path / "made")) == 0
-    shown = capsys.readouterr().out
-    report = json.loads(shown.splitlines()[-1])
+    captured = capsys.readouterr()
+    shown, report = captured.err, json.loads(captured.out)
     assert json.loads((tmp_path / "made" / engine.RESULT).read_text()) == report
     assert [r["trace"] for r in report["records"]] == ["system-prompts", "lmsys", "agents"]
     for record in report["records"]:
         assert record["requests"] and record["differing_texts"] == 0
         assert 0.2 < record["hit_rate"] < 1
         assert set(record["ttft_off_s"]) == set(record["ttft_on_s"]) == {"p50", "p95"}
-    assert all(len(line) <= 130 for line in shown.splitlines()[:-1])
+    assert all(len(line) <= 130 for line in shown.splitlines())
 
 
 def test_several_come_at_a_time_but_no_two_turns_of_a_session(
@@ -57,7 +59,7 @@ def test_several_come_at_a_time_but_no_two_turns_of_a_session(
 
     monkeypatch.setattr(engine.SpecEngine, "generate", generate)
     assert bench("--trace", "system-prompts,agents", "--together", "5") == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = json.loads(capsys.readouterr().out)
     assert report["together"] == 5 and sum(asked) == 2 * (sum(r["requests"] for r in report["records"]) + 6)
     assert 5 in asked and max(asked) == 5
     assert all(record["differing_texts"] == 0 and record["hit_rate"] > 0.2 for record in report["records"])
@@ -137,9 +139,10 @@ def test_what_was_measured_before_ctrl_c_is_shown(
 
     monkeypatch.setattr(engine.SpecEngine, "generate", generate)
     assert bench() == 130
-    shown = capsys.readouterr().out
+    captured = capsys.readouterr()
+    shown = captured.err
     if records:
-        report = json.loads(shown.splitlines()[-1])
+        report = json.loads(captured.out)
         assert report["interrupted"] and "INTERRUPTED" in shown
         assert [record["requests"] for record in report["records"]] == [3]
     else:

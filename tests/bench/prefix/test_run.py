@@ -12,21 +12,21 @@ from specdec.bench.prefix.traces import write_trace
 from specdec.cli import main
 from tests.selection import EXHAUSTIVE
 
-QUICK = ["bench", "prefix", "--trace", "system-prompts", "--sessions", "80", "--memory", "1GB,2GB"]
+QUICK = ["bench", "prefix", "--json", "--trace", "system-prompts", "--sessions", "80", "--memory", "1GB,2GB"]
 ERROR, INTERRUPTED = 2, 130
 
 Capture = pytest.CaptureFixture[str]
 
 
 def report_of(out: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(out.splitlines()[-1])
+    found: dict[str, object] = json.loads(out)
     return found
 
 
 def test_a_report_has_every_policy_with_every_memory(capsys: Capture, tmp_path: Path) -> None:
     assert main([*QUICK, "--out", str(tmp_path / "made")]) == 0
-    shown = capsys.readouterr().out
-    report = report_of(shown)
+    captured = capsys.readouterr()
+    report = report_of(captured.out)
     assert json.loads((tmp_path / "made" / "prefix.json").read_text()) == report
     records: list[dict[str, object]] = report["records"]  # type: ignore[assignment]
     assert {(r["policy"], r["memory_bytes"]) for r in records} == {
@@ -35,7 +35,7 @@ def test_a_report_has_every_policy_with_every_memory(capsys: Capture, tmp_path: 
     rates: dict[str, float] = {r["policy"]: r["hit_rate"] for r in records if r["memory_bytes"] == 2 * 10**9}  # type: ignore[misc]
     assert rates["none"] == 0 < rates["vLLM+"] < rates["LRU"] <= rates["best"]
     assert {r["tokens"] for r in records} == {records[0]["tokens"]}
-    for line in shown.splitlines()[:-1]:
+    for line in captured.err.splitlines():
         assert len(line) <= 110, line
     pictures = sorted(path.name for path in (tmp_path / "made").glob("*.svg"))
     assert pictures == ["system-prompts-by-length.svg", "system-prompts-by-memory.svg"]
@@ -76,7 +76,17 @@ def test_a_trace_of_ones_own_is_played(capsys: Capture, tmp_path: Path) -> None:
     said = capsys.readouterr().out
     path = tmp_path / "agents.jsonl"
     assert str(path) in said
-    quick = ["bench", "prefix", "--policy", "LRU", "--memory", "3GB", "--shape", "qwen3-next-80b-a3b"]
+    quick = [
+        "bench",
+        "prefix",
+        "--json",
+        "--policy",
+        "LRU",
+        "--memory",
+        "3GB",
+        "--shape",
+        "qwen3-next-80b-a3b",
+    ]
     assert main([*quick, "--file", str(path)]) == 0
     read = report_of(capsys.readouterr().out)["records"]
     assert main([*quick, "--trace", "agents", "--sessions", "3"]) == 0
@@ -85,7 +95,9 @@ def test_a_trace_of_ones_own_is_played(capsys: Capture, tmp_path: Path) -> None:
 
 @EXHAUSTIVE
 def test_sizes_that_are_not_given_are_contended(capsys: Capture) -> None:
-    assert main(["bench", "prefix", "--trace", "lmsys", "--sessions", "120", "--policy", "LRU"]) == 0
+    assert (
+        main(["bench", "prefix", "--trace", "lmsys", "--sessions", "120", "--policy", "LRU", "--json"]) == 0
+    )
     records: list[dict[str, float]] = report_of(capsys.readouterr().out)["records"]  # type: ignore[assignment]
     rates = [r["hit_rate"] for r in records]
     assert len(rates) >= 3 and rates == sorted(rates) and rates[0] < 0.9 * rates[-1]
@@ -128,7 +140,7 @@ def test_what_is_wrong_is_named(capsys: Capture, more: list[str], said: str) -> 
 
 def test_what_is_said_twice_is_measured_once(capsys: Capture) -> None:
     quick = ["--trace", "lmsys,lmsys", "--sessions", "2", "--memory", "1GB,1000MB", "--policy", "LRU,LRU"]
-    assert main(["bench", "prefix", *quick]) == 0
+    assert main(["bench", "prefix", "--json", *quick]) == 0
     assert len(report_of(capsys.readouterr().out)["records"]) == 1  # type: ignore[arg-type]
 
 
@@ -149,7 +161,7 @@ def test_a_file_with_the_name_of_a_trace_beside_it_is_refused(capsys: Capture, t
 
 def test_nothing_kept_is_over_nothing(capsys: Capture) -> None:
     assert main([*QUICK[:-1], "2GB", "--policy", "none,vLLM+"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in capsys.readouterr().err.splitlines()]
     assert [row[3] for row in rows if row[:2] in (["none", "2"], ["vLLM+", "2"])] == ["-", "1.00"]
 
 

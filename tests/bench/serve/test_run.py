@@ -21,9 +21,9 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
     """Run the command and return its report with what was shown above it."""
 
     def bench(server: FakeServer, *options: str, code: int = 0) -> dict[str, Any]:
-        assert cli.main(["bench", "serve", server.url, *options]) == code
-        out = capsys.readouterr().out.splitlines()
-        return {**json.loads(out[-1]), "shown": "\n".join(out[:-1])}
+        assert cli.main(["bench", "serve", server.url, "--json", *options]) == code
+        captured = capsys.readouterr()
+        return {**json.loads(captured.out), "shown": captured.err}
 
     return bench
 
@@ -136,14 +136,24 @@ def test_server_that_completes_nothing_is_an_error_after_its_figures(
     with serving(FakeServer("vllm", faults=dict.fromkeys(range(9), "die"))) as server:
         assert cli.main(["bench", "serve", server.url, "--concurrency", "1", "--requests", "2"]) == 2
         warmed = capsys.readouterr()
-        command = ["bench", "serve", server.url, "--concurrency", "2", "--requests", "3", "--warmup", "0"]
+        command = [
+            "bench",
+            "serve",
+            server.url,
+            "--concurrency",
+            "2",
+            "--requests",
+            "3",
+            "--warmup",
+            "0",
+            "--json",
+        ]
         assert cli.main(command) == 2
     assert warmed.out == ""
     assert "completed none of 1 requests to warm it up (the connection broke" in warmed.err
     measured = capsys.readouterr()
-    assert json.loads(measured.out.splitlines()[-1])["levels"][0]["failed"] == 3
-    assert measured.err.count("\n") == 1
-    assert "completed no request" in measured.err
+    assert json.loads(measured.out)["levels"][0]["failed"] == 3
+    assert "completed no request" in measured.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +261,17 @@ def test_report_is_written_to_a_file_too(bench: Bench, tmp_path: Path) -> None:
 def test_ctrl_c_shows_what_there_is() -> None:
     hang = dict.fromkeys(range(4, 99), "hang")
     with serving(FakeServer("vllm", faults=hang)) as server:
-        command = [sys.executable, "-m", "specdec", "bench", "serve", server.url, "--concurrency", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "specdec",
+            "bench",
+            "serve",
+            server.url,
+            "--json",
+            "--concurrency",
+            "2",
+        ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
         while len(server.bodies) < 6 and time.monotonic() < deadline:
@@ -260,7 +280,7 @@ def test_ctrl_c_shows_what_there_is() -> None:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    report = json.loads(out.splitlines()[-1])
+    report = json.loads(out)
     assert report["interrupted"]
-    assert "INTERRUPTED" in out
+    assert "INTERRUPTED" in err
     assert (report["levels"][0]["completed"], report["levels"][0]["failed"]) == (2, 0)
