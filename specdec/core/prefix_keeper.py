@@ -39,7 +39,9 @@ class Prefixes:
             node = self._share(request, request.num_computed_tokens)
             if request.lease and request.committed and request.num_computed_tokens in request.lease.stops:
                 hidden_1D = self.speculation.last_hidden(request)
-                self.cache.keep_copy(node, request.committed.state, hidden_1D)
+                is_guess = request.num_computed_tokens == request.lease.guess
+                keep = self.cache.keep_guess if is_guess else self.cache.keep_copy
+                keep(node, request.committed.state, hidden_1D)
 
     def cut(self, request: Request) -> None:
         """Keep nothing of a request whose numbers were wrong, nor what it has gone on from."""

@@ -60,7 +60,8 @@ class Replay:
         """Share what was read of a prompt, and keep the states that are wanted on the way."""
         for stop in live.lease.stops:
             node = self.cache.note(live.lease, prompt[:stop], live.table)
-            self.cache.keep_copy(node, live.state, None)
+            keep = self.cache.keep_guess if stop == live.lease.guess else self.cache.keep_copy
+            keep(node, live.state, None)
         self.cache.note(live.lease, prompt, live.table)
 
     def end(self, live: Live, whole: Ids) -> None:

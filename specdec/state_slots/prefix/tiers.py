@@ -44,6 +44,8 @@ class Tier:
         self.counts = Counts()
         self.rates: Rates = lower.rates if lower else Rates()
         self._states = bool(arena.layout.states)
+        self._guessing = False
+        """A state is being kept on a guess: only other guesses may be evicted for it."""
         self._now = 0
         self._order: list[tuple[Node, int]] = []
         """Nodes to evict next, the first of them last, each with its `used` when the order was made."""
@@ -130,7 +132,7 @@ class Tier:
             self._keep(node, slots[0], hidden_1D)
 
     def _keep(self, node: Node, state: int, hidden_1D: Tensor | None) -> None:
-        node.state, node.hidden_1D = state, hidden_1D
+        node.state, node.hidden_1D, node.is_guess = state, hidden_1D, self._guessing
         self.counts.states_kept += 1
 
     def make_room(self, fits: Callable[[], bool]) -> bool:
@@ -138,6 +140,9 @@ class Tier:
         while not fits():
             node = self._next() or self._next(anew=True)
             if node is None:
+                return False
+            if self._guessing and not node.is_guess:
+                self._order.append((node, node.used))
                 return False
             self._evict(node)
         return True
@@ -191,11 +196,11 @@ class Tier:
 
     def _evict(self, node: Node) -> None:
         """Free a node's state, and the node itself if it is a leaf; an only child inherits its blocks."""
-        if self.lower and (node.state is not None or not self._states):
+        if self.lower and not node.is_guess and (node.state is not None or not self._states):
             self.lower.take_over(self, node)
         if node.state is not None:
             self.arena.release_state(node, node.state)
-            node.state = node.hidden_1D = None
+            node.state, node.hidden_1D, node.is_guess = None, None, False
             self.counts.states_evicted += 1
         parent = node.parent
         assert parent
