@@ -19,15 +19,16 @@ define new_python
        "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
 endef
 
-.PHONY: help demo serve quick test isa check map bench gpu clean
+.PHONY: help demo serve quick test test-all isa check map bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    set up, then stream a completion in this terminal"
 	@echo "make serve   set up, then serve the shipped model over HTTP (SERVE=\"...\" for options)"
-	@echo "make quick   set up, then run the fast tests of each room: under a minute, at each save"
-	@echo "make test    set up, then run every test"
-	@echo "make isa     set up, then run what depends on the processor's features without the newest of them"
+	@echo "make quick   set up, then run the fastest tests of each package: about a minute"
+	@echo "make test    set up, then test every feature: at most ten minutes on two cores"
+	@echo "make test-all  set up, then run the full test matrix, as CI does"
+	@echo "make isa     set up, then run CPU-dependent tests with newer CPU features switched off"
 	@echo "make check   ruff, mypy --strict and the import rule"
 	@echo "make map     draw docs/map.svg, the package's rooms, from its imports"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
@@ -53,7 +54,11 @@ not_quick := $(addprefix --ignore=tests/,draft/test_unrolled.py draft/test_polic
 quick: $(stamp)
 	OMP_NUM_THREADS=1 $(bin)/pytest -q $(workers) $(quick) $(not_quick)
 
+# The first line of the output says what the CPU has, and which C kernels run on it.
 test: $(stamp)
+	OMP_NUM_THREADS=1 $(bin)/pytest -m "not exhaustive" $(workers)
+
+test-all: $(stamp)
 	OMP_NUM_THREADS=1 $(bin)/pytest $(workers)
 
 # Without units for bfloat16, and with AVX2 alone: tests/processors.py has the list.

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from specdec.bench.random_model import write_random_checkpoint
+from specdec.bench.report import cpu_model
 from specdec.kernels.native import forms
 from specdec.kernels.native.threads import dismiss_helpers
 from specdec.text.grammar import compiler
 from specdec.text.grammar.template import Template
 from tests.kernels import interpreter
+from tests.selection import mark_products
 
 # A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,12 +55,14 @@ HYBRID: Mapping[str, Any] = {
 
 
 def pytest_report_header() -> str:
-    """Say what runs on this processor. C forms that are missing are compiled here, once for all workers."""
-    return f"specdec: {forms.describe()}"
+    """Describe the CPU and its kernels. Missing C kernels are compiled here, once for all workers."""
+    return f"CPU: {cpu_model()}, {os.cpu_count()} cores; {forms.describe()}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip what needs a GPU where there is none; choose what the default run takes of large products."""
+    mark_products(items)
     if not torch.cuda.is_available():
         absent = pytest.mark.skip(reason="torch finds no CUDA device")
         for item in items:

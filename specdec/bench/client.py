@@ -8,6 +8,8 @@ import aiohttp
 
 from specdec.errors import ConfigError
 
+NO_ANSWER = "nothing answers there"
+"""Reason where a connection is refused."""
 DONE = "[DONE]"
 """What the last event of a stream holds."""
 
@@ -68,7 +70,7 @@ def reason(error: Exception) -> str:
         case aiohttp.ClientSSLError():
             return f"no encrypted connection: {error}"
         case aiohttp.ClientConnectorError() if error.errno in (None, errno.ECONNREFUSED):
-            return "nothing answers there"
+            return NO_ANSWER
         case aiohttp.ClientConnectorError():
             return f"it cannot be reached: {error.strerror or error}"
         case aiohttp.ClientResponseError():

@@ -14,7 +14,7 @@ from specdec.bench.peers import Sample
 from specdec.bench.random_fit import Fit, fit, fitting
 from specdec.bench.report import environment, publish, setup_line, summarise, table, until_interrupted
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.throughput import WINDOW_ROUNDS, Case, legend, longest
+from specdec.bench.throughput import RANDOM_DRAFTS, WINDOW_ROUNDS, Case, legend, longest
 from specdec.bench.time_model import Work
 from specdec.bench.timing import Machine, measure_machine
 from specdec.bench.windows import window_costs, window_table
@@ -231,6 +231,8 @@ def render(report: Mapping[str, Any]) -> str:
     if rates is not None:
         shown = ", ".join(f"{rate:.2f}" for rate in rates)
         lines.append(f"SYNTHETIC ACCEPTANCE: drafts are accepted at rates {shown} by depth")
+    elif report["contestants"][ENGINE]["drafters"]:
+        lines.append(RANDOM_DRAFTS)
     if checked := [case["agreement"] for case in report["cases"] if case["agreement"]]:
         rows, equal = (sum(own[key] for own in checked) for key in ("rows", "equal"))
         excuse = f"; with {report['rounding']} that is shown, not required" if report["rounding"] else ""
@@ -242,7 +244,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines += ["", table(list(_rows(report))), "", table(list(_memory_rows(report)))]
     if report["windows"]:
         lines += ["", window_table(report["windows"])]
-    lines += ["", *legend("x none: draft none's time per token over this one's", synthetic=rates is not None)]
+    lines += ["", *legend("x none: speed over draft none's, above 1 is faster", synthetic=rates is not None)]
     lines += [f"\n{name}: {profiling.render(own)}" for name, own in report["profiles"].items()]
     return "\n".join(lines)
 

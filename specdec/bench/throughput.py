@@ -35,6 +35,11 @@ from specdec.models.families import stored_format
 from specdec.setup.footprint import Footprint, measure_stored
 
 WINDOW_ROUNDS = 30
+RANDOM_DRAFTS = (
+    "random weights: drafts cannot gain here, for nothing predicts such a text; give "
+    "--synthetic-acceptance to time steps that accept some"
+)
+"""Said of drafts by a random model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +255,8 @@ def _case_report(result: CaseResult, footprint: Footprint, bandwidth: float) -> 
             "tokens_per_step": summarise([sample.tokens_per_step for sample in samples])._asdict(),
             "decode_tokens_per_s": case.batch / summarise([sample.token_s for sample in samples]).median,
             "bandwidth_share": footprint.step_bytes(case.batch) / step_s.median / bandwidth,
-            "prefill_ratio": _ratio(samples, own, _prefill_s)._asdict(),
-            "decode_ratio": _ratio(samples, own, _token_s)._asdict(),
+            "prefill_speedup": _speedup(samples, own, _prefill_s)._asdict(),
+            "decode_speedup": _speedup(samples, own, _token_s)._asdict(),
         }
     return {
         "batch": case.batch,
@@ -270,9 +275,12 @@ def _token_s(sample: Sample) -> float:
     return sample.token_s
 
 
-def _ratio(theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sample], float]) -> Summary:
-    """Compare run by run, so that what slows the machine for a while slows both sides of a quotient."""
-    return summarise([time_s(a) / time_s(b) for a, b in zip(theirs, own, strict=True)])
+def _speedup(theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sample], float]) -> Summary:
+    """Return their speed over our own, above 1 where they are faster.
+
+    Runs are compared in pairs: a disturbance of the machine slows both sides of a quotient.
+    """
+    return summarise([time_s(b) / time_s(a) for a, b in zip(theirs, own, strict=True)])
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -295,12 +303,14 @@ def render(report: Mapping[str, Any]) -> str:
         lines.append(
             f"SYNTHETIC ACCEPTANCE: drafts are accepted at rates {shown} by depth, whatever they say"
         )
+    elif not report["model"] and report["contestants"][ENGINE]["drafters"]:
+        lines.append(RANDOM_DRAFTS)
     if report["interrupted"]:
         lines.append(f"INTERRUPTED: these {len(report['cases'])} cases were finished by then")
     lines += ["", table(list(_rows(report)))]
     if report["windows"]:
         lines += ["", window_table(report["windows"])]
-    lines += ["", *legend("x: time per token over specdec's", synthetic=rates is not None)]
+    lines += ["", *legend("speedup: speed over specdec's, above 1 is faster", synthetic=rates is not None)]
     return "\n".join(lines)
 
 
@@ -340,11 +350,11 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                 "prompt": str(case["prompt_tokens"]),
                 "engine": name,
                 "prefill tok/s": f"{figures['prefill_tokens_per_s']:,.0f}",
-                "prefill x": f"{figures['prefill_ratio']['median']:.2f}",
+                "prefill speedup": f"{figures['prefill_speedup']['median']:.2f}",
                 "decode tok/s": f"{figures['decode_tokens_per_s']:,.1f}",
                 "ms/step": f"{step['median'] * 1e3:.2f}",
                 "p10-p90": f"{step['p10'] * 1e3:.2f}-{step['p90'] * 1e3:.2f}",
                 "tokens/step": f"{figures['tokens_per_step']['median']:.2f}",
-                "decode x": f"{figures['decode_ratio']['median']:.2f}",
+                "decode speedup": f"{figures['decode_speedup']['median']:.2f}",
                 "bandwidth": "in the cache" if cached else f"{share:.0%}",
             }

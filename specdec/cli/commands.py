@@ -15,6 +15,7 @@ from typing import Any
 
 from specdec.bench.commands import secret
 from specdec.bench.options import TopOptions
+from specdec.cli.text import binary
 from specdec.config.engine import EngineConfig
 from specdec.config.file import add_model_and_file, fill_in
 from specdec.config.options import (
@@ -40,9 +41,9 @@ def add_generate(parser: Parser) -> None:
     """Add the options of `specdec generate`."""
     parser.set_defaults(command=_generate)
     add_model_and_file(parser, GIVEN)
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    add = prompt.add_argument
-    add("--prompt", metavar="TEXT")
+    parser.text_option = "--prompt"
+    add = parser.add_argument
+    add("-p", "--prompt", metavar="TEXT", help="the prompt, which may also stand behind MODEL")
     add("--prompt-file", metavar="FILE", help="a file with the prompt; - is standard input")
     add("--prompt-ids", metavar="IDS", help='token ids, as in "12 7 9"; - reads them from standard input')
     parser.add_argument("--json", action="store_true", help="print one JSON object per completion instead")
@@ -72,6 +73,15 @@ def _generate(args: argparse.Namespace) -> Run:
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:
+    given = {"--prompt": args.prompt, "--prompt-file": args.prompt_file, "--prompt-ids": args.prompt_ids}
+    named = [option for option, value in given.items() if value is not None]
+    if not named:
+        raise RequestError(
+            "the prompt is missing: give it behind MODEL in quotes, or --prompt-file or --prompt-ids",
+            field="prompt",
+        )
+    if len(named) > 1:
+        raise RequestError(f"{' and '.join(named)} both give a prompt; give one of them", field="prompt")
     if args.prompt is not None:
         return str(args.prompt)
     if args.prompt_file is not None:
@@ -180,8 +190,6 @@ def _plain(name: str, value: Any) -> str:
         case float():
             return f"{value:.2%}"
         case int() if "bytes" in name:
-            from specdec.cli.terminal import binary
-
             return f"{value:,} ({binary(value)})" if value >= 1024 else str(value)
         case int():
             return f"{value:,}"

@@ -6,23 +6,18 @@ Interrupted, it shows what was said until then.
 import asyncio
 import dataclasses
 import json
-import os
-import re
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from specdec.cli.text import ACCEPTED, PLAIN, paints, visible
 from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Completion, Delta, RequestStats
 from specdec.engine.engine import SpecEngine
 from specdec.text.tokenizer import Piece
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, but for tab and newline; those that turn the direction of what follows are some too."""
-
-ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"
-"""The colour of accepted draft tokens, and the reset."""
 LEGEND = f"{ACCEPTED}In this colour{PLAIN}: accepted from the draft. The rest is the verifier's own choice."
 
 Prompt = str | list[int]
@@ -48,12 +43,41 @@ def generate(
 
 def stream_text(engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, colour: str = "auto") -> None:
     """Print a completion as it comes, and its figures on stderr at the end."""
-    coloured = paints(colour)
-    stats = asyncio.run(_print_deltas(engine, prompt, params, coloured=coloured))
+    coloured, progress = paints(colour), StreamProgress()
+    try:
+        stats = asyncio.run(_print_deltas(engine, prompt, params, progress, coloured=coloured))
+    except KeyboardInterrupt:
+        if progress.output_tokens:
+            print(progress.figures(len(_prompt_ids(engine, prompt))), file=sys.stderr)
+        raise
     if stats is not None:
         if coloured and stats.accepted:
             print(f"\n{LEGEND}", end="", file=sys.stderr)
         print(f"\n{figures(stats, engine.model.settings.drafters)}", file=sys.stderr)
+
+
+class StreamProgress:
+    """Count a stream's tokens and time them: an interrupted request has no statistics of its own."""
+
+    def __init__(self) -> None:
+        self.output_tokens = self.accepted = 0
+        self._start_s = self._first_s = self._last_s = time.perf_counter()
+
+    def add(self, delta: Delta) -> None:
+        """Count a delta's tokens."""
+        if not delta.token_ids:
+            return
+        self._last_s = time.perf_counter()
+        if not self.output_tokens:
+            self._first_s = self._last_s
+        self.output_tokens += len(delta.token_ids)
+        self.accepted += sum(origin > 0 for origin in delta.origins)
+
+    def figures(self, prompt_tokens: int) -> str:
+        """Describe the stream until its last delta."""
+        first_token_s, total_s = self._first_s - self._start_s, self._last_s - self._start_s
+        line = _timings(prompt_tokens, self.output_tokens, first_token_s, total_s)
+        return f"{line}\ninterrupted: {self.accepted} of these tokens were accepted from drafts"
 
 
 def print_choices(
@@ -70,13 +94,6 @@ def print_choices(
     _print_heard(engine, prompt, heard, as_json=as_json, coloured=coloured)
 
 
-def paints(colour: str) -> bool:
-    """Tell whether to write in colour: `auto` does on a terminal, unless NO_COLOR is set to something."""
-    if colour != "auto":
-        return colour == "always"
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
     """Return pieces as a terminal may show them, accepted draft tokens in colour."""
     shown, accepted = [], False
@@ -89,44 +106,24 @@ def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
     return "".join([*shown, PLAIN] if accepted else shown)
 
 
-def visible(text: str) -> str:
-    """Return text as a terminal may show it: escape its control characters, unless it goes elsewhere."""
-    return escaped(text) if sys.stdout.isatty() else text
-
-
-def escaped(text: str) -> str:
-    """Escape control characters: a terminal obeys them."""
-    return CONTROLS.sub(_as_code, text)
-
-
-def _as_code(found: re.Match[str]) -> str:
-    point = ord(found[0])
-    return f"\\x{point:02x}" if point < 0x100 else f"\\u{point:04x}"
-
-
-def binary(num_bytes: float) -> str:
-    """Write a number of bytes in the largest unit that it reaches."""
-    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while num_bytes >= 1024 and unit != "TiB":
-        num_bytes, unit = num_bytes / 1024, next(units)
-    return f"{num_bytes:.1f} {unit}"
-
-
 def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
     """Describe a completion's speed and speculation."""
-    decode_s = stats.total_s - stats.first_token_s
-    rate = f"{(stats.output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
-    line = (
-        f"{stats.prompt_tokens} tokens read, {stats.output_tokens} written in {stats.total_s:.2f} s: "
-        f"first token after {stats.first_token_s * 1e3:.0f} ms, {rate}"
-    )
+    line = _timings(stats.prompt_tokens, stats.output_tokens, stats.first_token_s, stats.total_s)
     if stats.drafted:
         return f"{line}\n{_earned(stats)}"
     if drafters:
         names = ", ".join(drafters)
         return f"{line}\nnothing drafted in {stats.steps} steps by {names}: none was found, or none that pays"
     return line
+
+
+def _timings(prompt_tokens: int, output_tokens: int, first_token_s: float, total_s: float) -> str:
+    decode_s = total_s - first_token_s
+    rate = f"{(output_tokens - 1) / decode_s:.1f} tokens/s after it" if decode_s > 0 else "and no other"
+    return (
+        f"{prompt_tokens} tokens read, {output_tokens} written in {total_s:.2f} s: "
+        f"first token after {first_token_s * 1e3:.0f} ms, {rate}"
+    )
 
 
 def _earned(stats: RequestStats) -> str:
@@ -145,12 +142,18 @@ def _earned(stats: RequestStats) -> str:
 
 
 async def _print_deltas(
-    engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, coloured: bool
+    engine: SpecEngine,
+    prompt: Prompt,
+    params: SamplingParams,
+    progress: StreamProgress,
+    *,
+    coloured: bool,
 ) -> RequestStats | None:
     stats, began = None, False
     try:
         async for delta in engine.stream(prompt, params):
             began = True
+            progress.add(delta)
             print(painted(_pieces(engine, delta), coloured=coloured), end="", flush=True)
             stats = delta.stats
     except asyncio.CancelledError:
@@ -171,14 +174,19 @@ async def _hear(engine: SpecEngine, prompt: Prompt, params: SamplingParams, hear
 def _print_heard(
     engine: SpecEngine, prompt: Prompt, heard: list[list[Delta]], *, as_json: bool, coloured: bool
 ) -> None:
-    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
+    ids = _prompt_ids(engine, prompt)
     for index, deltas in enumerate(heard):
         if as_json:
-            print(_as_json(Completion.of([int(i) for i in ids], index, deltas), ended=_ended(deltas)))
+            print(_as_json(Completion.of(ids, index, deltas), ended=_ended(deltas)))
         else:
             pieces = [piece for delta in deltas for piece in _pieces(engine, delta)]
             print(f"[{index}] {painted(pieces, coloured=coloured)}")
     sys.stdout.flush()
+
+
+def _prompt_ids(engine: SpecEngine, prompt: Prompt) -> list[int]:
+    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
+    return [int(i) for i in ids]
 
 
 def _pieces(engine: SpecEngine, delta: Delta) -> Iterable[Piece]:

@@ -128,6 +128,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "speculative_eagle_topk": _value("SGLang", "topk"),
         "speculative_num_draft_tokens": _value("SGLang", "num_draft_tokens"),
         "random_seed": _value("SGLang", "seed"),
+        "max_new_tokens": _value("SGLang", "max_tokens"),
+        "n_predict": _value("llama.cpp", "max_tokens", note="also `-n` and `--predict`"),
+        "temp": _value("llama.cpp", "temperature"),
         "watchdog_timeout": _value("SGLang", "step_timeout"),
         "disaggregation_mode": _value("SGLang", "role"),
         "disaggregation_bootstrap_port": _value("SGLang", "reach_port"),
@@ -147,6 +150,8 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "model_path": _MODEL,
                 "hf_repo": f"{_MODEL}; OWNER/NAME is one on the Hugging Face hub",
                 "ctx_size": "give --max-model-len",
+                "threads": "set OMP_NUM_THREADS to the number of threads",
+                "flash_attn": _ALWAYS,
                 "n_gpu_layers": "a model runs on one device as a whole: give --device",
                 "gpu_memory_utilization": _MEMORY,
                 "mem_fraction_static": _MEMORY,
@@ -193,9 +198,18 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Options of theirs that are none here, by the settings that have something else instead."""
 SHORT: Mapping[str, Sequence[str]] = MappingProxyType(
-    {"model": ("-m",), "hf_repo": ("-hf",), "ctx_size": ("-c",), "n_gpu_layers": ("-ngl", "--gpu-layers")}
+    {
+        "model": ("-m",),
+        "hf_repo": ("-hf",),
+        "ctx_size": ("-c",),
+        "threads": ("-t",),
+        "flash_attn": ("-fa",),
+        "n_gpu_layers": ("-ngl", "--gpu-layers"),
+        "tensor_parallel_size": ("-tp",),
+        "n_predict": ("-n", "--predict"),
+    }
 )
-"""Further names that llama.cpp has for these."""
+"""Further names of these options."""
 
 
 def alias_table() -> str:

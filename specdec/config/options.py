@@ -137,7 +137,7 @@ def _add_alias(
 ) -> None:
     option, own = option_of(name), ", ".join(map(option_of, alias.fields))
     group.add_argument(
-        *([option, f"--no-{option[2:]}"] if alias.is_switch else [option]),
+        *([option, f"--no-{option[2:]}"] if alias.is_switch else [option, *SHORT.get(name, ())]),
         action=_AliasAction,
         alias=alias,
         dest=alias.fields[0],

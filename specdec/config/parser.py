@@ -6,7 +6,7 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
         self._fill, self._instead = fill, instead
         self.text_option: str | None = None
-        """The option for what may be written as a further word instead."""
+        """The option whose text may also stand behind MODEL, without the option."""
         says = "log what the engine chooses and does"
         # Without a default: that of a command would hide what stands before it.
         self.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=says)
@@ -85,6 +85,7 @@ class Parser(argparse.ArgumentParser):
             self._refuse_twice(option, given)
         found, unknown = super().parse_known_args(words, namespace)
         unknown = self._further_values(words, unknown, found)
+        unknown = self._further_text(unknown, found)
         if unknown:
             self._refuse(unknown[0], words)
         actions = [(self._option_string_actions[option], option) for option in self._own_options(words)]
@@ -112,13 +113,30 @@ class Parser(argparse.ArgumentParser):
                     counts[action.dest] += 1
         return left
 
+    def _further_text(self, unknown: list[str], found: argparse.Namespace) -> list[str]:
+        """Set the text option to a word behind MODEL; return the words that are left.
+
+        A positional argument would not do: argparse gives it no word that stands behind a later option.
+        """
+        if self.text_option is None or not unknown or _is_option(unknown[0]):
+            return unknown
+        action = self._option_string_actions[self.text_option]
+        if getattr(found, action.dest) is not None:
+            return unknown
+        setattr(found, action.dest, unknown[0])
+        return unknown[1:]
+
+    def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
+        """Split `-n16`, and do not take `-ng` for an abbreviation of `-ngl`."""
+        return [own for own in super()._get_option_tuples(option_string) if len(own[1]) == 2]
+
     def _refuse(self, word: str, words: Sequence[str]) -> NoReturn:
         """Refuse a word too many; one behind a switch was meant to be its value."""
         before = words[words.index(word) - 1] if word in words[1:] else ""
         switch = self._option_string_actions.get(before)
         if switch is not None and before.startswith("--"):
             self.error(_needless(switch.option_strings, repr(word)))
-        hint = f"; a text is given with {self.text_option}" if self.text_option else ""
+        hint = "; put a text of several words in quotes" if self.text_option and not _is_option(word) else ""
         self.error(f"{self.prog} does not take {word!r}{hint}")
 
     def _refuse_twice(self, option: str, given: dict[str, str]) -> None:
@@ -200,6 +218,11 @@ def _sets(action: argparse.Action) -> Sequence[str]:
     return sets
 
 
+def _is_option(word: str) -> bool:
+    """Return whether argparse takes a word for an option."""
+    return word.startswith("-") and word != "-" and " " not in word
+
+
 def _needless(switch: Sequence[str], value: str) -> str:
     ways = " or ".join(switch)
     return f"{ways} takes no value, so not {value}; write {ways}, or leave it out"
@@ -226,7 +249,7 @@ def as_typed(message: str) -> str:
     return re.sub(r"\b([a-z_]+)=(?:'([^']*)'|([A-Z]+\b))", option, message)
 
 
-def near(word: str, known: "Sequence[str] | dict[str, Any]") -> str:
+def near(word: str, known: Iterable[str]) -> str:
     """Suggest what may have been meant, if anything is like it."""
     close = difflib.get_close_matches(word.replace("_", "-"), list(known), n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -1,6 +1,7 @@
 """Where a model lies: told at once, before anything slow is imported or a port is taken."""
 
 import os.path
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from specdec.config.engine import EngineConfig
+from specdec.config.parser import near
 from specdec.errors import CheckpointError
 from specdec.models.hub.names import HubName
 
@@ -16,6 +18,9 @@ SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1
 
 GIVEN = "folder, OWNER/NAME on the Hugging Face hub, or tiny"
 """The help of an argument that names a model."""
+
+_ADDRESS = re.compile(r"https?:/")
+_OLLAMA_TAG = re.compile(r"(?:[\w.-]+/)*[\w.-]+:[\w.-]+", re.ASCII)
 
 SHOWN = 240
 """Characters of a name in an error."""
@@ -39,10 +44,21 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
             "the checkpoint that it was made from, and --quantize int4 or int8",
             field="model",
         )
-    raise CheckpointError(
-        f"{short(folder)} is not a folder; give the path of a Hugging Face checkpoint, OWNER/NAME of one on "
-        f"the hub, or {' or '.join(SHIPPED)}, which ships with specdec",
-        field="model",
+    raise CheckpointError(f"{short(folder)} {_unknown(str(model))}", field="model")
+
+
+def _unknown(model: str) -> str:
+    """Explain why a name is no model, and what to give instead."""
+    hub_name = "OWNER/NAME of a checkpoint in safetensors on the Hugging Face hub"
+    if _ADDRESS.match(model):
+        return f"is a URL of no model on the Hugging Face hub; give the path of a folder, or {hub_name}"
+    if _OLLAMA_TAG.fullmatch(model):
+        return f"looks like an Ollama tag, and Ollama's files are GGUF, which is not read; give {hub_name}"
+    if hint := near(model.lower(), SHIPPED):
+        return f"is not a folder{hint}"
+    return (
+        "is not a folder; give the path of a Hugging Face checkpoint, OWNER/NAME of one on "
+        f"the hub, or {' or '.join(SHIPPED)}, which ships with specdec"
     )
 
 

@@ -20,6 +20,7 @@ from specdec.errors import CapacityError
 from specdec.models import families
 from specdec.models.shapes import SHAPES
 from specdec.setup.build import build_random
+from tests.selection import EXHAUSTIVE
 
 SMALL = {**SHAPES["tiny"], "num_hidden_layers": 4, "vocab_size": 512}
 """A named size that is drawn in no time."""
@@ -55,7 +56,7 @@ def test_report_has_drafts_and_none_for_every_batch(draft: str, capsys: pytest.C
         assert own["floor_s"] > none["floor_s"] > 0
     row_bytes = report["memory"][0]["row_bytes"]
     assert row_bytes["record"] < row_bytes["snapshot"]
-    assert "of ceiling" in out and "NO TEXT" in out
+    assert "of ceiling" in out and "NO TEXT" in out and "random weights: drafts cannot gain here" in out
 
 
 def test_synthetic_acceptance_is_said_and_sets_the_length(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,10 +66,11 @@ def test_synthetic_acceptance_is_said_and_sets_the_length(capsys: pytest.Capture
     (case,) = report["cases"]
     assert case["agreement"] is None
     assert 2.3 < case["figures"]["specdec"]["tokens_per_step"]["median"] < 3.7
-    assert "SYNTHETIC" in out
+    assert "SYNTHETIC" in out and "cannot gain" not in out
 
 
 @pytest.mark.parametrize("name", ["tiny", "0.5b"])
+@EXHAUSTIVE
 def test_weights_are_drawn_in_place_of_a_checkpoint(name: str) -> None:
     config = EngineConfig(device="cpu", max_model_len=32, max_running=1, draft="none")
     raw = shape_config(name)

@@ -51,10 +51,21 @@ def test_report_has_every_case_and_contestant(
         assert case["agreement"]["tokens"] == case["batch"] * 5
         assert set(case["figures"]) == {"specdec", "specdec, draft none", "transformers"}
         own = case["figures"]["specdec"]
-        assert own["decode_ratio"]["median"] == own["prefill_ratio"]["median"] == 1
+        assert own["decode_speedup"]["median"] == own["prefill_speedup"]["median"] == 1
         assert own["bandwidth_share"] > 0
     assert {"commit", "cpu", "versions", "dtype", "seed", "warmup", "repeats", "settings"} <= report.keys()
     assert "transformers" in out.splitlines()[-5]
+
+
+def test_a_speedup_above_one_is_faster(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(hybrid, "--draft", "none", "--peers", "transformers", "--repeats", "1") == 0
+    figures = report_of(capsys.readouterr().out)["cases"][0]["figures"]
+    own, peer = figures["specdec"], figures["transformers"]
+    assert peer["decode_tokens_per_s"] != own["decode_tokens_per_s"]
+    for phase in ("prefill", "decode"):
+        ratio = peer[f"{phase}_tokens_per_s"] / own[f"{phase}_tokens_per_s"]
+        low, high = peer[f"{phase}_speedup"]["p10"], peer[f"{phase}_speedup"]["p90"]
+        assert low == high == pytest.approx(ratio, rel=1e-4), "one repeat has one quotient"
 
 
 def test_wrong_token_shows_no_figure(

@@ -29,7 +29,7 @@ from specdec.cli.chat.run import answer
 from specdec.cli.chat.session import Answer, Chat, Part, Question
 from specdec.cli.chat.typed import read_message
 from specdec.cli.chat.view import DIM, View, figures, wrapped
-from specdec.cli.terminal import ACCEPTED, PLAIN
+from specdec.cli.text import ACCEPTED, PLAIN
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.models.folder import SHIPPED
 from specdec.text.answers.thinking import TAGS

@@ -171,7 +171,7 @@ MODULES = """
 import os, sys
 import specdec.__main__
 slow = {"torch", "transformers", "pydantic", "aiohttp", "numpy"}
-os._exit = lambda code: print(code, *slow & set(sys.modules))
+os._exit = lambda code: print(code, *sorted(slow & set(sys.modules)))
 sys.argv[0] = "specdec"
 specdec.__main__._leave(specdec.__main__._run())
 """
@@ -193,6 +193,8 @@ specdec.__main__._leave(specdec.__main__._run())
         (["chat", "/no/such/folder"], "2 pydantic"),
         (["info", "/no/such/folder"], "2 pydantic"),
         (["bench", "throughput", "/no/such/folder"], "2 pydantic"),
+        (["top", "ftp://nonsense"], "2 aiohttp pydantic"),
+        (["top", "http://127.0.0.1:9", "--once"], "2 aiohttp pydantic"),
     ],
 )
 def test_nothing_slow_is_imported_for_what_needs_nothing(argv: list[str], brings: str) -> None:
@@ -282,7 +284,18 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["bench", "xyzzy"], "xyzzy is no command of specdec bench; known are throughput, acceptance, "),
         (["generate", "tiny", "--colour", "red"], "--colour cannot be 'red'; give auto, always or never"),
         (["info", "tiny", "-ngl", "9"], "-ngl is no option here: a model runs on one device"),
-        (["chat", "tiny", "Hi"], "specdec chat does not take 'Hi'; a text is given with --message"),
+        (["chat", "tiny", "Hi", "there"], "specdec chat does not take 'there'; put a text of several words"),
+        (["generate", "tiny", "-p", "x", "y"], "specdec generate does not take 'y'; put a text of several"),
+        (["serve", "tiny", "-n", "16"], "specdec serve does not take '-n'; see"),
+        (["chat", "tiny", "-c", "512"], "-c is no option here: give --max-model-len"),
+        (["chat", "-m", "tiny"], "-m is no option here: name the model without an option"),
+        (["serve", "tiny", "-t", "4"], "-t is no option here: set OMP_NUM_THREADS"),
+        (["serve", "tiny", "-tp", "2"], "-tp is no option here: a server has one device"),
+        (
+            ["serve", "tiny", "--gpu-memory-utilization", "0.9"],
+            "--gpu-memory-utilization is no option here: ",
+        ),
+        (["pull", "tiny"], "pull is no command of specdec: a model named OWNER/NAME is downloaded"),
     ],
 )
 def test_a_word_of_another_program_is_answered_with_what_to_give(
@@ -292,6 +305,57 @@ def test_a_word_of_another_program_is_answered_with_what_to_give(
         main(argv)
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.startswith(f"specdec: {says}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        *((name, f"{name} is not a folder; did you mean tiny?") for name in ("tyny", "Tiny", "TINY")),
+        ("qwen3:0.6b", "qwen3:0.6b looks like an Ollama tag, and"),
+        ("hf.co/owner/name:Q4_K_M", "hf.co/owner/name:Q4_K_M looks like an Ollama tag, and"),
+        ("https://example.org/owner/name", "is a URL of no model on the Hugging Face hub; give the path"),
+        ("model.gguf", "model.gguf is a GGUF file"),
+    ],
+)
+@pytest.mark.parametrize("command", [["info"], ["chat"], ["generate", "-p", "x"], ["bench", "throughput"]])
+def test_a_name_of_another_program_is_answered_with_what_to_give(
+    command: list[str], model: str, says: str, capsys: Capture
+) -> None:
+    assert main([*command, model]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["-n", "4", "--temp", "0", PROMPT],
+        ["-n4", PROMPT, "--temp=0"],
+        [PROMPT, "--n-predict", "4", "--temperature", "0"],
+        ["-p", PROMPT, "--max-new-tokens", "4", "--temp", "0"],
+    ],
+)
+def test_generate_takes_llama_cpps_options_and_a_prompt_behind_the_model(
+    argv: list[str], hybrid: Path, capsys: Capture
+) -> None:
+    told = ["--prompt", PROMPT, "--max-tokens", "4", "--temperature", "0"]
+    assert main(["generate", str(hybrid), *told, "--json"]) == 0
+    wanted = json.loads(capsys.readouterr().out)["token_ids"]
+    assert main(["generate", str(hybrid), *argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == wanted and len(wanted) == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "the prompt is missing: give it behind MODEL in quotes, or --prompt-file or"),
+        (["--prompt-ids", "1", "x"], "--prompt and --prompt-ids both give a prompt"),
+        (["-p", "x", "--prompt-file", "f"], "--prompt and --prompt-file both give a prompt"),
+    ],
+)
+def test_a_prompt_is_given_once(argv: list[str], says: str, capsys: Capture) -> None:
+    assert main(["generate", "tiny", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"specdec: {says}")
 
 
 def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
@@ -450,12 +514,16 @@ def start(model: Path) -> "subprocess.Popen[bytes]":
     return running
 
 
-def test_interrupt_ends_a_stream_with_130(endless: Path) -> None:
+def test_interrupt_ends_a_stream_with_its_figures_and_130(endless: Path) -> None:
     running = start(endless)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130, errors.decode()
-    assert b"Traceback" not in errors
+    said = errors.decode()
+    assert running.returncode == 130, said
+    assert "Traceback" not in said
+    assert re.search(
+        r"^\d+ tokens read, [1-9]\d* written in \d+\.\d\d s: first token after \d+ ms, ", said, re.M
+    )
 
 
 def test_reader_that_leaves_ends_a_stream_quietly(endless: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import only
+
 ROOT = Path(__file__).parents[2]
 TINY = ["generate", "tiny", "--prompt", "def f():", "--max-tokens", "4"]
 
@@ -19,7 +21,7 @@ def shell(line: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("argv", ["--version", "--help", "generate --help-all", shlex.join(TINY)])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", only({""}, ["", "1"]))
 def test_output_that_cannot_be_written_is_told_in_one_line(argv: str, unbuffered: str) -> None:
     ran = shell(f"export PYTHONUNBUFFERED={unbuffered}; specdec {argv} >/dev/full")
     assert ran.returncode == 1
@@ -29,20 +31,22 @@ def test_output_that_cannot_be_written_is_told_in_one_line(argv: str, unbuffered
     assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
 
 
-@pytest.mark.parametrize("argv", ["--version", "generate --help-all", shlex.join([*TINY, "--json"])])
+@pytest.mark.parametrize(
+    "argv", only({"--version"}, ["--version", "generate --help-all", shlex.join([*TINY, "--json"])])
+)
 def test_a_reader_that_has_gone_ends_any_command_quietly(argv: str) -> None:
     ran = shell(f"{{ sleep 0.2; specdec {argv}; }} | true")
     assert ran.returncode == 141 and "Traceback" not in ran.stderr and "Exception" not in ran.stderr
 
 
-@pytest.mark.parametrize("argv", ["--version", "--help", shlex.join(TINY)])
+@pytest.mark.parametrize("argv", only({"--version"}, ["--version", "--help", shlex.join(TINY)]))
 def test_a_reader_of_one_line_is_enough(argv: str) -> None:
     ran = shell(f"specdec {argv} | head -1")
     assert ran.returncode in (0, 141) and ran.stdout.count("\n") == 1
     assert "Traceback" not in ran.stderr and "Exception" not in ran.stderr
 
 
-@pytest.mark.parametrize("argv", ["--version", shlex.join(TINY)])
+@pytest.mark.parametrize("argv", only({"--version"}, ["--version", shlex.join(TINY)]))
 def test_without_an_output_nothing_is_written(argv: str) -> None:
     ran = shell(f"specdec {argv} >&-")
     assert ran.returncode == 0 and "Traceback" not in ran.stderr

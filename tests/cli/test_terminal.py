@@ -12,7 +12,8 @@ import pytest
 
 from specdec import Delta, RequestStats, SamplingParams, SpecEngine
 from specdec.cli import main
-from specdec.cli.terminal import ACCEPTED, LEGEND, PLAIN, figures, print_choices, stream_text, visible
+from specdec.cli.terminal import LEGEND, figures, print_choices, stream_text
+from specdec.cli.text import ACCEPTED, PLAIN, visible
 
 PROMPT = "def f():"
 CODES = re.compile(r"\x1b\[\d+m")

@@ -26,6 +26,7 @@ from specdec.cli.top.reading import Growth, Reading, shares
 from specdec.cli.top.screen import ENTER, LEAVE, Screen
 from specdec.cli.top.view import Source, View
 from tests.cli.test_terminal import CODES, Terminal
+from tests.selection import only
 from tests.server.live import Live, serving, total
 
 KEY = "given"
@@ -233,7 +234,7 @@ def test_once_prints_one_picture(
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("http://127.0.0.1:9", "nothing answers there"),
+        ("http://127.0.0.1:9", "no server at http://127.0.0.1:9; start one with `specdec serve MODEL`"),
         ("LIVE", "give --api-key, or --api-key-env"),
         ("LIVE/nowhere", "it wants a key"),
         ("ftp://nonsense", "is no address of a server"),
@@ -326,13 +327,13 @@ def test_a_terminal_is_drawn_over_in_place_until_q_and_is_given_back(live: Live)
             live.process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", only({signal.SIGINT}, [signal.SIGINT, signal.SIGTERM]))
 def test_a_server_that_is_away_is_waited_for(number: int) -> None:
     with Live("--draft", "none") as live, Watched(live.url, NO_COLOR="1") as watched:
         text = watched.see("q or Ctrl-C ends it")
         assert not CODES.search(text) and "tiny at" in text
         live.stop()
-        text = watched.see("nothing answers there; trying again")
+        text = watched.see("`specdec serve MODEL`; trying again")
         text = watched.see("q or Ctrl-C")
         assert text.index("what follows it said 0:00:") < text.index("running of at most")
         watched.process.send_signal(number)

@@ -11,6 +11,7 @@ from specdec.config.base import Settings
 from specdec.config.engine import EngineConfig
 from specdec.config.options import add_settings, settings_from
 from specdec.config.parser import Parser
+from specdec.config.sampling import SamplingParams
 from specdec.route.settings import RouteConfig
 from specdec.server.settings import ServerConfig
 
@@ -38,6 +39,9 @@ SAMPLES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "speculative_eagle_topk": (["2"], {"topk": 2}),
     "speculative_num_draft_tokens": (["8"], {"num_draft_tokens": 8}),
     "random_seed": (["5"], {"seed": 5}),
+    "max_new_tokens": (["9"], {"max_tokens": 9}),
+    "n_predict": (["9"], {"max_tokens": 9}),
+    "temp": (["0.5"], {"temperature": 0.5}),
     "watchdog_timeout": (["60"], {"step_timeout": 60}),
     "disaggregation_mode": (["decode"], {"role": "decode"}),
     "disaggregation_bootstrap_port": (["5601"], {"reach_port": 5601}),
@@ -49,6 +53,12 @@ def parser(given: tuple[type[Settings], ...] = (ServerConfig, EngineConfig)) -> 
     made = Parser(prog="specdec serve")
     for settings in given:
         add_settings(made, settings, title="settings")
+    return made
+
+
+def request_parser() -> Parser:
+    made = Parser(prog="specdec generate")
+    add_settings(made, SamplingParams, title="sampling")
     return made
 
 
@@ -74,7 +84,12 @@ def refused(
 def test_every_alias_sets_what_it_means() -> None:
     assert SAMPLES.keys() == ALIASES.keys()
     for name, (values, meaning) in SAMPLES.items():
-        assert read(f"--{name.replace('_', '-')}", *values) == meaning, name
+        for option in (f"--{name.replace('_', '-')}", *SHORT.get(name, ())):
+            if meaning.keys() <= EngineConfig.model_fields.keys() | ServerConfig.model_fields.keys():
+                assert read(option, *values) == meaning, name
+            else:
+                params = settings_from(request_parser().parse_args([option, *values]), SamplingParams)
+                assert params.model_dump(exclude_unset=True) == meaning, name
         assert {*ALIASES[name].fields} == meaning.keys()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.state_slots.layout import Layout
+from tests.selection import EXHAUSTIVE
 
 VOCAB = 320
 
@@ -117,6 +118,7 @@ def test_other_families_batch_alike(checkpoint: Callable[..., Path], model_type:
     assert tokens(together) == tokens(alone(folder, prompts, params))
 
 
+@EXHAUSTIVE
 def test_many_requests_and_cancellations_leave_nothing_behind(hybrid: Path, layout: Layout) -> None:
     """200 requests at once through an arena that holds 6, some cancelled at random moments."""
     prompts, params = draw_requests(5, 200, longest=40)

@@ -8,12 +8,14 @@ import pytest
 from specdec import SpecEngine
 from tests.core.swing import Load, swing
 from tests.lossless.test_prefixes import DRAFTS, VOCAB, folder
+from tests.selection import EXHAUSTIVE
 
 __all__ = ["folder"]
 LOADS = (Load(120, 12, 20), Load(6, 400, 60), Load(120, 12, 20))
 
 
 @pytest.mark.parametrize(("draft", "prefix_cache"), [("mtp", True), ("suffix", False)])
+@EXHAUSTIVE
 def test_both_ends_of_a_swing_fill_the_arena(folder: Path, draft: str, prefix_cache: bool) -> None:
     fields = {"dtype": "float64", "max_model_len": 512, "memory_bytes": 1_200_000, **DRAFTS[draft]}
     with SpecEngine(folder, prefix_cache=prefix_cache, **fields) as engine:

@@ -17,6 +17,7 @@ from specdec import SamplingParams, SpecEngine, Structure
 from specdec.core.outputs import Delta, collect
 from specdec.core.request import Request
 from specdec.errors import EngineError, SpecdecError
+from tests.selection import EXHAUSTIVE
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -203,6 +204,7 @@ raise SystemExit(3)
     assert ended.returncode == 3, ended.stderr.decode()
 
 
+@EXHAUSTIVE
 def test_a_program_that_ends_while_threads_prepare_requests_keeps_its_exit_code(hybrid: Path) -> None:
     """They are inside torch, and the tokenizer, most of the time."""
     program = f"""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import only
+
 PRELUDE = """
 import asyncio, gc, os, signal, sys, threading, warnings
 warnings.simplefilter("ignore")  # newer Pythons warn of every fork beside threads
@@ -96,7 +98,7 @@ fork(child)
 }
 
 
-@pytest.mark.parametrize("what", CHILDREN)
+@pytest.mark.parametrize("what", only({"asks", "drops"}, CHILDREN))
 def test_a_forked_process_is_told_so_and_never_hangs(what: str, hybrid: Path) -> None:
     script = f"{PRELUDE}{CHILDREN[what]}\nengine.close()"
     done = subprocess.run(

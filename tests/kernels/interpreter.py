@@ -1,6 +1,11 @@
-"""Triton's interpreter, with bfloat16 and 8 bits put right: it takes the bits of the first for whole numbers.
+"""Triton's interpreter with correct bfloat16 and 8-bit floats, and float sums in a fixed order.
 
-Importing this must come before any kernel is defined; conftest does it where there is no GPU.
+As shipped, it computes with the bits of a bfloat16 as if they were an integer, and adds in NumPy's order,
+which depends on the processor, the shape, the memory layout and the row. Kernels promise that a token has
+the same bits in every window. So here the order of a sum depends on the number of its terms alone, and a test
+of that promise tests the kernel, not the BLAS of the machine.
+
+`install` must run before any kernel is defined; conftest does that where there is no GPU.
 """
 
 import os
@@ -18,7 +23,7 @@ def install() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder as Builder
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import ReduceOps, TensorHandle
 
     def is_narrow(handle: Any) -> bool:
         return bool(handle.dtype.scalar == tl.bfloat16)
@@ -27,11 +32,22 @@ def install() -> None:
         return TensorHandle(_wide(handle.data), tl.float32) if is_narrow(handle) else handle
 
     compare = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
-    dot, binary, unary = Builder.create_dot, Builder.binary_op, Builder.unary_op
+    binary, unary, total = Builder.binary_op, Builder.unary_op, ReduceOps.sum
     cast, to_float = Builder.cast_impl, Builder.create_fp_to_fp
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, widen(a), widen(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, added: Any, *_: Any) -> Any:
+        kind = added.data.dtype
+        product = dot(widen(a).data.astype(kind), widen(b).data.astype(kind))
+        return TensorHandle(product + added.data, added.dtype.scalar)
+
+    def sum_floats(self: Any, value: Any) -> Any:
+        terms = value.handle.data
+        if not np.issubdtype(terms.dtype, np.floating):
+            return total(self, value)
+        axes = range(terms.ndim) if self.axis is None else (self.axis,)
+        for axis in axes:
+            terms = np.expand_dims(fold(np.moveaxis(terms, axis, 0)), axis)
+        return self.to_tensor(terms if self.keep_dims else np.squeeze(terms, tuple(axes)), value.dtype)
 
     def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
         if not is_narrow(left):
@@ -72,6 +88,7 @@ def install() -> None:
 
     patch, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch_tensor
     Builder.create_dot, Builder.binary_op, Builder.unary_op = create_dot, binary_op, unary_op
+    ReduceOps.sum = sum_floats
     Builder.cast_impl, Builder.create_fp_to_fp, Builder.get_bf16 = cast_impl, create_fp_to_fp, get_bf16
     # The language's functions become the interpreter's once: it would look for all of them, and exchange
     # them, at each launch and at each call of a function from a kernel, which takes more than the kernels.
@@ -79,6 +96,20 @@ def install() -> None:
     interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
     # A shape is a tuple of the language: its type would be spelled out for each, and is not asked for.
     tl.core._type_for_tuple_values = lambda values, fields=None: SimpleNamespace(fields=fields or [])
+
+
+def dot(a: Any, b: Any) -> Any:
+    """Multiply matrices: each product and each step of `fold` is rounded once."""
+    columns, rows = np.moveaxis(a, -1, 0), np.moveaxis(b, -2, 0)
+    return fold(np.multiply(columns[..., None], rows[..., None, :], order="C"))
+
+
+def fold(terms: Any) -> Any:
+    """Sum along the first axis, whose length is a power of two: halves are added until one entry is left."""
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = terms[:half] + terms[half:]
+    return terms[0]
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:

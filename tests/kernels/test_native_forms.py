@@ -15,6 +15,7 @@ from specdec import EngineConfig
 from specdec.kernels.native import build, compiled, forms, targets
 from specdec.setup.resolve import CACHED_WEIGHTS, _dtype
 from tests import processors
+from tests.selection import EXHAUSTIVE
 
 HASWELL = "fpu sse sse2 avx fma movbe f16c bmi1 avx2 bmi2"
 CASCADE_LAKE = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni"
@@ -127,6 +128,7 @@ def test_a_target_that_cannot_run_here_is_not_loaded(
 
 
 @needs_c
+@EXHAUSTIVE
 def test_a_process_without_a_compiler_runs_what_was_made_beforehand(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,19 +168,19 @@ def test_an_unknown_target_is_not_built(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (None, "no C forms; torch for "),
+        (None, "no C kernels; torch for "),
         (
             forms.Forms(targets.named("avx512-bf16"), "AVX-512", True, "VNNI", False),
-            "C forms for avx512-bf16: AVX-512 with bfloat16 units, whole numbers by VNNI, "
+            "C kernels for avx512-bf16: AVX-512 with bfloat16 units, integer products by VNNI, "
             "without use for avx512_fp16; torch",
         ),
         (
             forms.Forms(targets.NATIVE, "AVX-512", True, "VNNI", True),
-            "C forms for native: AVX-512 with bfloat16 and matrix units, whole numbers by VNNI; torch",
+            "C kernels for native: AVX-512 with bfloat16 and matrix units, integer products by VNNI; torch",
         ),
         (
             forms.Forms(targets.named("x86-64-v3"), "AVX2", False, "16 bits", False),
-            "C forms for x86-64-v3: AVX2 without bfloat16 units, whole numbers by 16 bits; torch",
+            "C kernels for x86-64-v3: AVX2 without bfloat16 units, integer products by 16 bits; torch",
         ),
     ],
 )

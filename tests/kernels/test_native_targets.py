@@ -25,6 +25,7 @@ from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
 from specdec.kernels.native.targets import Target, features, named
 from tests.kernels.sums import by_matrix_units
 from tests.kernels.test_integers import published
+from tests.selection import EXHAUSTIVE
 from tests.tolerances import KERNEL
 
 DRIVER = Path(__file__).with_name("replay.c")
@@ -332,6 +333,7 @@ def emulated(name: str, *flags: str, on: str = "avx512-vnni") -> Target:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", [(1, 2), (15, 40), (33, 65), (70, 320)], ids=str)
+@EXHAUSTIVE
 def test_products_by_amx_have_the_same_bits(bits: int, shape: tuple[int, int], folder: Path) -> None:
     """The emulation ends the program where a processor would refuse a tile."""
     command, calls = program(emulated("amx"), folder), Calls()
@@ -345,6 +347,7 @@ def test_products_by_amx_have_the_same_bits(bits: int, shape: tuple[int, int], f
 
 
 @pytest.mark.parametrize("shape", [(15, 32), (33, 96), (70, 320), (70, 48)], ids=str)
+@EXHAUSTIVE
 def test_products_of_bfloat16_by_amx_add_in_its_order(shape: tuple[int, int], folder: Path) -> None:
     command, (outputs, inputs) = program(emulated("amx-pairs", on="avx512-bf16"), folder), shape
     weight_ND, bias_N = (draw(outputs, width, dtype=torch.bfloat16, seed=1) for width in (inputs, 1))
@@ -373,6 +376,7 @@ def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
     assert all(map(torch.equal, there, calls.here()))
 
 
+@EXHAUSTIVE
 def test_wrong_tiles_are_noticed_from_nine_rows_on(folder: Path) -> None:
     command, calls = program(emulated("amx-mutant", "-DROW_BYTE=uint8_t", "-O1"), folder), Calls()
     for rows in range(1, 18):
@@ -382,6 +386,7 @@ def test_wrong_tiles_are_noticed_from_nine_rows_on(folder: Path) -> None:
     assert alike == [rows < 9 for rows in range(1, 18)]
 
 
+@EXHAUSTIVE
 def test_the_compilers_amx_is_what_is_emulated(tmp_path: Path) -> None:
     """Assembled and not run, whatever this processor has."""
     found = find_compiler()

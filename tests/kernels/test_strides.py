@@ -22,6 +22,7 @@ from specdec.kernels.recurrence import triton as recurrence_triton
 from specdec.kernels.strides import StrideError, dense, outer_strides, window_stride
 from specdec.state_slots import arena
 from tests.kernels.problems import bench_of, problems
+from tests.selection import only
 
 needs_c = pytest.mark.skipif(not compiled(), reason="no C compiler")
 FORMS = ["reference", "cpu", pytest.param("native", marks=needs_c), "triton"]
@@ -133,7 +134,7 @@ def test_a_form_that_ignores_the_strides_of_pages_is_seen(form: str, monkeypatch
 
 
 @pytest.mark.parametrize("field", RecurrentMemory._fields)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", only({"mamba"}, RECURRENT))
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_no_layer_reads_wrong_numbers_of_memory_that_lies_otherwise(
     form: str, name: str, field: str, monkeypatch: pytest.MonkeyPatch
@@ -164,7 +165,7 @@ def _unchecked_window(window_SIC: Tensor) -> int:
 
 
 @pytest.mark.parametrize("field", RecurrentMemory._fields)
-@pytest.mark.parametrize("form", BY_ADDRESS)
+@pytest.mark.parametrize("form", only({"native"}, BY_ADDRESS))
 def test_a_form_that_does_not_check_memory_is_seen(
     form: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

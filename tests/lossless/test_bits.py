@@ -19,6 +19,7 @@ from tests.draft.oracle import Oracle
 from tests.lossless.cases import SHAPES, preempt_each
 from tests.models.agreeing import END, VOCAB
 from tests.models.representatives import EVERY_CELL, REPRESENTATIVES
+from tests.selection import only
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 
@@ -33,6 +34,8 @@ CASES = [
     *itertools.product(EVERY_CELL, FORMATS),
     *itertools.product((own for own in REPRESENTATIVES if own not in EVERY_CELL), FORMATS[2::2]),
 ]
+BRIEF = {CASES[0], *((family, FORMATS[2]) for family in EVERY_CELL), (EVERY_CELL[0], FORMATS[3])}
+"""What the default run takes of them."""
 TOKENS, LENGTHS = 24, (1, 7, 40, 130)
 
 
@@ -74,7 +77,7 @@ def drafted(
     return found
 
 
-@pytest.mark.parametrize(("family", "form"), CASES)
+@pytest.mark.parametrize(("family", "form"), only(BRIEF, CASES))
 def test_numbers_with_drafts_are_those_without(
     family_folder: Callable[[str], Path], family: str, form: tuple[str, str | None]
 ) -> None:

@@ -1,8 +1,8 @@
 """With one seed the text is the same whoever drafts, in whatever shape, backing, batch and memory.
 
-Of two families every cell of the capability table is visited; of each other, cells in which every value of an
-axis meets every value of another one, with all of the sampling in each. In float64, where rounding decides
-nothing.
+Each family visits cells in which every value of an axis meets every value of every other axis, with all
+sampling features in each. The exhaustive run adds all other cells of two families. In float64, where rounding
+decides nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +29,7 @@ from tests.lossless.cases import (
 from tests.lossless.covering import Row, covering, pairs
 from tests.models.agreeing import CONFIGS
 from tests.models.representatives import EVERY_CELL
+from tests.selection import EXHAUSTIVE
 
 Cases = Callable[[str], tuple[Path, list[Case], list[Case]]]
 Group = tuple[str, ...]
@@ -71,22 +72,35 @@ WAYS = ways()
 
 
 def visited(family: str) -> list[Row]:
-    """Choose what is asked of a family; families take different rows where some others would do as well."""
-    every = WAYS[family]
-    first = 7 * list(WAYS).index(family)
-    return every if family in EVERY_CELL else covering([*every[first:], *every[:first]])
+    """Choose rows that hold every pair of values; families start at different rows."""
+    every, first = WAYS[family], 7 * list(WAYS).index(family)
+    return covering([*every[first:], *every[:first]])
 
 
-def groups() -> Mapping[Group, list[Place]]:
-    """Put together what one engine's settings serve."""
+def groups(rows: Callable[[str], Sequence[Row]]) -> Mapping[Group, list[Place]]:
+    """Group what one engine's settings serve."""
     found: dict[Group, list[Place]] = {}
     for family in WAYS:
-        for *settings, prefixes, batch in visited(family):
+        for *settings, prefixes, batch in rows(family):
             found.setdefault((family, *settings), []).append((prefixes, batch))
     return found
 
 
-GROUPS = groups()
+def others(family: str) -> list[Row]:
+    """Return the rest of the product, for families of which every cell is visited."""
+    first = set(visited(family)) if family in EVERY_CELL else set(WAYS[family])
+    return [row for row in WAYS[family] if row not in first]
+
+
+PAIRWISE, REST = groups(visited), groups(others)
+CELLS = [
+    *(pytest.param(group, places, id="-".join(group)) for group, places in PAIRWISE.items()),
+    *(
+        pytest.param(group, places, id="-".join((*group, "rest")), marks=EXHAUSTIVE)
+        for group, places in REST.items()
+    ),
+]
+ORDER = list({**PAIRWISE, **REST})
 
 
 @pytest.mark.parametrize("family", AXES["family"])
@@ -94,7 +108,19 @@ def test_few_rows_hold_every_pair_of_values(family: str) -> None:
     every = set().union(*(pairs(row) for row in WAYS[family]))
     chosen = visited(family)
     assert set().union(*(pairs(row) for row in chosen)) == every
-    assert len(chosen) < 30 or family in EVERY_CELL
+    assert len(chosen) < 30
+
+
+@pytest.mark.parametrize("family", EVERY_CELL)
+def test_all_rows_are_visited_once(family: str) -> None:
+    found = [
+        (*group[1:], *place)
+        for cells in (PAIRWISE, REST)
+        for group, places in cells.items()
+        for place in places
+        if group[0] == family
+    ]
+    assert sorted(found) == sorted(WAYS[family])
 
 
 LOOK_UPS = ("ngram", "suffix", "auto", "oracle")
@@ -125,7 +151,7 @@ def visits(plain: Cases, group: Group, places: Sequence[Place]) -> Iterator[Visi
     # Of each feature one request meets a cache and another reads its prompt beside others, by turns.
     last = [case for case in cases if case not in longest and len(case.said[0].token_ids) > FEW]
     others = list({case.feature: case for case in (*longest, *last)}.values())
-    again, once = (longest, others) if list(GROUPS).index(group) % 2 else (others, longest)
+    again, once = (longest, others) if ORDER.index(group) % 2 else (others, longest)
     fields = {**SHAPES[shape], "slots": backing, "graphs": steps == "device"}
     if ("read", "alone") in places:
         with drafting_engine(folder, drafter, cases, chunk_tokens=512, **fields) as (engine, _):
@@ -161,15 +187,17 @@ def visits(plain: Cases, group: Group, places: Sequence[Place]) -> Iterator[Visi
             assert is_decided(engine, steps) or drafter in LOOK_UPS
 
 
-@pytest.mark.parametrize("group", GROUPS, ids="-".join)
-def test_every_supported_cell_says_what_plain_decoding_says(plain: Cases, group: Group) -> None:
+@pytest.mark.parametrize(("group", "places"), CELLS)
+def test_every_supported_cell_says_what_plain_decoding_says(
+    plain: Cases, group: Group, places: Sequence[Place]
+) -> None:
     within = rounding(families.network(CONFIGS[group[0]]().to_dict()))
     seen = set()
-    for place, asked, found in visits(plain, group, GROUPS[group]):
+    for place, asked, found in visits(plain, group, places):
         assert differences(asked, found, within=within) == []
         seen |= {
             (*place, case.feature)
             for case, done in zip(asked, found, strict=True)
             if place[1] != "preempted" or any(own.stats.preemptions for own in done)
         }
-    assert seen == {(*place, feature) for place in GROUPS[group] for feature in AXES["sampling"]}
+    assert seen == {(*place, feature) for place in places for feature in AXES["sampling"]}

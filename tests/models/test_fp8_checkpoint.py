@@ -24,6 +24,7 @@ from tests.models.canonical import canonical
 from tests.models.fp8_checkpoints import ODD, announce, edit, odd_sample, sample, write
 from tests.models.random_checkpoints import Sample, draw, edit_config, read_tensors
 from tests.models.runner import Runner
+from tests.selection import EXHAUSTIVE
 from tests.tolerances import FP8_LOGITS
 
 TOKENS = [5, 57, 33, 7, 60, 2, 44, 18, 51, 9]
@@ -79,6 +80,7 @@ def test_logits_are_those_of_the_widened_weights(
     assert distance(logits(narrow, kernels), logits(wide, "cpu")) < FP8_LOGITS
 
 
+@EXHAUSTIVE
 def test_triton_multiplies_by_narrow_weights(pair: Callable[[str], Pair]) -> None:
     """Windows of either kind: one that a tile holds, and a prompt."""
     narrow, wide = pair("qwen3_5_moe, odd")

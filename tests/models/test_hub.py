@@ -29,6 +29,7 @@ from specdec.models.hub.names import HubName
 from specdec.models.hub.repository import Repository
 from specdec.setup.footprint import describe_model
 from tests.models.hub_server import Hub, Repo, serve
+from tests.selection import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[2]
 TINY = SHIPPED["tiny"]
@@ -164,6 +165,14 @@ def test_a_folder_of_that_name_comes_first(hub: Hub, tmp_path: Path) -> None:
     [
         ("Qwen/Qwen3.5-0.8B", ("Qwen/Qwen3.5-0.8B", "main")),
         ("a_b/c@refs/pr/1", ("a_b/c", "refs/pr/1")),
+        ("https://huggingface.co/Qwen/Qwen3.5-0.8B", ("Qwen/Qwen3.5-0.8B", "main")),
+        ("https:/huggingface.co/a/b/tree/refs/pr/1", ("a/b", "refs/pr/1")),
+        *(
+            (f"{host}a/b", ("a/b", "main"))
+            for host in ("hf.co/", "http://www.huggingface.co/", "https://hf.co/")
+        ),
+        ("hf.co/a/b/", ("a/b", "main")),
+        *((text, None) for text in ("hf.co/a/b/c", "https://hf.co.evil/a/b", "https://hf.co/a/../b")),
         *((text, None) for text in ("tiny", "/a/b", "./a", "../a", "a/b/c", "a/", "a/b@", "a/b@../../c")),
         *(
             (text, None)
@@ -369,6 +378,7 @@ def test_a_description_downloads_headers_alone(hub: Hub) -> None:
         pass
 
 
+@EXHAUSTIVE
 def test_the_command_downloads_is_interrupted_and_goes_on(expected: str, tmp_path: Path) -> None:
     with serve() as hub:
         hub.repos[NAME] = Repo.of(TINY)

@@ -31,6 +31,7 @@ from tests.models.packed_checkpoints import DYNAMIC_INPUTS, LAYOUTS, compressed_
 from tests.models.random_checkpoints import edit_config, read_tensors
 from tests.models.rounded_kernels import rounded_kernels
 from tests.models.runner import Runner
+from tests.selection import EXHAUSTIVE
 from tests.tolerances import KERNEL, PACKED_LOGITS, WIDENED_LOGITS
 
 TOKENS = [5, 57, 33, 7, 60, 2, 44, 18, 51, 9]
@@ -98,6 +99,7 @@ def test_rounded_rows_change_logits_little(family: str, layout: str, pairs: Pair
     assert distance(logits(narrow, "native"), logits(wide, "cpu")) < 0.06
 
 
+@EXHAUSTIVE
 def test_a_gpus_kernels_widen(pairs: Pairs) -> None:
     narrow, wide = pairs("qwen3_next", "awq")
     assert distance(logits(narrow, "triton"), logits(wide, "cpu")) < WIDENED_LOGITS

@@ -14,6 +14,7 @@ from specdec.kernels.linear.matrix import widen
 from specdec.models.weights import RandomWeights
 from specdec.setup.footprint import describe_model
 from specdec.train.corpus import collect, split
+from tests.selection import EXHAUSTIVE
 
 LOST = {None: 0.0, "int8": 0.001, "int4": 0.02}
 """Loss a token above that of bfloat16, at most."""
@@ -43,6 +44,7 @@ def judge(pieces: Sequence[Sequence[int]], quantize: str | None) -> tuple[float,
     return -sum(own.logprob for own in entries) / len(entries), [own.top[0][0] for own in entries]
 
 
+@EXHAUSTIVE
 def test_little_is_lost(pieces: list[list[int]]) -> None:
     exact, plain = judge(pieces, None)
     for quantize, most in LOST.items():

@@ -22,6 +22,7 @@ from tests.imports import ROOT
 from tests.reach.conftest import Make, needs_nixl
 from tests.reach.pairs import WholeSlots, arena, num_bytes, pick, until
 from tests.reach.processes import Peer
+from tests.selection import EXHAUSTIVE
 
 pytestmark = needs_nixl
 LONG_S = 120.0
@@ -87,6 +88,7 @@ def test_two_processes(make: Make, start: Start, monkeypatch: pytest.MonkeyPatch
 
 
 @sockets
+@EXHAUSTIVE
 def test_a_peer_killed_during_a_read(make: Make, start: Start) -> None:
     here, peer, other = arena(slabs=SLABS), start(), start(seed=2)
     reader = make(here, quarantine=NEVER)
@@ -166,6 +168,7 @@ def test_a_peer_detached_while_it_is_read_is_disconnected_when_the_read_is_over(
 
 
 @sockets
+@EXHAUSTIVE
 def test_no_late_byte_lands_after_the_agent_was_made_anew(make: Make, start: Start) -> None:
     here, peer, other = arena(slabs=SLABS), start(), start(seed=2)
     reader = make(here, quarantine=Quarantine(part=0.1, part_s=0.1))
@@ -187,6 +190,7 @@ def test_no_late_byte_lands_after_the_agent_was_made_anew(make: Make, start: Sta
 
 
 @sockets
+@EXHAUSTIVE
 def test_close_while_a_stopped_peer_is_read(make: Make, start: Start) -> None:
     here, peer = arena(slabs=SLABS), start()
     reader = make(here)
@@ -205,6 +209,7 @@ def test_close_while_a_stopped_peer_is_read(make: Make, start: Start) -> None:
 
 
 @sockets
+@EXHAUSTIVE
 def test_a_peer_that_is_stopped_when_it_is_attached(make: Make, start: Start) -> None:
     here, peer = arena(slabs=SLABS), start()
     peer.stop()
@@ -217,6 +222,7 @@ def test_a_peer_that_is_stopped_when_it_is_attached(make: Make, start: Start) ->
 
 
 @sockets
+@EXHAUSTIVE
 def test_an_agent_made_anew_is_reached_by_its_new_metadata(make: Make, start: Start) -> None:
     """What others read from an engine ends when that engine has to end reads of its own."""
     here, peer, third = arena(slabs=SLABS), start(), arena(slabs=SLABS)
@@ -275,10 +281,12 @@ reads[0].done.result()
 
 
 @sockets
+@EXHAUSTIVE
 def test_a_process_may_end_in_the_midst_of_reads() -> None:
     subprocess.run([sys.executable, "-c", LEAVES], cwd=ROOT, check=True, timeout=LONG_S)
 
 
+@EXHAUSTIVE
 def test_an_agent_that_lives_on_is_never_taken_for_deleted() -> None:
     """A carrier that cannot make its agent anew closes it once more at its end, and keeps memory then."""
     wire = AgentWire(load_nixl(), torch.zeros(4096, dtype=torch.uint8))

@@ -28,6 +28,17 @@ WRITES = streaming(EVENTS)
 Scenario = Callable[[Rig, list[Fake], list[Fake]], Awaitable[None]]
 
 
+def writes_after(is_read: Callable[[], bool]) -> Answering:
+    """Write at once what is sent alone, and what is sent to a room once its prompt has been read."""
+
+    async def answer(request: web.Request, seen: Seen) -> web.StreamResponse:
+        if b"bootstrap_room" in seen.body:
+            await until(is_read)
+        return await WRITES(request, seen)
+
+    return answer
+
+
 def play(
     scenario: Scenario,
     protocol: str,
@@ -83,6 +94,7 @@ def test_vllm_asks_the_first_and_tells_the_second_what_it_said(name: str) -> Non
 
 def test_sglang_asks_both_at_once_and_names_a_room() -> None:
     async def scenario(own: Rig, p: list[Fake], d: list[Fake]) -> None:
+        d[0].answer = writes_after(lambda: count(p) == 1)
         assert await ask(own) == EVENTS, "the second answers while the first reads"
         (first,), (second,) = p[0].seen, d[0].seen
         assert first.body == second.body and second.body.startswith(BODY[:-1])
@@ -92,7 +104,7 @@ def test_sglang_asks_both_at_once_and_names_a_room() -> None:
         assert {name: told[name] for name in json.loads(BODY)} == json.loads(BODY)
         await until(first.left.is_set)  # what is not wanted any more is ended
 
-    play(scenario, "sglang", [never], [_after_reading])
+    play(scenario, "sglang", [never])
 
 
 def test_sglang_names_a_room_for_each_prompt_of_a_list() -> None:
@@ -118,29 +130,23 @@ def test_sglang_names_a_room_for_each_prompt_of_a_list() -> None:
 def test_another_one_reads_where_the_first_does_not(protocol: str, bad: Answering) -> None:
     async def scenario(own: Rig, p: list[Fake], d: list[Fake]) -> None:
         own.prefer(p[0])
+        d[0].answer = writes_after(lambda: len(p[1].seen) == 1)
         assert await ask(own) == EVENTS
         assert len(p[0].seen) == len(p[1].seen) == 1
 
-    decode = [_after_reading] if protocol == "sglang" else [WRITES]
-    play(scenario, protocol, [bad, reads], decode, failures=1000)
-
-
-async def _after_reading(request: web.Request, seen: Seen) -> web.StreamResponse:
-    """Write once the prompt must have been read."""
-    await asyncio.sleep(0.2)
-    return await WRITES(request, seen)
+    play(scenario, protocol, [bad, reads], failures=1000)
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 @pytest.mark.parametrize("bad", [refusing(503), reset], ids=["503", "reset"])
 def test_the_second_reads_itself_where_none_does(protocol: str, bad: Answering) -> None:
     async def scenario(own: Rig, p: list[Fake], d: list[Fake]) -> None:
+        d[0].answer = writes_after(lambda: False)
         assert await ask(own) == EVENTS
         assert d[0].seen[-1].body == BODY and count(p) >= 2
         assert await own.figure("specdec:route_prefills_total", reader="decode") == 1
 
-    decode = [_after_reading] if protocol == "sglang" else [WRITES]
-    play(scenario, protocol, [bad, bad], decode, failures=1000)
+    play(scenario, protocol, [bad, bad], failures=1000)
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])

@@ -12,7 +12,10 @@ import openai
 import pytest
 
 from tests.route.live_router import LiveRouter
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live, total
+
+pytestmark = EXHAUSTIVE
 
 KEY = "given"
 TEXT = "class Stack:\n    def "

@@ -7,10 +7,11 @@ import openai
 import pytest
 
 from tests.route.live_router import LiveRouter
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live, total
 from tests.server.reach.pairs import DRAWN, EXACT, KINDS, SECRET, TEXT, fetched, has_nixl, settles, texts
 
-pytestmark = has_nixl
+pytestmark = [has_nixl, EXHAUSTIVE]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from specdec.server.state import LONG, Served
 from specdec.server.thinking import template_variables
 from specdec.text.chat_template import ChatTemplate
 
-SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
+API = Path(__file__).parents[2] / "docs" / "api.md"
 PROMPT: dict[str, Any] = {"prompt": "x"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: tuple[tuple[type[Body], Mapping[str, Any]], ...] = ((CompletionBody, PROMPT), (ChatBody, CHAT))
@@ -195,7 +195,7 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
 
 def listed(beginning: str) -> set[str]:
     """Return the names in a paragraph of the documentation, less those of what is supported."""
-    (paragraph,) = (part for part in SERVING.read_text("utf-8").split("\n\n") if part.startswith(beginning))
+    (paragraph,) = (part for part in API.read_text("utf-8").split("\n\n") if part.startswith(beginning))
     return {*re.findall(r"`(\w+)`", paragraph)} - {*Body.model_fields}
 
 
@@ -207,8 +207,8 @@ def test_every_sampling_parameter_can_be_given_over_http(kind: type[Body]) -> No
 
 
 def test_the_documentation_lists_what_is_refused() -> None:
-    assert listed("What is known and not supported") == {*REFUSED}
-    assert listed("These change nothing") == {*HARMLESS}
+    assert listed("Refused by name") == {*REFUSED}
+    assert listed("Accepted without effect") == {*HARMLESS}
     assert not HARMLESS & {*REFUSED} and {*INSTEAD} <= {*REFUSED}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.selection import EXHAUSTIVE
 from tests.server.faulty import FILE, PATIENCE_S, PLACES
 from tests.server.live import Answer, Live
 from tests.server.load import settle
@@ -259,6 +260,7 @@ def _ask_once_more(live: Live) -> Answer | None:
         (("--no-exit-on-failure",), "stop", 70),
     ],
 )
+@EXHAUSTIVE
 def test_an_engine_that_comes_to_nothing_is_told_to_all(
     hybrid: Path, told: Told, options: tuple[str, ...], place: str, code: int
 ) -> None:
@@ -291,6 +293,7 @@ def test_an_engine_that_comes_to_nothing_is_told_to_all(
     assert ("Timeout" if place == "hold" else "CRITICAL") in log
 
 
+@EXHAUSTIVE
 def test_health_tells_a_stalled_step_before_the_process_is_ended(hybrid: Path, told: Told) -> None:
     options = ("--draft", "none", "--step-timeout", "6")
     with Live(*options, model=str(hybrid), env=told.env, entry="tests.server.faulty") as own:
@@ -311,6 +314,7 @@ def connect(live: Live) -> socket.socket:
     return socket.create_connection((host, int(port)))
 
 
+@EXHAUSTIVE
 def test_a_form_that_is_never_compiled_costs_nobody_else_anything(told: Told) -> None:
     with Live(*PLAIN_TEXT, env=told.env, entry="tests.server.faulty") as own, ThreadPoolExecutor(1) as pool:
         form = {"prompt": "a", "max_tokens": 9, "temperature": 0, "structured_outputs": {"regex": "[ab]+"}}
@@ -335,6 +339,7 @@ def test_a_task_of_the_server_that_fails_ends_it_with_its_exit_code(tmp_path: Pa
     assert "specdec.server.run: stopped" not in log
 
 
+@EXHAUSTIVE
 def test_it_stops_in_bounded_time_though_a_step_hangs_and_somebody_waits_to_flush(told: Told) -> None:
     settings = ("--drain-seconds", "0.5", "--step-timeout", "600")
     with (

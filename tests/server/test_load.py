@@ -7,6 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.selection import EXHAUSTIVE
 from tests.server import load
 from tests.server.live import Live
 from tests.server.load import SHARES, Job, Said, alone, besiege
@@ -21,6 +22,7 @@ async def spoilt(session: aiohttp.ClientSession, jobs: Sequence[Job]) -> Mapping
     return found | {next(iter(found)): ("", [])}
 
 
+@EXHAUSTIVE
 def test_the_well_formed_are_told_what_they_are_told_alone(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

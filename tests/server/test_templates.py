@@ -5,11 +5,13 @@ import threading
 from pathlib import Path
 
 from specdec.models.folder import SHIPPED
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@EXHAUSTIVE
 def test_a_template_that_never_ends_holds_up_its_own_chat_alone(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED["tiny"], folder)

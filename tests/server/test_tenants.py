@@ -2,11 +2,13 @@
 
 import pytest
 
+from tests.selection import EXHAUSTIVE
 from tests.server.attack import FIXED, KEYS, SECRETS, attack
 from tests.server.live import Live
 
 
 @pytest.mark.parametrize("draft", ["suffix", "auto"])
+@EXHAUSTIVE
 def test_trees_and_counts_tell_nothing_of_anothers_answers(draft: str) -> None:
     """Where a head drafts too, experience decides what is verified: counts move with one's own traffic."""
     with Live("--draft", draft, *FIXED, *KEYS) as live:
@@ -21,6 +23,7 @@ def test_trees_and_counts_tell_nothing_of_anothers_answers(draft: str) -> None:
         assert report.steady and report.told == report.hit == kept_apart
 
 
+@EXHAUSTIVE
 def test_the_same_attack_on_a_server_that_shares_all_succeeds() -> None:
     """The control: what the test above rests on is that this can be read."""
     with Live("--draft", "suffix", *FIXED, *KEYS, entry="tests.server.sharing") as live:

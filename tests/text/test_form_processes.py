@@ -14,6 +14,7 @@ import pytest
 
 from specdec import EngineError, SamplingParams, SpecEngine, Structure
 from specdec.text.grammar.template import MOST_EACH, Link, Template
+from tests.selection import EXHAUSTIVE
 
 FORM = Structure(json_object=True)
 
@@ -55,6 +56,7 @@ def test_a_form_that_is_compiled_while_the_engine_closes_leaves_no_process() -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="there is no /proc")
+@EXHAUSTIVE
 def test_a_process_of_forms_that_was_prepared_is_the_one_that_serves_and_closes() -> None:
     before = children()
     with SpecEngine("tiny", max_model_len=64) as engine:
@@ -119,6 +121,7 @@ def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
         end.close()
 
 
+@EXHAUSTIVE
 def test_a_form_that_was_refused_gives_its_place_back_without_the_collector() -> None:
     """A caller's refused forms once held all of its places until the collector ran."""
     with SpecEngine("tiny", max_model_len=64) as engine:

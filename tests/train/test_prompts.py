@@ -8,6 +8,7 @@ from specdec.train.corpus import Document
 from specdec.train.edits import KINDS, edits
 from specdec.train.passages import Passages
 from specdec.train.prompts import FOLDER, LONGEST, SHORTEST, _apart, make, make_here
+from tests.selection import EXHAUSTIVE
 
 SETS = ("code", "edit", "prose", "mixed")
 FUNCTION = """def total(self, values, start=0):
@@ -24,6 +25,7 @@ FUNCTION = """def total(self, values, start=0):
 
 
 @pytest.mark.skipif(platform.python_version() != "3.11.7", reason="the sets were cut from another library")
+@EXHAUSTIVE
 def test_sets_that_ship_are_what_the_held_out_files_give() -> None:
     made = make_here()
     for category in SETS:

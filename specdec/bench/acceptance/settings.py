@@ -154,9 +154,13 @@ class Sweep:
             # Look-ups rank by no logits, and have no head to spare.
             noises = [noise == "shared" for noise in self.noises] if draft in NETWORKS else [True]
             spared = [*itertools.product(self.vocabs, self.windows)] if draft in NETWORKS else [(None, None)]
+            largest = self.chosen
+            if draft == AUTO:  # what the engine does by default: always measured, and first
+                largest = largest or DEFAULT_BOUNDS
+                yield Drafting(draft, largest, True, noises[0], *spared[0])
             for shape, noise, own in itertools.product(self.shapes, noises, spared):
                 yield Drafting(draft, shape, False, noise, *own)
-            if largest := self.chosen:
+            if self.chosen and largest:
                 if only_chains(draft):
                     steps = largest.num_steps
                     largest = Shape(steps, 1, min(largest.num_draft_tokens, steps + 1))

@@ -8,7 +8,7 @@ from typing import Any
 from specdec.bench.acceptance.settings import TRANSFORMERS, Group
 from specdec.bench.acceptance.summary import ALL
 from specdec.bench.report import setup_line, table
-from specdec.config.drafters import NONE
+from specdec.config.drafters import AUTO, NONE
 
 Record = Mapping[str, Any]
 
@@ -21,7 +21,8 @@ looping: the last half of the output repeats with a period of at most a third of
 p10-p90: over prompts behind the length, over batches of prompts behind x none, which is their median
 top-k: the length where guesses are ranked by the drafter's logits alone, without the target's noise
 tok/s: output over the time from a batch's arrival to its last token, reading included, median of batches
-x none: tok/s over those without drafts, on the same prompts in the same turn
+x none: tok/s over those without drafts, above 1 is faster, on the same prompts in the same turn
+auto chosen: the engine's default, which chooses drafters and shapes as it runs; the others, fastest first
 by depth: the share accepted of the drafts that got there; accepted 0 1 2 …: the share of verify steps"""
 
 
@@ -81,12 +82,15 @@ def _whole(records: Sequence[Record]) -> Record:
 
 
 def _lengths(records: Sequence[Record]) -> str:
-    """Lay out every setting in every category, the longest first; a twin without noise is a column."""
+    """Lay out every setting by category: the engine's default, then the fastest first.
+
+    A twin without noise is a column.
+    """
     plain = {(_twin(r), r["category"]): r for r in records if not r["setting"]["draft_noise"]}
     shared = {(r["name"], r["category"]) for r in records}
     own = [r for r in records if r["setting"]["draft_noise"] or (_twin(r), r["category"]) not in shared]
     categories = list(dict.fromkeys(record["category"] for record in own))
-    own.sort(key=lambda r: (categories.index(r["category"]), -(r["acceptance_length"] or 0)))
+    own.sort(key=lambda r: (categories.index(r["category"]), not _is_default(r), -r["speedup"]["median"]))
     rows = []
     for record in own:
         row = {
@@ -115,6 +119,11 @@ def _lengths(records: Sequence[Record]) -> str:
     for (above, row), line in zip(pairwise(rows), rest, strict=True):
         lines += [line] if row["category"] == above["category"] else ["", line]
     return "\n".join(lines)
+
+
+def _is_default(record: Record) -> bool:
+    """Return whether a setting is what the engine does unless it is told otherwise."""
+    return record["setting"]["draft"] == AUTO and bool(record["setting"]["chosen"])
 
 
 def _twin(record: Record) -> str:

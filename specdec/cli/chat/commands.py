@@ -10,7 +10,7 @@ from pathlib import Path
 from specdec.cli.chat.conversation import Conversation, load_messages, save_messages
 from specdec.cli.chat.options import NOT_IN_CHATS
 from specdec.cli.chat.session import Chat
-from specdec.cli.terminal import binary
+from specdec.cli.text import binary
 from specdec.config.options import SWITCH, TEXTS, read_value
 from specdec.config.parser import as_written
 from specdec.config.sampling import MOST_TOKENS, SamplingParams

@@ -45,7 +45,12 @@ def add_chat(parser: Parser) -> None:
     parser.text_option = "--message"
     add_model_and_file(parser, GIVEN)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
-    parser.add_argument("--message", metavar="TEXT", help="answer this and end; without it, what is piped in")
+    parser.add_argument(
+        "-p",
+        "--message",
+        metavar="TEXT",
+        help="answer this and end; it may also stand behind MODEL, or be piped in",
+    )
     parser.add_argument(
         "--think",
         action=_Thinking,
@@ -58,6 +63,7 @@ def add_chat(parser: Parser) -> None:
         help="figures and notices; auto: on a terminal, unless NO_COLOR is set (default: auto)",
     )
     parser.add_argument(
+        "-n",
         "--max-tokens",
         metavar="TOKENS",
         type=at_least(1),

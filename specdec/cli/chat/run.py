@@ -12,7 +12,7 @@ from specdec.cli.chat.history import History, history_path
 from specdec.cli.chat.session import Chat
 from specdec.cli.chat.typed import Keyboard, handling_interrupts, unechoed
 from specdec.cli.chat.view import View
-from specdec.cli.terminal import paints
+from specdec.cli.text import paints
 from specdec.config.engine import EngineConfig
 from specdec.config.folders import model_name
 from specdec.config.sampling import SamplingParams

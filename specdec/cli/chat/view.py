@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from specdec.cli.chat.session import Part
-from specdec.cli.terminal import ACCEPTED, PLAIN, escaped, visible
+from specdec.cli.text import ACCEPTED, PLAIN, escaped, visible
 from specdec.core.outputs import RequestStats
 
 DIM, ALARM = "\x1b[2m", "\x1b[31m"

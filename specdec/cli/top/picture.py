@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from specdec.cli.terminal import ACCEPTED, PLAIN, binary, visible
+from specdec.cli.text import ACCEPTED, PLAIN, binary, visible
 from specdec.cli.top.reading import Growth, Prefixes, Reading, shares
 
 BOLD, ALARM, INVERSE = "\x1b[1m", "\x1b[31m", "\x1b[7m"

@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
-from specdec.bench.client import check_url, reason
+from specdec.bench.client import NO_ANSWER, check_url, reason
 from specdec.bench.options import TopOptions
-from specdec.cli.terminal import paints
+from specdec.cli.text import paints
 from specdec.cli.top.picture import WIDEST, Piece, heading, picture, shown
 from specdec.cli.top.reading import Growth, Reading
 from specdec.cli.top.screen import Screen, size
@@ -63,11 +63,18 @@ class Source:
 
     def why(self, error: Exception) -> str:
         """Explain why there was no reading, and what helps."""
+        said = reason(error)
+        if said == NO_ANSWER:
+            return f"no server at {self.url}; start one with `specdec serve MODEL`"
+        return f"{self.url}: {self._refusal(error) or said}"
+
+    def _refusal(self, error: Exception) -> str | None:
+        """Explain a status that a server answered with, if the user's options are the cause."""
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
             return "it wants a key, or another one: give --api-key, or --api-key-env with its variable"
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 404 and self.model:
             return f"it serves no model {self.model!r} (--model), or is no specdec"
-        return reason(error)
+        return None
 
 
 async def _once(url: str, key: str | None, model: str | None, interval_s: float) -> None:
@@ -79,7 +86,7 @@ async def _once(url: str, key: str | None, model: str | None, interval_s: float)
             await asyncio.sleep(interval_s)
             now = await source.read()
         except FAILURES as error:
-            raise EngineError(f"url: {url}: {source.why(error)}", field="url") from error
+            raise EngineError(source.why(error), field="url") from error
     width = size()[0] if sys.stdout.isatty() else None
     lines = [
         *heading(now.shown, url, now.at_s - before.at_s, None),

@@ -48,16 +48,16 @@ def forms() -> Forms | None:
 
 
 def describe() -> str:
-    """Say in words which forms run here."""
+    """Describe the CPU kernels that run here."""
     found = forms()
-    in_c = "no C forms"
+    in_c = "no C kernels"
     if found:
         units = " and matrix" if found.tiles else ""
         bfloat16 = f"with bfloat16{units} units" if found.pairs else "without bfloat16 units"
         left = f", without use for {', '.join(unused(found.target))}" if unused(found.target) else ""
         in_c = (
-            f"C forms for {found.target.name}: {found.vectors} {bfloat16}, "
-            f"whole numbers by {found.integers}{left}"
+            f"C kernels for {found.target.name}: {found.vectors} {bfloat16}, "
+            f"integer products by {found.integers}{left}"
         )
     library = "with" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "without"
     limit = os.environ.get(LIBRARY)

@@ -12,6 +12,11 @@ MAIN = "main"
 _PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 _REVISION = r"\w[\w.+-]*(?:/\w[\w.+-]*)*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@({_REVISION}))?", re.ASCII)
+_ADDRESS = re.compile(
+    rf"(?:https?:/{{1,2}})?(?:www\.)?(?:huggingface\.co|hf\.co)/({_PART}/{_PART})(?:/tree/({_REVISION}))?/?",
+    re.ASCII,
+)
+"""A model's page; a Path has joined the two slashes behind `https:`."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -23,8 +28,8 @@ class HubName(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self | None:
-        """Read OWNER/NAME or OWNER/NAME@REVISION; None: that is no name on the hub."""
-        found = _NAME.fullmatch(text)
+        """Parse OWNER/NAME, OWNER/NAME@REVISION or the address of a model's page; None if it is neither."""
+        found = _NAME.fullmatch(text) or _ADDRESS.fullmatch(text)
         if found is None or ".." in text or "--" in found[1] or len(found[1]) > LONGEST:
             return None
         return cls(found[1], found[2] or MAIN)

@@ -1,18 +1,18 @@
-// One answer: what was written, how it ended, and the run that fills it. Views read it; it knows none of them.
+// One answer: its text, how it ended, and the request that fills it. Views read it; it has no reference to them.
 
 import { events } from "./client.js";
 import { Tally } from "./tally.js";
 
 export class Answer {
-  /** `kept` is what an answer was kept as: the origins of its tokens are not. */
+  /** Restore a stored answer. The origins of its tokens are not stored. */
   constructor({ text = "", reasoning = "", thoughtMs = null, finish = null, error = null, size = "", drafts = "" } = {}) {
     this.text = text;
     this.reasoning = reasoning;
     this.thoughtMs = thoughtMs;
-    /** Why it ended: "stop", "length", "stopped" by the user; null while it comes and where an error ended it. */
+    /** "stop", "length", or "stopped" by the user; null while streaming and after an error. */
     this.finish = finish;
     this.error = error;
-    /** What it has come to, in words: size and speed, and what its drafts gave. */
+    /** Summaries in words: size and speed, and the drafts' acceptance. */
     this.size = size;
     this.drafts = drafts;
     this.pieces = text ? [[text, null]] : [];
@@ -27,7 +27,7 @@ export class Answer {
 
   get isThinking() { return this.isWriting && this.reasoning !== "" && this.text === ""; }
 
-  /** Run a request to its end, behind what is there; tell `watch` of each chunk. */
+  /** Run a request to its end and append to the text; call `watch` with each chunk. */
   async run({ path, body }, options, watch = () => {}) {
     this.isWriting = true;
     this.finish = this.error = null;
@@ -57,7 +57,7 @@ export class Answer {
     this.tally.add(origins ?? []);
   }
 
-  /** Note how long it has thought, once. */
+  /** Record the time spent thinking, once. */
   rest() {
     if (this.thinkingMs !== undefined) this.thoughtMs ??= performance.now() - this.thinkingMs;
   }

@@ -1,7 +1,7 @@
-// Requests to the server that this page came from, and what goes wrong with them in plain words.
+// Requests to the server of this page, and their errors in plain words.
 
 export class Trouble extends Error {
-  /** `field` names the input at fault, `status` is HTTP's; either may be missing. */
+  /** `field` names the invalid input, `status` is the HTTP status; either may be missing. */
   constructor(message, { field = null, status = 0 } = {}) {
     super(message);
     this.field = field;
@@ -9,8 +9,8 @@ export class Trouble extends Error {
   }
 }
 
-const GONE = "The server cannot be reached. Does it still run?";
-const BROKEN = "The connection broke off in the middle of the answer. What came until then is shown.";
+const GONE = "The server cannot be reached. Is it still running?";
+const BROKEN = "The connection was lost during the answer. The text received so far is shown.";
 
 export async function get(path, key) {
   const response = await reach(path, { headers: headers(key) });
@@ -18,7 +18,7 @@ export async function get(path, key) {
   return response.json();
 }
 
-/** Yield a stream's events. Leaving early, or the signal, hangs up, which ends the request on the server. */
+/** Yield a stream's events. Leaving early, or the signal, disconnects, which ends the request on the server. */
 export async function* events(path, body, { key, signal }) {
   const response = await reach(path, { method: "POST", headers: headers(key), body: JSON.stringify(body), signal });
   if (!response.ok) throw await refusal(response);
@@ -36,7 +36,7 @@ export async function* events(path, body, { key, signal }) {
         const data = part.replace(/^data: /, "");
         if (data === "[DONE]") return;
         const event = JSON.parse(data);
-        if (event.error) throw new Trouble(`The server broke the answer off: ${event.error.message}`);
+        if (event.error) throw new Trouble(`The server ended the answer with an error: ${event.error.message}`);
         yield event;
       }
     }
@@ -53,9 +53,9 @@ async function reach(path, options) {
   try {
     return await fetch(path, { cache: "no-store", ...options });
   } catch (error) {
-    // A key with characters that no header can hold fails before anything is sent.
+    // A key with characters that a header cannot hold fails before the request is sent.
     if (options.signal?.aborted) throw error;
-    if (/[^\x20-\x7e\xa0-\xff]/.test(options.headers.Authorization ?? "")) throw new Trouble("This cannot be a key.", { field: "key" });
+    if (/[^\x20-\x7e\xa0-\xff]/.test(options.headers.Authorization ?? "")) throw new Trouble("An API key cannot contain these characters.", { field: "key" });
     throw new Trouble(GONE);
   }
 }
@@ -67,7 +67,7 @@ async function refusal(response) {
   const again = after ? ` Try again in ${after} s.` : " Try again later.";
   switch (response.status) {
     case 401:
-      return new Trouble("The server wants a key that it knows: put it into the field Key.", { field: "key", status: 401 });
+      return new Trouble("The server requires a valid API key. Enter it in the field API key.", { field: "key", status: 401 });
     case 429:
       return new Trouble(`The server is busy.${again}`, { status: 429 });
     case 503:

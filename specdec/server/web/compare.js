@@ -1,4 +1,4 @@
-// One request answered twice, with speculation and without, side by side.
+// One request answered twice, with drafts and without, side by side.
 
 import { Answer } from "./answer.js";
 import { make } from "./element.js";
@@ -14,18 +14,18 @@ export class Comparison {
 
   clear() { this.section.hidden = true; }
 
-  /** Write one text twice, in turn so that neither takes the other's time, each under a salt of its own: what was
-      written or read before, by the other one too, serves neither. `tell` hears what goes on, `hold` keeps it in sight. */
+  /** Generate one text twice, one after the other so that they do not compete for time. Each has its own salt, so that
+      neither reuses cached prefixes or earlier outputs. `tell` shows the progress, `hold` keeps an element in sight. */
   async run({ path, body }, options, { served, tell, hold }) {
     this.section.hidden = false;
     this.verdict.hidden = true;
-    const sides = [pane("first", "With speculation", body.prompt), pane("second", "Without speculation", body.prompt)];
+    const sides = [pane("first", "With drafts", body.prompt), pane("second", "Without drafts", body.prompt)];
     this.panes.replaceChildren(...sides.map(({ article }) => article));
     const isStacked = sides[0].article.offsetTop !== sides[1].article.offsetTop;
     const seed = body.seed ?? crypto.getRandomValues(new Uint32Array(1))[0];
     for (const [at, { article, view, answer }] of sides.entries()) {
       hold(at === 1 && isStacked ? article : this.section);
-      tell(at === 0 ? "Writing with speculation …" : "Writing without speculation …");
+      tell(at === 0 ? "Generating with drafts …" : "Generating without drafts …");
       const wanted = { ...body, seed, speculate: at === 0, cache_salt: `${Date.now()} ${Math.random()}` };
       await answer.run({ path, body: wanted }, options, () => view.update(answer)).finally(() => view.update(answer));
     }

@@ -1,5 +1,4 @@
-// Accepted drafts by step, as bars between two axes. However long a text gets, there are at most so many bars: they are
-// merged in pairs.
+// A bar chart of accepted draft tokens per step. At BARS bars, neighbours are merged in pairs.
 
 import { make } from "./element.js";
 
@@ -7,7 +6,7 @@ const BARS = 120, WIDTH = 120, HEIGHT = 40;
 const SVG = "http://www.w3.org/2000/svg";
 
 export class Curve {
-  /** `plot` is filled with the picture and its axes, `note` says the same in words. */
+  /** `plot` receives the chart and its axes, `note` a summary in words. */
   constructor(plot, note) {
     this.note = note;
     this.svg = document.createElementNS(SVG, "svg");
@@ -48,7 +47,7 @@ export class Curve {
     }
   }
 
-  /** Draw the bars over the whole width: its right end is the last step. */
+  /** Draw the bars over the whole width; the right end is the last step. */
   draw() {
     if (!this.steps) return;
     const wide = WIDTH * this.per / this.steps, top = Math.max(this.most, 1);
@@ -64,6 +63,6 @@ export class Curve {
     this.lastStep.textContent = this.steps;
     const each = this.per > 1 ? `; each bar is the mean of ${this.per} steps` : "";
     this.note.textContent = `${this.steps} steps: ${(this.total / this.steps).toFixed(2)} accepted on average, ${this.most} at most${each}.`;
-    this.svg.setAttribute("aria-label", `Accepted draft tokens at each verify step. ${this.note.textContent}`);
+    this.svg.setAttribute("aria-label", `Accepted draft tokens per verify step. ${this.note.textContent}`);
   }
 }

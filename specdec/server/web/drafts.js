@@ -1,4 +1,4 @@
-// The draft trees of an answer: the newest while it comes, any of them by the slider.
+// The draft trees of an answer: the newest while it streams, or the one that the slider selects.
 
 import { Curve } from "./curve.js";
 import { make } from "./element.js";
@@ -8,10 +8,10 @@ import { draw } from "./tree.js";
 const REFRESH_MS = 350;
 const DEPTHS = ["1", "2", "3", "4", "5", "6", "7", "8+"];
 const SAYS = {
-  none: "Draft trees and the curve are shown for answers that are written while this view is on.",
+  none: "Draft trees and the chart are shown for answers generated while this view is on.",
   undrafted: "Nothing was drafted for the last answer.",
-  compared: "A comparison records no draft trees, as that takes time: send the text to see its trees and the curve.",
-  before: "Tree and curve are those of the last answer: a comparison records none, as that takes time.",
+  compared: "Compare records no draft trees, as that takes time. Send the text to see them.",
+  before: "Tree and chart show the last answer. Compare records none, as that takes time.",
 };
 
 export class Drafts {
@@ -24,7 +24,7 @@ export class Drafts {
     const scale = DEPTHS.map((depth, at) => make("span", { className: "from", "data-origin": at + 1 }, depth));
     find("legend").append(
       make("li", { className: "from", "data-origin": 0 }, nameOf(0)),
-      make("li", { className: "depths" }, make("span", {}, "accepted from a draft, at depth"),
+      make("li", { className: "depths" }, make("span", {}, "accepted draft token, by depth"),
         make("span", { className: "scale" }, ...scale)));
     this.clear();
   }
@@ -45,10 +45,10 @@ export class Drafts {
     this.none.textContent = words;
   }
 
-  /** Say whose trees these are after a comparison, or why there are none. */
+  /** After a comparison, explain which answer the trees belong to, or why there are none. */
   compared() { this.say(this.isDrafted ? SAYS.before : SAYS.compared); }
 
-  /** Take what a chunk brought; draw now and then, slowly enough to be looked at. */
+  /** Add a chunk's trees; redraw at most every REFRESH_MS. */
   watch(choice) {
     for (const tree of choice?.drafts ?? []) {
       this.trees.push(tree);
@@ -60,7 +60,7 @@ export class Drafts {
     this.refresh();
   }
 
-  /** Draw the newest step, unless the reader chose another, and the curve; nothing while nothing was drafted. */
+  /** Draw the chart and the newest step, unless the user selected another; nothing until a token was drafted. */
   refresh() {
     if (this.trees.length && !this.isDrafted) this.say(SAYS.undrafted);
     if (!this.isDrafted) return;

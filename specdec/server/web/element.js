@@ -1,6 +1,6 @@
-// Elements, built without a line of HTML: text stays text.
+// Building elements without HTML: text stays text.
 
-/** Build an element: properties, `data-*` and `aria-*` attributes, then what it holds. */
+/** Build an element from properties, `data-*` and `aria-*` attributes, and children. */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -14,15 +14,15 @@ export function make(tag, properties = {}, ...children) {
 const CONTROLS = /([\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069])/;
 const codeOf = (control) => `U+${control.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 
-/** Return a text's parts for a place where each character counts: one that changes the direction of what follows has
-    its effect in a box of its own, which shows its number, and the text as it is copied stays what it was. */
+/** Return a text's parts with each direction control in an element of its own, which isolates its effect and shows its
+    code point. The copied text is unchanged. */
 export function literal(text) {
   if (!CONTROLS.test(text)) return [text];
   return text.split(CONTROLS).map((part, at) =>
     at % 2 ? make("span", { className: "control", "data-code": codeOf(part) }, part) : part);
 }
 
-/** Return a text whose controls of direction are numbers. */
+/** Return a text with direction controls replaced by their code points. */
 export const spelled = (text) => text.split(CONTROLS).map((part, at) => at % 2 ? `⟨${codeOf(part)}⟩` : part).join("");
 
 export function button(label, act, properties = {}) {
@@ -33,7 +33,7 @@ export function button(label, act, properties = {}) {
 
 const COPIED_MS = 1500;
 
-/** A button that copies what `read` returns, and says so. */
+/** Build a button that copies what `read` returns and confirms it. */
 export function copyButton(read, properties = {}) {
   const element = button("Copy", async () => {
     element.textContent = await copy(read()) ? "Copied" : "Not copied";
@@ -42,7 +42,7 @@ export function copyButton(read, properties = {}) {
   return element;
 }
 
-/** The clipboard's interface exists on secure pages alone; a copy event works on all of them. */
+/** Copy a text. The clipboard API needs a secure context; a copy event works without. */
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,5 +1,4 @@
-// The page follows the text as it grows, or keeps an element in sight, until the reader scrolls; a button leads back to
-// the end.
+// Scroll along with a growing text, or keep an element in view, until the user scrolls. A button leads back to the end.
 
 const NEAR_PX = 40;
 
@@ -9,7 +8,7 @@ export class Follower {
     this.content = content;
     this.button = button;
     this.follows = true;
-    /** What is kept in sight from its beginning; null: the end is. */
+    /** The element whose top is kept in view; null: the end of the text. */
     this.target = null;
     this.last = 0;
     box.addEventListener("scroll", () => this.look(), { passive: true });
@@ -19,11 +18,11 @@ export class Follower {
     watcher.observe(box);
   }
 
-  /** How far the text's end is below what is seen. */
+  /** Pixels between the bottom of the view and the end of the text. */
   get rest() { return this.content.getBoundingClientRect().bottom - this.box.getBoundingClientRect().bottom; }
 
-  /** Going up by however little ends the following, coming down near the end begins it. A text that has grown shorter
-      moves the place too, but to the end. */
+  /** Stop following when the user scrolls up, resume near the end. A text that got shorter also scrolls up, but to
+      its end. */
   look() {
     const { scrollTop } = this.box;
     if (this.target) {
@@ -54,7 +53,7 @@ export class Follower {
     this.grow();
   }
 
-  /** Keep an element in sight. */
+  /** Keep an element in view. */
   hold(element) {
     this.target = element;
     this.grow();

@@ -1,4 +1,4 @@
-// Conversations in the browser's storage, each under its own key. There are bounds; the oldest make room.
+// Conversations in the browser's storage, one entry each. Beyond the limits the oldest are deleted.
 
 import { Trouble } from "./client.js";
 import { Conversation } from "./conversation.js";
@@ -6,7 +6,7 @@ import { Conversation } from "./conversation.js";
 const PREFIX = "specdec.chat.";
 const MOST = 100, MOST_CHARACTERS = 2_000_000;
 
-/** The browser's storage, or where it keeps nothing for this page, one that `isFleeting`: it lasts as long as the page. */
+/** Return the browser's storage or, if it is unavailable, one that `isFleeting`: it lasts as long as the page. */
 export function openStorage() {
   try {
     localStorage.getItem(PREFIX);
@@ -27,7 +27,7 @@ export function openStorage() {
 export class History {
   constructor(storage) { this.storage = storage; }
 
-  /** Return what is kept, the newest first: id, title, mode, time and size. */
+  /** Return the stored conversations, newest first: id, title, mode, time and size. */
   list() {
     const names = Array.from({ length: this.storage.length }, (_, at) => this.storage.key(at));
     const found = names.filter((name) => name.startsWith(PREFIX)).map((name) => this.read(name)).filter(Boolean);
@@ -39,13 +39,13 @@ export class History {
     return found && new Conversation(found);
   }
 
-  /** Tell whether a name in the storage is that of a conversation; null, as an event has it, is that of all. */
+  /** Return whether a storage event's key concerns a conversation; null concerns all. */
   holds(name, { id }) { return name === null || name === PREFIX + id; }
 
-  /** Keep a conversation; return how many others had to go. Where it finds no room all the same, they stay. */
+  /** Store a conversation; return how many others were deleted for it. If it still does not fit, they are restored. */
   save(conversation) {
     const text = JSON.stringify(conversation);
-    if (text.length > MOST_CHARACTERS) throw new Trouble("This conversation is too long to be kept: it is lost when the page is closed.");
+    if (text.length > MOST_CHARACTERS) throw new Trouble("This conversation is too long to be stored: it is lost when the page is closed.");
     const others = this.list().filter(({ id }) => id !== conversation.id);
     let characters = text.length + others.reduce((sum, { size }) => sum + size, 0);
     const gone = [];
@@ -58,7 +58,7 @@ export class History {
       this.remove(oldest.id);
     }
     for (const [id, was] of gone) this.put(id, was);
-    throw new Trouble("The browser's storage is full: what was written last is lost when the page is closed.");
+    throw new Trouble("The browser's storage is full: the latest changes are lost when the page is closed.");
   }
 
   remove(id) { this.storage.removeItem(PREFIX + id); }
@@ -72,12 +72,12 @@ export class History {
     }
   }
 
-  /** Return what a name holds; what is no conversation counts as none. */
-  read(name) {
-    const text = this.storage.getItem(name);
+  /** Return an entry's conversation, or null if it is none. */
+  read(entry) {
+    const text = this.storage.getItem(entry);
     try {
-      const { id, mode, title, updated, exchanges } = JSON.parse(text);
-      return PREFIX + id === name && Array.isArray(exchanges) ? { id, mode, title, updated, exchanges, size: text.length } : null;
+      const { id, mode, name, title, updated, exchanges } = JSON.parse(text);
+      return PREFIX + id === entry && Array.isArray(exchanges) ? { id, mode, name, title, updated, exchanges, size: text.length } : null;
     } catch {
       return null;
     }

@@ -1,4 +1,4 @@
-// What the buttons and keys do: one conversation is shown, and one request runs at a time.
+// The page's actions. One conversation is shown, and one request runs at a time.
 
 import { Answer } from "./answer.js";
 import { Trouble } from "./client.js";
@@ -6,6 +6,7 @@ import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
 import { Drafts } from "./drafts.js";
 import { button, make } from "./element.js";
+import { asJson, asMarkdown, download } from "./export.js";
 import { Follower } from "./follow.js";
 import { History, openStorage } from "./history.js";
 import { Models } from "./models.js";
@@ -16,17 +17,17 @@ import { Thread } from "./thread.js";
 import { isSending } from "./views.js";
 import { CHAT_EXAMPLES, COMPLETION_EXAMPLES, MODES } from "./words.js";
 
-/** How often to look where a model is that a request waits for. */
+/** Polling interval for the state of a model that a request waits for. */
 const LOOK_MS = 1000;
 const find = (id) => document.getElementById(id);
 const storage = openStorage();
 const history = new History(storage);
 const settings = new Settings(storage);
-const models = new Models(storage, () => meet({ isNew: true }));
+const models = new Models(storage, () => refreshServed({ isNew: true }));
 const drafts = new Drafts();
 const comparison = new Comparison();
 const follower = new Follower(find("scroll"), find("column"), find("to-end"));
-const sidebar = new Sidebar({ open, remove, begin: () => show(new Conversation({ mode: conversation.mode })) });
+const sidebar = new Sidebar({ open, manage, remove, begin: () => show(new Conversation({ mode: conversation.mode })) });
 const thread = new Thread(find("thread"), {
   edit: (exchange, words) => ask(words, exchange),
   again: (exchange) => ask(exchange.question, exchange),
@@ -39,12 +40,12 @@ const showsTokens = () => find("view").checked;
 let conversation = history.load(location.hash.slice(1)) ?? new Conversation();
 let running = null;
 
-/** Say something small beside the input; `act` undoes or mends it. */
+/** Show a notice above the input, with a button for `act`. */
 function notice(says, act = null) {
   find("notice").replaceChildren(...says ? [make("bdi", {}, says)] : [], ...act ? [button(act.label, () => { notice(""); act.do(); })] : []);
 }
 
-/** Show a conversation in place of the one that is shown; what is being written for that one ends there. */
+/** Show another conversation; abort a request of the current one. */
 function show(next) {
   running?.abort();
   conversation = next;
@@ -59,20 +60,24 @@ function show(next) {
 
 function render() {
   thread.show(conversation, { showsTokens: showsTokens() });
-  dress();
+  updateControls();
   list();
 }
 
-/** Say around the conversation what can be done with it, in its mode and with the model that is chosen. */
-function dress() {
+/** Update the controls around the conversation for its mode and the chosen model. */
+function updateControls() {
   const { isChat, isEmpty } = conversation;
   const mode = MODES[conversation.mode];
   const isUnsuited = isChat && models.served?.writes === "completions";
   find("welcome").hidden = !isEmpty;
   find("welcome-title").textContent = mode.title;
   find("welcome-says").textContent = isUnsuited ? mode.unsuited : mode.says;
-  find("examples").replaceChildren(...(isChat ? CHAT_EXAMPLES : COMPLETION_EXAMPLES).map(([name, text]) =>
-    button(name, () => { prompt.value = text; grow(); prompt.focus(); }, { className: "example" })));
+  find("examples").replaceChildren(...(isChat ? CHAT_EXAMPLES : COMPLETION_EXAMPLES).map((text) => {
+    const [first, ...rest] = text.split("\n");
+    const fill = () => { prompt.value = text; grow(); prompt.focus(); };
+    return button(rest.length ? `${first} …` : first, fill, { className: "example", title: text });
+  }));
+  find("speculate").disabled = models.served?.drafters?.length === 0;
   find("prompt-label").textContent = prompt.placeholder = mode.label;
   find("mode-says").textContent = isUnsuited && !isEmpty ? mode.unsuited : mode.hint;
   prompt.spellcheck = isChat;
@@ -81,19 +86,19 @@ function dress() {
   document.body.dataset.view = showsTokens() ? "tokens" : "text";
 }
 
-/** List what is kept; the address names what is shown, so that it is there again when the page is loaded anew. */
+/** List the stored conversations; put the shown one into the address, so that a reload finds it. */
 function list() {
   sidebar.show(history.list(), conversation.id);
   globalThis.history.replaceState(null, "", conversation.isEmpty ? location.pathname : `#${conversation.id}`);
 }
 
-/** Keep a conversation in the browser's storage, unless it was deleted or has nothing in it: this page's is kept again once
-    something is asked in it. */
+/** Store a conversation, unless it is empty or was deleted. A deleted one that is shown is stored again with its next
+    question. */
 function keep(own) {
   if (own.isGone || own.isEmpty) return;
   try {
     const gone = history.save(own);
-    if (gone) notice(`${gone} of the oldest conversations made room for this one.`);
+    if (gone) notice(`Deleted the ${gone === 1 ? "oldest conversation" : `${gone} oldest conversations`} to make room for this one.`);
   } catch (error) {
     if (!(error instanceof Trouble)) throw error;
     notice(error.message);
@@ -115,11 +120,34 @@ function remove(id) {
     conversation.isGone = true;
     show(new Conversation({ mode: conversation.mode }));
   } else list();
-  if (gone) notice("The conversation is deleted. ", { label: "Undo", do: () => { keep(gone); open(gone.id); } });
+  if (gone) notice("Conversation deleted. ", { label: "Undo", do: () => { keep(gone); open(gone.id); } });
 }
 
-/** Show what another page has done to the conversation that is shown here. */
-function hear({ key: name }) {
+/** Open the dialog that renames and exports a conversation. */
+function manage(id) {
+  const shown = held(id);
+  if (!shown) return void list();
+  const dialog = find("manage"), title = field("title");
+  title.value = shown.title;
+  find("manage-form").onsubmit = ({ submitter }) => {
+    dialog.close();  // before the list is rebuilt: the focus returns to its button
+    const own = held(id), kind = submitter.value;
+    if (!own) return;
+    if (title.value !== own.title) {
+      own.name = title.value.trim();
+      keep(own);
+    }
+    if (kind === "md") download(own.title, "md", asMarkdown(own, field("system").value));
+    if (kind === "json") download(own.title, "json", asJson(own, field("system").value));
+  };
+  dialog.showModal();
+}
+
+/** Return a conversation: the shown object, or another one from the storage. */
+function held(id) { return id === conversation.id ? conversation : history.load(id); }
+
+/** Show what another tab did to the conversation that is shown here. */
+function onStorage({ key: name }) {
   list();
   if (conversation.isEmpty || !history.holds(name, conversation)) return;
   const found = history.load(conversation.id);
@@ -129,7 +157,7 @@ function hear({ key: name }) {
   } else if (running) {
     conversation.part();
     keep(conversation);
-    notice("Another tab has changed this conversation: what is written here is kept as one of its own.");
+    notice("Another tab changed this conversation: this answer goes into a copy.");
   } else {
     conversation = found;
     render();
@@ -141,7 +169,7 @@ function revive() {
   keep(conversation);
 }
 
-/** Ask a question: behind all, or in the place of an exchange; what is dropped for it can be had back. */
+/** Append a question, or replace an exchange; removed exchanges can be restored. */
 function ask(words, exchange) {
   if (running || !words.trim()) return false;
   const fields = readFields();
@@ -162,7 +190,7 @@ function restore(own, exchanges) {
   if (own === conversation) render();
 }
 
-/** Return what the settings say, or null: then they show what is wrong. */
+/** Return the settings as request fields, or null after showing what is invalid. */
 function readFields() {
   try {
     return settings.read();
@@ -173,16 +201,16 @@ function readFields() {
   }
 }
 
-/** Answer an exchange's question; `goesOn`: behind what is there. */
+/** Answer an exchange's question; `goesOn`: continue its text. */
 async function answer(exchange, { fields = readFields(), goesOn = false }) {
   if (!fields || running) return;
   const own = conversation, { answer } = exchange;
   const { path, body } = settings.request(own, exchange, fields, { goesOn });
   comparison.clear();
   drafts.clear();
-  dress();
+  updateControls();
   let frame = 0;
-  // The view may have been built anew meanwhile, and another conversation may be shown.
+  // The view may have been rebuilt, and another conversation may be shown.
   const update = () => { if (own === conversation) thread.views[own.exchanges.indexOf(exchange)]?.update(); };
   await attempt(async (options) => {
     const wanted = { path, body: showsTokens() ? { ...body, return_drafts: true } : body };
@@ -208,7 +236,7 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
   });
 }
 
-/** Note in an answer why it ended early. */
+/** Record in an answer why it ended early. */
 function blame(answer, error, signal) {
   const tokens = answer.tally.tokens;
   [answer.size, answer.drafts] = [tokens ? `${tokens} tokens.` : "", ""];
@@ -221,12 +249,12 @@ function blame(answer, error, signal) {
   if (known !== error) throw error;
 }
 
-/** Compare the two ways to answer what stands in the input, or else the last question. Neither answer is kept. */
+/** Answer the input, or the last question if it is empty, with and without drafts. Neither answer is stored. */
 async function compare() {
   const fields = readFields();
   if (!fields || running) return;
   const isNew = prompt.value.trim() !== "";
-  if (!isNew && conversation.isEmpty) return void notice("Write something first: it is answered twice.");
+  if (!isNew && conversation.isEmpty) return void notice("Write something first: Compare answers it twice.");
   const asked = isNew ? { question: prompt.value, answer: new Answer() } : conversation.last;
   const copy = new Conversation({ mode: conversation.mode });
   copy.exchanges = isNew ? [...conversation.exchanges, asked] : conversation.exchanges;
@@ -247,10 +275,10 @@ async function compare() {
   });
 }
 
-/** Do something that can be stopped, one thing at a time; tell meanwhile where a model is that has to be loaded first. */
+/** Run one abortable task at a time; meanwhile show the state of a model that must be loaded first. */
 async function attempt(work) {
   const own = running = new AbortController();
-  const looking = models.isWarm ? 0 : setInterval(() => models.isWarm ? clearInterval(looking) : meet(), LOOK_MS);
+  const looking = models.isWarm ? 0 : setInterval(() => models.isWarm ? clearInterval(looking) : refreshServed(), LOOK_MS);
   busy(true);
   try {
     await work({ key: key(), signal: own.signal });
@@ -259,12 +287,12 @@ async function attempt(work) {
     if (running === own) {
       running = null;
       busy(false);
-      meet();
+      refreshServed();
     }
   }
 }
 
-/** The focus goes on where a button was that is switched off. */
+/** Swap Send and Stop; the focus moves to the one that is shown. */
 function busy(isBusy) {
   const [from, to] = isBusy ? [find("send"), find("stop")] : [find("stop"), find("send")];
   const hadFocus = document.activeElement === from;
@@ -273,18 +301,18 @@ function busy(isBusy) {
   if (hadFocus) to.focus();
 }
 
-/** Learn what is served, where the chosen model is, and what drafts it runs now and why; `isNew`: another one is chosen. */
-async function meet({ isNew = false } = {}) {
+/** Fetch the models, the chosen one's state, and its current drafts; `isNew`: another model was chosen. */
+async function refreshServed({ isNew = false } = {}) {
   const refusal = await models.look();
   const { served } = models;
   find("key-wanted").hidden = refusal?.status !== 401;
   find("outlook").textContent = decision(served?.speculation);
-  // Open in the mode that the model is made for, unless the user has begun something.
+  // Open in the mode that the model is made for, unless the user has started typing.
   if (isNew && served && conversation.isEmpty && !form.dataset.touched) switchMode(served.writes === "chats" ? "chat" : "completion");
-  else dress();
+  else updateControls();
 }
 
-/** A mode is a conversation's: another one begins where something was said in this one. */
+/** Switch the mode of an empty conversation, or start a new one. */
 function switchMode(mode) {
   if (conversation.isEmpty) {
     conversation.mode = mode;
@@ -293,7 +321,7 @@ function switchMode(mode) {
   } else show(new Conversation({ mode }));
 }
 
-/** Make the input as tall as its text; styles set the bound. */
+/** Make the input as tall as its text, up to the style sheet's maximum. */
 function grow() {
   prompt.style.height = "auto";
   prompt.style.height = `${prompt.scrollHeight + 2}px`;
@@ -313,25 +341,27 @@ prompt.addEventListener("keydown", (event) => {
 });
 find("stop").addEventListener("click", () => running?.abort());
 find("compare").addEventListener("click", compare);
-find("view").addEventListener("change", () => { settings.keep(); render(); meet(); });
+find("view").addEventListener("change", () => { settings.keep(); render(); refreshServed(); });
+find("speculate").addEventListener("change", () => settings.keep());
+find("manage-close").addEventListener("click", () => find("manage").close());
 find("key-wanted").addEventListener("click", () => { settings.dialog.showModal(); field("key").focus(); });
 for (const mode of Object.keys(MODES)) {
   field(mode).addEventListener("change", () => { form.dataset.touched = "yes"; switchMode(mode); });
 }
-field("key").addEventListener("change", () => meet({ isNew: true }));
+field("key").addEventListener("change", () => refreshServed({ isNew: true }));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !settings.dialog.open) running?.abort();
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();
 });
-// What was written so far outlives a page that is closed, also one that a phone ends while it is out of sight.
+// Store a partial answer before the page is closed, or a phone ends it in the background.
 addEventListener("pagehide", () => { if (running) keep(conversation); });
 document.addEventListener("visibilitychange", () => {
-  if (!document.hidden) meet();
+  if (!document.hidden) refreshServed();
   else if (running) keep(conversation);
 });
-addEventListener("storage", hear);
-if (storage.isFleeting) find("kept").textContent = "This browser keeps nothing for this page: conversations last until it is closed.";
+addEventListener("storage", onStorage);
+if (storage.isFleeting) find("kept").textContent = "This browser stores nothing for this page: conversations last until it is closed.";
 field(conversation.mode).checked = true;
 render();
-await meet({ isNew: true });
+await refreshServed({ isNew: true });
 document.body.dataset.ready = "yes";
 prompt.focus();

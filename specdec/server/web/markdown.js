@@ -7,11 +7,11 @@ import { lexer } from "./vendor/marked.js";
 const OPTIONS = { gfm: true, breaks: true };
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
-/** So many blanks take the library minutes. */
+/** The library takes minutes for runs of spaces as long as this. */
 const BLANKS = /[ \t]{2000}/;
 const BREAK = /^<br\s*\/?>\s*$/i;
 
-/** Text that grows: each time only the blocks that have changed are built anew. */
+/** A growing text: each update rebuilds only the blocks that changed. */
 export class Markdown {
   constructor(box) {
     this.box = box;
@@ -29,7 +29,7 @@ export class Markdown {
   }
 }
 
-/** Return the text's blocks; what the library cannot read, such as quotes in quotes by the thousand, is one block of text. */
+/** Return the text's blocks. Input that the library fails on, such as thousands of nested quotes, is one block of text. */
 function blocks(text) {
   if (BLANKS.test(text)) return [{ type: "text", text }];
   try {
@@ -64,7 +64,7 @@ function list({ ordered, start, items }) {
   const element = make(ordered ? "ol" : "ul");
   if (ordered && start !== 1) element.start = start;
   for (const { tokens } of items) {
-    // A tight item holds its words without a paragraph.
+    // A tight list item has its text without a paragraph.
     const parts = tokens.flatMap((token) => token.type === "space" ? [] : token.type === "checkbox" ? inline([token])
       : token.type === "text" ? inline(token.tokens ?? [token]) : [block(token)]);
     const isTask = tokens.some(({ type }) => type === "checkbox");
@@ -88,7 +88,7 @@ function inline(tokens) {
       case "br": return make("br");
       case "html": return BREAK.test(token.raw) ? make("br") : token.raw;
       case "checkbox": return token.checked ? "☑ " : "☐ ";
-      // A picture is its description and its address: loading it would tell others what is read here.
+      // An image becomes a link: loading it would leak what is read here.
       case "image": return link(token.href, [token.text || token.href]) ?? token.raw;
       case "link": return link(token.href, inline(token.tokens)) ?? token.raw;
       default: return token.tokens ? make("span", {}, ...inline(token.tokens)) : plain(token);
@@ -96,13 +96,13 @@ function inline(tokens) {
   });
 }
 
-/** Return a link, or null for an address that leads to no other page. */
+/** Return a link, or null for an address with another scheme. */
 function link(href, parts) {
   if (!URL.canParse(href) || !SCHEMES.has(new URL(href).protocol)) return null;
   return make("a", { href: new URL(href).href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...parts);
 }
 
-/** Return a token's own words. */
+/** Return a token's text. */
 function plain({ type, raw, text }) {
   if (type === "html") return raw.trim();
   return text.replace(/&(?:#(\d{1,7})|#x([\da-f]{1,6})|([a-z]+));/gi, (whole, decimal, hex, name) => {

@@ -1,4 +1,4 @@
-// What is served: the models to choose from, where each of them is, and what the chosen one runs with.
+// The served models, their states, and the chosen one's settings.
 
 import { get } from "./client.js";
 import { field, key } from "./settings.js";
@@ -7,9 +7,9 @@ const KEPT = "specdec.model";
 const STATES = {
   warm: "warm",
   resting: "resting: the next request wakes it",
-  loading: "being loaded …",
+  loading: "loading …",
   unloaded: "not loaded: the next request loads it",
-  failed: "cannot be used: the next request tells why",
+  failed: "failed: the next request returns the error",
 };
 
 export class Models {
@@ -18,7 +18,7 @@ export class Models {
     this.storage = storage;
     this.line = document.getElementById("model");
     this.picker = field("models");
-    /** What the server tells of the chosen model; null: it told nothing yet, or no longer does. */
+    /** `/server_info` of the chosen model; null before the first answer, and after a failed one. */
     this.served = null;
     this.looks = 0;
     this.picker.addEventListener("change", () => {
@@ -31,7 +31,7 @@ export class Models {
 
   get isWarm() { return this.served?.models[this.served.model] === "warm"; }
 
-  /** Ask the server, and show what it tells; return its refusal, or null. A server that wants a key says nothing without. */
+  /** Fetch and show the models; return the error, or null. A server with keys answers nothing without one. */
   async look() {
     const look = this.looks += 1;
     try {
@@ -44,13 +44,13 @@ export class Models {
     } catch (error) {
       if (look === this.looks) {
         this.served = null;
-        this.line.textContent = error.status === 401 ? "This server wants a key." : error.message;
+        this.line.textContent = error.status === 401 ? "This server requires an API key." : error.message;
       }
       return error;
     }
   }
 
-  /** Offer a choice where several models are served; one needs no naming. */
+  /** Show the model menu if there are several models. */
   offer(cards) {
     const { picker } = this;
     const shown = cards.length < 2 ? [] : cards;

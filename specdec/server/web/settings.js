@@ -1,4 +1,4 @@
-// The settings: what they say as fields of a request, what of them is kept, and which is at fault.
+// The settings: read them as request fields, store them, show which is invalid.
 
 import { Trouble } from "./client.js";
 
@@ -6,8 +6,8 @@ const WHOLE = ["max_tokens", "seed", "top_k"];
 const NUMBERS = [...WHOLE, "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"];
 const KEPT = "specdec.settings";
 const SHOWN = { stream: true, stream_options: { include_usage: true }, return_origins: true, return_metrics: true };
-/** A completion without `max_tokens` has 16 by OpenAI's rule: too few to look at. A model that was not taught to chat
-    hardly ever ends an answer: the server's own bound, 4096, is too many. */
+/** Without `max_tokens` a completion has 16 tokens, as in OpenAI's API: too few to look at. A model that is not trained
+    for chat rarely ends an answer, and the server's default, 4096 tokens, is too long. */
 const COMPLETION_TOKENS = 256;
 
 export const field = (name) => document.getElementById(name === "stop" ? "stop_text" : name);
@@ -18,25 +18,25 @@ export class Settings {
     this.storage = storage;
     this.dialog = document.getElementById("settings");
     this.fault = document.getElementById("fault");
-    /** The fields of a request that hold where none are given. */
+    /** Request fields for settings that are empty. */
     this.defaults = {};
     const own = [...this.dialog.querySelectorAll("input, select, textarea")].filter(({ id }) => id !== "key");
-    this.kept = [...own, document.getElementById("view")];
+    this.kept = [...own, field("view"), field("speculate")];
     this.recall();
     this.dialog.addEventListener("change", () => this.keep());
-    // The event comes a task later: a mistake may have opened the dialog again by then.
+    // The event is delayed: an error may have reopened the dialog by then.
     this.dialog.addEventListener("close", () => { if (!this.dialog.open) this.blame(null); });
     document.getElementById("settings-open").addEventListener("click", () => this.dialog.showModal());
   }
 
-  /** `isUnsuited`: a chat with a model that was not taught to. */
+  /** Set the defaults for a mode; `isUnsuited`: a chat with a model that is not trained for chat. */
   suit({ isChat, isUnsuited }) {
     const isServers = isChat && !isUnsuited;
     this.defaults = isServers ? {} : { max_tokens: COMPLETION_TOKENS };
-    field("max_tokens").placeholder = isServers ? "the server's" : COMPLETION_TOKENS;
+    field("max_tokens").placeholder = isServers ? "server default" : COMPLETION_TOKENS;
   }
 
-  /** Return the fields that every request has; a mistake is a Trouble that names its field. */
+  /** Return the fields of every request; throw a Trouble that names an invalid field. */
   read() {
     const body = { ...SHOWN, speculate: field("speculate").checked };
     for (const name of NUMBERS) {
@@ -49,7 +49,7 @@ export class Settings {
     return body;
   }
 
-  /** Return the request for an exchange: the end of a chat, or a completion, which may go on behind what is there. */
+  /** Return the request for an exchange of a chat, or for a completion; `goesOn`: continue its text. */
   request(conversation, exchange, fields, { goesOn = false } = {}) {
     if (conversation.isChat) {
       const thinking = field("thinking").value;
@@ -61,7 +61,7 @@ export class Settings {
     return { path: "v1/completions", body: { ...this.defaults, ...fields, prompt } };
   }
 
-  /** Open at a field that is at fault; null: none is. */
+  /** Open the dialog at an invalid field; null clears the error. */
   blame(error) {
     for (const input of document.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
     this.fault.hidden = !error;
@@ -101,7 +101,7 @@ export class Settings {
 function number(name) {
   const input = field(name);
   const label = input.labels[0].firstChild.textContent.trim();
-  if (input.validity.badInput) throw new Trouble(`${label} is no number.`, { field: name });
+  if (input.validity.badInput) throw new Trouble(`${label} is not a number.`, { field: name });
   if (input.value === "") return null;
   const value = Number(input.value);
   if (WHOLE.includes(name) && !Number.isSafeInteger(value)) throw new Trouble(`${label} must be a whole number.`, { field: name });

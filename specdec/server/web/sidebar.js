@@ -1,16 +1,16 @@
-// The list of conversations; on a phone it lies over the page until one is chosen.
+// The list of conversations; on a narrow page an overlay until one is chosen.
 
 import { button, make } from "./element.js";
 
 export class Sidebar {
-  /** `deeds`: `open`, `remove` and `begin`. */
-  constructor(deeds) {
+  /** `actions`: `open`, `manage`, `remove` and `begin`. */
+  constructor(actions) {
     const find = (id) => document.getElementById(id);
     [this.nav, this.items, this.opener, this.page] = ["history", "chats", "history-open", "page"].map(find);
-    this.deeds = deeds;
+    this.actions = actions;
     this.opener.addEventListener("click", () => this.toggle(true));
     find("history-close").addEventListener("click", () => this.toggle(false));
-    find("anew").addEventListener("click", () => this.leave(deeds.begin));
+    find("anew").addEventListener("click", () => this.leave(actions.begin));
     this.nav.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || !this.isOpen) return;
       event.stopPropagation();
@@ -20,7 +20,7 @@ export class Sidebar {
 
   get isOpen() { return this.opener.ariaExpanded === "true"; }
 
-  /** Show or hide the list where it lies over the page; beside the page it always stands. */
+  /** Show or hide the overlay; on a wide page the list is always visible. */
   toggle(isOpen) {
     this.opener.ariaExpanded = isOpen;
     this.nav.classList.toggle("open", isOpen);
@@ -33,12 +33,18 @@ export class Sidebar {
     act();
   }
 
+  /** List the conversations; the focus stays on the button that had it. */
   show(conversations, current) {
+    const { conversation, action } = document.activeElement.dataset;
     this.items.replaceChildren(...conversations.map(({ id, title }) => {
       const name = title || "Untitled";
-      const open = button(name, () => this.leave(() => this.deeds.open(id)), { className: "open", title: name });
+      const by = (action) => ({ "data-conversation": id, "data-action": action });
+      const open = button(name, () => this.leave(() => this.actions.open(id)), { className: "open", title: name, ...by("open") });
       if (id === current) open.setAttribute("aria-current", "page");
-      return make("li", {}, open, button("✕", () => this.deeds.remove(id), { ariaLabel: `Delete ${name}`, title: "Delete" }));
+      return make("li", {}, open,
+        button("⋯", () => this.actions.manage(id), { ariaLabel: `Rename or export ${name}`, title: "Rename or export", ...by("manage") }),
+        button("✕", () => this.actions.remove(id), { ariaLabel: `Delete ${name}`, title: "Delete", ...by("remove") }));
     }));
+    if (conversation) this.items.querySelector(`[data-conversation="${conversation}"][data-action="${action}"]`)?.focus();
   }
 }

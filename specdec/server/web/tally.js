@@ -1,6 +1,6 @@
-// What an answer has come to so far: counted while it comes, then put right by the server's own figures.
+// An answer's figures: counted while it streams, then replaced by the server's.
 
-/** A step's tokens are the accepted ones and one of the verifier's own; the first token comes of the prompt. */
+/** A step's tokens are the accepted ones and one of the model's own; the first token comes from the prefill. */
 export class Tally {
   constructor() {
     this.tokens = 0;
@@ -15,7 +15,7 @@ export class Tally {
     this.early = 0;
   }
 
-  /** Take the origins of some tokens. */
+  /** Count tokens by their origins. */
   add(origins) {
     const nowMs = performance.now();
     for (const origin of origins) {
@@ -36,7 +36,7 @@ export class Tally {
     if (this.tokens > this.early && sinceMs > 0) this.rate = (this.tokens - this.early) / sinceMs * 1000;
   }
 
-  /** Hear the server's own figures at the end: its clock knows nothing of the network and of this page. */
+  /** Take the server's figures at the end: its times exclude the network and this page. */
   settle(usage, metrics) {
     const drafts = metrics?.speculative_decoding;
     if (usage) this.tokens = usage.completion_tokens;
@@ -58,16 +58,16 @@ export class Tally {
 }
 
 const FIGURES = {
-  length: ["Acceptance length", (t) => t.length, (v) => v.toFixed(2), "tokens a verify step gives, its own included"],
+  length: ["Acceptance length", (t) => t.length, (v) => v.toFixed(2), "mean tokens per verify step, including the model's own"],
   rate: ["Tokens/s", (t) => t.rate, (v) => v.toFixed(v < 100 ? 1 : 0), "after the first token"],
-  tokens: ["Tokens", (t) => t.tokens, String, "written so far"],
+  tokens: ["Tokens", (t) => t.tokens, String, "generated so far"],
   steps: ["Steps", (t) => t.steps, String, "verify steps"],
-  accepted: ["Accepted", (t) => t.accepted, String, "tokens that came of drafts"],
-  drafted: ["Drafted", (t) => t.drafted, String, "tokens put before the model; known at the end"],
+  accepted: ["Accepted", (t) => t.accepted, String, "accepted draft tokens"],
+  drafted: ["Drafted", (t) => t.drafted, String, "draft tokens verified; known when the answer has ended"],
   first: ["First token", (t) => t.firstMs, (v) => `${v.toFixed(v < 10 ? 1 : 0)} ms`, "after the request was sent"],
 };
 
-/** A list of figures; each element holds its raw value too. */
+/** A list of figures; each element has its raw value in `data-value`. */
 export class Figures {
   constructor() {
     this.list = document.createElement("dl");

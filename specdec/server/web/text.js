@@ -1,11 +1,11 @@
-// A text in the colours of its tokens. What is shown is not touched again.
+// A text coloured by token origin. Elements are only appended, never changed.
 
 import { literal, spelled } from "./element.js";
 
-export const nameOf = (origin) => origin ? `drafted at depth ${origin}, and accepted` : "the verifier's own";
+export const nameOf = (origin) => origin ? `accepted draft token, depth ${origin}` : "the model's own token";
 
 export class Text {
-  /** `box` holds the text, `note` says where the token under the pointer or the arrow keys came from. */
+  /** `box` receives the text, `note` the origin of the token at the pointer or the arrow keys. */
   constructor(box, note) {
     this.box = box;
     this.note = note;
@@ -19,7 +19,7 @@ export class Text {
   /** Show a prompt, before the text. */
   give(text) { this.append(text, "given", null); }
 
-  /** Show those of the pieces that are not shown yet. */
+  /** Append the pieces that are not shown yet. */
   update(pieces) {
     const follows = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
     for (const [text, origin] of pieces.slice(this.shown)) this.append(text, origin === null ? "kept" : "from", origin);
@@ -27,7 +27,7 @@ export class Text {
     if (follows) this.box.scrollTop = this.box.scrollHeight;
   }
 
-  /** Each line is an element of its own: what is added changes the layout of the last alone. */
+  /** Append text, one element per line: only the last line is laid out again. */
   append(text, name, origin) {
     for (const part of text.split(/(?<=\n)/)) {
       this.line ??= this.box.appendChild(document.createElement("div"));
@@ -44,7 +44,7 @@ export class Text {
     if (token) this.note.textContent = `${spelled(JSON.stringify(token.textContent))}: ${nameOf(Number(token.dataset.origin))}`;
   }
 
-  /** Go from token to token with the arrow keys left and right; up and down scroll. */
+  /** Move from token to token with the left and right arrow keys; up and down scroll. */
   walk(event) {
     const ahead = { ArrowRight: true, ArrowLeft: false }[event.key];
     if (ahead === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -60,7 +60,7 @@ export class Text {
   }
 }
 
-/** Copy the characters themselves: the lines' elements would add ends of their own. */
+/** Copy the characters themselves: the lines' elements would add line breaks. */
 function copyPlain(event) {
   const selection = getSelection();
   if (selection.rangeCount !== 1 || !this.contains(selection.getRangeAt(0).commonAncestorContainer)) return;

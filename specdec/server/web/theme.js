@@ -1,9 +1,9 @@
-// Light, dark, or what the system has. Runs before the page is drawn, so that nothing flashes.
+// Light, dark, or the system's theme. Runs before the first paint, so that nothing flashes.
 "use strict";
 (() => {
   const THEMES = ["system", "light", "dark"];
   const root = document.documentElement;
-  // A browser may keep nothing for this page: then the choice lasts as long as the page.
+  // If storage is unavailable the choice lasts as long as the page.
   const kept = { get: () => { try { return localStorage.getItem("theme"); } catch { return null; } },
     set: (name) => { try { localStorage.setItem("theme", name); } catch { /* kept nowhere */ } } };
   let theme = THEMES.includes(kept.get()) ? kept.get() : "system";

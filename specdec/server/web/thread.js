@@ -1,25 +1,25 @@
-// The conversation: its exchanges one below the other.
+// The view of a conversation: its exchanges in order.
 
 import { make } from "./element.js";
 import { AnswerView, questionView } from "./views.js";
 
 const SAYS = {
   chat: {
-    edit: "Ask something else here; what follows is dropped",
-    again: "Answer anew; what follows is dropped",
-    goOn: "Ask the model to go on",
+    edit: "Edit this message; later messages are removed",
+    again: "Generate this answer again; later messages are removed",
+    goOn: "Ask the model to continue",
   },
-  completion: { edit: "Change this text", again: "Continue this text anew", goOn: "Write on behind this text" },
+  completion: { edit: "Edit this text", again: "Generate this continuation again", goOn: "Continue after this text" },
 };
 
 export class Thread {
-  /** `deeds`: what can be done with an exchange: `edit`, `again`, `goOn`, and with a setting at fault: `isSetting`, `mend`. */
-  constructor(box, deeds) {
+  /** `actions` of an exchange: `edit`, `again`, `goOn`, and for an invalid setting `isSetting`, `mend`. */
+  constructor(box, actions) {
     this.box = box;
-    this.deeds = deeds;
+    this.actions = actions;
   }
 
-  /** Show a conversation in place of what is shown. */
+  /** Show a conversation, replacing the current one. */
   show(conversation, { showsTokens }) {
     this.conversation = conversation;
     this.showsTokens = showsTokens;
@@ -30,7 +30,7 @@ export class Thread {
     for (const exchange of conversation.exchanges) this.add(exchange);
   }
 
-  /** Show an exchange and those that follow it anew; those before it stay as they are. */
+  /** Rebuild the views of an exchange and of all later ones. */
   put(exchange) {
     const at = this.conversation.exchanges.indexOf(exchange);
     while (this.box.children.length > at) this.box.lastElementChild.remove();
@@ -39,19 +39,19 @@ export class Thread {
   }
 
   add(exchange) {
-    const { deeds, conversation, showsTokens } = this;
+    const { actions, conversation, showsTokens } = this;
     const { question, answer } = exchange;
     const own = {
-      again: () => deeds.again(exchange),
-      goOn: () => deeds.goOn(exchange),
+      again: () => actions.again(exchange),
+      goOn: () => actions.goOn(exchange),
       says: SAYS[conversation.mode],
-      isSetting: deeds.isSetting,
-      mend: deeds.mend,
+      isSetting: actions.isSetting,
+      mend: actions.mend,
     };
     const prompt = conversation.isChat ? null : question;
-    const view = new AnswerView(answer, { showsTokens, prompt, deeds: own });
+    const view = new AnswerView(answer, { showsTokens, prompt, actions: own });
     this.box.append(make("section", { className: "exchange" },
-      questionView(question, { edit: (words) => deeds.edit(exchange, words), says: own.says.edit }), view.element));
+      questionView(question, { edit: (words) => actions.edit(exchange, words), says: own.says.edit }), view.element));
     this.views.push(view);
   }
 }

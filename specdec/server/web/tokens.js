@@ -1,4 +1,4 @@
-// An answer as its tokens: figures, the text in their colours, and where the one under the pointer came from.
+// An answer as tokens: figures, coloured text, and the origin of the token at the pointer.
 
 import { make } from "./element.js";
 import { Figures } from "./tally.js";
@@ -17,7 +17,7 @@ export class TokenView {
     this.shownMs = 0;
   }
 
-  /** Show what has come; the figures change slowly enough to be read. */
+  /** Show new text at once, figures at most every REFRESH_MS so that they can be read. */
   update(answer) {
     this.text.update(answer.pieces);
     if (answer.isWriting && performance.now() - this.shownMs < REFRESH_MS) return;

@@ -1,11 +1,11 @@
-// One verify step's draft as a picture: the accepted path straight on, what was rejected below it.
+// A drawing of one verify step's draft tree: the accepted path in the first row, rejected branches below.
 
 import { spelled } from "./element.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const CHARACTER = 7.3, HEIGHT = 24, ROW = 32, GAP = 28, MARGIN = 10, LONGEST = 14;
 
-/** Show a token's text in one line: white space by signs. */
+/** Return a token's text in one line, with symbols for whitespace. */
 export function visible(text) {
   if (/^ {3,}$/.test(text)) return `␣×${text.length}`;
   const shown = text.replace(/\r/g, "␍").replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^ +| +$/g, (s) => "␣".repeat(s.length)) || "∅";
@@ -13,7 +13,7 @@ export function visible(text) {
   return letters.length > LONGEST ? `${letters.slice(0, LONGEST - 1).join("")}…` : shown;
 }
 
-/** Give every node its place: column by depth, row by branch; the verifier's own token stands last. */
+/** Compute node positions: column by depth, row by branch; the model's own token is last. */
 export function layout({ texts, parents, accepted, bonus }) {
   const lit = new Set(accepted);
   const nodes = texts.map((text, i) => ({ text, parent: parents[i], lit: lit.has(i), own: false, below: [] }));
@@ -45,7 +45,7 @@ export function layout({ texts, parents, accepted, bonus }) {
 
 const sorted = (node) => [...node.below].sort((a, b) => b.lit - a.lit);
 
-/** Draw a step into an element, in place of what it shows. */
+/** Draw a step into an SVG element, replacing its content. */
 export function draw(svg, draft) {
   const { nodes, width, height } = layout(draft);
   const edges = [], boxes = [];
@@ -69,14 +69,14 @@ export function draw(svg, draft) {
   svg.setAttribute("width", width);
   svg.setAttribute("height", height);
   svg.setAttribute("aria-label", describe(draft));
-  // Lit edges lie over the others.
+  // Accepted edges are drawn over the others.
   edges.sort((a, b) => a.classList.contains("lit") - b.classList.contains("lit"));
   svg.replaceChildren(...edges, ...boxes);
 }
 
 export function describe({ texts, accepted, bonus }) {
   const path = accepted.map((node) => JSON.stringify(texts[node])).join(", ");
-  const own = bonus ? `; the verifier's own token: ${JSON.stringify(bonus.text)}` : "";
+  const own = bonus ? `; the model's own token: ${JSON.stringify(bonus.text)}` : "";
   return `After ${JSON.stringify(texts[0])}: ${texts.length - 1} drafted, ${accepted.length} accepted${path && ` (${path})`}${own}`;
 }
 

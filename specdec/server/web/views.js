@@ -1,4 +1,4 @@
-// A question and its answer as they stand in the conversation.
+// The views of a question and of its answer.
 
 import { button, copyButton, make } from "./element.js";
 import { Markdown } from "./markdown.js";
@@ -8,12 +8,12 @@ const ENDS = {
   length: "Cut off by max tokens.",
   thinking: "Cut off by max tokens while it was thinking.",
   stopped: "Stopped.",
-  open: "Not finished: its page was closed or loaded anew, or another tab still writes it.",
+  open: "Not finished: the page was closed or reloaded, or another tab is still generating it.",
 };
-/** Of the time, the share that reading markdown anew may take while a long answer comes. */
+/** Share of the time that rendering Markdown may take while a long answer streams. */
 const SHARE = 0.1;
 
-/** Build a question: `edit` gets its new words, `says` what that does. */
+/** Build a question; `edit` receives the new text, `says` is the tooltip of the button. */
 export function questionView(question, { edit, says }) {
   const bubble = make("div", { className: "bubble" }, question);
   const tools = make("div", { className: "tools" });
@@ -38,23 +38,23 @@ export function questionView(question, { edit, says }) {
   return element;
 }
 
-/** Return how an answer ended that is not being written here; where the page itself ended, it says nothing. */
+/** Return how a finished answer ended; "open" if its page was closed first. */
 function endOf({ finish, error, text, reasoning }) {
   if (finish === "length" && reasoning && !text) return "thinking";
   return finish ?? (error ? "error" : "open");
 }
 
-/** Tell whether a key sends: Enter, but not where it ends a new line, or a word that an input method composes. */
+/** Return whether a key press sends: Enter, unless it makes a new line or ends an input method's composition. */
 export function isSending(event) {
   return event.key === "Enter" && !event.shiftKey && !event.altKey && !event.isComposing && event.keyCode !== 229;
 }
 
 export class AnswerView {
-  /** `showsTokens`: as tokens, where they can be told apart; `prompt`: what a completion follows on; `deeds`: what its
-      buttons do, and say. */
-  constructor(answer, { showsTokens, prompt, deeds }) {
+  /** `showsTokens`: colour tokens by origin; `prompt`: the text that a completion continues; `actions`: what its buttons
+      do, and their tooltips. */
+  constructor(answer, { showsTokens, prompt, actions }) {
     this.answer = answer;
-    this.deeds = deeds;
+    this.actions = actions;
     this.showsTokens = showsTokens;
     this.thoughts = make("div", { className: "thoughts" });
     this.summary = make("summary");
@@ -97,7 +97,7 @@ export class AnswerView {
     };
   }
 
-  /** Show what has come since. */
+  /** Show new text. */
   update() {
     const { answer } = this;
     const { isWriting, isThinking } = answer;
@@ -111,7 +111,7 @@ export class AnswerView {
     if (!isWriting) this.offer();
   }
 
-  /** Thoughts are open while they come, and folded once: who opens or closes them keeps them so. */
+  /** Open thinking while it streams and fold it once; the user's choice after that is kept. */
   think(isThinking) {
     const { reasoning, thoughtMs, text } = this.answer;
     if (!reasoning) return;
@@ -124,17 +124,17 @@ export class AnswerView {
     if (reasoning.length > shown) this.thoughts.append(reasoning.slice(shown));
   }
 
-  /** Say how it ended, and what can be done now. */
+  /** Show how it ended, and the buttons. */
   offer() {
-    const { answer, deeds } = this;
+    const { answer, actions } = this;
     const { error, text, size, drafts } = answer;
     const end = endOf(answer);
     this.end.textContent = [ENDS[end], size, this.showsTokens && drafts].filter(Boolean).join(" ");
     const tools = [];
     if (text) tools.push(copyButton(() => answer.text, { ariaLabel: "Copy the answer" }));
-    if (text && end in ENDS) tools.push(button("Continue", deeds.goOn, { title: deeds.says.goOn }));
-    tools.push(button(error ? "Retry" : "Regenerate", deeds.again, { title: deeds.says.again }));
-    if (deeds.isSetting(error?.field)) tools.push(button("Settings", () => deeds.mend(error)));
+    if (text && end in ENDS) tools.push(button("Continue", actions.goOn, { title: actions.says.goOn }));
+    tools.push(button(error ? "Retry" : "Regenerate", actions.again, { title: actions.says.again }));
+    if (actions.isSetting(error?.field)) tools.push(button("Settings", () => actions.mend(error)));
     this.tools.replaceChildren(...tools, this.end);
   }
 }

@@ -1,30 +1,31 @@
-// What the page says of its two modes, and what they may begin with.
+// What the page says about its two modes, and their examples.
 
 export const MODES = {
   chat: {
     title: "Ask something",
     label: "Message",
-    says: "The model sees the whole conversation each time.",
-    unsuited: "This model continues text or code and was not taught to chat: Completion suits it.",
+    says: "Each request sends the whole conversation.",
+    unsuited: "This model continues text or code and is not trained for chat. Use Completion.",
     hint: "",
   },
   completion: {
-    title: "Begin a text",
-    label: "Text to be continued",
-    says: "The model writes on where your text ends. Each text is continued by itself: nothing before it is sent.",
+    title: "Start a text",
+    label: "Text to continue",
+    says: "The model continues your text. Each text is a request of its own: earlier ones are not sent.",
     hint: "Completion: the model continues your text.",
   },
 };
 
+/** What the buttons put into the input; each shows the first line. */
 export const CHAT_EXAMPLES = [
-  ["Reverse a list", "Write a function that reverses a list."],
-  ["Explain an idea", "Explain speculative decoding in three sentences."],
-  ["Make a table", "Compare lists, tuples and sets of Python in a table."],
+  "Write a function that reverses a list.",
+  "Explain speculative decoding in three sentences.",
+  "Compare Python's lists, tuples and sets in a table.",
 ];
 
 export const COMPLETION_EXAMPLES = [
-  ["A header", 'def parse_header(line):\n    """Parse a header line into a name and a value."""\n    name, sep, value = line.partition(":")\n'],
-  ["A stack", 'class Stack:\n    """A stack of items, the last in being the first out."""\n\n    def __init__(self):\n'],
-  ["A walk", "def walk(top):\n    for name in os.listdir(top):\n        path = os.path.join(top, name)\n"],
-  ["A cache", 'class LRUCache:\n    """A mapping that forgets what was not used lately."""\n\n    def __getitem__(self, key):\n'],
+  "def fib(n):",
+  'def parse_header(line):\n    """Parse a header line into a name and a value."""\n    name, sep, value = line.partition(":")\n',
+  'class Stack:\n    """A stack of items, the last in being the first out."""\n\n    def __init__(self):\n',
+  "def walk(top):\n    for name in os.listdir(top):\n        path = os.path.join(top, name)\n",
 ];

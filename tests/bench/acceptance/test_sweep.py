@@ -1,8 +1,10 @@
 """What is measured: every combination that is asked for once, what cannot be left out by name."""
 
+from dataclasses import replace
+
 import pytest
 
-from specdec.bench.acceptance.settings import Drafting, Group, Setting, Sweep, widest
+from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Drafting, Group, Setting, Sweep, widest
 from specdec.config.engine import EngineConfig
 from specdec.draft.proposal import Shape
 from specdec.setup.resolve import bounds_of
@@ -39,6 +41,16 @@ def test_noise_is_swept_where_there_is_some() -> None:
     # Without the noise alone, a greedy text is drafted for all the same, and once.
     alone = sweep(noises=["none"])
     assert names(alone.settings(Group(0.0, 1), alone.draftings()[0]))[1:3] == ["mtp 4x1", "mtp 4x4:16"]
+
+
+def test_the_engines_default_is_measured_first_and_once() -> None:
+    default = Drafting("auto", DEFAULT_BOUNDS, chosen=True)
+    for chosen, bounds in ((None, DEFAULT_BOUNDS), (BOUNDS, BOUNDS)):
+        draftings, _ = sweep(drafts=["auto"], chosen=chosen, noises=["shared"]).draftings()
+        assert draftings[0] == replace(default, shape=bounds)
+        assert [d.name for d in draftings] == ["auto chosen", "auto 4x1", "auto 4x4:16"]
+    resolved, plain = (bounds_of(EngineConfig.of(None, given)) for given in (default.fields(), {}))
+    assert resolved == plain
 
 
 def test_economies_are_swept_for_heads() -> None:

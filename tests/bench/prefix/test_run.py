@@ -10,6 +10,7 @@ from specdec.bench.prefix import run
 from specdec.bench.prefix.generate import generate
 from specdec.bench.prefix.traces import write_trace
 from specdec.cli import main
+from tests.selection import EXHAUSTIVE
 
 QUICK = ["bench", "prefix", "--trace", "system-prompts", "--sessions", "80", "--memory", "1GB,2GB"]
 ERROR, INTERRUPTED = 2, 130
@@ -82,6 +83,7 @@ def test_a_trace_of_ones_own_is_played(capsys: Capture, tmp_path: Path) -> None:
     assert report_of(capsys.readouterr().out)["records"] == read
 
 
+@EXHAUSTIVE
 def test_sizes_that_are_not_given_are_contended(capsys: Capture) -> None:
     assert main(["bench", "prefix", "--trace", "lmsys", "--sessions", "120", "--policy", "LRU"]) == 0
     records: list[dict[str, float]] = report_of(capsys.readouterr().out)["records"]  # type: ignore[assignment]

@@ -30,6 +30,7 @@ from specdec.models.folder import SHIPPED
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.text.tokenizer import load_tokenizer
 from tests.bench.reach.engines import Engine
+from tests.selection import EXHAUSTIVE
 
 OPTIONS = ReachOptions(requests=2, rounds=2, rate=200.0, prompt_tokens=65, long_tokens=66, max_tokens=3)
 
@@ -225,6 +226,7 @@ def test_a_prompt_lies_behind_the_slab_that_is_set_aside() -> None:
 @pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13")), reason="NIXL is absent"
 )
+@EXHAUSTIVE
 def test_the_wire_brings_every_byte_between_two_processes() -> None:
     report = measure_wire(ReachOptions(only=["wire"], prompt_tokens=65, long_tokens=300))
     assert [case["tokens"] for case in report["cases"]] == [65, 300]
@@ -265,6 +267,7 @@ def test_a_report_is_laid_out_for_people() -> None:
     assert "two: 2 failed: HTTP 500" in shown
 
 
+@EXHAUSTIVE
 def test_a_prompt_that_is_handed_over_is_drafted_as_by_one_engine() -> None:
     own = EngineConfig.of(EngineConfig(), {"draft": "mtp", "adaptive": False, "topk": 1, "dtype": "float64"})
     prompt = requests().draw(200, 1)["prompt"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import SamplingParams, SpecEngine
+from tests.selection import EXHAUSTIVE, only
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]]
 PARAMS = [
@@ -21,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", only({"nemotron_h"}, CASES))
 def test_a_step_of_triton_kernels_says_what_torch_says(
     family: str, family_folder: Callable[..., Path]
 ) -> None:
@@ -38,6 +39,7 @@ def test_a_step_of_triton_kernels_says_what_torch_says(
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
+@EXHAUSTIVE
 def test_whole_numbers_say_what_their_dequantised_weights_say(
     quantize: str, family_folder: Callable[..., Path]
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from specdec.bench.random_model import write_random_checkpoint
+from tests.selection import EXHAUSTIVE
 from tests.server.reach.faults import Siege, draw, sides
 from tests.server.reach.forgery import SMALL, VOCAB
 from tests.server.reach.pairs import has_nixl
@@ -11,7 +12,7 @@ from tests.server.reach.pairs import has_nixl
 REQUESTS = 40
 """Of 200, which `python -m tests.server.reach.faults` sends to a larger model while more goes wrong."""
 
-pytestmark = has_nixl
+pytestmark = [has_nixl, EXHAUSTIVE]
 
 
 def test_servers_that_are_killed_or_stopped_cost_time_alone(tmp_path: Path) -> None:

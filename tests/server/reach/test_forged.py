@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.bench.random_model import write_random_checkpoint
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Answer, Live
 from tests.server.reach.forgery import (
     FORGERIES,
@@ -28,7 +29,7 @@ from tests.server.reach.routers import Pair, authorized
 BODIES = 800
 """Of 10,000, which `python -m tests.server.reach.forgery` sends."""
 
-pytestmark = has_nixl
+pytestmark = [has_nixl, EXHAUSTIVE]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Answer, Live
 from tests.server.reach.pairs import (
     EXACT,
@@ -22,7 +23,7 @@ from tests.server.reach.pairs import (
 )
 from tests.server.reach.proxies import PROXIES
 
-pytestmark = has_nixl
+pytestmark = [has_nixl, EXHAUSTIVE]
 
 KEY = {"Authorization": "Bearer given"}
 

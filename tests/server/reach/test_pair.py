@@ -1,5 +1,6 @@
 """Two servers on this machine, one that reads and one that writes, behind what routers send them."""
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from tests.server.reach.pairs import (
     together,
 )
 from tests.server.reach.proxies import PROXIES, Proxy, sglang
+from tests.tolerances import FLOAT64_LOGITS
 
 pytestmark = has_nixl
 
@@ -103,12 +105,26 @@ def test_each_of_several_prompts_is_fetched(alone: Live, reads: Live, writes: Li
     assert texts(answer) == expected and fetched(writes) == before + 3
 
 
+def near(found: Any, expected: Any) -> bool:
+    """Compare JSON: floats within the rounding of float64 logits, all else exactly.
+
+    A server drafts as wide as pays by its own measured times, and the width of a window rounds the last bits.
+    """
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(near(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(near, found, expected))
+    if isinstance(expected, float):
+        return math.isclose(found, expected, rel_tol=0.0, abs_tol=FLOAT64_LOGITS)
+    return bool(found == expected)
+
+
 def test_what_is_scored_is_read_where_it_is_answered(alone: Live, reads: Live, writes: Live) -> None:
     for own in ({"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}):
         path, body = completion(f"# scored {own}\n{TEXT}", temperature=0, **own)
         before = fetched(writes)
         found = relay(PROXIES[0], reads, writes, path, body).json["choices"]
-        assert found == alone.ask(path, body).json["choices"]
+        assert near(found, alone.ask(path, body).json["choices"])
         assert fetched(writes) == before
         assert settles(reads, "specdec:reach_leases"), "it is told that nobody comes"
 

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live, total
 from tests.server.reach.pairs import EXACT, WAIT_S, has_nixl
 from tests.server.reach.routers import Pair, authorized, paired, sglang_router, toy_proxy
@@ -18,7 +19,7 @@ KEY = "a-key-of-the-tests"
 SALTS = map("salt-{}".format, itertools.count())
 TEXT = "".join(f"class Parser{number}:\n    def parse(self, text):\n" for number in range(12))
 
-pytestmark = has_nixl
+pytestmark = [has_nixl, EXHAUSTIVE]
 
 needs_sglang_router = pytest.mark.skipif(
     not importlib.util.find_spec("sglang_router"), reason="sglang-router is not installed"

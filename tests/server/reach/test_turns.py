@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live, total
 from tests.server.reach.pairs import (
     DRAWN,
@@ -20,7 +21,7 @@ from tests.server.reach.pairs import (
     texts,
 )
 
-pytestmark = has_nixl
+pytestmark = [has_nixl, EXHAUSTIVE]
 
 CACHED = {"do_remote_decode": True, "specdec": {"v": 1, "cached_only": True}}
 SAYS = 70

@@ -3,9 +3,12 @@
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from specdec.cli.chat.conversation import load_messages
+from specdec.config.sampling import SamplingParams
 from specdec.models.folder import SHIPPED
 from tests.server.live import Live
 from tests.server.web.devtools import Tab
@@ -259,7 +262,7 @@ def test_the_history_is_bounded_and_a_full_storage_makes_room(chat: Tab) -> None
 
     ask("big", 500_000)  # two million characters in all
     assert words(chat, "#chats .open") == ["big", *(f"old {i}" for i in range(8, 1, -1))]
-    assert "2 of the oldest conversations made room" in said(chat, "notice")
+    assert "Deleted the 2 oldest conversations to make room" in said(chat, "notice")
     # The browser itself has less room than that.
     chat.look(
         """(() => {
@@ -354,7 +357,7 @@ def test_the_page_opens_in_the_mode_that_the_model_is_made_for(
 ) -> None:
     """What is served is known once the key is there; what somebody has begun until then stays."""
     fresh.open(f"{chatting.url}/")
-    assert said(fresh, "model") == "This server wants a key." and is_shown(fresh, "#key-wanted")
+    assert said(fresh, "model") == "This server requires an API key." and is_shown(fresh, "#key-wanted")
     fresh.click("key-wanted")
     assert fresh.look("document.activeElement.id") == "key"
     fresh.press("Escape")
@@ -377,12 +380,12 @@ def test_the_page_opens_in_the_mode_that_the_model_is_made_for(
     fresh.open(f"{live.url}/")
     enter_key(fresh)
     assert live.ask("/server_info", Authorization=f"Bearer {KEY}").json["chat_template"]
-    assert not fresh.look(CHATS) and said(fresh, "prompt-label") == "Text to be continued"
+    assert not fresh.look(CHATS) and said(fresh, "prompt-label") == "Text to continue"
     assert not is_shown(fresh, "#models")
     fresh.look("document.getElementById('chat').click()")
-    assert "was not taught to chat" in said(fresh, "welcome-says")
+    assert "is not trained for chat" in said(fresh, "welcome-says")
     answered(fresh, "x", max_tokens="")
-    assert "was not taught to chat" in said(fresh, "mode-says")
+    assert "is not trained for chat" in said(fresh, "mode-says")
     assert fresh.look("document.getElementById('max_tokens').placeholder") == "256"
 
 
@@ -402,3 +405,129 @@ def test_a_completion_is_continued_where_it_was_cut(tab: Tab) -> None:
     do(tab, "Regenerate", ".exchange:first-child")
     tab.wait(f"window.heard.length === 4 && {ENDED}")
     assert words(tab, ".answer .text")[0] == text and words(tab, ".given") == ["def walk(", "import os"]
+
+
+def test_drafts_are_switched_off_for_what_is_asked_next(chat: Tab) -> None:
+    """Also where they are not shown; the choice is kept."""
+    chat.look(STREAM)
+    for at, wanted in enumerate((True, False)):
+        assert is_shown(chat, "#speculate") and not is_shown(chat, "#compare")
+        send(chat, "Sort a list.")
+        chat.wait(f"window.asked.length === {at + 1}")
+        assert asked(chat)[at]["speculate"] is wanted
+        chat.look("stream.end()")
+        chat.wait(ENDED)
+        chat.look("document.getElementById('speculate').focus()")
+        chat.press(" ")
+    assert chat.look("[speculate.checked, speculate.role]") == [True, "switch"]
+    chat.click("speculate")
+    chat.reload()
+    assert chat.look("[speculate.checked, view.checked]") == [False, False]
+
+
+def test_a_request_has_the_defaults_of_the_api(chat: Tab) -> None:
+    chat.look(STREAM)
+    send(chat, "Sort a list.")
+    chat.wait("window.stream")
+    sampling = {*SamplingParams.model_fields}
+    assert {*asked(chat)[0]} & sampling == {"max_tokens", "speculate"}
+    assert chat.look("temperature.placeholder") == f"{SamplingParams().temperature:g}"
+
+
+def test_an_example_says_what_it_types(tab: Tab) -> None:
+    for mode in ("chat", "completion"):
+        tab.look(f"document.getElementById('{mode}').click()")
+        labels = words(tab, ".example")
+        assert len(labels) > 2 and all(is_shown(tab, f".example:nth-child({i + 1})") for i in range(3))
+        for at, label in enumerate(labels):
+            tab.look(f"document.querySelectorAll('.example')[{at}].click()")
+            typed = tab.look("document.getElementById('prompt').value")
+            first, *more = typed.split("\n")
+            assert (
+                label == (f"{first} …" if more else first)
+                and tab.look("document.activeElement.id") == "prompt"
+            )
+    assert "def fib(n):" in labels
+
+
+def manage(tab: Tab, do: str, title: str | None = None) -> None:
+    """Open a conversation's dialog, write a title, and press the button of a value."""
+    tab.look("document.querySelector('#chats [aria-label^=Rename]').focus()")
+    tab.press("Enter")
+    assert tab.look("document.activeElement.id") == "title"
+    if title is not None:
+        tab.look(f"document.getElementById('title').value = {json.dumps(title)}")
+    tab.look(f"document.querySelector('#manage [value={do}]').click()")
+    tab.wait("!document.getElementById('manage').open")
+
+
+def test_a_conversation_is_renamed(chat: Tab) -> None:
+    fill(chat, max_tokens=4, temperature=0)
+    answered(chat, "Sort a list.")
+    before = chat.look("localStorage[`specdec.chat.${location.hash.slice(1)}`]")
+    manage(chat, "rename")
+    assert chat.look("localStorage[`specdec.chat.${location.hash.slice(1)}`]") == before
+    manage(chat, "rename", " <b>Lists</b> ")
+    chat.wait("document.querySelector('#chats .open').textContent === '<b>Lists</b>'")
+    assert chat.look("document.activeElement.dataset.action") == "manage"  # the focus is where it was
+    answered(chat, "And a dictionary?")  # saved with the conversation from now on
+    chat.reload()
+    chat.complaints.clear()  # of the key that the first look at the server lacked
+    assert words(chat, "#chats .open") == ["<b>Lists</b>"] and len(words(chat, ".bubble")) == 2
+    # Escape and the close button keep the title; an empty one restores the first question.
+    for leave in ("press", "click"):
+        chat.look("document.querySelector('#chats [aria-label^=Rename]').click()")
+        chat.write("title", "other")
+        chat.press("Escape") if leave == "press" else chat.click("manage-close")
+        chat.wait("!document.getElementById('manage').open")
+        assert words(chat, "#chats .open") == ["<b>Lists</b>"]
+    manage(chat, "rename", "")
+    chat.wait("document.querySelector('#chats .open').textContent === 'Sort a list.'")
+    assert chat.complaints == []
+
+
+def test_a_conversation_is_exported(chat: Tab, tmp_path: Path) -> None:
+    chat.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+
+    def exported(kind: str, title: str | None = None) -> str:
+        known = {*tmp_path.iterdir()}
+        manage(chat, kind, title)
+        while not (new := [own for own in {*tmp_path.iterdir()} - known if own.suffix == f".{kind}"]):
+            chat.look("new Promise((go) => setTimeout(go, 20))")
+        files.append(new[0].name)
+        return new[0].read_text("utf-8")
+
+    files: list[str] = []
+    fill(chat, system="Be brief.")
+    chat.look(STREAM)
+    send(chat, "Sort a list: ünï?")
+    chat.wait("window.stream")
+    chat.look("stream.say({choices: [{delta: {reasoning_content: 'A slice\\nwill do.'}}]})")
+    chat.look(
+        "stream.say({choices: [{delta: {content: '**Yes** <b>'}, finish_reason: 'stop'}]}); stream.end()"
+    )
+    chat.wait(ENDED)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Sort a list: ünï?"},
+        {"role": "assistant", "content": "**Yes** <b>", "reasoning_content": "A slice\nwill do."},
+    ]
+    assert json.loads(exported("json", "My chat")) == {"title": "My chat", "messages": messages}
+    assert load_messages(tmp_path / files[0]).messages == messages
+    assert exported("md") == (
+        "# My chat\n\n## System\n\nBe brief.\n\n## User\n\nSort a list: ünï?\n\n"
+        "## Assistant\n\n> A slice\n> will do.\n\n**Yes** <b>\n"
+    )
+    chat.look("document.getElementById('completion').click()")
+    send(chat, "x = 1\n```\n")
+    chat.wait("window.asked.length === 2")
+    chat.look(
+        "stream.say({choices: [{text: 'y'}]}, {choices: [{text: '', finish_reason: 'stop'}]}); stream.end()"
+    )
+    chat.wait(ENDED)
+    assert json.loads(exported("json")) == {
+        "title": "x = 1 ```",
+        "completions": [{"prompt": "x = 1\n```\n", "text": "y"}],
+    }
+    assert exported("md") == "# x = 1 ```\n\n````\nx = 1\n```\ny\n````\n"
+    assert files == ["My-chat.json", "My-chat.md", "x-1.json", "x-1.md"] and chat.complaints == []

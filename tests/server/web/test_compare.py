@@ -1,4 +1,4 @@
-"""Speculation off, speculation that cannot be, and both sides of a comparison."""
+"""Drafts off, a server without drafters, and both sides of a comparison."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
     plain, shown = pieces(tab), figures(tab)
     assert text_of(plain) == text_of(drafted) and {origin for _, origin in plain} == {0}
     assert (shown["drafted"], shown["accepted"], shown["length"]) == (0, 0, 1)
-    assert words(tab, ENDS)[0].endswith("Speculation was off.") and not is_shown(tab, "#drafts")
+    assert words(tab, ENDS)[0].endswith("Drafts were off.") and not is_shown(tab, "#drafts")
     assert said(tab, "drafts-none") == "Nothing was drafted for the last answer."
     tab.click("compare")
     tab.wait(COMPARED)
@@ -46,9 +46,9 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
     same, ratio = tab.look("(d => [d.same, Number(d.ratio)])(document.getElementById('verdict').dataset)")
     assert same == "true" and ratio == pytest.approx(on["rate"] / off["rate"])
     verdict = said(tab, "verdict")
-    assert "The texts are equal." in verdict and f"{ratio:.2f} times as fast" in verdict
+    assert "The texts are equal." in verdict and f"Speedup {ratio:.2f}×" in verdict
     assert "looked up" not in verdict
-    assert said(tab, "drafts-none").startswith("A comparison records no draft trees")
+    assert said(tab, "drafts-none").startswith("Compare records no draft trees")
     tops = "['verdict', 'scroll'].map(e => document.getElementById(e).getBoundingClientRect().top)"
     top, above = tab.look(tops)
     assert 0 <= top - above < 200
@@ -88,12 +88,25 @@ def test_a_chat_without_a_new_message_is_compared_up_to_its_last(tab: Tab) -> No
     assert compared["messages"][-1]["content"] == "And a dictionary?"
 
 
+def test_a_comparison_says_which_side_is_faster(tab: Tab) -> None:
+    """A speedup above 1 means that the side with drafts has more tokens/s."""
+    verdict = """import("/web/outcome.js").then(({ verdict }) => {
+      const answer = (rate) => ({ text: "x", tally: { rate, steps: 4, drafted: 4, accepted: 2 } });
+      return [[90, 60], [60, 90]].map(([on, off]) => verdict(answer(on), answer(off), { drafters: ["mtp"] }));
+    })"""
+    faster, slower = tab.look(verdict)
+    assert faster["ratio"] == 1.5 and slower["ratio"] == pytest.approx(2 / 3)
+    assert faster["says"].startswith("Speedup 1.50×: 90.0 tokens/s with drafts, 60.0 without.")
+    assert slower["says"].startswith("Speedup 0.67× (slower): 60.0 tokens/s with drafts, 90.0 without.")
+
+
 def test_a_server_without_drafters_says_so(fresh: Tab, hybrid: Path) -> None:
     with Live("--draft", "none", model=str(hybrid)) as live:
         info = live.ask("/server_info").json
         assert (info["chat_template"], info["writes"]) == (False, "completions")
         fresh.open(f"{live.url}/")
-        assert said(fresh, "prompt-label") == "Text to be continued"
+        assert said(fresh, "prompt-label") == "Text to continue"
+        assert fresh.look("document.getElementById('speculate').disabled")
         fresh.look("document.getElementById('view').click()")
         answered(fresh, "abc", max_tokens=12)
         assert words(fresh, ENDS)[0].endswith("This server has no drafters.")
@@ -101,8 +114,8 @@ def test_a_server_without_drafters_says_so(fresh: Tab, hybrid: Path) -> None:
         fresh.click("compare")
         fresh.wait(COMPARED)
         verdict = said(fresh, "verdict")
-        assert "equal. This server has no drafters: both were written without drafts." in verdict
-        assert "times as fast" not in verdict and "looked" not in verdict
+        assert "This server has no drafters: both answers were generated without drafts. The" in verdict
+        assert "Speedup" not in verdict and "looked" not in verdict
 
 
 def test_what_the_server_has_decided_on_is_told_behind_the_end(fresh: Tab) -> None:
@@ -110,10 +123,9 @@ def test_what_the_server_has_decided_on_is_told_behind_the_end(fresh: Tab) -> No
         fresh.open(f"{live.url}/")
         fresh.look("document.getElementById('view').click()")
         send(fresh, "import os", max_tokens=48)
-        fresh.wait(f"{ENDED} && document.getElementById('outlook').textContent.includes(': now ')")
-        assert said(fresh, "outlook").endswith(
-            f": now {live.ask('/server_info').json['speculation']['reason']}."
-        )
+        fresh.wait(f"{ENDED} && document.getElementById('outlook').textContent.includes('Adaptive')")
+        reason = live.ask("/server_info").json["speculation"]["reason"]
+        assert said(fresh, "outlook") == f"Adaptive drafting: {reason}."
 
 
 def test_steps_without_a_draft_are_explained_where_there_were_any(tab: Tab) -> None:
@@ -130,4 +142,4 @@ def test_steps_without_a_draft_are_explained_where_there_were_any(tab: Tab) -> N
         tab.look(f"stream.say({json.dumps(event)})")
     tab.look("stream.end()")
     tab.wait(ENDED)
-    assert words(tab, ENDS)[0].endswith("Acceptance length 1.00. Nothing looked worth drafting.")
+    assert words(tab, ENDS)[0].endswith("Acceptance length 1.00. No draft was worth its cost.")

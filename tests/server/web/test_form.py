@@ -73,7 +73,7 @@ def test_keys_alone_reach_everything(tab: Tab) -> None:
     note = words(tab, f"{LAST} .note")[0]
     text, origin = pieces(tab)[1]
     assert note.startswith(f"{json.dumps(text, ensure_ascii=False)}: ")
-    assert ("verifier" in note) if origin == 0 else (f"depth {origin}" in note)
+    assert ("the model's own" in note) if origin == 0 else (f"depth {origin}" in note)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -118,7 +118,7 @@ def test_mistakes_are_told_in_plain_words(tab: Tab) -> None:
     assert tab.look(AT_FAULT) == "temperaturetemperature"
     tab.press("Escape")
     answered(tab, "x", temperature=0, key="wrong")
-    assert "wants a key" in words(tab, TROUBLE)[0] and "wants a key" in said(tab, "model")
+    assert "requires a valid API key" in words(tab, TROUBLE)[0] and "requires" in said(tab, "model")
     do(tab, "Settings")
     assert tab.look(AT_FAULT) == "keykey"
     tab.write("key", "given")
@@ -146,6 +146,6 @@ def test_a_server_that_is_busy_or_gone(fresh: Tab) -> None:
         fresh.wait(f"document.querySelectorAll('{LAST} .from').length > 5")
         live.process.kill()
         fresh.wait(ENDED)
-        assert "broke off" in words(fresh, TROUBLE)[0] and len(pieces(fresh)) > 5
+        assert "was lost" in words(fresh, TROUBLE)[0] and len(pieces(fresh)) > 5
         answered(fresh, "x")
         assert "cannot be reached" in words(fresh, TROUBLE)[0] and is_shown(fresh, "#send")

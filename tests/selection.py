@@ -1,0 +1,66 @@
+"""Which tests the default run takes: `make test` leaves out those marked `exhaustive`."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+EXHAUSTIVE = pytest.mark.exhaustive
+FEW = 4
+"""A test with at most this many combinations of parameters runs all of them by default."""
+
+
+def only(kept: Collection[Any] | Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
+    """Mark the values that are not kept as exhaustive. A tuple stands for several arguments."""
+    keep = kept if callable(kept) else kept.__contains__
+    cases = [value if hasattr(value, "values") else _case(value) for value in values]
+    return [case if keep(_value(case)) else _marked(case) for case in cases]
+
+
+def _case(value: Any) -> Any:
+    return pytest.param(*value) if isinstance(value, tuple) else pytest.param(value)
+
+
+def _value(case: Any) -> Any:
+    return case.values if len(case.values) > 1 else case.values[0]
+
+
+def _marked(case: Any) -> Any:
+    return pytest.param(*case.values, id=case.id, marks=(*case.marks, EXHAUSTIVE))
+
+
+def mark_products(items: Sequence[pytest.Item]) -> None:
+    """Mark tests as exhaustive whose parameters all occur in other tests of the same function.
+
+    What is left of a large product is a small set in which each value of each parameter occurs.
+    """
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for own in by_test.values():
+        if len(own) > FEW:
+            kept = _each_value_once(own)
+            for item in own:
+                if item not in kept:
+                    item.add_marker(EXHAUSTIVE)
+
+
+def _each_value_once(items: Sequence[Any]) -> Collection[Any]:
+    values = {item: _values(item) for item in items}
+    missing, kept = set().union(*values.values()), set()
+    while missing:
+        most = max(items, key=lambda item: len(values[item] & missing))
+        kept.add(most)
+        missing -= values[most]
+    return kept
+
+
+def _values(item: Any) -> set[tuple[Any, ...]]:
+    """Return one value per `parametrize` mark, which may be of several arguments, and per fixture."""
+    params, found = dict(item.callspec.params), set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        names = tuple(name.strip() for name in names)
+        found.add((names, *(id(params.pop(name)) for name in names)))
+    return found | {(name, id(value)) for name, value in params.items()}
