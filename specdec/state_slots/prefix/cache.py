@@ -13,15 +13,13 @@ from specdec.state_slots.prefix.tiers import Tier
 from specdec.state_slots.prefix.tree import Ids, Node
 
 Tokens = Sequence[int] | Ids
-GUESS_TOKENS = 256
-"""A prompt's state is kept at the last multiple of this, on the guess that a later prompt shares it."""
 
 
 class PrefixCache(Tier):
     """The tier whose memory requests run in: it lends them prefixes and keeps what they have computed.
 
     A state is kept where two prompts have parted, where a caller has marked a length, after the last token
-    that a request has computed, and, while memory lasts, at the last multiple of `GUESS_TOKENS` in a prompt.
+    that a request has computed, and while memory lasts at the end of each chunk of a prompt, as a guess.
     """
 
     def lease(self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = ()) -> Lease:
@@ -44,13 +42,8 @@ class PrefixCache(Tier):
         parting = max(known, self.lower.tree.walk(tenant, ids)[1] if self.lower else 0)
         if self._states and length < parting:
             stops.add(parting)
-        guess = (len(tokens) - 1) // GUESS_TOKENS * GUESS_TOKENS
-        if self._states and guess > max(length, parting, *stops, 0):
-            stops.add(guess)
-        else:
-            guess = 0
         shared = private // self.tree.size if self.tree.pages else 0
-        return Lease(tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens), guess)
+        return Lease(tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens))
 
     def lend(self, owner: Hashable, lease: Lease, state: int | None) -> Hit:
         """Give a request shared blocks, and copies of the state and of the blocks that it will write."""
@@ -77,7 +70,7 @@ class PrefixCache(Tier):
         fetched = store is not self
         self.counts.fetched += length * fetched
         store._touch(lease.found)
-        lease.found.is_guess = False
+        store.guesses.discard(lease.found)
         hidden_1D = sent(lease.found.hidden_1D, self.arena.data.device) if self._states else None
         return Hit(length, [*shared, *copies], hidden_1D, fetched)
 
@@ -126,24 +119,29 @@ class PrefixCache(Tier):
 
     def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
         """Keep a copy of a running request's state at a node, if there is room for it."""
+        self.guesses.discard(node)
         if state is None or node.state is not None:
             return
         self._copy_in(node, self, state, hidden_1D)
 
-    def keep_guess(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
-        """Keep a copy of a state that may be of use, evicting nothing but other guesses for it."""
-        self._guessing = True
-        try:
+    def keep_chunk(self, lease: Lease, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
+        """Keep a copy of the state at the end of a prompt's chunk.
+
+        It is a guess unless it was asked for: it takes free memory, or that of an older guess.
+        """
+        if node.end in lease.stops:
             self.keep_copy(node, state, hidden_1D)
-        finally:
-            self._guessing = False
+        elif state is not None and node.state is None and (self.arena.has_free_state or self._evict_guess()):
+            self._copy_in(node, self, state, hidden_1D)
+            if node.state is not None:
+                self.guesses.add(node)
 
     def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
         """Take over a state that its owner no longer needs, unless the node has one."""
         if node.state is None:
             self.arena.hand_over_state(owner, node, state)
             self._keep(node, state, hidden_1D)
-        node.is_guess = False
+        self.guesses.discard(node)
 
     def _unpin(self, lease: Lease) -> None:
         self.tree.pinned.remove(lease.tip)

@@ -28,16 +28,12 @@ class Lease:
     """Node of `store` that holds the state at that length and the blocks to copy."""
     asked: int
     """Tokens of the prompt that was looked up."""
-    guess: int = 0
-    """The one of `stops` whose state is kept on a guess; 0: none."""
     lent: bool = False
     own: int | None = None
     """Length from which on the request itself has extended the tree; None: it has not."""
 
     def stop_at(self, length: int) -> None:
-        """Add a length at which a state is kept: another request waits for it, so it is no guess."""
-        if length == self.guess:
-            self.guess = 0
+        """Add a length at which a state is kept."""
         self.stops = tuple(sorted({*self.stops, length}))
 
     def until_stop(self, computed: int) -> int | None:

@@ -67,11 +67,7 @@ class Score:
         return [node for node in nodes if node.tenant.caller == largest]
 
     def order(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return the nodes in the order of eviction: guesses first."""
-        ordered = self._by_worth(nodes)
-        return sorted(ordered, key=lambda node: not node.is_guess)
-
-    def _by_worth(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes in the order of eviction."""
         alpha = self.alpha
         if not alpha:
             return sorted(nodes, key=lambda node: node.used)

@@ -38,8 +38,6 @@ class Node(Evictable):
     """Input of a draft head at the last token, once the next one is known."""
     used: int = 0
     """When it last served a request, on a clock that counts uses."""
-    is_guess: bool = False
-    """Its state was kept on a guess and no request has used it yet: it is evicted first."""
     locks: int = 0
     """Requests that continue it and share its blocks: evicting it would free none of them."""
 

@@ -1,6 +1,4 @@
-"""A prompt's state is kept on a guess, so that the second prompt that shares it hits."""
-
-from collections.abc import Iterable
+"""The state at the end of each chunk is kept as a guess, so that the second prompt with a prefix hits."""
 
 import numpy as np
 import pytest
@@ -8,70 +6,101 @@ import torch
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.layout import KVShape, Layout, StateShape
-from specdec.state_slots.prefix.cache import GUESS_TOKENS, PrefixCache
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.lease import Lease
 from specdec.state_slots.prefix.replay import Replay
-from specdec.state_slots.prefix.tree import Ids
+from specdec.state_slots.prefix.tree import Ids, Node
 
 LAYOUT = Layout((KVShape(2, 16),), (StateShape(4, 16, 16, 3, 96),), torch.bfloat16)
+SLABS = 60
 
 
-def prompt(seed: int, count: int, ending: Iterable[int] = ()) -> Ids:
+def prompt(seed: int, count: int, ending: tuple[int, ...] = ()) -> Ids:
     drawn = np.random.default_rng(seed).integers(0, 1000, count)
     return np.asarray([*drawn, *ending], np.int32)
 
 
 def serve(replay: Replay, asked: Ids, tenant: Tenant = SOLE) -> int:
-    return replay.serve(asked, np.asarray([*asked, 1, 2, 3], np.int32), tenant)
+    hit = replay.serve(asked, np.asarray([*asked, 1, 2, 3], np.int32), tenant)
+    replay.cache.check()
+    return hit
+
+
+def replay_of(slabs: int) -> Replay:
+    return Replay(LAYOUT, slabs * LAYOUT.slab_bytes, float)
+
+
+@pytest.mark.parametrize("ending", [9, 300])
+def test_the_second_of_five_prompts_with_one_prefix_hits(ending: int) -> None:
+    replay = replay_of(400)
+    found = [serve(replay, prompt(1, 1351, (2000 + i,) * ending)) for i in range(5)]
+    assert found == [0, 1024, 1351, 1351, 1351]
 
 
 def test_an_identical_prompt_hits_the_second_time() -> None:
-    replay = Replay(LAYOUT, 400 * LAYOUT.slab_bytes, float)
-    asked = prompt(1, 5 * GUESS_TOKENS + 1)
-    assert [serve(replay, asked) for _ in range(3)] == [0, 5 * GUESS_TOKENS, 5 * GUESS_TOKENS]
-    replay.cache.check()
-
-
-def test_the_second_of_five_prompts_with_one_prefix_hits() -> None:
-    replay = Replay(LAYOUT, 400 * LAYOUT.slab_bytes, float)
-    found = [serve(replay, prompt(1, 1351, [2000 + i] * (9 + i))) for i in range(5)]
-    assert found == [0, 1280, 1351, 1351, 1351]
-    replay.cache.check()
+    replay, asked = replay_of(400), prompt(1, 1300)
+    assert [serve(replay, asked) for _ in range(3)] == [0, 1024, 1299]
 
 
 def test_tenants_share_no_guess() -> None:
-    replay = Replay(LAYOUT, 400 * LAYOUT.slab_bytes, float)
-    asked = prompt(1, 600)
-    assert [serve(replay, asked, Tenant(name, "")) for name in ("one", "other", "one")] == [0, 0, 512]
+    replay, asked = replay_of(400), prompt(1, 600)
+    assert [serve(replay, asked, Tenant(name)) for name in ("one", "other", "one")] == [0, 0, 512]
 
 
-def lost(slabs: int) -> int:
-    """Fill a cache with states that requests have left, read one more prompt; count states lost to it."""
-    replay = Replay(LAYOUT, slabs * LAYOUT.slab_bytes, float)
-    for number in range(slabs):
-        serve(replay, prompt(number, 40))
-    asked = prompt(1000, 300)
+def guesses_of(replay: Replay) -> list[Node]:
+    guesses = replay.cache.guesses
+    return [node for node in replay.cache.tree.nodes() if node in guesses._of.get(node.tenant.caller, {})]
+
+
+def used_prefixes_that_hit() -> int:
+    """Use ten prefixes twice, read many others once under memory pressure, and count those that still hit."""
+    replay = replay_of(SLABS)
+    replay.chunk_tokens = 16
+    stems = [prompt(seed, 20) for seed in range(10)]
+    for ending in range(3):
+        for stem in stems:
+            serve(replay, np.asarray([*stem, ending], np.int32))
+    for seed in range(100, 106):
+        serve(replay, prompt(seed, 160))
+    assert replay.cache.counts.states_evicted
+    return sum(serve(replay, np.asarray([*stem, 77], np.int32)) > 0 for stem in stems)
+
+
+def test_used_states_survive_guesses_under_memory_pressure() -> None:
+    assert used_prefixes_that_hit() == 10
+
+
+def test_guesses_that_count_as_used_states_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant."""
+
+    def keep(
+        cache: PrefixCache, lease: Lease, node: Node, state: int | None, hidden_1D: torch.Tensor | None
+    ) -> None:
+        cache.keep_copy(node, state, hidden_1D)
+
+    monkeypatch.setattr(PrefixCache, "keep_chunk", keep)
+    assert used_prefixes_that_hit() < 10
+
+
+def proven_state(replay: Replay, seed: int) -> Node:
+    """Keep the state after a request, and no guess."""
+    asked = prompt(seed, 40)
     live = replay.admit(asked, 3)
-    assert live and live.lease.guess == GUESS_TOKENS
-    before = [node for node in replay.cache.tree.nodes() if node.state is not None]
+    assert live
+    replay.end(live, np.asarray([*asked, 1, 2, 3], np.int32))
+    return replay.cache.tree.walk(SOLE, asked)[0]
+
+
+def test_a_guess_made_after_the_order_of_eviction_is_evicted_first() -> None:
+    replay = replay_of(400)
+    proven = [proven_state(replay, seed) for seed in range(40)]
+    size = len(list(replay.cache.tree.nodes()))
+    assert replay.cache.make_room(lambda: len(list(replay.cache.tree.nodes())) < size)  # this makes an order
+    left = [node for node in proven if node.state is not None]
+    asked = prompt(1000, 1300)
+    live = replay.admit(asked, 3)
+    assert live
     replay.read(live, asked)
-    return sum(node.state is None or not replay.cache.tree.holds(node) for node in before)
-
-
-SIZES = range(40, 60)
-
-
-def test_a_guess_evicts_no_other_state() -> None:
-    assert not any(lost(slabs) for slabs in SIZES)
-
-
-def test_a_guess_that_evicts_like_others_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefixCache, "keep_guess", PrefixCache.keep_copy)
-    assert any(lost(slabs) for slabs in SIZES)
-
-
-def test_guesses_are_evicted_first() -> None:
-    replay = Replay(LAYOUT, 400 * LAYOUT.slab_bytes, float)
-    serve(replay, prompt(1, 40))
-    serve(replay, prompt(2, 300))
-    order = replay.score.order([node for node in replay.cache.tree.nodes() if node.state is not None])
-    assert [node.end for node in order] == [GUESS_TOKENS, 42, 302]
+    assert len(guesses_of(replay)) == 3
+    assert replay.cache.make_room(lambda: not guesses_of(replay))
+    assert [node for node in proven if node.state is not None] == left
