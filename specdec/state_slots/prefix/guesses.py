@@ -24,7 +24,10 @@ class Guesses:
 
     def next(self) -> Node | None:
         """Return the oldest guess of the caller with most of them."""
-        return next(iter(max(self._of.values(), key=len))) if self._of else None
+        if not self._of:
+            return None
+        most = max(self._of.values(), key=len)
+        return next(iter(most))
 
     def clear(self) -> None:
         self._of.clear()
