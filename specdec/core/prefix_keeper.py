@@ -37,9 +37,9 @@ class Prefixes:
         self.speculation.read_on(reading)
         for request in reading:
             node = self._share(request, request.num_computed_tokens)
-            if request.lease and request.committed and request.num_computed_tokens in request.lease.stops:
+            if request.lease and request.committed:
                 hidden_1D = self.speculation.last_hidden(request)
-                self.cache.keep_copy(node, request.committed.state, hidden_1D)
+                self.cache.keep_chunk(request.lease, node, request.committed.state, hidden_1D)
 
     def cut(self, request: Request) -> None:
         """Keep nothing of a request whose numbers were wrong, nor what it has gone on from."""

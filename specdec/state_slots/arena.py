@@ -247,6 +247,11 @@ class Arena:
         """Tell whether all of these could be taken, perhaps after evicting, and evict nothing."""
         return self._fits(blocks, states, records) or self._could_fit(blocks, states, records)
 
+    @property
+    def has_free_state(self) -> bool:
+        """Whether a state can be taken without an eviction."""
+        return self._fits(0, 1, 0)
+
     def _could_fit(self, blocks: int, states: int, records: int) -> bool:
         """Check that evicting everything evictable would make room; otherwise evict nothing."""
         pinned_blocks, pinned_states = self._evictor.pinned() if self._evictor else ((), ())

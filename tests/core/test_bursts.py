@@ -39,7 +39,8 @@ def test_what_a_burst_shares_is_read_once(folder: Path, draft: str, slots: str) 
         done = engine.generate(prompts, params(6))
         assert engine.stats().limited_by[PREFIXES] and not engine.stats().failed_steps
     assert [own.token_ids for own in done] == alone
-    assert [own.stats.cached_tokens for own in done] == [0] + [STEM] * 5
+    assert not done[0].stats.cached_tokens
+    assert all(STEM - WORTH_WAITING < own.stats.cached_tokens <= STEM for own in done[1:])
 
 
 @pytest.mark.parametrize("draft", ["none", "suffix", "ngram"])
@@ -61,7 +62,8 @@ def test_choices_of_one_prompt_read_it_once(folder: Path) -> None:
     (prompt,) = burst(1)
     with SpecEngine(folder, draft="mtp", **MANY) as engine:
         done = engine.generate([prompt], SamplingParams(max_tokens=6, n=5, seed=3))
-    assert [choice.stats.cached_tokens for choice in done] == [0] + [len(prompt) - 1] * 4
+    assert not done[0].stats.cached_tokens
+    assert all(len(prompt) - WORTH_WAITING <= choice.stats.cached_tokens < len(prompt) for choice in done[1:])
 
 
 @pytest.mark.parametrize("why", ["short", "salts", "scored", "other"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.config.tenant import SOLE
+from specdec.config.tenant import SOLE, Tenant
 from specdec.core.landing import Landing
 from specdec.core.lending import Lent
 from specdec.core.scheduler import StepPlan
@@ -205,7 +205,9 @@ def test_a_reader_that_preempts_lends_the_same(folder: Path) -> None:
     ):
         preempt_readers(reader)
         assert texts(by_two(reader, writer)) == texts(alone)
-        assert reader.stats().preemptions >= len(PROMPTS) - 1
+        assert reader.stats().preemptions >= len(PROMPTS) - 2, (
+            "all but the first and one that hits its prefix"
+        )
 
 
 def test_a_prompt_that_is_preempted_does_not_wait_for_what_it_lends_itself(folder: Path) -> None:
@@ -273,7 +275,7 @@ def test_a_step_that_fails_takes_back_what_is_lent_and_leaves_what_lands(folder:
     with engines(folder, 1, fields) as (engine,):
         loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
         lent = loan.done.result(60)
-        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE).result(60)
+        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], Tenant(salt="other")).result(60)
         assert landing and lent.intact
         want = engine.generate([PROMPTS[2]], PARAMS[0])
         fail_once(engine)
@@ -324,7 +326,7 @@ def test_a_loan_that_is_given_back_early_is_not_read_on(folder: Path) -> None:
         loan.give_back()
         with pytest.raises(EngineError):
             loan.done.result(60)
-        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE)
+        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], Tenant(salt="other"))
         assert landing.result(60)
         engine.transfers.drop(landing.result()).result(60)
         engine.flush()
@@ -365,7 +367,7 @@ def test_a_landing_waits_for_memory_and_can_be_given_up(folder: Path) -> None:
     with engines(folder, 1, {**fields, "memory_bytes": memory}) as (engine,):
         first = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE).result(60)
         assert first
-        second = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE)
+        second = engine.transfers.begin_landing(PROMPTS[1][:-1], Tenant(salt="other"))
         third = engine.transfers.begin_landing(PROMPTS[2][:-1], SOLE)
         with pytest.raises(TimeoutError):
             second.result(0.2)
@@ -394,7 +396,7 @@ def test_no_landing_waits_for_an_engine_that_hangs(folder: Path) -> None:
         hanging = engine.transfers.look(hang)
         assert hangs.wait(60)
         loan = engine.transfers.lend(engine.prepare(PROMPTS[1], SamplingParams(max_tokens=1)))
-        found = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE)
+        found = engine.transfers.begin_landing(PROMPTS[0][:-1], Tenant(salt="other"))
         engine.abandon("it hangs")
         with pytest.raises(EngineError, match="hangs"):
             found.result(60)
@@ -458,7 +460,7 @@ def test_a_landing_begins_when_the_last_request_ends(folder: Path) -> None:
         asking.start()
         while engine.transfers._worker._inbox.empty():
             time.sleep(0.005)
-        found = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE)
+        found = engine.transfers.begin_landing(PROMPTS[0][:-1], Tenant(salt="other"))
         go_on.set()
         assert holding.result(60)
         asking.join()
@@ -480,7 +482,7 @@ def test_landings_and_requests_have_memory_in_the_order_of_their_coming(
             landings.requests,
             SimpleNamespace(max_running=4, running=[], waiting=others),
         )
-        found = engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE)
+        found = engine.transfers.begin_landing(PROMPTS[0][:-1], Tenant(salt="other"))
         engine.transfers.look(lambda _: None).result(60)
         assert found.done() == begins
         landings.requests = scheduler
@@ -494,7 +496,7 @@ def test_an_engine_that_others_write_into_does_not_rest(folder: Path) -> None:
     with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
         loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
         lent = loan.done.result(60)
-        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], SOLE).result(60)
+        landing = engine.transfers.begin_landing(PROMPTS[1][:-1], Tenant(salt="other")).result(60)
         assert landing
         with pytest.raises(EngineError, match="fetched"):
             engine.rest()

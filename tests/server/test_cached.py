@@ -33,7 +33,7 @@ def chat(word: str, system: object = SYSTEM, **message: object) -> dict[str, Any
 
 
 @pytest.mark.parametrize("where", ["part", "message", "nowhere"])
-def test_a_mark_saves_the_second_request_what_else_only_the_third_is_saved(live: Live, where: str) -> None:
+def test_a_mark_makes_the_second_request_hit_a_short_prefix(live: Live, where: str) -> None:
     live.ask("/flush_cache", method="POST")
     system: object = [{"type": "text", "text": SYSTEM, **MARK}] if where == "part" else SYSTEM
     own = MARK if where == "message" else {}
@@ -107,7 +107,7 @@ def test_what_is_no_salt_is_told_what_one_is(live: Live, salt: object, says: str
 
 
 @pytest.mark.parametrize("is_marked", [False, True])
-def test_turns_whose_template_changes_answers_come_late_unless_marked(live: Live, is_marked: bool) -> None:
+def test_turns_hit_the_last_prompt_though_the_template_changes_answers(live: Live, is_marked: bool) -> None:
     """The template of tiny writes a role before answers that no prompt ends with."""
     live.ask("/flush_cache", method="POST")
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
@@ -120,11 +120,7 @@ def test_turns_whose_template_changes_answers_come_late_unless_marked(live: Live
         read.append(answer["usage"]["prompt_tokens"])
         found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         messages += [user, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
-    if is_marked:
-        assert found == [0, *read[:-1]]
-    else:
-        assert found[:2] == [0, 0]
-        assert all(read[i - 2] <= found[i] < read[i - 1] for i in (2, 3))
+    assert found == [0, *read[:-1]]
 
 
 def test_too_many_marks_are_refused(live: Live) -> None:
@@ -138,7 +134,7 @@ def test_salts_and_flushing_keep_prompts_apart(live: Live) -> None:
     prompt = "import os\n" * 20
     asked = [("", "a"), ("def", "a"), ("class", "a"), ("def", "b"), ("def", None)]
     counts = [cached(live, COMPLETE, {"prompt": prompt + end, "cache_salt": salt}) for end, salt in asked]
-    assert counts[2] and counts == [0, 0, counts[2], 0, 0]
+    assert counts[2] and counts == [0, counts[2], counts[2], 0, 0]
     live.ask("/flush_cache", method="POST")
     assert cached(live, COMPLETE, {"prompt": prompt + "class", "cache_salt": "a"}) == 0
 

@@ -18,8 +18,8 @@ Tokens = Sequence[int] | Ids
 class PrefixCache(Tier):
     """The tier whose memory requests run in: it lends them prefixes and keeps what they have computed.
 
-    A state is kept where two prompts have parted, where a caller has marked a length, and after the last
-    token that a request has computed: lengths in between are not worth one.
+    A state is kept where two prompts have parted, where a caller has marked a length, after the last token
+    that a request has computed, and while memory lasts at the end of each chunk of a prompt, as a guess.
     """
 
     def lease(self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = ()) -> Lease:
@@ -70,6 +70,7 @@ class PrefixCache(Tier):
         fetched = store is not self
         self.counts.fetched += length * fetched
         store._touch(lease.found)
+        store.guesses.discard(lease.found)
         hidden_1D = sent(lease.found.hidden_1D, self.arena.data.device) if self._states else None
         return Hit(length, [*shared, *copies], hidden_1D, fetched)
 
@@ -118,15 +119,29 @@ class PrefixCache(Tier):
 
     def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
         """Keep a copy of a running request's state at a node, if there is room for it."""
+        self.guesses.discard(node)
         if state is None or node.state is not None:
             return
         self._copy_in(node, self, state, hidden_1D)
+
+    def keep_chunk(self, lease: Lease, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
+        """Keep a copy of the state at the end of a prompt's chunk.
+
+        It is a guess unless it was asked for: it takes free memory, or that of an older guess.
+        """
+        if node.end in lease.stops:
+            self.keep_copy(node, state, hidden_1D)
+        elif state is not None and node.state is None and (self.arena.has_free_state or self._evict_guess()):
+            self._copy_in(node, self, state, hidden_1D)
+            if node.state is not None:
+                self.guesses.add(node)
 
     def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
         """Take over a state that its owner no longer needs, unless the node has one."""
         if node.state is None:
             self.arena.hand_over_state(owner, node, state)
             self._keep(node, state, hidden_1D)
+        self.guesses.discard(node)
 
     def _unpin(self, lease: Lease) -> None:
         self.tree.pinned.remove(lease.tip)

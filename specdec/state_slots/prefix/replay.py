@@ -32,8 +32,16 @@ class Replay:
     """
 
     def __init__(
-        self, layout: Layout, num_bytes: int, work: Work, *, alpha: float = 0.0, has_head: bool = False
+        self,
+        layout: Layout,
+        num_bytes: int,
+        work: Work,
+        *,
+        alpha: float = 0.0,
+        has_head: bool = False,
+        chunk_tokens: int = 512,
     ) -> None:
+        self.chunk_tokens = chunk_tokens
         self.arena = Arena(layout, num_bytes, torch.device("meta"))
         self.score = Score(layout, work, alpha)
         self.cache = PrefixCache(self.arena, self.score, has_head=has_head)
@@ -58,10 +66,12 @@ class Replay:
 
     def read(self, live: Live, prompt: Ids) -> None:
         """Share what was read of a prompt, and keep the states that are wanted on the way."""
-        for stop in live.lease.stops:
-            node = self.cache.note(live.lease, prompt[:stop], live.table)
-            self.cache.keep_copy(node, live.state, None)
-        self.cache.note(live.lease, prompt, live.table)
+        at = live.hit
+        while at < len(prompt):
+            count = min(self.chunk_tokens, len(prompt) - at)
+            at += min(count, live.lease.until_stop(at) or count)
+            node = self.cache.note(live.lease, prompt[:at], live.table)
+            self.cache.keep_chunk(live.lease, node, live.state, None)
 
     def end(self, live: Live, whole: Ids) -> None:
         """Keep what a request has read, all but the token that it chose last, and its state."""

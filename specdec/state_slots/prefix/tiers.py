@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.pinned import sent
+from specdec.state_slots.prefix.guesses import Guesses
 from specdec.state_slots.prefix.rates import Rates
 from specdec.state_slots.prefix.score import Score
 from specdec.state_slots.prefix.tree import Ids, Node, Tree
@@ -45,6 +46,8 @@ class Tier:
         self.rates: Rates = lower.rates if lower else Rates()
         self._states = bool(arena.layout.states)
         self._now = 0
+        self.guesses = Guesses()
+        """Evicted before all other nodes, and never copied to the lower tier."""
         self._order: list[tuple[Node, int]] = []
         """Nodes to evict next, the first of them last, each with its `used` when the order was made."""
         arena.attach_evictor(self)
@@ -87,6 +90,8 @@ class Tier:
         if node:
             if node.start < since:
                 self.tree.reach(node, since)
+            for own in node.below():
+                self.guesses.discard(own)
             self.tree.cut(node)
         if self.lower:
             self.lower.remove(tenant, ids, since)
@@ -136,11 +141,25 @@ class Tier:
     def make_room(self, fits: Callable[[], bool]) -> bool:
         """Evict prefixes until something fits; tell whether it does."""
         while not fits():
+            if self._evict_guess():
+                continue
             node = self._next() or self._next(anew=True)
             if node is None:
                 return False
             self._evict(node)
         return True
+
+    def _evict_guess(self) -> bool:
+        """Evict the next guess; return whether there was one.
+
+        A node that cannot be evicted now is about to be used, or prompts part there: it is no guess any more.
+        """
+        while node := self.guesses.next():
+            if self._is_evictable(node):
+                self._evict(node)
+                return True
+            self.guesses.discard(node)
+        return False
 
     def _next(self, *, anew: bool = False) -> Node | None:
         """Return the node to evict next; an order made once serves for an eighth of its candidates.
@@ -176,6 +195,7 @@ class Tier:
         """Drop every prefix after the arena has taken all memory back."""
         self.tree.roots.clear()
         self._order.clear()
+        self.guesses.clear()
         self.tree.pinned.clear()
         if self.lower:
             self.lower.arena.forget()
@@ -191,7 +211,8 @@ class Tier:
 
     def _evict(self, node: Node) -> None:
         """Free a node's state, and the node itself if it is a leaf; an only child inherits its blocks."""
-        if self.lower and (node.state is not None or not self._states):
+        is_guess = self.guesses.discard(node)
+        if self.lower and not is_guess and (node.state is not None or not self._states):
             self.lower.take_over(self, node)
         if node.state is not None:
             self.arena.release_state(node, node.state)

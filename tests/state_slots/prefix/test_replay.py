@@ -1,4 +1,4 @@
-"""What a replay hits is what the rule says: states at ends, and where a prompt parts from what is known."""
+"""A replay hits the states that the rule names: after prompts, after requests, and where prompts diverge."""
 
 import random
 
@@ -50,6 +50,7 @@ class Rule:
         parting = max((common(asked, one) for one in self.known), default=0)
         if parting > hit:
             self.states.add(tuple(asked[:parting]))
+        self.states.add(tuple(prompt))
         whole = [*prompt, *output][:-1]
         self.known += [whole]
         self.states.add(tuple(whole))

@@ -1,0 +1,33 @@
+"""States that are cached on a guess, until a request uses them."""
+
+from specdec.state_slots.prefix.tree import Node
+
+
+class Guesses:
+    """Nodes whose state no request has used yet, for each caller in the order in which they were cached."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[Node, None]] = {}
+
+    def add(self, node: Node) -> None:
+        self._of.setdefault(node.tenant.caller, {})[node] = None
+
+    def discard(self, node: Node) -> bool:
+        """Remove a node; return whether it was a guess."""
+        own = self._of.get(node.tenant.caller, {})
+        if node not in own:
+            return False
+        del own[node]
+        if not own:
+            del self._of[node.tenant.caller]
+        return True
+
+    def next(self) -> Node | None:
+        """Return the oldest guess of the caller with most of them."""
+        if not self._of:
+            return None
+        most = max(self._of.values(), key=len)
+        return next(iter(most))
+
+    def clear(self) -> None:
+        self._of.clear()

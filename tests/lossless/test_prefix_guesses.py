@@ -1,0 +1,16 @@
+"""With `tiny`, the second prompt with a long prefix hits the prefix cache and its text stays the same."""
+
+from specdec import SamplingParams, SpecEngine
+
+
+def test_the_second_of_five_long_prompts_hits_and_texts_stay() -> None:
+    stem = [5 + i * i % 500 for i in range(1351)]
+    prompts = [[*stem, 100 + i, 7, 8] for i in range(3)]
+    params, texts, hits = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True), [], []
+    for prefix_cache in (False, True):
+        with SpecEngine("tiny", dtype="float32", draft="none", prefix_cache=prefix_cache) as engine:
+            done = [engine.generate([prompt], params)[0] for prompt in prompts]
+        texts.append([own.token_ids for own in done])
+        hits.append([own.stats.cached_tokens for own in done])
+    assert texts[0] == texts[1]
+    assert hits == [[0, 0, 0], [0, 1024, 1351]]

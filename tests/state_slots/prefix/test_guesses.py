@@ -1,0 +1,106 @@
+"""The state at the end of each chunk is kept as a guess, so that the second prompt with a prefix hits."""
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.config.tenant import SOLE, Tenant
+from specdec.state_slots.layout import KVShape, Layout, StateShape
+from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.lease import Lease
+from specdec.state_slots.prefix.replay import Replay
+from specdec.state_slots.prefix.tree import Ids, Node
+
+LAYOUT = Layout((KVShape(2, 16),), (StateShape(4, 16, 16, 3, 96),), torch.bfloat16)
+SLABS = 60
+
+
+def prompt(seed: int, count: int, ending: tuple[int, ...] = ()) -> Ids:
+    drawn = np.random.default_rng(seed).integers(0, 1000, count)
+    return np.asarray([*drawn, *ending], np.int32)
+
+
+def serve(replay: Replay, asked: Ids, tenant: Tenant = SOLE) -> int:
+    hit = replay.serve(asked, np.asarray([*asked, 1, 2, 3], np.int32), tenant)
+    replay.cache.check()
+    return hit
+
+
+def replay_of(slabs: int) -> Replay:
+    return Replay(LAYOUT, slabs * LAYOUT.slab_bytes, float)
+
+
+@pytest.mark.parametrize("ending", [9, 300])
+def test_the_second_of_five_prompts_with_one_prefix_hits(ending: int) -> None:
+    replay = replay_of(400)
+    found = [serve(replay, prompt(1, 1351, (2000 + i,) * ending)) for i in range(5)]
+    assert found == [0, 1024, 1351, 1351, 1351]
+
+
+def test_an_identical_prompt_hits_the_second_time() -> None:
+    replay, asked = replay_of(400), prompt(1, 1300)
+    assert [serve(replay, asked) for _ in range(3)] == [0, 1024, 1299]
+
+
+def test_tenants_share_no_guess() -> None:
+    replay, asked = replay_of(400), prompt(1, 600)
+    assert [serve(replay, asked, Tenant(name)) for name in ("one", "other", "one")] == [0, 0, 512]
+
+
+def guesses_of(replay: Replay) -> list[Node]:
+    guesses = replay.cache.guesses
+    return [node for node in replay.cache.tree.nodes() if node in guesses._of.get(node.tenant.caller, {})]
+
+
+def used_prefixes_that_hit() -> int:
+    """Use ten prefixes twice, read many others once under memory pressure, and count those that still hit."""
+    replay = replay_of(SLABS)
+    replay.chunk_tokens = 16
+    stems = [prompt(seed, 20) for seed in range(10)]
+    for ending in range(3):
+        for stem in stems:
+            serve(replay, np.asarray([*stem, ending], np.int32))
+    for seed in range(100, 106):
+        serve(replay, prompt(seed, 160))
+    assert replay.cache.counts.states_evicted
+    return sum(serve(replay, np.asarray([*stem, 77], np.int32)) > 0 for stem in stems)
+
+
+def test_used_states_survive_guesses_under_memory_pressure() -> None:
+    assert used_prefixes_that_hit() == 10
+
+
+def test_guesses_that_count_as_used_states_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant."""
+
+    def keep(
+        cache: PrefixCache, lease: Lease, node: Node, state: int | None, hidden_1D: torch.Tensor | None
+    ) -> None:
+        cache.keep_copy(node, state, hidden_1D)
+
+    monkeypatch.setattr(PrefixCache, "keep_chunk", keep)
+    assert used_prefixes_that_hit() < 10
+
+
+def proven_state(replay: Replay, seed: int) -> Node:
+    """Keep the state after a request, and no guess."""
+    asked = prompt(seed, 40)
+    live = replay.admit(asked, 3)
+    assert live
+    replay.end(live, np.asarray([*asked, 1, 2, 3], np.int32))
+    return replay.cache.tree.walk(SOLE, asked)[0]
+
+
+def test_a_guess_made_after_the_order_of_eviction_is_evicted_first() -> None:
+    replay = replay_of(400)
+    proven = [proven_state(replay, seed) for seed in range(40)]
+    size = len(list(replay.cache.tree.nodes()))
+    assert replay.cache.make_room(lambda: len(list(replay.cache.tree.nodes())) < size)  # this makes an order
+    left = [node for node in proven if node.state is not None]
+    asked = prompt(1000, 1300)
+    live = replay.admit(asked, 3)
+    assert live
+    replay.read(live, asked)
+    assert len(guesses_of(replay)) == 3
+    assert replay.cache.make_room(lambda: not guesses_of(replay))
+    assert [node for node in proven if node.state is not None] == left
