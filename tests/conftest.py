@@ -62,12 +62,12 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none; choose what the default run takes of large products."""
-    mark_products(items)
     if not torch.cuda.is_available():
         absent = pytest.mark.skip(reason="torch finds no CUDA device")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(absent)
+    mark_products(items)
 
 
 @pytest.fixture

@@ -12,9 +12,12 @@ FEW = 4
 
 def only(kept: Collection[Any] | Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
     """Mark the values that are not kept as exhaustive. A tuple stands for several arguments."""
-    keep = kept if callable(kept) else kept.__contains__
     cases = [value if hasattr(value, "values") else _case(value) for value in values]
-    return [case if keep(_value(case)) else _marked(case) for case in cases]
+    found = [_value(case) for case in cases]
+    keep = kept if callable(kept) else kept.__contains__
+    assert any(map(keep, found)), "the default run is left without any of them"
+    assert callable(kept) or all(value in found for value in kept), "a kept value is none of them"
+    return [case if keep(value) else _marked(case) for case, value in zip(cases, found, strict=True)]
 
 
 def _case(value: Any) -> Any:
@@ -36,7 +39,7 @@ def mark_products(items: Sequence[pytest.Item]) -> None:
     """
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
+        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive") and not _is_skipped(item):
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for own in by_test.values():
         if len(own) > FEW:
@@ -44,6 +47,13 @@ def mark_products(items: Sequence[pytest.Item]) -> None:
             for item in own:
                 if item not in kept:
                     item.add_marker(EXHAUSTIVE)
+
+
+def _is_skipped(item: Any) -> bool:
+    """Return whether the item does not run here, so that it covers nothing."""
+    if item.get_closest_marker("skip"):
+        return True
+    return any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
 
 
 def _each_value_once(items: Sequence[Any]) -> Collection[Any]:

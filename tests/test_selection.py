@@ -57,6 +57,19 @@ def test_values_that_are_marked_by_hand_count_for_nothing() -> None:
     assert any(own["family"] == "a" for own in run(items))
 
 
+def test_what_is_skipped_covers_nothing() -> None:
+    items = product(range(4))
+    for item in items[::2]:
+        item.add_marker(pytest.mark.skipif(True, reason="absent"))
+    assert {own["family"] for own in run(items) if own["form"] == FORMS[1]} == set(FAMILIES)
+
+
+def test_kept_values_that_are_not_there_are_noticed() -> None:
+    for kept in ({1, 5}, lambda value: value > 9):
+        with pytest.raises(AssertionError):
+            only(kept, [1, 2])
+
+
 def test_only_keeps_ids_marks_and_tuples() -> None:
     cases = [(1, "a"), pytest.param(2, "b", id="own"), pytest.param(3, "c", marks=pytest.mark.gpu)]
     first, second, third = only({(1, "a"), (2, "b")}, cases)

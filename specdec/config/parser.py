@@ -17,6 +17,10 @@ USER_ERROR = 2
 """Exit code of what a user gets wrong."""
 
 
+BOOLEANS = ("true", "false", "on", "off", "yes", "no")
+"""Words that behind a switch are meant as its value."""
+
+
 class Help(str):
     """What an option does, at length; `brief` is the line that --help shows, empty where it shows none."""
 
@@ -85,7 +89,7 @@ class Parser(argparse.ArgumentParser):
             self._refuse_twice(option, given)
         found, unknown = super().parse_known_args(words, namespace)
         unknown = self._further_values(words, unknown, found)
-        unknown = self._further_text(unknown, found)
+        unknown = self._further_text(words, unknown, found)
         if unknown:
             self._refuse(unknown[0], words)
         actions = [(self._option_string_actions[option], option) for option in self._own_options(words)]
@@ -113,13 +117,15 @@ class Parser(argparse.ArgumentParser):
                     counts[action.dest] += 1
         return left
 
-    def _further_text(self, unknown: list[str], found: argparse.Namespace) -> list[str]:
+    def _further_text(self, words: Sequence[str], unknown: list[str], found: argparse.Namespace) -> list[str]:
         """Set the text option to a word behind MODEL; return the words that are left.
 
         A positional argument would not do: argparse gives it no word that stands behind a later option.
         """
         if self.text_option is None or not unknown or _is_option(unknown[0]):
             return unknown
+        if unknown[0].lower() in BOOLEANS and self._switch_before(unknown[0], words):
+            return unknown  # it was meant for the switch
         action = self._option_string_actions[self.text_option]
         if getattr(found, action.dest) is not None:
             return unknown
@@ -132,12 +138,14 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str, words: Sequence[str]) -> NoReturn:
         """Refuse a word too many; one behind a switch was meant to be its value."""
-        before = words[words.index(word) - 1] if word in words[1:] else ""
-        switch = self._option_string_actions.get(before)
-        if switch is not None and before.startswith("--"):
+        if switch := self._switch_before(word, words):
             self.error(_needless(switch.option_strings, repr(word)))
         hint = "; put a text of several words in quotes" if self.text_option and not _is_option(word) else ""
         self.error(f"{self.prog} does not take {word!r}{hint}")
+
+    def _switch_before(self, word: str, words: Sequence[str]) -> argparse.Action | None:
+        before = words[words.index(word) - 1] if word in words[1:] else ""
+        return self._option_string_actions.get(before) if before.startswith("--") else None
 
     def _refuse_twice(self, option: str, given: dict[str, str]) -> None:
         """Refuse a setting that two options of different names give."""

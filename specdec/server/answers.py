@@ -14,7 +14,7 @@ from specdec.errors import SpecdecError
 from specdec.server.failures import Failure
 
 FEW = 8
-"""Requests in a round of the event loop that are streamed step by step; more are coalesced by `SHARE`.
+"""Choices that may be streamed step by step at once; with more, events are coalesced by `SHARE`.
 
 `tiny` on two cores: with no limit 64 streams lose 8 % of their tokens/s, with this one none.
 """
@@ -74,15 +74,17 @@ class Said(NamedTuple):
 
 
 class Bell:
-    """Wakes the event loop when deltas are pending: at once for few requests, at a bounded rate for many.
+    """Wakes the event loop when deltas are pending: at once for few streams, at a bounded rate for many.
 
-    Up to `FEW` requests get an event per step; a step that ends while the event loop is busy joins the next
-    event. With more requests the events would cost the engine's thread, which shares the interpreter, more
+    Up to `FEW` streamed choices get an event per step; a step that ends while the event loop is busy joins
+    the next event. With more, the events would cost the engine's thread, which shares the interpreter, more
     than the steps do: the loop then rests after each round, in proportion to the CPU time it has used.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self.streams = 0
+        """Choices that are being streamed."""
         self._rung: deque[Answers] = deque()
         self._called = self._resting = False
         self._timer: asyncio.TimerHandle | None = None
@@ -106,7 +108,7 @@ class Bell:
             answers = self._rung.popleft()
             answers.rang = False
             answers.rung()
-        if count > FEW:
+        if count and self.streams > FEW:
             self._resting = True
             rest_s = min((self._worked_s - before_s) / SHARE, LONGEST_S)
             self._timer = self._loop.call_later(rest_s, self._look)
@@ -138,6 +140,7 @@ class Answers:
         self.n = prepared[0].params.n
         self.left = sum(own.params.n for own in prepared)
         """Choices whose last delta has not been yielded."""
+        self._streamed = self.left if streams else 0
         self.came = asyncio.Event()
         self.rang = False
         self._silent = set(range(self.left))
@@ -149,9 +152,11 @@ class Answers:
     def __enter__(self) -> Self:
         assert self._engine
         self._ticket, self._engine = self._engine.submit(self.prepared, self._take), None
+        self.bell.streams += self._streamed
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.bell.streams -= self._streamed
         if self._ticket:
             self._ticket.cancel()
 

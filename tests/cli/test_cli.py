@@ -373,6 +373,15 @@ def test_a_prompt_is_given_once(argv: list[str], says: str, capsys: Capture) -> 
     assert capsys.readouterr().err.startswith(f"specdec: {says}")
 
 
+@pytest.mark.parametrize(
+    ("argv", "switch"), [(["--json", "false"], "--json"), (["--ignore-eos", "Off"], "--ignore-eos")]
+)
+def test_a_value_behind_a_switch_is_no_prompt(argv: list[str], switch: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "tiny", *argv])
+    assert f"{switch}" in (said := capsys.readouterr().err) and "takes no value" in said
+
+
 def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "tiny", "--xyzzy"])

@@ -30,7 +30,6 @@ COMMANDS = {
 
 AT_IMPORT = """
 import os, signal, sys
-from tests.selection import EXHAUSTIVE
 times, module = int(sys.argv.pop(1)), sys.argv.pop(1)
 
 class Press:

@@ -22,7 +22,7 @@ from specdec.verify import choose as choosing
 from specdec.verify.choose import Choice, Logprob, Node
 from specdec.verify.walk import AcceptedPath
 from tests.models.runner import Runner
-from tests.selection import EXHAUSTIVE, only
+from tests.selection import only
 
 PROMPT, TEMPERATURE = [4, 1, 2], 2.0
 VOCAB = 8
@@ -118,7 +118,6 @@ def test_the_law_with_drafts_is_the_targets(folder: Path, law: Mapping[Outcome, 
 
 
 @pytest.mark.parametrize("shape", only({"chain"}, SHAPES))
-@EXHAUSTIVE
 def test_accepting_the_second_best_is_rejected(
     folder: Path, law: Mapping[Outcome, float], shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

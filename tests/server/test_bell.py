@@ -129,6 +129,31 @@ def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.Mon
     assert asyncio.run(hear()) == [(0, (0,)), (0, (1,)), (0, (2,))]
 
 
+@pytest.mark.parametrize(("choices", "rests"), [(module.FEW, False), (module.FEW + 1, True)])
+def test_the_loop_rests_only_beyond_a_number_of_streamed_choices(
+    choices: int, rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests they are of: these are of one."""
+    rested, look = [], Bell._look
+
+    def note(bell: Bell) -> None:
+        look(bell)
+        rested.append(bell._resting)
+
+    monkeypatch.setattr(Bell, "_look", note)
+
+    def speak(emit: Emit) -> None:
+        for choice in range(choices):
+            emit(0, part(choice, 0, last=True))
+
+    async def hear() -> int:
+        async with asked(speak, choices=choices) as parts:
+            return len([own async for own in parts])
+
+    assert asyncio.run(hear()) == choices
+    assert any(rested) == rests
+
+
 def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it, and no timer runs any more: it calls the loop by itself."""
     monkeypatch.setattr(module, "FEW", 0)

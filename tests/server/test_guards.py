@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from specdec.cli import main
-from tests.selection import EXHAUSTIVE, only
+from tests.selection import only
 from tests.server.live import Live
 
 KEY = {"Authorization": "Bearer given"}
@@ -132,7 +132,6 @@ def test_who_does_not_read_is_given_up_and_holds_nobody_up(live: Live) -> None:
     assert live.ask("/health").status == 200
 
 
-@EXHAUSTIVE
 def test_a_request_has_its_time() -> None:
     with Live(*PLAIN, "--request-timeout", "2") as live:
         answer = live.ask("/v1/completions", LONG | {"n": 64, "stream": False})
@@ -234,7 +233,6 @@ def test_a_client_that_hangs_up_leaves_a_line_with_its_time() -> None:
     )
 
 
-@EXHAUSTIVE
 def test_prompts_are_logged_only_where_that_is_asked_for() -> None:
     for options in ((), ("--log-prompts",)):
         with Live(*PLAIN, *options) as live:

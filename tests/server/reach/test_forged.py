@@ -29,7 +29,7 @@ from tests.server.reach.routers import Pair, authorized
 BODIES = 800
 """Of 10,000, which `python -m tests.server.reach.forgery` sends."""
 
-pytestmark = [has_nixl, EXHAUSTIVE]
+pytestmark = has_nixl
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,7 @@ def test_forged_params_never_yield_another_prompts_text(pair: Pair) -> None:
     assert settled(pair) == {}
 
 
+@EXHAUSTIVE
 def test_a_pair_that_proves_nothing_is_found_out(small: Path) -> None:
     with opened(small, entry="tests.server.reach.gullible") as pair:
         report = asyncio.run(Fuzz(pair, 1).run(240, at_once=4))
@@ -81,6 +82,7 @@ def ids(answer: Answer) -> list[int]:
     return found
 
 
+@EXHAUSTIVE
 def test_a_room_gives_nobody_another_prompt(pair: Pair) -> None:
     asked = prompts(6, seed=2)
     own = [ids(ask(pair.decode, prompt, "alone")) for prompt in asked]
@@ -97,6 +99,7 @@ def test_a_room_gives_nobody_another_prompt(pair: Pair) -> None:
     assert settled(pair) == {}
 
 
+@EXHAUSTIVE
 def test_two_that_ask_for_one_room_both_get_their_text(pair: Pair) -> None:
     """Two requests of one room come at once, to either side: one is fetched or refused, none is another's."""
     first, second = prompts(2, seed=3)
