@@ -375,17 +375,6 @@ class Resident:
             engine.abandon(f"The engine could not hand its memory over: {error!r}.")
 
 
-def freeze_imports() -> None:
-    """Set aside what was imported, before models are loaded: most of all objects, and none of it garbage.
-
-    A garbage collection that scanned it would stall every request for 0.1 to 0.2 s; models are a few thousand
-    objects each, which are found again when they are unloaded.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
 def settle_garbage() -> None:
     """Free what an unloaded model, or the loading of one, has left; any thread may."""
     gc.collect()

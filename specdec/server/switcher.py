@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Coroutine, Sequence
 
-from specdec.server.resident import Resident, freeze_imports, settle_garbage
+from specdec.server.resident import Resident, settle_garbage
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ class Switcher:
 
     def start(self) -> None:
         """Load, before any request comes, what fits; raise what is wrong where none can be loaded."""
-        freeze_imports()
         faults: list[Exception] = []
         for own in self.residents:
             if not (own.refusal or self._left_bytes(own) >= 0):

@@ -217,6 +217,26 @@ def test_neither_a_compiler_nor_transformers_is_imported_at_start_up(argv: list[
     assert ran.stdout.splitlines()[-1].split() == ["0"], ran.stderr
 
 
+COLLECTOR = """
+import gc
+from specdec import __main__, cli
+
+def main(on_start):
+    before = gc.isenabled()
+    on_start()
+    print(before, gc.isenabled(), gc.get_freeze_count() > 0)
+    return 0
+
+cli.main = main
+__main__.main()
+"""
+
+
+def test_garbage_is_collected_from_the_beginning_of_a_command_and_not_among_imports() -> None:
+    ran = subprocess.run([sys.executable, "-c", COLLECTOR], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.split() == ["False", "True", "True"], ran.stderr
+
+
 def test_what_serves_or_measures_does_not_import_transformers() -> None:
     script = (
         "import sys, specdec.server.run, specdec.setup.footprint\n"
