@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-from functools import partial
 
 from specdec.config.engine import EngineConfig
 from specdec.config.file import add_model_and_file, fill_in
@@ -29,6 +28,13 @@ def _serve(args: argparse.Namespace) -> Run:
     logging.getLogger("specdec").setLevel(logging.DEBUG if args.verbose else logging.INFO)
     found = [find_models(model, engine_config) for model in args.model]
     # Imported here, for no other command needs a web server.
+    from specdec.server.listen import bind
+
+    sock = bind(config.host, config.port)  # a port in use is reported before the imports, which take a second
     from specdec.server.run import run
 
-    return partial(run, [folder for folder, _ in found], found[0][1], config)
+    def start() -> None:
+        with sock:
+            run([folder for folder, _ in found], found[0][1], config, sock)
+
+    return start

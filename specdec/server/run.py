@@ -52,8 +52,13 @@ FAILED = 70
 """Exit code of a process whose engine hangs or has stopped: "internal software error" in sysexits.h."""
 
 
-def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConfig) -> None:
-    """Load models and serve them until stopped. Errors in the server's settings are raised before loading."""
+def run(
+    folders: Sequence[Path], engine_config: EngineConfig, config: ServerConfig, sock: socket.socket
+) -> None:
+    """Load models and serve them at a bound socket until stopped.
+
+    Errors in the server's settings are raised before loading.
+    """
     access, tls = Access(config), tls_context(config)
     part = settle_part(config, engine_config, len(folders))
     sys.setswitchinterval(SWITCH_S)
@@ -66,7 +71,7 @@ def run(folders: Sequence[Path], engine_config: EngineConfig, config: ServerConf
     if part:
         bind(config.reach_host, config.reach_port, prefix="reach_").close()  # before anything is loaded
     switcher = open_models(folders, engine_config, config)
-    with bind(config.host, config.port) as sock, contextlib.closing(switcher):
+    with contextlib.closing(switcher):
         switcher.start()
         fault = asyncio.run(serve(switcher, config, sock, tls, part))
         failed = fault is not None

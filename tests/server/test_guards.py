@@ -4,6 +4,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -212,13 +214,18 @@ def test_settings_that_do_not_fit_are_named_in_one_line(
     assert field in said and said.count("\n") == 1
 
 
-def test_an_address_that_is_taken_is_told_before_the_model_loads(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+TAKEN = """
+import sys
+from specdec.cli import main
+print(main(["serve", *sys.argv[1:]]), "torch" in sys.modules)
+"""
+
+
+def test_a_port_in_use_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main(["serve", str(tmp_path), "--port", str(port)]) == 2
-    assert f"port {port} is in use at 127.0.0.1" in capsys.readouterr().err
+        argv = [str(tmp_path), "--port", str(taken.getsockname()[1])]
+        ran = subprocess.run([sys.executable, "-c", TAKEN, *argv], capture_output=True, text=True)
+    assert ran.stdout == "2 False\n" and "is in use at 127.0.0.1" in ran.stderr, ran.stderr
 
 
 def test_a_client_that_hangs_up_leaves_a_line_with_its_time() -> None:
