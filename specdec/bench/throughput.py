@@ -36,8 +36,8 @@ from specdec.setup.footprint import Footprint, measure_stored
 
 WINDOW_ROUNDS = 30
 RANDOM_DRAFTS = (
-    "random weights: drafts cannot gain here, for nothing predicts such a text; give "
-    "--synthetic-acceptance to time steps that accept some"
+    "random weights: drafts cannot gain here, since few are accepted; use --synthetic-acceptance "
+    "to time accepted drafts"
 )
 """Said of drafts by a random model."""
 

@@ -40,8 +40,8 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
         return _download(name, scratch)
     if folder.suffix == ".gguf":
         raise CheckpointError(
-            f"{short(folder)} is a GGUF file, which is not read; give the folder, or the name on the hub, of "
-            "the checkpoint that it was made from, and --quantize int4 or int8",
+            f"{short(folder)} is a GGUF file, which specdec does not support; give the folder, or the name on "
+            "the hub, of the checkpoint that it was made from, and --quantize int4 or int8",
             field="model",
         )
     raise CheckpointError(f"{short(folder)} {_unknown(str(model))}", field="model")
@@ -51,9 +51,9 @@ def _unknown(model: str) -> str:
     """Explain why a name is no model, and what to give instead."""
     hub_name = "OWNER/NAME of a checkpoint in safetensors on the Hugging Face hub"
     if _ADDRESS.match(model):
-        return f"is a URL of no model on the Hugging Face hub; give the path of a folder, or {hub_name}"
+        return f"is not the URL of a Hugging Face model; give the path of a folder, or {hub_name}"
     if _OLLAMA_TAG.fullmatch(model):
-        return f"looks like an Ollama tag, and Ollama's files are GGUF, which is not read; give {hub_name}"
+        return f"looks like an Ollama tag, whose GGUF files specdec does not support; give {hub_name}"
     if hint := near(model.lower(), SHIPPED):
         return f"is not a folder{hint}"
     return (

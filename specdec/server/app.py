@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
 PAGES = playground(WEB)
-OPEN = {"/health", "/ready", "/metrics", "/openapi.json", "/docs", *PAGES}
+OPEN = {"/health", "/ready", "/metrics", "/openapi.json", "/docs", "/version", *PAGES}
 """Routes that need no key: load balancers and scrapers have none, and the page asks for one itself."""
 STARTED = int(time.time())
 GONE = 499

@@ -25,33 +25,33 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
 }
 PLAIN = {
     "/": "The playground, a page for browsers",
-    "/v1/models": "List what is served",
+    "/v1/models": "List the models",
     "/v1/models/{name}": "Describe one model",
     "/v1/responses/{name}": "Return a stored response",
-    "/health": "Tell whether the engine lives",
-    "/ready": "Tell whether requests are taken",
-    "/metrics": "Figures for Prometheus",
-    "/server_info": "How the engine was settled and what drafts have earned",
-    "/model_info": "What is served, in SGLang's words",
+    "/health": "Liveness",
+    "/ready": "Readiness",
+    "/metrics": "Prometheus metrics",
+    "/server_info": "Settings in effect and speculation statistics",
+    "/model_info": "The model served, in SGLang's format",
     "/version": "Return the version of specdec",
     "/openapi.json": "This description",
     "/docs": "This description as a page",
 }
-ORDERS = {"/flush_cache": "Forget the texts in which drafters look up, and all prefixes that are kept"}
+ORDERS = {"/flush_cache": "Drop the suffix index and the prefix cache"}
 """POST routes without a body."""
 ERRORS = {
     "400": "The request is at fault; `param` names the field",
-    "401": "A key is wanted",
-    "403": "A page from elsewhere has sent it",
-    "404": "There is no such model, or response",
-    "405": "The address takes another method",
+    "401": "A valid API key is required",
+    "403": "Origin not allowed",
+    "404": "No such model or response",
+    "405": "Method not allowed",
     "408": "The body took too long to come",
     "409": "A bootstrap_room has been used before",
     "413": "The body is too large",
-    "415": "The body has an encoding that is not known here",
-    "429": "Too much is under way",
+    "415": "Unknown content encoding",
+    "429": "Too many requests in flight",
     "500": "The engine or the server failed; its log says how",
-    "503": "The server stops, or the engine has",
+    "503": "The server is stopping, or the engine has stopped",
     "504": "The answer took too long",
 }
 REFS = "#/components/schemas/{model}"
