@@ -40,8 +40,8 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
         return _download(name, scratch)
     if folder.suffix == ".gguf":
         raise CheckpointError(
-            f"{short(folder)} is a GGUF file, which specdec does not support; give the folder, or the name on "
-            "the hub, of the checkpoint that it was made from, and --quantize int4 or int8",
+            f"{short(folder)} is a GGUF file, which specdec does not support; give the folder, or the name "
+            "on the hub, of the checkpoint that it was made from, and --quantize int4 or int8",
             field="model",
         )
     raise CheckpointError(f"{short(folder)} {_unknown(str(model))}", field="model")
