@@ -19,6 +19,7 @@ from specdec.config.file import fill_in
 from specdec.config.parser import USER_ERROR
 from specdec.errors import ConfigError
 from specdec.server import run
+from specdec.server.listen import bind
 from specdec.server.settings import ServerConfig
 from specdec.server.tls import tls_context
 from tests.deploy.promql import faults, labels_of, types_of
@@ -162,8 +163,8 @@ def test_a_certificate_is_read_before_the_model(certificates: Path, monkeypatch:
             "does not open",
         ),
     ):
-        with pytest.raises(ConfigError) as caught:
-            run.run("tiny", EngineConfig(), ServerConfig(**given, port=0))
+        with bind("127.0.0.1", 0) as sock, pytest.raises(ConfigError) as caught:
+            run.run("tiny", EngineConfig(), ServerConfig(**given), sock)
         assert caught.value.field == field and says in str(caught.value)
         assert str(caught.value).startswith(f"{field}: ")
     assert tls_context(ServerConfig(ssl_certfile=cert, ssl_keyfile=key))

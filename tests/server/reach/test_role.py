@@ -108,8 +108,8 @@ def test_a_side_channel_that_cannot_listen_is_refused_before_anything_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for field, own in (("reach_port", {"reach_port": port}), ("reach_host", {"reach_host": "192.0.2.1"})):
-            with pytest.raises(ConfigError, match=f"^{field}: ") as caught:
-                run.run([], EngineConfig(), ServerConfig(role="prefill", **own))
+            with bind("127.0.0.1", 0) as sock, pytest.raises(ConfigError, match=f"^{field}: ") as caught:
+                run.run([], EngineConfig(), ServerConfig(role="prefill", **own), sock)
             assert caught.value.field == field
 
 
