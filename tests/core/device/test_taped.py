@@ -132,7 +132,10 @@ def test_what_is_looked_up_changes_no_text(
         runner.policy.choose = lambda rows: rng.choice(shapes)  # type: ignore[method-assign]
         runner.policy.cost = lambda *_: 1.0  # type: ignore[method-assign]
         runner.policy.cost_of_found = lambda *_: 1.0  # type: ignore[method-assign]
-        for _ in range(3):
+        # Which requests share a step hangs on the threads, and with it how often a look-up pays.
+        for turn in range(12):
+            if turn >= 3 and sum(used) > 20:
+                break
             assert differences(known, generate(engine, known)) == []
         assert sum(used) > 20 and 0 in used
         assert engine.stats().accepted > 20
