@@ -12,7 +12,7 @@ ACCEPTED, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def paints(colour: str) -> bool:
-    """Tell whether to write in colour: `auto` does on a terminal, unless NO_COLOR is set to something."""
+    """Return whether to write in colour: `auto` does on a terminal, unless NO_COLOR is set to something."""
     if colour != "auto":
         return colour == "always"
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
