@@ -27,7 +27,10 @@ class Peer:
         self.metadata, self.base = self._pipe.recv()
 
     def stop(self) -> None:
+        """Return once all threads have stopped: the signal alone lets them go on for a moment."""
         self._signal(signal.SIGSTOP)
+        if self.process.exitcode is None and self.process.pid is not None:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
