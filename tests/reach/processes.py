@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -29,8 +31,11 @@ class Peer:
     def stop(self) -> None:
         """Return once all threads have stopped: the signal alone lets them go on for a moment."""
         self._signal(signal.SIGSTOP)
-        if self.process.exitcode is None and self.process.pid is not None:
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        assert self.process.pid is not None
+        until_s = time.monotonic() + LONG_S
+        while not _is_stopped(self.process.pid):
+            assert self.process.exitcode is None and time.monotonic() < until_s
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
@@ -43,6 +48,15 @@ class Peer:
     def _signal(self, number: signal.Signals) -> None:
         if self.process.exitcode is None and self.process.pid is not None:
             os.kill(self.process.pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether every thread of a process is in the stopped state."""
+    try:
+        stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:  # a thread, or the process, has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _lend(pipe: Connection, seed: int, slabs: int) -> None:
