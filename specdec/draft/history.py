@@ -3,10 +3,21 @@
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 END = -1
 """Ends a text that others follow in one history. It is no token, so no context matches across it."""
 MAX_STEPS = 512
 """How far a chain is followed: what bounds the time of a search in the most repetitive text."""
+BASE, MIX, MASK = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (1 << 64) - 1
+"""Multipliers of the polynomial that hashes an n-gram, and of its value, whose high bits name the bucket."""
+FEW = 64
+"""Tokens below which a loop indexes them faster than numpy."""
+
+
+def _extend(prefix: int, tokens: Sequence[int]) -> list[int]:
+    """Return the hashes of a text with 1, 2, ... of these tokens appended, given that of the text."""
+    return [prefix := prefix * BASE + token & MASK for token in tokens]
 
 
 class Table:
@@ -21,20 +32,43 @@ class Table:
         self.length = length
         self.heads = array("q", [-1]) * num_heads
         self.earlier = array("q")
+        self._shift = 65 - num_heads.bit_length()
+        self._power = pow(BASE, length, MASK + 1)
 
-    def index(self, tokens: list[int], start: int, first: int) -> None:
-        """Add the n-grams that end at `tokens[start:]`."""
-        length, heads, earlier, mask = self.length, self.heads, self.earlier, len(self.heads) - 1
-        earlier.extend([-1] * (min(length - 1, len(tokens)) - start))
+    def index(self, prefix: "array[int]", start: int, first: int) -> None:
+        """Add the n-grams that end at tokens from index `start` on, by the hashes of all prefixes."""
+        length, count = self.length, len(prefix) - 1
+        self.earlier.extend([-1] * (min(length - 1, count) - start))
         start = max(start, length - 1)
-        for position, end in enumerate(range(start + 1, len(tokens) + 1), start + first):
-            bucket = hash(tuple(tokens[end - length : end])) & mask
-            earlier.append(heads[bucket])
-            heads[bucket] = position
+        if count - start >= FEW:
+            self._index_many(np.frombuffer(prefix, np.uint64)[start - length + 1 :], start + first)
+            return
+        for end in range(start + 1, count + 1):
+            bucket = self._bucket(prefix[end] - prefix[end - length] * self._power)
+            self.earlier.append(self.heads[bucket])
+            self.heads[bucket] = end - 1 + first
 
-    def bucket(self, ngram: Sequence[int]) -> int:
+    def _index_many(self, prefix_P: "np.ndarray[tuple[int], np.dtype[np.uint64]]", position: int) -> None:
+        """Add n-grams of which the first ends at a position."""
+        hash_N = prefix_P[self.length :] - prefix_P[: -self.length] * np.uint64(self._power)
+        bucket_N = (hash_N * np.uint64(MIX)) >> np.uint64(self._shift)
+        # N-grams of one bucket side by side: each leads to the one before it, the first to the head.
+        order_N = np.argsort(bucket_N, kind="stable")
+        bucket_N, position_N = bucket_N[order_N], order_N + position
+        is_first_N = np.append(True, bucket_N[1:] != bucket_N[:-1])
+        heads = np.frombuffer(self.heads, np.int64)
+        earlier_N = np.empty(len(hash_N), np.int64)
+        earlier_N[order_N] = np.where(is_first_N, heads[bucket_N], np.roll(position_N, 1))
+        is_last_N = np.append(is_first_N[1:], True)
+        heads[bucket_N[is_last_N]] = position_N[is_last_N]
+        self.earlier.frombytes(earlier_N.tobytes())
+
+    def _bucket(self, hashed: int) -> int:
+        return (hashed * MIX & MASK) >> self._shift
+
+    def latest(self, ngram: Sequence[int]) -> int:
         """Return the latest position in the n-gram's bucket."""
-        return self.heads[hash(tuple(ngram)) & len(self.heads) - 1]
+        return self.heads[self._bucket(_extend(0, ngram)[-1])]
 
 
 class History:
@@ -47,6 +81,8 @@ class History:
     def __init__(self, lengths: Sequence[int], depth: int) -> None:
         assert min(lengths) >= 1 and max(lengths) <= depth
         self.tokens: list[int] = []
+        self._prefix = array("Q", [0])
+        """Hashes of what comes before each token, and of all."""
         self.depth = depth
         self.tables = [Table(length, 1024) for length in sorted(lengths, reverse=True)]
         self.first = 0
@@ -58,6 +94,7 @@ class History:
     def extend(self, tokens: Sequence[int]) -> None:
         start = len(self.tokens)
         self.tokens.extend(tokens)
+        self._prefix.extend(_extend(self._prefix[-1], tokens))
         num_heads = len(self.tables[0].heads)
         if len(self.tokens) > 2 * num_heads:
             while len(self.tokens) > num_heads // 2:
@@ -65,11 +102,11 @@ class History:
             self.tables = [Table(table.length, num_heads) for table in self.tables]
             start = 0
         for table in self.tables:
-            table.index(self.tokens, start, self.first)
+            table.index(self._prefix, start, self.first)
 
     def forget(self, num_tokens: int) -> None:
         """Drop the oldest tokens."""
-        del self.tokens[:num_tokens]
+        del self.tokens[:num_tokens], self._prefix[:num_tokens]
         for table in self.tables:
             del table.earlier[:num_tokens]
         self.first += num_tokens
@@ -92,7 +129,7 @@ class History:
         tokens, first = self.tokens, self.first
         length, places = table.length, list[int]()
         wanted = list(context[-length:])
-        position = table.bucket(wanted)
+        position = table.latest(wanted)
         for _ in range(MAX_STEPS):
             if position < first:
                 break

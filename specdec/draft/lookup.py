@@ -18,10 +18,10 @@ class TextIndex(Protocol):
 
     def propose(self, key: Hashable, shape: Shape) -> Proposal: ...
 
-    def end(self, key: Hashable, *, finished: bool) -> None: ...
+    def end(self, key: Hashable) -> None: ...
 
     def share(self, output: Sequence[int], tenant: Tenant) -> None:
-        """Take the output of a sequence that it was never told of."""
+        """Keep the output of a sequence that has finished for later ones of its tenant."""
         ...
 
     def flush(self, caller: str | None = None) -> None:
@@ -56,14 +56,10 @@ class Lookup:
 
     def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
         """Forget a sequence; an output that came to its end serves its tenant, where the index wants it."""
-        fed = self._fed.pop(key, None)
-        if fed is None:
-            if output:
-                self.index.share(output, tenant)
-            return
+        if self._fed.pop(key, None) is not None:
+            self.index.end(key)
         if output:
-            self.index.extend(key, output[fed - len(prompt) :])
-        self.index.end(key, finished=bool(output))
+            self.index.share(output, tenant)
 
     def flush(self, caller: str | None = None) -> None:
         """Forget what sequences that have ended left: all, or one caller's."""

@@ -42,8 +42,8 @@ class NgramDrafter:
         """Append what a request gained."""
         self._texts[key].extend(tokens)
 
-    def end(self, key: Hashable, *, finished: bool) -> None:
-        """Forget a request; whether it finished or was cancelled is no matter here."""
+    def end(self, key: Hashable) -> None:
+        """Forget a request."""
         del self._texts[key]
 
     def forget(self) -> None:

@@ -45,7 +45,6 @@ class SuffixDrafter:
     def forget(self) -> None:
         """Forget every request and all that finished ones have said."""
         self._texts: dict[Hashable, History] = {}
-        self._prompt_lengths: dict[Hashable, int] = {}
         self._tenants: dict[Hashable, Tenant] = {}
         self.flush()
 
@@ -62,17 +61,15 @@ class SuffixDrafter:
         assert key not in self._texts
         self._texts[key] = History(NGRAMS, self.max_depth)
         self._texts[key].extend(tokens)
-        self._prompt_lengths[key], self._tenants[key] = len(tokens), tenant
+        self._tenants[key] = tenant
 
     def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
         """Append what a request gained."""
         self._texts[key].extend(tokens)
 
-    def end(self, key: Hashable, *, finished: bool) -> None:
-        """Forget a request; the output of one that finished serves its tenant, a cancelled one's does not."""
-        output, tenant = self._texts.pop(key).tokens[self._prompt_lengths.pop(key) :], self._tenants.pop(key)
-        if finished and output:
-            self.share(output, tenant)
+    def end(self, key: Hashable) -> None:
+        """Forget a request."""
+        del self._texts[key], self._tenants[key]
 
     def share(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
         """Keep an output for later requests of a tenant."""

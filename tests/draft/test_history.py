@@ -63,6 +63,21 @@ def test_a_larger_index_finds_the_same(forgotten: int) -> None:
         assert history.search(context, 1000) == (length, [place for _, place in places])
 
 
+@pytest.mark.parametrize("forgotten", [0, 40])
+def test_many_tokens_are_indexed_as_one_by_one(forgotten: int) -> None:
+    random = Random(forgotten)
+    text = [random.choice((END, *range(9))) for _ in range(300)]
+    at_once, one_by_one = (History([1, 2, 3, 8], depth=8) for _ in range(2))
+    at_once.extend(text[:100])
+    at_once.forget(forgotten)
+    at_once.extend(text[100:])
+    for token in text:
+        one_by_one.extend([token])
+    one_by_one.forget(forgotten)
+    for own, other in zip(at_once.tables, one_by_one.tables, strict=True):
+        assert own.heads == other.heads and own.earlier == other.earlier
+
+
 def test_a_search_follows_a_chain_only_so_far() -> None:
     history = History([1, 2], depth=8)
     history.extend([7] * 3000)

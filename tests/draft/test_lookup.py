@@ -29,8 +29,7 @@ class Spy:
         self.calibrator = Calibrator()
         self.texts: dict[Hashable, list[int]] = {}
         self.prompts: dict[Hashable, int] = {}
-        self.ended: list[tuple[Hashable | None, list[int], list[int], bool]] = []
-        """Keys, prompts, outputs, and whether they finished."""
+        self.shared: list[list[int]] = []
 
     def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant) -> None:
         assert key not in self.texts
@@ -44,13 +43,12 @@ class Spy:
         latest = self.texts[key][-shape.num_steps :]
         return Proposal.chain(latest, [0.5**n for n in range(len(latest))])
 
-    def end(self, key: Hashable, *, finished: bool) -> None:
-        text, length = self.texts.pop(key), self.prompts.pop(key)
-        self.ended.append((key, text[:length], text[length:], finished))
+    def end(self, key: Hashable) -> None:
+        del self.texts[key]
 
     def share(self, output: Sequence[int], tenant: Tenant) -> None:
         assert tenant == ALICE
-        self.ended.append((None, [], list(output), True))
+        self.shared.append(list(output))
 
 
 def want(text: Sequence[int], prompt_length: int, shape: Shape | None = SHAPE, key: Hashable = "a") -> Want:
@@ -86,24 +84,24 @@ def test_lost_memory_is_no_reason_to_forget_a_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "output", "ended"),
+    ("asked", "output", "shared"),
     [
-        pytest.param(True, [3, 4, 5], [("a", [1, 2], [3, 4, 5], True)], id="asked and finished"),
-        pytest.param(True, None, [("a", [1, 2], [3], False)], id="asked and cancelled"),
-        pytest.param(False, [3, 4, 5], [(None, [], [3, 4, 5], True)], id="never asked, finished"),
+        pytest.param(True, [3, 4, 5], [[3, 4, 5]], id="asked and finished"),
+        pytest.param(True, None, [], id="asked and cancelled"),
+        pytest.param(False, [3, 4, 5], [[3, 4, 5]], id="never asked, finished"),
         pytest.param(False, None, [], id="never asked, cancelled"),
         pytest.param(False, [], [], id="never asked, finished without a word"),
     ],
 )
 def test_an_end_hands_the_output_over_and_forgets_the_sequence(
-    asked: bool, output: list[int] | None, ended: list[object]
+    asked: bool, output: list[int] | None, shared: list[list[int]]
 ) -> None:
     index = Spy()
     lookup = Lookup(index)
     if asked:
         lookup.propose([want([1, 2, 3], 2)])
     lookup.end("a", [1, 2], output, ALICE)
-    assert index.ended == ended and not index.texts
+    assert index.shared == shared and not index.texts
     # The same key may come again, as another sequence.
     lookup.propose([want([7, 8], 1)])
     assert index.texts == {"a": [7, 8]}

@@ -84,11 +84,11 @@ def test_requests_do_not_see_each_other_and_leave_nothing() -> None:
     drafter.begin("b", [1, 2])
     assert drafter.propose("b", Shape(1, 1, 2)) == Proposal.EMPTY
     assert drafter.propose("a", Shape(1, 1, 2)).tokens == (3,)
-    drafter.end("a", finished=True)
+    drafter.end("a")
     drafter.begin("a", [1, 2])
     assert drafter.propose("a", Shape(1, 1, 2)) == Proposal.EMPTY
-    drafter.end("a", finished=False)
-    drafter.end("b", finished=True)
+    drafter.end("a")
+    drafter.end("b")
     assert len(drafter) == 0
     with pytest.raises(KeyError):
         drafter.propose("a", Shape(1, 1, 2))

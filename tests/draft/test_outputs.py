@@ -67,9 +67,7 @@ def test_one_index_for_all_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_request_feeds_its_own_tenant() -> None:
     drafter = SuffixDrafter()
-    drafter.begin("first", [1, 2], SALTED)
-    drafter.extend("first", [5, 6, 7])
-    drafter.end("first", finished=True)
+    drafter.share([5, 6, 7], SALTED)
     for tenant in TENANTS:
         drafter.begin(tenant, [9, 5, 6], tenant)
         expected = (7,) if tenant == SALTED else ()

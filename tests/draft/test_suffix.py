@@ -17,7 +17,9 @@ from tests.draft.naive import END, Candidate, continuation, full_tree, longest_m
 def finish(drafter: SuffixDrafter, output: list[int], prompt: Sequence[int] = ()) -> None:
     drafter.begin("other", prompt)
     drafter.extend("other", output)
-    drafter.end("other", finished=True)
+    drafter.end("other")
+    if output:
+        drafter.share(output)
 
 
 def by_counting(outputs: Sequence[Sequence[int]], text: Sequence[int], shape: Shape) -> list[Candidate]:
@@ -125,7 +127,7 @@ def test_only_the_outputs_of_finished_requests_are_shared() -> None:
     drafter = SuffixDrafter()
     drafter.begin("cancelled", [1, 2])
     drafter.extend("cancelled", [3, 4])
-    drafter.end("cancelled", finished=False)
+    drafter.end("cancelled")
     finish(drafter, [5, 6], prompt=[1, 2, 3])
     finish(drafter, [], prompt=[1, 2, 3])
     assert drafter.num_shared_tokens == 3
@@ -139,7 +141,7 @@ def test_ending_forgets_a_request_wholly() -> None:
     drafter = SuffixDrafter()
     for key in range(5):
         drafter.begin(key, [key, key])
-        drafter.end(key, finished=False)
+        drafter.end(key)
     assert len(drafter) == drafter.num_shared_tokens == 0
     drafter.begin(3, [3])
     assert drafter.propose(3, Shape(1, 1, 2)) == Proposal.EMPTY
@@ -151,12 +153,18 @@ def test_memory_is_bounded_under_long_random_streams() -> None:
     """Entries of the index and buckets, as many as the limit allows and no more, however long it runs."""
     limit, random = 3000, Random(5)
     drafter = SuffixDrafter(max_shared_tokens=limit)
+    said: dict[int, list[int]] = {}
     for key in range(400):
         drafter.begin(key, [random.randrange(1000) for _ in range(random.randrange(20))])
+        said[key] = []
         for _ in range(random.randrange(8)):
-            drafter.extend(key, [random.randrange(1000) for _ in range(random.randrange(40))])
+            tokens = [random.randrange(1000) for _ in range(random.randrange(40))]
+            drafter.extend(key, tokens)
+            said[key] += tokens
         if key >= 5:
-            drafter.end(key - 5, finished=random.random() < 0.9)
+            drafter.end(key - 5)
+            if said[key - 5] and random.random() < 0.9:
+                drafter.share(said[key - 5])
         assert drafter.num_shared_tokens <= limit and len(drafter) <= 6
         for text in drafter._outputs.of(SOLE):
             assert len(text) == drafter.num_shared_tokens
@@ -181,15 +189,16 @@ def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
     for key, text in (("a", [1, 2, 3]), ("b", [4, 5, 6, 4])):
         drafter.begin(key, [9])
         drafter.extend(key, text)
-    drafter.end("a", finished=True)
+    drafter.end("a")
+    drafter.share([1, 2, 3])
     drafter.begin("c", [1, 2])
     shape = Shape(1, 1, 2)
     assert drafter.propose("c", shape).tokens == (3,)
     drafter.flush()
     assert drafter.num_shared_tokens == 0 and not drafter.propose("c", shape)
     assert drafter.propose("b", shape).tokens == (5,)
-    drafter.end("c", finished=True)
-    assert drafter.num_shared_tokens == 0  # it has said nothing yet
+    drafter.end("c")
+    assert len(drafter) == 1
 
 
 def test_nodes_that_only_earlier_outputs_had_are_marked() -> None:
