@@ -72,7 +72,8 @@ class Prefixes:
         done.sort(key=lambda left: -left.length)
         if ahead is None:
             # Later requests share these blocks: the head must have read as far.
-            self.speculation.read_ended([(left.request, left.skipped) for left in done])
+            read = self.speculation.read_ended([(left.request, left.skipped) for left in done])
+            done = [left for left in done if left.request.number in read]
         nodes = [self._share(left.request, left.length) for left in done]
         kept = [
             (left, left.committed, node)

@@ -359,21 +359,29 @@ class Speculation:
             while not self.head.settle([want_of(request, None) for request in requests], most=1):
                 pass
 
-    def read_ended(self, ended: Sequence[tuple[Request, int]]) -> None:
-        """Have the head read what it has of requests that are over, all but the last hidden state.
+    def read_ended(self, ended: Sequence[tuple[Request, int]]) -> set[int]:
+        """Let the head read all but the last hidden state of ended requests; return the numbers of those.
 
-        It forgets those of the tokens, so many, that each did not take.
+        Tokens that a request computed and did not take, so many, are dropped. Other requests wait meanwhile:
+        from the second request on, those with fewest unread first, only what fits `chunk_tokens` is read.
         """
-        if self.head is None or not ended:
-            return
-        wants = []
-        for request, skipped in ended:
+        head = self.head
+        if head is None:
+            return {request.number for request, _ in ended}
+        spare, known = head.chunk_tokens, set[int]()
+        wants: list[Want] = []
+        for request, skipped in sorted(ended, key=lambda own: head.num_unread(own[0].number)):
+            spare -= head.num_unread(request.number) - skipped - 1
+            if spare < 0 and wants:
+                break
             if skipped:
-                self.head.drop(request.number, skipped)
-            known = request.tokens[: request.num_computed_tokens + 1 - skipped]
-            wants.append(Want(request.number, request.prompt_length, known, request.table_N, None))
-        while not self.head.settle(wants, most=1):
+                head.drop(request.number, skipped)
+            tokens = request.tokens[: request.num_computed_tokens + 1 - skipped]
+            wants.append(Want(request.number, request.prompt_length, tokens, request.table_N, None))
+            known.add(request.number)
+        while wants and not head.settle(wants, most=1):
             pass
+        return known
 
     def last_hidden(self, request: Request) -> Tensor | None:
         """Return the hidden state that the head has kept of what a request has read last."""

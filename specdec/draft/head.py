@@ -22,8 +22,8 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
 
-MOST_UNREAD = 4 << 20
-"""Bytes of hidden states kept of a sequence that drafts nothing; beyond, the head reads them to free them."""
+PIECES = 32
+"""Tensors of a sequence's unread hidden states: those of hundreds of sequences are freed in one step."""
 
 
 class Head(Protocol):
@@ -73,12 +73,16 @@ class Unread:
     read: int = 0
     hidden: list[Tensor] = field(default_factory=list)
     count: int = 0
-    nbytes: int = 0
+
+    def append(self, hidden_MD: Tensor) -> None:
+        self.hidden.append(hidden_MD)
+        self.count += len(hidden_MD)
+        if len(self.hidden) == PIECES:
+            self.hidden = [torch.cat(self.hidden)]
 
     def take(self, count: int) -> Tensor:
         """Cut the first `count` hidden states off."""
         whole_MD = self.hidden[0] if len(self.hidden) == 1 else torch.cat(self.hidden)
-        self.nbytes -= count * self.nbytes // self.count
         self.hidden = [whole_MD[count:].clone()] if count < self.count else []
         self.count, self.read = self.count - count, self.read + count
         return whole_MD[:count]
@@ -123,14 +127,19 @@ class HeadDrafter:
         Unless they are the `whole` of a step's they are copied: a view would keep all of those alive.
         """
         unread = self._unread.get(key) or self._unread.setdefault(key, Unread())
-        unread.hidden.append(hidden_MD if whole else hidden_MD.clone())
-        unread.count += len(hidden_MD)
-        unread.nbytes += hidden_MD.nbytes
+        unread.append(hidden_MD if whole else hidden_MD.clone())
+
+    def num_unread(self, key: Hashable) -> int:
+        """Return how many hidden states of a sequence wait to be read."""
+        unread = self._unread.get(key)
+        return unread.count if unread else 0
 
     def is_full(self, key: Hashable) -> bool:
-        """Tell whether a sequence's hidden states should be read even if no draft is wanted."""
-        unread = self._unread.get(key)
-        return unread is not None and unread.nbytes > MOST_UNREAD
+        """Return whether a sequence's hidden states should be read even if no draft is wanted.
+
+        A sequence that ends with more than `chunk_tokens` unread is not kept for later ones.
+        """
+        return self.num_unread(key) >= self.chunk_tokens
 
     @torch.inference_mode()
     def settle(self, wants: Sequence[Want], *, most: int) -> bool:

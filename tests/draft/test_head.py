@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specdec.config.tenant import SOLE
-from specdec.draft import head as heads
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
 from specdec.draft.levels import Place
@@ -210,16 +209,15 @@ def test_a_sequence_that_lost_its_memory_is_read_from_its_start(
 
 
 @torch.inference_mode()
-def test_what_is_too_much_to_keep_is_read_without_a_draft(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_much_to_keep_is_read_without_a_draft(bench: Bench) -> None:
     own = bench.begin("a", 3)
-    monkeypatch.setattr(heads, "MOST_UNREAD", 5 * own.hidden[0][0].nbytes)
+    bench.drafter.chunk_tokens = 6
     assert not bench.drafter.is_full("a") and not bench.drafter.is_full("nobody")
     bench.read("a", own, TEXT[3:6])
     assert bench.drafter.is_full("a")
     assert bench.propose("a", own, None) == Proposal.EMPTY
     assert not bench.drafter.is_full("a") and not bench.logits
+    bench.drafter.chunk_tokens = 64
     # What was read early was read alike.
     bench.read("a", own, TEXT[6:8])
     late = bench.begin("b", 8)

@@ -212,11 +212,9 @@ def test_what_is_too_large_is_taped_once_and_then_the_hosts(
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_a_resting_head_keeps_little_unread(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, speculates: bool
-) -> None:
-    monkeypatch.setattr("specdec.draft.head.MOST_UNREAD", 1024)
-    with SpecEngine(folder, draft="mtp", dtype="float64", graphs=True, max_model_len=LONGEST) as engine:
+def test_a_resting_head_keeps_little_unread(folder: Path, speculates: bool) -> None:
+    settings: dict[str, Any] = {"dtype": "float64", "max_model_len": LONGEST, "chunk_tokens": 8}
+    with SpecEngine(folder, draft="mtp", graphs=True, **settings) as engine:
         runner, most = runner_of(engine), [0]
         if speculates:
             runner.policy.choose = lambda rows: None  # type: ignore[method-assign]
@@ -224,13 +222,12 @@ def test_a_resting_head_keeps_little_unread(
         assert head is not None
 
         def watch(report: object) -> None:
-            most[0] = max([most[0], *(unread.nbytes for unread in head._unread.values())])
+            most[0] = max([most[0], *(unread.count for unread in head._unread.values())])
 
         engine.model.loop.observers.append(watch)
         params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True, speculate=speculates)
         engine.generate([[1, 2, 3]], params)
-        width = head.head.width * 8
-        assert 1024 < most[0] <= 1024 + 2 * width and engine.stats().drafted == 0
+        assert 8 <= most[0] <= 8 + 2 and engine.stats().drafted == 0
 
 
 def test_what_was_chosen_for_some_is_not_for_others(folder: Path) -> None:
