@@ -14,6 +14,13 @@ class Tenant:
     caller: str = field(default="", repr=False)
     """What the access check calls the holder of an API key, never the key; empty where none is asked for."""
     salt: str = field(default="", repr=False)
+    source: str = field(default="", repr=False, compare=False)
+    """The connection of a request without a key, for fair scheduling; it keeps no texts apart."""
+
+    @property
+    def flow(self) -> tuple[str, str]:
+        """Return the caller and the salt between which the engine is shared fairly."""
+        return self.caller or self.source, self.salt
 
 
 SOLE = Tenant()

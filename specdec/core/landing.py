@@ -1,7 +1,6 @@
 """What an engine fetches from others: memory for a prompt's beginning, which ends as a cached prefix."""
 
 import time
-from collections import deque
 from collections.abc import Collection, Sequence, Sized
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
@@ -53,13 +52,6 @@ class Landing(Fixed):
         return self._clear.passed()
 
 
-class Arrived(Protocol):
-    """A request that waits."""
-
-    @property
-    def arrived_s(self) -> float: ...
-
-
 class Requests(Protocol):
     """What a scheduler has to do already."""
 
@@ -70,8 +62,14 @@ class Requests(Protocol):
     def running(self) -> Sized: ...
 
     @property
-    def waiting(self) -> Sequence[Arrived]:
-        """In order: the first has come before all others."""
+    def waiting(self) -> Sized: ...
+
+    def rank(self, tenant: Tenant) -> tuple[float, float]:
+        """Return by what tenants are served in order, the smallest first."""
+        ...
+
+    def comes_before_waiting(self, tenant: Tenant, arrived_s: float) -> bool:
+        """Return whether a request of this tenant would be admitted before all that wait."""
         ...
 
 
@@ -92,7 +90,7 @@ class Landings:
         self.live: set[Landing] = set()
         self.rates = Rates()
         """How fast prompts are fetched; how fast they are read is the cache's to know."""
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: list[Waiting] = []
         self.is_closed = False
 
     def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[Landing | None]") -> None:
@@ -109,13 +107,14 @@ class Landings:
     def advance(self) -> None:
         """Give memory to those that wait for it, in order."""
         while self.waiting:
-            tenant, ids, found, arrived_s = self.waiting[0]
+            first = min(self.waiting, key=lambda own: (self.requests.rank(own.tenant), own.arrived_s))
+            tenant, ids, found, arrived_s = first
             landing = None
             if not found.cancelled() and self._is_worth(tenant, ids):
-                landing = self._equipped(tenant, ids) if self._is_next(arrived_s) else None
+                landing = self._equipped(tenant, ids) if self._is_next(tenant, arrived_s) else None
                 if landing is None and (self.requests.running or self.requests.waiting or self.live):
                     return
-            self.waiting.popleft()
+            self.waiting = [own for own in self.waiting if own is not first]
             if found.set_running_or_notify_cancel():
                 found.set_result(landing)
             elif landing:
@@ -149,17 +148,14 @@ class Landings:
         """Let nothing wait any more, of what is begun later too."""
         self.is_closed = True
         while self.waiting:
-            found = self.waiting.popleft().found
+            found = self.waiting.pop().found
             if found.set_running_or_notify_cancel():
                 found.set_result(None)
 
-    def _is_next(self, arrived_s: float) -> bool:
-        """Tell whether its request would be admitted: what waited for that might be evicted meanwhile.
-
-        Requests that came before it have their memory first; those that came later do not keep it waiting.
-        """
+    def _is_next(self, tenant: Tenant, arrived_s: float) -> bool:
+        """Return whether its request would be admitted: what waited for that might be evicted meanwhile."""
         requests = self.requests
-        if requests.waiting and requests.waiting[0].arrived_s < arrived_s:
+        if not requests.comes_before_waiting(tenant, arrived_s):
             return False
         return len(requests.running) + len(self.live) < requests.max_running
 

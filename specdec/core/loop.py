@@ -256,6 +256,7 @@ class DecodeLoop:
         self.counts.sizes[sum(len(path.nodes) for path in result.paths)] += 1
         for row, path, committed in zip(result.rows, result.paths, result.committed, strict=True):
             row.request.num_computed_tokens += len(path.nodes)
+            self.scheduler.waiting.charge(row.request.tenant, len(path.nodes))
             row.request.committed = committed
         if self.prefixes:
             self.prefixes.note(result.rows)
@@ -438,6 +439,7 @@ class DecodeLoop:
         """Let what a request has read serve later ones."""
         self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation, tuner)
         self.scheduler.keep_prefixes(cache)
+        self.scheduler.park = self.prefixes.keep_running
         self.scheduler.lending = Lending(self.arena, has_head=cache.has_head)
         self.scheduler.landings = Landings(self.arena, cache, self.scheduler)
         if tuner:

@@ -3,15 +3,21 @@
 Running requests stand in the order of their admission. A step lets each of them grow, admits waiting ones
 while there is memory for all of their tokens, and when one cannot grow, the last admitted gives back what it
 holds and waits at the front. The first therefore always advances; what could never fit was refused before.
+
+Several callers share the engine fairly. Waiting requests and prefills are served in the order of `FairQueue`.
+A caller that holds more than its share of running sequences or of memory, while another that is within its
+own must wait for them, has its youngest request preempted.
 """
 
 import logging
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from specdec.config.tenant import Tenant
 from specdec.core.batch import ScheduledRequest
+from specdec.core.fairness import FairQueue, by_caller
 from specdec.core.landing import Landings
 from specdec.core.lending import Lending
 from specdec.core.request import Request
@@ -62,12 +68,23 @@ class Folder(Protocol):
 class Scheduler:
     """Owns the waiting and the running requests and all that they hold of the arena."""
 
-    def __init__(self, arena: Arena, folder: Folder, *, max_running: int, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        folder: Folder,
+        *,
+        max_running: int,
+        chunk_tokens: int,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """Share the engine among callers by these weights; callers without one have weight 1."""
         self.arena, self.folder = arena, folder
         self.max_running, self.chunk_tokens = max_running, chunk_tokens
         self.cache: PrefixCache | None = None
         """What earlier requests have read; None: nothing is kept."""
-        self.waiting: deque[Request] = deque()
+        self.park: Callable[[Sequence[Request]], None] = lambda _: None
+        """Caches what requests have computed that are about to be preempted while memory is left."""
+        self.waiting = FairQueue(weights)
         self.running: list[Request] = []
         self.limited_by: Counter[str] = Counter()
         """How many steps left a request waiting, by what it waited for."""
@@ -134,32 +151,39 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the step's rows; every request in them holds the memory that its row needs.
 
-        A request that decodes takes part unless it is not known yet what may be chosen; prompts share the
-        budget of `chunk_tokens` in order.
+        A request that decodes takes part unless it is not known yet what may be chosen; prefills share the
+        budget of `chunk_tokens`, those of the caller that is furthest behind first.
         """
         self._drop_cancelled()
         self._waits_for_others = False
-        at = 0
-        while at < len(self.running):
-            at += self._grow(self.running[at])
-        budget = self.chunk_tokens - sum(
-            r.num_schedulable_tokens for r in self.running if r.num_uncomputed_tokens > 1
-        )
-        while self._admit(budget):
-            budget -= self.running[-1].num_schedulable_tokens
+        for request in tuple(self.running):
+            if request not in self._events.preempted:
+                self._grow(request)
+        while self._admit():
+            pass
         if self._paused and not self.is_paused:
             self._note_catching_up()
         rows: list[ScheduledRequest] = []
-        budget = self.chunk_tokens
+        chunks = self._chunks()
         for request in self.running:
-            count = request.num_schedulable_tokens
-            if request.num_uncomputed_tokens > 1:
-                count = min(count, budget)
-                budget -= count
+            count = chunks.get(request, request.num_schedulable_tokens)
             if count and (count < request.num_uncomputed_tokens or request.chooser.knows()):
                 rows.append(ScheduledRequest.of(request, count))
         events, self._events = self._events, Events()
         return StepPlan(tuple(rows), events)
+
+    def _prefills(self) -> list[Request]:
+        """Return running requests with more than one uncomputed token, in the order of their callers."""
+        prefills = [request for request in self.running if request.num_uncomputed_tokens > 1]
+        return sorted(prefills, key=lambda request: self.waiting.rank(request.tenant))
+
+    def _chunks(self) -> dict[Request, int]:
+        """Divide `chunk_tokens` among prefills; return the number of tokens that each computes."""
+        budget, chunks = self.chunk_tokens, {}
+        for request in self._prefills():
+            chunks[request] = min(request.num_schedulable_tokens, budget)
+            budget -= chunks[request]
+        return chunks
 
     def release(self, request: Request) -> None:
         """Take back all that a request holds and forget it.
@@ -180,7 +204,10 @@ class Scheduler:
         self._events = Events()
         spoilt, self.running = self.running, []
         if not spoilt and self.waiting:
-            spoilt = [self.waiting.popleft()]
+            first = self.waiting.first()
+            assert first
+            self.waiting.remove(first)
+            spoilt = [first]
         return spoilt
 
     def reserve(self, request: Request, positions: int) -> bool:
@@ -245,9 +272,9 @@ class Scheduler:
                 break
             if self.reclaim():
                 continue
-            youngest = self.running[-1]
-            self.preempt(youngest)
-            if youngest is request:
+            victim = self._above_memory_share() or self.running[-1]
+            self.preempt(victim)
+            if victim is request:
                 return False
         return True
 
@@ -265,39 +292,138 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
 
-    def _admit(self, budget: int) -> bool:
-        """Move the first waiting request to the running ones if its state and all its tokens fit."""
+    def _admit(self) -> bool:
+        """Move the next waiting request to the running ones if its state and all its tokens fit.
+
+        A caller whose next request cannot run, though the caller is beyond its share, keeps no other waiting.
+        """
         if not self.waiting or self.is_paused:
             return False
-        lease, limit = self._room_for(self.waiting[0], budget)
-        if limit:
+        pending: Counter[str] = Counter()
+        for own in self.running:
+            pending[own.tenant.flow[0]] += own.num_uncomputed_tokens - own.is_decoding
+        for place, request in enumerate(self.waiting.heads(pending)):
+            lease, limit = self._room_for(request)
+            while limit and (victim := self._victim_for(request, limit)):
+                self._park(victim)
+                lease, limit = self._room_for(request)
+            if not limit:
+                self._start(request, lease)
+                return True
             self._waits_for_others = not self.running and self._is_held_for_others
-            if self.running or self._waits_for_others:
-                self._note_limit(limit)
-            else:
-                self._refuse(limit)
-            return False
+            if not self.running and not self._waits_for_others:
+                self._refuse(request, limit)
+                return False
+            if place == 0:
+                self._note_limit(request, limit)
+            if limit in (BLOCKS, STATES) and self._is_within_share(request):
+                return False
+        return False
+
+    def _start(self, request: Request, lease: Lease | None) -> None:
         self._last_limit = ""
-        request = self.waiting.popleft()
+        self.waiting.take(request)
         self.running.append(request)
         request.start()
         self._equip(request, lease)
-        return True
 
-    def _room_for(self, request: Request, budget: int) -> tuple[Lease | None, str]:
+    def rank(self, tenant: Tenant) -> tuple[float, float]:
+        """Return the virtual times by which tenants are served, the smallest first."""
+        return self.waiting.rank(tenant)
+
+    def comes_before_waiting(self, tenant: Tenant, arrived_s: float) -> bool:
+        """Return whether a request of this tenant would be admitted before all that wait."""
+        first = self.waiting.first()
+        if first is None or first.tenant.flow[0] == tenant.flow[0]:
+            return first is None or arrived_s <= first.arrived_s
+        return self.waiting.rank(tenant) <= self.waiting.rank(first.tenant)
+
+    def may_preempt(self) -> bool:
+        """Return whether a waiting request is entitled to a place among those that run."""
+        return any(self._victim_for(request, RUNNING) for request in self.waiting.heads())
+
+    def _victim_for(self, request: Request, limit: str) -> Request | None:
+        """Return the request to preempt so that another caller gets its share of what it waits for."""
+        if limit not in (RUNNING, BLOCKS, STATES) or not self._is_within_share(request, limit):
+            return None
+        caller = request.tenant.flow[0]
+        return self._above_share(caller) if limit == RUNNING else self._above_memory_share(caller)
+
+    def _above_share(self, other: str) -> Request | None:
+        """Return the youngest request of the caller that most exceeds its share of `max_running`."""
+        counts = by_caller(self.running)
+        return self._youngest_above(counts, self.max_running, counts, other)
+
+    def _above_memory_share(self, other: str | None = None) -> Request | None:
+        """Return the youngest request of the caller that most exceeds its share of the arena."""
+        counts = by_caller(self.running)
+        if len({*counts, other or ""}) < 2:
+            return None
+        return self._youngest_above(self._held_bytes(), self._arena_bytes, counts, other)
+
+    def _youngest_above(
+        self, held: Mapping[str, float], whole: float, counts: Mapping[str, int], other: str | None
+    ) -> Request | None:
+        """Never take a caller's last running request: two that cannot run together would alternate."""
+        excess = {
+            caller: held[caller] - whole * self.waiting.share(caller, {*counts, *([other] if other else ())})
+            for caller, count in counts.items()
+            if count > 1 and caller != other
+        }
+        most = max(excess, key=excess.__getitem__, default=None)
+        if most is None or excess[most] <= 0:
+            return None
+        before = (own for own in reversed(self.running) if own.tenant.flow[0] == most)
+        return next((own for own in before if all(own is not new for new, _ in self._events.admitted)), None)
+
+    def _is_within_share(self, request: Request, limit: str = BLOCKS) -> bool:
+        """Return whether a request's caller, with it, holds at most its share; one request always is."""
+        caller, counts = request.tenant.flow[0], by_caller(self.running)
+        share = self.waiting.share(caller, counts)
+        if limit == RUNNING:
+            return counts[caller] + 1 <= max(self.max_running * share, 1)
+        held = self._held_bytes()[caller]
+        return not held or held + self._num_bytes(request) <= self._arena_bytes * share
+
+    def _held_bytes(self) -> Counter[str]:
+        held: Counter[str] = Counter()
+        for request in self.running:
+            held[request.tenant.flow[0]] += self._num_bytes(request)
+        return held
+
+    def _num_bytes(self, request: Request) -> int:
+        return self.arena.layout.sequence_bytes(len(request.tokens))
+
+    @property
+    def _arena_bytes(self) -> int:
+        return self.arena.layout.slab_bytes * self.arena.usage().slabs
+
+    def _park(self, request: Request) -> None:
+        """Preempt a request for another caller's share; it goes on from the prefix cache."""
+        logger.info("preempted request %d: another caller is below its share", request.number)
+        self.park([request])
+        self._preempt(request)
+
+    def _room_for(self, request: Request) -> tuple[Lease | None, str]:
         """Look up where a request may go on from, and name what keeps it out, if anything does."""
         if len(self.running) >= self.max_running:
             return None, RUNNING
         lease = self._lease(request)
         if lease and self._is_being_read(request, lease):
             limit = PREFIXES
-        elif budget <= 0:
+        elif self._chunk_is_full(request):
             limit = CHUNK
         else:
             lease, limit = self._memory_for(request, lease)
         if limit and self.cache and lease:
             self.cache.leave(lease)
         return lease, limit
+
+    def _chunk_is_full(self, request: Request) -> bool:
+        """Return whether prefills that come before a request use all of `chunk_tokens`."""
+        rank = self.waiting.rank(request.tenant)
+        before = (own for own in self._prefills() if self.waiting.rank(own.tenant) <= rank)
+        return sum(own.num_schedulable_tokens for own in before) >= self.chunk_tokens
 
     def _is_being_read(self, request: Request, lease: Lease) -> bool:
         """Tell whether another computes much of what this one would; have its state cached where they part.
@@ -328,10 +454,9 @@ class Scheduler:
             limit = self._limit(request, lease)
         return lease, limit
 
-    def _refuse(self, limit: str) -> None:
-        """Fail the first waiting request: nothing runs that will ever make room for it."""
-        request = self.waiting[0]
-        self.waiting.popleft()
+    def _refuse(self, request: Request, limit: str) -> None:
+        """Fail a waiting request: nothing runs that will ever make room for it."""
+        self.waiting.remove(request)
         self._events.dropped.append(request)
         request.fail(
             CapacityError(
@@ -376,10 +501,10 @@ class Scheduler:
             return ""
         return BLOCKS if self.arena.might_take(states=states) else STATES
 
-    def _note_limit(self, limit: str) -> None:
+    def _note_limit(self, request: Request, limit: str) -> None:
         self.limited_by[limit] += 1
         if limit != self._last_limit:
-            needed = self.arena.layout.sequence_bytes(len(self.waiting[0].tokens))
+            needed = self._num_bytes(request)
             logger.info(
                 "%d requests wait for %s (the next needs %d bytes); %d run; %s",
                 *(len(self.waiting), limit, needed, len(self.running), self.arena.usage()),

@@ -139,9 +139,11 @@ class Runner(ABC):
         return self.batch.run.refusal(requests)
 
     def _is_interrupted(self) -> bool:
-        """Tell whether a request has come that may be admitted, or was cancelled."""
+        """Return whether a request has come that may be admitted, or was cancelled."""
         scheduler = self.host.scheduler
-        came = len(scheduler.waiting) != self._waiting and len(scheduler.running) < scheduler.max_running
+        came = len(scheduler.waiting) != self._waiting and (
+            len(scheduler.running) < scheduler.max_running or scheduler.may_preempt()
+        )
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
     def _commit(self, read: Output, seconds: dict[str, float]) -> None:
