@@ -7,14 +7,14 @@ served.
 """
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 
 from specdec.config.tenant import Tenant
 from specdec.core.request import Request
 
 MOST_IDLE = 1024
-"""Virtual times remembered of callers that have nothing waiting."""
+"""Flows with nothing waiting whose virtual times are remembered; beyond, they start anew."""
 
 
 class VirtualClock:
@@ -28,11 +28,11 @@ class VirtualClock:
     def at(self, flow: Hashable) -> float:
         return self._times.get(flow, self._now)
 
-    def arrive(self, flow: Hashable, waiting: Iterable[Hashable]) -> None:
+    def arrive(self, flow: Hashable, waiting: Collection[Hashable]) -> None:
         """Start a flow that had nothing waiting no earlier than those that have."""
         floor = min(map(self.at, waiting), default=self._now)
-        if len(self._times) > MOST_IDLE:
-            self._times = {own: time for own, time in self._times.items() if time > floor}
+        if len(self._times) > MOST_IDLE + len(waiting):
+            self._times = {own: self.at(own) for own in waiting}
         self._times[flow] = max(self.at(flow), floor)
 
     def serve(self, flow: Hashable) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.config.sampling import SamplingParams
+from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import Delta
 from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Scheduler
@@ -40,6 +41,7 @@ class Bench:
     slabs: int = 12
     max_running: int = 8
     chunk_tokens: int = 64
+    weights: dict[str, float] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     told: dict[int, list[Delta | SpecdecError]] = field(default_factory=dict)
@@ -48,13 +50,17 @@ class Bench:
     def __post_init__(self) -> None:
         self.arena = Arena(LAYOUT, (self.slabs + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
         self.scheduler = Scheduler(
-            self.arena, self, max_running=self.max_running, chunk_tokens=self.chunk_tokens
+            self.arena,
+            self,
+            max_running=self.max_running,
+            chunk_tokens=self.chunk_tokens,
+            weights=self.weights,
         )
 
     def fold(self, committed: Sequence[Committed]) -> None:
         raise AssertionError("no request has a path")
 
-    def submit(self, number: int, prompt: int, max_tokens: int = 8) -> Request:
+    def submit(self, number: int, prompt: int, max_tokens: int = 8, tenant: Tenant = SOLE) -> Request:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         tokens, self.told[number] = [TOKEN] * prompt, []
         request = Request(
@@ -66,6 +72,7 @@ class Bench:
             stop_ids={},
             max_length=LONGEST,
             emit=self.told[number].append,
+            tenant=tenant,
         )
         self.scheduler.submit(request)
         return request
@@ -76,6 +83,7 @@ class Bench:
         for row in plan.rows:
             request = row.request
             request.num_computed_tokens += row.num_tokens
+            self.scheduler.waiting.charge(request.tenant, row.num_tokens)
             # What a share reads has its place.
             assert (
                 len(request.table_N) >= LAYOUT.blocks_for(request.num_computed_tokens) and request.committed
