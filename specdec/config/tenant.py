@@ -16,6 +16,8 @@ class Tenant:
     salt: str = field(default="", repr=False)
     source: str = field(default="", repr=False, compare=False)
     """The connection of a request without a key, for fair scheduling; it keeps no texts apart."""
+    weight: float = field(default=1.0, compare=False)
+    """Of the caller's share of the engine."""
 
     @property
     def flow(self) -> tuple[str, str]:

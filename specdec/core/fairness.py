@@ -46,8 +46,9 @@ class VirtualClock:
 class FairQueue:
     """Waiting requests: in the order of their arrival within a flow, which is a caller with a salt."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = weights or {}
+    def __init__(self) -> None:
+        self._weights: dict[str, float] = {}
+        """Of callers with a weight other than 1."""
         self._callers = VirtualClock()
         self._salts: dict[str, VirtualClock] = {}
         """Clocks over the salts of each caller that has some."""
@@ -131,6 +132,8 @@ class FairQueue:
     def _flow(self, tenant: Tenant) -> deque[Request]:
         """Return a tenant's queue, for a request that is put into it."""
         caller, salt = tenant.flow
+        if tenant.weight != 1:
+            self._weights[caller] = tenant.weight
         if caller not in self._waiting:
             self._callers.arrive(caller, self._waiting)
         salts = self._waiting.setdefault(caller, {})

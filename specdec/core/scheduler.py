@@ -68,23 +68,14 @@ class Folder(Protocol):
 class Scheduler:
     """Owns the waiting and the running requests and all that they hold of the arena."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        folder: Folder,
-        *,
-        max_running: int,
-        chunk_tokens: int,
-        weights: Mapping[str, float] | None = None,
-    ) -> None:
-        """Share the engine among callers by these weights; callers without one have weight 1."""
+    def __init__(self, arena: Arena, folder: Folder, *, max_running: int, chunk_tokens: int) -> None:
         self.arena, self.folder = arena, folder
         self.max_running, self.chunk_tokens = max_running, chunk_tokens
         self.cache: PrefixCache | None = None
         """What earlier requests have read; None: nothing is kept."""
         self.park: Callable[[Sequence[Request]], None] = lambda _: None
         """Caches what requests have computed that are about to be preempted while memory is left."""
-        self.waiting = FairQueue(weights)
+        self.waiting = FairQueue()
         self.running: list[Request] = []
         self.limited_by: Counter[str] = Counter()
         """How many steps left a request waiting, by what it waited for."""

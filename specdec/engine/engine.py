@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Self
 
 from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
-from specdec.config.tenant import Tenant
+from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import Completion, Delta, EngineStats, collect
 from specdec.core.request import Emit, Request
 from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limits
@@ -111,16 +112,18 @@ class SpecEngine:
             ticket.cancel()
             raise
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, *, caller: str = "") -> Prepared:
+    def prepare(self, prompt: Prompt, params: SamplingParams, *, tenant: Tenant = SOLE) -> Prepared:
         """Turn a prompt and its parameters into what can be submitted, and refuse what cannot be served."""
-        return self.read_prompt(prompt, self.read_terms(params, caller=caller))
+        return self.read_prompt(prompt, self.read_terms(params, tenant=tenant))
 
-    def read_terms(self, params: SamplingParams, grammar: Form | None = None, *, caller: str = "") -> Terms:
+    def read_terms(
+        self, params: SamplingParams, grammar: Form | None = None, *, tenant: Tenant = SOLE
+    ) -> Terms:
         """Look at parameters, once for all prompts that share them, and refuse what cannot be served.
 
         `grammar` is what `begin_form` has made of the output's form, if that was waited for. Parameters are
-        read anew: a value that no check has seen would fail a step, and all requests that share it. `caller`
-        is who asks, where a process serves several: with the salt it makes the request's tenant.
+        read anew: a value that no check has seen would fail a step, and all requests that share it. `tenant`
+        names the caller where a process serves several; its salt is that of the parameters.
         """
         spec = self.model.network.spec
         with self._worker.calling():  # pydantic and the tokenizer are Rust, limits are made by torch
@@ -134,9 +137,9 @@ class SpecEngine:
             if span := params.thinking:
                 marks = self._marks(span.start, span.end)
                 thinking = ThinkingTerms(span, marks, stop_ids, has_form=has_form)
-        if grammar is None and (compiling := self.begin_form(params, caller=caller)):
+        if grammar is None and (compiling := self.begin_form(params, tenant=tenant)):
             grammar = compiling.result()
-        return Terms(params, grammar, tenant_of(params, caller), stop_ids, limits, thinking)
+        return Terms(params, grammar, _salted(tenant, params), stop_ids, limits, thinking)
 
     def read_prompt(self, prompt: Prompt, terms: Terms) -> Prepared:
         """Turn a prompt into token ids and refuse what the model cannot read."""
@@ -183,11 +186,11 @@ class SpecEngine:
         """End that process, and those of forms that no output uses; the next form starts them again."""
         self._grammars.release()
 
-    def begin_form(self, params: SamplingParams, *, caller: str = "") -> "Future[Form] | None":
+    def begin_form(self, params: SamplingParams, *, tenant: Tenant = SOLE) -> "Future[Form] | None":
         """Have the form of an output compiled meanwhile, if it has one; the result raises what is wrong."""
         self._worker.check_process()
         form = params.structured_outputs
-        return self._grammars.begin(form.kind, form.source, tenant_of(params, caller)) if form else None
+        return self._grammars.begin(form.kind, form.source, _salted(tenant, params)) if form else None
 
     def check_length(self, text: str) -> None:
         """Refuse a text that no tokenizer could make short enough, before it costs the time to read."""
@@ -384,5 +387,5 @@ class Ticket:
         self._worker.cancel(self._numbers)
 
 
-def tenant_of(params: SamplingParams, caller: str) -> Tenant:
-    return Tenant(caller, params.cache_salt or "")
+def _salted(tenant: Tenant, params: SamplingParams) -> Tenant:
+    return replace(tenant, salt=params.cache_salt or "")

@@ -82,9 +82,9 @@ def test_tokens_are_divided_however_a_caller_cuts_its_work() -> None:
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_tokens_are_divided_by_weight(weight: float) -> None:
-    crowd = Crowd(slabs=60, weights={"bob": weight})
+    crowd = Crowd(slabs=60)
     for _ in range(150):
-        for tenant in (ALICE, BOB):
+        for tenant in (ALICE, Tenant("bob", weight=weight)):
             crowd.ask(tenant, 4, max_tokens=20)
         crowd.advance(4)
     assert crowd.served[BOB] / crowd.served[ALICE] == pytest.approx(weight, rel=0.2)

@@ -41,7 +41,6 @@ class Bench:
     slabs: int = 12
     max_running: int = 8
     chunk_tokens: int = 64
-    weights: dict[str, float] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     told: dict[int, list[Delta | SpecdecError]] = field(default_factory=dict)
@@ -50,11 +49,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.arena = Arena(LAYOUT, (self.slabs + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
         self.scheduler = Scheduler(
-            self.arena,
-            self,
-            max_running=self.max_running,
-            chunk_tokens=self.chunk_tokens,
-            weights=self.weights,
+            self.arena, self, max_running=self.max_running, chunk_tokens=self.chunk_tokens
         )
 
     def fold(self, committed: Sequence[Committed]) -> None:

@@ -37,7 +37,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 def ask(engine: SpecEngine, tenant: Tenant, prompt: list[int], params: SamplingParams) -> Got:
     inbox = queue.SimpleQueue[Delta | SpecdecError]()
     own = params.model_copy(update={"cache_salt": tenant.salt or None})
-    engine.submit([engine.prepare(prompt, own, caller=tenant.caller)], lambda _, delta: inbox.put(delta))
+    engine.submit([engine.prepare(prompt, own, tenant=tenant)], lambda _, delta: inbox.put(delta))
     deltas = list[Delta]()
     while not deltas or deltas[-1].finish_reason is None:
         delta = inbox.get(timeout=60)

@@ -311,7 +311,7 @@ def test_a_form_serves_later_requests_of_its_tenant_alone(engines: list[SpecEngi
     )
 
     def compiled(params: SamplingParams, caller: str) -> Form | None:
-        return engines[0].prepare("a", params, caller=caller).grammar
+        return engines[0].prepare("a", params, tenant=Tenant(caller)).grammar
 
     first = compiled(plain, "alice")
     assert first is compiled(plain, "alice")

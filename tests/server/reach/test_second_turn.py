@@ -59,7 +59,7 @@ class Server:
 
     def prepared(self, ids: Sequence[int], salt: str = "", caller: str = "") -> Prepared:
         params = SamplingParams(max_tokens=1, cache_salt=salt or None)
-        return self.side.engine.prepare(list(ids), params, caller=caller)
+        return self.side.engine.prepare(list(ids), params, tenant=Tenant(caller))
 
     async def fetch(self, ids: Sequence[int], reference: LeaseReference, tenant: Tenant = SOLE) -> Fetched:
         return await self.side.fetcher.fetch(covered(ids, reference), tenant, reference)
