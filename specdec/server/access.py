@@ -39,9 +39,13 @@ class Access:
         """Tell whether pages of every origin may send requests."""
         return not self._callers and self.origins.takes_any
 
-    def admit(self, request: web.Request) -> str:
-        """Refuse a request, or return its caller: a name for each key, or none if no key is required."""
-        if self._callers:
+    def admit(self, request: web.Request, *, needs_key: bool = True) -> str:
+        """Refuse a request, or return its caller: a name for each key, or none if no key is required.
+
+        Requests that need no key are refused if a page of another origin sent them, as there is no key to
+        tell that it may.
+        """
+        if self._callers and needs_key:
             headers = request.headers
             return self._check_key(headers.get("Authorization", ""), headers.get("x-api-key", ""))
         self._refuse_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
@@ -83,11 +87,11 @@ class Access:
             raise Failure(400, "Host or Origin: it is no address.") from None
         if origin is not None and own.lower() != host.lower() and not self.origins.allow(origin):
             raise _foreign(origin)
-        if host and self._local and not is_local(name):
+        if host and self._local and not is_local(name) and not self.origins.name_host(host):
             raise Failure(
                 403,
                 f"Host: {host:.80} is not what this machine calls itself; ask 127.0.0.1 or localhost, or "
-                "start the server with --api-key, or with --host for others.",
+                f"start the server with --allowed-origins https://{host:.80}, or with --host for others.",
                 code="foreign_host",
             )
 

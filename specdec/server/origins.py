@@ -34,6 +34,10 @@ class Origins:
     def allow(self, origin: str) -> bool:
         return self.takes_any or origin.lower() in self._allowed
 
+    def name_host(self, host: str) -> bool:
+        """Tell whether a Host header is that of an allowed origin, as behind a proxy that keeps it."""
+        return any(f"{scheme}://{host.lower()}" in self._allowed for scheme in PORTS)
+
     def headers(self, origin: str | None) -> dict[str, str]:
         """Return the headers that let a page of this origin read a response, if it may."""
         if not self._allowed:
