@@ -141,6 +141,7 @@ async def _ready(asked: Asked) -> web.Response:
 
 
 async def _metrics(asked: Asked) -> web.Response:
+    asked.state.guard.check(asked.request)
     return web.Response(body=asked.state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -14,6 +14,7 @@ from specdec.route.settings import RouteConfig
 from specdec.route.upstream import Upstream
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure
+from specdec.server.origins import Origins, PageGuard
 from specdec.server.receive import ARRIVING_BYTES, BodyBudget
 from specdec.server.threads import Pool
 
@@ -34,6 +35,8 @@ class State:
         self.connections = Connections(config.max_connections, config.idle_timeout, files=3)
         self.large = Pool("looking", config.max_requests)
         """Threads that look at large bodies, by turns of their clients."""
+        self.guard = PageGuard(Origins(None), config.host)
+        """For the router's own figures; replicas check what goes on to them."""
         self.draining = False
         self.tasks: set[asyncio.Task[object]] = set()
         """Requests under way."""

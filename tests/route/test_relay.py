@@ -122,6 +122,17 @@ def test_head_and_options_have_their_answers() -> None:
     run(scenario)
 
 
+def test_foreign_pages_do_not_read_the_figures_of_a_router() -> None:
+    async def scenario(own: Rig, fake: Fake) -> None:
+        for headers, expected in (({}, 200), ({"Host": "rebound.example"}, 403), ({"Origin": "null"}, 403)):
+            async with own.client.get("/metrics", headers=headers) as answer:
+                assert answer.status == expected
+            async with own.client.post("/v1/completions", json={}, headers=headers) as answer:
+                assert answer.status == 200 and fake.seen, "replicas judge what goes on to them"
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     ("line", "path"),
     [
