@@ -22,9 +22,9 @@ from specdec.route.spread import flush_all, merged_models
 from specdec.route.state import SOON, State
 from specdec.route.upstream import Sent
 from specdec.server.anthropic.errors import error_body, speaks_anthropic
-from specdec.server.connections import expect_later, read_body
-from specdec.server.failures import Failure, failure_of
+from specdec.server.failures import Failure, failure_of, release_frames, without_panics
 from specdec.server.protocol import SERVER
+from specdec.server.receive import expect_later, read_body
 from specdec.server.streams import send_whole
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ async def _pass(handler: Handler, request: web.Request) -> web.StreamResponse:
     start_s, state = time.perf_counter(), asked.state
     level = logging.DEBUG if request.path in POLLED else logging.INFO
     try:
-        with state.connections.busy(request.protocol):
+        with state.connections.busy(request.protocol), without_panics():
             response = await handler(asked)
             if isinstance(response, web.Response):
                 await send_whole(request, response, state.config.stall_timeout)
@@ -106,6 +106,7 @@ async def _pass(handler: Handler, request: web.Request) -> web.StreamResponse:
             error_body(failure) if speaks_anthropic(request.path, request.headers) else None
         )
         response.headers.update({"X-Request-ID": number})
+        release_frames(error)
     state.metrics.answers.labels(method=request.method, status=f"{response.status // 100}xx").inc()
     about = _about(asked, response.status, start_s)
     says = "%(request_id)s %(method)s %(path)s %(status)d in %(ms).0f ms"
@@ -140,55 +141,51 @@ async def _ready(asked: Asked) -> web.Response:
 
 
 async def _metrics(asked: Asked) -> web.Response:
+    asked.state.guard.check(asked.request)
     return web.Response(body=asked.state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def _models(asked: Asked) -> web.StreamResponse:
-    async with _sent(asked) as sent:
-        return await merged_models(asked.state, sent)
+    async with _read(asked) as call:
+        return await merged_models(call.state, call.sent)
 
 
 async def _flush(asked: Asked) -> web.StreamResponse:
-    async with _sent(asked) as sent:
-        return await flush_all(asked.state, sent)
+    async with _read(asked) as call:
+        return await flush_all(call.state, call.sent)
 
 
 async def _others(asked: Asked) -> web.StreamResponse:
     """Hand a request to a replica, and its answer back."""
     request, state = asked.request, asked.state
-    async with _sent(asked) as sent:
-        read_s = time.perf_counter()
-        prompt = await _look_at(sent, asked)
-        call = Call(state, request, asked.number, prompt, sent, read_s)
+    async with _read(asked) as call:
         if is_worth_it(call):
             return await pass_on_apart(call)
         stored = STORED.match(request.path)
-        name = stored[1] if stored else prompt.follows
+        name = stored[1] if stored else call.prompt.follows
         only = state.owner(name) if name else None
-        return await pass_on(call, Attempts(state, prompt, Role.BOTH, Role.DECODE, only=only))
+        return await pass_on(call, Attempts(state, call.prompt, Role.BOTH, Role.DECODE, only=only))
 
 
 @contextlib.asynccontextmanager
-async def _sent(asked: Asked) -> AsyncIterator[Sent]:
+async def _read(asked: Asked) -> AsyncIterator[Call]:
     """Read a request that is admitted; its body is kept until a replica has begun to answer."""
-    request, state = asked.request, asked.state
-    is_packed, length = "Content-Encoding" in request.headers, request.content_length
-    most = state.config.max_body_bytes
-    most = most if is_packed or length is None else min(length, most)
-    with state.under_way(), state.holding(most if request.can_read_body else 0) as held:
-        await read_body(request, state.config.body_timeout)
-        body = await request.read()
-        held.comes_to(len(body))
-        headers = of_request(request.headers, is_unpacked=is_packed)
-        headers.setdefault("X-Request-ID", asked.number)
-        # It begins with a slash, as all routes do: behind a replica's address nothing else would be a path.
-        yield Sent(request.method, request.rel_url.raw_path_qs, headers, body)
+    request, state, number = asked
+    caller = request.remote or ""
+    with state.under_way(), state.kept.holding(caller) as kept:
+        with state.arriving.holding(caller) as arriving:
+            received = await read_body(request, arriving, state.config.body_timeout)
+            read_s = time.perf_counter()
 
+            def look() -> tuple[bytes, Prompt]:
+                body = received.unpack()
+                return body, look_at(body, request.headers) if body else Prompt()
 
-async def _look_at(sent: Sent, asked: Asked) -> Prompt:
-    if not sent.body:
-        return Prompt()
-    headers = asked.request.headers
-    if len(sent.body) <= LARGE:
-        return look_at(sent.body, headers)
-    return await asked.state.large.do(partial(look_at, sent.body, headers), asked.request.remote or "")
+            is_large = received.is_packed or len(received.data) > LARGE
+            body, prompt = await state.large.do(look, caller) if is_large else look()
+        kept.add(len(body))
+        headers = of_request(request.headers, is_unpacked=received.is_packed)
+        headers.setdefault("X-Request-ID", number)
+        # It begins with a slash, as all routes do: behind a replica's address only that is a path.
+        sent = Sent(request.method, request.rel_url.raw_path_qs, headers, body)
+        yield Call(state, request, number, prompt, sent, read_s)

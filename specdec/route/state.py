@@ -14,13 +14,14 @@ from specdec.route.settings import RouteConfig
 from specdec.route.upstream import Upstream
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure
+from specdec.server.origins import Origins, PageGuard
+from specdec.server.receive import ARRIVING_BYTES, BodyBudget
 from specdec.server.threads import Pool
 
 SOON = {"Retry-After": "1"}
 STOPPING = {"Retry-After": "10"}
-MOST_HELD_BYTES = 1 << 30
-"""Of bodies that are kept until a replica answers; small ones do not count."""
-SMALL = 1 << 16
+KEPT_BYTES = 1 << 30
+"""Memory for bodies that have arrived, unpacked, until a replica has begun to answer."""
 MOST_OWNED = 100_000
 """Stored responses of which the router remembers who has them."""
 
@@ -34,12 +35,16 @@ class State:
         self.connections = Connections(config.max_connections, config.idle_timeout, files=3)
         self.large = Pool("looking", config.max_requests)
         """Threads that look at large bodies, by turns of their clients."""
+        self.guard = PageGuard(Origins(None), config.host)
+        """For the router's own figures; replicas check what goes on to them."""
         self.draining = False
         self.tasks: set[asyncio.Task[object]] = set()
         """Requests under way."""
         self.idle = asyncio.Event()
         self.idle.set()
-        self.held_bytes = 0
+        self.arriving = BodyBudget(ARRIVING_BYTES, config.max_body_bytes)
+        self.kept = BodyBudget(KEPT_BYTES, config.max_body_bytes)
+        """Memory for bodies; a caller is a client's address, as keys are checked by replicas alone."""
         self._owners: OrderedDict[str, str] = OrderedDict()
 
     def choose(self, prompt: Prompt, found: Sequence[Replica]) -> Choice | None:
@@ -81,34 +86,3 @@ class State:
             self.tasks.discard(task)
             if not self.tasks:
                 self.idle.set()
-
-    @contextlib.contextmanager
-    def holding(self, num_bytes: int) -> Iterator["Held"]:
-        """Admit a body of so many bytes at most, or refuse it: whoever sends them need show no key here."""
-        held = Held(self)
-        if num_bytes > SMALL and self.held_bytes and self.held_bytes + num_bytes > MOST_HELD_BYTES:
-            raise Failure(
-                429,
-                f"Bodies of {self.held_bytes:,} bytes are under way, of at most {MOST_HELD_BYTES:,}; try "
-                "again later.",
-                code="too_many_requests",
-                headers=SOON,
-            )
-        held.comes_to(num_bytes)
-        try:
-            yield held
-        finally:
-            held.comes_to(0)
-
-
-class Held:
-    """A body that is kept."""
-
-    def __init__(self, state: State) -> None:
-        self._state, self._counted = state, 0
-
-    def comes_to(self, num_bytes: int) -> None:
-        """Count so many bytes of it."""
-        counted = num_bytes if num_bytes > SMALL else 0
-        self._state.held_bytes += counted - self._counted
-        self._counted = counted

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 import re
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from specdec.route.state import State
 
 logger = logging.getLogger(__name__)
 
+KEY = "SPECDEC_API_KEY"
+"""The environment's key, by which replicas with keys tell the router their figures."""
 MOST_FIGURES = 8 << 20
 """Bytes of a replica's figures that are read."""
 LINE = re.compile(
@@ -72,6 +75,8 @@ class Watch:
     def __init__(self, state: State, session: aiohttp.ClientSession) -> None:
         self.state, self.config, self.session = state, state.config, session
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._closed: set[str] = set()
+        """Replicas of which the log says that they refuse their figures."""
         self._wrong = ""
         """What was wrong with the file or name when it was read last: it is said once."""
         self._read: list[Address] = []
@@ -150,6 +155,13 @@ class Watch:
                         told = read_figures(await _read(answer))
                         replica.waiting, replica.arena, replica.models = told[:3]
                         replica.note_role(told.role, suits_both=self.config.pd_protocol == "vllm")
+                    elif answer.status == 401 and replica.url not in self._closed:
+                        self._closed.add(replica.url)
+                        logger.warning(
+                            "%s tells its /metrics by a key alone: set %s to it for the router, or start the "
+                            "replica with --metrics-open; until then its load and role are unknown",
+                            *(replica.url, KEY),
+                        )
         except TimeoutError:
             return f"/ready has not answered within {self.config.check_timeout:g} s"
         except aiohttp.ClientError as error:
@@ -167,7 +179,9 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 
 def open_session(config: RouteConfig) -> aiohttp.ClientSession:
     """Return the connections for checks: they are not those of requests, which may all be taken."""
+    key = os.environ.get(KEY, "").strip()
     return aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {key}"} if key else None,
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4 * config.check_period),
         timeout=aiohttp.ClientTimeout(total=config.check_timeout),
         cookie_jar=aiohttp.DummyCookieJar(),

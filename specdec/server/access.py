@@ -1,19 +1,17 @@
 """Authorization: requests with a valid key or, where no key is set, those that no foreign page sent."""
 
 import hmac
-import ipaddress
 import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from specdec.errors import ConfigError
 from specdec.models.folder import short
 from specdec.server.failures import Failure
-from specdec.server.origins import Origins
+from specdec.server.origins import Origins, PageGuard, foreign, is_local
 from specdec.server.settings import ServerConfig
 
 VARIABLE = "SPECDEC_API_KEY"
@@ -28,6 +26,7 @@ class Access:
         """A name for each key: what is stored of a request carries the name, never the key."""
         self._local = is_local(config.host)
         self.origins = Origins(config.allowed_origins)
+        self._guard = PageGuard(self.origins, config.host)
 
     @property
     def is_open(self) -> bool:
@@ -39,21 +38,25 @@ class Access:
         """Tell whether pages of every origin may send requests."""
         return not self._callers and self.origins.takes_any
 
-    def admit(self, request: web.Request) -> str:
-        """Refuse a request, or return its caller: a name for each key, or none if no key is required."""
-        if self._callers:
+    def admit(self, request: web.Request, *, needs_key: bool = True) -> str:
+        """Refuse a request, or return its caller: a name for each key, or none if no key is required.
+
+        Requests that need no key are refused if a page of another origin sent them, as there is no key to
+        tell that it may.
+        """
+        if self._callers and needs_key:
             headers = request.headers
             return self._check_key(headers.get("Authorization", ""), headers.get("x-api-key", ""))
-        self._refuse_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
+        self._guard.check(request)
         return ""
 
     def admit_preflight(self, request: web.Request) -> None:
         """Admit a CORS preflight, which never carries a key, or refuse it."""
         host, origin = request.headers.get("Host", ""), request.headers["Origin"]
         if not self._callers:
-            self._refuse_pages(host, origin)
+            self._guard.refuse(host, origin)
         elif not self.origins.allow(origin):
-            raise _foreign(origin)
+            raise foreign(origin)
 
     def _check_key(self, authorization: str, bare: str) -> str:
         """Compare all keys, each in constant time, which does not even leak a key's length."""
@@ -74,39 +77,6 @@ class Access:
     def _caller(self, key: bytes) -> str:
         """Name the holder of a key, as this process alone does."""
         return hmac.digest(self._secret, key, "sha256").hex()
-
-    def _refuse_pages(self, host: str, origin: str | None) -> None:
-        """Refuse requests from pages of other origins, DNS rebinding included."""
-        try:
-            name, own = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
-        except ValueError:
-            raise Failure(400, "Host or Origin: it is no address.") from None
-        if origin is not None and own.lower() != host.lower() and not self.origins.allow(origin):
-            raise _foreign(origin)
-        if host and self._local and not is_local(name):
-            raise Failure(
-                403,
-                f"Host: {host:.80} is not what this machine calls itself; ask 127.0.0.1 or localhost, or "
-                "start the server with --api-key, or with --host for others.",
-                code="foreign_host",
-            )
-
-
-def _foreign(origin: str) -> Failure:
-    return Failure(
-        403,
-        f"Origin: a page of {origin:.80} may not ask this server; start it with --allowed-origins and this "
-        "origin to let its pages in.",
-        code="foreign_origin",
-    )
-
-
-def is_local(host: str) -> bool:
-    """Tell whether a host name is this machine's loopback."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".").rpartition(".")[2] == "localhost"
 
 
 def read_keys(config: ServerConfig) -> Sequence[str]:

@@ -20,16 +20,16 @@ from specdec.server.addresses import name_address
 from specdec.server.answers import Deadline
 from specdec.server.anthropic.errors import error_body, speaks_anthropic
 from specdec.server.anthropic.handlers import count_tokens, message
-from specdec.server.connections import expect_later, read_body
-from specdec.server.failures import Failure, failure_of
+from specdec.server.failures import Failure, failure_of, release_frames, without_panics
 from specdec.server.generate import chat, complete
 from specdec.server.openapi import described, documented
 from specdec.server.origins import is_preflight, let_through
 from specdec.server.page import HEADERS, WEB, playground
 from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.protocol import SERVER
+from specdec.server.receive import expect_later
 from specdec.server.responses.handlers import delete, respond, retrieve
-from specdec.server.state import Served, State, worked
+from specdec.server.state import Served, State
 from specdec.server.streams import send_whole
 from specdec.server.thinking import unread
 from specdec.server.tools.offer import make_offer, untold
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
 PAGES = playground(WEB)
-OPEN = {"/health", "/ready", "/metrics", "/openapi.json", "/docs", "/version", *PAGES}
-"""Routes that need no key: load balancers and scrapers have none, and the page asks for one itself."""
+OPEN = {"/health", "/ready", "/openapi.json", "/docs", "/version", *PAGES}
+"""Routes that need no key: load balancers have none, and the page asks for one itself."""
 STARTED = int(time.time())
 GONE = 499
 """nginx's status for a request whose client has disconnected."""
@@ -115,10 +115,10 @@ async def _pass(
             state.access.admit_preflight(request)
             response: web.StreamResponse = let_through(request)
         else:
-            if request.path not in OPEN:
-                request["caller"] = state.access.admit(request)
-            with state.connections.busy(request.protocol):
-                await read_body(request, state.config.body_timeout)
+            is_open = request.path in OPEN or (request.path == "/metrics" and state.config.metrics_open)
+            request["caller"] = state.access.admit(request, needs_key=not is_open)
+            kept = state.kept.holding(request["caller"] or request.remote or "")
+            with state.connections.busy(request.protocol), without_panics(), kept as request["kept"]:
                 response = await handler(request)
                 if isinstance(response, web.Response):
                     await send_whole(request, response, state.config.stall_timeout)
@@ -139,6 +139,7 @@ async def _pass(
             says = "%(request_id)s %(path)s failed: %(reason)s"
             logger.error(says, about, exc_info=failure.trace, extra=about)
         response = failure.response(error_body(failure) if is_anthropic else None)
+        release_frames(error)
     resource = request.match_info.route.resource
     if resource:  # what is no address of the server could be any text
         state.metrics.answered(resource.canonical, request.method, response.status)
@@ -233,23 +234,23 @@ async def _tokenize(request: web.Request, state: State) -> web.Response:
     with state.under_way(served, 1, until, caller=request["caller"]):
         async with until.held():
             await served.ready()
-            ids = await _tokens(body, served)
+            ids = await _tokens(body, served, request["caller"])
         found = {"tokens": ids, "count": len(ids), "max_model_len": served.max_model_len}
         return await send_whole(request, web.json_response(found), state.config.stall_timeout)
 
 
-async def _tokens(body: TokenizeBody, served: Served) -> list[int]:
+async def _tokens(body: TokenizeBody, served: Served, caller: str) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
         offer = make_offer(body.tools, None, parallel=True, form=served.calls, told=served.told)
         own = {**served.template_kwargs, **(body.chat_template_kwargs or {})}
         variables = {**own, **({"tools": offer.plain} if offer else {})}
-        chat = await served.encode_chat(body.messages, variables, answer=body.add_generation_prompt)
+        chat = await served.encode_chat(body.messages, variables, caller, answer=body.add_generation_prompt)
         return chat.ids
     assert body.prompt is not None
     served.engine.check_length(body.prompt)
-    return await served.encode(body.prompt, special=body.add_special_tokens)
+    return await served.encode(body.prompt, caller, special=body.add_special_tokens)
 
 
 async def _detokenize(request: web.Request, state: State) -> web.Response:
@@ -260,10 +261,10 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
     with state.under_way(served, 1, until, caller=request["caller"]):
         async with until.held():
             await served.ready()
-            return web.json_response({"prompt": await _text(body, served)})
+            return web.json_response({"prompt": await _text(body, served, request["caller"])})
 
 
-async def _text(body: DetokenizeBody, served: Served) -> str:
+async def _text(body: DetokenizeBody, served: Served, caller: str) -> str:
     tokenizer, vocab = served.engine.tokenizer, served.engine.model.network.spec.vocab
     if tokenizer is None:
         raise Failure(400, "tokens: the model has no tokenizer, so they have no text.", param="tokens")
@@ -273,7 +274,7 @@ async def _text(body: DetokenizeBody, served: Served) -> str:
         )
     if any(not 0 <= token < vocab for token in body.tokens):
         raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
-    return await worked(len(body.tokens), partial(tokenizer.decode, body.tokens))
+    return await served.work(len(body.tokens), partial(tokenizer.decode, body.tokens), caller)
 
 
 async def _flush_cache(request: web.Request, state: State) -> web.Response:

@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from specdec.server.failures import UNKNOWN_ENCODING, Failure
 from specdec.server.protocol import Connection
 
 MOST_FILES = 1 << 16
 """The limit of open files that the process asks the system for."""
 SPARE = 256
 """Descriptors reserved for everything else, and for connections accepted in one batch."""
+UNREAD_BYTES = 1 << 16
+"""Bytes of a body after which a connection is read no further until a handler asks for them."""
 LINGER_S = 2.0
 """For reading the rest of a refused body, so that its sender still reads the response."""
-ENCODINGS = {"", "identity", "gzip", "deflate"}
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Connections:
@@ -39,9 +38,11 @@ class Connections:
             return Connection(
                 server,
                 loop=asyncio.get_running_loop(),
-                access_log=None,  # type: ignore[arg-type]  # as its own runner has it: our log says more
+                access_log=None,  # as its own runner has it: our log says more
                 keepalive_timeout=self.idle_s,
                 lingering_time=LINGER_S,
+                read_bufsize=UNREAD_BYTES,
+                auto_decompress=False,  # `read_body` unpacks what a handler wants
             )
 
         def make() -> asyncio.BaseProtocol:
@@ -72,39 +73,6 @@ class _Refused(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close it at once."""
         transport.close()
-
-
-async def expect_later(request: web.Request) -> None:
-    """Hold `100 Continue` back until the body is wanted: `read_body` sends it."""
-    if not _waits(request):
-        raise web.HTTPExpectationFailed
-
-
-def _waits(request: web.Request) -> bool:
-    """Tell whether the client waits for `100 Continue`."""
-    return request.headers.get("Expect", "").lower() == "100-continue"
-
-
-async def read_body(request: web.Request, limit_s: float) -> None:
-    """Read a body into the request; refuse one that is too slow or too large."""
-    if (request.content_length or 0) > request.client_max_size:
-        raise Failure(
-            413,
-            f"The body has {request.content_length:,} bytes, and max_body_bytes, a setting of the server, "
-            f"allows {request.client_max_size:,}.",
-        )
-    if request.headers.get("Content-Encoding", "").strip().lower() not in ENCODINGS:
-        raise Failure(415, UNKNOWN_ENCODING)
-    try:
-        async with asyncio.timeout(limit_s):
-            if _waits(request) and request.version >= (1, 1):
-                await request.writer.write(CONTINUE)
-                request.writer.output_size = 0  # it is no part of the answer
-            await request.read()
-    except TimeoutError:
-        raise Failure(408, f"The body did not come within {limit_s:g} s.", code="body_timeout") from None
-    except web.RequestPayloadError:
-        raise Failure(400, "the body cannot be read; check its Content-Encoding and length.") from None
 
 
 def _raise_limit() -> int:

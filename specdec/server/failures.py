@@ -1,5 +1,6 @@
 """Errors in the form that clients of OpenAI's API expect."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
@@ -83,6 +84,31 @@ class Failure(Exception):
         return web.Response(
             status=self.status, text=text, content_type="application/json", headers=self.headers
         )
+
+
+ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""Exceptions that end a task, a generator or the process, and are no errors."""
+
+
+class Panic(Exception):
+    """An extension module gave up: Rust's panics are no `Exception`, and would pass all handlers."""
+
+
+@contextlib.contextmanager
+def without_panics() -> Iterator[None]:
+    """Raise a `Panic` in place of a `BaseException` that is an error."""
+    try:
+        yield
+    except (Exception, *ENDS):
+        raise
+    except BaseException as error:
+        raise Panic(f"{type(error).__name__}: {error}") from error
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Drop the frames of an error that was answered: they hold the request's body, in a reference cycle."""
+    while error:
+        error.__traceback__, error = None, error.__context__
 
 
 def failure_of(error: Exception) -> Failure:

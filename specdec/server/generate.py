@@ -1,7 +1,7 @@
 """The completion and chat handlers: one request, its choices, whole or streamed."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
 from specdec.server.metrics import Watch
 from specdec.server.reach.bodies import Asked, Lend
 from specdec.server.reach.lending import Lending, lending_params
-from specdec.server.state import Served, State, worked
+from specdec.server.state import Served, State
 from specdec.server.streams import EventStream, send_whole
 from specdec.server.thinking import ThinkingTokens, span_of, template_variables
 from specdec.server.tools.offer import Offer, untold
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 SPELLING = 5
 """Times as long as reading a character takes spelling a token."""
+Work = Callable[[int, Callable[[], Any]], Awaitable[Any]]
+"""Do work of a size in the turn of a request's caller: `Served.work`."""
 MakeWriter = Callable[[Expected, Sequence[Prepared]], Writer]
 
 
@@ -71,7 +73,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
             ids = sum(len(own.ids) for own in prepared)
             echoes = []
             if body.echo and not lends:
-                echoes = await worked(ids * SPELLING, partial(echo, prepared))
+                echoes = await served.work(ids * SPELLING, partial(echo, prepared), caller)
             await _fetch(state, prepared, asked)
         form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
         writer = Chunks(form, body, body.model or served.name, prepared)
@@ -138,8 +140,8 @@ async def answer_chat(
         async with until.held():
             await served.ready()
             messages, opened = body.messages, body.add_generation_prompt
-            ids, thinking = await served.encode_chat(messages, variables, answer=opened)
-            marks = await served.marks(ids, messages, variables)
+            ids, thinking = await served.encode_chat(messages, variables, caller, answer=opened)
+            marks = await served.marks(ids, messages, variables, caller)
             own: dict[str, Any] = {"cache_marks": marks or None}
             if thinking and not lends and (budget or params.structured_outputs):
                 own["thinking"] = span_of(thinking, budget[1] if budget else None)
@@ -201,17 +203,18 @@ async def _answer(
         answers = Answers(
             served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over
         )
+    work: Work = partial(served.work, caller=request["caller"])
     with resident.answering(answers):
         with metrics.request(prepared, until.start_s) as watch, answers:
             if streams:
                 stream = EventStream(request, stall_s, is_typed=writer.is_typed)
-                return await _stream(answers, writer, watch, stream, names)
-            whole = await _whole(answers, writer, watch)
+                return await _stream(answers, writer, watch, stream, names, work)
+            whole = await _whole(answers, writer, watch, work)
         whole_response = web.Response(text=whole, content_type="application/json")
         return await send_whole(request, whole_response, stall_s)
 
 
-async def _whole(answers: Answers | Lending, writer: Writer, watch: Watch) -> str:
+async def _whole(answers: Answers | Lending, writer: Writer, watch: Watch, work: Work) -> str:
     said: dict[int, list[Delta]] = {}
     async for own in answers:
         choice, delta, _ = own
@@ -223,11 +226,12 @@ async def _whole(answers: Answers | Lending, writer: Writer, watch: Watch) -> st
         return writer.whole({choice: Delta.joined(deltas) for choice, deltas in said.items()})
 
     spelt = sum(delta.num_told for deltas in said.values() for delta in deltas)
-    return await worked(spelt * SPELLING, write)
+    whole: str = await work(spelt * SPELLING, write)
+    return whole
 
 
 async def _stream(
-    answers: Answers | Lending, writer: Writer, watch: Watch, stream: EventStream, names: Names
+    answers: Answers | Lending, writer: Writer, watch: Watch, stream: EventStream, names: Names, work: Work
 ) -> web.StreamResponse:
     """Stream the deltas. After the first event an error is an event too: the status has been sent."""
     try:
@@ -235,7 +239,7 @@ async def _stream(
             choice, delta, _ = own
             writer.usage.add(choice, delta)
             watch.said(own)
-            events = await worked(delta.num_told * SPELLING, partial(writer.events, choice, delta))
+            events = await work(delta.num_told * SPELLING, partial(writer.events, choice, delta))
             if events:
                 await stream.send(*events)
         if events := writer.end():

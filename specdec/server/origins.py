@@ -1,11 +1,14 @@
-"""CORS: which pages of other origins may read responses."""
+"""Pages of other origins: which may ask and read responses (CORS), and the refusal of all others."""
 
+import ipaddress
 import re
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from specdec.errors import ConfigError
+from specdec.server.failures import Failure
 from specdec.server.fields import IGNORED, MAX_TOKENS
 
 ANY = "*"
@@ -34,6 +37,10 @@ class Origins:
     def allow(self, origin: str) -> bool:
         return self.takes_any or origin.lower() in self._allowed
 
+    def name_host(self, host: str) -> bool:
+        """Tell whether a Host header is that of an allowed origin, as behind a proxy that keeps it."""
+        return any(f"{scheme}://{host.lower()}" in self._allowed for scheme in PORTS)
+
     def headers(self, origin: str | None) -> dict[str, str]:
         """Return the headers that let a page of this origin read a response, if it may."""
         if not self._allowed:
@@ -44,6 +51,52 @@ class Origins:
         if origin is not None and self.allow(origin):
             own |= {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
         return own
+
+
+class PageGuard:
+    """Refuses requests that pages of other origins send, DNS rebinding included."""
+
+    def __init__(self, origins: Origins, host: str) -> None:
+        self._origins, self._is_local = origins, is_local(host)
+
+    def check(self, request: web.Request) -> None:
+        """Check a request's headers; raise a `Failure` if they are a foreign page's."""
+        self.refuse(request.headers.get("Host", ""), request.headers.get("Origin"))
+
+    def refuse(self, host: str, origin: str | None) -> None:
+        """Raise a `Failure` if a page of another origin names this host, or itself, so."""
+        try:
+            name, own = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
+        except ValueError:
+            raise Failure(400, "Host or Origin: it is no address.") from None
+        if origin is not None and own.lower() != host.lower() and not self._origins.allow(origin):
+            raise foreign(origin)
+        if host and self._is_local and not is_local(name) and not self._origins.name_host(host):
+            raise Failure(
+                403,
+                f"Host: {host:.80} is not what this machine calls itself; ask 127.0.0.1 or localhost, or "
+                f"start the server with --host for others; `specdec serve` takes --allowed-origins "
+                f"https://{host:.80} too.",
+                code="foreign_host",
+            )
+
+
+def foreign(origin: str) -> Failure:
+    """Return the refusal of a page."""
+    return Failure(
+        403,
+        f"Origin: a page of {origin:.80} may not ask this server; start it with --allowed-origins and this "
+        "origin to let its pages in.",
+        code="foreign_origin",
+    )
+
+
+def is_local(host: str) -> bool:
+    """Tell whether a host name is this machine's loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".").rpartition(".")[2] == "localhost"
 
 
 def is_preflight(request: web.Request) -> bool:

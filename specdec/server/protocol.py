@@ -22,6 +22,11 @@ class Connection(RequestHandler):
 
     __slots__ = ()
 
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        """Stop reading while a request waits behind the one that is handled, instead of behind 32."""
+        super().__init__(*args, **kw)
+        self._max_msg_queue_size, self._msg_queue_resume_size = 1, 0
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -45,16 +50,10 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response; an error that aiohttp raises before any handler gets our form.
-
-        The rest of a packed body that was refused is not waited for: it would be unpacked without a pause.
-        """
+        """Send a response; an error that aiohttp raises before any handler gets our form."""
         if isinstance(resp, web.HTTPException):
             resp = failure_of(resp).response()
-        finished = await super().finish_response(request, resp, start_time)
-        if request.headers.get("Content-Encoding") and not request.content.is_eof():
-            self.force_close()
-        return finished
+        return await super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Log internal errors only: a malformed request is the client's own and is answered as such."""

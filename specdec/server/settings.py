@@ -78,6 +78,11 @@ class ServerConfig(Settings):
         "server's own pages alone",
         description="a list of origins such as https://app.example, or None",
     )
+    metrics_open: bool = Field(
+        False,
+        title="answer /metrics without a key too, for scrapers and routers that have none",
+        description="True or False",
+    )
     ssl_certfile: str | None = Field(
         None,
         title="a certificate in PEM, with those that signed it behind it: the server then speaks HTTPS alone",

@@ -18,12 +18,13 @@ from specdec.models.folder import SHIPPED
 from specdec.server.access import Access
 from specdec.server.answers import Bell, Deadline
 from specdec.server.connections import Connections
-from specdec.server.failures import Failure, without_inside
+from specdec.server.failures import Failure, Panic, without_inside, without_panics
 from specdec.server.fields import Ignored
 from specdec.server.messages import Message, as_read, beginnings
 from specdec.server.metrics import Metrics, ModelMetrics, labels_of
 from specdec.server.reach.figures import ReachFigures
 from specdec.server.reach.reach import Reach
+from specdec.server.receive import ARRIVING_BYTES, BodyBudget, read_body
 from specdec.server.resident import Resident
 from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import Role, ServerConfig
@@ -41,6 +42,8 @@ LONG = 20_000
 """Characters, or ids, of prompts whose tokenization takes a while."""
 LARGE = 4096
 """Bytes of a body that takes milliseconds to read: it may hold a hundred messages."""
+KEPT_BYTES = 384 << 20
+"""Memory for what bodies say, counted in bytes of JSON, until their requests end; one caller gets half."""
 T = TypeVar("T")
 STALLED_S = 10.0
 """Seconds of a step after which load balancers are told to go elsewhere, well before step_timeout."""
@@ -71,6 +74,9 @@ class State:
         self.access = Access(config)
         self.bell = Bell(asyncio.get_running_loop())
         self.connections = Connections(config.max_connections, config.idle_timeout)
+        self.arriving = BodyBudget(ARRIVING_BYTES, config.max_body_bytes)
+        self.kept = BodyBudget(KEPT_BYTES, config.max_body_bytes)
+        """Memory for bodies; without keys each address is a caller."""
         self.responses = ResponseStore(
             config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
         )
@@ -115,14 +121,25 @@ class State:
         )
 
     async def read(self, request: web.Request, until: Deadline, read: Callable[[bytes], T]) -> T:
-        """Read a request's body, beside the event loop if it is large."""
-        return await self.beside(request, until, partial(read, await request.read()))
+        """Read and parse a request's body, beside the event loop if it is large."""
+        with self.arriving.holding(request["kept"].caller) as held:
+            body = await read_body(request, held, self.config.body_timeout)
+
+            def parse() -> tuple[T, int]:
+                data = body.unpack()
+                return read(data), len(data)
+
+            request["body_bytes"] = len(body.data)
+            more_bytes = LARGE if body.is_packed else 0
+            parsed, request["body_bytes"] = await self.beside(request, until, parse, more_bytes)
+        request["kept"].add(request["body_bytes"])
+        return parsed
 
     async def beside(
         self, request: web.Request, until: Deadline, work: Callable[[], T], more_bytes: int = 0
     ) -> T:
         """Do work that grows with a request's body, in its turn and in a thread if there is much of it."""
-        if len(await request.read()) + more_bytes <= LARGE:
+        if request["body_bytes"] + more_bytes <= LARGE:
             return work()
         if self.draining and until not in self._under_way:
             raise _stopping()  # it would be refused once it was read
@@ -218,6 +235,7 @@ class Served:
         """The playground's mode: the shipped model has a chat template but knows code alone."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
         self._templates = Pool("template", config.max_queued)
+        self._workers = Pool("text", config.max_queued)
         self._marks_refused = False
         """Whether the log says already that a mark was ignored."""
 
@@ -276,15 +294,22 @@ class Served:
             terms = self.engine.read_terms(params, grammar, caller=caller)
             return [self.engine.read_prompt(prompt, terms) for prompt in prompts]
 
-        return await worked(sum(map(len, prompts)) + _size(params), prepare)
+        with _tokenizing():
+            return await self.work(sum(map(len, prompts)) + _size(params), prepare, caller)
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+    async def work(self, size: int, work: Callable[[], T], caller: str) -> T:
+        """Do work of a size in characters: what takes a while in a thread, in its caller's turn."""
+        with without_panics():
+            return await self._workers.do(work, caller) if size > LONG else work()
+
+    async def encode(self, text: str, caller: str, *, special: bool = True) -> list[int]:
         """Tokenize a text."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise Failure(400, "prompt: the model has no tokenizer; send token ids.", param="prompt")
         try:
-            return await worked(len(text), partial(tokenizer.encode, text, special=special))
+            with _tokenizing():
+                return await self.work(len(text), partial(tokenizer.encode, text, special=special), caller)
         except (UnicodeError, TypeError):
             raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
 
@@ -300,7 +325,7 @@ class Served:
             )
 
     async def encode_chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], *, answer: bool
+        self, messages: Sequence[Message], variables: Mapping[str, Any], caller: str, *, answer: bool
     ) -> EncodedChat:
         """Render a chat by the model's template and tokenize it."""
 
@@ -309,13 +334,13 @@ class Served:
             self.template.check_roles(plain)
             return self.template.render(plain, variables, answer=answer)
 
-        text = await self._templates.do(render)
+        text = await self._templates.do(render, caller)
         self.engine.check_length(text)
-        ids = await self.encode(text, special=self.template.is_plain)
+        ids = await self.encode(text, caller, special=self.template.is_plain)
         return EncodedChat(ids, self.thinking.after(text) if self.thinking else None)
 
     async def marks(
-        self, ids: Sequence[int], messages: Sequence[Message], variables: Mapping[str, Any]
+        self, ids: Sequence[int], messages: Sequence[Message], variables: Mapping[str, Any], caller: str
     ) -> list[int]:
         """Say how many of a chat's tokens each of its marked beginnings has in common with it."""
 
@@ -324,8 +349,8 @@ class Served:
             return [text for text in texts if text is not None]
 
         found = []
-        for text in await self._templates.do(render):
-            own = await self.encode(text, special=self.template.is_plain)
+        for text in await self._templates.do(render, caller):
+            own = await self.encode(text, caller, special=self.template.is_plain)
             pairs = zip(own, ids, strict=False)
             found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(ids))))
         return [mark for mark in found if mark]
@@ -349,6 +374,13 @@ def _size(params: SamplingParams) -> int:
     return ids + sum(map(len, params.bad_words or ()))
 
 
-async def worked(size: int, work: Callable[[], T]) -> T:
-    """Do work of a size in characters: in a thread if it takes a while, so that others are served."""
-    return await asyncio.to_thread(work) if size > LONG else work()
+@contextlib.contextmanager
+def _tokenizing() -> Iterator[None]:
+    """Name the client's field where the tokenizer panics, as on texts whose words its regex cannot split."""
+    try:
+        yield
+    except Panic as error:
+        logger.warning("the tokenizer failed on a text: %s", type(error.__cause__).__name__)
+        raise Failure(
+            400, "prompt: the model's tokenizer fails on this text; change or shorten it.", param="prompt"
+        ) from None

@@ -9,8 +9,8 @@ from tests.server.live import Live
 class LiveRouter(Live):
     """`specdec route` until it is left."""
 
-    def __init__(self, *options: str) -> None:
-        super().__init__()
+    def __init__(self, *options: str, key: str = "") -> None:
+        super().__init__(env={"SPECDEC_API_KEY": key})
         command = ("route", "--port", "0", "--check-period", "0.1", *options)
         self.command = [sys.executable, "-m", "specdec.cli", *command]
 

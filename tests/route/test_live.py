@@ -26,7 +26,7 @@ LONG = "".join(f"def f{i}(x):\n    return x * {i}\n\n\n" for i in range(60))
 def house(count: int, *options: str) -> Iterator[tuple[LiveRouter, list[Live]]]:
     with ExitStack() as stack:
         replicas = [stack.enter_context(Live("--api-key", KEY, *options)) for _ in range(count)]
-        router = stack.enter_context(LiveRouter("--replicas", ",".join(own.url for own in replicas)))
+        router = stack.enter_context(LiveRouter("--replicas", ",".join(own.url for own in replicas), key=KEY))
         router.wait(count)
         yield router, replicas
 

@@ -60,6 +60,7 @@ class Live:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.tls = tls
+        self.key = options[options.index("--api-key") + 1] if "--api-key" in options else None
         self.command = [sys.executable, "-m", entry, "serve", model, *beside, "--port", "0", *options]
         self.env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
 
@@ -117,8 +118,9 @@ class Live:
         except urllib.error.HTTPError as error:
             return Answer(error.code, dict(error.headers), error.read())
 
-    def metrics(self, **headers: str) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Read the figures: each with its labels as its name."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         lines = self.ask("/metrics", **headers).data.decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}

@@ -20,9 +20,9 @@ def no_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def status(access: Access, headers: dict[str, str]) -> int:
+def status(access: Access, headers: dict[str, str], *, needs_key: bool = True) -> int:
     try:
-        access.admit(make_mocked_request("POST", "/v1/completions", headers=headers))
+        access.admit(make_mocked_request("POST", "/v1/completions", headers=headers), needs_key=needs_key)
     except Failure as failure:
         return failure.status
     return 200
@@ -109,6 +109,36 @@ def test_an_address_for_others_has_other_names() -> None:
     assert status(access, {"Host": "gpu7:8000", "Origin": "https://elsewhere.example"}) == 403
     assert not Access(ServerConfig()).is_open
     assert not Access(ServerConfig(host="0.0.0.0", api_key=["a"])).is_open
+
+
+FOREIGN = (
+    {"Host": "rebound.example:8000"},
+    {"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"},
+    {**LOCAL, "Origin": "https://elsewhere.example"},
+)
+
+
+@pytest.mark.parametrize("keys", [None, ["a"]])
+def test_what_needs_no_key_is_kept_from_foreign_pages(keys: list[str] | None) -> None:
+    access = Access(ServerConfig(api_key=keys))
+    assert status(access, LOCAL, needs_key=False) == status(access, {}, needs_key=False) == 200
+    assert [status(access, headers, needs_key=False) for headers in FOREIGN] == [403] * 3
+    with_key = [status(access, headers | {"x-api-key": "a"}) for headers in FOREIGN]
+    assert with_key == [200 if keys else 403] * 3, "a key is what such a page does not have"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7:8000", "specdec.default.svc:8000", "gpu7", "[fd00::7]:8000"])
+def test_probes_of_a_server_for_others_may_call_it_as_they_like(host: str) -> None:
+    access = Access(ServerConfig(host="0.0.0.0", api_key=["a"]))
+    assert status(access, {"Host": host}, needs_key=False) == 200
+    assert status(access, {"Host": host, "Origin": "https://elsewhere.example"}, needs_key=False) == 403
+
+
+def test_behind_a_proxy_the_name_of_an_allowed_origin_is_known() -> None:
+    proxied = {"Host": "App.example", "Origin": "https://app.example"}
+    for origins, expected in ((None, 403), (["https://app.example"], 200), (["*"], 403)):
+        access = Access(ServerConfig(allowed_origins=origins))
+        assert status(access, proxied) == status(access, {"Host": "app.example"}) == expected
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a\x00b"])

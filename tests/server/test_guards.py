@@ -77,7 +77,8 @@ def test_a_key_is_asked_for(live: Live) -> None:
         answer = live.ask("/v1/completions", LONG, Authorization=wrong)
         assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
         assert "given" not in answer.error["message"]
-    assert live.ask("/health").status == live.ask("/metrics").status == 200
+    assert live.ask("/health").status == live.ask("/metrics", **KEY).status == 200
+    assert live.ask("/metrics").status == 401
 
 
 def test_too_much_is_refused_and_the_rest_goes_on(live: Live) -> None:

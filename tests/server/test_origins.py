@@ -154,3 +154,23 @@ def test_origins_are_compared_as_browsers_write_them() -> None:
         assert own.allow(origin)
     for origin in ("https://app.example:80", "http://b", "https://a", "null", "*", ""):
         assert not own.allow(origin)
+
+
+def test_foreign_pages_read_nothing_of_open_paths(listed: Live, keyless: Live) -> None:
+    for live in (listed, keyless):
+        for path in ("/metrics", "/health", "/ready", "/version", "/openapi.json", "/docs", "/", "/none"):
+            for method in ("GET", "HEAD", "POST"):
+                for foreign in ({"Host": "rebound.example"}, {"Origin": OTHER}):
+                    status = live.ask(path, method=method, **foreign).status
+                    assert status in ((403, 401) if live is listed else (403,)), (path, method, foreign)
+            assert live.ask(path, Host="app.example", Origin=APP).status in (200, 404, 401)
+
+
+def test_figures_need_a_key_unless_they_are_open(listed: Live) -> None:
+    assert listed.ask("/metrics").error["code"] == "invalid_api_key"
+    assert listed.ask("/metrics", x_api_key="given").status == 200
+    for options in (("--api-key", "given", "--metrics-open"), ()):
+        with Live(*PLAIN, *options) as live:
+            assert live.ask("/metrics").status == 200
+            assert live.ask("/metrics", Host="rebound.example").error["code"] == "foreign_host"
+            assert live.ask("/metrics", Origin=OTHER).error["code"] == "foreign_origin"

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from specdec.server.failures import Failure
 from specdec.server.messages import Message
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
-from specdec.server.state import LARGE, State
+from specdec.server.state import LARGE, LONG, State
 from specdec.server.switcher import Switcher
 from specdec.server.threads import COUNT, Pool
 
@@ -73,20 +73,32 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
             assert not thread.is_alive(), "none stays that has nothing to do"
 
 
+async def order(pool: Pool, do: Callable[[Callable[[], Any], str], Awaitable[Any]]) -> list[str]:
+    """Return whose work is done in which order where alice has much waiting before bob asks."""
+    ends, done = threading.Event(), list[str]()
+    held = [asyncio.create_task(do(lambda: ends.wait(60), "alice")) for _ in range(COUNT)]  # type: ignore[arg-type]
+    asked = ["alice"] * 9 + ["bob"] * 2
+    tasks = [asyncio.create_task(do(lambda own=own: done.append(own), own)) for own in asked]  # type: ignore[arg-type, misc]
+    while waiting(pool) < len(asked):
+        await asyncio.sleep(0.001)
+    ends.set()
+    await asyncio.gather(*held, *tasks)
+    assert sorted(done) == sorted(asked)
+    return done
+
+
 def test_callers_of_a_pool_take_turns() -> None:
-    pool, ends, done = Pool("turns", 40), threading.Event(), list[str]()
+    pool = Pool("turns", 40)
+    assert "bob" not in asyncio.run(order(pool, pool.do))[6:]
+    assert "bob" in asyncio.run(order(pool, lambda work, _: pool.do(work, "anyone")))[6:]
 
-    async def main() -> None:
-        held = [asyncio.create_task(pool.do(lambda: ends.wait(60), "alice")) for _ in range(COUNT)]
-        asked = ["alice"] * 9 + ["bob"] * 2
-        tasks = [asyncio.create_task(pool.do(lambda own=own: done.append(own), own)) for own in asked]
-        while waiting(pool) < len(asked):
-            await asyncio.sleep(0.001)
-        ends.set()
-        await asyncio.gather(*held, *tasks)
 
-    asyncio.run(main())
-    assert "bob" not in done[6:] and sorted(done) == ["alice"] * 9 + ["bob"] * 2
+def test_long_texts_of_callers_take_turns(switcher: Switcher) -> None:
+    async def main(size: int) -> list[str]:
+        served = State(switcher, ServerConfig()).served[0]
+        return await order(served._workers, lambda work, caller: served.work(size, work, caller))
+
+    assert "bob" not in asyncio.run(main(LONG + 1))[6:]
 
 
 def waiting(pool: Pool) -> int:

@@ -1,0 +1,155 @@
+"""Read request bodies when a handler asks for one, in bounded memory."""
+
+import asyncio
+import contextlib
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from aiohttp import web
+
+from specdec.server.failures import UNKNOWN_ENCODING, Failure
+
+ARRIVING_BYTES = 192 << 20
+"""Memory for bodies that arrive or wait to be parsed, as they were sent: they are unpacked in a few threads.
+One caller gets at most half of it."""
+BODIES = 4
+"""Largest bodies that always fit into a budget; one alone needs three, by the rule of `BodyBudget`."""
+PIECE_BYTES = 1 << 18
+"""Size of the pieces in which a body is kept until it is whole: growing one buffer fragments the heap."""
+ENCODINGS = {"": None, "identity": None, "gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""The window argument of zlib by Content-Encoding."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class BodyBudget:
+    """Bounds the memory of all request bodies. Owned by the event loop.
+
+    A body may grow while its own bytes, those of its caller and those of all bodies fit into `most` together.
+    So one caller gets at most half, a new caller always finds free memory, and of one caller's bodies large
+    ones are refused before small ones.
+    """
+
+    def __init__(self, most: int, max_body_bytes: int) -> None:
+        self.most = max(most, BODIES * max_body_bytes)
+        self._held: Counter[str] = Counter()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held.total()
+
+    @contextlib.contextmanager
+    def holding(self, caller: str) -> Iterator["HeldBody"]:
+        """Count one body of a caller until this is left."""
+        body = HeldBody(self, caller)
+        try:
+            yield body
+        finally:
+            self._held[caller] -= body.num_bytes
+            if not self._held[caller]:
+                del self._held[caller]
+
+    def admit(self, body: "HeldBody", num_bytes: int) -> None:
+        """Count more bytes of a body, or refuse them."""
+        after = body.num_bytes + self._held[body.caller] + self.held_bytes + 3 * num_bytes
+        if after > self.most:
+            raise Failure(
+                429,
+                f"Request bodies take {self.held_bytes:,} bytes of the {self.most:,} that all may take, and "
+                "yours too large a part of them; try again later.",
+                code="too_many_requests",
+                headers={"Retry-After": "1"},
+            )
+        self._held[body.caller] += num_bytes
+        body.num_bytes += num_bytes
+
+
+class HeldBody:
+    """A body that is counted in a budget."""
+
+    def __init__(self, budget: BodyBudget, caller: str) -> None:
+        self.caller, self.num_bytes, self._budget = caller, 0, budget
+
+    def add(self, num_bytes: int) -> None:
+        """Count more bytes, or raise a `Failure` if the budget has no room for them."""
+        self._budget.admit(self, num_bytes)
+
+
+async def expect_later(request: web.Request) -> None:
+    """Hold `100 Continue` back until the body is wanted: `read_body` sends it."""
+    if not _waits(request):
+        raise web.HTTPExpectationFailed
+
+
+def _waits(request: web.Request) -> bool:
+    """Tell whether the client waits for `100 Continue`."""
+    return request.headers.get("Expect", "").lower() == "100-continue"
+
+
+class Received(NamedTuple):
+    """A body as it was sent."""
+
+    data: bytes
+    window: int | None
+    """The window argument of zlib; None: the body is not packed."""
+    most: int
+    """Bytes that it may have."""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.window is not None
+
+    def unpack(self) -> bytes:
+        """Return what was packed. It takes up to a tenth of a second, so it belongs in a thread."""
+        if self.window is None or not self.data:
+            return self.data
+        # Some clients send deflate without zlib's header, of which these bits are always the same.
+        is_bare = self.window == zlib.MAX_WBITS and self.data[0] & 0xF != zlib.DEFLATED
+        unpacker = zlib.decompressobj(-self.window if is_bare else self.window)
+        try:
+            unpacked = unpacker.decompress(self.data, self.most + 1)
+        except zlib.error:
+            raise _unreadable() from None
+        if len(unpacked) > self.most:
+            raise web.HTTPRequestEntityTooLarge(self.most)
+        if not unpacker.eof or unpacker.unused_data:
+            raise _unreadable()
+        return unpacked
+
+
+async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Received:
+    """Read a body; refuse one that is too slow, or too large alone or beside those of others."""
+    most = request.client_max_size
+    if (request.content_length or 0) > most:
+        raise Failure(
+            413,
+            f"The body has {request.content_length:,} bytes, and max_body_bytes, a setting of the server, "
+            f"allows {most:,}.",
+        )
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in ENCODINGS:
+        raise Failure(415, UNKNOWN_ENCODING)
+    pieces, piece = list[bytes](), bytearray()
+    try:
+        async with asyncio.timeout(limit_s):
+            if _waits(request) and request.version >= (1, 1):
+                await request.writer.write(CONTINUE)
+                request.writer.output_size = 0  # it is no part of the answer
+            async for data in request.content.iter_any():
+                held.add(len(data))
+                if held.num_bytes > most:
+                    raise web.HTTPRequestEntityTooLarge(most)
+                piece += data
+                if len(piece) >= PIECE_BYTES:
+                    pieces.append(bytes(piece))
+                    piece.clear()
+    except TimeoutError:
+        raise Failure(408, f"The body did not come within {limit_s:g} s.", code="body_timeout") from None
+    except web.RequestPayloadError:
+        raise _unreadable() from None
+    return Received(b"".join((*pieces, piece)), ENCODINGS[encoding], most)
+
+
+def _unreadable() -> Failure:
+    return Failure(400, "the body cannot be read; check its Content-Encoding and length.")

@@ -1,0 +1,94 @@
+"""Bodies that cost their sender little: memory stays, and others are served, whatever path they go to."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.route.live_router import LiveRouter
+from tests.selection import only
+from tests.server.flood import BOMB, UNPACKED, bomb, flooded, head, resident_mb, settled_mb
+from tests.server.live import Live
+
+PLAIN = ("--draft", "none", "--api-key", "alice", "--api-key", "bob")
+GREEDY = "tests.server.greedy"
+GROWS_MB = 200.0
+LARGE = {"prompt": "x", "max_tokens": 1, "user": "y" * 1_000_000}
+"""A request that others send meanwhile."""
+
+
+@dataclass
+class Grown:
+    """What a flood did."""
+
+    grown_mb: float
+    health: int
+    other: int
+    """Status of another caller's request."""
+
+
+async def flood_with(live: Live, sent: bytes, count: int) -> Grown:
+    before_mb = resident_mb(live.process.pid)
+    async with flooded(live.url, sent, count):
+        grown_mb = await settled_mb(live.process.pid) - before_mb
+        health = (await asyncio.to_thread(live.ask, "/health")).status
+        answer = await asyncio.to_thread(live.ask, "/v1/completions", LARGE, Authorization="Bearer bob")
+    return Grown(grown_mb, health, answer.status)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with Live(*PLAIN) as own:
+        yield own
+        assert "Traceback" not in own.stop()[1]
+
+
+@pytest.fixture(scope="module")
+def router(live: Live) -> Iterator[LiveRouter]:
+    with LiveRouter("--replicas", live.url, key="bob") as own:
+        own.wait(1)
+        yield own
+        assert "Traceback" not in own.stop()[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [("/health", ""), ("/v1/completions", ""), ("/v1/completions", "alice"), ("/none", "alice")],
+)
+def test_packed_bodies_take_no_memory_before_they_are_whole(live: Live, path: str, key: str) -> None:
+    found = asyncio.run(flood_with(live, bomb(path, key), 100))
+    assert found.grown_mb < GROWS_MB / 4 and (found.health, found.other) == (200, 200)
+
+
+def test_a_caller_whose_bodies_never_end_gets_its_share_of_memory_alone(live: Live) -> None:
+    sent = head("/v1/completions", UNPACKED, "alice") + b" " * (UNPACKED - 1)
+    found = asyncio.run(flood_with(live, sent, 30))
+    assert found.grown_mb < GROWS_MB and (found.health, found.other) == (200, 200)
+
+
+def test_whole_bodies_that_are_refused_leave_their_memory_at_once(live: Live) -> None:
+    found = asyncio.run(flood_with(live, bomb("/v1/completions", "alice") + BOMB[-1:], 60))
+    assert found.grown_mb < GROWS_MB and (found.health, found.other) == (200, 200)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/none"])
+def test_a_router_takes_no_memory_for_them_either(router: LiveRouter, path: str) -> None:
+    found = asyncio.run(flood_with(router, bomb(path), 40))
+    assert found.grown_mb < GROWS_MB / 4 and (found.health, found.other) == (200, 200)
+
+
+def test_a_body_that_is_only_announced_reserves_nothing(router: LiveRouter) -> None:
+    found = asyncio.run(flood_with(router, head("/v1/completions", 16 << 20), 64))
+    assert found.grown_mb < GROWS_MB / 4 and (found.health, found.other) == (200, 200)
+
+
+@pytest.mark.parametrize("of_router", only({False}, [False, True]))
+def test_an_edge_that_reads_first_is_noticed(live: Live, of_router: bool) -> None:
+    """Control: the same attack, on fewer connections, of a server and a router without all this."""
+    greedy = Live(*PLAIN, entry=GREEDY)
+    if of_router:
+        greedy = LiveRouter("--replicas", live.url)
+        greedy.command[greedy.command.index("specdec.cli")] = GREEDY
+    with greedy:
+        assert asyncio.run(flood_with(greedy, bomb("/health"), 16)).grown_mb > GROWS_MB
