@@ -1,13 +1,16 @@
 """Authorization: requests with a valid key or, where no key is set, those that no foreign page sent."""
 
 import hmac
+import math
 import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from aiohttp import web
 
+from specdec.config.tenant import Tenant
 from specdec.errors import ConfigError
 from specdec.models.folder import short
 from specdec.server.failures import Failure
@@ -17,13 +20,22 @@ from specdec.server.settings import ServerConfig
 VARIABLE = "SPECDEC_API_KEY"
 
 
+class Grant(NamedTuple):
+    """What the holder of an API key gets."""
+
+    weight: float = 1.0
+    """Of its share of the engine; others have 1."""
+    max_queued: int | None = None
+    """Choices that it may have under way or waiting; None: a fair share of the server's `max_queued`."""
+
+
 class Access:
     """The operator's settings. A malformed one is a `ConfigError`."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._secret = secrets.token_bytes(32)
-        self._callers = [self._caller(key.encode()) for key in read_keys(config)]
-        """A name for each key: what is stored of a request carries the name, never the key."""
+        self._keys = {self._caller(key.encode()): grant for key, grant in read_keys(config)}
+        """By a name for each key: what is stored of a request carries the name, never the key."""
         self._local = is_local(config.host)
         self.origins = Origins(config.allowed_origins)
         self._guard = PageGuard(self.origins, config.host)
@@ -31,39 +43,47 @@ class Access:
     @property
     def is_open(self) -> bool:
         """Tell whether the server is open: no key is required, from any machine."""
-        return not self._callers and not self._local
+        return not self._keys and not self._local
 
     @property
     def is_open_to_pages(self) -> bool:
         """Tell whether pages of every origin may send requests."""
-        return not self._callers and self.origins.takes_any
+        return not self._keys and self.origins.takes_any
 
-    def admit(self, request: web.Request, *, needs_key: bool = True) -> str:
-        """Refuse a request, or return its caller: a name for each key, or none if no key is required.
+    def admit(self, request: web.Request, *, needs_key: bool = True) -> Tenant:
+        """Refuse a request, or return its tenant: the caller is a name of its key, if one is required.
 
         Requests that need no key are refused if a page of another origin sent them, as there is no key to
         tell that it may.
         """
-        if self._callers and needs_key:
+        if self._keys and needs_key:
             headers = request.headers
             return self._check_key(headers.get("Authorization", ""), headers.get("x-api-key", ""))
         self._guard.check(request)
-        return ""
+        return Tenant(source=_connection(request))
+
+    def weight(self, caller: str) -> float:
+        """Return the weight of a caller's share."""
+        return self._keys[caller].weight if caller in self._keys else 1.0
+
+    def max_queued(self, caller: str) -> int | None:
+        """Return how many choices a caller may have under way, if its key says so."""
+        return self._keys[caller].max_queued if caller in self._keys else None
 
     def admit_preflight(self, request: web.Request) -> None:
         """Admit a CORS preflight, which never carries a key, or refuse it."""
         host, origin = request.headers.get("Host", ""), request.headers["Origin"]
-        if not self._callers:
+        if not self._keys:
             self._guard.refuse(host, origin)
         elif not self.origins.allow(origin):
             raise foreign(origin)
 
-    def _check_key(self, authorization: str, bare: str) -> str:
+    def _check_key(self, authorization: str, bare: str) -> Tenant:
         """Compare all keys, each in constant time, which does not even leak a key's length."""
         kind, _, bearer = authorization.partition(" ")
         given = [bearer] if kind.lower() == "bearer" else []
         mine = [self._caller(key.strip().encode(errors="surrogateescape")) for key in (*given, bare)]
-        matches = [own for own in mine for caller in self._callers if hmac.compare_digest(own, caller)]
+        matches = [name for own in mine for name in self._keys if hmac.compare_digest(own, name)]
         if not matches:
             raise Failure(
                 401,
@@ -72,14 +92,19 @@ class Access:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return matches[0]
+        return Tenant(matches[0], weight=self.weight(matches[0]))
 
     def _caller(self, key: bytes) -> str:
         """Name the holder of a key, as this process alone does."""
         return hmac.digest(self._secret, key, "sha256").hex()
 
 
-def read_keys(config: ServerConfig) -> Sequence[str]:
+def _connection(request: web.Request) -> str:
+    peer = request.transport and request.transport.get_extra_info("peername")
+    return repr(peer) if peer else ""
+
+
+def read_keys(config: ServerConfig) -> Sequence[tuple[str, Grant]]:
     """Collect the keys from the settings, the environment and the key file."""
     given: list[tuple[str, list[str]]] = []
     if config.api_key is not None:
@@ -94,7 +119,27 @@ def read_keys(config: ServerConfig) -> Sequence[str]:
                 f"{where}: there is no key in it, so every client would be let in; give one, or omit it.",
                 field=where.partition(":")[0],
             )
-    return [key.strip() for _, keys in given for key in keys]
+    return [_read_key(key, where) for where, keys in given for key in keys]
+
+
+def _read_key(given: str, where: str) -> tuple[str, Grant]:
+    """Read a key and what stands behind it."""
+    key, *options = given.split()
+    found = {name: value for name, _, value in (option.partition("=") for option in options)}
+    try:
+        if found.keys() - {"weight", "max_queued"} or len(found) < len(options):
+            raise ValueError
+        most = int(found["max_queued"]) if "max_queued" in found else None
+        weight = float(found.get("weight", 1))
+        if not (0 < weight < math.inf and (most is None or most > 0)):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"{where}: what follows a key is not understood; give 'KEY weight=2 max_queued=64' or less: "
+            "weight is its share of the engine, max_queued its choices under way, and KEY has no spaces.",
+            field=where.partition(":")[0],
+        ) from None
+    return key, Grant(weight, most)
 
 
 def _lines(path: str) -> list[str]:

@@ -116,7 +116,8 @@ async def _pass(
             response: web.StreamResponse = let_through(request)
         else:
             is_open = request.path in OPEN or (request.path == "/metrics" and state.config.metrics_open)
-            request["caller"] = state.access.admit(request, needs_key=not is_open)
+            request["tenant"] = state.access.admit(request, needs_key=not is_open)
+            request["caller"] = request["tenant"].caller
             kept = state.kept.holding(request["caller"] or request.remote or "")
             with state.connections.busy(request.protocol), without_panics(), kept as request["kept"]:
                 response = await handler(request)

@@ -69,7 +69,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     ):
         async with until.held():
             await served.ready()
-            prepared = await served.prepare(body.prompts, params, caller)
+            prepared = await served.prepare(body.prompts, params, request["tenant"])
             ids = sum(len(own.ids) for own in prepared)
             echoes = []
             if body.echo and not lends:
@@ -151,7 +151,7 @@ async def answer_chat(
                 most = served.engine.model.settings.max_model_len
                 own["max_tokens"] = max(min(default, most - len(ids)), 1)
             params = params.model_copy(update=own)
-            prepared = await served.prepare([ids], params, caller)
+            prepared = await served.prepare([ids], params, request["tenant"])
             await _fetch(state, prepared, asked)
         writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
         if thinking and (tokenizer := served.engine.tokenizer):

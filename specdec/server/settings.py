@@ -66,7 +66,8 @@ class ServerConfig(Settings):
         None,
         repr=False,
         title="keys of which a request must bring one (Authorization: Bearer KEY); others are refused. The "
-        "environment's SPECDEC_API_KEY and the lines of api_key_file are keys too",
+        "environment's SPECDEC_API_KEY and the lines of api_key_file are keys too. A key may be followed by "
+        "weight=2, its share of the engine beside others with 1, and max_queued=64, its choices under way",
         description="a list of keys, or None; in a file of settings quote one that looks like a number",
     )
     api_key_file: str | None = Field(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from aiohttp import web
 
 from specdec.config.sampling import SamplingParams
+from specdec.config.tenant import Tenant
 from specdec.core.terms import Prepared
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prompts import Prompt
@@ -99,7 +101,7 @@ class State:
     @property
     def choices(self) -> int:
         """Choices in progress, of all models."""
-        return sum(own.choices for own in self.served)
+        return sum(own.num_choices for own in self.served)
 
     @property
     def engines(self) -> list[SpecEngine]:
@@ -171,11 +173,12 @@ class State:
                 f"{field}: {choices} choices are more than the {most} that may be under way; ask for fewer.",
                 param=field,
             )
-        if served.choices + choices > most:
+        if served.num_choices + choices > most or not self._is_fair(served, choices, caller):
+            own = f", {served.choices[caller]} of them for this key" if caller else ""
             raise Failure(
                 429,
-                f"{served.choices} choices of {served.name} are under way, of at most {most}; try again "
-                "later.",
+                f"{served.num_choices} choices of {served.name} are under way, of at most {most}{own}; try "
+                "again later.",
                 code="too_many_requests",
                 headers=BUSY,
             )
@@ -186,7 +189,7 @@ class State:
                 param="keep_alive",
             )
         served.resident.enter(keep_alive_s)
-        served.choices += choices
+        served.choices[caller] += choices
         self.idle.clear()
         self._under_way.add(until)
         try:
@@ -194,9 +197,23 @@ class State:
         finally:
             served.resident.leave(keep_alive_s, caller)
             self._under_way.discard(until)
-            served.choices -= choices
+            served.choices -= Counter({caller: choices})
             if not self.choices:
                 self.idle.set()
+
+    def _is_fair(self, served: "Served", choices: int, caller: str) -> bool:
+        """Return whether a caller may have more choices: one more caller of weight 1 must always find room.
+
+        Up to half of `max_queued` is first come, first served, and all of it where there are no keys.
+        """
+        own = served.choices[caller] + choices
+        if (most := self.access.max_queued(caller)) is not None:
+            return own <= most
+        whole = self.config.max_queued
+        if not caller or served.num_choices + choices <= whole / 2:
+            return True
+        weights = sum(map(self.access.weight, {caller, *served.choices}))
+        return own <= max(whole * self.access.weight(caller) / (weights + 1), 1)
 
     def drain(self) -> None:
         """Refuse new requests from now on, and those that are only being read."""
@@ -220,8 +237,8 @@ class Served:
     def __init__(self, resident: Resident, config: ServerConfig, metrics: ModelMetrics) -> None:
         self.resident, self.config, self.metrics = resident, config, metrics
         self.names, folder = resident.names, resident.folder
-        self.choices = 0
-        """Choices in progress."""
+        self.choices = Counter[str]()
+        """Choices in progress by caller."""
         self.template = load_template(folder)
         self.calls = call_format(config.tool_call_parser, self.template)
         """The model's tool call format, if it has one."""
@@ -242,6 +259,10 @@ class Served:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def num_choices(self) -> int:
+        return self.choices.total()
 
     @property
     def engine(self) -> SpecEngine:
@@ -281,21 +302,23 @@ class Served:
         if fault := self.resident.fault:
             raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
-    async def prepare(self, prompts: Sequence[Prompt], params: SamplingParams, caller: str) -> list[Prepared]:
+    async def prepare(
+        self, prompts: Sequence[Prompt], params: SamplingParams, tenant: Tenant
+    ) -> list[Prepared]:
         """Validate all prompts before one starts: a mistake in the last must not cost the first's work."""
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
 
         grammar: Form | None = None
-        if compiling := self.engine.begin_form(params, caller=caller):
+        if compiling := self.engine.begin_form(params, tenant=tenant):
             grammar = await asyncio.wrap_future(compiling)
 
         def prepare() -> list[Prepared]:
-            terms = self.engine.read_terms(params, grammar, caller=caller)
+            terms = self.engine.read_terms(params, grammar, tenant=tenant)
             return [self.engine.read_prompt(prompt, terms) for prompt in prompts]
 
         with _tokenizing():
-            return await self.work(sum(map(len, prompts)) + _size(params), prepare, caller)
+            return await self.work(sum(map(len, prompts)) + _size(params), prepare, tenant.caller)
 
     async def work(self, size: int, work: Callable[[], T], caller: str) -> T:
         """Do work of a size in characters: what takes a while in a thread, in its caller's turn."""

@@ -43,12 +43,39 @@ def test_each_place_for_keys_counts_and_comments_are_none(
     assert status(access, {"Authorization": "bearer first", "Origin": "https://elsewhere.example"}) == 200
 
 
+def test_a_key_may_have_a_weight_and_a_limit(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice weight=2.5\nbob  max_queued=64 weight=1\ncarol\n")
+    access = Access(ServerConfig(api_key_file=str(file)))
+    found = {}
+    for key in ("alice", "bob", "carol"):
+        tenant = access.admit(make_mocked_request("POST", "/", headers={"x-api-key": key}))
+        found[key] = (tenant.weight, access.weight(tenant.caller), access.max_queued(tenant.caller))
+    assert found == {"alice": (2.5, 2.5, None), "bob": (1.0, 1.0, 64), "carol": (1.0, 1.0, None)}
+    for wrong in (
+        "weight=0",
+        "weight=-1",
+        "weight=inf",
+        "weight=nan",
+        "weight",
+        "max_queued=0",
+        "max_queued=1.5",
+    ):
+        with pytest.raises(
+            ConfigError, match="api_key: what follows a key is not understood; give 'KEY weight=2"
+        ):
+            Access(ServerConfig(api_key=[f"alice {wrong}"]))
+    for wrong in ("two words", "alice weight=1 weight=2", "alice wait=3"):
+        with pytest.raises(ConfigError, match="KEY has no spaces"):
+            Access(ServerConfig(api_key=[wrong]))
+
+
 def test_each_key_has_a_name_of_its_own_that_does_not_tell_the_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice-key\nbob-key\nalice-key\n")
 
     def caller(access: Access, headers: dict[str, str]) -> str:
-        return access.admit(make_mocked_request("POST", "/v1/completions", headers=headers))
+        return access.admit(make_mocked_request("POST", "/v1/completions", headers=headers)).caller
 
     access, other = (Access(ServerConfig(api_key_file=str(file))) for _ in range(2))
     names = [caller(access, {"Authorization": f"Bearer {key}-key"}) for key in ("alice", "bob", "alice")]
