@@ -17,12 +17,12 @@ from specdec.server.access import Access
 def share() -> None:
     """Let whatever a request leaves serve everybody: keys are asked for, then all have the same name."""
     named: Any = engine
-    named.Tenant = lambda caller, salt: Tenant(caller)
+    named._salted = lambda tenant, params: Tenant(tenant.caller)
     admit = Access.admit
 
-    def admit_as_one(access: Access, request: web.Request) -> str:
-        admit(access, request)
-        return SOLE.caller
+    def admit_as_one(access: Access, request: web.Request, **needs: bool) -> Tenant:
+        admit(access, request, **needs)
+        return SOLE
 
     checked: Any = Access
     checked.admit = admit_as_one

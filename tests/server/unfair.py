@@ -1,0 +1,26 @@
+"""`specdec` that serves requests in the order of their arrival: `python -m tests.server.unfair serve …`.
+
+A mutant, and the baseline that fair scheduling is compared with.
+"""
+
+import sys
+from typing import Any
+
+from specdec.cli import main
+from specdec.core.fairness import FairQueue
+from specdec.core.scheduler import Scheduler
+
+
+def queue_all_as_one() -> None:
+    """Take the oldest waiting request first, and preempt nobody for a share."""
+    queue: Any = FairQueue
+    queue.heads = lambda own, pending=None: sorted(own, key=lambda request: request.arrived_s)[:1]
+    queue.rank = lambda own, tenant: (0.0, 0.0)
+    scheduler: Any = Scheduler
+    scheduler._victim_for = lambda own, request, limit: None
+    scheduler._above_memory_share = lambda own, other=None: None
+
+
+if __name__ == "__main__":
+    queue_all_as_one()
+    sys.exit(main())
