@@ -8,6 +8,7 @@ served.
 
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 
 from specdec.config.tenant import Tenant
@@ -124,10 +125,16 @@ class FairQueue:
         if clock := self._salts.get(caller):
             clock.charge(salt, tokens)
 
-    def share(self, caller: str, running: Iterable[str]) -> float:
-        """Return a caller's share of the engine among all callers that run or wait."""
-        active = {caller, *running, *self._waiting}
-        return self.weight(caller) / sum(map(self.weight, active))
+    def shares(self, held: Mapping[str, float], counts: Mapping[str, int], whole: float) -> "Shares":
+        """Divide a whole among all callers that run or wait; `counts` are their running requests."""
+        weights = {caller: self.weight(caller) for caller in (*counts, *self._waiting)}
+        unit = whole / (sum(weights.values()) or 1)
+        excess = {own: held[own] - unit * weights[own] for own, count in counts.items() if count > 1}
+        above = max(excess, key=excess.__getitem__, default=None)
+        is_above = above is not None and len(weights) > 1 and excess[above] > 0
+        return Shares(
+            held, {own: unit * weight for own, weight in weights.items()}, above if is_above else None
+        )
 
     def _flow(self, tenant: Tenant) -> deque[Request]:
         """Return a tenant's queue, for a request that is put into it."""
@@ -151,6 +158,25 @@ class FairQueue:
             else next(iter(salts))
         )
         return salts[salt][0]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What callers hold of something, and the share of each."""
+
+    held: Mapping[str, float]
+    parts: Mapping[str, float]
+    above: str | None
+    """The caller that most exceeds its share, of those with several running requests.
+
+    The last one is never preempted for another caller: two that cannot run together would alternate.
+    """
+
+    def has_room(self, tenant: Tenant, more: float) -> bool:
+        """Return whether a waiting caller stays within its share with `more`; holding nothing, it does."""
+        caller = tenant.flow[0]
+        own = self.held.get(caller, 0)
+        return not own or own + more <= self.parts[caller]
 
 
 def by_caller(requests: Iterable[Request]) -> Counter[str]:

@@ -11,13 +11,13 @@ own must wait for them, has its youngest request preempted.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from specdec.config.tenant import Tenant
 from specdec.core.batch import ScheduledRequest
-from specdec.core.fairness import FairQueue, by_caller
+from specdec.core.fairness import FairQueue, Shares, by_caller
 from specdec.core.landing import Landings
 from specdec.core.lending import Lending
 from specdec.core.request import Request
@@ -263,7 +263,7 @@ class Scheduler:
                 break
             if self.reclaim():
                 continue
-            victim = self._above_memory_share() or self.running[-1]
+            victim = self._youngest(self._shares(BLOCKS).above) or self.running[-1]
             self.preempt(victim)
             if victim is request:
                 return False
@@ -293,11 +293,9 @@ class Scheduler:
         pending: Counter[str] = Counter()
         for own in self.running:
             pending[own.tenant.flow[0]] += own.num_uncomputed_tokens - own.is_decoding
+        known: dict[str, Shares] = {}
         for place, request in enumerate(self.waiting.heads(pending)):
-            lease, limit = self._room_for(request)
-            while limit and (victim := self._victim_for(request, limit)):
-                self._park(victim)
-                lease, limit = self._room_for(request)
+            lease, limit, is_entitled = self._claim_room(request, known)
             if not limit:
                 self._start(request, lease)
                 return True
@@ -307,9 +305,28 @@ class Scheduler:
                 return False
             if place == 0:
                 self._note_limit(request, limit)
-            if limit in (BLOCKS, STATES) and self._is_within_share(request):
+            if limit in (BLOCKS, STATES) and is_entitled:
                 return False
         return False
+
+    def _claim_room(self, request: Request, known: dict[str, Shares]) -> tuple[Lease | None, str, bool]:
+        """Look for room, and preempt callers above their share for one that stays within its own.
+
+        Return also whether it does. `known` are shares by limit, as long as they hold.
+        """
+        lease, limit = self._room_for(request)
+        is_entitled = False
+        while limit in (RUNNING, BLOCKS, STATES):
+            shares = known.get(limit) or known.setdefault(limit, self._shares(limit))
+            more = 1 if limit == RUNNING else self._num_bytes(request)
+            is_entitled = shares.has_room(request.tenant, more)
+            victim = self._youngest(shares.above) if is_entitled else None
+            if victim is None:
+                break
+            self._park(victim)
+            known.clear()
+            lease, limit = self._room_for(request)
+        return lease, limit, is_entitled
 
     def _start(self, request: Request, lease: Lease | None) -> None:
         self._last_limit = ""
@@ -331,63 +348,27 @@ class Scheduler:
 
     def may_preempt(self) -> bool:
         """Return whether a waiting request is entitled to a place among those that run."""
-        return any(self._victim_for(request, RUNNING) for request in self.waiting.heads())
+        shares = self._shares(RUNNING)
+        return bool(shares.above) and any(shares.has_room(own.tenant, 1) for own in self.waiting.heads())
 
-    def _victim_for(self, request: Request, limit: str) -> Request | None:
-        """Return the request to preempt so that another caller gets its share of what it waits for."""
-        if limit not in (RUNNING, BLOCKS, STATES) or not self._is_within_share(request, limit):
-            return None
-        caller = request.tenant.flow[0]
-        return self._above_share(caller) if limit == RUNNING else self._above_memory_share(caller)
-
-    def _above_share(self, other: str) -> Request | None:
-        """Return the youngest request of the caller that most exceeds its share of `max_running`."""
+    def _shares(self, limit: str) -> Shares:
+        """Compare what callers hold, running requests or bytes of the arena, with their shares."""
         counts = by_caller(self.running)
-        return self._youngest_above(counts, self.max_running, counts, other)
-
-    def _above_memory_share(self, other: str | None = None) -> Request | None:
-        """Return the youngest request of the caller that most exceeds its share of the arena."""
-        counts = by_caller(self.running)
-        if len({*counts, other or ""}) < 2:
-            return None
-        return self._youngest_above(self._held_bytes(), self._arena_bytes, counts, other)
-
-    def _youngest_above(
-        self, held: Mapping[str, float], whole: float, counts: Mapping[str, int], other: str | None
-    ) -> Request | None:
-        """Never take a caller's last running request: two that cannot run together would alternate."""
-        excess = {
-            caller: held[caller] - whole * self.waiting.share(caller, {*counts, *([other] if other else ())})
-            for caller, count in counts.items()
-            if count > 1 and caller != other
-        }
-        most = max(excess, key=excess.__getitem__, default=None)
-        if most is None or excess[most] <= 0:
-            return None
-        before = (own for own in reversed(self.running) if own.tenant.flow[0] == most)
-        return next((own for own in before if all(own is not new for new, _ in self._events.admitted)), None)
-
-    def _is_within_share(self, request: Request, limit: str = BLOCKS) -> bool:
-        """Return whether a request's caller, with it, holds at most its share; one request always is."""
-        caller, counts = request.tenant.flow[0], by_caller(self.running)
-        share = self.waiting.share(caller, counts)
         if limit == RUNNING:
-            return counts[caller] + 1 <= max(self.max_running * share, 1)
-        held = self._held_bytes()[caller]
-        return not held or held + self._num_bytes(request) <= self._arena_bytes * share
-
-    def _held_bytes(self) -> Counter[str]:
+            return self.waiting.shares(counts, counts, self.max_running)
         held: Counter[str] = Counter()
         for request in self.running:
             held[request.tenant.flow[0]] += self._num_bytes(request)
-        return held
+        return self.waiting.shares(held, counts, self.arena.layout.slab_bytes * self.arena.usage().slabs)
+
+    def _youngest(self, caller: str | None) -> Request | None:
+        """Return the last admitted request of a caller, but of those that this very step admits."""
+        new = [request for request, _ in self._events.admitted]
+        own = (own for own in reversed(self.running) if own.tenant.flow[0] == caller and own not in new)
+        return next(own, None) if caller is not None else None
 
     def _num_bytes(self, request: Request) -> int:
         return self.arena.layout.sequence_bytes(len(request.tokens))
-
-    @property
-    def _arena_bytes(self) -> int:
-        return self.arena.layout.slab_bytes * self.arena.usage().slabs
 
     def _park(self, request: Request) -> None:
         """Preempt a request for another caller's share; it goes on from the prefix cache."""

@@ -65,7 +65,7 @@ def test_first_come_first_served_would_starve_a_latecomer(monkeypatch: pytest.Mo
 
 
 def test_without_preemption_a_latecomer_waits_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_victim_for", lambda *_: None)
+    monkeypatch.setattr(Scheduler, "_youngest", lambda *_: None)
     with pytest.raises(AssertionError, match="Bob waits"):
         serves_a_latecomer()
 

@@ -17,8 +17,7 @@ def queue_all_as_one() -> None:
     queue.heads = lambda own, pending=None: sorted(own, key=lambda request: request.arrived_s)[:1]
     queue.rank = lambda own, tenant: (0.0, 0.0)
     scheduler: Any = Scheduler
-    scheduler._victim_for = lambda own, request, limit: None
-    scheduler._above_memory_share = lambda own, other=None: None
+    scheduler._youngest = lambda own, caller: None
 
 
 if __name__ == "__main__":
