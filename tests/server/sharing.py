@@ -20,8 +20,8 @@ def share() -> None:
     named.Tenant = lambda caller, salt: Tenant(caller)
     admit = Access.admit
 
-    def admit_as_one(access: Access, request: web.Request) -> str:
-        admit(access, request)
+    def admit_as_one(access: Access, request: web.Request, *, needs_key: bool = True) -> str:
+        admit(access, request, needs_key=needs_key)
         return SOLE.caller
 
     checked: Any = Access
