@@ -20,8 +20,8 @@ from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, REFUSED, given
 from specdec.server.messages import as_read
 from specdec.server.parse import MOST_PARTS, MOST_VALUES, SMALL, parse
 from specdec.server.state import LONG, Served
-from specdec.server.threads import Pool
 from specdec.server.thinking import template_variables
+from specdec.server.threads import Pool
 from specdec.text.chat_template import ChatTemplate
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
