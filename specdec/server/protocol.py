@@ -23,9 +23,9 @@ class Connection(RequestHandler):
     __slots__ = ()
 
     def __init__(self, *args: Any, **kw: Any) -> None:
-        """Stop reading while a request waits behind the one that is handled, instead of behind 32."""
+        """Stop reading while two requests wait behind the one that is handled, instead of 32."""
         super().__init__(*args, **kw)
-        self._max_msg_queue_size, self._msg_queue_resume_size = 1, 0
+        self._max_msg_queue_size, self._msg_queue_resume_size = 2, 0
 
     def handle_error(
         self,

@@ -33,11 +33,9 @@ class BodyBudget:
 
     def __init__(self, most: int, max_body_bytes: int) -> None:
         self.most = max(most, BODIES * max_body_bytes)
+        self.held_bytes = 0
         self._held: Counter[str] = Counter()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held.total()
+        """By caller."""
 
     @contextlib.contextmanager
     def holding(self, caller: str) -> Iterator["HeldBody"]:
@@ -46,7 +44,7 @@ class BodyBudget:
         try:
             yield body
         finally:
-            self._held[caller] -= body.num_bytes
+            self._count(body, -body.num_bytes)
             if not self._held[caller]:
                 del self._held[caller]
 
@@ -61,8 +59,12 @@ class BodyBudget:
                 code="too_many_requests",
                 headers={"Retry-After": "1"},
             )
-        self._held[body.caller] += num_bytes
+        self._count(body, num_bytes)
+
+    def _count(self, body: "HeldBody", num_bytes: int) -> None:
         body.num_bytes += num_bytes
+        self._held[body.caller] += num_bytes
+        self.held_bytes += num_bytes
 
 
 class HeldBody:

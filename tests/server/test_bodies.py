@@ -21,6 +21,7 @@ from specdec.server.messages import as_read
 from specdec.server.parse import MOST_PARTS, MOST_VALUES, SMALL, parse
 from specdec.server.state import LONG, Served
 from specdec.server.thinking import template_variables
+from specdec.server.threads import Pool
 from specdec.text.chat_template import ChatTemplate
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
@@ -188,6 +189,7 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
         read_prompt=lambda prompt, terms: prompt,
     )
     served: Any = Served.__new__(Served)
+    served._workers = Pool("text", 1)
     served.resident, served.config = SimpleNamespace(engine=engine), SimpleNamespace(log_prompts=False)
     assert asyncio.run(served.prepare(["x"] * 64, SamplingParams(**fields), "")) == ["x"] * 64
     assert [own is not threading.main_thread() for own in looked] == [beside]

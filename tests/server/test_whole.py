@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from specdec.server import generate
 from specdec.server.answers import Said
 from specdec.server.chunks import Chunks
 from specdec.server.formats import Completions, Shown
-from specdec.server.state import LONG
+from specdec.server.state import LONG, Served
+from specdec.server.threads import Pool
 
 OWN = TokenLogprob(7, -0.5, top=tuple((token, -1.0) for token in range(20)))
 CHOICES = 3
@@ -43,10 +45,12 @@ def test_long_answers_are_written_beside_the_event_loop(tokens: int, beside: boo
     form: Any = Watched()
     body: Any = SimpleNamespace(return_metrics=True)
     prepared: Any = [SimpleNamespace(params=SimpleNamespace(n=CHOICES), ids=(1,))]
+    served: Any = SimpleNamespace(_workers=Pool("text", 1))
     parts: Any = (
         told(tokens),
         Chunks(form, body, 'a "model"', prepared),
         SimpleNamespace(said=lambda own: None),
+        partial(Served.work, served, caller=""),
     )
     whole = json.loads(asyncio.run(generate._whole(*parts)))
     assert [own is not threading.main_thread() for own in form.threads] == [beside]
