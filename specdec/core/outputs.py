@@ -24,7 +24,7 @@ class TokenLogprob:
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: Sequence[tuple[int, float]] = ()
     decoded_token: str | None = None
     """The token's text; None without a tokenizer."""
     decoded_top: tuple[str, ...] = ()
@@ -32,8 +32,9 @@ class TokenLogprob:
 
     def decoded(self, spell: Callable[[int], str]) -> "TokenLogprob":
         """Return the same with the tokens' texts."""
-        texts = tuple(spell(token) for token, _ in self.top)
-        return replace(self, decoded_token=spell(self.token_id), decoded_top=texts)
+        top = tuple(self.top)
+        texts = tuple(spell(token) for token, _ in top)
+        return replace(self, top=top, decoded_token=spell(self.token_id), decoded_top=texts)
 
 
 @dataclass(frozen=True, slots=True)
