@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +17,8 @@ HEADERS = {
 }
 AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER of zero: unsent data is discarded."""
+AT_A_TIME = 1 << 18
+"""Bytes of a long answer that are written before the client must have taken them."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -49,7 +51,7 @@ class EventStream:
 
     def _framed(self, event: Mapping[str, Any]) -> bytes:
         name = b"event: %b\n" % str(event["type"]).encode() if self.is_typed else b""
-        return b"%bdata: %b\n\n" % (name, json.dumps(event).encode())
+        return b"%bdata: %b\n\n" % (name, json.dumps(event, default=list).encode())
 
     async def _write(self, data: bytes) -> None:
         async with read_within(self.request, self.stall_s):
@@ -73,6 +75,37 @@ async def read_within(request: web.Request, stall_s: float) -> AsyncIterator[Non
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
             transport.abort()
         raise ConnectionResetError("the client does not read") from None
+
+
+async def send_pieces(
+    request: web.Request, pieces: Iterator[str], stall_s: float, *, is_long: bool
+) -> web.StreamResponse:
+    """Send a JSON document piece by piece; one that is long is written beside the event loop.
+
+    A short one has its length. What of a long one the client has not read is not written yet.
+    """
+    if not is_long:
+        whole = web.Response(text="".join(pieces), content_type="application/json")
+        return await send_whole(request, whole, stall_s)
+    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    while data := await asyncio.to_thread(_next, pieces):
+        async with read_within(request, stall_s):
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(data)
+    async with read_within(request, stall_s):
+        await response.write_eof()
+    return response
+
+
+def _next(pieces: Iterator[str]) -> bytes:
+    """Write the next pieces, as many as are worth a thread's turn; nothing at the end."""
+    data = bytearray()
+    for piece in pieces:
+        data += piece.encode()
+        if len(data) >= AT_A_TIME:
+            break
+    return bytes(data)
 
 
 async def send_whole(request: web.Request, response: web.Response, stall_s: float) -> web.Response:
