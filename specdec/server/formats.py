@@ -260,6 +260,8 @@ class Chats:
     def __init__(self, tokenizer: Tokenizer | None, shown: Shown, expected: Expected) -> None:
         self.tokenizer, self.shown, self.expected = tokenizer, shown, expected
         self._answers: dict[int, ChatAnswer] = {}
+        self._spelt: dict[int, tuple[str, list[int]]] = {}
+        """The text and the bytes of tokens whose log-probabilities were written."""
 
     def first(self, choice: int) -> Json | None:
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
@@ -298,9 +300,12 @@ class Chats:
         return self._token(own.token_id, own.logprob) | {"top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> Json:
-        text = spell(self.tokenizer, token)
-        own = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
-        return {"token": text, "logprob": logprob, "bytes": list(own)}
+        if token not in self._spelt:
+            text = spell(self.tokenizer, token)
+            own = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
+            self._spelt[token] = text, list(own)
+        text, numbers = self._spelt[token]
+        return {"token": text, "logprob": logprob, "bytes": numbers}
 
 
 def _tells(delta: Delta) -> bool:
