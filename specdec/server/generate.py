@@ -260,11 +260,14 @@ async def _stream(
             choice, delta, _ = own
             writer.usage.add(choice, delta)
             watch.said(own)
-            events = await worked(delta.num_told * SPELLING, partial(writer.events, choice, delta))
-            if events:
-                await stream.send(*events)
+
+            def frame(choice: int = choice, delta: Delta = delta) -> bytes:
+                return stream.framed(writer.events(choice, delta))
+
+            if data := await worked(delta.num_told * SPELLING, frame):
+                await stream.send(data)
         if events := writer.end():
-            await stream.send(*events)
+            await stream.send(stream.framed(events))
     except Exception as error:
         if not stream.begun or isinstance(error, ConnectionError):
             raise
@@ -278,7 +281,7 @@ async def _stream(
                 exc_info=failure.trace,
                 extra={"request_id": stream.number},
             )
-        await stream.send(*writer.failed(failure))
+        await stream.send(stream.framed(writer.failed(failure)))
     return await stream.end()
 
 

@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -38,13 +38,20 @@ class EventStream:
     def begun(self) -> bool:
         return self._response.prepared
 
-    async def send(self, *events: Mapping[str, Any]) -> None:
-        """Write events, and wait while the client does not read; abort one that never does."""
-        await self._write(b"".join(self._framed(event) for event in events))
+    def framed(self, events: Iterable[Mapping[str, Any]]) -> bytes:
+        """Return events as they are sent, which any thread may do."""
+        return b"".join(map(self._framed, events))
+
+    async def send(self, data: bytes) -> None:
+        """Send framed events, and wait while the client does not read; abort one that never does."""
+        async with read_within(self.request, self.stall_s):
+            if not self.begun:
+                await self._response.prepare(self.request)
+            await self._response.write(data)
 
     async def end(self) -> web.StreamResponse:
         if not self.is_typed:
-            await self._write(DONE)
+            await self.send(DONE)
         async with read_within(self.request, self.stall_s):
             await self._response.write_eof()
         return self._response
@@ -52,12 +59,6 @@ class EventStream:
     def _framed(self, event: Mapping[str, Any]) -> bytes:
         name = b"event: %b\n" % str(event["type"]).encode() if self.is_typed else b""
         return b"%bdata: %b\n\n" % (name, json.dumps(event, default=list).encode())
-
-    async def _write(self, data: bytes) -> None:
-        async with read_within(self.request, self.stall_s):
-            if not self.begun:
-                await self._response.prepare(self.request)
-            await self._response.write(data)
 
 
 @contextlib.asynccontextmanager

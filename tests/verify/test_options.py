@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from specdec.config.sampling import SamplingParams
 from specdec.kernels.table import load_kernels
 from specdec.verify.choose import Chooser, Node, choose
+from specdec.verify.history import History
 from specdec.verify.limits import Banned
 from specdec.verify.logprobs import TopTokens, logprobs_of
 
@@ -19,6 +22,8 @@ VOCAB = 2048
 KERNELS = load_kernels("cpu")
 MOST_BYTECODES, MOST_CALLS = 800, 6
 """Of a row, which takes 500 and 5; 11,000 and 17 where each entry and row is gathered on its own."""
+
+TOKENS = st.integers(0, 5)
 
 
 class Calls(TorchFunctionMode):
@@ -101,6 +106,20 @@ def test_log_probabilities_of_many_rows_are_those_of_each_bit_for_bit(vocab: int
         ranked = sorted(enumerate(logprobs), key=lambda entry: (-entry[1], entry[0]))
         assert own.chosen == logprobs[n % vocab]
         assert list(own.top) == ranked[:count]
+
+
+@given(st.lists(TOKENS), st.lists(TOKENS), st.lists(TOKENS))
+def test_a_history_counts_each_token_of_prompt_output_and_path_once(
+    prompt: list[int], output: list[int], path: list[int]
+) -> None:
+    history = History(prompt)
+    for token in output:
+        history.observe(token)
+    for along in (path, []):  # what a path adds leaves no trace
+        tokens, counts = history.along(along)
+        whole = [*output, *along]
+        assert len(tokens) == len(set(tokens)) and set(tokens) == {*prompt, *whole}
+        assert list(counts) == [whole.count(token) for token in tokens]
 
 
 def test_packed_tokens_are_what_a_tuple_would_be() -> None:
