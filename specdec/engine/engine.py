@@ -28,6 +28,7 @@ from specdec.setup.build import build
 from specdec.setup.capabilities import check_request
 from specdec.text.grammar.compiler import Grammars
 from specdec.text.grammar.guide import Form
+from specdec.text.stops import StopNode
 from specdec.text.tokenizer import TextStream
 from specdec.verify.choose import choice_seed
 from specdec.verify.limits import Limit
@@ -349,6 +350,7 @@ class SpecEngine:
         """Make one request for each choice, each with a seed of its own."""
         prompt, params, terms = prepared.ids, prepared.params, prepared.terms
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        stops = StopNode.of(params.stop)
         return [
             self.model.core.new_request(
                 prompt,
@@ -356,7 +358,7 @@ class SpecEngine:
                 seed=choice_seed(seed, index),
                 emit=emit,
                 limits=self._limits(terms),
-                text=self._text(params),
+                text=self._text(params, stops),
                 stop_ids=terms.stop_ids,
                 index=index,
                 tenant=terms.tenant,
@@ -364,12 +366,12 @@ class SpecEngine:
             for index in range(params.n)
         ]
 
-    def _text(self, params: SamplingParams) -> TextStream | None:
+    def _text(self, params: SamplingParams, stops: StopNode) -> TextStream | None:
         """Begin a choice's text, if there is a tokenizer to write it with."""
         if self.tokenizer is None:
             return None
         tokenizer = self.tokenizer if params.skip_special_tokens else self.tokenizer.outspoken()
-        return TextStream(tokenizer, params.stop, keeps_stop=params.include_stop_str_in_output)
+        return TextStream(tokenizer, stops, keeps_stop=params.include_stop_str_in_output)
 
     def _limits(self, terms: Terms) -> list[Limit]:
         """Say what one choice may not choose."""

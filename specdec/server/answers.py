@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Self
 
-from specdec.core.outputs import Delta
+from specdec.config.engine import MAX_WINDOW
+from specdec.core.outputs import Delta, Gathered
 from specdec.core.terms import Prepared
 from specdec.engine.engine import SpecEngine, Ticket
 from specdec.errors import SpecdecError
@@ -71,6 +74,49 @@ class Said(NamedTuple):
     delta: Delta
     steps: tuple[tuple[float, int], ...]
     """When each of its steps ended, and how many tokens it had."""
+
+
+class Pending:
+    """What a choice has said and no reader has taken, in columns."""
+
+    __slots__ = ("_at_s", "_counts", "said")
+
+    def __init__(self) -> None:
+        self.said = Gathered()
+        self._at_s, self._counts = array("d"), array("i")
+
+    def add(self, delta: Delta) -> None:
+        """Append a delta that has just come."""
+        self.said.add(delta)
+        self._at_s.append(time.perf_counter())
+        self._counts.append(len(delta.token_ids))
+
+    def steps(self) -> tuple[tuple[float, int], ...]:
+        """Return when each step ended, and how many tokens it had."""
+        return tuple(zip(self._at_s, self._counts, strict=True))
+
+
+def check_size(prepared: Sequence[Prepared], longest: int, most: int, *, top: str) -> None:
+    """Refuse an answer that may hold more tokens and log-probabilities than the server has memory for.
+
+    `longest` bounds a sequence, and `top` is the field that asks for log-probabilities.
+    """
+    params = prepared[0].params
+    beside = (params.logprobs or 0) + (MAX_WINDOW if params.trees else 0)
+    lengths = [len(own.ids) for own in prepared]
+    tokens = sum(min(params.max_tokens, longest - length) for length in lengths)
+    written = params.n * tokens * (1 + beside)
+    scored = 0 if params.prompt_logprobs is None else params.n * sum(lengths) * (1 + params.prompt_logprobs)
+    if written + scored <= most:
+        return
+    field = "max_tokens" if written >= scored else "prompt_logprobs"
+    raise Failure(
+        400,
+        f"{field}: the answer might hold {written + scored:,} values, and may hold {most:,} "
+        f"(max_answer_values): n times max_tokens times one more than {top} ({1 + beside}), and what "
+        f"prompt_logprobs asks for; lower one of them.",
+        param=field,
+    )
 
 
 class Bell:
@@ -146,7 +192,10 @@ class Answers:
         self._silent = set(range(self.left))
         """Choices that were not submitted to the engine's thread yet."""
         self._unended = self.left
-        self._letters: deque[tuple[int, Delta, float]] = deque()
+        self._pending: dict[int, Pending] = {}
+        """What each choice has said and no reader has taken."""
+        self._lock = threading.Lock()
+        """Held by the engine's thread while it appends, and by the event loop while it takes."""
         self._error: SpecdecError | None = None
 
     def __enter__(self) -> Self:
@@ -188,7 +237,8 @@ class Answers:
             self.bell.ring(self, soon=True)
             return
         choice = prompt * self.n + item.index
-        self._letters.append((choice, item, time.perf_counter()))
+        with self._lock:
+            self._pending.setdefault(choice, Pending()).add(item)
         self._unended -= item.finish_reason is not None
         if not self._unended:
             self.bell.ring(self, soon=True)
@@ -204,14 +254,12 @@ class Answers:
             self.came.clear()
             if self._error:
                 raise self._error
-            choices: dict[int, list[tuple[Delta, float]]] = {}
-            for _ in range(len(self._letters)):
-                choice, delta, at_s = self._letters.popleft()
-                choices.setdefault(choice, []).append((delta, at_s))
-            for choice, letters in choices.items():
-                self.left -= letters[-1][0].finish_reason is not None
-                deltas = [delta for delta, _ in letters]
-                if deltas[-1].finish_reason == "abort":  # none of the APIs has a word for a part of an answer
-                    raise Failure(503, "The answer was cancelled before its end.", code="cancelled")
-                steps = tuple((at_s, len(delta.token_ids)) for delta, at_s in letters)
-                yield Said(choice, Delta.joined(deltas), steps)
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            if any(own.said.finish_reason == "abort" for own in pending.values()):
+                # None of the APIs has a word for a part of an answer.
+                raise Failure(503, "The answer was cancelled before its end.", code="cancelled")
+            for choice in list(pending):
+                own = pending.pop(choice)
+                self.left -= own.said.finish_reason is not None
+                yield Said(choice, own.said.delta(), own.steps())

@@ -3,14 +3,14 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
 from specdec.server.bodies import Body
 from specdec.server.failures import Failure
-from specdec.server.formats import Format, Usage
+from specdec.server.formats import Format, Usage, written
 
 Json = dict[str, Any]
 
@@ -36,16 +36,16 @@ class Chunks:
         """Add fields that stand beside the choices at the end."""
         self._beside |= beside
 
-    def whole(self, said: Mapping[int, Delta]) -> str:
+    def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
         """Write choices as JSON one by one: encoding holds all others."""
-        choices = [
-            json.dumps(self._form.said(choice, said[choice]) | self._prompt_of(choice))
-            for choice in sorted(said)
-        ]
-        extra = {"metrics": self.usage.metrics()} if self._body.return_metrics else {}
         head = json.dumps({**self._head, "object": self._form.whole})
+        yield f'{head[:-1]}, "choices": ['
+        for place, choice in enumerate(sorted(said)):
+            yield ", " if place else ""
+            yield from written(self._form.said(choice, said[choice]) | self._prompt_of(choice))
+        extra = {"metrics": self.usage.metrics()} if self._body.return_metrics else {}
         rest = json.dumps({"usage": self.usage.as_json()} | extra | self._beside)
-        return f'{head[:-1]}, "choices": [{", ".join(choices)}], {rest[1:]}'
+        yield f"], {rest[1:]}"
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
         parts = self._form.parts(choice, delta)

@@ -1,8 +1,10 @@
 """Choices as JSON: completions or chats, whole or in chunks."""
 
 import codecs
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol, Self
 
 from specdec.core.outputs import Delta, DraftTree, RequestStats, TokenLogprob
@@ -15,7 +17,38 @@ from specdec.server.thinking import ThinkingTokens
 from specdec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+AT_ONCE = 64
+"""Elements of a list that are written at once: with 20 alternatives each some 100 KB."""
 UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Rows:
+    """A JSON list whose elements, which take much memory, are made as they are written."""
+
+    def __init__(self, rows: Sequence[Any], make: Callable[[Any], Any]) -> None:
+        self._rows, self._make = rows, make
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._make, self._rows)
+
+
+def written(value: Any) -> Iterator[str]:
+    """Write JSON in pieces, its long lists a few elements at a time."""
+    if isinstance(value, Rows):
+        rows, comma = iter(value), "["
+        while some := list(islice(rows, AT_ONCE)):
+            yield comma + json.dumps(some)[1:-1]
+            comma = ", "
+        yield "]" if comma == ", " else "[]"
+    elif isinstance(value, dict):
+        comma = "{"
+        for name, own in value.items():
+            yield f"{comma}{json.dumps(name)}: "
+            yield from written(own)
+            comma = ", "
+        yield "}" if value else "{}"
+    else:
+        yield json.dumps(value)
 
 
 @dataclass(slots=True)
@@ -103,8 +136,8 @@ class Writer(Protocol):
     is_typed: bool
     """Whether events are named by their `type`; others end with `[DONE]`."""
 
-    def whole(self, said: Mapping[int, Delta]) -> str:
-        """Write the whole response, from all that each choice has said."""
+    def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
+        """Write the whole response in pieces, from all that each choice has said."""
         ...
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
@@ -201,14 +234,13 @@ class Completions:
             "text_offset": offsets,
             "token_logprobs": [*(None for _ in first), *(own.logprob for own in logprobs)],
             "tokens": tokens,
-            "top_logprobs": [
-                *(None for _ in first),
-                *(
-                    {self._named(token): logprob for token, logprob in reversed(_with_chosen(own))}
-                    for own in logprobs
-                ),
-            ],
+            "top_logprobs": Rows([*(None for _ in first), *logprobs], self._top),
         }
+
+    def _top(self, own: TokenLogprob | None) -> Json | None:
+        if own is None:
+            return None
+        return {self._named(token): logprob for token, logprob in reversed(_with_chosen(own))}
 
     def _bytes(self, token: int) -> bytes:
         return self.tokenizer.bytes_of(token) if self.tokenizer else spell(None, token).encode()
@@ -228,6 +260,8 @@ class Chats:
     def __init__(self, tokenizer: Tokenizer | None, shown: Shown, expected: Expected) -> None:
         self.tokenizer, self.shown, self.expected = tokenizer, shown, expected
         self._answers: dict[int, ChatAnswer] = {}
+        self._spelt: dict[int, tuple[str, list[int]]] = {}
+        """The text and the bytes of tokens whose log-probabilities were written."""
 
     def first(self, choice: int) -> Json | None:
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
@@ -254,7 +288,7 @@ class Chats:
     def _told(self, choice: int, name: str, message: Json, delta: Delta) -> Json:
         logprobs, why = None, delta.finish_reason
         if delta.logprobs is not None:
-            logprobs = {"content": [self._logprob(own) for own in delta.logprobs], "refusal": None}
+            logprobs = {"content": Rows(delta.logprobs, self._logprob), "refusal": None}
         told = self._choice(choice, name, message, logprobs, self._answer(choice).finish_reason(why))
         return told | {"stop_reason": delta.stop_reason} | beside(delta, self.shown, self.tokenizer)
 
@@ -266,9 +300,12 @@ class Chats:
         return self._token(own.token_id, own.logprob) | {"top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> Json:
-        text = spell(self.tokenizer, token)
-        own = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
-        return {"token": text, "logprob": logprob, "bytes": list(own)}
+        if token not in self._spelt:
+            text = spell(self.tokenizer, token)
+            own = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
+            self._spelt[token] = text, list(own)
+        text, numbers = self._spelt[token]
+        return {"token": text, "logprob": logprob, "bytes": numbers}
 
 
 def _tells(delta: Delta) -> bool:
@@ -286,7 +323,7 @@ def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
     if shown.drafts:
         own["drafts"] = [_draft(draft, tokenizer) for draft in delta.drafts]
     if shown.prompt_logprobs and delta.prompt_logprobs is not None:
-        own["prompt_logprobs"] = [each and _ranked(each, tokenizer) for each in delta.prompt_logprobs]
+        own["prompt_logprobs"] = Rows(delta.prompt_logprobs, lambda each: each and _ranked(each, tokenizer))
     return own
 
 

@@ -1,7 +1,8 @@
 """The completion and chat handlers: one request, its choices, whole or streamed."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from specdec.config.sampling import SamplingParams
-from specdec.core.outputs import Delta
+from specdec.core.outputs import Delta, Gathered
 from specdec.core.terms import Prepared
-from specdec.server.answers import Answers, Deadline
+from specdec.server.answers import Answers, Deadline, check_size
 from specdec.server.bodies import ASKED, Body, ChatBody, CompletionBody
 from specdec.server.chunks import Chunks
 from specdec.server.events import Expected
@@ -21,8 +22,8 @@ from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
 from specdec.server.metrics import Watch
 from specdec.server.reach.bodies import Asked, Lend
 from specdec.server.reach.lending import Lending, lending_params
-from specdec.server.state import Served, State
-from specdec.server.streams import EventStream, send_whole
+from specdec.server.state import LONG, Served, State
+from specdec.server.streams import EventStream, send_pieces
 from specdec.server.thinking import ThinkingTokens, span_of, template_variables
 from specdec.server.tools.offer import Offer, untold
 
@@ -74,6 +75,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
             echoes = []
             if body.echo and not lends:
                 echoes = await served.work(ids * SPELLING, partial(echo, prepared), caller)
+            _check_size(state, served, prepared, "logprobs")
             await _fetch(state, prepared, asked)
         form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
         writer = Chunks(form, body, body.model or served.name, prepared)
@@ -152,6 +154,7 @@ async def answer_chat(
                 own["max_tokens"] = max(min(default, most - len(ids)), 1)
             params = params.model_copy(update=own)
             prepared = await served.prepare([ids], params, request["tenant"])
+            _check_size(state, served, prepared, "top_logprobs")
             await _fetch(state, prepared, asked)
         writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
         if thinking and (tokenizer := served.engine.tokenizer):
@@ -177,6 +180,11 @@ async def _fetch(state: State, prepared: Sequence[Prepared], asked: Asked | None
     if asked is not None:
         assert state.reach
         await state.reach.fetch(prepared, asked)
+
+
+def _check_size(state: State, served: Served, prepared: Sequence[Prepared], top: str) -> None:
+    longest = served.engine.model.settings.max_model_len
+    check_size(prepared, longest, state.config.max_answer_values, top=top)
 
 
 async def _answer(
@@ -209,25 +217,42 @@ async def _answer(
             if streams:
                 stream = EventStream(request, stall_s, is_typed=writer.is_typed)
                 return await _stream(answers, writer, watch, stream, names, work)
-            whole = await _whole(answers, writer, watch, work)
-        whole_response = web.Response(text=whole, content_type="application/json")
-        return await send_whole(request, whole_response, stall_s)
+            said = await _gather(answers, writer, watch)
+        beside = partial(work, LONG + 1) if said.size * SPELLING > LONG else None
+        return await send_pieces(request, writer.whole(said), stall_s, beside)
 
 
-async def _whole(answers: Answers | Lending, writer: Writer, watch: Watch, work: Work) -> str:
-    said: dict[int, list[Delta]] = {}
+class Gathering(Mapping[int, Delta]):
+    """What each choice of an answer has said; a look-up puts the choice together."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, Gathered] = {}
+        self.size = 0
+        """Tokens that it tells of."""
+
+    def add(self, choice: int, delta: Delta) -> None:
+        """Append a choice's next delta."""
+        self.size += delta.num_told
+        self._said.setdefault(choice, Gathered()).add(delta)
+
+    def __getitem__(self, choice: int) -> Delta:
+        return self._said[choice].delta()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._said))
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+
+async def _gather(answers: Answers | Lending, writer: Writer, watch: Watch) -> Gathering:
+    said = Gathering()
     async for own in answers:
-        choice, delta, _ = own
-        writer.usage.add(choice, delta)
+        writer.usage.add(own.choice, own.delta)
         watch.said(own)
-        said.setdefault(choice, []).append(delta)
-
-    def write() -> str:
-        return writer.whole({choice: Delta.joined(deltas) for choice, deltas in said.items()})
-
-    spelt = sum(delta.num_told for deltas in said.values() for delta in deltas)
-    whole: str = await work(spelt * SPELLING, write)
-    return whole
+        said.add(own.choice, own.delta)
+        await asyncio.sleep(0)  # all choices may have come at once
+    return said
 
 
 async def _stream(
@@ -239,11 +264,14 @@ async def _stream(
             choice, delta, _ = own
             writer.usage.add(choice, delta)
             watch.said(own)
-            events = await work(delta.num_told * SPELLING, partial(writer.events, choice, delta))
-            if events:
-                await stream.send(*events)
+
+            def frame(choice: int = choice, delta: Delta = delta) -> bytes:
+                return stream.framed(writer.events(choice, delta))
+
+            if data := await work(delta.num_told * SPELLING, frame):
+                await stream.send(data)
         if events := writer.end():
-            await stream.send(*events)
+            await stream.send(stream.framed(events))
     except Exception as error:
         if not stream.begun or isinstance(error, ConnectionError):
             raise
@@ -257,7 +285,7 @@ async def _stream(
                 exc_info=failure.trace,
                 extra={"request_id": stream.number},
             )
-        await stream.send(*writer.failed(failure))
+        await stream.send(stream.framed(writer.failed(failure)))
     return await stream.end()
 
 

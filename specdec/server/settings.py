@@ -107,6 +107,13 @@ class ServerConfig(Settings):
     max_prompts: int = Field(
         256, ge=1, title="prompts of one request at most", description="a whole number of at least 1"
     )
+    max_answer_values: int = Field(
+        1 << 22,
+        ge=1,
+        title="tokens and log-probabilities of one answer at most: choices times tokens times one more than "
+        "their log-probabilities",
+        description="a whole number of at least 1",
+    )
     default_max_tokens: int | None = Field(
         None,
         ge=1,

@@ -11,6 +11,7 @@ import tokenizers
 
 from specdec.config.folders import anew, has_file
 from specdec.errors import CheckpointError
+from specdec.text.stops import StopNode
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The replacement character: bytes that are no character, or not yet."""
@@ -129,10 +130,11 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: str | Sequence[str] | None = None, *, keeps_stop: bool = False
+        self, tokenizer: Tokenizer, stops: StopNode | None = None, *, keeps_stop: bool = False
     ) -> None:
         self._tokenizer, self._keeps_stop = tokenizer, keeps_stop
-        self._stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        self._node = None if stops is None or stops.is_final else stops
+        """What of a stop string stands at the end of the text; None: there are no stop strings."""
         self._ids: list[int] = []
         self._decoded = 0
         """Characters of the window's text that were emitted."""
@@ -141,9 +143,6 @@ class TextStream:
         self._unfinished = 0
         """Tokens since the text was whole, that is, ended with a finished character."""
         self._held = ""
-        self._passed = 0
-        """Characters of the held text that no stop string may end within."""
-        self._begun = [Begun(stop) for stop in self._stops]
         self.length = 0
         """Characters of the text so far, those that are held back for a stop string included."""
         self.stopped = False
@@ -186,47 +185,17 @@ class TextStream:
     def _release(self, new: str, *, may_stop: bool = True, last: bool = False) -> str:
         if self.stopped:
             return ""
-        text, searched, self._held = self._held + new, len(self._held), ""
-        passed = max(self._passed, searched) if may_stop else len(text)
-        # The first to be complete, as if characters came one by one: how tokens cut the text must not matter.
-        starts = [(stop, max(passed + 1 - len(stop), 0)) for stop in self._stops]
-        ends = [(at + len(stop), at, stop) for stop, start in starts if (at := text.find(stop, start)) >= 0]
-        if ends:
-            end, start, self.stop = min(ends)
-            self.stopped = True
-            return text[: end if self._keeps_stop else start]
-        keep = 0 if last else max((begun.push(new) for begun in self._begun), default=0)
-        self._held, self._passed = text[len(text) - keep :], max(passed + keep - len(text), 0)
-        return text[: len(text) - keep]
-
-
-class Begun:
-    """Matches one stop string incrementally (Knuth-Morris-Pratt): the time depends on new text alone."""
-
-    def __init__(self, stop: str) -> None:
-        self._stop = stop
-        self._length = 0
-        self._borders: list[int] = []
-        """The failure function: for each prefix, the length of its longest border."""
-
-    def push(self, new: str) -> int:
-        """Take more of the text; return how many characters at its end may begin the stop string."""
-        stop, length = self._stop, self._length
-        if length or stop[0] in new:
-            for sign in new:
-                length = self._longer(length, sign)
-                if len(self._borders) < length:
-                    self._borders.append(self._longer(self._borders[-1], sign) if self._borders else 0)
-                if length == len(stop):
-                    length = self._borders[-1]
-        self._length = length
-        return length
-
-    def _longer(self, length: int, sign: str) -> int:
-        """Return how much of the stop string stands at the end once this sign follows so much of it."""
-        while length and self._stop[length] != sign:
-            length = self._borders[length - 1]
-        return length + (self._stop[length] == sign)
+        if self._node is None:
+            return new
+        text, end = self._held + new, len(self._held)
+        for sign in new:  # the first to be complete: how tokens cut the text must not matter
+            self._node, end = self._node.after(sign), end + 1
+            if may_stop and self._node.stop:
+                self.stopped, self.stop, self._held = True, self._node.stop, ""
+                return text[: end if self._keeps_stop else end - len(self.stop)]
+        end -= 0 if last else self._node.held
+        self._held = text[end:]
+        return text[:end]
 
 
 class Piece(NamedTuple):

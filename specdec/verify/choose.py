@@ -4,9 +4,10 @@ Nothing of a batch, a slot or a step enters, so a node's choice is what plain sa
 """
 
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from specdec.kernels.sampling.cpu import best_of
 from specdec.kernels.sampling.reference import splitmix64
 from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Mask, Penalties, RowRule, Rules, make_column
 from specdec.kernels.table import Kernels
+from specdec.verify.history import History
 from specdec.verify.limits import Limit, bounded_words
+from specdec.verify.logprobs import Logprob, logprobs_of
 
 WAIT_S = 0.005
 """For what limits allow, each time that some of a step's choices need it."""
@@ -35,10 +38,23 @@ def row_rule(params: SamplingParams) -> RowRule:
     )
 
 
+class BiasColumns(NamedTuple):
+    """What a request adds to its logits, as columns of int32 and float32 that steps join."""
+
+    tokens: "array[int]"
+    values: "array[float]"
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Self | None:
+        """Return them; None where nothing is added."""
+        bias = params.logit_bias
+        return cls(array("i", bias), array("f", bias.values())) if bias else None
+
+
 class Chooser:
     """One request's rule of choice. Only `observe` changes it: penalties and limits hang on what was said."""
 
-    __slots__ = ("_has_no_bias", "count_V", "is_penalised", "limits", "params", "rule", "seed", "seen_V")
+    __slots__ = ("bias", "history", "limits", "params", "rule", "seed")
 
     def __init__(
         self,
@@ -50,22 +66,16 @@ class Chooser:
         limits: Sequence[Limit] = (),
     ) -> None:
         self.params, self.rule, self.seed, self.limits = params, row_rule(params), seed, limits
-        self.is_penalised = (
+        self.bias = BiasColumns.of(params)
+        is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self._has_no_bias = not self.is_penalised and not params.logit_bias
-        size = vocab if self.is_penalised else 0
-        self.seen_V = torch.zeros(size, dtype=torch.bool)
-        """What the prompt and the output hold."""
-        self.count_V = torch.zeros(size, dtype=torch.float32)
-        """How often the output holds it."""
-        if self.is_penalised:
-            self.seen_V[torch.tensor(prompt, dtype=torch.int64)] = True
+        self.history = History(prompt) if is_penalised else None
 
     @property
     def ignores_history(self) -> bool:
         """Whether what it compares hangs on the logits and the place alone."""
-        return self._has_no_bias and not self.limits
+        return self.bias is None and self.history is None and not self.limits
 
     @property
     def is_greedy_plain(self) -> bool:
@@ -79,9 +89,8 @@ class Chooser:
 
     def observe(self, token: int) -> None:
         """Count a token that the request has accepted."""
-        if self.is_penalised:
-            self.seen_V[token] = True
-            self.count_V[token] += 1
+        if self.history:
+            self.history.observe(token)
         if self.limits:
             self.limits = [limit for limit in self.limits if limit.observe(token)]
 
@@ -115,13 +124,6 @@ class Node:
     position: int
     path: tuple[int, ...] = ()
     """The drafted tokens from the root's child to this node, which the chooser has not observed."""
-
-
-class Logprob(NamedTuple):
-    """Log-probabilities under the raw logits: the chosen token's, and those of the likeliest."""
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]
 
 
 class Choice(NamedTuple):
@@ -218,21 +220,37 @@ def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
     )
     return Rules.of(
         (make_column(temperatures, device), *columns),
-        bias=_bias([node.chooser.params for node in nodes], device),
+        bias=_bias(nodes, device),
         penalties=_penalties(nodes, device),
         mask=_mask(nodes, device),
     )
 
 
-def _bias(params: Sequence[SamplingParams], device: torch.device) -> Bias | None:
-    entries = [
-        (n, token, value) for n, p in enumerate(params) for token, value in (p.logit_bias or {}).items()
-    ]
-    if not entries:
+def _bias(nodes: Sequence[Node], device: torch.device) -> Bias | None:
+    kept = [(n, node.chooser.bias) for n, node in enumerate(nodes) if node.chooser.bias]
+    if not kept:
         return None
-    rows, tokens, values = zip(*entries, strict=True)
-    return Bias(
-        torch.tensor(rows, device=device), torch.tensor(tokens, device=device), _floats(values, device)
+    rows, columns = zip(*kept, strict=True)
+    tokens, values = zip(*columns, strict=True)
+    return Bias(_rows(rows, tokens, device), _joined(tokens, device).long(), _joined(values, device))
+
+
+def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
+    """Count what each penalised node has seen: its request's tokens and its own path's."""
+    kept = [(n, own.along(node.path)) for n, node in enumerate(nodes) if (own := node.chooser.history)]
+    if not kept:
+        return None
+    rows, columns = zip(*kept, strict=True)
+    tokens, counts = zip(*columns, strict=True)
+    row_E = _rows(rows, tokens, device)
+    params = [node.chooser.params for node in nodes]
+    return Penalties(
+        row_E,
+        _joined(tokens, device).long(),
+        _joined(counts, device),
+        _floats([p.repetition_penalty for p in params], device)[row_E],
+        _floats([p.presence_penalty for p in params], device)[row_E],
+        _floats([p.frequency_penalty for p in params], device)[row_E],
     )
 
 
@@ -241,26 +259,18 @@ def _floats(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
-    """Count what each penalised node has seen: its request's tokens and its own path's."""
-    rows = [n for n, node in enumerate(nodes) if node.chooser.is_penalised]
-    if not rows:
-        return None
-    choosers = [nodes[n].chooser for n in rows]
-    seen_RV = torch.stack([chooser.seen_V for chooser in choosers])
-    count_RV = torch.stack([chooser.count_V for chooser in choosers])
-    for r, n in enumerate(rows):
-        for token in nodes[n].path:
-            seen_RV[r, token] = True
-            count_RV[r, token] += 1
-    params = [chooser.params for chooser in choosers]
-    return Penalties(
-        torch.tensor(rows, device=device),
-        seen_RV.to(device),
-        count_RV.to(device),
-        _floats([p.repetition_penalty for p in params], device),
-        _floats([p.presence_penalty for p in params], device),
-        _floats([p.frequency_penalty for p in params], device),
+def _rows(rows: Sequence[int], columns: Sequence["array[int]"], device: torch.device) -> Tensor:
+    """Return the row of each entry of columns that belong to one row each."""
+    length_R = torch.tensor([len(column) for column in columns])
+    return torch.tensor(rows).repeat_interleave(length_R).to(device)
+
+
+def _joined(columns: Sequence["array[Any]"], device: torch.device) -> Tensor:
+    """Join columns of int32, or of float32, into one."""
+    dtype = torch.int32 if columns[0].typecode == "i" else torch.float32
+    data = bytearray().join(columns)
+    return (
+        torch.frombuffer(data, dtype=dtype).to(device) if data else torch.empty(0, dtype=dtype, device=device)
     )
 
 
@@ -293,26 +303,32 @@ def _mask(nodes: Sequence[Node], device: torch.device) -> Mask | None:
     if not kept:
         return None
     rows, words = zip(*kept, strict=True)
-    return Mask(torch.tensor(rows, device=device), torch.stack(words).to(device))
+    # Choices of one request share the memory of their words, where these are the same.
+    places = {words_W.data_ptr(): words_W for words_W in words}
+    order = {place: k for k, place in enumerate(places)}
+    sets = [order[words_W.data_ptr()] for words_W in words]
+    return Mask(
+        torch.tensor(rows, device=device),
+        torch.tensor(sets, device=device),
+        torch.stack(list(places.values())).to(device),
+    )
 
 
 def _logprobs(logits_NV: Tensor, nodes: Sequence[Node], tokens: Sequence[int]) -> dict[int, Logprob]:
-    found = {}
-    for n, node in enumerate(nodes):
-        wanted = node.chooser.params.logprobs
-        if wanted is not None and tokens[n] != NO_TOKEN:
-            found[n] = logprob_of(logits_NV[n], tokens[n], wanted)
-    return found
+    """Return the log-probabilities of the nodes that ask for them and have a token."""
+    wanted = {
+        n: own
+        for n, node in enumerate(nodes)
+        if (own := node.chooser.params.logprobs) is not None and tokens[n] != NO_TOKEN
+    }
+    if not wanted:
+        return {}
+    if len(wanted) < len(nodes):
+        logits_NV = logits_NV[torch.tensor(list(wanted), device=logits_NV.device)]
+    found = logprobs_of(logits_NV, [tokens[n] for n in wanted], list(wanted.values()))
+    return dict(zip(wanted, found, strict=True))
 
 
 def logprob_of(logits_V: Tensor, token: int, wanted: int) -> Logprob:
     """Read one row's log-probabilities; of equally likely tokens the smaller id stands first."""
-    dtype = torch.float64 if logits_V.dtype == torch.float64 else torch.float32
-    logprobs_V = logits_V.log_softmax(-1, dtype=dtype)
-    chosen = logprobs_V[token].item()
-    if wanted == 0:
-        return Logprob(chosen, ())
-    least = logprobs_V.topk(min(wanted, len(logprobs_V))).values[-1]
-    id_C = (logprobs_V >= least).nonzero()[:, 0]
-    ranked = zip(id_C.tolist(), logprobs_V[id_C].tolist(), strict=True)
-    return Logprob(chosen, tuple(sorted(ranked, key=lambda entry: (-entry[1], entry[0]))[:wanted]))
+    return logprobs_of(logits_V[None], [token], [wanted])[0]

@@ -127,24 +127,28 @@ class Banned(Ready):
         self._vocab = vocab
         self._always = self._lasts.get((), frozenset())
         self._bits = all_but(self._always, vocab)
+        self._here = self._always
+        """What may not follow the output."""
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
-        here = self._forbidden((*self._said, *path))
-        return words_of(self._bits if here == self._always else all_but(here, self._vocab))
+        here = self._forbidden((*self._said, *path)) if path else self._here
+        return words_of(self._bits if here is self._always else all_but(here, self._vocab))
 
     def observe(self, token: int) -> bool:
-        if token in self._forbidden(self._said):
+        if token in self._here:
             self.fault = (
                 "nothing else could follow; forbid less, or leave out what bounds the output beside it"
             )
         said = (*self._said, token)
         self._said = said[max(len(said) - self._longest, 0) :]
+        self._here = self._forbidden(self._said)
         return True
 
     def _forbidden(self, said: tuple[int, ...]) -> frozenset[int]:
         lengths = self._lengths.get(said[-1], ()) if said else ()
-        found = (self._lasts.get(said[-length:]) for length in lengths if length <= len(said))
-        return self._always.union(*filter(None, found))
+        looked_up = (self._lasts.get(said[-length:]) for length in lengths if length <= len(said))
+        found = [lasts for lasts in looked_up if lasts]
+        return self._always.union(*found) if found else self._always
 
 
 def bounded_words(limits: Sequence[Limit], path: tuple[int, ...]) -> Tensor | None:

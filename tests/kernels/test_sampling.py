@@ -139,16 +139,19 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
     top_k_N = torch.randint(1, vocab + 3, (rows,), generator=g)
     bias = Bias(torch.arange(rows), torch.randint(0, vocab, (rows,), generator=g), rand(-5, 5))
     row_R = torch.arange(0, rows, 2)
+    place_E = torch.randperm(len(row_R) * vocab, generator=g)[: len(row_R) * vocab // 2]
+    row_E = row_R[place_E // vocab]
     penalties = Penalties(
-        row_R,
-        torch.rand(len(row_R), vocab, generator=g) < 0.5,
-        torch.randint(0, 3, (len(row_R), vocab), generator=g).float(),
-        mixed(rand(0.5, 2), 1)[row_R],
-        mixed(rand(-2, 2), 0)[row_R],
-        mixed(rand(-2, 2), 0)[row_R],
+        row_E,
+        place_E % vocab,
+        torch.randint(0, 3, (len(row_E),), generator=g).float(),
+        mixed(rand(0.5, 2), 1)[row_E],
+        mixed(rand(-2, 2), 0)[row_E],
+        mixed(rand(-2, 2), 0)[row_E],
     )
-    words_RW = torch.randint(-(2**31), 2**31, (len(row_R), -(-vocab // 32)), generator=g).int()
-    words_RW[:, 0] |= 1  # something is left
+    words_KW = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), generator=g).int()
+    words_KW[:, 0] |= 1  # something is left
+    mask = Mask(row_R, torch.randint(0, 2, (len(row_R),), generator=g), words_KW)
     return Rules(
         temperature_N=mixed(mixed(rand(0.2, 2), 1), 0) if seed % 4 else rand(0.2, 2),
         top_k_N=torch.where(torch.rand(rows, generator=g) < 0.5, top_k_N, 0) if used[0] else None,
@@ -156,7 +159,7 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
         min_p_N=mixed(rand(0.001, 0.3), 0) if used[2] else None,
         bias=bias if used[3] else None,
         penalties=penalties if used[4] else None,
-        mask=Mask(row_R, words_RW) if used[5] else None,
+        mask=mask if used[5] else None,
     )
 
 
@@ -166,13 +169,13 @@ def take_row(rules: Rules, n: int) -> Rules:
     if bias is not None:
         bias = Bias(*(part[bias.row_E == n] for part in bias))._replace(row_E=torch.tensor([0]))
     if penalties is not None:
-        own_R = penalties.row_R == n
-        penalties = Penalties(*(part[own_R] for part in penalties)) if own_R.any() else None
-        penalties = penalties and penalties._replace(row_R=torch.tensor([0]))
+        own_E = penalties.row_E == n
+        penalties = Penalties(*(part[own_E] for part in penalties)) if own_E.any() else None
+        penalties = penalties and penalties._replace(row_E=torch.zeros_like(penalties.row_E))
     mask = rules.mask
     if mask is not None:
         own_R = mask.row_R == n
-        mask = Mask(torch.tensor([0]), mask.words_RW[own_R]) if own_R.any() else None
+        mask = Mask(torch.tensor([0]), mask.set_R[own_R], mask.words_KW) if own_R.any() else None
     columns = (rules.top_k_N, rules.top_p_N, rules.min_p_N)
     one = [None if column_N is None else column_N[n : n + 1] for column_N in columns]
     return Rules(rules.temperature_N[n : n + 1], *one, bias=bias, penalties=penalties, mask=mask)
@@ -212,8 +215,10 @@ def test_process_leaves_rows_that_ask_for_nothing_bit_for_bit() -> None:
         min_p_N=torch.tensor([0.0, 0.1, 0.1]),
         bias=Bias(torch.tensor([1]), torch.tensor([2]), torch.tensor([4.0])),
         penalties=Penalties(
-            torch.tensor([1]), *torch.ones(2, 1, 65), *(torch.tensor([x]) for x in (1.5, 0.5, 0.5))
-        )._replace(seen_RV=torch.ones(1, 65, dtype=torch.bool)),
+            torch.ones(65, dtype=torch.int64),
+            torch.arange(65),
+            *torch.tensor([1, 1.5, 0.5, 0.5]).expand(65, 4).T,
+        ),
     )
     scores_NV = cpu.process(logits_NV, everything)
     # The last row is greedy: its filters would change nothing and are not applied.
@@ -267,10 +272,10 @@ def test_top_p_finds_nuclei_wider_than_its_first_guess() -> None:
 
 def test_penalties_follow_their_formulas() -> None:
     penalties = Penalties(
-        torch.tensor([0]),
-        torch.tensor([[True, True, True, False]]),
-        torch.tensor([[0.0, 2.0, 1.0, 0.0]]),
-        *(torch.tensor([x]) for x in (2.0, 0.5, 0.25)),
+        torch.zeros(3, dtype=torch.int64),
+        torch.arange(3),
+        torch.tensor([0.0, 2.0, 1.0]),
+        *torch.tensor([2.0, 0.5, 0.25]).expand(3, 3).T,
     )
     rules = Rules(torch.tensor([0.0]), penalties=penalties)
     for form in (cpu, reference):

@@ -219,7 +219,9 @@ def test_what_the_kernels_have_no_part_in_goes_to_plain_torch() -> None:
     logits_NV = draw(65, 2)
     bias = Bias(torch.tensor([1]), torch.tensor([3]), torch.tensor([9.0]))
     penalties = Penalties(
-        torch.tensor([0]), torch.ones(1, 65, dtype=torch.bool), torch.ones(1, 65), *torch.ones(3, 1) * 0.5
+        torch.zeros(65, dtype=torch.int64),
+        torch.arange(65),
+        *torch.tensor([1, 0.5, 0.5, 0.5]).expand(65, 4).T,
     )
     rules = draw_rules(65, 2)
     for own, x_NV in (

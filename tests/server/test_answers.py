@@ -204,6 +204,9 @@ def test_a_request_keeps_its_id(live: Live) -> None:
     )
 
 
+MANY = {"n": 128, "max_tokens": 9999}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
@@ -222,6 +225,8 @@ def test_a_request_keeps_its_id(live: Live) -> None:
         ("/v1/completions", {"prompt": PROMPT, "logprobs": 99}, 400, "logprobs"),
         ("/v1/completions", {"prompt": PROMPT, "n": 129}, 400, "n"),
         ("/v1/completions", {"prompt": PROMPT, "stop": [""]}, 400, "stop"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 20} | MANY, 400, "max_tokens"),
+        (CHAT, ASKED | {"logprobs": True, "top_logprobs": 20} | MANY, 400, "max_tokens"),
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages"),
         (CHAT, {"messages": [{"content": "x"}]}, 400, "messages"),

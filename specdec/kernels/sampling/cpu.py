@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,10 +35,10 @@ def process(logits_NV: Tensor, rules: Rules) -> Tensor:
         value_E = bias.value_E.to(scores_NV.dtype)
         scores_NV = scores_NV.index_put((bias.row_E, bias.token_E), value_E, accumulate=True)
     if penalties is not None:
-        penalised_RV = _penalise(scores_NV[penalties.row_R], penalties)
-        scores_NV = scores_NV.index_copy(0, penalties.row_R, penalised_RV)
+        at = penalties.row_E, penalties.token_E
+        scores_NV = scores_NV.index_put(at, _penalised(scores_NV[at], penalties))
     if mask is not None:
-        cut_RV = ~unpack(mask.words_RW, scores_NV.shape[1])
+        cut_RV = (~unpack(mask.words_KW, scores_NV.shape[1]))[mask.set_R]
         masked_RV = scores_NV[mask.row_R].masked_fill_(cut_RV, -torch.inf)
         scores_NV = scores_NV.index_copy(0, mask.row_R, masked_RV)
     # This makes a new tensor in every case, so that the caller's logits stay as they are.
@@ -79,30 +78,43 @@ def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     What is no number counts as the best; its share, and all shares beside it, are 0.
     """
-    vocab = scores_NV.shape[1]
-    count = min(count, vocab)
-    value_NC, token_NC = scores_NV.topk(min(count + 1, vocab))
-    # Which of equals `topk` takes is left open, and what is no number is above nothing.
-    for n, values in enumerate(value_NC.tolist()):
-        if not all(first > second for first, second in pairwise(values)):
-            tokens = _in_order(scores_NV[n], values[:count], token_NC[n].tolist())
-            token_NC[n, :count] = torch.tensor(tokens, device=token_NC.device)
-    value_NC, token_NC = value_NC[:, :count], token_NC[:, :count]
+    value_NC, token_NC = ranked(scores_NV, count)
     share_NC = (value_NC - torch.logsumexp(scores_NV, -1, keepdim=True)).exp().nan_to_num_(0.0)
     return token_NC, share_NC
 
 
-def _in_order(scores_V: Tensor, values: Sequence[float], tokens: Sequence[int]) -> list[int]:
-    """Put a row's best tokens into the one order, given their scores and those that `topk` took."""
-    count, least = len(values), values[-1]
+def ranked(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` best scores and their tokens, of equals the smaller id first; NaN is the best."""
+    vocab = scores_NV.shape[1]
+    count = min(count, vocab)
+    value_NC, token_NC = scores_NV.topk(min(count + 1, vocab))
+    # Which of equals `topk` takes is left open, and what is no number is above nothing.
+    falls_N = (value_NC[:, :-1] > value_NC[:, 1:]).all(-1) & ~value_NC[:, 0].isnan()
+    row_R = (~falls_N).nonzero()[:, 0]
+    if len(row_R):
+        told = zip(row_R.tolist(), value_NC[row_R].tolist(), token_NC[row_R].tolist(), strict=True)
+        tokens = [_in_order(scores_NV[n], values, own, count) for n, values, own in told]
+        token_NC[row_R, :count] = torch.tensor(tokens, device=token_NC.device)
+    return value_NC[:, :count], token_NC[:, :count]
+
+
+def _in_order(scores_V: Tensor, values: Sequence[float], tokens: Sequence[int], count: int) -> list[int]:
+    """Put a row's `count` best tokens into the one order, given what `topk` took and its scores.
+
+    It took one more than `count`, unless there is none: only if that equals the last one may others be due.
+    """
     if math.isnan(values[0]):
         whole: list[int] = scores_V.sort(dim=-1, descending=True, stable=True).indices[:count].tolist()
         return whole
-    above = sorted((-value, token) for value, token in zip(values, tokens, strict=False) if value > least)
+    least = values[count - 1]
+    ordered = sorted((-value, token) for value, token in zip(values, tokens, strict=True))
+    if values[-1] < least or len(values) == count:
+        return [token for _, token in ordered[:count]]
+    above = [token for value, token in ordered if -value > least]
     # All that is not above minus infinity equals it, and so does what fills the list among its first tokens.
     near_V = scores_V[: 2 * count] if least == -math.inf else scores_V
     equal: list[int] = (near_V == least).nonzero()[: count - len(above), 0].tolist()
-    return [*(token for _, token in above), *equal]
+    return [*above, *equal]
 
 
 def perturb(
@@ -125,12 +137,11 @@ def unpack(words_RW: Tensor, vocab: int) -> Tensor:
     return (words_RW[:, :, None] >> bit_B & 1).bool().flatten(1)[:, :vocab]
 
 
-def _penalise(scores_RV: Tensor, penalties: Penalties) -> Tensor:
-    _, seen_RV, count_RV, repetition_R, presence_R, frequency_R = penalties
-    factor_RV = torch.where(seen_RV, repetition_R[:, None], 1)
-    scores_RV = torch.where(scores_RV > 0, scores_RV / factor_RV, scores_RV * factor_RV)
-    loss_RV = frequency_R[:, None] * count_RV + presence_R[:, None] * (count_RV > 0)
-    return (scores_RV - loss_RV).to(scores_RV.dtype)
+def _penalised(score_E: Tensor, penalties: Penalties) -> Tensor:
+    _, _, count_E, repetition_E, presence_E, frequency_E = penalties
+    own_E = torch.where(score_E > 0, score_E / repetition_E, score_E * repetition_E)
+    loss_E = frequency_E * count_E + presence_E * (count_E > 0)
+    return (own_E - loss_E).to(score_E.dtype)
 
 
 def _cut_tail(scores_NV: Tensor, rules: Rules, warm_N: Tensor) -> None:

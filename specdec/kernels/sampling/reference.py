@@ -116,11 +116,11 @@ def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
         for row, token, value in zip(*(part.tolist() for part in rules.bias), strict=True):
             scores_V[token] += value if row == n else 0.0
     if rules.penalties is not None:
-        for r in (rules.penalties.row_R == n).nonzero().flatten().tolist():
-            _penalise(scores_V, rules.penalties, r)
+        for e in (rules.penalties.row_E == n).nonzero().flatten().tolist():
+            _penalise(scores_V, rules.penalties, e)
     if rules.mask is not None:
         for r in (rules.mask.row_R == n).nonzero().flatten().tolist():
-            words = rules.mask.words_RW[r].tolist()
+            words = rules.mask.words_KW[rules.mask.set_R[r]].tolist()
             for v in range(len(scores_V)):
                 if not words[v // 32] >> v % 32 & 1:
                     scores_V[v] = -torch.inf
@@ -142,10 +142,7 @@ def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
             before += float(share_V[v])
 
 
-def _penalise(scores_V: Tensor, penalties: Penalties, r: int) -> None:
-    _, seen_RV, count_RV, repetition_R, presence_R, frequency_R = penalties
-    for v in range(len(scores_V)):
-        if seen_RV[r, v]:
-            factor = repetition_R[r]
-            scores_V[v] = scores_V[v] / factor if scores_V[v] > 0 else scores_V[v] * factor
-        scores_V[v] -= frequency_R[r] * count_RV[r, v] + presence_R[r] * (count_RV[r, v] > 0)
+def _penalise(scores_V: Tensor, penalties: Penalties, e: int) -> None:
+    _, v, count, repetition, presence, frequency = (column[e] for column in penalties)
+    score = scores_V[v] / repetition if scores_V[v] > 0 else scores_V[v] * repetition
+    scores_V[v] = score - (frequency * count + presence * (count > 0))

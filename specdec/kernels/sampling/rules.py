@@ -20,21 +20,28 @@ class Bias(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """Penalise what rows `row_R` have seen: prompt and output for repetition, output alone for the others."""
+    """Penalise one token of one row, entry by entry; no two entries name the same place.
 
-    row_R: Tensor
-    seen_RV: Tensor
-    count_RV: Tensor
-    repetition_R: Tensor
-    presence_R: Tensor
-    frequency_R: Tensor
+    Its request's prompt or output holds each token (repetition), the output `count` times (the others).
+    """
+
+    row_E: Tensor
+    token_E: Tensor
+    count_E: Tensor
+    repetition_E: Tensor
+    presence_E: Tensor
+    frequency_E: Tensor
 
 
 class Mask(NamedTuple):
-    """Cut of rows `row_R` all tokens v but those whose bit v % 32 is set in word v // 32 (int32)."""
+    """Cut of row `row_R[r]` all tokens v but those whose bit v % 32 is set in word v // 32 (int32).
+
+    The words are those of set `set_R[r]`: rows that allow the same share them.
+    """
 
     row_R: Tensor
-    words_RW: Tensor
+    set_R: Tensor
+    words_KW: Tensor
 
 
 class RowRule(NamedTuple):

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specdec.core.outputs import Delta
@@ -30,9 +30,9 @@ class MessageWriter(Blocks):
         self._content: list[Json] = []
         self._begun = False
 
-    def whole(self, said: Mapping[int, Delta]) -> str:
+    def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
         self.push(said[0])
-        return json.dumps({**self._head, "content": self._content, **self._why(), "usage": self._usage()})
+        yield json.dumps({**self._head, "content": self._content, **self._why(), "usage": self._usage()})
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
         return [*self._begin_stream(), *self.push(delta)]

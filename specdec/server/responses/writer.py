@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from specdec.core.outputs import Delta
@@ -33,9 +33,9 @@ class ResponseWriter(Blocks):
         self._output: list[Json] = []
         self._number = 0
 
-    def whole(self, said: Mapping[int, Delta]) -> str:
+    def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
         self.push(said[0])
-        return json.dumps(self._end())
+        yield json.dumps(self._end())
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
         return [*([] if self._number else self._begin_stream()), *self.push(delta)]

@@ -64,7 +64,7 @@ def test_why_an_answer_ended_in_the_words_of_each_api(
 ) -> None:
     delta = Delta("ab", (1, 2), finish_reason=why, stop_reason=stop)
     kept: list[Any] = []
-    whole = Response.model_validate_json(response_writer(kept).whole({0: delta}), strict=True)
+    whole = Response.model_validate_json("".join(response_writer(kept).whole({0: delta})), strict=True)
     details = whole.incomplete_details
     assert (whole.status, details and details.reason) == response
     assert (whole.completed_at is None) == (details is not None) and whole.error is None
@@ -72,7 +72,7 @@ def test_why_an_answer_ended_in_the_words_of_each_api(
     own = response_writer([])
     *_, last = [EVENT.validate_python(event) for event in [*own.events(0, delta), *own.end()]]
     assert (last.type, last.response.status) == (f"response.{response[0]}", response[0])
-    written = Message.model_validate_json(MessageWriter(Expected(), Usage(3), "m").whole({0: delta}))
+    written = Message.model_validate_json("".join(MessageWriter(Expected(), Usage(3), "m").whole({0: delta})))
     assert (written.stop_reason, written.stop_sequence) == message
     said = Choice.model_validate(Chats(None, Shown(), Expected()).said(0, delta))
     assert (
@@ -86,16 +86,16 @@ def test_arguments_that_are_no_json_are_given_as_they_are() -> None:
     broken = '{"a": }'
     text = f'<tool_call>\n{{"name": "f", "arguments": {broken}}}\n</tool_call>'
     said = {0: Delta(text, (1,), finish_reason="stop")}
-    message = json.loads(MessageWriter(Expected(None, OFFER), Usage(3), "m").whole(said))
+    message = json.loads("".join(MessageWriter(Expected(None, OFFER), Usage(3), "m").whole(said)))
     assert Message.model_validate(message).stop_reason == "tool_use"
     assert message["content"][0]["input"] == {BROKEN: broken}
     for tool in ({"type": "function", "name": "f"}, {"type": "custom", "name": "f"}):
-        (item,) = json.loads(response_writer([], tools=[tool]).whole(said))["output"]
+        (item,) = json.loads("".join(response_writer([], tools=[tool]).whole(said)))["output"]
         assert broken in (item.get("arguments"), item.get("input"))
 
 
 def test_an_empty_answer_has_no_blocks() -> None:
     said = {0: Delta("", (1,), finish_reason="stop")}
-    assert json.loads(response_writer([]).whole(said))["output"] == []
-    message = json.loads(MessageWriter(Expected(), Usage(3), "m").whole(said))
+    assert json.loads("".join(response_writer([]).whole(said)))["output"] == []
+    message = json.loads("".join(MessageWriter(Expected(), Usage(3), "m").whole(said)))
     assert message["content"] == [] and message["stop_reason"] == "end_turn"

@@ -1,0 +1,48 @@
+"""Stop strings as one automaton per request (Aho-Corasick), which all its choices share."""
+
+from collections.abc import Sequence
+
+
+class StopNode:
+    """The longest end of a text that begins a stop string; built when a text first reaches it.
+
+    A character costs a look-up, however many stop strings there are. Only one thread may walk it.
+    """
+
+    __slots__ = ("_ahead", "_depth", "_fallback", "held", "stop")
+
+    def __init__(self, stops: Sequence[str], depth: int = 0, fallback: "StopNode | None" = None) -> None:
+        """Build the node of some stop strings that share their first `depth` characters."""
+        self._depth, self._fallback = depth, fallback
+        self._ahead: dict[str, StopNode | list[str]] = {}
+        """By the next character: the node, or the stop strings of one that no text has reached."""
+        for stop in stops:
+            if len(stop) > depth:
+                self._ahead.setdefault(stop[depth], []).append(stop)  # type: ignore[union-attr]
+        ends = next((stop for stop in stops if len(stop) == depth), None)
+        self.stop: str | None = ends or (fallback.stop if fallback else None)
+        """The longest stop string that ends here."""
+        self.held: int = depth if self._ahead or not fallback else fallback.held
+        """Characters at the end of the text that an unfinished stop string may begin with."""
+
+    @classmethod
+    def of(cls, stop: str | Sequence[str] | None) -> "StopNode":
+        """Return the node of an empty text."""
+        return cls([stop] if isinstance(stop, str) else stop or ())
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no stop string goes on from here."""
+        return not self._ahead
+
+    def after(self, sign: str) -> "StopNode":
+        """Return the node of the text with one more character."""
+        node = self
+        while (ahead := node._ahead.get(sign)) is None:
+            if node._fallback is None:
+                return node
+            node = node._fallback
+        if isinstance(ahead, list):
+            fallback = node._fallback.after(sign) if node._fallback else node
+            ahead = node._ahead[sign] = StopNode(ahead, node._depth + 1, fallback)
+        return ahead

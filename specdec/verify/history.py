@@ -1,0 +1,42 @@
+"""What penalties count: the distinct tokens of a prompt and its output."""
+
+from array import array
+from collections.abc import Sequence
+
+
+class History:
+    """The distinct tokens of one request, and how often its output holds each, as columns.
+
+    Their number bounds what a step does for its penalties, whatever the vocabulary.
+    """
+
+    __slots__ = ("_place", "counts", "tokens")
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self.tokens = array("i", self._place)
+        self.counts = array("f", bytes(4 * len(self.tokens)))
+
+    def observe(self, token: int) -> None:
+        """Count a token of the output."""
+        place = self._place.setdefault(token, len(self.tokens))
+        if place == len(self.tokens):
+            self.tokens.append(token)
+            self.counts.append(0.0)
+        self.counts[place] += 1
+
+    def along(self, path: Sequence[int]) -> tuple["array[int]", "array[float]"]:
+        """Return the columns as if the output went on along a path."""
+        if not path:
+            return self.tokens, self.counts
+        tokens, counts = self.tokens[:], self.counts[:]
+        new: dict[int, int] = {}
+        for token in path:
+            place = self._place.get(token)
+            if place is None:
+                place = new.setdefault(token, len(tokens))
+            if place == len(tokens):
+                tokens.append(token)
+                counts.append(0.0)
+            counts[place] += 1
+        return tokens, counts
