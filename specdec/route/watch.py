@@ -180,6 +180,8 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 def open_session(config: RouteConfig) -> aiohttp.ClientSession:
     """Return the connections for checks: they are not those of requests, which may all be taken."""
     key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{KEY}: it is no key of printable ASCII; set another one, or unset it.", field=KEY)
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {key}"} if key else None,
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4 * config.check_period),
