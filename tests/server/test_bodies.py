@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from specdec.config.sampling import MAX_IDS, SamplingParams
+from specdec.config.tenant import SOLE
 from specdec.errors import ConfigError
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
@@ -184,14 +185,14 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
 ) -> None:
     looked: list[threading.Thread] = []
     engine = SimpleNamespace(
-        begin_form=lambda _, caller: None,
-        read_terms=lambda *_, caller: looked.append(threading.current_thread()),
+        begin_form=lambda _, tenant: None,
+        read_terms=lambda *_, tenant: looked.append(threading.current_thread()),
         read_prompt=lambda prompt, terms: prompt,
     )
     served: Any = Served.__new__(Served)
     served._workers = Pool("text", 1)
     served.resident, served.config = SimpleNamespace(engine=engine), SimpleNamespace(log_prompts=False)
-    assert asyncio.run(served.prepare(["x"] * 64, SamplingParams(**fields), "")) == ["x"] * 64
+    assert asyncio.run(served.prepare(["x"] * 64, SamplingParams(**fields), SOLE)) == ["x"] * 64
     assert [own is not threading.main_thread() for own in looked] == [beside]
 
 
