@@ -75,8 +75,15 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
 
 async def order(pool: Pool, do: Callable[[Callable[[], Any], str], Awaitable[Any]]) -> list[str]:
     """Return whose work is done in which order where alice has much waiting before bob asks."""
-    ends, done = threading.Event(), list[str]()
-    held = [asyncio.create_task(do(lambda: ends.wait(60), "alice")) for _ in range(COUNT)]  # type: ignore[arg-type]
+    ends, done, begun = threading.Event(), list[str](), list[int]()
+
+    def hold() -> None:
+        begun.append(1)
+        assert ends.wait(60)
+
+    held = [asyncio.create_task(do(hold, "alice")) for _ in range(COUNT)]  # type: ignore[arg-type]
+    while len(begun) < COUNT:  # a thread that is late would take one of Bob's first
+        await asyncio.sleep(0.001)
     asked = ["alice"] * 9 + ["bob"] * 2
     tasks = [asyncio.create_task(do(lambda own=own: done.append(own), own)) for own in asked]  # type: ignore[arg-type, misc]
     while waiting(pool) < len(asked):
