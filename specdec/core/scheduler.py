@@ -38,6 +38,8 @@ RUNNING, CHUNK = "max_running", "chunk_tokens"
 """The settings that may keep a request waiting."""
 RESOURCES = (BLOCKS, STATES, PREFIXES, RUNNING, CHUNK, DRAFT_BLOCKS, DRAFT_SLOTS, DEVICE_SLOTS)
 """All that steps may be short of, by which `limited_by` counts."""
+MOST_ADMITTED = 32
+"""Requests admitted in one step beside those of another caller: each takes up to 2 ms, and all wait."""
 WORTH_WAITING = 64
 """So many tokens that another reads are better waited for than read again."""
 
@@ -150,7 +152,8 @@ class Scheduler:
         for request in tuple(self.running):
             if request not in self._events.preempted:
                 self._grow(request)
-        while self._admit():
+        most = MOST_ADMITTED if len(by_caller(self.running)) > 1 else None
+        while self._admit() and (most is None or len(self._events.admitted) < most):
             pass
         if self._paused and not self.is_paused:
             self._note_catching_up()

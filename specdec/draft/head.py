@@ -76,7 +76,7 @@ class Unread:
 
     def append(self, hidden_MD: Tensor) -> None:
         self.hidden.append(hidden_MD)
-        self.count += len(hidden_MD)
+        self.count += hidden_MD.shape[0]
         if len(self.hidden) == PIECES:
             self.hidden = [torch.cat(self.hidden)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specdec.config.tenant import Tenant
 from specdec.core.fairness import MOST_IDLE, FairQueue
 from specdec.core.request import Request
-from specdec.core.scheduler import Scheduler
+from specdec.core.scheduler import MOST_ADMITTED, Scheduler
 from tests.core.test_scheduler import LONGEST, Bench
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
@@ -130,6 +130,19 @@ def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
     (short,) = crowd.ask(BOB, prompt=8)
     crowd.advance(2)
     assert short.output_length == 1
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_step_admits_a_bounded_number_beside_another_caller(others: int) -> None:
+    crowd = Crowd(slabs=400, max_running=100, chunk_tokens=1000)
+    crowd.ask(BOB, others, max_tokens=50)
+    crowd.ask(ALICE, others, max_tokens=50)
+    crowd.advance()
+    crowd.ask(ALICE, 60, max_tokens=50)
+    crowd.advance()
+    assert crowd.running(ALICE) == others + (MOST_ADMITTED if others else 60)
+    crowd.advance()
+    assert crowd.running(ALICE) == others + 60
 
 
 def test_memory_above_a_share_is_given_up() -> None:
