@@ -62,6 +62,10 @@ class Access:
         self._guard.check(request)
         return Tenant(source=_connection(request))
 
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
+
     def weight(self, caller: str) -> float:
         """Return the weight of a caller's share."""
         return self._keys[caller].weight if caller in self._keys else 1.0

@@ -117,7 +117,7 @@ async def _pass(
         else:
             is_open = request.path in OPEN or (request.path == "/metrics" and state.config.metrics_open)
             request["tenant"] = state.access.admit(request, needs_key=not is_open)
-            request["caller"] = request["tenant"].caller
+            request["caller"], request["turn"] = request["tenant"].caller, request["tenant"].flow[0]
             kept = state.kept.holding(request["caller"] or request.remote or "")
             with state.connections.busy(request.protocol), without_panics(), kept as request["kept"]:
                 response = await handler(request)
@@ -235,7 +235,7 @@ async def _tokenize(request: web.Request, state: State) -> web.Response:
     with state.under_way(served, 1, until, caller=request["caller"]):
         async with until.held():
             await served.ready()
-            ids = await _tokens(body, served, request["caller"])
+            ids = await _tokens(body, served, request["turn"])
         found = {"tokens": ids, "count": len(ids), "max_model_len": served.max_model_len}
         return await send_whole(request, web.json_response(found), state.config.stall_timeout)
 
@@ -262,7 +262,7 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
     with state.under_way(served, 1, until, caller=request["caller"]):
         async with until.held():
             await served.ready()
-            return web.json_response({"prompt": await _text(body, served, request["caller"])})
+            return web.json_response({"prompt": await _text(body, served, request["turn"])})
 
 
 async def _text(body: DetokenizeBody, served: Served, caller: str) -> str:

@@ -74,7 +74,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
             ids = sum(len(own.ids) for own in prepared)
             echoes = []
             if body.echo and not lends:
-                echoes = await served.work(ids * SPELLING, partial(echo, prepared), caller)
+                echoes = await served.work(ids * SPELLING, partial(echo, prepared), request["turn"])
             _check_size(state, served, prepared, "logprobs")
             await _fetch(state, prepared, asked)
         form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
@@ -142,8 +142,8 @@ async def answer_chat(
         async with until.held():
             await served.ready()
             messages, opened = body.messages, body.add_generation_prompt
-            ids, thinking = await served.encode_chat(messages, variables, caller, answer=opened)
-            marks = await served.marks(ids, messages, variables, caller)
+            ids, thinking = await served.encode_chat(messages, variables, request["turn"], answer=opened)
+            marks = await served.marks(ids, messages, variables, request["turn"])
             own: dict[str, Any] = {"cache_marks": marks or None}
             if thinking and not lends and (budget or params.structured_outputs):
                 own["thinking"] = span_of(thinking, budget[1] if budget else None)
@@ -211,7 +211,7 @@ async def _answer(
         answers = Answers(
             served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over
         )
-    work: Work = partial(served.work, caller=request["caller"])
+    work: Work = partial(served.work, caller=request["turn"])
     with resident.answering(answers):
         with metrics.request(prepared, until.start_s) as watch, answers:
             if streams:

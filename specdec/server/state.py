@@ -148,7 +148,7 @@ class State:
         self._read.add(until)
         try:
             async with until.held():
-                return await self._readers.do(work, request["caller"])
+                return await self._readers.do(work, request["turn"])
         finally:
             self._read.discard(until)
 
@@ -202,9 +202,9 @@ class State:
                 self.idle.set()
 
     def _is_fair(self, served: "Served", choices: int, caller: str) -> bool:
-        """Return whether a caller may have more choices: one more caller of weight 1 must always find room.
+        """Return whether a caller may have more choices: the holder of another key must always find room.
 
-        Up to half of `max_queued` is first come, first served, and all of it where there are no keys.
+        Up to half of `max_queued` is first come, first served, and all of it with one key or none.
         """
         own = served.choices[caller] + choices
         if (most := self.access.max_queued(caller)) is not None:
@@ -212,8 +212,9 @@ class State:
         whole = self.config.max_queued
         if not caller or served.num_choices + choices <= whole / 2:
             return True
-        weights = sum(map(self.access.weight, {caller, *served.choices}))
-        return own <= max(whole * self.access.weight(caller) / (weights + 1), 1)
+        active = {caller, *served.choices}
+        weights = sum(map(self.access.weight, active)) + (len(active) < self.access.num_keys)
+        return own <= max(whole * self.access.weight(caller) / weights, 1)
 
     def drain(self) -> None:
         """Refuse new requests from now on, and those that are only being read."""
@@ -318,7 +319,7 @@ class Served:
             return [self.engine.read_prompt(prompt, terms) for prompt in prompts]
 
         with _tokenizing():
-            return await self.work(sum(map(len, prompts)) + _size(params), prepare, tenant.caller)
+            return await self.work(sum(map(len, prompts)) + _size(params), prepare, tenant.flow[0])
 
     async def work(self, size: int, work: Callable[[], T], caller: str) -> T:
         """Do work of a size in characters: what takes a while in a thread, in its caller's turn."""

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -41,6 +42,19 @@ def test_each_place_for_keys_counts_and_comments_are_none(
     assert status(access, LOCAL) == 401
     assert status(access, {"Authorization": "Basic first"}) == 401
     assert status(access, {"Authorization": "bearer first", "Origin": "https://elsewhere.example"}) == 200
+
+
+def test_without_keys_each_connection_is_served_in_its_turn() -> None:
+    access = Access(ServerConfig())
+
+    def ask(port: int) -> Tenant:
+        transport = Mock()
+        transport.get_extra_info = lambda name: ("127.0.0.1", port) if name == "peername" else None
+        return access.admit(make_mocked_request("POST", "/", headers=LOCAL, transport=transport))
+
+    first, second, again = ask(1), ask(2), ask(1)
+    assert first.flow == again.flow != second.flow
+    assert first == second == Tenant(), "all share what is cached"
 
 
 def test_a_key_may_have_a_weight_and_a_limit(tmp_path: Path) -> None:

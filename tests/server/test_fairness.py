@@ -45,7 +45,7 @@ def test_in_the_order_of_arrival_it_does() -> None:
 
 @pytest.mark.parametrize("key", ["alice", "carol"])
 def test_a_key_may_queue_its_share_or_its_limit(key: str) -> None:
-    """Carol's key has a limit of its own; Alice's may fill half of the queue, so that Bob finds room."""
+    """Carol's key has a limit of its own; Alice's may fill half of the queue, so that others find room."""
     keys = ("--api-key", "alice", "--api-key", "bob", "--api-key", "carol max_queued=3", "--max-queued", "8")
     with Live(*keys) as live:
         most = 4 if key == "alice" else 3

@@ -51,5 +51,5 @@ async def count_tokens(request: web.Request, state: State) -> web.Response:
         request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
         async with until.held():
             await served.ready()
-            ids, _ = await served.encode_chat(asked.messages, variables, request["caller"], answer=True)
+            ids, _ = await served.encode_chat(asked.messages, variables, request["turn"], answer=True)
     return web.json_response({"input_tokens": len(ids)})
