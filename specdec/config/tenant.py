@@ -15,9 +15,9 @@ class Tenant:
     """What the access check calls the holder of an API key, never the key; empty where none is asked for."""
     salt: str = field(default="", repr=False)
     source: str = field(default="", repr=False, compare=False)
-    """The connection of a request without a key, for fair scheduling; it keeps no texts apart."""
+    """The connection of a request without a key, for fair scheduling; it does not separate caches."""
     weight: float = field(default=1.0, compare=False)
-    """Of the caller's share of the engine."""
+    """Weight of the caller's share of the engine."""
 
     @property
     def flow(self) -> tuple[str, str]:

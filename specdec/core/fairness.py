@@ -1,13 +1,13 @@
-"""Start-time fair queueing over callers, and over the salts of each caller.
+"""Weighted fair queueing over callers, and over the salts of each caller.
 
 A caller's virtual time is the number of tokens computed for it, divided by its weight. Waiting requests and
-prefills of the caller that is furthest behind come first. A caller that had nothing waiting starts at the
-virtual time of those that wait: time without work is no credit. One caller alone is served first come, first
-served.
+prefills of the caller that is furthest behind come first. The system's virtual time advances by the tokens of
+each step, divided by the weights of all active callers. A caller that had nothing waiting starts no earlier:
+time without work is no credit. One caller alone is served in order of arrival.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,33 +15,30 @@ from specdec.config.tenant import Tenant
 from specdec.core.request import Request
 
 MOST_IDLE = 1024
-"""Flows with nothing waiting whose virtual times are remembered; beyond, they start anew."""
+"""Virtual times remembered; beyond, those of flows that are not ahead of the system's time are dropped."""
 
 
 class VirtualClock:
-    """Virtual times of flows that share something."""
+    """Virtual time of each flow, and of the system."""
 
     def __init__(self) -> None:
-        self._times: dict[Hashable, float] = {}
+        self._times: dict[str, float] = {}
         self._now = 0.0
-        """Virtual time of the flow that was served last."""
 
-    def at(self, flow: Hashable) -> float:
+    def at(self, flow: str) -> float:
         return self._times.get(flow, self._now)
 
-    def arrive(self, flow: Hashable, waiting: Collection[Hashable]) -> None:
-        """Start a flow that had nothing waiting no earlier than those that have."""
-        floor = min(map(self.at, waiting), default=self._now)
+    def arrive(self, flow: str, waiting: Collection[str]) -> None:
+        """Start a flow that had nothing waiting no earlier than now."""
         if len(self._times) > MOST_IDLE + len(waiting):
-            self._times = {own: self.at(own) for own in waiting}
-        self._times[flow] = max(self.at(flow), floor)
+            self._times = {own: at for own, at in self._times.items() if at > self._now or own in waiting}
+        self._times[flow] = max(self.at(flow), self._now)
 
-    def serve(self, flow: Hashable) -> None:
-        """Note that a flow's request was taken out of the queue."""
-        self._now = max(self._now, self.at(flow))
-
-    def charge(self, flow: Hashable, cost: float) -> None:
-        self._times[flow] = self.at(flow) + cost
+    def charge(self, costs: Mapping[str, float], weights: Mapping[str, float]) -> None:
+        """Advance flows by their costs, and the system, whose active flows have these weights."""
+        for flow, cost in costs.items():
+            self._times[flow] = self.at(flow) + cost / weights[flow]
+        self._now += sum(costs.values()) / sum(weights.values())
 
 
 class FairQueue:
@@ -85,28 +82,24 @@ class FairQueue:
             if len(self._salts) > MOST_IDLE:
                 self._salts = {own: clock for own, clock in self._salts.items() if own in self._waiting}
 
-    def take(self, request: Request) -> None:
-        """Remove a request that is admitted."""
-        self.remove(request)
-        caller, salt = request.tenant.flow
-        self._callers.serve(caller)
-        if clock := self._salts.get(caller):
-            clock.serve(salt)
-
     def first(self) -> Request | None:
         return next(iter(self.heads()), None)
 
-    def heads(self, pending: Mapping[str, int] | None = None) -> list[Request]:
+    def heads(
+        self, pending: Mapping[str, int] | None = None, shares: "Shares | None" = None
+    ) -> list[Request]:
         """Return the first request of each caller, in the order in which they are to be served.
 
-        `pending` tokens of a caller are admitted and not yet charged.
+        `pending` tokens of a caller are admitted and not yet charged. With `shares` of places, callers that
+        would exceed theirs come last: they would be preempted again.
         """
         heads = {caller: self._head(caller, salts) for caller, salts in self._waiting.items()}
         known = pending or {}
 
-        def rank(caller: str) -> tuple[float, float]:
+        def rank(caller: str) -> tuple[bool, float, float]:
             ahead = known.get(caller, 0) / self.weight(caller)
-            return self._callers.at(caller) + ahead, heads[caller].arrived_s
+            exceeds = shares is not None and not shares.is_entitled(heads[caller].tenant, 1)
+            return exceeds, self._callers.at(caller) + ahead, heads[caller].arrived_s
 
         return [heads[caller] for caller in sorted(heads, key=rank)]
 
@@ -118,12 +111,19 @@ class FairQueue:
     def weight(self, caller: str) -> float:
         return self._weights.get(caller, 1.0)
 
-    def charge(self, tenant: Tenant, tokens: int) -> None:
-        """Advance a tenant's virtual time by the tokens that were computed for it."""
-        caller, salt = tenant.flow
-        self._callers.charge(caller, tokens / self.weight(caller))
-        if clock := self._salts.get(caller):
-            clock.charge(salt, tokens)
+    def charge(self, computed: Iterable[tuple[Tenant, int]]) -> None:
+        """Advance tenants' virtual times by the tokens that a step has computed for them."""
+        callers, salts = Counter[str](), dict[str, Counter[str]]()
+        for tenant, tokens in computed:
+            caller, salt = tenant.flow
+            callers[caller] += tokens
+            if caller in self._salts:
+                salts.setdefault(caller, Counter())[salt] += tokens
+        if callers:
+            self._callers.charge(callers, {own: self.weight(own) for own in (*callers, *self._waiting)})
+        for caller, costs in salts.items():
+            active = (*costs, *self._waiting.get(caller, ()))
+            self._salts[caller].charge(costs, dict.fromkeys(active, 1.0))
 
     def shares(self, held: Mapping[str, float], counts: Mapping[str, int], whole: float) -> "Shares":
         """Divide a whole among all callers that run or wait; `counts` are their running requests."""
@@ -141,6 +141,8 @@ class FairQueue:
         caller, salt = tenant.flow
         if tenant.weight != 1:
             self._weights[caller] = tenant.weight
+        else:
+            self._weights.pop(caller, None)
         if caller not in self._waiting:
             self._callers.arrive(caller, self._waiting)
         salts = self._waiting.setdefault(caller, {})
@@ -162,7 +164,7 @@ class FairQueue:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What callers hold of something, and the share of each."""
+    """Usage of one resource by caller, and each caller's share."""
 
     held: Mapping[str, float]
     parts: Mapping[str, float]
@@ -172,11 +174,14 @@ class Shares:
     The last one is never preempted for another caller: two that cannot run together would alternate.
     """
 
-    def has_room(self, tenant: Tenant, more: float) -> bool:
-        """Return whether a waiting caller stays within its share with `more`; holding nothing, it does."""
+    def fits(self, tenant: Tenant, more: float) -> bool:
+        """Return whether a waiting caller stays within its share with `more`."""
         caller = tenant.flow[0]
-        own = self.held.get(caller, 0)
-        return not own or own + more <= self.parts[caller]
+        return self.held.get(caller, 0) + more <= self.parts[caller]
+
+    def is_entitled(self, tenant: Tenant, more: float) -> bool:
+        """Return whether others may be preempted for it: it stays within its share, or holds nothing."""
+        return not self.held.get(tenant.flow[0]) or self.fits(tenant, more)
 
 
 def by_caller(requests: Iterable[Request]) -> Counter[str]:

@@ -80,7 +80,7 @@ class DecodeLoop:
             self.scheduler.landings.advance()
         plan = self.scheduler.schedule()
         self._follow(plan.events)
-        if not plan.rows or (self.runner and self.runner.begin(plan.rows)):
+        if not plan.rows or (self.runner and not plan.has_more and self.runner.begin(plan.rows)):
             return
         clock.lap("rest")
         rows = self._draft(plan.rows)
@@ -256,8 +256,8 @@ class DecodeLoop:
         self.counts.sizes[sum(len(path.nodes) for path in result.paths)] += 1
         for row, path, committed in zip(result.rows, result.paths, result.committed, strict=True):
             row.request.num_computed_tokens += len(path.nodes)
-            self.scheduler.waiting.charge(row.request.tenant, len(path.nodes))
             row.request.committed = committed
+        self.scheduler.charge(row.request for row in result.rows)
         if self.prefixes:
             self.prefixes.note(result.rows)
             for row in result.rows:

@@ -65,6 +65,8 @@ class Request:
         self.arrived_s = time.perf_counter()
         self.queued_s = self.first_token_s = 0.0
         self.preemptions = 0
+        self.charged_tokens = 0
+        """Computed or cached tokens that its caller's virtual time includes."""
         self.counts = Counts()
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of the prompt's tokens from the second on, as far as they were read, where they are asked for."""
@@ -100,6 +102,7 @@ class Request:
         """Go on from a cached prefix."""
         self.num_computed_tokens, self.lease = length, lease
         self.cached_tokens = max(self.cached_tokens, min(length, self.prompt_length))
+        self.charged_tokens = max(self.charged_tokens, length)
         self.add_blocks(blocks)
 
     def start(self) -> None:

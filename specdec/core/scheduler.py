@@ -5,13 +5,13 @@ while there is memory for all of their tokens, and when one cannot grow, the las
 holds and waits at the front. The first therefore always advances; what could never fit was refused before.
 
 Several callers share the engine fairly. Waiting requests and prefills are served in the order of `FairQueue`.
-A caller that holds more than its share of running sequences or of memory, while another that is within its
-own must wait for them, has its youngest request preempted.
+If a caller within its share waits for a place or for memory, the most recently admitted request of the caller
+furthest above its share is preempted.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,7 +39,9 @@ RUNNING, CHUNK = "max_running", "chunk_tokens"
 RESOURCES = (BLOCKS, STATES, PREFIXES, RUNNING, CHUNK, DRAFT_BLOCKS, DRAFT_SLOTS, DEVICE_SLOTS)
 """All that steps may be short of, by which `limited_by` counts."""
 MOST_ADMITTED = 32
-"""Requests admitted in one step beside those of another caller: each takes up to 2 ms, and all wait."""
+"""Requests admitted per step beside another caller: each takes up to 2 ms."""
+MOST_PARKED = 4
+"""Requests preempted per step for other callers' shares: a head reads up to `chunk_tokens` of each."""
 WORTH_WAITING = 64
 """So many tokens that another reads are better waited for than read again."""
 
@@ -59,6 +61,8 @@ class Events:
 class StepPlan:
     rows: tuple[ScheduledRequest, ...]
     events: Events
+    has_more: bool
+    """Whether admission stopped at its bound for one step, with requests waiting that may fit."""
 
 
 class Folder(Protocol):
@@ -76,7 +80,7 @@ class Scheduler:
         self.cache: PrefixCache | None = None
         """What earlier requests have read; None: nothing is kept."""
         self.park: Callable[[Sequence[Request]], None] = lambda _: None
-        """Caches what requests have computed that are about to be preempted while memory is left."""
+        """Inserts requests' tokens into the prefix cache before they are preempted."""
         self.waiting = FairQueue()
         self.running: list[Request] = []
         self.limited_by: Counter[str] = Counter()
@@ -95,6 +99,10 @@ class Scheduler:
         """Whether nothing can run before another engine has read, or written, what it is to."""
         self._last_limit = ""
         self._events = Events()
+        self._known: dict[str, Shares] = {}
+        """Shares by what is short, until the running requests change."""
+        self._num_parked = 0
+        """Requests preempted in this step for other callers' shares."""
 
     def keep_prefixes(self, cache: PrefixCache | None) -> None:
         """Share what requests have read with later ones; None: no longer."""
@@ -102,6 +110,15 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
+
+    def charge(self, requests: Iterable[Request]) -> None:
+        """Charge callers for the tokens of a step; what a preemption has computed again is free."""
+        computed = []
+        for request in requests:
+            if (tokens := request.num_computed_tokens - request.charged_tokens) > 0:
+                computed.append((request.tenant, tokens))
+                request.charged_tokens += tokens
+        self.waiting.charge(computed)
 
     @property
     def _is_held_for_others(self) -> bool:
@@ -152,9 +169,11 @@ class Scheduler:
         for request in tuple(self.running):
             if request not in self._events.preempted:
                 self._grow(request)
-        most = MOST_ADMITTED if len(by_caller(self.running)) > 1 else None
-        while self._admit() and (most is None or len(self._events.admitted) < most):
-            pass
+        self._num_parked = 0
+        has_more = False
+        while not has_more and self._admit():
+            has_more = len(self._events.admitted) >= MOST_ADMITTED and len(by_caller(self.running)) > 1
+        has_more |= self._num_parked >= MOST_PARKED
         if self._paused and not self.is_paused:
             self._note_catching_up()
         rows: list[ScheduledRequest] = []
@@ -164,7 +183,7 @@ class Scheduler:
             if count and (count < request.num_uncomputed_tokens or request.chooser.knows()):
                 rows.append(ScheduledRequest.of(request, count))
         events, self._events = self._events, Events()
-        return StepPlan(tuple(rows), events)
+        return StepPlan(tuple(rows), events, has_more)
 
     def _prefills(self) -> list[Request]:
         """Return running requests with more than one uncomputed token, in the order of their callers."""
@@ -266,6 +285,7 @@ class Scheduler:
                 break
             if self.reclaim():
                 continue
+            self._known.clear()
             victim = self._youngest(self._shares(BLOCKS).above) or self.running[-1]
             self.preempt(victim)
             if victim is request:
@@ -289,16 +309,19 @@ class Scheduler:
     def _admit(self) -> bool:
         """Move the next waiting request to the running ones if its state and all its tokens fit.
 
-        A caller whose next request cannot run, though the caller is beyond its share, keeps no other waiting.
+        Behind a request that lacks memory, callers are admitted as long as they stay within their shares.
         """
         if not self.waiting or self.is_paused:
             return False
         pending: Counter[str] = Counter()
         for own in self.running:
             pending[own.tenant.flow[0]] += own.num_uncomputed_tokens - own.is_decoding
-        known: dict[str, Shares] = {}
-        for place, request in enumerate(self.waiting.heads(pending)):
-            lease, limit, is_entitled = self._claim_room(request, known)
+        self._known.clear()
+        is_blocked = False
+        for place, request in enumerate(self.waiting.heads(pending, self._shares(RUNNING))):
+            if is_blocked and not self._shares(BLOCKS).fits(request.tenant, self._num_bytes(request)):
+                continue
+            lease, limit = self._claim_room(request)
             if not limit:
                 self._start(request, lease)
                 return True
@@ -308,32 +331,44 @@ class Scheduler:
                 return False
             if place == 0:
                 self._note_limit(request, limit)
-            if limit in (BLOCKS, STATES) and is_entitled:
+            if limit == CHUNK:  # what comes later has no more of the step's budget
                 return False
+            is_blocked |= limit in (BLOCKS, STATES)
         return False
 
-    def _claim_room(self, request: Request, known: dict[str, Shares]) -> tuple[Lease | None, str, bool]:
-        """Look for room, and preempt callers above their share for one that stays within its own.
+    def _claim_room(self, request: Request) -> tuple[Lease | None, str]:
+        """Find a place and memory for a request, preempting callers above their shares if it is entitled.
 
-        Return also whether it does. `known` are shares by limit, as long as they hold.
+        Return its lease, and what it lacks, if anything. Nothing is preempted before that is all it lacks.
         """
-        lease, limit = self._room_for(request)
-        is_entitled = False
-        while limit in (RUNNING, BLOCKS, STATES):
-            shares = known.get(limit) or known.setdefault(limit, self._shares(limit))
-            more = 1 if limit == RUNNING else self._num_bytes(request)
-            is_entitled = shares.has_room(request.tenant, more)
-            victim = self._youngest(shares.above) if is_entitled else None
-            if victim is None:
-                break
-            self._park(victim)
-            known.clear()
-            lease, limit = self._room_for(request)
-        return lease, limit, is_entitled
+        is_full = len(self.running) >= self.max_running
+        victim = self._victim(request, RUNNING) if is_full else None
+        if is_full and victim is None:
+            return None, RUNNING
+        lease = self._lease(request)
+        if lease and self._is_being_read(request, lease):
+            limit = PREFIXES
+        elif self._chunk_is_full(request):
+            limit = CHUNK
+        else:
+            if victim:
+                self._park(victim)
+            lease, limit = self._memory_for(request, lease)
+            while limit and (victim := self._victim(request, limit)):
+                self._leave(lease)
+                self._park(victim)
+                lease, limit = self._memory_for(request, self._lease(request))
+        if limit:
+            self._leave(lease)
+        return lease, limit
+
+    def _leave(self, lease: Lease | None) -> None:
+        if self.cache and lease:
+            self.cache.leave(lease)
 
     def _start(self, request: Request, lease: Lease | None) -> None:
         self._last_limit = ""
-        self.waiting.take(request)
+        self.waiting.remove(request)
         self.running.append(request)
         request.start()
         self._equip(request, lease)
@@ -351,48 +386,49 @@ class Scheduler:
 
     def may_preempt(self) -> bool:
         """Return whether a waiting request is entitled to a place among those that run."""
+        self._known.clear()
         shares = self._shares(RUNNING)
-        return bool(shares.above) and any(shares.has_room(own.tenant, 1) for own in self.waiting.heads())
+        return bool(shares.above) and any(shares.is_entitled(own.tenant, 1) for own in self.waiting.heads())
+
+    def _victim(self, request: Request, limit: str) -> Request | None:
+        """Return the request to preempt for another that is entitled to what it lacks."""
+        shares, more = self._shares(limit), 1 if limit == RUNNING else self._num_bytes(request)
+        if self._num_parked >= MOST_PARKED or not shares.is_entitled(request.tenant, more):
+            return None
+        return self._youngest(shares.above)
 
     def _shares(self, limit: str) -> Shares:
         """Compare what callers hold, running requests or bytes of the arena, with their shares."""
-        counts = by_caller(self.running)
-        if limit == RUNNING:
-            return self.waiting.shares(counts, counts, self.max_running)
-        held: Counter[str] = Counter()
-        for request in self.running:
-            held[request.tenant.flow[0]] += self._num_bytes(request)
-        return self.waiting.shares(held, counts, self.arena.layout.slab_bytes * self.arena.usage().slabs)
+        if limit not in self._known:
+            counts = by_caller(self.running)
+            held, whole = counts, self.max_running
+            if limit != RUNNING:
+                held = Counter()
+                for request in self.running:
+                    held[request.tenant.flow[0]] += self._num_bytes(request)
+                whole = self.arena.layout.slab_bytes * self.arena.usage().slabs
+            self._known[limit] = self.waiting.shares(held, counts, whole)
+        return self._known[limit]
 
     def _youngest(self, caller: str | None) -> Request | None:
-        """Return the last admitted request of a caller, but of those that this very step admits."""
+        """Return a caller's last admitted request of those least preempted, but none of this step's."""
+        if caller is None:
+            return None
         new = [request for request, _ in self._events.admitted]
-        own = (own for own in reversed(self.running) if own.tenant.flow[0] == caller and own not in new)
-        return next(own, None) if caller is not None else None
+        own = [own for own in reversed(self.running) if own.tenant.flow[0] == caller and own not in new]
+        return min(own, key=lambda request: request.preemptions, default=None)
 
     def _num_bytes(self, request: Request) -> int:
-        return self.arena.layout.sequence_bytes(len(request.tokens))
+        """Return the memory of a request beside what it shares with a cached prefix."""
+        shared = request.lease.shared * self.arena.layout.block_bytes if request.lease else 0
+        return self.arena.layout.sequence_bytes(len(request.tokens)) - shared
 
     def _park(self, request: Request) -> None:
-        """Preempt a request for another caller's share; it goes on from the prefix cache."""
-        logger.info("preempted request %d: another caller is below its share", request.number)
+        """Preempt a request for another caller's share; it resumes from the prefix cache."""
+        self._num_parked += 1
+        self._known.clear()
         self.park([request])
         self._preempt(request)
-
-    def _room_for(self, request: Request) -> tuple[Lease | None, str]:
-        """Look up where a request may go on from, and name what keeps it out, if anything does."""
-        if len(self.running) >= self.max_running:
-            return None, RUNNING
-        lease = self._lease(request)
-        if lease and self._is_being_read(request, lease):
-            limit = PREFIXES
-        elif self._chunk_is_full(request):
-            limit = CHUNK
-        else:
-            lease, limit = self._memory_for(request, lease)
-        if limit and self.cache and lease:
-            self.cache.leave(lease)
-        return lease, limit
 
     def _chunk_is_full(self, request: Request) -> bool:
         """Return whether prefills that come before a request use all of `chunk_tokens`."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +34,7 @@ Lend = Callable[[Hashable, int], Sequence[Any] | None]
 """Gives an owner so many slots, or None."""
 
 MOST_LOOKED_UP = 64
-"""Requests whose texts are looked up in one step, by turns: each takes up to 1 ms of Python, and all wait."""
+"""Requests of several callers that are looked up per step, round-robin: each takes up to 1 ms of Python."""
 CLOSE = 64
 """Tokens that drafters can catch up with while their time still is that of a draft."""
 
@@ -80,7 +81,7 @@ class Speculation:
         self._gained = 0
         """Drafted tokens that this step's requests took."""
         self._looked_up = 0
-        """Where the turns of look-ups have come to."""
+        """Round-robin offset into the decoding requests."""
 
     def add_drafter(self, drafter: Drafter) -> None:
         """Ask this one too from now on."""
@@ -188,7 +189,7 @@ class Speculation:
         """Ask the look-ups, as deep as can be verified: they take next to no time."""
         tokens, topk = self.policy.bounds.num_draft_tokens, self.policy.bounds.topk
         depths = [min(tokens - 1, room) for room in rooms]
-        if self.learns and len(requests) > MOST_LOOKED_UP:
+        if len(requests) > MOST_LOOKED_UP and len({own.tenant.flow[0] for own in requests}) > 1:
             self._looked_up += MOST_LOOKED_UP
             first = self._looked_up % len(requests)
             taken = {(first + i) % len(requests) for i in range(MOST_LOOKED_UP)}
@@ -249,9 +250,14 @@ class Speculation:
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Let the head read what it has of requests that draft nothing, before that grows too large."""
+        if self.head is None:
+            return
         full = [request for request in requests if self._is_full(request)]
-        if self.head and full:
-            self.head.propose([want_of(request, None) for request in full])
+        # Those that the head has no time for would copy what they hold.
+        behind = accumulate(self.head.num_unread(request.number) for request in full)
+        now = [own for own, count in zip(full, behind, strict=True) if count <= self.head.chunk_tokens]
+        if full:
+            self.head.propose([want_of(request, None) for request in now or full[:1]])
 
     def _is_full(self, request: Request) -> bool:
         return self.head is not None and self.head.is_full(request.number)
@@ -369,10 +375,10 @@ class Speculation:
                 pass
 
     def read_ended(self, ended: Sequence[tuple[Request, int]]) -> set[int]:
-        """Let the head read all but the last hidden state of ended requests; return the numbers of those.
+        """Catch the head up on requests, except for the last hidden state; return the numbers of those.
 
-        Tokens that a request computed and did not take, so many, are dropped. Other requests wait meanwhile:
-        from the second request on, those with fewest unread first, only what fits `chunk_tokens` is read.
+        Of each, the given number of computed tokens that were not accepted is dropped. At most `chunk_tokens`
+        are read, the smallest backlog first, and always one request.
         """
         head = self.head
         if head is None:
@@ -380,6 +386,8 @@ class Speculation:
         spare, known = head.chunk_tokens, set[int]()
         wants: list[Want] = []
         for request, skipped in sorted(ended, key=lambda own: head.num_unread(own[0].number)):
+            if head.num_unread(request.number) <= skipped:
+                continue  # a draft with NaN left none
             spare -= head.num_unread(request.number) - skipped - 1
             if spare < 0 and wants:
                 break

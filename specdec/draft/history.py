@@ -16,7 +16,7 @@ FEW = 64
 
 
 def _extend(prefix: int, tokens: Sequence[int]) -> list[int]:
-    """Return the hashes of a text with 1, 2, ... of these tokens appended, given that of the text."""
+    """Return the rolling hash after each token, starting from that of the text before."""
     return [prefix := prefix * BASE + token & MASK for token in tokens]
 
 

@@ -31,6 +31,10 @@ class TextIndex(Protocol):
     def forget(self) -> None: ...
 
 
+MOST_FED = 1 << 15
+"""Tokens fed to an index per step, but for one sequence: indexing takes 1 us a token, and all rows wait."""
+
+
 class Lookup:
     """Feed an index what each sequence has said since it was last asked. Memory that is lost is no matter."""
 
@@ -39,8 +43,16 @@ class Lookup:
         self._fed: dict[Hashable, int] = {}
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Propose what may follow each sequence."""
-        return [Proposal.EMPTY if want.shape is None else self._propose(want, want.shape) for want in wants]
+        """Propose what may follow each sequence; one with too much to feed waits for a later step."""
+        found, spare = [], MOST_FED
+        for want in wants:
+            new = len(want.tokens) - self._fed.get(want.key, 0)
+            if want.shape is None or (new > spare and spare < MOST_FED):
+                found.append(Proposal.EMPTY)
+            else:
+                spare -= new
+                found.append(self._propose(want, want.shape))
+        return found
 
     def _propose(self, want: Want, shape: Shape) -> Proposal:
         fed = self._fed.get(want.key)

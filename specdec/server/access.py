@@ -1,7 +1,6 @@
 """Authorization: requests with a valid key or, where no key is set, those that no foreign page sent."""
 
 import hmac
-import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ VARIABLE = "SPECDEC_API_KEY"
 
 
 class Grant(NamedTuple):
-    """What the holder of an API key gets."""
+    """Options of an API key."""
 
     weight: float = 1.0
     """Of its share of the engine; others have 1."""
@@ -135,12 +134,13 @@ def _read_key(given: str, where: str) -> tuple[str, Grant]:
             raise ValueError
         most = int(found["max_queued"]) if "max_queued" in found else None
         weight = float(found.get("weight", 1))
-        if not (0 < weight < math.inf and (most is None or most > 0)):
+        if not (0.01 <= weight <= 100 and (most is None or most > 0)):
             raise ValueError
     except ValueError:
         raise ConfigError(
             f"{where}: what follows a key is not understood; give 'KEY weight=2 max_queued=64' or less: "
-            "weight is its share of the engine, max_queued its choices under way, and KEY has no spaces.",
+            "weight, 0.01 to 100, is its share of the engine, max_queued its choices under way; KEY has no "
+            "spaces.",
             field=where.partition(":")[0],
         ) from None
     return key, Grant(weight, most)

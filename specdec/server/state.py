@@ -167,10 +167,10 @@ class State:
         if self.draining:
             raise _stopping()
         most = self.config.max_queued
-        if choices > most:
+        if choices > (mine := min(self.access.max_queued(caller) or most, most)):
             raise Failure(
                 400,
-                f"{field}: {choices} choices are more than the {most} that may be under way; ask for fewer.",
+                f"{field}: {choices} choices are more than the {mine} that may be under way; ask for fewer.",
                 param=field,
             )
         if served.num_choices + choices > most or not self._is_fair(served, choices, caller):
@@ -202,19 +202,15 @@ class State:
                 self.idle.set()
 
     def _is_fair(self, served: "Served", choices: int, caller: str) -> bool:
-        """Return whether a caller may have more choices: the holder of another key must always find room.
+        """Return whether a caller may have more choices: at most as many, by weight, as stay free for others.
 
-        Up to half of `max_queued` is first come, first served, and all of it with one key or none.
+        So one caller gets half of the queue and two a third each, and another key always finds room.
         """
         own = served.choices[caller] + choices
         if (most := self.access.max_queued(caller)) is not None:
             return own <= most
-        whole = self.config.max_queued
-        if not caller or served.num_choices + choices <= whole / 2:
-            return True
-        active = {caller, *served.choices}
-        weights = sum(map(self.access.weight, active)) + (len(active) < self.access.num_keys)
-        return own <= max(whole * self.access.weight(caller) / weights, 1)
+        free = self.config.max_queued - served.num_choices - choices
+        return self.access.num_keys < 2 or own <= self.access.weight(caller) * free
 
     def drain(self) -> None:
         """Refuse new requests from now on, and those that are only being read."""

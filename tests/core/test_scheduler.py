@@ -76,9 +76,10 @@ class Bench:
         """Plan, read what was planned, say a token where nothing is owed; return who read how much."""
         plan, self.steps = self.scheduler.schedule(), self.steps + 1
         for row in plan.rows:
+            row.request.num_computed_tokens += row.num_tokens
+        self.scheduler.charge(row.request for row in plan.rows)
+        for row in plan.rows:
             request = row.request
-            request.num_computed_tokens += row.num_tokens
-            self.scheduler.waiting.charge(request.tenant, row.num_tokens)
             # What a share reads has its place.
             assert (
                 len(request.table_N) >= LAYOUT.blocks_for(request.num_computed_tokens) and request.committed

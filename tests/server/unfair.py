@@ -14,7 +14,7 @@ from specdec.core.scheduler import Scheduler
 def queue_all_as_one() -> None:
     """Take the oldest waiting request first, and preempt nobody for a share."""
     queue: Any = FairQueue
-    queue.heads = lambda own, pending=None: sorted(own, key=lambda request: request.arrived_s)[:1]
+    queue.heads = lambda own, *_: sorted(own, key=lambda request: request.arrived_s)[:1]
     queue.rank = lambda own, tenant: (0.0, 0.0)
     scheduler: Any = Scheduler
     scheduler._youngest = lambda own, caller: None
