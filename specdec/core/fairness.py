@@ -15,7 +15,7 @@ from specdec.config.tenant import Tenant
 from specdec.core.request import Request
 
 MOST_IDLE = 1024
-"""Virtual times remembered; beyond, those of flows that are not ahead of the system's time are dropped."""
+"""Virtual times remembered; beyond that, those not ahead of the system's time are dropped."""
 
 
 class VirtualClock:

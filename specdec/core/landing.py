@@ -65,7 +65,7 @@ class Requests(Protocol):
     def waiting(self) -> Sized: ...
 
     def rank(self, tenant: Tenant) -> tuple[float, float]:
-        """Return by what tenants are served in order, the smallest first."""
+        """Return a tenant's scheduling key; the smallest is served first."""
         ...
 
     def comes_before_waiting(self, tenant: Tenant, arrived_s: float) -> bool:
@@ -153,7 +153,7 @@ class Landings:
                 found.set_result(None)
 
     def _is_next(self, tenant: Tenant, arrived_s: float) -> bool:
-        """Return whether its request would be admitted: what waited for that might be evicted meanwhile."""
+        """Return whether its request would be admitted next; memory taken earlier might be evicted unused."""
         requests = self.requests
         if not requests.comes_before_waiting(tenant, arrived_s):
             return False

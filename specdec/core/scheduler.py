@@ -2,7 +2,8 @@
 
 Running requests stand in the order of their admission. A step lets each of them grow, admits waiting ones
 while there is memory for all of their tokens, and when one cannot grow, the last admitted gives back what it
-holds and waits at the front. The first therefore always advances; what could never fit was refused before.
+holds and waits at the front. The first of one caller therefore always advances; what could never fit was
+refused before.
 
 Several callers share the engine fairly. Waiting requests and prefills are served in the order of `FairQueue`.
 If a caller within its share waits for a place or for memory, the most recently admitted request of the caller

@@ -139,7 +139,7 @@ class Runner(ABC):
         return self.batch.run.refusal(requests)
 
     def _is_interrupted(self) -> bool:
-        """Return whether a request has come that may be admitted, or was cancelled."""
+        """Return whether an admissible request arrived or one was cancelled."""
         scheduler = self.host.scheduler
         came = len(scheduler.waiting) != self._waiting and (
             len(scheduler.running) < scheduler.max_running or scheduler.may_preempt()
