@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import torch
 
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.config.tenant import SOLE, Tenant
+from specdec.core.fairness import FairQueue
 from specdec.core.landing import Landing
 from specdec.core.lending import Lent
-from specdec.core.scheduler import StepPlan
+from specdec.core.scheduler import Scheduler, StepPlan
 from specdec.errors import ConfigError, EngineError
 from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
@@ -477,11 +479,12 @@ def test_landings_and_requests_have_memory_in_the_order_of_their_coming(
     with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
         landings = engine.model.loop.scheduler.landings
         assert landings
-        others = [SimpleNamespace(arrived_s=arrived_s) for _ in range(count)]
-        scheduler, landings.requests = (
-            landings.requests,
-            SimpleNamespace(max_running=4, running=[], waiting=others),
-        )
+        waiting: Any = FairQueue()
+        for _ in range(count):
+            waiting.append(SimpleNamespace(arrived_s=arrived_s, tenant=SOLE))
+        busy: Any = SimpleNamespace(max_running=4, running=[], waiting=waiting, rank=waiting.rank)
+        busy.comes_before_waiting = partial(Scheduler.comes_before_waiting, busy)
+        scheduler, landings.requests = landings.requests, busy
         found = engine.transfers.begin_landing(PROMPTS[0][:-1], Tenant(salt="other"))
         engine.transfers.look(lambda _: None).result(60)
         assert found.done() == begins

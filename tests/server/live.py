@@ -60,7 +60,7 @@ class Live:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.tls = tls
-        self.key = options[options.index("--api-key") + 1] if "--api-key" in options else None
+        self.key = options[options.index("--api-key") + 1].split()[0] if "--api-key" in options else None
         self.command = [sys.executable, "-m", entry, "serve", model, *beside, "--port", "0", *options]
         self.env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
 

@@ -37,9 +37,10 @@ PLAIN = ("--draft", "none")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("from-a-file\n\n")
+    mine = ("--api-key", "given max_queued=64", "--api-key-file", str(keys))
     limits = ("--max-queued", "64", "--max-body-bytes", "20000", "--stall-timeout", "1")
     env = {"SPECDEC_API_KEY": "from-outside"}
-    with Live(*PLAIN, *limits, "--api-key", "given", "--api-key-file", str(keys), env=env) as own:
+    with Live(*PLAIN, *limits, *mine, env=env) as own:
         yield own
         assert "Traceback" not in own.stop()[1]
 

@@ -382,7 +382,7 @@ def settled(pair: Pair, patience_s: float = 60.0) -> dict[str, Any]:
     while time.monotonic() < until_s:
         for name, live in (("prefill", pair.prefill), ("decode", pair.decode)):
             headers = authorized(KEYS[0])
-            figures, info = live.metrics(**headers), live.ask("/server_info", **headers).json
+            figures, info = live.metrics(), live.ask("/server_info", **headers).json
             names = ("leases", "fetching", "holds", "quarantined", "quarantined_bytes", "rooms_waiting")
             found[name] = {own: total(figures, f"specdec:reach_{own}") for own in names}
             found[name] |= {own: info[own] for own in ("running", "waiting", "failed_steps")}
@@ -397,7 +397,7 @@ def settled(pair: Pair, patience_s: float = 60.0) -> dict[str, Any]:
 
 def outcomes(pair: Pair) -> dict[str, float]:
     """Return by what became of them how many prompts were to be fetched."""
-    figures = pair.decode.metrics(**authorized(KEYS[0]))
+    figures = pair.decode.metrics()
     found = ((key, value) for key, value in figures.items() if key.startswith("specdec:reach_fetches_total"))
     return {key.split('outcome="')[1].split('"')[0]: value for key, value in found if value}
 
