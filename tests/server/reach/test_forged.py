@@ -58,9 +58,10 @@ def test_forged_params_never_yield_another_prompts_text(pair: Pair) -> None:
 @EXHAUSTIVE
 def test_a_pair_that_proves_nothing_is_found_out(small: Path) -> None:
     with opened(small, entry="tests.server.reach.gullible") as pair:
-        report = asyncio.run(Fuzz(pair, 1).run(240, at_once=4))
-    wrong = [line for line in report.wrong if "instead of" in line]
-    assert any(line.startswith(("swapped", "other_prompt", "stale")) for line in wrong)
+        reports = (asyncio.run(Fuzz(pair, seed).run(240, at_once=4)) for seed in range(1, 6))
+        wrong = (line for report in reports for line in report.wrong if "instead of" in line)
+        # Which requests meet hangs on the machine's load: it may take more than one round.
+        assert any(line.startswith(("swapped", "other_prompt", "stale")) for line in wrong)
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
