@@ -214,7 +214,7 @@ class Delta:
 
 
 FEW = 16
-"""Deltas, or tokens of one, that are kept as they are: whoever streams takes one or two at a time."""
+"""Deltas, or tokens of one delta, below which they are not packed: a stream takes one or two at a time."""
 
 
 class Gathered:

@@ -38,7 +38,7 @@ class Origins:
         return self.takes_any or origin.lower() in self._allowed
 
     def name_host(self, host: str) -> bool:
-        """Tell whether a Host header is that of an allowed origin, as behind a proxy that keeps it."""
+        """Return whether a Host header names an allowed origin, as behind a proxy that passes it on."""
         return any(f"{scheme}://{host.lower()}" in self._allowed for scheme in PORTS)
 
     def headers(self, origin: str | None) -> dict[str, str]:
@@ -92,7 +92,7 @@ def foreign(origin: str) -> Failure:
 
 
 def is_local(host: str) -> bool:
-    """Tell whether a host name is this machine's loopback."""
+    """Return whether a host name is this machine's loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

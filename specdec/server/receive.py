@@ -85,7 +85,7 @@ async def expect_later(request: web.Request) -> None:
 
 
 def _waits(request: web.Request) -> bool:
-    """Tell whether the client waits for `100 Continue`."""
+    """Return whether the client waits for `100 Continue`."""
     return request.headers.get("Expect", "").lower() == "100-continue"
 
 

@@ -37,7 +37,7 @@ def resident_mb(process: int) -> float:
 
 @asynccontextmanager
 async def flooded(url: str, sent: bytes, count: int) -> AsyncIterator[Sequence[asyncio.StreamReader]]:
-    """Send the same bytes over so many connections, which stay open in here."""
+    """Send the same bytes over `count` connections, and keep them open in the block."""
     at = urlsplit(url)
     pairs = [await asyncio.open_connection(at.hostname, at.port) for _ in range(count)]
     try:
