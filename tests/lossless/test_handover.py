@@ -484,12 +484,18 @@ def test_landings_and_requests_have_memory_in_the_order_of_their_coming(
             waiting.append(SimpleNamespace(arrived_s=arrived_s, tenant=SOLE))
         busy: Any = SimpleNamespace(max_running=4, running=[], waiting=waiting, rank=waiting.rank)
         busy.comes_before_waiting = partial(Scheduler.comes_before_waiting, busy)
-        scheduler, landings.requests = landings.requests, busy
+        scheduler = landings.requests
+
+        def wait_behind(requests: Any) -> None:
+            """Called by the engine's thread, which must not be reading `requests` meanwhile."""
+            landings.requests = requests
+            landings.advance()
+
+        engine.transfers.look(lambda _: wait_behind(busy)).result(60)
         found = engine.transfers.begin_landing(PROMPTS[0][:-1], Tenant(salt="other"))
         engine.transfers.look(lambda _: None).result(60)
         assert found.done() == begins
-        landings.requests = scheduler
-        engine.transfers.look(lambda _: landings.advance()).result(60)
+        engine.transfers.look(lambda _: wait_behind(scheduler)).result(60)
         landing = found.result(60)
         assert landing
         engine.transfers.drop(landing).result(60)
