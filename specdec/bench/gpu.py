@@ -217,7 +217,9 @@ def plan(device: Device, folder: Path, prefix: str) -> list[Stage]:
     def tests(name: str, limit_s: float, *words: str) -> None:
         absent = next((module for module in TESTING if find_spec(module) is None), "")
         absent = absent if (ROOT / "tests").is_dir() else "the tests, which lie beside the package in a clone"
-        command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes(device), *words)
+        # Where pytest-benchmark is installed, it warns beside several processes, and warnings are errors.
+        plain = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
+        command = (sys.executable, "-m", "pytest", *plain, *processes(device), *words)
         made.append(Stage(name, command, limit_s, folder / f"{prefix}-{name}.log", absent=absent))
 
     if device.kind == "cpu":

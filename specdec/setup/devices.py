@@ -11,14 +11,15 @@ from specdec.errors import ConfigError
 def pick_device(name: str) -> torch.device:
     """Settle which device is meant, and refuse one that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"device: {name!r} was asked for, but torch finds no CUDA device; use device='cpu' or install a "
             "CUDA build of torch.",
             field="device",
         )
-    return torch.device(name)
+    # With its number: what tensors say of their device, and what torch.cuda.set_device takes.
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def free_memory(device: torch.device) -> int:
