@@ -3,7 +3,7 @@
 import hmac
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Access:
 
     def __init__(self, config: ServerConfig) -> None:
         self._secret = secrets.token_bytes(32)
-        self._keys = {self._caller(key.encode()): grant for key, grant in read_keys(config)}
+        self._keys = {self._caller(key.encode()): grant for key, grant in read_keys(config).items()}
         """By a name for each key: what is stored of a request carries the name, never the key."""
         self._local = is_local(config.host)
         self.origins = Origins(config.allowed_origins)
@@ -107,7 +107,7 @@ def _connection(request: web.Request) -> str:
     return repr(peer) if peer else ""
 
 
-def read_keys(config: ServerConfig) -> Sequence[tuple[str, Grant]]:
+def read_keys(config: ServerConfig) -> Mapping[str, Grant]:
     """Collect the keys from the settings, the environment and the key file."""
     given: list[tuple[str, list[str]]] = []
     if config.api_key is not None:
@@ -122,7 +122,16 @@ def read_keys(config: ServerConfig) -> Sequence[tuple[str, Grant]]:
                 f"{where}: there is no key in it, so every client would be let in; give one, or omit it.",
                 field=where.partition(":")[0],
             )
-    return [_read_key(key, where) for where, keys in given for key in keys]
+    found: dict[str, Grant] = {}
+    for where, lines in given:
+        for number, line in enumerate(lines, 1):
+            key, grant = _read_key(line, where)
+            if found.setdefault(key, grant) != grant:
+                raise ConfigError(
+                    f"{where}: key {number} was given before, with other options; keep one of the two.",
+                    field=where.partition(":")[0],
+                )
+    return found
 
 
 def _read_key(given: str, where: str) -> tuple[str, Grant]:

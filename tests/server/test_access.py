@@ -84,6 +84,12 @@ def test_a_key_may_have_a_weight_and_a_limit(tmp_path: Path) -> None:
             Access(ServerConfig(api_key=[wrong]))
 
 
+def test_a_key_has_one_weight() -> None:
+    assert Access(ServerConfig(api_key=["alice weight=2", "alice weight=2"])).num_keys == 1
+    with pytest.raises(ConfigError, match=r"^api_key: key 2 was given before, with other options"):
+        Access(ServerConfig(api_key=["alice weight=2", "alice"]))
+
+
 def test_each_key_has_a_name_of_its_own_that_does_not_tell_the_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice-key\nbob-key\nalice-key\n")

@@ -18,6 +18,7 @@ from specdec.models.heads import HeadSource, OwnHead
 from specdec.models.mixers import Attention
 from specdec.models.shapes import SHAPES
 from specdec.setup import memory
+from specdec.setup.devices import pick_device
 from specdec.setup.drafters import SELF_IS_TARGET, SELF_ON_DEVICE, SELF_ON_GPU
 from specdec.setup.footprint import measure
 from specdec.setup.memory import copy_bytes, weight_bytes
@@ -352,3 +353,12 @@ def test_whole_numbers_are_kept_where_they_are_multiplied(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     settled = settle(kernels=kernels, quantize=quantize)
     assert (settled.quantize, settled.weights) == (quantize, None if kernels == "cpu" else quantize)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_gpu_has_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one it is no device that torch.cuda takes, and equals none that a tensor names."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert pick_device(name) == torch.device("cuda:1")
+    assert pick_device("cuda:0") == torch.device("cuda:0")
