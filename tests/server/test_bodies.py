@@ -349,7 +349,7 @@ def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
         with pytest.raises(Failure) as caught:
             body.params()
         assert (caught.value.status, caught.value.param) == (400, field)
-        assert str(caught.value).startswith(f"{place}: uniqueItems is not supported")
+        assert str(caught.value).startswith(f"{place}: unsupported: uniqueItems")
         assert "#/properties/tags" in str(caught.value)
 
 
