@@ -125,7 +125,7 @@ async def _pass(
                     await send_whole(request, response, state.config.stall_timeout)
     except asyncio.CancelledError:
         about = _about(request, GONE, start_s)
-        says = "%(request_id)s %(path)s: its client has hung up after %(ms).0f ms"
+        says = "%(request_id)s %(path)s: client disconnected after %(ms).0f ms"
         logger.log(level, says, about, extra=about)
         raise
     except ConnectionError as error:
@@ -274,7 +274,7 @@ async def _text(body: DetokenizeBody, served: Served, caller: str) -> str:
             400, f"tokens: {len(body.tokens):,} are more than {most:,}, the max_model_len.", param="tokens"
         )
     if any(not 0 <= token < vocab for token in body.tokens):
-        raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
+        raise Failure(400, f"tokens: token ids are integers from 0 to {vocab - 1}.", param="tokens")
     return await served.work(len(body.tokens), partial(tokenizer.decode, body.tokens), caller)
 
 

@@ -167,17 +167,20 @@ class State:
         if self.draining:
             raise _stopping()
         most = self.config.max_queued
-        if choices > (mine := min(self.access.max_queued(caller) or most, most)):
+        if choices > (mine := self.access.max_choices(caller, most)):
             raise Failure(
                 400,
-                f"{field}: {choices} choices are more than the {mine} that may be under way; ask for fewer.",
+                f"{field}: {choices} choices are more than the {mine} that "
+                f"{'this key' if caller else 'requests'} may have in flight; ask for fewer.",
                 param=field,
             )
-        if served.num_choices + choices > most or not self._is_fair(served, choices, caller):
-            own = f", {served.choices[caller]} of them for this key" if caller else ""
+        own = served.choices[caller]
+        mine = self.access.max_choices(caller, most - (served.num_choices - own))
+        if served.num_choices + choices > most or own + choices > mine:
+            key = f"; {own} of them are this key's, which may have {mine} now" if caller else ""
             raise Failure(
                 429,
-                f"{served.num_choices} choices of {served.name} are under way, of at most {most}{own}; try "
+                f"{served.num_choices} of at most {most} choices of {served.name} are in flight{key}; try "
                 "again later.",
                 code="too_many_requests",
                 headers=BUSY,
@@ -200,17 +203,6 @@ class State:
             served.choices -= Counter({caller: choices})
             if not self.choices:
                 self.idle.set()
-
-    def _is_fair(self, served: "Served", choices: int, caller: str) -> bool:
-        """Return whether a caller may have more choices: at most as many, by weight, as stay free for others.
-
-        So one caller gets half of the queue and two a third each, and another key always finds room.
-        """
-        own = served.choices[caller] + choices
-        if (most := self.access.max_queued(caller)) is not None:
-            return own <= most
-        free = self.config.max_queued - served.num_choices - choices
-        return self.access.num_keys < 2 or own <= self.access.weight(caller) * free
 
     def drain(self) -> None:
         """Refuse new requests from now on, and those that are only being read."""
