@@ -3,6 +3,7 @@
 import hmac
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
