@@ -38,9 +38,8 @@ def _self_attention(bench: Bench, sizes: Sizes, mixer: Attention, moved: int) ->
     weights = RandomWeights(0, bench.dtype, bench.device)
     layer = mixer.build(weights.within("mixer"), bench.reference, Place(1, 1)).layer
     projected_TN = bench.draw(group.rows * group.width, sum(layer.widths), seed=3)
-    rotation = (
-        bench.reference.rope_table(position_T, mixer.rope.dim, mixer.rope.theta) if mixer.rope else None
-    )
+    rope = mixer.rope
+    rotation = bench.reference.rope_table(position_T, rope.dim, rope.theta, rope.scaling) if rope else None
     pages = [arena.pages(i) for i in range(len(arena.layout.kv))]
 
     def call(own: Tensor) -> Tensor:

@@ -116,6 +116,10 @@ def refuse_unlike(network: Network) -> None:
         odd = f"the family {network.family} is not written for it yet, only {' and '.join(ARCHITECTURES)}"
     elif any(not isinstance(layer.ffn, MLP) for layer in network.layers):
         odd = "experts are not written for it yet"
+    elif any(
+        isinstance(m, Attention) and (m.window or (m.rope and m.rope.scaling)) for m in network.mixers()
+    ):
+        odd = "sliding attention and scaled rotary frequencies are not written for it yet"
     elif any(isinstance(m, GatedDeltaNet) and m.key_dim != m.value_dim for m in network.mixers()):
         odd = "it has one size for keys and values of a delta net, and here they differ"
     if odd:

@@ -4,6 +4,7 @@ What an operation computes is said in its `reference.py`.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -79,7 +80,13 @@ class GatedNorm(Protocol):
 
 
 class RopeTable(Protocol):
-    def __call__(self, position_T: Tensor, dim: int, theta: float) -> Rotation: ...
+    def __call__(
+        self,
+        position_T: Tensor,
+        dim: int,
+        theta: float,
+        scaling: Callable[[Tensor], Tensor] | None = None,
+    ) -> Rotation: ...
 
 
 class Rotate(Protocol):

@@ -1,7 +1,7 @@
 """Parts of a network from config fields that several families spell the same way."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from specdec.errors import CheckpointError
 from specdec.models.feed_forward import MLP, MoE
@@ -9,7 +9,7 @@ from specdec.models.fields import TEXT, Fields
 from specdec.models.formats import announced
 from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
 from specdec.models.norm import Norm
-from specdec.models.rope import Rope
+from specdec.models.rope import Llama3Scaling, Rope
 from specdec.models.spec import Layer, Network
 
 FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
@@ -34,20 +34,45 @@ def refuse_unsupported(fields: Fields, *, slides: bool = False) -> None:
 
 
 def layer_kinds(
-    fields: Fields, *, supported: tuple[str, ...], interval: int | None = None
+    fields: Fields, *, supported: tuple[str, ...], interval: int | None = None, every: str | None = None
 ) -> tuple[str, ...]:
-    """Name each layer's mixer: `layer_types`, or else full attention every `interval` layers."""
+    """Name each layer's mixer: `layer_types`, or else full attention every `interval` layers.
+
+    With `every` that is the mixer of all layers where the field is absent.
+    """
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     kinds = fields.strings("layer_types", "layers_block_type")
+    if kinds is None and every:
+        return (every,) * count
     if kinds is None:
-        every = fields.integer("full_attention_interval", default=interval or 1)
-        return tuple(FULL if (i + 1) % every == 0 else LINEAR for i in range(count))
+        interval = fields.integer("full_attention_interval", default=interval or 1)
+        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
     kinds = modern_kinds(kinds)
     if unknown := set(kinds) - set(supported):
         fields.refuse("layer_types", f"only {' and '.join(supported)}, not {', '.join(sorted(unknown))}")
     if len(kinds) != count:
         fields.refuse("layer_types", f"as many entries as num_hidden_layers ({count}), not {len(kinds)}")
     return kinds
+
+
+def has_window(fields: Fields) -> bool:
+    """Tell whether layers may slide: with `use_sliding_window`, and a window that is not null."""
+    return not fields.null("sliding_window") and fields.flag("use_sliding_window", default=False)
+
+
+def sliding_kinds(fields: Fields, slides: Sequence[bool]) -> tuple[str, ...]:
+    """Name the layers that slide with `use_sliding_window`: those of `layer_types`, or else of `slides`."""
+    on = has_window(fields)
+    if "layer_types" in fields:
+        return layer_kinds(fields, supported=(FULL, SLIDING) if on else (FULL,))
+    return tuple(SLIDING if on and own else FULL for own in slides)
+
+
+def behind_full_layers(fields: Fields) -> tuple[str, ...]:
+    """Name the layers that slide where those are all but the first `max_window_layers`, as in Qwen."""
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    first = fields.integer("max_window_layers", default=28, least=0)
+    return sliding_kinds(fields, [i >= first for i in range(count)])
 
 
 def modern_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -60,14 +85,14 @@ def rope_parameters(fields: Fields) -> Fields:
     return fields.within("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
 
 
-def rope_theta(fields: Fields, *, default: float) -> float:
-    """Read the base of rotary positions, nested or at the top level.
+def rope_theta(fields: Fields, *, default: float, types: tuple[str, ...] = ("default", "mrope")) -> float:
+    """Read the base of rotary positions, nested or at the top level; refuse other `types` of them.
 
     The sections of a multimodal rope are all the same for text, so "mrope" is plain here.
     """
     nested = rope_parameters(fields)
     for kind in ("rope_type", "type"):
-        nested.only(kind, "default", "mrope")
+        nested.only(kind, *types)
     if nested.null("rope_theta"):
         nested.refuse("rope_theta", "a number above 0")
     for name in nested.names():
@@ -85,14 +110,31 @@ def rope(fields: Fields, head_dim: int, *, partial: float | None = None, theta: 
     `partial` is the default of `partial_rotary_factor`, the rotated part of a head. None: the family's
     reference rotates whole heads and ignores the field, so any other part is refused.
     """
-    theta, nested = rope_theta(fields, default=theta), rope_parameters(fields)
+    theta = rope_theta(fields, default=theta, types=("default", "mrope", "llama3"))
+    nested = rope_parameters(fields)
     if partial is None:
         for level in (nested, fields):
             if level.number("partial_rotary_factor", default=1.0) != 1:
                 level.refuse("partial_rotary_factor", "1: transformers ignores it and rotates whole heads")
     outer = fields if "partial_rotary_factor" in fields else nested
     where = nested if "partial_rotary_factor" in nested else outer
-    return Rope(rotated_width(where, head_dim, partial=partial or 1.0), theta)
+    return Rope(rotated_width(where, head_dim, partial=partial or 1.0), theta, scaling=_scaling(fields))
+
+
+def _scaling(fields: Fields) -> Llama3Scaling | None:
+    """Read how frequencies are scaled; the outer length of the original context counts before the nested."""
+    nested, length = rope_parameters(fields), "original_max_position_embeddings"
+    if nested.get("rope_type", "type") != "llama3":
+        return None
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        if nested.number(name) <= 0:
+            nested.refuse(name, "a number above 0")
+    low, high = nested.number("low_freq_factor"), nested.number("high_freq_factor")
+    if high <= low:
+        nested.refuse("high_freq_factor", f"a number above low_freq_factor ({low:g})")
+    where = fields if length in fields else nested
+    context = where.integer(length, default=fields.integer("max_position_embeddings"))
+    return Llama3Scaling(nested.number("factor"), low, high, context)
 
 
 def rotated_width(fields: Fields, head_dim: int, *, partial: float) -> int:
@@ -212,20 +254,27 @@ def swiglu(fields: Fields, width: str = "intermediate_size", *, bias: bool = Fal
     return MLP(fields.integer(width), "swiglu", bias=bias)
 
 
-def softmax_moe(fields: Fields, *, renormalise: bool) -> MoE:
-    """Read a mixture of gated experts under a softmax router, with one gated shared expert."""
+def softmax_moe(fields: Fields, *, renormalise: bool, shared: bool = True) -> MoE:
+    """Read a mixture of gated experts under a softmax router, with one gated shared expert or without."""
     fields.only("hidden_act", "silu")
-    shared = fields.integer("shared_expert_intermediate_size", least=0)
+    width = fields.integer("shared_expert_intermediate_size", least=0) if shared else 0
+    experts = "num_experts" if "num_experts" in fields else "num_local_experts"
     return MoE(
-        experts=fields.integer("num_experts"),
-        top_k=top_k(fields, "num_experts"),
+        experts=fields.integer(experts),
+        top_k=top_k(fields, experts),
         width=fields.integer("moe_intermediate_size"),
         activation="swiglu",
         router="softmax",
         renormalise=renormalise,
-        shared_width=shared,
-        shared_gate=shared > 0,
+        shared_width=width,
+        shared_gate=width > 0,
     )
+
+
+def is_sparse(fields: Fields, layer: int) -> bool:
+    """Tell whether a layer has experts: one of each `decoder_sparse_step`, but for `mlp_only_layers`."""
+    step, dense = fields.integer("decoder_sparse_step", default=1), fields.integers("mlp_only_layers")
+    return (layer + 1) % step == 0 and layer not in dense
 
 
 def feed_forwards(fields: Fields, *, dense: int) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from specdec.errors import CheckpointError
 from specdec.models import (
     bailing_hybrid,
     bamba,
+    dense,
     falcon_h1,
     granite,
     jamba,
@@ -55,7 +56,7 @@ class Family(Protocol):
 
 
 _FAMILIES: tuple[Family, ...] = (
-    *(qwen3, qwen3_next, qwen3_5, nemotron_h),
+    *(qwen3, dense, qwen3_next, qwen3_5, nemotron_h),
     *(granite, bamba, mamba2, olmo_hybrid, falcon_h1, mamba, jamba, lfm2, lfm3, minimax, kimi_linear),
     *(bailing_hybrid, zamba2, zamba),
 )

@@ -1,5 +1,6 @@
 """Hold what a config makes of a network against the files' headers, before any memory is taken for it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,8 @@ def check_headers(checkpoint: Checkpoint, network: spec.Network, head: HeadSourc
     weights.finish()
 
 
-def _no_table(position_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def _no_table(
+    position_T: Tensor, dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Leave out a rotary table, which is as wide as the config says and no tensor of the files."""
     return torch.empty(0), torch.empty(0)

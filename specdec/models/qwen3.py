@@ -1,4 +1,4 @@
-"""Qwen3: attention in every layer, no recurrent one; some layers may slide."""
+"""Qwen3, dense and with experts: attention in every layer, no recurrent one; some layers may slide."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,22 +7,26 @@ from typing import Any
 from specdec.models import rules, spec
 from specdec.models.blocks import (
     FULL,
-    MOST_LAYERS,
     SLIDING,
     assemble,
     attention,
+    behind_full_layers,
+    has_window,
+    is_sparse,
     layer_kinds,
     refuse_unsupported,
+    softmax_moe,
     swiglu,
     window,
 )
+from specdec.models.feed_forward import FeedForward
 from specdec.models.fields import Fields
 from specdec.models.layouts import Layout
 from specdec.models.norm import Norm
 
 NAME = "qwen3"
-MODEL_TYPES: tuple[str, ...] = ("qwen3",)
-TITLES: Mapping[str, str] = {"qwen3": "Qwen3"}
+MODEL_TYPES: tuple[str, ...] = ("qwen3", "qwen3_moe")
+TITLES: Mapping[str, str] = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3 MoE"}
 HAS_MTP = False
 
 
@@ -30,30 +34,38 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields, slides=True)
+    moe = fields.get("model_type") == "qwen3_moe"
     norm = Norm(fields.number("rms_norm_eps"), wide=False)
-    kinds, ffn = _kinds(fields), swiglu(fields)
-    full = attention(fields, norm=norm, head_dim=128)
+    kinds = _kinds(fields) if moe else behind_full_layers(fields)
+    full = attention(fields, norm=norm, head_dim=None if moe else 128)
     mixers = {FULL: full}
     if SLIDING in kinds:
         mixers[SLIDING] = replace(full, window=window(fields, default=4096))
-    layers = (spec.Layer((mixers[kind],), ffn) for kind in kinds)
+    layers = (
+        spec.Layer((mixers[kind],), _feed_forward(fields, i) if moe else swiglu(fields))
+        for i, kind in enumerate(kinds)
+    )
     return assemble(NAME, fields, tuple(layers), norm)
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """Name the layers that slide: with `use_sliding_window` those of `layer_types`, or from a number on."""
-    slides = fields.flag("use_sliding_window", default=False)
-    if "layer_types" in fields:
-        return layer_kinds(fields, supported=(FULL, SLIDING) if slides else (FULL,))
-    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
-    first = fields.integer("max_window_layers", default=28, least=0)
-    return tuple(SLIDING if slides and i >= first else FULL for i in range(count))
+    """Name the layers of a model with experts: with `use_sliding_window` all of them slide, or none."""
+    kind = SLIDING if has_window(fields) else FULL
+    return layer_kinds(fields, supported=(kind,), every=kind)
+
+
+def _feed_forward(fields: Fields, layer: int) -> FeedForward:
+    """Read experts, or the dense feed-forward of a layer that has none."""
+    experts = fields.integer("num_experts", "num_local_experts", default=128, least=0)
+    if not is_sparse(fields, layer) or not experts:
+        return swiglu(fields)
+    return softmax_moe(fields, renormalise=fields.flag("norm_topk_prob", default=False), shared=False)
 
 
 def layout(network: spec.Network) -> Layout:
     """Say where the tensors lie."""
     return Layout(
-        rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE),
+        rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE, *rules.GATED_EXPERTS),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",
         ignored=rules.ignored(network),

@@ -12,6 +12,7 @@ from specdec.models.blocks import (
     attention,
     delta_net,
     head_wanted,
+    is_sparse,
     layer_kinds,
     refuse_unsupported,
     softmax_moe,
@@ -47,9 +48,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
-    dense = layer in fields.integers("mlp_only_layers")
-    sparse = (layer + 1) % fields.integer("decoder_sparse_step", default=1) == 0
-    return (_experts(fields) if sparse and not dense else None) or swiglu(fields)
+    return (_experts(fields) if is_sparse(fields, layer) else None) or swiglu(fields)
 
 
 def _experts(fields: Fields) -> MoE | None:

@@ -23,7 +23,7 @@ ATTENTION = (
     *layer_rules(r"mixer2?\.([qk])_norm\.weight", r"self_attn.\2_norm.weight"),
 )
 
-DENSE = tuple(layer_rules(r"ffn\.(gate|up|down)\.weight", r"mlp.\2_proj.weight"))
+DENSE = tuple(layer_rules(r"ffn\.(gate|up|down)\.(weight|bias)", r"mlp.\2_proj.\3"))
 
 DELTA_NET = (
     *layer_rules(r"mixer\.conv\.weight", "linear_attn.conv1d.weight", recipe=squeeze_conv),

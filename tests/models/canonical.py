@@ -67,7 +67,7 @@ def _attention(m: Attention, width: int) -> dict[str, tuple[int, ...]]:
     if m.head_gate:
         shapes["gate.weight"] = (m.heads, width)
     if m.bias:
-        shapes |= {f"{n}.bias": (r,) for n, r in rows.items()}
+        shapes |= {f"{n}.bias": (r,) for n, r in rows.items() if n != "o" or m.out_bias}
     if m.qk_norm:
         heads = (m.heads, m.kv_heads) if m.norm_whole else (1, 1)
         shapes |= {f"{n}_norm.weight": (h * m.head_dim,) for n, h in zip("qk", heads, strict=True)}

@@ -58,17 +58,20 @@ SCALED: tuple[Option, ...] = tuple(
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
         {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     )
 )
 ROPE = Option({"rope_type": "default", "rope_theta": 1e6})
+LLAMA3: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+UNSCALED = (*SCALED, refused(LLAMA3))
+"""Of families whose rotary positions are not scaled in any way."""
 PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -199,7 +202,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "residual_in_fp32": (False, True),
     "residual_multiplier": (0.22,),
     "rms_norm_eps": (0.3,),
-    "rope_parameters": (ROPE, refused(PART), *SCALED),
+    "rope_parameters": (ROPE, LLAMA3, refused(PART), *SCALED),
     "rope_theta": (also(1e4, rope_parameters=None),),
     "routed_scaling_factor": (0.7,),
     "router_aux_loss_coef": (0.1,),
@@ -245,7 +248,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 _MAMBAS: Mapping[str, tuple[Any, ...]] = {
     "hidden_size": (also(48, mamba_d_head=12),),
     "mamba_expand": (also(1, mamba_d_head=4),),
-    "rope_parameters": (ROPE, *SCALED),
+    "rope_parameters": (ROPE, *UNSCALED),
 }
 OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "qwen3": {
@@ -253,9 +256,34 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "num_hidden_layers": (also(3, layer_types=[FULL] * 3),),
         "sliding_window": (5, also(5, use_sliding_window=True, layer_types=[SLIDING, FULL])),
     },
-    "qwen3_next": {"rope_parameters": (ROPE, PART, *SCALED)},
-    "qwen3_5": {"rope_parameters": (ROPE, PART, *SCALED)},
-    "qwen3_5_moe": {"rope_parameters": (ROPE, PART, *SCALED)},
+    "qwen3_moe": {
+        "mlp_only_layers": ([0], [0, 1]),
+        "num_hidden_layers": (3,),
+        "sliding_window": (5, also(5, use_sliding_window=True)),
+    },
+    "llama": {"num_hidden_layers": (3,)},
+    "mistral": {"num_hidden_layers": (3,), "sliding_window": (5, None)},
+    "qwen2": {
+        "layer_types": ([SLIDING, FULL], refused([SLIDING, FULL], use_sliding_window=False)),
+        "max_window_layers": (0, also(0, layer_types=None), also(2, layer_types=None)),
+        "num_hidden_layers": (also(3, layer_types=[SLIDING, FULL, FULL]),),
+        "sliding_window": (5, also(None, layer_types=None)),
+        "use_sliding_window": (also(False, layer_types=None),),
+    },
+    "smollm3": {
+        "layer_types": (refused([FULL, SLIDING, FULL]),),
+        "num_hidden_layers": (also(2, layer_types=[FULL] * 2),),
+        "no_rope_layers": ([0, 1, 0], [1, 1, 1, 0], [0, 0, 0]),
+        "no_rope_layer_interval": (2, also(2, no_rope_layers=None), also(1, no_rope_layers=None)),
+        "sliding_window": (
+            5,
+            also(5, use_sliding_window=True, layer_types=None),
+            also(5, use_sliding_window=True, layer_types=[SLIDING, FULL, SLIDING]),
+        ),
+    },
+    "qwen3_next": {"rope_parameters": (ROPE, PART, LLAMA3, *SCALED)},
+    "qwen3_5": {"rope_parameters": (ROPE, PART, LLAMA3, *SCALED)},
+    "qwen3_5_moe": {"rope_parameters": (ROPE, PART, LLAMA3, *SCALED)},
     "nemotron_h": {
         "attention_bias": (refused(True),),
         "layers_block_type": ([LINEAR, "mlp", FULL, "moe", LINEAR], [FULL, "mlp"]),
@@ -273,7 +301,10 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "num_local_experts": (6, 0),
         "position_embedding_type": ("rope",),
         "rope_parameters": (
-            *(Option(one.value, {"position_embedding_type": "rope"}, one.refused) for one in (ROPE, *SCALED)),
+            *(
+                Option(one.value, {"position_embedding_type": "rope"}, one.refused)
+                for one in (ROPE, Option(LLAMA3), *SCALED)
+            ),
             refused(PART, position_embedding_type="rope"),
             SCALED[0].value,
         ),
@@ -284,7 +315,7 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rope_parameters": (
             ROPE,
             *(PART | {"partial_rotary_factor": part} for part in (0.25, 1.0)),
-            *SCALED,
+            *UNSCALED,
         ),
     },
     "falcon_h1": {
@@ -324,7 +355,7 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
             None,
         ),
     },
-    "minimax": {},
+    "minimax": {"rope_parameters": (ROPE, refused(PART), *UNSCALED)},
     "kimi_linear": {
         "attention_bias": (refused(True),),
         "num_hidden_layers": (also(2, layer_types=[FULL, LINEAR], mlp_layer_types=["dense", "sparse"]),),
@@ -334,7 +365,7 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "bailing_hybrid": {
         "attention_bias": (refused(True),),
         "num_hidden_layers": (also(2, layer_types=[FULL, LINEAR], mlp_layer_types=["dense", "sparse"]),),
-        "rope_parameters": (ROPE, PART, *SCALED),
+        "rope_parameters": (ROPE, PART, *UNSCALED),
         "num_attention_heads": (also(3, num_key_value_heads=3),),
         "num_key_value_heads": (refused(2),),
     },

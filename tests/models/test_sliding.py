@@ -81,8 +81,9 @@ def test_qwen3s_config_decides_which_layers_slide(family_folder: Callable[..., P
     assert windows(families.network(config | {"sliding_window": 8})) == [None, None]
     slides = config | {"use_sliding_window": True, "max_window_layers": 1}
     assert windows(families.network(slides | {"sliding_window": 8})) == [None, 8]
+    assert windows(families.network(slides | {"sliding_window": None})) == [None, None]
     for fields, culprit in (
-        ({"sliding_window": None}, "sliding_window"),
+        ({"sliding_window": None, "layer_types": [SLIDING, FULL]}, "layer_types"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"max_window_layers": -1}, "max_window_layers"),
         ({"layer_types": [SLIDING, FULL], "use_sliding_window": False}, "layer_types"),

@@ -1,13 +1,18 @@
 """Rotary positions in few calls."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 
-def rope_table(position_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rope_table(
+    position_T: Tensor, dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [T, dim / 2] in float32; the frequencies' exponent counts in `dim`."""
     exponent_R = torch.arange(0, dim, 2, dtype=torch.float32, device=position_T.device).div_(dim)
-    angle_TR = torch.outer(position_T.float(), 1.0 / theta**exponent_R)
+    frequency_R = 1.0 / theta**exponent_R
+    angle_TR = torch.outer(position_T.float(), scaling(frequency_R) if scaling else frequency_R)
     return angle_TR.cos(), angle_TR.sin()
 
 

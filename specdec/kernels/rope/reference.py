@@ -1,13 +1,22 @@
 """Rotary positions as transformers computes them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 
-def rope_table(position_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, dim / 2] in float32; the frequencies' exponent counts in `dim`."""
+def rope_table(
+    position_T: Tensor, dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [T, dim / 2] in float32; the frequencies' exponent counts in `dim`.
+
+    `scaling` maps these frequencies to those that are used.
+    """
     exponent_R = torch.arange(0, dim, 2, device=position_T.device).float() / dim
     frequency_R = 1.0 / theta**exponent_R
+    if scaling is not None:
+        frequency_R = scaling(frequency_R)
     angle_TR = torch.stack([position.float() * frequency_R for position in position_T])
     return angle_TR.cos(), angle_TR.sin()
 

@@ -24,6 +24,17 @@ def rope(rng: Random) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([1e4, 1e6])}}
 
 
+def llama3(rng: Random) -> dict[str, Any]:
+    """Draw rotary positions that are scaled for a longer context, or plain ones."""
+    theta = {"rope_theta": rng.choice([1e4, 5e5])}
+    if rng.random() < 0.4:
+        return {"rope_parameters": {"rope_type": "default", **theta}}
+    low = rng.choice([1.0, 1.5])
+    scaled = {"rope_type": "llama3", "factor": rng.choice([2.0, 8.0, 32.0]), "low_freq_factor": low}
+    scaled |= {"high_freq_factor": low * rng.choice([1.5, 4.0])}
+    return {"rope_parameters": {**scaled, "original_max_position_embeddings": rng.choice([8, 32]), **theta}}
+
+
 def mamba(rng: Random) -> dict[str, Any]:
     """Draw Mamba-2 whose heads divide any of the hidden sizes, twice as wide."""
     groups = rng.choice([1, 2])

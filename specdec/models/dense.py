@@ -1,0 +1,114 @@
+"""Llama, Qwen2, Mistral and SmolLM3: attention and a dense feed-forward in every layer.
+
+They differ in biases, in the layers that slide, and in those without rotary positions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from specdec.models import rules, spec
+from specdec.models.blocks import (
+    FULL,
+    MOST_LAYERS,
+    SLIDING,
+    assemble,
+    attention,
+    behind_full_layers,
+    layer_kinds,
+    refuse_unsupported,
+    sliding_kinds,
+    swiglu,
+    window,
+)
+from specdec.models.fields import Fields
+from specdec.models.layouts import Layout
+from specdec.models.mixers import Attention
+from specdec.models.norm import Norm
+
+NAME = "llama"
+MODEL_TYPES: tuple[str, ...] = ("llama", "qwen2", "mistral", "ministral", "smollm3")
+TITLES: Mapping[str, str] = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "mistral": "Mistral",
+    "smollm3": "SmolLM3",
+}
+HAS_MTP = False
+
+WINDOW: Mapping[str, int] = {"qwen2": 4096, "mistral": 4096, "ministral": 4096}
+"""Where a config does not mention it; null is none."""
+
+
+def network(config: Mapping[str, Any]) -> spec.Network:
+    """Describe the network of a config."""
+    fields = Fields(config)
+    kind = fields.get("model_type")
+    refuse_unsupported(fields, slides=kind != "llama")
+    biases = kind in ("llama", "smollm3")
+    if not biases:
+        fields.absent("mlp_bias", "feed-forwards without biases (false)")
+    full = _attention(fields, kind)
+    ffn = swiglu(fields, bias=biases and fields.flag("mlp_bias", default=False))
+    rotates = _rotates(fields, kind)
+    kinds = _kinds(fields, kind, rotates)
+    width = window(fields, default=WINDOW.get(kind)) if SLIDING in kinds else None
+    layers = (
+        spec.Layer(
+            (replace(full, window=width if own == SLIDING else None, rope=full.rope if turns else None),), ffn
+        )
+        for own, turns in zip(kinds, rotates, strict=True)
+    )
+    norm = Norm(fields.number("rms_norm_eps"), wide=False)
+    return assemble(NAME, fields, tuple(layers), norm, tied=kind == "smollm3")
+
+
+def _attention(fields: Fields, kind: str) -> Attention:
+    """Read attention; its biases are a field, none, or those of all projections but the last one."""
+    if kind == "qwen2":
+        fields.only("attention_bias", True)
+        return replace(attention(fields), bias=True, out_bias=False)
+    if kind == "llama":
+        return attention(fields, kv_heads_required=False)
+    if kind == "smollm3":
+        return attention(fields, theta=2_000_000.0)
+    fields.absent("attention_bias", "attention without biases (false)")
+    return attention(fields)
+
+
+def _rotates(fields: Fields, kind: str) -> tuple[bool, ...]:
+    """Tell which layers have rotary positions: by `no_rope_layers`, or all but one of an interval."""
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    if kind != "smollm3":
+        return (True,) * count
+    interval = fields.integer("no_rope_layer_interval", default=4)
+    if "no_rope_layers" not in fields:
+        return tuple((i + 1) % interval != 0 for i in range(count))
+    turns = fields.integers("no_rope_layers")
+    if len(turns) < count or not set(turns) <= {0, 1}:
+        fields.refuse("no_rope_layers", f"1 (with positions) or 0 for each of {count} layers")
+    return tuple(own == 1 for own in turns[:count])
+
+
+def _kinds(fields: Fields, kind: str, rotates: tuple[bool, ...]) -> tuple[str, ...]:
+    """Name the layers that slide: none, those that Qwen's fields name, those without positions, or all."""
+    if kind == "llama":
+        fields.absent("sliding_window", "full attention (null)")
+        return layer_kinds(fields, supported=(FULL,))
+    if kind == "qwen2":
+        return behind_full_layers(fields)
+    if kind == "smollm3":
+        return sliding_kinds(fields, [not turns and "sliding_window" in fields for turns in rotates])
+    slides = not fields.null("sliding_window")
+    fields.only("use_sliding_window", slides)
+    return layer_kinds(fields, supported=(FULL, SLIDING), every=SLIDING if slides else FULL)
+
+
+def layout(network: spec.Network) -> Layout:
+    """Say where the tensors lie."""
+    return Layout(
+        rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE),
+        prefixes=rules.PREFIXES,
+        embedding="embed_tokens.weight",
+        ignored=rules.ignored(network),
+    )
