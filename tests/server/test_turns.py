@@ -1,0 +1,67 @@
+"""Requests that one caller sends at once hold up neither streams nor other callers' requests."""
+
+import asyncio
+import re
+import signal
+import socket
+from contextlib import ExitStack
+from selectors import EVENT_READ, DefaultSelector
+
+import pytest
+
+from specdec.server.turns import Turns
+from tests.server.live import Live
+
+MANY = 60
+
+
+def test_one_request_begins_in_each_iteration_and_callers_take_turns() -> None:
+    async def main() -> None:
+        turns, order, rounds = Turns(), list[str](), list[int]()
+        loop, number, asked = asyncio.get_running_loop(), 0, list[asyncio.Task[None]]()
+
+        def count() -> None:
+            nonlocal number
+            number += 1
+            if any(not task.done() for task in asked):
+                loop.call_soon(count)
+
+        async def begin(caller: str) -> None:
+            await turns.wait(caller)
+            order.append(caller)
+            rounds.append(number)
+
+        asked += [asyncio.create_task(begin(caller)) for caller in "aaaaabbc"]
+        loop.call_soon(count)
+        await asyncio.sleep(0)
+        asked[3].cancel()  # its client has left
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert order == list("aabcaba") and len(set(rounds)) == len(rounds)
+        await asyncio.wait_for(begin("d"), 60)  # nothing is left of it
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("key", ["alice", "nobody"])
+def test_many_requests_of_one_caller_come_after_one_of_another(key: str) -> None:
+    """Alice, or a client without a valid key, sends many at once and Bob one behind them."""
+    with Live("--api-key", "alice", "--api-key", "bob") as live, ExitStack() as open_ones:
+        host, port = re.findall(r"//(.*):(\d+)", live.url)[0]
+        keys = [*[key] * MANY, "bob"]
+        clients = [open_ones.enter_context(socket.create_connection((host, int(port)))) for _ in keys]
+        assert live.ask("/health").status == 200  # all connections were accepted before
+        live.process.send_signal(signal.SIGSTOP)
+        try:
+            for client, own in zip(clients, keys, strict=True):
+                client.sendall(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nx-api-key: {own}\r\n\r\n".encode())
+        finally:
+            live.process.send_signal(signal.SIGCONT)
+        selector, came = open_ones.enter_context(DefaultSelector()), 0
+        for client in clients:
+            selector.register(client, EVENT_READ)
+        while clients[-1] not in (ready := [own.fileobj for own, _ in selector.select(60)]):
+            assert ready
+            came += len(ready)
+            for client in ready:
+                selector.unregister(client)
+        assert came < MANY / 2
