@@ -112,7 +112,7 @@ async def _pass(
     level, why = logging.DEBUG if request.path in POLLED else logging.INFO, {}
     try:
         if is_preflight(request):
-            await state.turns.wait(request.remote or "")
+            await state.turns.wait("")
             state.access.admit_preflight(request)
             response: web.StreamResponse = let_through(request)
         else:
@@ -151,13 +151,15 @@ async def _pass(
 
 
 async def _admit(request: web.Request, state: State) -> None:
-    """Check a request's key, and wait for its turn on the event loop; a refusal takes a turn too."""
+    """Check a request's key, and wait for its turn on the event loop; refusals share one."""
     is_open = request.path in OPEN or (request.path == "/metrics" and state.config.metrics_open)
+    caller = ""
     try:
         request["tenant"] = state.access.admit(request, needs_key=not is_open)
         request["caller"], request["turn"] = request["tenant"].caller, request["tenant"].flow[0]
+        caller = request["caller"] or request.remote or ""
     finally:
-        await state.turns.wait(request.get("caller") or request.remote or "")
+        await state.turns.wait(caller)
 
 
 def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
