@@ -9,6 +9,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 import pytest
 
+from specdec.server.listen import bind, listen
 from specdec.server.turns import Turns
 from tests.server.live import Live
 
@@ -38,6 +39,29 @@ def test_one_request_begins_in_each_iteration_and_callers_take_turns() -> None:
         await asyncio.gather(*asked, return_exceptions=True)
         assert order == list("aabcaba") and len(set(rounds)) == len(rounds)
         await asyncio.wait_for(begin("d"), 60)  # nothing is left of it
+
+    asyncio.run(main())
+
+
+def test_a_new_connection_does_not_wait_for_an_iteration_of_each_before_it() -> None:
+    async def main() -> None:
+        rounds, accepted, count = 0, 0, 64
+
+        def accept() -> asyncio.Protocol:
+            nonlocal accepted
+            accepted += 1
+            return asyncio.Protocol()
+
+        with ExitStack() as open_ones:
+            sock = open_ones.enter_context(bind("127.0.0.1", 0))
+            listener, _ = await listen(accept, sock, None)
+            for _ in range(count):
+                open_ones.enter_context(socket.create_connection(sock.getsockname()))
+            while accepted < count:
+                await asyncio.sleep(0)
+                rounds += 1
+            listener.close()
+        assert rounds < count / 4
 
     asyncio.run(main())
 
