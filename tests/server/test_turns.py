@@ -86,6 +86,6 @@ def test_many_requests_of_one_caller_come_after_one_of_another(key: str) -> None
         while clients[-1] not in (ready := [own.fileobj for own, _ in selector.select(60)]):
             assert ready
             came += len(ready)
-            for client in ready:
-                selector.unregister(client)
+            for answered in ready:
+                selector.unregister(answered)
         assert came < MANY / 2
