@@ -3,34 +3,40 @@
 import asyncio
 from collections import deque
 
+MOST = 4
+"""Requests that begin in an iteration. Those that begin together can share a step: 16 clients of one token
+each got 19 % fewer answers than without turns where this was 1, and 14 % fewer with 4 (a busy machine)."""
+
 
 class Turns:
-    """Lets one request begin in each iteration of the event loop; callers take turns.
+    """Lets a few requests begin in each iteration of the event loop; callers take turns.
 
-    Streams, and requests of other callers, then wait for one request of a caller, however many it sends at
-    once. Owned by the event loop.
+    Streams, and requests of other callers, then wait for these few, however many a caller sends at once.
+    Owned by the event loop.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By caller, in the order of their turns; each has some."""
-        self._is_taken = False
-        """Whether a request has begun in this iteration."""
+        self._begun = 0
+        """Requests that have begun in this iteration."""
 
     async def wait(self, caller: str) -> None:
         """Wait for a caller's turn."""
         loop = asyncio.get_running_loop()
-        if not self._is_taken:
-            self._is_taken = True
-            loop.call_soon(self._next, loop)
+        if self._begun < MOST:
+            if not self._begun:
+                loop.call_soon(self._next, loop)
+            self._begun += 1
             return
         turn = loop.create_future()
         self._waiting.setdefault(caller, deque()).append(turn)
         await turn
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin the next request, if its client has not left, and look again in the next iteration."""
-        while self._waiting:
+        """Begin the next requests whose clients have not left, and look again in the next iteration."""
+        self._begun = 0
+        while self._waiting and self._begun < MOST:
             caller = next(iter(self._waiting))
             own = self._waiting.pop(caller)
             turn = own.popleft()
@@ -38,6 +44,6 @@ class Turns:
                 self._waiting[caller] = own
             if not turn.done():
                 turn.set_result(None)
-                loop.call_soon(self._next, loop)
-                return
-        self._is_taken = False
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next, loop)
