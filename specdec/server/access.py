@@ -48,6 +48,11 @@ class Access:
         return not self._keys and not self._local
 
     @property
+    def is_for_one(self) -> bool:
+        """Tell whether all requests are one caller's: from this machine, with the only key or without any."""
+        return self._local and len(self._keys) < 2
+
+    @property
     def is_open_to_pages(self) -> bool:
         """Tell whether pages of every origin may send requests."""
         return not self._keys and self.origins.takes_any

@@ -32,6 +32,7 @@ from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import Role, ServerConfig
 from specdec.server.switcher import Switcher
 from specdec.server.threads import Pool
+from specdec.server.turns import Turns
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
 from specdec.text.chat_template import LONGEST_ANSWER, load_template, longest_answer
@@ -75,6 +76,7 @@ class State:
         self.ignored = Ignored()
         self.access = Access(config)
         self.bell = Bell(asyncio.get_running_loop())
+        self.turns = Turns(alone=self.access.is_for_one)
         self.connections = Connections(config.max_connections, config.idle_timeout)
         self.arriving = BodyBudget(ARRIVING_BYTES, config.max_body_bytes)
         self.kept = BodyBudget(KEPT_BYTES, config.max_body_bytes)
