@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import re
+import shutil
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,17 +14,21 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec.errors import CheckpointError
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
+from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import KINDS, GgufFile
 from specdec.text.tokenizer import load_tokenizer
+from tests.models.random_checkpoints import edit_config
 from tests.selection import EXHAUSTIVE
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -112,17 +117,58 @@ def write(
     return path
 
 
-WRITTEN = {"qwen3": ("QWEN3", undo_nothing), "lfm2": ("LFM2", undo_nothing)}
+WRITTEN = {
+    "qwen3": ("QWEN3", undo_nothing),
+    "qwen2": ("QWEN2", undo_nothing),
+    "llama": ("LLAMA", pair_rows),
+    "lfm2": ("LFM2", undo_nothing),
+}
 
 
 @pytest.mark.parametrize("family", WRITTEN)
 def test_a_file_is_the_checkpoint_that_it_was_made_from(
     family: str, family_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = family_folder(family)
+    folder = tmp_path / "folder"
+    shutil.copytree(family_folder(family), folder)
+    if family in ("llama", "qwen2"):  # whose files tell of no windows, and of scaled positions otherwise
+        plain = {"rope_type": "default", "rope_theta": 10_000.0}
+        edit_config(folder, use_sliding_window=False, layer_types=None, rope_parameters=plain)
     path = write(folder, tmp_path / "small.gguf", *WRITTEN[family])
     assert_equal(Checkpoint(path), Checkpoint(folder))
     assert find_folder(tmp_path) == find_folder(path), "a folder that holds one file is that file"
+
+
+def test_frequencies_are_scaled_as_in_llama_3(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A file holds divisors, which transformers computes of four numbers."""
+    scaling = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=2, num_key_value_heads=2, rope_parameters=scaling
+    )
+    frequency_N, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain_N = 5e5 ** -(torch.arange(0, 128, 2) / 128)
+
+    def read(divisor_N: Tensor) -> dict[str, Any]:
+        writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+        for name, number in (("block_count", 1), ("embedding_length", 256), ("attention.head_count", 2)):
+            writer.add_uint32(f"llama.{name}", number)
+        writer.add_uint32("llama.feed_forward_length", 4)
+        writer.add_context_length(64)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(5e5)
+        writer.add_tensor("rope_freqs.weight", divisor_N.numpy())
+        writer.add_tensor("token_embd.weight", np.zeros((4, 256), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        found: dict[str, Any] = Described(GgufFile(tmp_path / "small.gguf")).config["rope_parameters"]
+        return found
+
+    assert read(plain_N / frequency_N) == scaling
+    with pytest.raises(CheckpointError, match=r"scaled as in Llama 3\.1"):
+        read(plain_N / frequency_N + torch.linspace(0, 1, 64))
 
 
 def test_a_delta_net_and_its_head_are_those_of_the_checkpoint(

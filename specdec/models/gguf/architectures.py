@@ -1,5 +1,6 @@
 """A file's metadata as the config.json, and its tensors as those, of the checkpoint that it was made from."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.models.fields import Fields
+from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import GgufFile
 
 Recipe = Callable[[Tensor], Tensor]
@@ -99,17 +101,14 @@ class Described:
             "intermediate_size": self._integer("feed_forward_length"),
             "max_position_embeddings": self._integer("context_length"),
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self._number("rope.freq_base", 10_000.0),
-            },
+            "rope_parameters": self._rope(),
             "tie_word_embeddings": "output.weight" not in self.file.entries,
             **self.architecture.more(self),
         }
 
     def names(self) -> Mapping[str, str]:
         """Return the file's name of each tensor by that of the checkpoint."""
-        return {self._disk(name): name for name in self.file.entries}
+        return {self._disk(name): name for name in self.file.entries if name != "rope_freqs.weight"}
 
     def recipe(self, disk: str) -> Recipe | None:
         """Return what makes a checkpoint's tensor of the file's, if it is another one."""
@@ -138,8 +137,6 @@ class Described:
             self.refuse(
                 f"{self.name}.rope.scaling.type", f"rotary positions without scaling, not {scaling!r}"
             )
-        if "rope_freqs.weight" in self.file.entries:
-            self.refuse("rope_freqs.weight", "rotary positions without scaling, and no rope_freqs")
         if self._integer("expert_count", default=0, least=0):
             self.refuse(f"{self.name}.expert_count", "GGUF files of dense models so far")
 
@@ -163,6 +160,28 @@ class Described:
         if name not in self.file.entries:
             self.refuse(name, f"files that hold {name}")
         return self.file.entries[name].shape[0]
+
+    def _rope(self) -> dict[str, Any]:
+        """Read rotary positions: of those of Llama 3.1 a file holds what frequencies are divided by."""
+        theta = self._number("rope.freq_base", 10_000.0)
+        entry = self.file.entries.get("rope_freqs.weight")
+        if entry is None:
+            return {"rope_type": "default", "rope_theta": theta}
+        divisor_N = widen(torch.from_numpy(self.file.numbers(entry).copy()), entry.kind, entry.shape)
+        low, high, context = 1.0, 4.0, 8192
+        factor = round(float(divisor_N.max()), 3)
+        wave_N = 2 * math.pi * theta ** (torch.arange(len(divisor_N)) / len(divisor_N))
+        part_N = ((context / wave_N - low) / (high - low)).clamp(0, 1)
+        if not torch.allclose(divisor_N, 1 / ((1 - part_N) / factor + part_N), rtol=1e-3):
+            self.refuse("rope_freqs.weight", "rotary positions scaled as in Llama 3.1 to 3.3, or not scaled")
+        return {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": context,
+        }
 
     def whole_heads(self) -> dict[str, Any]:
         """Refuse positions that rotate a part of a head."""
