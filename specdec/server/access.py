@@ -77,7 +77,7 @@ class Access:
         """Return how many choices a caller may have in flight where the others leave this many free.
 
         That is its key's limit, or else as many, by weight, as then stay free for others, and at least one:
-        one caller gets half of the queue and two a third each, and another key always finds room.
+        the first gets half of the queue and the next half of the rest, and another key always finds room.
         """
         grant = self._keys.get(caller, Grant())
         if grant.max_queued is not None:

@@ -71,10 +71,13 @@ class State:
         self.metrics = Metrics(switcher.residents)
         if reach:
             self.metrics.registry.register(ReachFigures(reach, labels_of(switcher.residents[0].name)))
-        self.served = [Served(own, config, self.metrics.of(own.name)) for own in switcher.residents]
+        self.access = Access(config)
+        rests = not self.access.is_for_one
+        self.served = [
+            Served(own, config, self.metrics.of(own.name), rests=rests) for own in switcher.residents
+        ]
         """The models; requests that name none ask the first."""
         self.ignored = Ignored()
-        self.access = Access(config)
         self.bell = Bell(asyncio.get_running_loop())
         self.turns = Turns(alone=self.access.is_for_one)
         self.connections = Connections(config.max_connections, config.idle_timeout)
@@ -84,7 +87,7 @@ class State:
         self.responses = ResponseStore(
             config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
         )
-        self._readers = Pool("reading", config.max_queued)
+        self._readers = Pool("reading", config.max_queued, rests=rests)
         self.draining = False
         self._under_way: set[Deadline] = set()
         self._read: set[Deadline] = set()
@@ -225,7 +228,10 @@ def _stopping() -> Failure:
 class Served:
     """One model as requests see it: its engine, its names, its template and its figures."""
 
-    def __init__(self, resident: Resident, config: ServerConfig, metrics: ModelMetrics) -> None:
+    def __init__(
+        self, resident: Resident, config: ServerConfig, metrics: ModelMetrics, *, rests: bool
+    ) -> None:
+        """Let callers rest after long work where they are several (`rests`)."""
         self.resident, self.config, self.metrics = resident, config, metrics
         self.names, folder = resident.names, resident.folder
         self.choices = Counter[str]()
@@ -242,8 +248,8 @@ class Served:
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """The playground's mode: the shipped model has a chat template but knows code alone."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
-        self._templates = Pool("template", config.max_queued)
-        self._workers = Pool("text", config.max_queued)
+        self._templates = Pool("template", config.max_queued, rests=rests)
+        self._workers = Pool("text", config.max_queued, rests=rests)
         self._marks_refused = False
         """Whether the log says already that a mark was ignored."""
 

@@ -9,7 +9,9 @@ from selectors import EVENT_READ, DefaultSelector
 
 import pytest
 
+from specdec.server.access import Access
 from specdec.server.listen import bind, listen
+from specdec.server.settings import ServerConfig
 from specdec.server.turns import MOST, Turns
 from tests.server.live import Live
 
@@ -41,6 +43,20 @@ def test_few_requests_begin_in_an_iteration_and_callers_take_turns() -> None:
         await asyncio.wait_for(begin("d"), 60)  # nothing is left of it
 
     asyncio.run(main())
+
+
+def test_where_all_callers_are_one_none_waits() -> None:
+    async def main() -> None:
+        turns = Turns(alone=True)
+        asked = [asyncio.create_task(turns.wait(str(i))) for i in range(3 * MOST)]
+        await asyncio.sleep(0)
+        assert all(task.done() for task in asked)
+
+    asyncio.run(main())
+    keys = ["alice", "bob"]
+    assert Access(ServerConfig()).is_for_one and Access(ServerConfig(api_key=keys[:1])).is_for_one
+    assert not Access(ServerConfig(api_key=keys)).is_for_one
+    assert not Access(ServerConfig(host="0.0.0.0", api_key=keys[:1])).is_for_one
 
 
 def test_a_new_connection_does_not_wait_for_an_iteration_of_each_before_it() -> None:
