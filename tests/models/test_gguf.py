@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec.errors import CheckpointError
+from specdec.kernels.linear.integers import Integers
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MLP
@@ -93,6 +94,7 @@ def write(
     architecture: str,
     change: Callable[[str, Tensor, Mapping[str, Any]], Tensor] = undo_nothing,
     extend: Callable[[Any], None] = lambda writer: None,
+    form: str = "F32",
 ) -> Path:
     """Write a checkpoint's file, with the names that the package gguf has for its tensors."""
     checkpoint = Checkpoint(folder)
@@ -107,8 +109,9 @@ def write(
             continue
         disk = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert disk, name
-        own = change(name, checkpoint.tensor(name).float(), checkpoint.config)
-        writer.add_tensor(disk, own.contiguous().numpy())
+        own = change(name, checkpoint.tensor(name).float(), checkpoint.config).contiguous().numpy()
+        kind = gguf.GGMLQuantizationType[form if own.ndim == 2 else "F32"]
+        writer.add_tensor(disk, gguf.quants.quantize(own, kind), raw_dtype=kind)
     extend(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -137,6 +140,23 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(
     path = write(folder, tmp_path / "small.gguf", *WRITTEN[family])
     assert_equal(Checkpoint(path), Checkpoint(folder))
     assert find_folder(tmp_path) == find_folder(path), "a folder that holds one file is that file"
+
+
+@pytest.mark.parametrize(("form", "bits"), [("Q8_0", 8), ("Q5_0", 8), ("Q4_0", 4), ("Q4_1", None)])
+def test_whole_numbers_stay_as_they_are_stored(
+    form: str, bits: int | None, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In rows that were put side by side and laid back; other blocks are widened."""
+    folder = checkpoint(LLAMA)
+    path = write(folder, tmp_path / "small.gguf", "LLAMA", pair_rows, form=form)
+    found, expected = weights_of(path), weights_of(folder)
+    for name, shape in (("layers.0.mixer.q.weight", (64, 64)), ("layers.1.ffn.down.weight", (64, 96))):
+        own, wide = found.matrix(name, shape), expected.matrix(name, shape)
+        assert isinstance(wide, Tensor)
+        rounded = gguf.quants.quantize(wide.numpy(), (kind := gguf.GGMLQuantizationType[form]))
+        said = torch.from_numpy(gguf.quants.dequantize(rounded, kind))
+        assert (own.bits if isinstance(own, Integers) else None) == bits
+        assert torch.equal(own.wide() if isinstance(own, Integers) else own, said)
 
 
 def test_frequencies_are_scaled_as_in_llama_3(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -197,6 +217,25 @@ def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:
         bare = name if name in found else name.replace("model.language_model.", "model.")
         assert torch.allclose(found.tensor(bare), expected.tensor(name).float(), rtol=1e-6, atol=1e-6), name
     assert all(found.shape(name) == tuple(found.tensor(name).shape) for name in found.names())
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "tie_word_embeddings": False,
+}
+
+
+def weights_of(model: Path) -> Any:
+    checkpoint = Checkpoint(model)
+    return families.open_weights(checkpoint, families.read_network(checkpoint), dtype=torch.float32)
 
 
 def _rounded(text: str) -> str:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from specdec import EngineConfig
 from specdec.models.folder import SHIPPED
+from specdec.server import threads
 from specdec.server.app import build_app
 from specdec.server.bodies import Body, ChatBody
 from specdec.server.dialects import Dialect
@@ -23,7 +24,6 @@ from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.state import LARGE, LONG, State
 from specdec.server.switcher import Switcher
-from specdec.server import threads
 from specdec.server.threads import COUNT, Pool
 
 CONFIG = EngineConfig(draft="none", memory_bytes=24 << 20, max_running=4, max_model_len=512)

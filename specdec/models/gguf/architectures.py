@@ -11,16 +11,17 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.models.fields import Fields
-from specdec.models.gguf.blocks import widen
-from specdec.models.gguf.file import GgufFile
+from specdec.models.gguf.blocks import BITS, GROUP, widen
+from specdec.models.gguf.file import Entry, GgufFile
 
 Recipe = Callable[[Tensor], Tensor]
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 """Kinds of layers, as config.json has them."""
 
+EMBEDDING = "model.embed_tokens.weight"
 _OUTER = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.embedding_norm.weight",
     "output.weight": "lm_head.weight",
@@ -104,11 +105,34 @@ class Described:
             "rope_parameters": self._rope(),
             "tie_word_embeddings": "output.weight" not in self.file.entries,
             **self.architecture.more(self),
+            **self._whole_numbers(),
         }
 
     def names(self) -> Mapping[str, str]:
         """Return the file's name of each tensor by that of the checkpoint."""
         return {self._disk(name): name for name in self.file.entries if name != "rope_freqs.weight"}
+
+    def bits(self, disk: str, entry: Entry) -> int | None:
+        """Return in how many bits a matrix is kept; None: it is widened."""
+        if len(entry.shape) != 2 or disk == EMBEDDING or not self.architecture.keeps(self, disk):
+            return None
+        return BITS.get(entry.kind.name)
+
+    def _whole_numbers(self) -> dict[str, Any]:
+        """Announce matrices of whole numbers as compressed-tensors does, whose layout they are given."""
+        layers: dict[int, list[str]] = {}
+        for disk, name in self.names().items():
+            if bits := self.bits(disk, self.file.entries[name]):
+                layers.setdefault(bits, []).append(disk.removesuffix(".weight"))
+        if not layers:
+            return {}
+        weights = {"type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+        groups = {
+            f"group_{bits}": {"targets": targets, "weights": {**weights, "num_bits": bits}}
+            for bits, targets in layers.items()
+        }
+        announced = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+        return {"quantization_config": announced}
 
     def recipe(self, disk: str) -> Recipe | None:
         """Return what makes a checkpoint's tensor of the file's, if it is another one."""
@@ -241,11 +265,13 @@ class Architecture:
     more: Callable[[Described], dict[str, Any]]
     """Fields of config.json beside those that all have."""
     recipe: Callable[[Described, str], Recipe | None] = lambda described, disk: None
+    keeps: Callable[[Described, str], bool] = lambda described, disk: True
+    """Whether a matrix may be kept in blocks: what `recipe` does must not cut any."""
 
 
 def _unpair(described: Described, disk: str) -> Recipe | None:
     """Lay rotated rows back as a checkpoint has them: the converter puts the two of a pair side by side."""
-    found = re.search(r"self_attn\.[qk]_proj\.(weight|bias)$", disk)
+    found = re.search(r"self_attn\.[qk]_proj\.\w+$", disk)
     if found is None:
         return None
     half = described.head_dim // 2
@@ -258,7 +284,7 @@ def _conv(described: Described, disk: str) -> Recipe | None:
 
 def _delta_net(described: Described, disk: str) -> Recipe | None:
     """Take back what the converter changed: one added to norms, decays as such, the order of value heads."""
-    _, inside, part = disk.rpartition("linear_attn.")
+    _, inside, part = disk.removesuffix("_scale").rpartition("linear_attn.")
     if not inside:
         return (lambda own_D: own_D - 1) if "norm" in disk.rsplit(".", 2)[-2] else None
     orders = _orders(described)
@@ -266,12 +292,19 @@ def _delta_net(described: Described, disk: str) -> Recipe | None:
     def recipe(own_X: Tensor) -> Tensor:
         if part in orders:
             dim, order_N = orders[part]
-            own_X = own_X.index_select(dim, order_N)
+            each = len(order_N) // own_X.shape[dim]  # a scale belongs to several columns
+            own_X = own_X.index_select(dim, order_N[::each] // each)
         if part == "A_log":
             return torch.log(-own_X)
         return own_X.unsqueeze(1) if part == "conv1d.weight" else own_X
 
     return recipe
+
+
+def _cuts_none(described: Described, disk: str) -> bool:
+    """Columns of a delta net's last projection are put in order by value heads."""
+    width: int = described.delta_net()["linear_value_head_dim"]
+    return not disk.endswith("linear_attn.out_proj.weight") or width % GROUP == 0
 
 
 def _orders(described: Described) -> dict[str, tuple[int, Tensor]]:
@@ -301,7 +334,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _DENSE, Described.whole_heads, _unpair),
     "qwen2": Architecture("qwen2", _DENSE, Described.whole_heads),
     "qwen3": Architecture("qwen3", _DENSE, Described.whole_heads),
-    "qwen35": Architecture("qwen3_5_text", _DELTA_NET, Described.delta_net, _delta_net),
+    "qwen35": Architecture("qwen3_5_text", _DELTA_NET, Described.delta_net, _delta_net, _cuts_none),
     "lfm2": Architecture("lfm2", _SHORT_CONV, Described.short_conv, _conv),
 }
 """By the name that files have for them."""

@@ -9,13 +9,37 @@ from specdec.models.gguf.file import Kind
 
 GROUP = 32
 """Numbers that share a scale in Q4_K and Q5_K."""
+BITS = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4}
+"""Types that are whole numbers times a scale, and the bits that they are kept in."""
 
 
 def widen(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return the numbers of a tensor's bytes."""
     if kind.name in _WIDE:
         return data_X.view(_WIDE[kind.name]).view(shape).float()
-    return _FORMS[kind.name](data_X.view(-1, kind.bytes)).view(shape)
+    block_BX = data_X.view(-1, kind.bytes)
+    if kind.name in BITS:
+        return (_half(block_BX[:, :2]) * _whole(block_BX, kind)).view(shape)
+    return _FORMS[kind.name](block_BX).view(shape)
+
+
+def numbers(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+    """Return the whole numbers of a type in `BITS`, in int8."""
+    return _whole(data_X.view(-1, kind.bytes), kind).view(shape)
+
+
+def scales(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+    """Return what they are multiplied by, in float16, one for each 32 of a row."""
+    block_BX = data_X.view(-1, kind.bytes)
+    return block_BX[:, :2].contiguous().view(torch.float16).view(shape[0], -1)
+
+
+def _whole(block_BX: Tensor, kind: Kind) -> Tensor:
+    if kind.name == "Q8_0":
+        return block_BX[:, 2:].view(torch.int8)
+    if kind.name == "Q4_0":
+        return _nibbles(block_BX[:, 2:]).to(torch.int8) - 8
+    return (_nibbles(block_BX[:, 6:]) | _fifth_bits(block_BX[:, 2:6])).to(torch.int8) - 16
 
 
 _WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,28 +61,15 @@ def _fifth_bits(byte_B4: Tensor) -> Tensor:
     return ((byte_B4[..., None] >> shift_8 & 1) << 4).flatten(1)
 
 
-def _q4_0(block_BX: Tensor) -> Tensor:
-    return _half(block_BX[:, :2]) * (_nibbles(block_BX[:, 2:]).float() - 8)
-
-
 def _q4_1(block_BX: Tensor) -> Tensor:
     scale_B2 = _half(block_BX[:, :4])
     return scale_B2[:, :1] * _nibbles(block_BX[:, 4:]).float() + scale_B2[:, 1:]
-
-
-def _q5_0(block_BX: Tensor) -> Tensor:
-    number_BN = _nibbles(block_BX[:, 6:]) | _fifth_bits(block_BX[:, 2:6])
-    return _half(block_BX[:, :2]) * (number_BN.float() - 16)
 
 
 def _q5_1(block_BX: Tensor) -> Tensor:
     scale_B2 = _half(block_BX[:, :4])
     number_BN = _nibbles(block_BX[:, 8:]) | _fifth_bits(block_BX[:, 4:8])
     return scale_B2[:, :1] * number_BN.float() + scale_B2[:, 1:]
-
-
-def _q8_0(block_BX: Tensor) -> Tensor:
-    return _half(block_BX[:, :2]) * block_BX[:, 2:].view(torch.int8).float()
 
 
 def _scales(block_BX: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,6 +104,5 @@ def _q6_k(block_BX: Tensor) -> Tensor:
 
 
 _FORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    **{"Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1},
-    **{"Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k},
+    **{"Q4_1": _q4_1, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k},
 }

@@ -1,4 +1,4 @@
-"""A GGUF file's tensors under a checkpoint's names, widened when they are asked for."""
+"""A GGUF file's tensors under a checkpoint's names: widened, or whole numbers and their scales."""
 
 import re
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.models.gguf.architectures import Described
-from specdec.models.gguf.blocks import widen
-from specdec.models.gguf.file import GgufFile
+from specdec.models.gguf.blocks import GROUP, numbers, scales, widen
+from specdec.models.gguf.file import Entry, GgufFile
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -54,33 +54,46 @@ def open_files(path: Path) -> list[GgufFile]:
 
 
 class GgufTensors:
-    """Offers what a file of safetensors does: names, headers, and tensors by name."""
+    """Offers what a file of safetensors does: names, headers, and tensors by name.
+
+    Matrices of whole numbers are two tensors, as in compressed-tensors: the numbers, and their scales.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._files = open_files(path)
-        first = self._files[0]
-        self._file_of = {name: file for file in self._files for name in file.entries}
-        for file in self._files[1:]:
+        first, *others = open_files(path)
+        self._file_of = {name: file for file in (first, *others) for name in file.entries}
+        for file in others:
             first.entries.update(file.entries)
         self._described = Described(first)
-        self._names = self._described.names()
+        self._names = dict(self._described.names())
+        self._whole = {
+            disk for disk, name in self._names.items() if self._described.bits(disk, first.entries[name])
+        }
+        self._names |= {f"{disk}_scale": self._names[disk] for disk in self._whole}
 
     def keys(self) -> Sequence[str]:
         return list(self._names)
 
     def get_slice(self, disk: str) -> Header:
-        """Return a tensor's shape; its numbers come as float32."""
-        entry = self._file_of[self._names[disk]].entries[self._names[disk]]
+        """Return a tensor's shape and type without reading it."""
+        entry = self._entry(disk)
+        if disk in self._whole:
+            return Header(entry.shape, "I8")
+        if disk.removesuffix("_scale") in self._whole:
+            return Header((entry.shape[0], entry.shape[1] // GROUP), "F16")
         recipe = self._described.recipe(disk)
-        if recipe is None:
-            return Header(entry.shape)
-        return Header(tuple(recipe(torch.empty(entry.shape, device="meta")).shape))
+        shape = entry.shape if recipe is None else recipe(torch.empty(entry.shape, device="meta")).shape
+        return Header(tuple(shape))
 
     def get_tensor(self, disk: str) -> Tensor:
         """Return a tensor as the checkpoint had it, but for what was rounded."""
+        entry = self._entry(disk)
+        data_X = torch.from_numpy(self._file_of[self._names[disk]].numbers(entry).copy())
+        is_scale = disk not in self._whole and disk.removesuffix("_scale") in self._whole
+        read = numbers if disk in self._whole else scales if is_scale else widen
+        recipe, made = self._described.recipe(disk), read(data_X, entry.kind, entry.shape)
+        return recipe(made).contiguous() if recipe else made
+
+    def _entry(self, disk: str) -> Entry:
         name = self._names[disk]
-        file = self._file_of[name]
-        entry = file.entries[name]
-        made = widen(torch.from_numpy(file.numbers(entry).copy()), entry.kind, entry.shape)
-        recipe = self._described.recipe(disk)
-        return recipe(made) if recipe else made
+        return self._file_of[name].entries[name]
