@@ -32,7 +32,8 @@ def check_url(url: str) -> str:
     """Return the address under which all of a server lies; refuse what is no address."""
     if not is_url(url):
         raise ConfigError(
-            f"url: {url!r} is no address of a server; give one such as http://localhost:8000", field="url"
+            f"url: {url!r} is not the address of a server; give one such as http://localhost:8000",
+            field="url",
         )
     return base_url(url)
 

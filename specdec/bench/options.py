@@ -14,11 +14,11 @@ Counts = list[Annotated[int, Field(ge=1)]]
 
 
 def number(default: int | None, title: str, *, least: int = 1) -> Any:
-    return Field(default, ge=least, title=title, description=f"a whole number of at least {least}")
+    return Field(default, ge=least, title=title, description=f"an integer of at least {least}")
 
 
 def numbers(default: list[int] | None, title: str) -> Any:
-    return Field(default, min_length=1, title=title, description="whole numbers of at least 1, with commas")
+    return Field(default, min_length=1, title=title, description="integers of at least 1, with commas")
 
 
 def text(default: str | None, title: str) -> Any:
@@ -106,31 +106,31 @@ class PromptOptions(Settings):
     prompts: Path | None = Field(
         None, title="JSON lines, or .txt (default: the sets that ship)", description="a file"
     )
-    category: list[str] = names([], "of these alone, with commas")
-    limit: int | None = number(None, "at most so many of each category")
+    category: list[str] = names([], "only these categories, with commas")
+    limit: int | None = number(None, "maximum prompts of each category")
 
 
 class ServeOptions(PromptOptions):
     """What `specdec bench serve` sends, and how."""
 
     url: str
-    model: str | None = text(None, "the model's name (default: the first that the server names)")
-    chat: bool = switch("/v1/chat/completions, with the server's own template")
-    concurrency: Counts = numbers([1, 4, 16], "requests at a time, with commas")
-    requests: int | None = number(None, "at each (default: 4 a place, 16 at least)")
+    model: str | None = text(None, "model name (default: the first of /v1/models)")
+    chat: bool = switch("use /v1/chat/completions, with the server's chat template")
+    concurrency: Counts = numbers([1, 4, 16], "concurrent requests, with commas")
+    requests: int | None = number(None, "requests at each concurrency (default: 4 times it, at least 16)")
     rate: float | None = Field(
         None,
         gt=0,
-        title="arrivals per second by chance, at most CONCURRENCY at once",
+        title="Poisson arrivals per second, at most CONCURRENCY in flight",
         description="a number above 0",
     )
-    max_tokens: int = number(128, "of an answer")
-    temperature: float = Field(0.0, ge=0, title="of sampling", description="a number from 0 on")
-    ignore_eos: bool = switch("ask for answers of full length")
-    seed: int = number(0, "of prompts' order, arrivals, sampling", least=0)
+    max_tokens: int = number(128, "max_tokens of each request")
+    temperature: float = Field(0.0, ge=0, title="sampling temperature", description="a number from 0 on")
+    ignore_eos: bool = switch("request outputs of full length")
+    seed: int = number(0, "seed of prompt order, arrivals and sampling", least=0)
     api_key_env: str | None = text(None, "the environment variable that holds the key")
-    warmup: int | None = number(None, "requests before each, uncounted (default: as many)", least=0)
-    timeout: float = seconds(600.0, "of a request")
+    warmup: int | None = number(None, "uncounted requests before each (default: its concurrency)", least=0)
+    timeout: float = seconds(600.0, "seconds of a request")
 
 
 ReachPart = Literal["wire", "serve", "steady", "drafts"]

@@ -18,13 +18,13 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "generate": ("complete a prompt, streamed to the terminal", "cli.commands:add_generate"),
         "chat": ("talk to a model in the terminal", "cli.chat.options:add_chat"),
-        "info": ("what a model is made of and what memory it needs", "cli.commands:add_info"),
+        "info": ("layers, parameters and memory of a model", "cli.commands:add_info"),
         "bench": ("measure", "cli:add_benchmarks"),
-        "train": ("train the small checkpoint that ships, heads included", "train.commands:add_train"),
-        "serve": ("an HTTP server that clients of OpenAI's API speak to", "server.command:add_server"),
-        "route": ("one address before many replicas of serve", "route.command:add_router"),
+        "train": ("train the shipped model and its draft heads", "train.commands:add_train"),
+        "serve": ("serve models over OpenAI's and Anthropic's APIs", "server.command:add_server"),
+        "route": ("route requests to replicas of serve", "route.command:add_router"),
         "top": ("watch a running server: its memory, requests and drafts", "cli.commands:add_top"),
-        "demo": ("stream completions of the model that ships, drafts in colour", "cli.commands:add_demo"),
+        "demo": ("stream completions of the shipped model, drafts in colour", "cli.commands:add_demo"),
     }
 )
 """Help text and the function that adds the options: a command is imported once it is chosen."""
@@ -48,16 +48,22 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "throughput": ("prefill and decode speed, beside other engines", "bench.commands:add_throughput"),
+        "throughput": (
+            "prefill and decode speed, compared with other engines",
+            "bench.commands:add_throughput",
+        ),
         "acceptance": (
-            "how much of drafts is accepted, and what that earns",
+            "acceptance length and speedup by drafter and shape",
             "bench.acceptance.command:add_acceptance",
         ),
-        "kernels": ("each operation: checked, then timed beside its bytes", "bench.commands:add_kernels"),
-        "model": ("the bytes of a step and the speed they allow, computed", "bench.commands:add_model"),
-        "prefix": ("what prefixes that are kept save, simulated or timed", "bench.prefix.command:add_prefix"),
-        "reach": ("prefill apart from decode: the wire, latencies, steadiness", "bench.commands:add_reach"),
-        "serve": ("a running server: latencies, speed, what its drafts earn", "bench.commands:add_serve"),
+        "kernels": ("check each operation, then time it", "bench.commands:add_kernels"),
+        "model": ("compute the bytes of a step and the speed they allow", "bench.commands:add_model"),
+        "prefix": (
+            "prefix cache hit rates and savings, simulated or timed",
+            "bench.prefix.command:add_prefix",
+        ),
+        "reach": ("disaggregated prefill: transfers, latencies, steadiness", "bench.commands:add_reach"),
+        "serve": ("latencies, throughput and acceptance of a running server", "bench.commands:add_serve"),
     }
 )
 

@@ -43,7 +43,7 @@ def add_generate(parser: Parser) -> None:
     add_model_and_file(parser, GIVEN)
     parser.text_option = "--prompt"
     add = parser.add_argument
-    add("-p", "--prompt", metavar="TEXT", help="the prompt, which may also stand behind MODEL")
+    add("-p", "--prompt", metavar="TEXT", help="the prompt, which may also follow MODEL")
     add("--prompt-file", metavar="FILE", help="a file with the prompt; - is standard input")
     add("--prompt-ids", metavar="IDS", help='token ids, as in "12 7 9"; - reads them from standard input')
     parser.add_argument("--json", action="store_true", help="print one JSON object per completion instead")
@@ -51,7 +51,7 @@ def add_generate(parser: Parser) -> None:
         "--colour",
         choices=COLOURS,
         default="auto",
-        help="tokens accepted from the draft; auto: on a terminal, unless NO_COLOR is set (default: auto)",
+        help="colour accepted draft tokens; auto: on a terminal, unless NO_COLOR is set (default: auto)",
     )
     add_settings(parser, SamplingParams, title="sampling")
     add_settings(parser, EngineConfig, title="engine", without=SamplingParams.model_fields)
@@ -77,7 +77,7 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     named = [option for option, value in given.items() if value is not None]
     if not named:
         raise RequestError(
-            "the prompt is missing: give it behind MODEL in quotes, or --prompt-file or --prompt-ids",
+            "the prompt is missing: give it after MODEL in quotes, or use --prompt-file or --prompt-ids",
             field="prompt",
         )
     if len(named) > 1:
@@ -90,7 +90,7 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     words = ids.replace(",", " ").split()
     if wrong := [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]:
         raise RequestError(
-            f'--prompt-ids: {reprlib.repr(wrong[0])} is no token id; give whole numbers, as in "12 7 9"',
+            f'--prompt-ids: {reprlib.repr(wrong[0])} is not a token id; give integers, as in "12 7 9"',
             field="prompt",
         )
     return [int(word) for word in words]
@@ -119,7 +119,7 @@ def add_info(parser: Parser) -> None:
         metavar="TOKENS",
         type=listed(at_least(1)),
         default=[1024, 8192, 32768],
-        help="say how many sequences of these lengths fit (default: 1024,8192,32768)",
+        help="show how many sequences of these lengths fit (default: 1024,8192,32768)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     add_settings(parser, EngineConfig, title="engine")

@@ -80,7 +80,7 @@ def _speculative_config(value: object) -> Meaning:
     if method is not None and method not in METHODS:
         raise _unfit(f"the method {method!r} is none of {', '.join(METHODS)}")
     if depth is not None and (type(depth) is not int or depth < 1):
-        raise _unfit(f"num_speculative_tokens cannot be {depth!r:.40}; it is a whole number of at least 1")
+        raise _unfit(f"num_speculative_tokens cannot be {depth!r:.40}; it is an integer of at least 1")
     draft = {} if method is None else {"draft": METHODS[method]}
     model = {} if folder is None else {"draft_model": folder}
     chain = {} if depth is None else {"num_steps": depth, "topk": 1}

@@ -49,34 +49,32 @@ class EngineConfig(Settings):
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        title="where the model runs; auto: the GPU where torch finds one, else the CPU",
+        title="device that runs the model; auto: the GPU if torch finds one, else the CPU",
         description="auto, cpu, cuda or cuda:<number>",
     )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "float64"], BeforeValidator(_whole_dtype)
     ] = Field(
         "auto",
-        title="what is computed in; auto: as the checkpoint is stored, but on a CPU float32 for float16, for "
-        "bfloat16 where no C form multiplies it (without AVX-512, or for up to 64 MiB of weights)",
+        title="compute dtype; auto: the checkpoint's, but on a CPU float32 instead of float16, and instead "
+        "of bfloat16 without C kernels, if there is no AVX-512 or at most 64 MiB of weights",
         description="auto, float32 (or float), bfloat16, float16 (or half) or float64",
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        title="what keys and values are kept in; auto: dtype; fp8: 8 bits (e4m3), without a scale",
+        title="dtype of the KV cache; auto: that of dtype; fp8: e4m3 without a scale",
         description="auto or fp8",
     )
     quantize: Literal["fp8", "int8", "int4"] | None = Field(
         None,
-        title="round large matrices as they are loaded; int8: with a scale for each output; int4: with one "
-        "for each 32 inputs, and the output matrix in int8; fp8: as published ones are, for a GPU: a CPU "
-        "widens it again and saves nothing",
+        title="quantize large matrices at load; int8: a scale per output; int4: a scale per 32 inputs, "
+        "and the output matrix in int8; fp8: blocks of 128, for GPUs: a CPU widens it again",
         description="fp8, int8, int4 or None",
     )
     draft: Annotated[str, AfterValidator(known_drafter)] = Field(
         AUTO,
-        title="the drafter; auto: the head of draft_model, or else the model's multi-token head, where it "
-        "has one, with suffixes on a CPU; "
-        + "; ".join(f"{name}: {own.help}" for name, own in DRAFTER_OPTIONS.items()),
+        title="the drafter; auto: the head of draft_model, else the model's multi-token head if it has one, "
+        "and suffixes on a CPU; " + "; ".join(f"{name}: {own.help}" for name, own in DRAFTER_OPTIONS.items()),
         description=f"{', '.join(_FIRST)} or {_LAST}",
     )
     draft_model: NonEmpty | None = Field(
@@ -88,41 +86,41 @@ class EngineConfig(Settings):
     draft_vocab: int | None = Field(
         None,
         ge=1,
-        title="a head drafts only so many tokens, the commonest by token_counts.json in the model's folder, "
-        "without it the first by id; fewer rows of its output are read",
-        description="a whole number of at least 1, or None for all",
+        title="number of tokens that a head may draft; the most frequent by token_counts.json in the model's "
+        "folder, without it the first by id; fewer rows of its output matrix are read",
+        description="an integer of at least 1, or None for all",
     )
     draft_window: int | None = Field(
         None,
         ge=1,
-        title="a head's attention reads so many of the last tokens, and the rest of the block of 16 that the "
-        "first of them lies in",
-        description="a whole number of at least 1, or None for all",
+        title="number of last tokens that a head attends to; extended to the start of a block of 16",
+        description="an integer of at least 1, or None for all",
     )
     num_steps: int | None = Field(
         None,
         ge=1,
-        title="how deep a draft is at most; None: 5, or what num_draft_tokens implies",
-        description="a whole number of at least 1, or None",
+        title="maximum depth of a draft; None: 5, or what num_draft_tokens implies",
+        description="an integer of at least 1, or None",
     )
     topk: int | None = Field(
         None,
         ge=1,
-        title="children of a drafted token at most; None: 4, but 1 where num_steps or num_draft_tokens are "
-        "given and leave no room for a tree",
-        description="a whole number of at least 1 (1 drafts a chain), or None",
+        title="maximum children of a draft token; None: 4, but 1 if num_steps or num_draft_tokens "
+        "leave no room for a tree",
+        description="an integer of at least 1 (1 drafts a chain), or None",
     )
     num_draft_tokens: int | None = Field(
         None,
         ge=2,
         le=MAX_WINDOW,
-        title="tokens verified in a step at most, the last certain one counted; None: 8, or num_steps + 1 "
-        "for a chain and for a deeper tree",
-        description=f"a whole number from 2 (the root and one draft) to {MAX_WINDOW}, or None",
+        title="maximum tokens verified in a step, the root included; None: 8, or num_steps + 1 for "
+        "a chain and for a deeper tree",
+        description=f"an integer from 2 (the root and one draft) to {MAX_WINDOW}, or None",
     )
     adaptive: bool = Field(
         True,
-        title="measure, and draft each step what pays, nothing included; False: always the largest draft",
+        title="choose the draft of each step by measured cost and acceptance, none included; False: "
+        "always the largest draft",
         description="True or False",
     )
     draft_noise: bool = Field(
@@ -140,32 +138,33 @@ class EngineConfig(Settings):
         None,
         ge=1,
         le=MAX_BYTES,
-        title="memory for sequences and drafts, beside the weights; None: what max_running sequences of "
-        "max_model_len need, at most 40 % of what is free beside the weights, on a GPU 80 %",
+        title="memory for KV cache, states and drafts, without the weights; None: what max_running "
+        "sequences of max_model_len need, at most 40 % of what is free beside the weights, on "
+        "a GPU 80 %",
         description='a number of bytes such as 2147483648 or "2GiB", or None',
     )
     max_running: int = Field(
         256,
         ge=1,
-        title="sequences that take part in a step at most; others wait",
-        description="a whole number of at least 1",
+        title="maximum number of running sequences; others wait",
+        description="an integer of at least 1",
     )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        title="tokens of a sequence at most, prompt and output; None: the model's own limit, or what "
-        "memory_bytes holds where that is less",
-        description="a whole number of at least 2, or None",
+        title="maximum tokens of a sequence, prompt and output; None: the model's own limit, or "
+        "less if memory_bytes holds less",
+        description="an integer of at least 2, or None",
     )
     chunk_tokens: int = Field(
         512,
         ge=1,
-        title="tokens of prompts that one step reads at most, beside the sequences that write",
-        description="a whole number of at least 1",
+        title="maximum prefill tokens of a step, beside the decoding sequences",
+        description="an integer of at least 1",
     )
     prefix_cache: bool = Field(
         True,
-        title="keep what requests have read, in memory that is free otherwise, for those that begin alike",
+        title="reuse KV cache and states of shared prefixes, in memory that is otherwise free",
         description="True or False",
     )
     prefix_policy: Literal["tuned", "lru", "flops"] = Field(
@@ -206,8 +205,8 @@ class EngineConfig(Settings):
         None,
         ge=-(2**63),
         lt=2**63,
-        title="what the seeds of requests that give none are drawn from; None: from the system",
-        description="a whole number of 64 bits, or None",
+        title="seed from which requests without one draw theirs; None: from the system",
+        description="an integer of 64 bits, or None",
     )
     synthetic_acceptance: Annotated[float, Field(ge=1)] | list[Rate] | None = Field(
         None,

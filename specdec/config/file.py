@@ -29,7 +29,7 @@ def add_model_and_file(parser: argparse.ArgumentParser, says: str, *, several: b
     nargs, absent = "*" if several else "?", argparse.SUPPRESS
     parser.add_argument(MODEL, metavar="MODEL", nargs=nargs, default=absent, help=says)
     parser.add_argument(
-        "--config", metavar="FILE", type=Path, help="settings in YAML; options come before them"
+        "--config", metavar="FILE", type=Path, help="settings in YAML; options take precedence"
     )
 
 

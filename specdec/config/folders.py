@@ -9,10 +9,14 @@ from specdec.errors import CheckpointError
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}")
 
 
+def cache() -> Path:
+    """Return the user's cache: `$XDG_CACHE_HOME/specdec`, or `~/.cache/specdec`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+
+
 def random_models() -> Path:
-    """Return where random checkpoints are kept: `$XDG_CACHE_HOME/specdec/random`, or under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "specdec" / "random"
+    """Return where random checkpoints are kept."""
+    return cache() / "random"
 
 
 def repo_of(folder: Path) -> str | None:

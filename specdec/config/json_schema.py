@@ -66,7 +66,7 @@ def unread(schema: Any) -> str | None:
         if not isinstance(own, Mapping):
             continue
         if found := _unread(own, schema):
-            return f"{found} is not followed (at {where}); write the schema without it"
+            return f"unsupported: {found} (at {where}); write the schema without it"
         reference = own.get("$ref")
         if isinstance(reference, str) and reference not in passed:
             passed.add(reference)

@@ -86,7 +86,7 @@ class _Refused(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: Any = None
     ) -> NoReturn:
         """End with the advice."""
-        parser.error(f"{option} is no option here: {self.advice}")
+        parser.error(f"{option} is not an option here: {self.advice}")
 
 
 def add_options(
@@ -261,12 +261,12 @@ def _decimal(text: str) -> int | float | str:
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """Make a type of option that reads a whole number and bounds it below."""
+    """Make a type of option that reads an integer and bounds it below."""
 
     def read(value: str) -> int:
         number = _decimal(value)
         if not isinstance(number, int):
-            raise argparse.ArgumentTypeError(f"{value!r} is no whole number")
+            raise argparse.ArgumentTypeError(f"{value!r} is not an integer")
         if number < smallest:
             raise argparse.ArgumentTypeError(f"{value} is less than {smallest}")
         return number

@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
                 known = [
                     name for name, own in self._option_string_actions.items() if own.help != argparse.SUPPRESS
                 ]
-                self.error(f"{option} is no option of {self.prog}{near(option, known)}")
+                self.error(f"{option} is not an option of {self.prog}{near(option, known)}")
             self._refuse_twice(option, given)
         found, unknown = super().parse_known_args(words, namespace)
         unknown = self._further_values(words, unknown, found)

@@ -59,33 +59,33 @@ class SamplingParams(Settings):
         16,
         ge=0,
         le=MOST_TOKENS,
-        title="how many tokens are written at most; fewer where max_model_len ends the sequence",
-        description="a whole number from 1 to 2147483648, or 0 with prompt_logprobs",
+        title="maximum number of generated tokens; fewer if max_model_len ends the sequence",
+        description="an integer from 1 to 2147483648, or 0 with prompt_logprobs",
     )
     temperature: Annotated[float, BeforeValidator(_round_to_greedy)] = Field(
         1.0,
         ge=0,
-        title="what logits are divided by before a token is drawn",
-        description="a number of at least 0; 0 always takes the likeliest token",
+        title="sampling temperature: logits are divided by it",
+        description="a number of at least 0; 0 is greedy decoding",
     )
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        title="draw from the fewest likeliest tokens that have this probability together",
+        title="sample from the smallest set of likeliest tokens with this cumulative probability",
         description="a number above 0 and at most 1; 1 switches it off",
     )
     top_k: int = Field(
         0,
         ge=-1,
-        title="draw from so many of the likeliest tokens",
-        description="a whole number of at least 1, or 0 or -1 to switch it off",
+        title="sample from this many of the likeliest tokens",
+        description="an integer of at least 1, or 0 or -1 to switch it off",
     )
     min_p: float = Field(
         0.0,
         ge=0,
         le=1,
-        title="drop tokens less likely than this part of the likeliest one's probability",
+        title="minimum probability of a token, relative to the likeliest one",
         description="a number from 0 to 1; 0 switches it off",
     )
     repetition_penalty: float = Field(
@@ -111,17 +111,17 @@ class SamplingParams(Settings):
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None,
-        title="texts that end the output; it ends before the first of them",
+        title="strings that end the output; it ends before the first of them",
         description=f"a string or a list of at most {MAX_STOPS} strings of 1 to 1024 characters",
     )
     stop_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
         None,
-        title="tokens that end the output, beside the model's own end; they have no text",
-        description=f"a list of at most {MAX_IDS} token ids (whole numbers from 0)",
+        title="tokens that end the output, beside the model's EOS tokens; they have no text",
+        description=f"a list of at most {MAX_IDS} token ids (integers from 0)",
     )
     include_stop_str_in_output: bool = Field(
         False,
-        title="end the text behind the stop string, or the text of the stop token, and not before it",
+        title="end the text after the stop string, or the text of the stop token, not before it",
         description="True or False",
     )
     skip_special_tokens: bool = Field(
@@ -131,15 +131,16 @@ class SamplingParams(Settings):
     )
     ignore_eos: bool = Field(
         False,
-        title="write on past the model's own end tokens, up to max_tokens",
+        title="continue after the model's EOS tokens, up to max_tokens",
         description="True or False",
     )
     seed: int | None = Field(
         None,
         ge=-(2**63),
         lt=2**63,
-        title="the same seed draws the same text, with drafts and without; None draws one for the request",
-        description="a whole number of 64 bits, or None",
+        title="with the same seed the text is the same, with drafts and without; None: a random one "
+        "for each request",
+        description="an integer of 64 bits, or None",
     )
     logprobs: int | None = Field(
         None,
@@ -157,8 +158,8 @@ class SamplingParams(Settings):
     allowed_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
         None,
         min_length=1,
-        title="choose among these tokens alone; the model's end is one that may be left out",
-        description=f"a list of at most {MAX_IDS} token ids (whole numbers from 0), or None",
+        title="restrict the output to these tokens; the EOS tokens may be left out",
+        description=f"a list of at most {MAX_IDS} token ids (integers from 0), or None",
     )
     bad_words: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None,
@@ -171,15 +172,15 @@ class SamplingParams(Settings):
         1,
         ge=1,
         le=128,
-        title="how many choices are written, each with a seed of its own that follows from `seed`",
-        description="a whole number from 1 to 128",
+        title="number of choices, each with its own seed derived from `seed`",
+        description="an integer from 1 to 128",
     )
     min_tokens: int = Field(
         0,
         ge=0,
-        title="how many tokens are written before any may end the output; a stop string that is complete "
-        "within them is text, one that begins there and ends later is none",
-        description="a whole number from 0 to max_tokens",
+        title="number of tokens before any may end the output; a stop string that is complete within them "
+        "does not end it, one that ends later does",
+        description="an integer from 0 to max_tokens",
     )
     prompt_logprobs: int | None = Field(
         None,
@@ -192,7 +193,7 @@ class SamplingParams(Settings):
         None,
         min_length=1,
         max_length=256,
-        title="share prefixes and look-ups with requests of the same salt alone; no other can tell of them",
+        title="share cached prefixes and earlier outputs only with requests of the same salt",
         description="a text of 1 to 256 characters, or None",
     )
     cache_marks: list[Annotated[int, Field(ge=1)]] | None = Field(
@@ -200,11 +201,11 @@ class SamplingParams(Settings):
         max_length=16,
         title="lengths of the prompt, in tokens, that later ones will begin with, a system prompt's for one: "
         "where it is read for the first time, its state is kept there too",
-        description="a list of at most 16 whole numbers of at least 1, or None",
+        description="a list of at most 16 integers of at least 1, or None",
     )
     structured_outputs: InstanceOf[Structure] | None = Field(
         None,
-        title="the form that the output must have; drafts keep to it too",
+        title="structure that the output must have; drafts follow it too",
         description="a Structure (a JSON schema, a regular expression, ...), or None",
     )
     thinking: InstanceOf[ThinkingSpan] | None = Field(
@@ -214,12 +215,13 @@ class SamplingParams(Settings):
     )
     speculate: bool = Field(
         True,
-        title="let drafts be made for the request; without them the text is the same by design, only slower",
+        title="allow drafts for this request; without them the text is the same by design, only slower",
         description="True or False",
     )
     trees: bool = Field(
         False,
-        title="give each verify step's draft, with what was accepted of it: drafts of deltas and completions",
+        title="return each verify step's draft and what was accepted of it, as drafts of deltas and "
+        "completions",
         description="True or False",
     )
 
@@ -231,12 +233,10 @@ class SamplingParams(Settings):
                 f"{self.n} choices at temperature 0 would be one text; raise temperature or leave n at 1.",
             )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise contradiction(
-                "max_tokens", "0 writes nothing and tells nothing; give at least 1, or prompt_logprobs too."
-            )
+            raise contradiction("max_tokens", "0 generates nothing; give at least 1, or set prompt_logprobs.")
         if self.min_tokens > self.max_tokens:
             raise contradiction(
                 "min_tokens",
-                f"{self.min_tokens} are more than max_tokens, {self.max_tokens}; lower it or raise that.",
+                f"{self.min_tokens} exceeds max_tokens, {self.max_tokens}; lower it or raise max_tokens.",
             )
         return self

@@ -67,7 +67,7 @@ class Structure(Settings):
             names = ", ".join(given or type(self).model_fields)
             raise contradiction(
                 given[1] if given else "structured_outputs",
-                f"an output has one form, and {len(given)} are given; leave one of {names}.",
+                f"give exactly one constraint: {len(given)} are given; leave one of {names}.",
             )
         if len(self.source) > LONGEST:
             size = len(self.source)

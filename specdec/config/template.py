@@ -14,7 +14,7 @@ TAKEN = {
     "messages": "a template reads the messages of the request",
     "tools": "a template reads the tools of the request",
     "add_generation_prompt": "a chat's field of that name says it",
-    "continue_final_message": "answers are not gone on with",
+    "continue_final_message": "continuing an assistant message is not supported",
     "tokenize": "the server needs tokens",
     "chat_template": "the folder's own is read",
     **dict.fromkeys(SPECIAL, _TOKENIZERS),

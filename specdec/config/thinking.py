@@ -29,5 +29,5 @@ class ThinkingSpan(Settings):
         None,
         ge=0,
         title="tokens of thinking after which its end is written; None: as many as it takes",
-        description="a whole number of at least 0, or None",
+        description="an integer of at least 0, or None",
     )

@@ -158,16 +158,16 @@ class SpecEngine:
             ids = as_ids(prompt)
         vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
         if not ids:
-            raise RequestError("prompt: it holds no token; give at least one.", field="prompt")
+            raise RequestError("prompt: it is empty; give at least one token.", field="prompt")
         wrong = [i for i in ids if not 0 <= i < vocab]
         if wrong:
             raise RequestError(
-                f"prompt: token id {wrong[0]!r} is outside the vocabulary; use whole numbers below {vocab}.",
+                f"prompt: token id {wrong[0]!r} is outside the vocabulary; use integers below {vocab}.",
                 field="prompt",
             )
         if len(ids) >= longest:
             raise RequestError(
-                f"prompt: it has {len(ids)} tokens and max_model_len is {longest}, which must also hold the "
+                f"prompt: it has {len(ids)} tokens and max_model_len is {longest}, which includes the "
                 f"output; {self._longer()}.",
                 field="prompt",
             )
@@ -307,7 +307,7 @@ class SpecEngine:
         """Say what would let a longer prompt in, by what bounds it: the model, the setting or the memory."""
         settings, most = self.model.settings, self.model.network.spec.max_length
         if settings.max_model_len == most:
-            return "the model was made for no more: shorten the prompt"
+            return "the model supports no more: shorten the prompt"
         if self.config.max_model_len is not None:
             return f"shorten the prompt or raise max_model_len, up to {most}"
         return (

@@ -35,7 +35,7 @@ def _is_number(item: object) -> bool:
 
 
 def as_ids(prompt: object) -> list[int]:
-    """Read token ids from anything that holds whole numbers: a list, a tensor, an array."""
+    """Read token ids from anything that holds integers: a list, a tensor, an array."""
     try:
         items = list(prompt)  # type: ignore[call-overload]
         if isinstance(prompt, bytes | Mapping) or any(isinstance(item, bool) for item in items):
@@ -52,7 +52,7 @@ def of_prompt(index: int, error: RequestError) -> RequestError:
 
 def _no_prompt(prompt: object) -> RequestError:
     return RequestError(
-        f"prompt: {reprlib.repr(prompt)} is neither text nor token ids; give a string or whole numbers.",
+        f"prompt: {reprlib.repr(prompt)} is neither text nor token ids; give a string or integers.",
         field="prompt",
     )
 

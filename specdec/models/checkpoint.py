@@ -1,5 +1,7 @@
 """A Hugging Face model folder, read and checked: config.json and whole safetensors files, by mmap.
 
+A GGUF file is read as the folder that describes it.
+
 No pickle is opened and no code of a checkpoint is run.
 """
 
@@ -17,8 +19,9 @@ from torch import Tensor
 
 from specdec.config.folders import anew, has_file
 from specdec.errors import CheckpointError
-from specdec.models.files import INDEX, SINGLE
+from specdec.models.files import GGUF, INDEX, SINGLE
 from specdec.models.folder import find_folder, short
+from specdec.models.gguf.tensors import GgufTensors
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -67,6 +70,8 @@ class Checkpoint:
             self._open(SINGLE)
         elif has_file(self.folder / INDEX):
             self._open_shards()
+        elif has_file(self.folder / GGUF):
+            self._hold(GGUF, GgufTensors(self.folder / GGUF))
         else:
             self._explain_absence()
 
@@ -153,7 +158,10 @@ class Checkpoint:
                 "(vm.overcommit_memory=1), or save the model in smaller shards",
                 field=file,
             ) from error
-        names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
+        return self._hold(file, opened)
+
+    def _hold(self, file: str, opened: Any) -> list[str]:
+        names: list[str] = opened.keys()
         self._files[file] = opened
         self._file_of.update(dict.fromkeys(names, file))
         return names

@@ -222,7 +222,7 @@ def _ids(checkpoint: Checkpoint, fields: Fields, ranked: int, vocab: int) -> Ten
         return None
     offset_C = checkpoint.tensor(name)
     if offset_C.shape != (ranked,) or offset_C.is_floating_point():
-        raise CheckpointError(f"{name} is no list of {ranked} whole numbers (draft_vocab_size)", field=name)
+        raise CheckpointError(f"{name} is no list of {ranked} integers (draft_vocab_size)", field=name)
     ids_C = offset_C.long() + torch.arange(ranked)
     if not bool(((ids_C >= 0) & (ids_C < vocab)).all()) or len(set(ids_C.tolist())) < ranked:
         raise CheckpointError(f"{name} names tokens twice, or beyond the target's {vocab}", field=name)

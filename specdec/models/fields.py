@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from specdec.errors import CheckpointError
 
 LARGEST = (1 << 31) - 1
-"""No size of a network comes near it; a product of two still is a whole number of 64 bits."""
+"""No size of a network comes near it; a product of two still is an integer of 64 bits."""
 
 TEXT = ("text_config", "llm_config")
 """What a multimodal config calls its language model's level."""
@@ -48,13 +48,13 @@ class Fields:
         return next((name for name in names if name in self), names[0])
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        """Read a whole number; without a default the field is required."""
+        """Read an integer; without a default the field is required."""
         name, value = self._spelling(names), self.get(*names)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.refuse(name, f"a whole number of at least {least}")
+            self.refuse(name, f"an integer of at least {least}")
         if value > most:
-            self.refuse(name, f"a whole number of at most {most}")
+            self.refuse(name, f"an integer of at most {most}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -94,11 +94,11 @@ class Fields:
         return tuple(value)
 
     def integers(self, *names: str) -> tuple[int, ...]:
-        """Read one whole number, a list of them, or nothing."""
+        """Read one integer, a list of them, or nothing."""
         value = self.get(*names)
         value = [] if value is None else [value] if isinstance(value, int) else value
         if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-            self.refuse(self._spelling(names), "a whole number or a list of them")
+            self.refuse(self._spelling(names), "an integer or a list of them")
         return tuple(value)
 
     def tokens(self, name: str, vocab: int) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 """The files of a checkpoint that specdec reads, by name."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GGUF = "model.gguf"
+"""A link to a GGUF file, in the folder that describes it."""
 
 COUNTS = "token_counts.json"
 """In a model's folder: {"counts": [how often token 0 occurs, token 1, …]}; those left out never do."""

@@ -16,7 +16,7 @@ from specdec.models.hub.names import HubName
 SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
 """Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
 
-GIVEN = "folder, OWNER/NAME on the Hugging Face hub, or tiny"
+GIVEN = "folder, .gguf file, OWNER/NAME on the hub, or tiny"
 """The help of an argument that names a model."""
 
 _ADDRESS = re.compile(r"https?:/")
@@ -35,30 +35,51 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
         raise CheckpointError(f"model: {model!r} is no path; give a folder", field="model")
     folder = SHIPPED.get(str(model), Path(model))
     if os.path.isdir(folder):  # Path's own raises OSError for names that no file system takes
-        return folder
+        file = _only_gguf(folder)
+        return _described(file) if file else folder
+    if folder.suffix == ".gguf" and os.path.isfile(folder):
+        return _described(folder)
     if name := HubName.read(str(model)):
         return _download(name, scratch)
-    if folder.suffix == ".gguf":
-        raise CheckpointError(
-            f"{short(folder)} is a GGUF file, which specdec does not support; give the folder, or the name "
-            "on the hub, of the checkpoint that it was made from, and --quantize int4 or int8",
-            field="model",
-        )
     raise CheckpointError(f"{short(folder)} {_unknown(str(model))}", field="model")
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder that is no checkpoint, the first of one that is split."""
+    if os.path.lexists(folder / "config.json"):
+        return None
+    found = sorted(
+        path
+        for path in folder.glob("*.gguf")
+        if not path.name.startswith("mmproj") and not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", path.name)
+    )
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:8])
+        raise CheckpointError(f"{short(folder)} holds several GGUF files; give one of {names}", field="model")
+    return found[0] if found else None
+
+
+def _described(file: Path) -> Path:
+    # Imported late: other folders need none of what reads GGUF.
+    from specdec.models.gguf.folder import describe
+
+    return describe(file)
 
 
 def _unknown(model: str) -> str:
     """Explain why a name is no model, and what to give instead."""
     hub_name = "OWNER/NAME of a checkpoint in safetensors on the Hugging Face hub"
+    if model.endswith(".gguf"):
+        return "is no file; give the path of a GGUF file, or of the first part of one that is split"
     if _ADDRESS.match(model):
         return f"is not the URL of a Hugging Face model; give the path of a folder, or {hub_name}"
     if _OLLAMA_TAG.fullmatch(model):
-        return f"looks like an Ollama tag, whose GGUF files specdec does not support; give {hub_name}"
+        return f"looks like an Ollama tag; give the path of its .gguf file, or {hub_name}"
     if hint := near(model.lower(), SHIPPED):
         return f"is not a folder{hint}"
     return (
-        "is not a folder; give the path of a Hugging Face checkpoint, OWNER/NAME of one on "
-        f"the hub, or {' or '.join(SHIPPED)}, which ships with specdec"
+        "is not a folder; give the path of a Hugging Face checkpoint or of a .gguf file, OWNER/NAME of a "
+        f"checkpoint on the hub, or {' or '.join(SHIPPED)}, which ships with specdec"
     )
 
 

@@ -36,7 +36,7 @@ def commonest(folder: Path, count: int, vocab: int) -> Tensor:
         fits = False
     if not fits:
         raise ConfigError(
-            f'draft_vocab: {path} must hold {{"counts": [of token 0, of token 1, …]}}, whole numbers from 0, '
+            f'draft_vocab: {path} must hold {{"counts": [of token 0, of token 1, …]}}, integers from 0, '
             f"of the model's {vocab} tokens at most; write it anew, or leave draft_vocab out.",
             field="draft_vocab",
         )

@@ -33,7 +33,7 @@ DTYPES = {
 
 HEX_32 = "32 hexadecimal digits in lower case"
 HEX_64 = "64 hexadecimal digits in lower case"
-TOKENS = f"a whole number from 0 to {MOST_TOKENS:,}"
+TOKENS = f"an integer from 0 to {MOST_TOKENS:,}"
 BASE_64 = "base64"
 Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -151,7 +151,7 @@ class Opened(Body):
 class Agent(Body):
     """One rank's arena, and how to reach it: enough to read all of the arena."""
 
-    rank: int = Field(ge=0, lt=MOST_AGENTS, description="a whole number from 0")
+    rank: int = Field(ge=0, lt=MOST_AGENTS, description="an integer from 0")
     metadata: str = Field(max_length=MOST_METADATA, description=BASE_64)
     arena: dict[str, Any] = Field(description="an object: the arena's address and layout")
 

@@ -91,7 +91,7 @@ async def _pass(handler: Handler, request: web.Request) -> web.StreamResponse:
         state.metrics.broken.labels(who="client").inc()
         about = _about(asked, GONE, start_s)
         logger.log(
-            level, "%(request_id)s %(path)s: its client has hung up after %(ms).0f ms", about, extra=about
+            level, "%(request_id)s %(path)s: client disconnected after %(ms).0f ms", about, extra=about
         )
         raise
     except ConnectionError as error:

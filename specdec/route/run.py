@@ -60,7 +60,7 @@ async def serve(
         replicas = f"the replicas of {config.replicas_dns}" if config.replicas_dns else count
         say(
             f"routing at {router.url}/v1 to {replicas} (health: {router.url}/health, "
-            f"figures: {router.url}/metrics); Ctrl-C stops it"
+            f"metrics: {router.url}/metrics); Ctrl-C stops it"
         )
         tell_supervisor(READY)
         await told.wait()

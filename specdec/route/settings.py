@@ -54,7 +54,7 @@ class RouteConfig(Settings):
         1024,
         ge=0,
         title="bytes of a prompt, less those of the beginning that decode knows, from which prefill reads it",
-        description="a whole number of at least 0",
+        description="an integer of at least 0",
     )
     host: str = Field(
         "127.0.0.1",
@@ -92,19 +92,19 @@ class RouteConfig(Settings):
         3,
         ge=1,
         title="checks that fail in a row, or connections that are refused, until a replica is down",
-        description="a whole number of at least 1",
+        description="an integer of at least 1",
     )
     successes: int = Field(
         1,
         ge=1,
         title="checks that succeed in a row until a replica is up",
-        description="a whole number of at least 1",
+        description="an integer of at least 1",
     )
     attempts: int = Field(
         3,
         ge=1,
         title="replicas that are asked at most, one after the other, until one begins to answer",
-        description="a whole number of at least 1",
+        description="an integer of at least 1",
     )
     connect_timeout: float = Field(
         2.0, gt=0, title="seconds that connecting to a replica may take", description="a number above 0"
@@ -125,10 +125,10 @@ class RouteConfig(Settings):
         4096,
         ge=1,
         title="requests under way at most; beyond, they are refused with 429",
-        description="a whole number of at least 1",
+        description="an integer of at least 1",
     )
     max_body_bytes: int = Field(
-        16 << 20, ge=1024, title="bytes of a request at most", description="a whole number of at least 1024"
+        16 << 20, ge=1024, title="bytes of a request at most", description="an integer of at least 1024"
     )
     body_timeout: float = Field(
         60.0,
@@ -153,7 +153,7 @@ class RouteConfig(Settings):
         ge=1,
         title="connections of clients at most; beyond, the oldest that asks for nothing is closed for a new "
         "one. None: a third of what the process's limit of open files leaves",
-        description="a whole number of at least 1, or None",
+        description="an integer of at least 1, or None",
     )
     drain_seconds: float = Field(
         30.0,

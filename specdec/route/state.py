@@ -20,8 +20,9 @@ from specdec.server.threads import Pool
 
 SOON = {"Retry-After": "1"}
 STOPPING = {"Retry-After": "10"}
-KEPT_BYTES = 1 << 30
-"""Memory for bodies that have arrived, unpacked, until a replica has begun to answer."""
+KEPT_BYTES = 192 << 20
+"""Memory for bodies that have arrived, unpacked, until a replica has begun to answer. The process grows by
+about twice what one address may take of it."""
 MOST_OWNED = 100_000
 """Stored responses of which the router remembers who has them."""
 

@@ -3,7 +3,7 @@
 import hmac
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,10 @@ class Grant(NamedTuple):
     weight: float = 1.0
     """Of its share of the engine; others have 1."""
     max_queued: int | None = None
-    """Choices that it may have under way or waiting; None: a fair share of the server's `max_queued`."""
+    """Choices that it may have in flight or waiting; None: a fair share of the server's `max_queued`."""
+
+
+OPTIONS = frozenset(Grant._fields)
 
 
 class Access:
@@ -45,6 +48,11 @@ class Access:
         return not self._keys and not self._local
 
     @property
+    def is_for_one(self) -> bool:
+        """Tell whether all requests are one caller's: from this machine, with the only key or without any."""
+        return self._local and len(self._keys) < 2
+
+    @property
     def is_open_to_pages(self) -> bool:
         """Tell whether pages of every origin may send requests."""
         return not self._keys and self.origins.takes_any
@@ -61,17 +69,20 @@ class Access:
         self._guard.check(request)
         return Tenant(source=_connection(request))
 
-    @property
-    def num_keys(self) -> int:
-        return len(self._keys)
-
     def weight(self, caller: str) -> float:
         """Return the weight of a caller's share."""
         return self._keys[caller].weight if caller in self._keys else 1.0
 
-    def max_queued(self, caller: str) -> int | None:
-        """Return how many choices a caller may have under way, if its key says so."""
-        return self._keys[caller].max_queued if caller in self._keys else None
+    def max_choices(self, caller: str, free: int) -> int:
+        """Return how many choices a caller may have in flight where the others leave this many free.
+
+        That is its key's limit, or else as many, by weight, as then stay free for others, and at least one:
+        the first gets half of the queue and the next half of the rest, and another key always finds room.
+        """
+        grant = self._keys.get(caller, Grant())
+        if grant.max_queued is not None:
+            return min(grant.max_queued, free)
+        return free if len(self._keys) < 2 else max(1, int(grant.weight * free / (1 + grant.weight)))
 
     def admit_preflight(self, request: web.Request) -> None:
         """Admit a CORS preflight, which never carries a key, or refuse it."""
@@ -90,7 +101,7 @@ class Access:
         if not matches:
             raise Failure(
                 401,
-                "This server wants a key that it knows: send the header 'Authorization: Bearer KEY' or "
+                "This server requires a valid API key: send the header 'Authorization: Bearer KEY' or "
                 "'x-api-key: KEY'.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
@@ -107,56 +118,53 @@ def _connection(request: web.Request) -> str:
     return repr(peer) if peer else ""
 
 
-def read_keys(config: ServerConfig) -> Mapping[str, Grant]:
+def read_keys(config: ServerConfig) -> dict[str, Grant]:
     """Collect the keys from the settings, the environment and the key file."""
-    given: list[tuple[str, list[str]]] = []
+    given: list[tuple[str, Sequence[tuple[str, str]]]] = []
     if config.api_key is not None:
-        given.append(("api_key", config.api_key))
+        given.append(("api_key", [("api_key", key) for key in config.api_key]))
     if (own := os.environ.get(VARIABLE)) is not None:
-        given.append((VARIABLE, [own]))
+        given.append((VARIABLE, [(VARIABLE, own)]))
     if path := config.api_key_file:
         given.append((f"api_key_file: {path}", _lines(path)))
-    for where, keys in given:
-        if not keys or not all(key.strip() for key in keys):
-            raise ConfigError(
-                f"{where}: there is no key in it, so every client would be let in; give one, or omit it.",
-                field=where.partition(":")[0],
-            )
     found: dict[str, Grant] = {}
-    for where, lines in given:
-        for number, line in enumerate(lines, 1):
+    for source, lines in given:
+        if not lines or not all(line.strip() for _, line in lines):
+            raise _wrong(source, "it has no key, so every client would be admitted; give one, or omit it.")
+        for where, line in lines:
             key, grant = _read_key(line, where)
             if found.setdefault(key, grant) != grant:
-                raise ConfigError(
-                    f"{where}: key {number} was given before, with other options; keep one of the two.",
-                    field=where.partition(":")[0],
-                )
+                raise _wrong(where, "this key is given twice, with different options; remove one.")
     return found
 
 
 def _read_key(given: str, where: str) -> tuple[str, Grant]:
-    """Read a key and what stands behind it."""
+    """Read a key and its options."""
     key, *options = given.split()
     found = {name: value for name, _, value in (option.partition("=") for option in options)}
     try:
-        if found.keys() - {"weight", "max_queued"} or len(found) < len(options):
+        if found.keys() - OPTIONS or len(found) < len(options) or key.partition("=")[0] in OPTIONS:
             raise ValueError
         most = int(found["max_queued"]) if "max_queued" in found else None
         weight = float(found.get("weight", 1))
         if not (0.01 <= weight <= 100 and (most is None or most > 0)):
             raise ValueError
     except ValueError:
-        raise ConfigError(
-            f"{where}: what follows a key is not understood; give 'KEY weight=2 max_queued=64' or less: "
-            "weight, 0.01 to 100, is its share of the engine, max_queued its choices under way; KEY has no "
-            "spaces.",
-            field=where.partition(":")[0],
+        raise _wrong(
+            where,
+            "expected 'KEY', 'KEY weight=2', 'KEY max_queued=64' or both options: weight, from 0.01 to 100, "
+            "is the key's share of the engine, max_queued the most choices it may have in flight; a KEY has "
+            "no spaces.",
         ) from None
     return key, Grant(weight, most)
 
 
-def _lines(path: str) -> list[str]:
-    """Read a file of keys, skipping blank lines and comments."""
+def _wrong(where: str, why: str) -> ConfigError:
+    return ConfigError(f"{where}: {why}", field=where.partition(":")[0])
+
+
+def _lines(path: str) -> list[tuple[str, str]]:
+    """Read a file of keys, each with its place, skipping blank lines and comments."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -165,4 +173,8 @@ def _lines(path: str) -> list[str]:
             f"api_key_file: {short(path)} cannot be read ({why}); give a text file with a key on each line.",
             field="api_key_file",
         ) from error
-    return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
+    return [
+        (f"api_key_file: {path}, line {number}", line.strip())
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]

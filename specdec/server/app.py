@@ -112,20 +112,19 @@ async def _pass(
     level, why = logging.DEBUG if request.path in POLLED else logging.INFO, {}
     try:
         if is_preflight(request):
+            await state.turns.wait("")
             state.access.admit_preflight(request)
             response: web.StreamResponse = let_through(request)
         else:
-            is_open = request.path in OPEN or (request.path == "/metrics" and state.config.metrics_open)
-            request["tenant"] = state.access.admit(request, needs_key=not is_open)
-            request["caller"], request["turn"] = request["tenant"].caller, request["tenant"].flow[0]
-            kept = state.kept.holding(request["caller"] or request.remote or "")
-            with state.connections.busy(request.protocol), without_panics(), kept as request["kept"]:
-                response = await handler(request)
-                if isinstance(response, web.Response):
-                    await send_whole(request, response, state.config.stall_timeout)
+            with state.connections.busy(request.protocol), without_panics():
+                await _admit(request, state)
+                with state.kept.holding(request["caller"] or request.remote or "") as request["kept"]:
+                    response = await handler(request)
+                    if isinstance(response, web.Response):
+                        await send_whole(request, response, state.config.stall_timeout)
     except asyncio.CancelledError:
         about = _about(request, GONE, start_s)
-        says = "%(request_id)s %(path)s: its client has hung up after %(ms).0f ms"
+        says = "%(request_id)s %(path)s: client disconnected after %(ms).0f ms"
         logger.log(level, says, about, extra=about)
         raise
     except ConnectionError as error:
@@ -149,6 +148,18 @@ async def _pass(
     says += "".join(f"; {name} %({name})s" for name in why)
     logger.log(level, says, about, extra=about)
     return response
+
+
+async def _admit(request: web.Request, state: State) -> None:
+    """Check a request's key, and wait for its turn on the event loop; refusals share one."""
+    is_open = request.path in OPEN or (request.path == "/metrics" and state.config.metrics_open)
+    caller = ""
+    try:
+        request["tenant"] = state.access.admit(request, needs_key=not is_open)
+        request["caller"], request["turn"] = request["tenant"].caller, request["tenant"].flow[0]
+        caller = request["caller"] or request.remote or ""
+    finally:
+        await state.turns.wait(caller)
 
 
 def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
@@ -274,7 +285,7 @@ async def _text(body: DetokenizeBody, served: Served, caller: str) -> str:
             400, f"tokens: {len(body.tokens):,} are more than {most:,}, the max_model_len.", param="tokens"
         )
     if any(not 0 <= token < vocab for token in body.tokens):
-        raise Failure(400, f"tokens: token ids are whole numbers from 0 to {vocab - 1}.", param="tokens")
+        raise Failure(400, f"tokens: token ids are integers from 0 to {vocab - 1}.", param="tokens")
     return await served.work(len(body.tokens), partial(tokenizer.decode, body.tokens), caller)
 
 

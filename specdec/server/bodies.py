@@ -71,7 +71,7 @@ class Structured(BaseModel):
         if len(given) != 1:
             what = f"{len(given)} are given; leave" if given else "none is given; give"
             names = ", ".join(given or named).replace("json_schema", "json", 1)
-            raise Failure(400, f"{FORMS}: an output has one form, and {what} one of {names}.", param=FORMS)
+            raise Failure(400, f"{FORMS}: give exactly one constraint: {what} one of {names}.", param=FORMS)
         return Structure(**given)
 
 
@@ -90,9 +90,7 @@ class ResponseFormat(BaseModel):
     def structure(self) -> Structure | None:
         if self.type == "json_schema":
             if self.json_schema is None:
-                raise Failure(
-                    400, "response_format.json_schema: it is missing; give it.", param="response_format"
-                )
+                raise Failure(400, "response_format.json_schema: it is required.", param="response_format")
             return Structure(json_schema=self.json_schema.schema_)
         return Structure(json_object=True) if self.type == "json_object" else None
 
@@ -109,7 +107,7 @@ class Body(BaseModel):
 
     model: str | None = Field(None, description="the served model's name, as /v1/models lists it")
     max_tokens: int | None = Field(None, description="tokens to write at most")
-    temperature: float | None = Field(None, description="0 always takes the likeliest token; default 1")
+    temperature: float | None = Field(None, description="0: greedy decoding; default 1")
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -252,7 +250,7 @@ class Body(BaseModel):
         if seconds < 0 and seconds != -1:
             raise Failure(
                 400,
-                f"keep_alive: {given!r:.40} is no time; {SEVERAL['keep_alive']}.",
+                f"keep_alive: {given!r:.40} is not a duration; {SEVERAL['keep_alive']}.",
                 param="keep_alive",
             )
         return seconds

@@ -31,7 +31,7 @@ class Dialect(BaseModel):
 
     model: str | None = Field(None, description="the served model's name, as /v1/models lists it")
     stream: bool = False
-    temperature: float | None = Field(None, description="0 always takes the likeliest token; default 1")
+    temperature: float | None = Field(None, description="0: greedy decoding; default 1")
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -51,7 +51,7 @@ class Dialect(BaseModel):
             raise misfit(error) from None
         for name, value in (body.model_extra or {}).items():
             if name in cls.REFUSED and value not in cls.REFUSED[name]:
-                raise Failure(400, f"{name}: this server does not support it here; leave it out.", param=name)
+                raise Failure(400, f"{name}: this server does not support it; leave it out.", param=name)
         return body
 
     @property

@@ -41,13 +41,13 @@ SEVERAL = {
     "stop": "give a text or a list of texts",
     "bootstrap_host": "give a host, or a list with one for each prompt",
     "bootstrap_port": "give a port from 1 to 65535, or a list with one for each prompt",
-    "bootstrap_room": "give a whole number of 63 bits, or a list with one for each prompt",
+    "bootstrap_room": "give an integer of 63 bits, or a list with one for each prompt",
     "keep_alive": "give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model for good",
 }
 """What fields may be that may be of several kinds: pydantic would speak of the first alone."""
 
 
-UNKNOWN_ENCODING = "Content-Encoding: it is none that this server reads; send gzip, deflate, or no encoding."
+UNKNOWN_ENCODING = "Content-Encoding: this server does not support it; send gzip, deflate, or no encoding."
 
 
 class Failure(Exception):

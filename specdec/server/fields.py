@@ -93,7 +93,7 @@ INSTEAD: Mapping[str, str] = {
         ),
         FORM,
     ),
-    "best_of": "leave it out, or give what n says",
+    "best_of": "leave it out, or make it equal to n",
     "top_logprobs": "give logprobs a number",
     **dict.fromkeys(("max_completion_tokens", "max_new_tokens"), "give max_tokens"),
     "min_new_tokens": "give min_tokens",
@@ -139,7 +139,7 @@ def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:
     for name, value in extra.items():
         if name in REFUSED and value not in (*REFUSED[name], said.get(name)):
             instead = INSTEAD.get(name, "leave it out")
-            raise Failure(400, f"{name}: this server does not support it here; {instead}.", param=name)
+            raise Failure(400, f"{name}: this server does not support it; {instead}.", param=name)
 
 
 def unknown(extra: Iterable[str]) -> list[str]:

@@ -76,7 +76,7 @@ class TextAlone(BaseModel):
         if isinstance(given, dict) and (
             found := sorted(name for name in MEDIA & given.keys() if given[name])
         ):
-            said = "{name} is not read: this engine takes text alone; leave it out"
+            said = "{name} is not supported: this engine takes text only; leave it out"
             raise PydanticCustomError("media", said, {"name": found[0]})
         return given
 

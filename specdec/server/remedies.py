@@ -6,15 +6,15 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 FITS = {
-    "missing": "it is missing; give it",
-    "extra_forbidden": "it is not known here; leave it out",
+    "missing": "it is required",
+    "extra_forbidden": "it is not a known field; leave it out",
     "string_type": "give a text",
     "string_unicode": "give a text in valid Unicode",
     "string_pattern_mismatch": "it has characters that it must not have; it must match {pattern}",
     "string_too_short": "give at least {min_length:,} characters",
     "string_too_long": "give at most {max_length:,} characters",
     "bool": "give true or false",
-    "int": "give a whole number",
+    "int": "give an integer",
     "float": "give a number",
     "finite_number": "give a finite number",
     "list_type": "give a list",

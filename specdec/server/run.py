@@ -125,7 +125,7 @@ async def _serve(state: State, sock: socket.socket, tls: ssl.SSLContext | None) 
         names = ", ".join(own.name for own in state.served)
         say(
             f"serving {names} at {address}/v1 (playground: {address}/, health: {address}/health, "
-            f"figures: {address}/metrics); Ctrl-C stops it"
+            f"metrics: {address}/metrics); Ctrl-C stops it"
         )
         tell_supervisor(READY)
         reports = [asyncio.create_task(_report(state, own)) for own in state.served]

@@ -51,23 +51,24 @@ class ServerConfig(Settings):
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        title="address to listen at; 0.0.0.0 is every one of this machine",
+        title="address to listen on; 0.0.0.0: all of this machine's",
         description="an address or a host name",
     )
     port: int = Field(
-        8000, ge=0, le=65535, title="port to listen at", description="0 to 65535; 0: any free one"
+        8000, ge=0, le=65535, title="port to listen on", description="0 to 65535; 0: any free one"
     )
     served_model_name: list[str] | None = Field(
         None,
-        title="names that requests may give as their model; None: the folder's",
+        title="model names that requests may use; None: the folder's name",
         description="a list of names, or None",
     )
     api_key: list[str] | None = Field(
         None,
         repr=False,
-        title="keys of which a request must bring one (Authorization: Bearer KEY); others are refused. The "
-        "environment's SPECDEC_API_KEY and the lines of api_key_file are keys too. A key may be followed by "
-        "weight=2, its share of the engine beside others with 1, and max_queued=64, its choices under way",
+        title="accepted API keys (Authorization: Bearer KEY); SPECDEC_API_KEY and the lines of "
+        "api_key_file are keys too. A key may be followed by weight=2, its share of the "
+        "engine beside others with 1, and max_queued=64, the most choices it may have in "
+        "flight",
         description="a list of keys, or None; in a file of settings quote one that looks like a number",
     )
     api_key_file: str | None = Field(
@@ -75,13 +76,13 @@ class ServerConfig(Settings):
     )
     allowed_origins: list[str] | None = Field(
         None,
-        title="origins whose pages a browser may let ask and read (CORS); * is every one. None: this "
-        "server's own pages alone",
+        title="origins whose pages may use the server from a browser (CORS); * is every one. None: "
+        "this server's own pages only",
         description="a list of origins such as https://app.example, or None",
     )
     metrics_open: bool = Field(
         False,
-        title="answer /metrics without a key too, for scrapers and routers that have none",
+        title="answer /metrics without a key, for scrapers and routers that have none",
         description="True or False",
     )
     ssl_certfile: str | None = Field(
@@ -102,36 +103,36 @@ class ServerConfig(Settings):
         description="a text, or None; in a file of settings quote one that looks like a number",
     )
     max_body_bytes: int = Field(
-        16 << 20, ge=1024, title="bytes of a request at most", description="a whole number of at least 1024"
+        16 << 20, ge=1024, title="maximum bytes of a request", description="an integer of at least 1024"
     )
     max_prompts: int = Field(
-        256, ge=1, title="prompts of one request at most", description="a whole number of at least 1"
+        256, ge=1, title="maximum prompts of a request", description="an integer of at least 1"
     )
     max_answer_values: int = Field(
         1 << 22,
         ge=1,
-        title="tokens and log-probabilities of one answer at most: choices times tokens times one more than "
-        "their log-probabilities",
-        description="a whole number of at least 1",
+        title="maximum tokens and log-probabilities of an answer: choices times tokens times one "
+        "more than their log-probabilities",
+        description="an integer of at least 1",
     )
     default_max_tokens: int | None = Field(
         None,
         ge=1,
         le=MOST_TOKENS,
-        title="tokens of a chat's answer at most where the request does not say; None: max_new_tokens of the "
-        "folder's generation_config.json, or else 4096",
-        description=f"a whole number from 1 to {MOST_TOKENS}, or None",
+        title="max_tokens of chats that give none; None: max_new_tokens of the folder's "
+        "generation_config.json, else 4096",
+        description=f"an integer from 1 to {MOST_TOKENS}, or None",
     )
     max_queued: int = Field(
         1024,
         ge=1,
-        title="choices of each model under way or waiting at most; beyond, requests are refused with 429",
-        description="a whole number of at least 1",
+        title="maximum choices of each model in flight or waiting; beyond, requests get 429",
+        description="an integer of at least 1",
     )
     request_timeout: float = Field(
         600.0,
         gt=0,
-        title="seconds that a request may take from its arrival to its end",
+        title="maximum seconds of a request, from arrival to end",
         description="a number above 0",
     )
     stall_timeout: float = Field(
@@ -143,21 +144,21 @@ class ServerConfig(Settings):
     body_timeout: float = Field(
         60.0,
         gt=0,
-        title="seconds that the body of a request may take to come",
+        title="maximum seconds for receiving a request's body",
         description="a number above 0",
     )
     idle_timeout: float = Field(
         75.0,
         gt=0,
-        title="seconds that a connection may ask for nothing, and a request's head may take",
+        title="seconds after which an idle connection is closed, and that a request's head may take",
         description="a number above 0",
     )
     max_connections: int | None = Field(
         None,
         ge=1,
-        title="connections at most; beyond, the oldest that asks for nothing is closed for a new one. None: "
-        "what the process's limit of open files leaves",
-        description="a whole number of at least 1, or None",
+        title="maximum connections; beyond, the oldest idle one is closed for a new one. None: what "
+        "the limit of open files leaves",
+        description="an integer of at least 1, or None",
     )
     step_timeout: float = Field(
         300.0,
@@ -167,14 +168,14 @@ class ServerConfig(Settings):
     )
     exit_on_failure: bool = Field(
         True,
-        title="end the process with exit code 70 when the engine hangs or has stopped, so that what started "
-        "it can start it anew; False: stay, and answer 503",
+        title="exit with code 70 when the engine hangs or has stopped, so that a supervisor "
+        "restarts it; False: stay, and answer 503",
         description="True or False",
     )
     drain_seconds: float = Field(
         30.0,
         ge=0,
-        title="seconds that running requests may go on when the server is told to stop",
+        title="seconds that running requests have to finish at shutdown",
         description="a number of at least 0",
     )
     arenas: int | None = Field(
@@ -182,7 +183,7 @@ class ServerConfig(Settings):
         ge=1,
         title="of several models so many may run at once, each in an equal part of memory_bytes; the others "
         "rest until it is their turn. None: 1, on a GPU one for each model",
-        description="a whole number of at least 1, or None",
+        description="an integer of at least 1, or None",
     )
     weights_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         None,
@@ -195,43 +196,44 @@ class ServerConfig(Settings):
     switch_after: float = Field(
         3.0,
         ge=0,
-        title="seconds that a model runs at least while others wait for its arena",
+        title="minimum seconds that a model runs while others wait for its arena",
         description="a number of at least 0",
     )
     keep_alive: float = Field(
         -1.0,
         ge=-1,
-        title="seconds that a model stays loaded after its last request; -1: for good; requests may say "
-        "otherwise for theirs",
+        title="seconds that a model stays loaded after its last request; -1: for good; a request's "
+        "own keep_alive takes precedence",
         description="a number of at least 0, or -1",
     )
     tool_call_parser: ToolCallParser = Field(
         "auto",
-        title="how the model writes calls of tools; auto asks its chat template, none refuses tools",
+        title="format of the model's tool calls; auto: detected in its chat template; none: tools "
+        "are refused",
         description=describe_choices(ToolCallParser),
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",
-        title="how the model marks its thinking; auto asks its chat template, none leaves it in the text",
+        title="markers of the model's thinking; auto: detected in its chat template; none: thinking "
+        "stays in the text",
         description=describe_choices(ReasoningParser),
     )
     chat_template_kwargs: str | None = Field(
         None,
-        title="variables of the chat template where a request does not give them, such as "
-        '{"enable_thinking": false}',
+        title='default variables of the chat template, such as {"enable_thinking": false}',
         description="a JSON object as text, or None",
     )
     max_stored_responses: int = Field(
         1000,
         ge=0,
-        title="responses of /v1/responses kept at most, for previous_response_id; 0 keeps none",
-        description="a whole number of at least 0",
+        title="maximum stored responses of /v1/responses, for previous_response_id; 0: none",
+        description="an integer of at least 0",
     )
     stored_responses_bytes: int = Field(
         64 << 20,
         ge=0,
         title="bytes that they may take together; beyond, the oldest of the caller that has most are evicted",
-        description="a whole number of at least 0",
+        description="an integer of at least 0",
     )
     stored_responses_seconds: float = Field(
         3600.0,
@@ -241,9 +243,9 @@ class ServerConfig(Settings):
     )
     role: Role | None = Field(
         None,
-        title="part in prefill apart from decode; prefill lends what it has read, decode fetches it and "
-        "writes, both does either, as a request says. The environment's SPECDEC_REACH_SECRET, which all such "
-        "servers share, is its key. None: both where there is that secret, else nothing is lent or fetched",
+        title="role in disaggregated serving: prefill, decode, or both, as each request asks. "
+        "Servers share SPECDEC_REACH_SECRET of the environment. None: both with that secret, "
+        "else none",
         description=f"{describe_choices(Role)}, or None",
     )
     reach_host: str = Field(
@@ -291,7 +293,7 @@ class ServerConfig(Settings):
     log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
     log_format: Literal["text", "json"] = Field(
         "text",
-        title="how the log is written: as lines of text, or as one JSON object on each line",
+        title="format of the log: lines of text, or one JSON object per line",
         description='"text" or "json"',
     )
 

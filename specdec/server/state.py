@@ -32,6 +32,7 @@ from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import Role, ServerConfig
 from specdec.server.switcher import Switcher
 from specdec.server.threads import Pool
+from specdec.server.turns import Turns
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
 from specdec.text.chat_template import LONGEST_ANSWER, load_template, longest_answer
@@ -70,11 +71,15 @@ class State:
         self.metrics = Metrics(switcher.residents)
         if reach:
             self.metrics.registry.register(ReachFigures(reach, labels_of(switcher.residents[0].name)))
-        self.served = [Served(own, config, self.metrics.of(own.name)) for own in switcher.residents]
+        self.access = Access(config)
+        rests = not self.access.is_for_one
+        self.served = [
+            Served(own, config, self.metrics.of(own.name), rests=rests) for own in switcher.residents
+        ]
         """The models; requests that name none ask the first."""
         self.ignored = Ignored()
-        self.access = Access(config)
         self.bell = Bell(asyncio.get_running_loop())
+        self.turns = Turns(alone=self.access.is_for_one)
         self.connections = Connections(config.max_connections, config.idle_timeout)
         self.arriving = BodyBudget(ARRIVING_BYTES, config.max_body_bytes)
         self.kept = BodyBudget(KEPT_BYTES, config.max_body_bytes)
@@ -82,7 +87,7 @@ class State:
         self.responses = ResponseStore(
             config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
         )
-        self._readers = Pool("reading", config.max_queued)
+        self._readers = Pool("reading", config.max_queued, rests=rests)
         self.draining = False
         self._under_way: set[Deadline] = set()
         self._read: set[Deadline] = set()
@@ -167,17 +172,20 @@ class State:
         if self.draining:
             raise _stopping()
         most = self.config.max_queued
-        if choices > (mine := min(self.access.max_queued(caller) or most, most)):
+        if choices > (mine := self.access.max_choices(caller, most)):
             raise Failure(
                 400,
-                f"{field}: {choices} choices are more than the {mine} that may be under way; ask for fewer.",
+                f"{field}: {choices} choices are more than the {mine} that "
+                f"{'this key' if caller else 'requests'} may have in flight; ask for fewer.",
                 param=field,
             )
-        if served.num_choices + choices > most or not self._is_fair(served, choices, caller):
-            own = f", {served.choices[caller]} of them for this key" if caller else ""
+        own = served.choices[caller]
+        mine = self.access.max_choices(caller, most - (served.num_choices - own))
+        if served.num_choices + choices > most or own + choices > mine:
+            key = f"; {own} of them are this key's, which may have {mine} now" if caller else ""
             raise Failure(
                 429,
-                f"{served.num_choices} choices of {served.name} are under way, of at most {most}{own}; try "
+                f"{served.num_choices} of at most {most} choices of {served.name} are in flight{key}; try "
                 "again later.",
                 code="too_many_requests",
                 headers=BUSY,
@@ -201,17 +209,6 @@ class State:
             if not self.choices:
                 self.idle.set()
 
-    def _is_fair(self, served: "Served", choices: int, caller: str) -> bool:
-        """Return whether a caller may have more choices: at most as many, by weight, as stay free for others.
-
-        So one caller gets half of the queue and two a third each, and another key always finds room.
-        """
-        own = served.choices[caller] + choices
-        if (most := self.access.max_queued(caller)) is not None:
-            return own <= most
-        free = self.config.max_queued - served.num_choices - choices
-        return self.access.num_keys < 2 or own <= self.access.weight(caller) * free
-
     def drain(self) -> None:
         """Refuse new requests from now on, and those that are only being read."""
         self.draining = True
@@ -231,7 +228,10 @@ def _stopping() -> Failure:
 class Served:
     """One model as requests see it: its engine, its names, its template and its figures."""
 
-    def __init__(self, resident: Resident, config: ServerConfig, metrics: ModelMetrics) -> None:
+    def __init__(
+        self, resident: Resident, config: ServerConfig, metrics: ModelMetrics, *, rests: bool
+    ) -> None:
+        """Let callers rest after long work where they are several (`rests`)."""
         self.resident, self.config, self.metrics = resident, config, metrics
         self.names, folder = resident.names, resident.folder
         self.choices = Counter[str]()
@@ -248,8 +248,8 @@ class Served:
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """The playground's mode: the shipped model has a chat template but knows code alone."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
-        self._templates = Pool("template", config.max_queued)
-        self._workers = Pool("text", config.max_queued)
+        self._templates = Pool("template", config.max_queued, rests=rests)
+        self._workers = Pool("text", config.max_queued, rests=rests)
         self._marks_refused = False
         """Whether the log says already that a mark was ignored."""
 

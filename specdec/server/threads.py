@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,10 @@ from specdec.server.failures import Failure
 T = TypeVar("T")
 COUNT = 2
 """Threads of a pool: those that run Python wait for each other."""
+LONG_S = 0.05
+"""CPU time of work after which its caller rests: the engine's thread waits for the interpreter meanwhile."""
+REST = 3.0
+"""Seconds of rest for each such second."""
 
 
 async def apart(work: Callable[[], T], name: str) -> T:
@@ -25,16 +30,19 @@ async def apart(work: Callable[[], T], name: str) -> T:
 class Pool:
     """At most `COUNT` daemon threads for what clients ask; so much of it may wait. Owned by the event loop.
 
-    Callers take turns, so that what one has waiting holds another up by what a thread is at alone.
+    Callers take turns, so that what one has waiting holds another up by what a thread is at alone. With
+    `rests`, after long work a caller's next waits in proportion, so that streams go on between the two.
 
     A client that leaves before its work has begun takes it along. A thread ends when nothing waits.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        self.name, self.most = name, most
+    def __init__(self, name: str, most: int, *, rests: bool = False) -> None:
+        self.name, self.most, self._rests = name, most, rests
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
         """By caller, in the order of their turns; each has some."""
-        self._lock = threading.Lock()
+        self._resting: dict[str, float] = {}
+        """Until when callers rest."""
+        self._lock = threading.Condition()
         self._running = 0
         """Threads."""
         self._held = 0
@@ -61,6 +69,7 @@ class Pool:
                 self._running += 1
             self._held += 1
             self._waiting.setdefault(caller, deque()).append(run)
+            self._lock.notify()
         try:
             return await asyncio.wrap_future(doing)
         except asyncio.CancelledError:
@@ -71,18 +80,29 @@ class Pool:
             raise
 
     def _run(self) -> None:
-        while run := self._next():
+        while found := self._next():
+            caller, run = found
+            start_s = time.thread_time()
             run()
-            del run  # it refers to a request's body, and to what came of it
+            del found, run  # they refer to a request's body, and to what came of it
+            used_s = time.thread_time() - start_s
             with self._lock:
                 self._held -= 1
+                if self._rests and used_s > LONG_S:
+                    self._resting[caller] = time.monotonic() + REST * used_s
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self) -> tuple[str, Callable[[], None]] | None:
+        """Wait for the next work of a caller that does not rest; None: there is none."""
         with self._lock:
-            for caller, own in self._waiting.items():
-                run = own[0]
-                self._take(caller, run)
-                return run
+            while self._waiting:
+                now_s = time.monotonic()
+                self._resting = {caller: until for caller, until in self._resting.items() if until > now_s}
+                for caller, own in self._waiting.items():
+                    if caller not in self._resting:
+                        run = own[0]
+                        self._take(caller, run)
+                        return caller, run
+                self._lock.wait(min(self._resting[caller] for caller in self._waiting) - now_s)
             self._running -= 1
             return None
 

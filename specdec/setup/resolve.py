@@ -194,7 +194,7 @@ def _longest(config: EngineConfig, network: spec.Network) -> int:
     longest = config.max_model_len or network.max_length
     if longest > network.max_length:
         raise ConfigError(
-            f"max_model_len is {longest}, but the model was made for {network.max_length} tokens; lower it.",
+            f"max_model_len is {longest}, but the model supports {network.max_length} tokens; lower it.",
             field="max_model_len",
         )
     return longest

@@ -30,7 +30,7 @@ def _train(args: argparse.Namespace) -> Run:
     from specdec.train.run import train
 
     if args.seed < 0:
-        raise ConfigError(f"--seed: {args.seed} is below 0; give a whole number from 0", field="seed")
+        raise ConfigError(f"--seed: {args.seed} is below 0; give an integer from 0", field="seed")
     plan = recipe(args.recipe).seeded(args.seed)
     device = pick_device(EngineConfig(device=args.device).device)
     out, work = args.out, args.work or args.out / "work"

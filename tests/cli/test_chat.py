@@ -293,7 +293,7 @@ def test_settings_are_listed_changed_and_refused_by_name(chat: Chat) -> None:
     listed = dict(command(chat, "/set").rows)
     assert listed.keys() == SamplingParams.model_fields.keys() - NOT_IN_CHATS
     assert listed["temperature"] == "0.0" and listed["seed"] == "none" and listed["ignore_eos"] == "on"
-    assert "what logits are divided by" in command(chat, "/set temperature").says
+    assert "sampling temperature" in command(chat, "/set temperature").says
     lines = ("temperature 0.7", "seed 7", "ignore-eos off", 'stop ["\\n\\n", "x"]', "stop_token_ids 5,6")
     for line in (*lines, "top_k 20", "bad_words foo", "seed none"):
         command(chat, f"/set {line}")
@@ -303,7 +303,7 @@ def test_settings_are_listed_changed_and_refused_by_name(chat: Chat) -> None:
     for line, field in (("temprature 1", "temperature"), ("top_p 7", "top_p"), ("n 2", "n")):
         with pytest.raises(SpecdecError, match=field):
             command(chat, f"/set {line}")
-    assert command(chat, "/set stop").says.startswith('stop ["\\n\\n", "x"]: texts that end')
+    assert command(chat, "/set stop").says.startswith('stop ["\\n\\n", "x"]: strings that end')
     with pytest.raises(ConfigError, match=r"begins as JSON and is none; write \"\\n\\n\", or"):
         command(chat, "/set stop ['a']")
     for text in ("0", "-1", "many"):
@@ -315,8 +315,8 @@ def test_settings_are_listed_changed_and_refused_by_name(chat: Chat) -> None:
     assert "max_tokens 256, or what" in command(chat, "/set max_tokens none").says
     for line, why in (
         ("/sytem x", "did you mean /system"),
-        ("/clear all", "takes nothing"),
-        ("/drafts maybe", "neither on nor off"),
+        ("/clear all", "takes no argument"),
+        ("/drafts maybe", "give on or off"),
         ("/save", "name a file"),
         ("/think on", "no switch for thinking"),
     ):
@@ -503,7 +503,7 @@ def person(tmp_path: Path) -> Iterator[Person]:
 
 def test_a_person_at_a_terminal(person: Person, tmp_path: Path) -> None:
     ready = r">>> $"
-    assert "knows Python alone" in person.types("", until=ready)
+    assert "only knows Python" in person.types("", until=ready)
     assert "Ctrl-D or /bye" in person.types("\x03", until=r"ends the chat\.\n.*" + ready)
     person.types("half a line", until="half a line")
     assert "Ctrl-D or /bye" not in person.types("\x03", until=ready)

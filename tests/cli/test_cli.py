@@ -103,7 +103,7 @@ def test_generate_repeats_itself_with_a_seed(hybrid: Path, capsys: Capture) -> N
     [
         (["generate", "/no/such/folder", "--prompt", "x"], "/no/such/folder"),
         (["generate", "{hybrid}", "--prompt", ""], "prompt"),
-        (["generate", "{hybrid}", "--prompt-ids", "1 two"], "--prompt-ids: 'two' is no token id"),
+        (["generate", "{hybrid}", "--prompt-ids", "1 two"], "--prompt-ids: 'two' is not a token id"),
         (["generate", "{hybrid}", "--prompt-ids", "1_0"], "--prompt-ids: '1_0'"),
         (["generate", "{hybrid}", "--prompt-ids", "-7"], "token id -7"),
         (["generate", "{hybrid}", "--prompt", "\ud800"], "valid Unicode"),
@@ -291,15 +291,15 @@ CUDA_IS_MISSING = [] if torch.cuda.is_available() else [(["--device", "cuda"], N
         (["--draft", "mpt"], "--draft cannot be 'mpt'; give auto, none, "),
         (
             ["--topk", "0", "--num-steps=0"],
-            "--num-steps cannot be 0; give a whole number of at least 1. --topk c",
+            "--num-steps cannot be 0; give an integer of at least 1. --topk c",
         ),
-        (["--max-model-len", "abc"], "--max-model-len cannot be 'abc'; give a whole number of at least 2.\n"),
+        (["--max-model-len", "abc"], "--max-model-len cannot be 'abc'; give an integer of at least 2.\n"),
         *CUDA_IS_MISSING,
         (["--draft"], "--draft needs a value: --draft DRAFT, or --draft=DRAFT where it begins with -"),
         (["--quantization", "awq_marlin"], "quantization: checkpoints packed as awq_marlin are "),
         (["--draft", "none", "--topk", "2"], "--topk: it has no meaning with "),
         (["--no-prefix-cache", "--prefix-alpha", "2"], "--prefix-alpha: nothing is kept where "),
-        (["--max-model-len", "999999999"], "--max-model-len is 999999999, but the model was made for "),
+        (["--max-model-len", "999999999"], "--max-model-len is 999999999, but the model supports "),
     ],
 )
 def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str, capsys: Capture) -> None:
@@ -318,17 +318,17 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["models"], "models is no command of specdec: `hf cache ls` lists"),
         (["bench", "xyzzy"], "xyzzy is no command of specdec bench; known are throughput, acceptance, "),
         (["generate", "tiny", "--colour", "red"], "--colour cannot be 'red'; give auto, always or never"),
-        (["info", "tiny", "-ngl", "9"], "-ngl is no option here: a model runs on one device"),
+        (["info", "tiny", "-ngl", "9"], "-ngl is not an option here: a model runs on one device"),
         (["chat", "tiny", "Hi", "there"], "specdec chat does not take 'there'; put a text of several words"),
         (["generate", "tiny", "-p", "x", "y"], "specdec generate does not take 'y'; put a text of several"),
         (["serve", "tiny", "-n", "16"], "specdec serve does not take '-n'; see"),
-        (["chat", "tiny", "-c", "512"], "-c is no option here: give --max-model-len"),
-        (["chat", "-m", "tiny"], "-m is no option here: name the model without an option"),
-        (["serve", "tiny", "-t", "4"], "-t is no option here: set OMP_NUM_THREADS"),
-        (["serve", "tiny", "-tp", "2"], "-tp is no option here: a server has one device"),
+        (["chat", "tiny", "-c", "512"], "-c is not an option here: give --max-model-len"),
+        (["chat", "-m", "tiny"], "-m is not an option here: name the model without an option"),
+        (["serve", "tiny", "-t", "4"], "-t is not an option here: set OMP_NUM_THREADS"),
+        (["serve", "tiny", "-tp", "2"], "-tp is not an option here: a server has one device"),
         (
             ["serve", "tiny", "--gpu-memory-utilization", "0.9"],
-            "--gpu-memory-utilization is no option here: ",
+            "--gpu-memory-utilization is not an option here: ",
         ),
         (["pull", "tiny"], "pull is no command of specdec: a model named OWNER/NAME is downloaded"),
     ],
@@ -346,10 +346,13 @@ def test_a_word_of_another_program_is_answered_with_what_to_give(
     ("model", "says"),
     [
         *((name, f"{name} is not a folder; did you mean tiny?") for name in ("tyny", "Tiny", "TINY")),
-        ("qwen3:0.6b", "qwen3:0.6b looks like an Ollama tag, whose GGUF files"),
-        ("hf.co/owner/name:Q4_K_M", "hf.co/owner/name:Q4_K_M looks like an Ollama tag, whose GGUF files"),
+        ("qwen3:0.6b", "qwen3:0.6b looks like an Ollama tag; give the path of its .gguf file"),
+        (
+            "hf.co/owner/name:Q4_K_M",
+            "hf.co/owner/name:Q4_K_M looks like an Ollama tag; give the path of its .gguf file",
+        ),
         ("https://example.org/owner/name", "is not the URL of a Hugging Face model; give the path"),
-        ("model.gguf", "model.gguf is a GGUF file"),
+        ("model.gguf", "model.gguf is no file"),
     ],
 )
 @pytest.mark.parametrize("command", [["info"], ["chat"], ["generate", "-p", "x"], ["bench", "throughput"]])
@@ -383,7 +386,7 @@ def test_generate_takes_llama_cpps_options_and_a_prompt_behind_the_model(
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "the prompt is missing: give it behind MODEL in quotes, or --prompt-file or"),
+        ([], "the prompt is missing: give it after MODEL in quotes, or use"),
         (["--prompt-ids", "1", "x"], "--prompt and --prompt-ids both give a prompt"),
         (["-p", "x", "--prompt-file", "f"], "--prompt and --prompt-file both give a prompt"),
     ],
@@ -406,7 +409,7 @@ def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "tiny", "--xyzzy"])
     assert capsys.readouterr().err == (
-        "specdec: --xyzzy is no option of specdec serve; see specdec serve --help\n"
+        "specdec: --xyzzy is not an option of specdec serve; see specdec serve --help\n"
     )
 
 

@@ -237,7 +237,7 @@ def test_once_prints_one_picture(
         ("http://127.0.0.1:9", "no server at http://127.0.0.1:9; start one with `specdec serve MODEL`"),
         ("LIVE", "give --api-key, or --api-key-env"),
         ("LIVE/nowhere", "it wants a key"),
-        ("ftp://nonsense", "is no address of a server"),
+        ("ftp://nonsense", "is not the address of a server"),
     ],
 )
 def test_a_wrong_address_is_one_line(live: Live, url: str, says: str, capsys: Capture) -> None:

@@ -154,7 +154,7 @@ def test_options_that_are_none_are_answered_with_what_to_give(capsys: pytest.Cap
                 assert advice in refused(capsys, f"--{name.replace('_', '-')}", "1", settings=(RouteConfig,))
                 continue
             for option in (f"--{name.replace('_', '-')}", *SHORT.get(name, ())):
-                assert f"{option} is no option here: {advice}" in refused(capsys, option, "1")
+                assert f"{option} is not an option here: {advice}" in refused(capsys, option, "1")
     text = " ".join(advice for names in INSTEAD.values() for advice in names.values())
     options = {word.strip(",.;")[2:].replace("-", "_") for word in text.split() if word.startswith("--")}
     known = (EngineConfig, ServerConfig, RouteConfig)

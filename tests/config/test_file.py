@@ -67,7 +67,7 @@ def test_a_file_says_what_options_say_and_they_come_first(path: Path) -> None:
     [
         (WHOLE, "line 11: no-such-comment is no setting of this command"),
         ("max-runing: 4", "line 1: max-runing is no setting of this command; did you mean max-running"),
-        ("\nmax-running: many", "line 2: max-running cannot be 'many'; give a whole number"),
+        ("\nmax-running: many", "line 2: max-running cannot be 'many'; give an integer"),
         ("max-num-seqs: 0", "line 1: max-num-seqs cannot be 0"),
         ("max-num-seqs: true", "line 1: max-num-seqs cannot be True"),
         ("enable-prefix-caching: perhaps", "line 1: enable-prefix-caching cannot be 'perhaps'"),

@@ -242,7 +242,7 @@ def test_a_prompt_the_model_cannot_read_is_refused(
 @pytest.mark.parametrize(
     ("fields", "remedy"),
     [
-        ({}, "the model was made for no more: shorten the prompt."),
+        ({}, "the model supports no more: shorten the prompt."),
         ({"max_model_len": 100}, "raise max_model_len, up to 512."),
         (
             {"memory_bytes": 60_000},

@@ -64,8 +64,8 @@ def test_a_key_may_have_a_weight_and_a_limit(tmp_path: Path) -> None:
     found = {}
     for key in ("alice", "bob", "carol"):
         tenant = access.admit(make_mocked_request("POST", "/", headers={"x-api-key": key}))
-        found[key] = (tenant.weight, access.weight(tenant.caller), access.max_queued(tenant.caller))
-    assert found == {"alice": (2.5, 2.5, None), "bob": (1.0, 1.0, 64), "carol": (1.0, 1.0, None)}
+        found[key] = (tenant.weight, access.weight(tenant.caller), access.max_choices(tenant.caller, 700))
+    assert found == {"alice": (2.5, 2.5, 500), "bob": (1.0, 1.0, 64), "carol": (1.0, 1.0, 350)}
     for wrong in (
         "weight=0",
         "weight=-1",
@@ -75,19 +75,48 @@ def test_a_key_may_have_a_weight_and_a_limit(tmp_path: Path) -> None:
         "max_queued=0",
         "max_queued=1.5",
     ):
-        with pytest.raises(
-            ConfigError, match="api_key: what follows a key is not understood; give 'KEY weight=2"
-        ):
+        with pytest.raises(ConfigError, match="api_key: expected 'KEY', 'KEY weight=2'"):
             Access(ServerConfig(api_key=[f"alice {wrong}"]))
-    for wrong in ("two words", "alice weight=1 weight=2", "alice wait=3"):
+    for wrong in (
+        "two words",
+        "alice weight=1 weight=2",
+        "alice wait=3",
+        "weight=2",
+        "max_queued=3 weight=2",
+    ):
         with pytest.raises(ConfigError, match="KEY has no spaces"):
             Access(ServerConfig(api_key=[wrong]))
 
 
-def test_a_key_has_one_weight() -> None:
-    assert Access(ServerConfig(api_key=["alice weight=2", "alice weight=2"])).num_keys == 1
-    with pytest.raises(ConfigError, match=r"^api_key: key 2 was given before, with other options"):
-        Access(ServerConfig(api_key=["alice weight=2", "alice"]))
+def test_a_mistake_in_a_key_file_is_named_by_its_line_and_not_by_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    for text, why in (
+        ("# keys\n\nalice weight=2\nsecret weight=x\n", "line 4: expected 'KEY'"),
+        ("alice\nsecret max_queued=4\n\n  secret\n", "line 4: this key is given twice"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=why) as wrong:
+            Access(ServerConfig(api_key_file=str(file)))
+        assert "secret" not in str(wrong.value) and wrong.value.field == "api_key_file"
+
+
+@pytest.mark.parametrize(
+    ("keys", "free", "most"),
+    [
+        (["alice"], 8, 8),
+        (["alice", "bob"], 8, 4),
+        (["alice", "bob"], 1, 1),
+        (["alice weight=0.01", "bob"], 64, 1),
+        (["alice max_queued=3", "bob"], 8, 3),
+        (["alice max_queued=9", "bob"], 8, 8),
+    ],
+)
+def test_a_key_may_have_its_share_of_the_queue_and_always_one_choice(
+    keys: list[str], free: int, most: int
+) -> None:
+    access = Access(ServerConfig(api_key=keys))
+    caller = access.admit(make_mocked_request("POST", "/", headers={"x-api-key": "alice"})).caller
+    assert access.max_choices(caller, free) == most
 
 
 def test_each_key_has_a_name_of_its_own_that_does_not_tell_the_key(tmp_path: Path) -> None:

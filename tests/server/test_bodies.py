@@ -127,11 +127,11 @@ PICTURE = {"image_url": {"url": "x"}}
 @pytest.mark.parametrize(
     ("message", "where"),
     [
-        ({"content": "x", "images": ["eA=="]}, "messages.0: images is not read"),
-        ({"content": "x", "image_url": "data:,x"}, "messages.0: image_url is not read"),
+        ({"content": "x", "images": ["eA=="]}, "messages.0: images is not supported"),
+        ({"content": "x", "image_url": "data:,x"}, "messages.0: image_url is not supported"),
         (
             {"content": [{"type": "text", "text": "x", "image_url": {"url": "x"}}]},
-            "messages.0.content.0: image_url is not read",
+            "messages.0.content.0: image_url is not supported",
         ),
         (
             {"content": [{"type": "image_url", "image_url": None}]},
@@ -349,28 +349,28 @@ def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
         with pytest.raises(Failure) as caught:
             body.params()
         assert (caught.value.status, caught.value.param) == (400, field)
-        assert str(caught.value).startswith(f"{place}: uniqueItems is not followed")
+        assert str(caught.value).startswith(f"{place}: unsupported: uniqueItems")
         assert "#/properties/tags" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"max_tokens": "many"}, "max_tokens: give a whole number."),
-        ({"max_tokens": 1.5}, "max_tokens: give a whole number."),
+        ({"max_tokens": "many"}, "max_tokens: give an integer."),
+        ({"max_tokens": 1.5}, "max_tokens: give an integer."),
         ({"temperature": "hot"}, "temperature: give a number."),
         ({"temperature": "inf"}, "temperature: give a finite number."),
         ({"stream": "perhaps"}, "stream: give true or false."),
         ({"model": 7}, "model: give a text."),
         ({"stop_token_ids": 7}, "stop_token_ids: give a list."),
         ({"logit_bias": [7]}, "logit_bias: give an object."),
-        ({"logit_bias": {"a": 1}}, "logit_bias.a: give a whole number."),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a: give an integer."),
         ({"stream_options": 7}, "stream_options: give an object."),
         (
             {"response_format": {"type": "x"}},
             'response_format.type: give "text", "json_object" or "json_schema".',
         ),
-        ({"structured_outputs": {"a": 1}}, "structured_outputs.a: it is not known here; leave it out."),
+        ({"structured_outputs": {"a": 1}}, "structured_outputs.a: it is not a known field; leave it out."),
         (
             {"keep_alive": [1]},
             "keep_alive: give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model for good.",
@@ -378,7 +378,7 @@ def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
         ({"top_logprobs": 21}, "top_logprobs: give a number of at most 20."),
         ({"thinking_budget": -1}, "thinking_budget: give a number of at least 0."),
         ({"messages": []}, "messages: give at least 1."),
-        ({"messages": None}, "messages: it is missing; give it."),
+        ({"messages": None}, "messages: it is required."),
     ],
 )
 def test_what_does_not_fit_is_told_in_plain_words(fields: dict[str, Any], says: str) -> None:

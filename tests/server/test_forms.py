@@ -155,7 +155,7 @@ def test_an_output_has_the_form_that_is_asked_for(
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "structured_outputs", "one form"),
+        ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "structured_outputs", "exactly one"),
         (
             {"structured_outputs": {"choice": []}},
             "structured_outputs",
@@ -182,7 +182,7 @@ def test_an_output_has_the_form_that_is_asked_for(
         (
             {"response_format": {"type": "json_schema"}},
             "response_format",
-            "response_format.json_schema: it is missing",
+            "response_format.json_schema: it is required",
         ),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}},
@@ -192,7 +192,7 @@ def test_an_output_has_the_form_that_is_asked_for(
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": PERSON | {"not": {}}}}},
             "response_format",
-            "not is not followed",
+            "unsupported: not (at",
         ),
         ({"guided_json": PERSON}, "guided_json", "structured_outputs"),
         ({"regex": "[0-9]{4}"}, "regex", "structured_outputs"),

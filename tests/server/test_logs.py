@@ -89,7 +89,7 @@ def test_a_log_for_programs_has_nothing_else_and_no_prompt(tmp_path: Path) -> No
         line = found.pop((number, "INFO"))
         assert line.items() >= (about | {"status": status}).items() and line["ms"] > 0
     (gone,) = found.values()
-    assert gone.items() >= (about | {"status": 499}).items() and "has hung up" in gone["message"]
+    assert gone.items() >= (about | {"status": 499}).items() and "client disconnected" in gone["message"]
     assert [line["message"][:13] for line in lines if "told to fail" in line.get("trace", "")] == [
         "a step failed"
     ]

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -22,6 +23,7 @@ from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.state import LARGE, LONG, State
 from specdec.server.switcher import Switcher
+from specdec.server import threads
 from specdec.server.threads import COUNT, Pool
 
 CONFIG = EngineConfig(draft="none", memory_bytes=24 << 20, max_running=4, max_model_len=512)
@@ -71,6 +73,31 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
         if thread.name == "specdec-test":
             thread.join(60)
             assert not thread.is_alive(), "none stays that has nothing to do"
+
+
+def test_a_caller_rests_after_long_work_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=0.0, used_s=0.0)
+    own = SimpleNamespace(monotonic=lambda: clock.now_s, thread_time=lambda: clock.used_s)
+    monkeypatch.setattr(threads, "time", own)
+
+    def work_long() -> None:
+        clock.used_s += 10.0
+
+    async def main() -> None:
+        pool = Pool("test", 8, rests=True)
+        await pool.do(work_long, "alice")
+        rests = asyncio.create_task(pool.do(lambda: 1, "alice"))
+        assert await pool.do(lambda: 2, "bob") == 2
+        assert await pool.do(lambda: 3, "bob") == 3, "short work is followed by no rest"
+        assert not rests.done()
+        clock.now_s += 31.0
+        assert await pool.do(lambda: 4, "bob") == 4  # which wakes a thread
+        assert await rests == 1
+        easy = Pool("test", 8)
+        await easy.do(work_long, "alice")
+        assert await easy.do(lambda: 5, "alice") == 5
+
+    asyncio.run(main())
 
 
 async def order(pool: Pool, do: Callable[[Callable[[], Any], str], Awaitable[Any]]) -> list[str]:

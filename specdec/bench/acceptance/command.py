@@ -28,12 +28,11 @@ SWEPT = {
 }
 """Settings of an engine that the benchmark sets itself."""
 ABOUT = """\
-All settings take turns on every batch of prompts, `none` among them, and every text is compared with what
-`none` says. A model is loaded once for each kind of head that drafts and each --draft-vocab; the engines over
-it share its weights, and each has its own memory for sequences. As many engines stand side by side as
---memory holds; where that is fewer than there are settings, the one used least recently is put together anew
-when its turn comes. With --out a run that was cut short goes on where it ended when it is repeated. Under the
-table stands what its columns mean."""
+Measure acceptance length and speedup. All settings, `none` included, take turns on every batch of prompts,
+and every output is compared with that of `none`. The model is loaded once for each kind of draft head and
+each --draft-vocab; engines share its weights, each with its own memory for sequences. If --memory holds
+fewer engines than there are settings, the least recently used one is rebuilt at its turn. With --out an
+interrupted run continues when it is repeated. The columns are explained below the table."""
 
 
 def add_acceptance(parser: argparse.ArgumentParser) -> None:
@@ -42,29 +41,49 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("model", metavar="MODEL", type=Path, nargs="?", help=GIVEN)
-    add("--compare", metavar="FILE", type=Path, nargs=2, help="say what moved from one result to another")
-    _add_sweep(parser.add_argument_group("what is swept, with commas"))
+    add("--compare", metavar="FILE", type=Path, nargs=2, help="compare two results")
+    _add_sweep(parser.add_argument_group("swept settings, with commas"))
     asked = parser.add_argument_group("prompts").add_argument
-    asked("--prompts", metavar="FILE", type=Path, help="a file of prompts (default: those that ship)")
-    asked("--category", metavar="NAMES", type=listed(str), default=[], help="with commas (default: all)")
-    asked("--limit", metavar="PROMPTS", type=at_least(1), help="so many of each category at most")
-    asked("--max-tokens", metavar="TOKENS", type=at_least(2), default=128, help="of output (default: 128)")
-    asked("--ignore-eos", action="store_true", help="write on past the model's own end")
-    add("--seed", metavar="SEED", type=at_least(0), default=0, help="what texts are drawn from (default: 0)")
+    asked(
+        "--prompts", metavar="FILE", type=Path, help="a file of prompts (default: those shipped with specdec)"
+    )
+    asked(
+        "--category",
+        metavar="NAMES",
+        type=listed(str),
+        default=[],
+        help="categories, with commas (default: all)",
+    )
+    asked("--limit", metavar="PROMPTS", type=at_least(1), help="maximum prompts of each category")
+    asked(
+        "--max-tokens",
+        metavar="TOKENS",
+        type=at_least(2),
+        default=128,
+        help="maximum output tokens (default: 128)",
+    )
+    asked("--ignore-eos", action="store_true", help="continue after the model's EOS tokens")
+    add("--seed", metavar="SEED", type=at_least(0), default=0, help="sampling seed (default: 0)")
     add(
         "--warmup",
         metavar="PROMPTS",
         type=at_least(0),
         default=4,
-        help="uncounted, each setting; 0: one, whose experience is forgotten (default: 4)",
+        help="uncounted prompts of each setting; 0: one, and what it taught is discarded (default: 4)",
     )
-    add("--peers", metavar="PEER", type=listed(one_of("transformers")), default=[], help="transformers")
+    add(
+        "--peers",
+        metavar="PEER",
+        type=listed(one_of("transformers")),
+        default=[],
+        help="also measure transformers",
+    )
     add(
         "--memory",
         metavar="BYTES",
-        help="of all engines beside the weights; one is always there (default: half of what is free)",
+        help="memory of all engines without the weights (default: half of what is free); one always runs",
     )
-    add("--out", metavar="FOLDER", type=Path, help="keep measurements and results there")
+    add("--out", metavar="FOLDER", type=Path, help="folder for measurements and results")
     add_json(parser)
     add_settings(parser, EngineConfig, title="engine", without=SWEPT)
 
@@ -78,14 +97,19 @@ def _add_sweep(group: argparse._ArgumentGroup) -> None:
         default=[AUTO],
         help=f"{', '.join(DRAFTS)} (default: auto); none is always measured",
     )
-    sweep("--num-steps", metavar="STEPS", type=counts, help="how deep drafts are")
-    sweep("--topk", metavar="TOKENS", type=counts, help="children of a drafted token; 1 drafts a chain")
-    sweep("--num-draft-tokens", metavar="TOKENS", type=counts, help="tokens verified a step, with the root")
+    sweep("--num-steps", metavar="STEPS", type=counts, help="depth of drafts")
+    sweep("--topk", metavar="TOKENS", type=counts, help="children of a draft token; 1 drafts a chain")
+    sweep(
+        "--num-draft-tokens",
+        metavar="TOKENS",
+        type=counts,
+        help="tokens verified in a step, the root included",
+    )
     sweep(
         "--shape",
         metavar="STEPS:TOPK:TOKENS",
         type=listed(_shape),
-        help="shapes instead of all products of the three (default: 4:1:5,4:4:16)",
+        help="shapes, instead of all combinations of these three (default: 4:1:5,4:4:16)",
     )
     sweep(
         "--adaptive",
@@ -93,18 +117,18 @@ def _add_sweep(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         type=_shape,
         const=DEFAULT_BOUNDS,
-        help="also let the loop choose, within this shape (default: the engine's own bounds)",
+        help="also measure adaptive drafts, within this shape (default: the engine's bounds)",
     )
     sweep(
-        "--temperature", metavar="TEMPERATURES", type=listed(_temperature), default=[0.0], help="(default: 0)"
+        "--temperature", metavar="TEMPERATURES", type=listed(_temperature), default=[0.0], help="default: 0"
     )
-    sweep("--batch", metavar="ROWS", type=counts, default=[1], help="prompts answered at once (default: 1)")
+    sweep("--batch", metavar="ROWS", type=counts, default=[1], help="batch sizes (default: 1)")
     sweep(
         "--draft-noise",
         metavar="NOISE",
         type=listed(one_of("shared", "none")),
         default=["shared"],
-        help="at a temperature, rank a head's guesses with the target's noise, or without (default: shared)",
+        help="when sampling, rank a head's tokens with the target's noise, or without (default: shared)",
     )
     some = listed(at_least(0))
     sweep(
@@ -112,14 +136,14 @@ def _add_sweep(group: argparse._ArgumentGroup) -> None:
         metavar="TOKENS",
         type=some,
         default=[0],
-        help="a head drafts only so many tokens, the commonest or first ones; 0: all (default: 0)",
+        help="tokens that a head may draft, the most frequent or first ones; 0: all (default: 0)",
     )
     sweep(
         "--draft-window",
         metavar="TOKENS",
         type=some,
         default=[0],
-        help="a head's attention reads so many of the last tokens; 0: all (default: 0)",
+        help="last tokens that a head attends to; 0: all (default: 0)",
     )
 
 

@@ -63,11 +63,11 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(_is_whole(v) and 0 <= v < 1 << 31 for v in value)
 
 
-TOKENS = "a list of token ids, whole numbers from 0 to 2147483647, and at least one"
+TOKENS = "a list of token ids, integers from 0 to 2147483647, and at least one"
 FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
-        "session_id": (lambda value: isinstance(value, str) or _is_whole(value), "a text or a whole number"),
-        "turn_id": (_is_whole, "a whole number"),
+        "session_id": (lambda value: isinstance(value, str) or _is_whole(value), "a text or an integer"),
+        "turn_id": (_is_whole, "an integer"),
         "ts": (_is_time, "a number of seconds from 0 on"),
         "input_tokens": (_is_tokens, TOKENS),
         "output_tokens": (_is_tokens, TOKENS),

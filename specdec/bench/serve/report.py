@@ -65,11 +65,9 @@ def render(report: Mapping[str, Any]) -> str:
         f"client: {report['cpu']}, commit {report['commit']}",
     ]
     if settings["rate"]:
-        lines.append(
-            f"requests arrive by chance, {settings['rate']:g} a second; times count from their arrival"
-        )
+        lines.append(f"Poisson arrivals, {settings['rate']:g} per second; times count from arrival")
     if report["interrupted"]:
-        lines.append("INTERRUPTED: these are the requests that had been answered by then")
+        lines.append("INTERRUPTED: only the requests completed by then")
     lines += ["", table(list(_rows(report))), "", *_legend(report["levels"])]
     lines += _notes(report)
     return "\n".join(lines)
@@ -83,15 +81,15 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for level in report["levels"]:
         told = level["speculation"]
         yield {
-            "at a time": str(level["concurrency"]),
+            "concurrency": str(level["concurrency"]),
             "done": str(level["completed"]),
             "failed": str(level["failed"]),
-            "first token ms": _ms(level["ttft_s"]),
-            "per token ms": _ms(level["inter_token_s"]),
-            "whole s": _numbers(level["end_to_end_s"], 1.0),
+            "TTFT ms": _ms(level["ttft_s"]),
+            "TPOT ms": _ms(level["inter_token_s"]),
+            "E2E s": _numbers(level["end_to_end_s"], 1.0),
             "tokens/s": f"{level['output_tokens_per_s']:,.1f}",
             "requests/s": f"{level['requests_per_s']:,.2f}",
-            "acceptance length": f"{told['acceptance_length']:.2f}" if told else "not told",
+            "acceptance length": f"{told['acceptance_length']:.2f}" if told else "not reported",
         }
 
 
@@ -104,27 +102,27 @@ def _numbers(spread: Mapping[str, float] | None, scale: float) -> str:
 
 
 def _legend(levels: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "times: median / p90 / p99 of completed requests; per token: a request's mean after its first token"
+    yield "times: median / p90 / p99 of completed requests; TPOT: a request's mean after its first token"
     counted = Counter[str]()
     for level in levels:
         counted.update(level["counted_by"])
     if counted["chunks"]:
         yield (
-            f"TOKENS ARE COUNTED AS PIECES OF TEXT in {counted['chunks']} requests: the server does not say "
-            "how many there were, and a piece may hold several"
+            f"TOKENS ARE COUNTED AS CHUNKS in {counted['chunks']} requests: the server reports no usage, "
+            "and a chunk may hold several"
         )
     for level in levels:
         if told := level["speculation"]:
-            yield f"{level['concurrency']} at a time: {_drafts(told)}"
+            yield f"concurrency {level['concurrency']}: {_drafts(told)}"
 
 
 def _drafts(told: Mapping[str, Any]) -> str:
     parts = [f"acceptance length {told['acceptance_length']:.2f} by {told['source']}"]
     if told["drafted"] is not None:
-        parts.append(f"{told['accepted']:,} of {told['drafted']:,} drafted tokens accepted")
+        parts.append(f"{told['accepted']:,} of {told['drafted']:,} draft tokens accepted")
     if told["per_depth"]:
         parts.append(
-            "by depth, given the one before, " + " ".join(f"{rate:.0%}" for rate in told["per_depth"])
+            "by depth, relative to the depth before, " + " ".join(f"{rate:.0%}" for rate in told["per_depth"])
         )
     return "; ".join(parts)
 
@@ -136,12 +134,12 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
             "with --chat the server applies its template"
         )
     for level in report["levels"]:
-        where = f"{level['concurrency']} at a time:"
+        where = f"concurrency {level['concurrency']}:"
         for reason, count in list(level["failures"].items())[:FAILURES_SHOWN]:
             yield f"{where} {count} failed: {reason}"
         if level["repeated_prompts"]:
-            again = f"{where} {level['repeated_prompts']} prompts had been sent before"
+            again = f"{where} {level['repeated_prompts']} prompts were sent before"
             if report["takes_salts"]:
-                yield f"{again}, each time under another cache_salt: where that is known, they reuse nothing"
+                yield f"{again}, each with a new cache_salt: a server that supports it reuses nothing"
             else:
-                yield f"{again}; THE SERVER REFUSES cache_salt, AND MAY HAVE LOOKED THEM UP"
+                yield f"{again}; THE SERVER REFUSES cache_salt AND MAY HAVE REUSED THEM"

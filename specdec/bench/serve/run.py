@@ -118,7 +118,7 @@ async def _find(session: aiohttp.ClientSession, base: str, model: str | None) ->
         usual = "check that it runs and answers GET /v1/models, or name the model with --model"
         is_locked = isinstance(error, aiohttp.ClientResponseError) and error.status in (401, 403)
         raise EngineError(
-            f"url: the server at {base} does not say which model it has ({reason(error)}); "
+            f"url: the server at {base} did not return its model name ({reason(error)}); "
             f"{KEY if is_locked else usual}",
             field="url",
         ) from error

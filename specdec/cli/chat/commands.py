@@ -57,12 +57,12 @@ def obey(chat: Chat, line: str) -> Reply | None:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else "/help lists them."
         raise RequestError(
-            f"There is no command {name}; {hint} A message may begin with a slash behind a blank.",
+            f"There is no command {name}; {hint} To send it as a message, put a space before it.",
             field="command",
         )
     command, argument = COMMANDS[names[name]], (found[2] or "").strip()
     if argument and not command.takes:
-        raise RequestError(f"{name} takes nothing behind it, and not {argument!r:.40}.", field="command")
+        raise RequestError(f"{name} takes no argument; {argument!r:.40} was given.", field="command")
     return command.run(chat, argument)
 
 
@@ -87,7 +87,7 @@ def _set(chat: Chat, argument: str) -> Reply:
     if name not in SETTINGS:
         near = difflib.get_close_matches(name, SETTINGS, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(SETTINGS)}."
-        raise RequestError(f"/set: {name} is no setting of a chat; {hint}", field=name)
+        raise RequestError(f"/set: {name} is not a setting of a chat; {hint}", field=name)
     known, text = SamplingParams.model_fields[name], text.strip()
     if not text:
         spelt = f"; it is written as {TEXTS}" if name in LISTS_OF_TEXTS else ""
@@ -101,7 +101,7 @@ def _set(chat: Chat, argument: str) -> Reply:
         chat.params = SamplingParams.model_validate(given)
     except ConfigError as error:
         if error.field == "max_tokens":
-            fits = f"a whole number from 1 to {MOST_TOKENS}, or none for the default"
+            fits = f"an integer from 1 to {MOST_TOKENS}, or none for the default"
             raise ConfigError(f"max_tokens cannot be {text:.40}; give {fits}.", field=name) from None
         raise ConfigError(as_written(str(error), {name: name}), field=error.field) from None
     return Reply(f"{name} {_value(chat, name)}")
@@ -134,7 +134,7 @@ def _retry(chat: Chat, argument: str) -> Reply:
 def _undo(chat: Chat, argument: str) -> Reply:
     text = chat.conversation.question
     chat.conversation = _last(chat.conversation.undone(), "/undo")
-    return Reply("The last message and its answer are gone from the conversation.", edit=text)
+    return Reply("Removed the last message and its answer from the conversation.", edit=text)
 
 
 def _last(found: Conversation | None, name: str) -> Conversation:
@@ -184,7 +184,7 @@ def _think(chat: Chat, argument: str) -> Reply:
 
 def _switch(argument: str, name: str) -> bool:
     if argument.lower() not in SWITCH:
-        raise RequestError(f"{name}: {argument!r:.40} is neither on nor off.", field="command")
+        raise RequestError(f"{name}: give on or off, not {argument!r:.40}.", field="command")
     return SWITCH[argument.lower()]
 
 
@@ -193,12 +193,12 @@ def _stats(chat: Chat, argument: str) -> Reply:
     messages = chat.conversation.messages
     length = len(chat.encode(chat.render(messages, answer=False))) if messages else 0
     rows = {"context": f"{length:,} of {chat.max_model_len:,} tokens in {len(messages)} messages"}
-    rows["written"] = f"{stats.tokens:,} tokens in {stats.steps:,} verify steps"
+    rows["generated"] = f"{stats.tokens:,} tokens in {stats.steps:,} verify steps"
     if settings.drafters:
         depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
         rows["drafts by"] = ", ".join(settings.drafters)
         rows["accepted"] = (
-            f"{stats.accepted:,} of {stats.drafted:,} drafted tokens, acceptance length "
+            f"{stats.accepted:,} of {stats.drafted:,} draft tokens, acceptance length "
             f"{stats.acceptance_length:.2f}, by depth {depths or '-'}"
         )
         if stats.speculation:
@@ -207,7 +207,7 @@ def _stats(chat: Chat, argument: str) -> Reply:
         rows["prefixes"] = f"{kept.hit:,} of {kept.asked:,} prompt tokens were cached"
         rows["cached"] = binary(kept.cached_bytes)
     else:
-        rows["prefixes"] = "none are kept: --no-prefix-cache was given, and every turn reads the whole chat"
+        rows["prefixes"] = "off (--no-prefix-cache): every turn prefills the whole chat"
     return Reply(rows=[*rows.items()])
 
 
@@ -217,19 +217,19 @@ def _bye(chat: Chat, argument: str) -> Reply:
 
 COMMANDS: Mapping[str, Command] = {
     "/system": Command("[TEXT]", "show or change the system prompt; none removes it", _system),
-    "/set": Command("[NAME [VALUE]]", "list or change how tokens are sampled", _set),
-    "/clear": Command("", "begin a new conversation", _clear, ("/new",)),
-    "/retry": Command("", "answer the last message once more", _retry),
-    "/undo": Command("", "take the last message back, to edit it", _undo),
+    "/set": Command("[NAME [VALUE]]", "list or change sampling parameters", _set),
+    "/clear": Command("", "start a new conversation", _clear, ("/new",)),
+    "/retry": Command("", "answer the last message again", _retry),
+    "/undo": Command("", "remove the last message and edit it", _undo),
     "/save": Command("FILE", "write the messages as JSON", _save),
-    "/load": Command("FILE", "go on from such a file", _load),
-    "/think": Command("[on|off]", "show or switch thinking, if the template takes it", _think),
-    "/drafts": Command("[on|off]", "show or switch the colour of tokens accepted from drafts", _drafts),
-    "/stats": Command("", "context, drafts and cache so far", _stats),
+    "/load": Command("FILE", "read the messages from such a file", _load),
+    "/think": Command("[on|off]", "show or switch thinking, if the chat template supports it", _think),
+    "/drafts": Command("[on|off]", "show or switch colours for accepted draft tokens", _drafts),
+    "/stats": Command("", "context, acceptance and prefix cache so far", _stats),
     "/help": Command("", "this list", _help, ("/?",)),
-    "/bye": Command("", "leave, as Ctrl-D does", _bye, ("/exit", "/quit")),
+    "/bye": Command("", "exit, as Ctrl-D does", _bye, ("/exit", "/quit")),
 }
 NOTE = (
-    '""" begins and ends a message of several lines; a backslash at the end of a line goes on in the next. '
-    "Ctrl-C ends an answer and not the chat."
+    '""" begins and ends a message of several lines; a backslash at the end of a line continues it. '
+    "Ctrl-C stops an answer, not the chat."
 )

@@ -49,18 +49,18 @@ def add_chat(parser: Parser) -> None:
         "-p",
         "--message",
         metavar="TEXT",
-        help="answer this and end; it may also stand behind MODEL, or be piped in",
+        help="answer this message and exit; it may also follow MODEL or be piped in",
     )
     parser.add_argument(
         "--think",
         action=_Thinking,
-        help="switch thinking, where the chat template takes that",
+        help="switch thinking, if the chat template supports it",
     )
     parser.add_argument(
         "--colour",
         choices=COLOURS,
         default="auto",
-        help="figures and notices; auto: on a terminal, unless NO_COLOR is set (default: auto)",
+        help="colour figures and notices; auto: on a terminal, unless NO_COLOR is set (default: auto)",
     )
     parser.add_argument(
         "-n",
@@ -68,7 +68,7 @@ def add_chat(parser: Parser) -> None:
         metavar="TOKENS",
         type=at_least(1),
         default=argparse.SUPPRESS,
-        help="tokens of an answer at most (default: what the checkpoint says, else 4096; 256 without a chat "
+        help="maximum tokens of an answer (default: the checkpoint's, else 4096; 256 without a chat "
         "template)",
     )
     add_settings(parser, SamplingParams, title="sampling", without={*NOT_IN_CHATS, "max_tokens"})

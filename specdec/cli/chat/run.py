@@ -111,9 +111,9 @@ class Talk:
         drafters = ", ".join(chat.engine.model.settings.drafters) or "none"
         self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafts by {drafters}")
         if chat.completes:
-            why = "The model knows Python alone" if model in SHIPPED else "Without a chat template"
-            self.view.notice(f"{why}: an answer goes on where your text ends.")
-        self.view.notice("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat.")
+            why = "This model only knows Python" if model in SHIPPED else "Without a chat template"
+            self.view.notice(f"{why}: an answer continues your text.")
+        self.view.notice("/help lists commands, Ctrl-C stops an answer, Ctrl-D exits.")
 
     def _take(self, text: str) -> Reply:
         """Run a command or answer a message; what is wrong with it is said."""

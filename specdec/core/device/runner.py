@@ -92,7 +92,7 @@ class Runner(ABC):
                 return True
             reason = "there is no room for its rows, or its head has to read on first"
         if reason not in self.refusals:
-            logger.info("steps are made by the host where %s", reason)
+            logger.info("steps run on the host, without graphs, where %s", reason)
         self.refusals[reason] += 1
         return False
 

@@ -83,5 +83,5 @@ class TapedSteps:
             self(key, 1)
             if key.shape and key.nodes == width_of(key.shape):
                 self.prefill_drafter(key, 1)
-        logger.info("%d steps of one row are played from tapes of %d bytes", *self._tapes.sizes())
+        logger.info("%d step shapes of one row are recorded on tapes of %d bytes", *self._tapes.sizes())
         return not self._refused

@@ -201,8 +201,7 @@ class CountBody(Dialect):
         if messages[-1].role == "assistant":
             raise Failure(
                 400,
-                "messages: the last is the assistant's, and answers are not gone on with here; end with a "
-                "user's.",
+                "messages: continuing an assistant message is not supported; end with a user's message.",
                 param="messages",
             )
         if self.cache_control:

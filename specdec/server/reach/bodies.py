@@ -101,7 +101,7 @@ def asked_of(
     if role is None:
         raise Failure(
             400,
-            f"{field}: this server does not support it here; start it with SPECDEC_REACH_SECRET in its "
+            f"{field}: this server does not support it; start it with SPECDEC_REACH_SECRET in its "
             "environment, or leave it out.",
             param=field,
         )

@@ -34,7 +34,7 @@ class TextFormat(BaseModel):
         if self.type != "json_schema":
             return ResponseFormat(type=self.type)
         if self.schema_ is None:
-            raise Failure(400, "text.format.schema: it is missing; give it.", param="text.format")
+            raise Failure(400, "text.format.schema: it is required.", param="text.format")
         return ResponseFormat(type=self.type, json_schema=NamedSchema(name=self.name, schema=self.schema_))
 
 

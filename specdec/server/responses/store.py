@@ -91,7 +91,7 @@ class ResponseStore:
             why = "it may have been evicted" if self.most else "none are stored here"
             raise Failure(
                 404,
-                f"{param or 'response'}: there is no response {name!r:.80} of yours; {why}. Send the "
+                f"{param or 'response'}: no response {name!r:.80} is stored for this key; {why}. Send the "
                 "conversation as input instead.",
                 param=param,
                 code="previous_response_not_found" if param else "not_found",

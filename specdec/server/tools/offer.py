@@ -86,7 +86,7 @@ def make_offer(
     if form is None:
         raise Failure(
             400,
-            "tools: how this model writes calls is not known from its chat template; start the server with "
+            "tools: the chat template does not show this model's tool call format; start the server with "
             f"--tool-call-parser {', '.join(CALL_FORMATS)} if it is one of these, or leave tools out.",
             param="tools",
         )

@@ -104,6 +104,6 @@ function number(name) {
   if (input.validity.badInput) throw new Trouble(`${label} is not a number.`, { field: name });
   if (input.value === "") return null;
   const value = Number(input.value);
-  if (WHOLE.includes(name) && !Number.isSafeInteger(value)) throw new Trouble(`${label} must be a whole number.`, { field: name });
+  if (WHOLE.includes(name) && !Number.isSafeInteger(value)) throw new Trouble(`${label} must be an integer.`, { field: name });
   return value;
 }

@@ -45,8 +45,8 @@ class ArenaView:
         slabs, rest = divmod(self.num_bytes, layout.slab_bytes)
         if slabs < 2 or rest:
             raise ConfigError(
-                f"num_bytes is {self.num_bytes}, which is no whole number of slabs of {layout.slab_bytes} "
-                "bytes, two at least: start both engines from the same build",
+                f"num_bytes is {self.num_bytes}, which is not two or more slabs of {layout.slab_bytes} "
+                "bytes: start both engines from the same build",
                 field="num_bytes",
             )
         if not 0 < self.base <= MAX_ADDRESS - self.num_bytes:

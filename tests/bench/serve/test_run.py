@@ -84,8 +84,8 @@ def test_server_that_counts_nothing_is_counted_by_pieces_and_said_so(bench: Benc
         report = bench(server, "--concurrency", "1", "--requests", "3")
     (level,) = report["levels"]
     assert (level["output_tokens"], level["counted_by"], level["speculation"]) == (9, {"chunks": 3}, None)
-    assert "TOKENS ARE COUNTED AS PIECES OF TEXT in 3 requests" in report["shown"]
-    assert "not told" in report["shown"]
+    assert "TOKENS ARE COUNTED AS CHUNKS in 3 requests" in report["shown"]
+    assert "not reported" in report["shown"]
     # One request learnt that the option is refused there.
     assert sum("stream_options" in body for body in server.bodies) == 1
 
@@ -127,7 +127,7 @@ def test_faults_are_counted_by_reason_and_the_rest_goes_on(bench: Bench) -> None
     assert level["failures"] == dict.fromkeys(FAULTS.values(), 1)
     assert (level["completed"], level["failed"]) == (3, 8)
     assert level["output_tokens"] == 3 * TOKENS
-    assert "1 at a time: 1 failed: HTTP 503: too busy" in report["shown"]
+    assert "concurrency 1: 1 failed: HTTP 503: too busy" in report["shown"]
 
 
 def test_server_that_completes_nothing_is_an_error_after_its_figures(
@@ -161,13 +161,13 @@ def test_server_that_completes_nothing_is_an_error_after_its_figures(
     [
         (
             ["http://127.0.0.1:1"],
-            "url: the server at http://127.0.0.1:1 does not say .*nothing answers there",
+            "url: the server at http://127.0.0.1:1 did not return .*nothing answers there",
         ),
         (
             ["http://127.0.0.1:1", "--model", "m", "--concurrency", "1"],
             "none of 1 requests .*nothing answers there",
         ),
-        (["localhost:8000"], "url: 'localhost:8000' is no address of a server"),
+        (["localhost:8000"], "url: 'localhost:8000' is not the address of a server"),
         (["http://h", "--api-key-env", "NO_SUCH_VARIABLE"], "--api-key-env: no variable 'NO_SUCH_VARIABLE'"),
         (["http://h", "--prompts", "absent.jsonl"], "--prompts: absent.jsonl cannot be read"),
         (["http://h", "--category", "poems"], "--category: 'poems' is none"),
@@ -211,7 +211,7 @@ def test_token_ids_are_sent_as_such_and_are_no_chat(
     assert [body["prompt"] for body in server.bodies] == [[5, 6]] * 2
     assert all(body["ignore_eos"] for body in server.bodies)
     assert report["levels"][0]["repeated_prompts"] == 1
-    assert "1 prompts had been sent before, each time under another cache_salt" in report["shown"]
+    assert "1 prompts were sent before, each with a new cache_salt" in report["shown"]
     assert "is token ids, and a chat takes text" in capsys.readouterr().err
 
 
@@ -237,7 +237,7 @@ def test_a_server_that_refuses_salts_is_asked_without_and_that_is_said(bench: Be
         report = bench(server, *few)
     assert ["cache_salt" in body for body in server.bodies] == [True, False, False, False]
     assert (report["levels"][0]["completed"], report["takes_salts"]) == (3, False)
-    assert "2 prompts had been sent before; THE SERVER REFUSES cache_salt" in report["shown"]
+    assert "2 prompts were sent before; THE SERVER REFUSES cache_salt" in report["shown"]
 
 
 def test_key_comes_from_the_environment_and_is_not_shown(
@@ -255,7 +255,7 @@ def test_report_is_written_to_a_file_too(bench: Bench, tmp_path: Path) -> None:
     with serving(FakeServer("vllm")) as server:
         report = bench(server, "--concurrency", "1", "--requests", "1", "--rate", "50", "--out", str(out))
     assert json.loads(out.read_text())["levels"] == report["levels"]
-    assert "requests arrive by chance, 50 a second" in report["shown"]
+    assert "Poisson arrivals, 50 per second" in report["shown"]
 
 
 def test_ctrl_c_shows_what_there_is() -> None:

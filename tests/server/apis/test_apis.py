@@ -393,7 +393,7 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"system": [{"type": "text"}]}, "system.0: a part of type 'text' lacks its text; give it."),
         ({"system": {"text": "a"}}, "system: give a text, or a list of parts."),
-        ({"messages": [{**turn[0], "images": ["x"]}]}, "messages.0: images is not read"),
+        ({"messages": [{**turn[0], "images": ["x"]}]}, "messages.0: images is not supported"),
         ({"cache_control": {"type": "ephemeral", "ttl": "9d"}}, "cache_control.ttl"),
     ]
     for fields, named in wrong:
@@ -413,7 +413,7 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
     for body, named in (
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": "a", "images": ["x"]}]}, "input.0: images is not read"),
+        ({"input": [{"role": "user", "content": "a", "images": ["x"]}]}, "input.0: images is not supported"),
         ({"input": [{**result, "output": {"a": 1}}]}, "input.0.output: give a text, or a list of parts."),
         (
             {"input": [{**result, "output": [{"type": "input_text"}]}], "previous_response_id": made},
@@ -421,7 +421,7 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
-            "input.0.content.0: file_id is not read",
+            "input.0.content.0: file_id is not supported",
         ),
         (
             {
@@ -457,10 +457,10 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        (None, "it is missing"),
+        (None, "it is required"),
         (5, "give an object"),
         ({"type": "odd"}, "Unsupported type"),
-        ({"type": "array", "items": {}, "uniqueItems": True}, "uniqueItems is not followed"),
+        ({"type": "array", "items": {}, "uniqueItems": True}, "unsupported: uniqueItems"),
     ],
 )
 def test_a_schema_that_is_none_is_named_as_each_api_does(live: Live, schema: Any, says: str) -> None:

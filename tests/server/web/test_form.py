@@ -108,7 +108,7 @@ def test_mistakes_are_told_in_plain_words(tab: Tab) -> None:
     send(tab, "  \n")
     assert words(tab, ".exchange") == []
     send(tab, "x", temperature=0, seed=1.5)
-    tab.wait("document.getElementById('fault').textContent === 'Seed must be a whole number.'")
+    tab.wait("document.getElementById('fault').textContent === 'Seed must be an integer.'")
     assert tab.look(AT_FAULT) == "seedseed"
     assert tab.look("document.getElementById('prompt').value") == "x" and words(tab, ".exchange") == []
     tab.press("Escape")

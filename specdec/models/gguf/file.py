@@ -1,0 +1,183 @@
+"""What a GGUF file holds: its metadata, and where its tensors lie. All is checked before it is used."""
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from specdec.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32
+MOST_DIMENSIONS = 4
+
+_SCALARS = {
+    **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i"},
+    **{6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"},
+}
+_STRING, _ARRAY = 8, 9
+
+
+class Kind(NamedTuple):
+    """How a tensor's numbers are stored."""
+
+    name: str
+    numbers: int
+    """In a block."""
+    bytes: int
+    """Of a block."""
+
+
+KINDS: Mapping[int, Kind] = {
+    number: Kind(name, numbers, size)
+    for number, name, numbers, size in (
+        *((0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2)),
+        *((2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24)),
+        *((8, "Q8_0", 32, 34), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210)),
+    )
+}
+"""By the number that stands for it in a file."""
+UNREAD = {
+    **{
+        9: "Q8_1",
+        10: "Q2_K",
+        11: "Q3_K",
+        15: "Q8_K",
+        16: "IQ2_XXS",
+        17: "IQ2_XS",
+        18: "IQ3_XXS",
+        19: "IQ1_S",
+    },
+    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
+    **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"},
+}
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies."""
+
+    shape: tuple[int, ...]
+    kind: Kind
+    offset: int
+    """From the start of the file."""
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) // self.kind.numbers * self.kind.bytes
+
+
+class GgufFile:
+    """One mapped file. Strings and numbers of its metadata are Python's, arrays of numbers are numpy's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}); download it again", field="model"
+            ) from error
+        self._at = 0
+        self.metadata: dict[str, Any] = {}
+        self.entries: dict[str, Entry] = {}
+        self._read()
+
+    def numbers(self, entry: Entry) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """Return a tensor's bytes, which view the mapped file."""
+        return np.frombuffer(self._data, np.uint8, entry.bytes, entry.offset)
+
+    def _read(self) -> None:
+        if self._take(4, "its first bytes") != MAGIC:
+            self._refuse("model", "it does not begin as a GGUF file does")
+        version = self._scalar(4, "version")
+        if version not in VERSIONS:
+            self._refuse(
+                "version", f"its version is {version}; specdec reads {' and '.join(map(str, VERSIONS))}"
+            )
+        tensors, fields = self._count("tensors", least=20), self._count("fields", least=13)
+        for _ in range(fields):
+            name = self._string("a field's name")
+            if name in self.metadata:
+                self._refuse(name, f"it has the field {name} twice")
+            self.metadata[name] = self._value(self._scalar(4, name), name)
+        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            self._refuse("general.alignment", "general.alignment must be a power of two")
+        found = list(self._tensors(tensors))
+        start = -(-self._at // alignment) * alignment
+        for name, entry in found:
+            if name in self.entries:
+                self._refuse(name, f"it has the tensor {name} twice")
+            entry = entry._replace(offset=start + entry.offset)
+            if entry.offset + entry.bytes > len(self._data):
+                self._refuse(name, f"{name} ends behind the end of the file")
+            self.entries[name] = entry
+
+    def _tensors(self, count: int) -> Iterator[tuple[str, Entry]]:
+        for _ in range(count):
+            name = self._string("a tensor's name")
+            dimensions = self._scalar(4, name)
+            if not 0 < dimensions <= MOST_DIMENSIONS:
+                self._refuse(name, f"{name} has {dimensions} dimensions, and may have {MOST_DIMENSIONS}")
+            shape = tuple(self._scalar(10, name) for _ in range(dimensions))[::-1]
+            number, offset = self._scalar(4, name), self._scalar(10, name)
+            kind = KINDS.get(number)
+            if kind is None:
+                known = UNREAD.get(number, f"type {number}, which llama.cpp does not have")
+                names = ", ".join(own.name for own in KINDS.values())
+                self._refuse(name, f"{name} is stored as {known}; specdec reads {names}")
+            if 0 in shape or math.prod(shape) >= 1 << 63 or shape[-1] % kind.numbers:
+                self._refuse(name, f"{name} has the shape {list(shape)}, which {kind.name} cannot have")
+            yield name, Entry(shape, kind, offset)
+
+    def _value(self, kind: int, name: str) -> Any:
+        if kind == _STRING:
+            return self._string(name)
+        if kind != _ARRAY:
+            return self._scalar(kind, name)
+        of = self._scalar(4, name)
+        if of == _STRING:
+            return [self._string(name) for _ in range(self._count(name, least=8))]
+        if of not in _SCALARS:
+            self._refuse(name, f"{name} is an array of arrays, or of an unknown type ({of})")
+        form = np.dtype(_SCALARS[of])
+        count = self._count(name, least=form.itemsize)
+        return np.frombuffer(self._take(count * form.itemsize, name), form)
+
+    def _count(self, what: str, *, least: int) -> int:
+        """Read how many items follow, of so many bytes at least: more than the file holds are refused."""
+        count: int = self._scalar(10, what)
+        if count > (len(self._data) - self._at) // least:
+            self._refuse(what, f"it says that it has {count:,} {what}, which it is too small for")
+        return count
+
+    def _string(self, name: str) -> str:
+        try:
+            return self._take(self._count(f"bytes of {name}", least=1), name).decode()
+        except UnicodeDecodeError:
+            self._refuse(name, f"{name} is no UTF-8")
+
+    def _scalar(self, kind: int, name: str) -> Any:
+        if kind not in _SCALARS:
+            self._refuse(name, f"{name} is of an unknown type ({kind})")
+        form = _SCALARS[kind]
+        return struct.unpack(form, self._take(struct.calcsize(form), name))[0]
+
+    def _take(self, count: int, name: str) -> bytes:
+        taken = self._data[self._at : self._at + count]
+        if len(taken) < count:
+            self._refuse("model", f"it ends in the middle of {name}")
+        self._at += count
+        return taken
+
+    def _refuse(self, field: str, why: str) -> NoReturn:
+        shown = f"{self.path.name}: {why}"
+        raise CheckpointError(
+            f"{shown[:400]}; download it again, or take another file", field=field[:200] or "model"
+        )

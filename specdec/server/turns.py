@@ -1,0 +1,52 @@
+"""Turns of requests on the event loop, by caller."""
+
+import asyncio
+from collections import deque
+
+MOST = 4
+"""Requests that begin in an iteration. Those that begin together can share a step: 16 clients of one token
+each got 19 % fewer answers than without turns where this was 1, and 14 % fewer with 4 (a busy machine)."""
+
+
+class Turns:
+    """Lets a few requests begin in each iteration of the event loop; callers take turns.
+
+    Streams, and requests of other callers, then wait for these few, however many a caller sends at once.
+    Owned by the event loop. Where all callers are one (`alone`), none waits.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self._alone = alone
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By caller, in the order of their turns; each has some."""
+        self._begun = 0
+        """Requests that have begun in this iteration."""
+
+    async def wait(self, caller: str) -> None:
+        """Wait for a caller's turn."""
+        loop = asyncio.get_running_loop()
+        if self._alone:
+            return
+        if self._begun < MOST:
+            if not self._begun:
+                loop.call_soon(self._next, loop)
+            self._begun += 1
+            return
+        turn = loop.create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        await turn
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin the next requests whose clients have not left, and look again in the next iteration."""
+        self._begun = 0
+        while self._waiting and self._begun < MOST:
+            caller = next(iter(self._waiting))
+            own = self._waiting.pop(caller)
+            turn = own.popleft()
+            if own:
+                self._waiting[caller] = own
+            if not turn.done():
+                turn.set_result(None)
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next, loop)

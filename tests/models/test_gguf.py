@@ -1,0 +1,346 @@
+"""GGUF files are read as the checkpoints that they were made from; the package gguf is the oracle."""
+
+import contextlib
+import json
+import random
+import re
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specdec.errors import CheckpointError
+from specdec.models import families
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.feed_forward import MLP
+from specdec.models.folder import find_folder
+from specdec.models.gguf.architectures import Described
+from specdec.models.gguf.blocks import widen
+from specdec.models.gguf.file import KINDS, GgufFile
+from specdec.text.tokenizer import load_tokenizer
+from tests.models.random_checkpoints import edit_config
+from tests.selection import EXHAUSTIVE
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+BLOCKS = [kind for kind in KINDS.values() if kind.numbers > 1]
+SCALES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+"""Where a block's float16 numbers lie, if not at its beginning alone."""
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
+def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    block_BX = rng.integers(0, 256, (50, kind.bytes), dtype=np.uint8)
+    for at in SCALES.get(kind.name, (0,)):
+        block_BX[:, at : at + 2] = rng.normal(size=(50, 1)).astype(np.float16).view(np.uint8)
+    expected = gguf.quants.dequantize(block_BX, gguf.GGMLQuantizationType[kind.name])
+    found = widen(torch.from_numpy(block_BX.reshape(-1)), kind, (50, kind.numbers))
+    assert torch.equal(found, torch.from_numpy(expected))
+
+
+def undo_nothing(name: str, own: Tensor, config: Mapping[str, Any]) -> Tensor:
+    return own.squeeze(1) if name.endswith("conv.conv.weight") else own
+
+
+def pair_rows(name: str, own: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """Put the two rows of a rotated pair side by side, as llama.cpp's converter does for Llama."""
+    if ".q_proj." not in name and ".k_proj." not in name:
+        return own
+    heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+    return own.reshape(heads, 2, -1, *own.shape[1:]).swapaxes(1, 2).reshape(own.shape)
+
+
+def add_fields(writer: Any, config: Mapping[str, Any]) -> None:
+    ffn = families.network(config).layers[0].ffn
+    assert isinstance(ffn, MLP)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(ffn.width)
+    writer.add_head_count(config["num_attention_heads"])
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    kv = config["num_key_value_heads"]
+    writer.add_head_count_kv([kv if kind != "conv" else 0 for kind in kinds] if "conv" in kinds else kv)
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if "conv_L_cache" in config:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+
+
+def write(
+    folder: Path,
+    path: Path,
+    architecture: str,
+    change: Callable[[str, Tensor, Mapping[str, Any]], Tensor] = undo_nothing,
+    extend: Callable[[Any], None] = lambda writer: None,
+) -> Path:
+    """Write a checkpoint's file, with the names that the package gguf has for its tensors."""
+    checkpoint = Checkpoint(folder)
+    arch = getattr(gguf.MODEL_ARCH, architecture)
+    names = gguf.get_tensor_name_map(arch, checkpoint.config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    add_fields(writer, checkpoint.config)
+    writer.add_array("tests.numbers", [1, 2, 3])
+    writer.add_bool("tests.flag", True)
+    for name in checkpoint.names():
+        if name == "lm_head.weight" and checkpoint.config["tie_word_embeddings"]:
+            continue
+        disk = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert disk, name
+        own = change(name, checkpoint.tensor(name).float(), checkpoint.config)
+        writer.add_tensor(disk, own.contiguous().numpy())
+    extend(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+WRITTEN = {
+    "qwen3": ("QWEN3", undo_nothing),
+    "qwen2": ("QWEN2", undo_nothing),
+    "llama": ("LLAMA", pair_rows),
+    "lfm2": ("LFM2", undo_nothing),
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_file_is_the_checkpoint_that_it_was_made_from(
+    family: str, family_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(family_folder(family), folder)
+    if family in ("llama", "qwen2"):  # whose files tell of no windows, and of scaled positions otherwise
+        plain = {"rope_type": "default", "rope_theta": 10_000.0}
+        edit_config(folder, use_sliding_window=False, layer_types=None, rope_parameters=plain)
+    path = write(folder, tmp_path / "small.gguf", *WRITTEN[family])
+    assert_equal(Checkpoint(path), Checkpoint(folder))
+    assert find_folder(tmp_path) == find_folder(path), "a folder that holds one file is that file"
+
+
+def test_frequencies_are_scaled_as_in_llama_3(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A file holds divisors, which transformers computes of four numbers."""
+    scaling = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=2, num_key_value_heads=2, rope_parameters=scaling
+    )
+    frequency_N, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain_N = 5e5 ** -(torch.arange(0, 128, 2) / 128)
+
+    def read(divisor_N: Tensor) -> dict[str, Any]:
+        writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+        for name, number in (("block_count", 1), ("embedding_length", 256), ("attention.head_count", 2)):
+            writer.add_uint32(f"llama.{name}", number)
+        writer.add_uint32("llama.feed_forward_length", 4)
+        writer.add_context_length(64)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(5e5)
+        writer.add_tensor("rope_freqs.weight", divisor_N.numpy())
+        writer.add_tensor("token_embd.weight", np.zeros((4, 256), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        found: dict[str, Any] = Described(GgufFile(tmp_path / "small.gguf")).config["rope_parameters"]
+        return found
+
+    assert read(plain_N / frequency_N) == scaling
+    with pytest.raises(CheckpointError, match=r"scaled as in Llama 3\.1"):
+        read(plain_N / frequency_N + torch.linspace(0, 1, 64))
+
+
+def test_a_delta_net_and_its_head_are_those_of_the_checkpoint(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With twice as many value heads as key heads, which take turns in a file."""
+    from specdec.bench.gguf_model import write_gguf
+    from tests.bench.suited import SUITED
+    from tests.conftest import HYBRID
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda self, name: None)
+    folder, path = checkpoint(HYBRID, **SUITED), tmp_path / "small.gguf"
+    write_gguf(Checkpoint(folder), path, "F32")
+    assert any(name.startswith("mtp.") for name in Checkpoint(folder).names())
+    assert_equal(Checkpoint(path), Checkpoint(folder))
+
+
+def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:
+    """Compare what networks are made of: the description, but for epsilons in float32, and all tensors."""
+    ours, theirs = families.read_network(found), families.read_network(expected)
+    assert str(ours) == str(theirs) or _rounded(str(ours)) == _rounded(str(theirs))
+    for network in (ours, theirs):
+        assert network.layers
+    wanted = families.layout(theirs).wanted(frozenset(expected.names()), mtp=bool(theirs.mtp))
+    for name in wanted:
+        bare = name if name in found else name.replace("model.language_model.", "model.")
+        assert torch.allclose(found.tensor(bare), expected.tensor(name).float(), rtol=1e-6, atol=1e-6), name
+    assert all(found.shape(name) == tuple(found.tensor(name).shape) for name in found.names())
+
+
+def _rounded(text: str) -> str:
+    """Round the numbers of a description to six digits, and leave out end tokens: no file here has any."""
+    text = re.sub(r"eos=\([^)]*\)", "", text)
+    return re.sub(r"\d+\.\d+(e-?\d+)?|\d+e-\d+", lambda own: f"{float(own[0]):.6g}", text)
+
+
+TEXTS = (
+    *("Hello, world! 12345 67", "naïve café — ‘quotes’", "日本語テキスト 🙂👍🏽", "  leading\n\n\ttabs  "),
+    *(
+        "def f(x):\n    return x**2",
+        "it's WE'LL I'D",
+        "<|end|>not special<|end",
+        "e\u0301 caf\u00e9 \u00a0\u200b",
+    ),
+)
+SPLIT = {
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ],
+}
+"""As the published tokenizers are written, which files name by these words."""
+
+
+@pytest.mark.parametrize("pre", SPLIT)
+@pytest.mark.parametrize("begins", [False, True])
+def test_texts_have_the_tokens_of_the_tokenizer_that_a_file_was_made_from(
+    pre: str, begins: bool, family_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    theirs = tokenizers.Tokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(SPLIT[pre])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    theirs.train_from_iterator([*TEXTS, Path(__file__).read_text()], trainer)
+    described = json.loads(theirs.to_str())["model"]
+    tokens = sorted(described["vocab"], key=described["vocab"].__getitem__)
+
+    def extend(writer: Any) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token == "<|end|>" else 1 for token in tokens])
+        writer.add_token_merges([" ".join(pair) for pair in described["merges"]])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+        writer.add_add_bos_token(begins)
+        writer.add_chat_template("{{ messages[0].content }}")
+
+    path = write(family_folder("qwen3"), tmp_path / "small.gguf", "QWEN3", extend=extend)
+    folder = find_folder(path)
+    ours = load_tokenizer(folder)
+    assert ours
+    for text in TEXTS:
+        assert list(ours.encode(text)) == [0] * begins + theirs.encode(text).ids, text
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0]}
+    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"].startswith("{{")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of one tensor and a field of each kind."""
+    path = tmp_path_factory.mktemp("small") / "small.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3")
+    for name, value in (("uint32", 7), ("int64", -7), ("float32", 0.5), ("bool", True), ("string", "ü")):
+        getattr(writer, f"add_{name}")(f"tests.{name}", value)
+    writer.add_array("tests.words", ["a", "bc", ""])
+    writer.add_array("tests.numbers", [1, 2, 3])
+    writer.add_tensor("token_embd.weight", np.arange(64, dtype=np.float32).reshape(2, 32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def test_metadata_and_tensors_are_those_that_gguf_wrote(small: bytes, tmp_path: Path) -> None:
+    (path := tmp_path / "small.gguf").write_bytes(small)
+    file = GgufFile(path)
+    assert file.metadata["tests.uint32"] == 7 and file.metadata["tests.int64"] == -7
+    assert file.metadata["tests.float32"] == 0.5 and file.metadata["tests.bool"] is True
+    assert file.metadata["tests.string"] == "ü" and file.metadata["tests.words"] == ["a", "bc", ""]
+    assert file.metadata["tests.numbers"].tolist() == [1, 2, 3]
+    entry = file.entries["token_embd.weight"]
+    assert entry.shape == (2, 32) and file.numbers(entry).view(np.float32).tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=EXHAUSTIVE)])
+def test_no_damage_does_more_than_refuse_the_file(count: int, small: bytes, tmp_path: Path) -> None:
+    """Bytes are changed, the end is cut off, or numbers are made huge."""
+    rng, path, refused = random.Random(0), tmp_path / "small.gguf", 0
+    for _ in range(count):
+        path.write_bytes(damaged(small, rng))
+        with contextlib.suppress(CheckpointError):
+            GgufFile(path)
+            continue
+        refused += 1
+    assert count / 2 < refused < count
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    own, kind = bytearray(data), rng.randrange(3)
+    header = len(data) - 256
+    if kind == 0:
+        for _ in range(rng.choice([1, 2, 8])):
+            own[rng.randrange(header)] = rng.randrange(256)
+    elif kind == 1:
+        del own[rng.randrange(len(own)) :]
+    else:
+        at = rng.randrange(header - 8)
+        own[at : at + 8] = struct.pack("<Q", rng.choice([2**63 - 1, 2**64 - 1, 2**32, 1 << 40]))
+    return bytes(own)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "why"),
+    [
+        ({"architecture": "gpt-j"}, "general.architecture", "qwen3.*not 'gpt-j'"),
+        ({"string": ("qwen3.rope.scaling.type", "yarn")}, "qwen3.rope.scaling.type", "not 'yarn'"),
+        ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "dense"),
+        ({"string": ("tokenizer.ggml.model", "llama")}, "tokenizer.ggml.tokens", "a list of strings"),
+        ({"uint32": ("split.count", 2)}, "split.count", "one of 2 files"),
+    ],
+)
+def test_what_is_not_read_is_named(
+    change: dict[str, Any], field: str, why: str, family_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    def extend(writer: Any) -> None:
+        for kind, value in change.items():
+            if kind == "architecture":
+                writer.kv_data[0]["general.architecture"].value = value
+            else:
+                getattr(writer, f"add_{kind}")(*value)
+
+    path = write(family_folder("qwen3"), tmp_path / "small.gguf", "QWEN3", extend=extend)
+    with pytest.raises(CheckpointError, match=why) as wrong:
+        Checkpoint(path)
+    assert wrong.value.field == field
+
+
+def test_one_of_several_files_must_be_named(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf", "mmproj-a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=r"several GGUF files; give one of a\.gguf, b\.gguf$"):
+        find_folder(tmp_path)
