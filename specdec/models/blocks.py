@@ -251,11 +251,12 @@ def swiglu(fields: Fields, width: str = "intermediate_size", *, bias: bool = Fal
     return MLP(fields.integer(width), "swiglu", bias=bias)
 
 
-def softmax_moe(fields: Fields, *, renormalise: bool, shared: bool = True) -> MoE:
+def softmax_moe(
+    fields: Fields, *, renormalise: bool, experts: str = "num_experts", shared: bool = True
+) -> MoE:
     """Read a mixture of gated experts under a softmax router, with one gated shared expert or without."""
     fields.only("hidden_act", "silu")
     width = fields.integer("shared_expert_intermediate_size", least=0) if shared else 0
-    experts = "num_experts" if "num_experts" in fields else "num_local_experts"
     return MoE(
         experts=fields.integer(experts),
         top_k=top_k(fields, experts),

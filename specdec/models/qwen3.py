@@ -56,10 +56,12 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
 
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     """Read experts, or the dense feed-forward of a layer that has none."""
-    experts = fields.integer("num_experts", "num_local_experts", least=0)
-    if not is_sparse(fields, layer) or not experts:
+    # Published configs have the one name, those that transformers writes the other.
+    experts = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    if not is_sparse(fields, layer) or not fields.integer(experts, least=0):
         return swiglu(fields)
-    return softmax_moe(fields, renormalise=fields.flag("norm_topk_prob", default=False), shared=False)
+    renormalise = fields.flag("norm_topk_prob", default=False)
+    return softmax_moe(fields, renormalise=renormalise, experts=experts, shared=False)
 
 
 def layout(network: spec.Network) -> Layout:
