@@ -34,19 +34,16 @@ def refuse_unsupported(fields: Fields, *, slides: bool = False) -> None:
 
 
 def layer_kinds(
-    fields: Fields, *, supported: tuple[str, ...], interval: int | None = None, every: str | None = None
+    fields: Fields, *, supported: tuple[str, ...], interval: int | None = None, default: str | None = None
 ) -> tuple[str, ...]:
-    """Name each layer's mixer: `layer_types`, or else full attention every `interval` layers.
-
-    With `every` that is the mixer of all layers where the field is absent.
-    """
+    """Name each layer's mixer: `layer_types`, else `default`, else full attention every `interval` layers."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     kinds = fields.strings("layer_types", "layers_block_type")
-    if kinds is None and every:
-        return (every,) * count
+    if kinds is None and default:
+        return (default,) * count
     if kinds is None:
-        interval = fields.integer("full_attention_interval", default=interval or 1)
-        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
+        every = fields.integer("full_attention_interval", default=interval or 1)
+        return tuple(FULL if (i + 1) % every == 0 else LINEAR for i in range(count))
     kinds = modern_kinds(kinds)
     if unknown := set(kinds) - set(supported):
         fields.refuse("layer_types", f"only {' and '.join(supported)}, not {', '.join(sorted(unknown))}")
@@ -254,11 +251,12 @@ def swiglu(fields: Fields, width: str = "intermediate_size", *, bias: bool = Fal
     return MLP(fields.integer(width), "swiglu", bias=bias)
 
 
-def softmax_moe(fields: Fields, *, renormalise: bool, shared: bool = True) -> MoE:
+def softmax_moe(
+    fields: Fields, *, renormalise: bool, experts: str = "num_experts", shared: bool = True
+) -> MoE:
     """Read a mixture of gated experts under a softmax router, with one gated shared expert or without."""
     fields.only("hidden_act", "silu")
     width = fields.integer("shared_expert_intermediate_size", least=0) if shared else 0
-    experts = "num_experts" if "num_experts" in fields else "num_local_experts"
     return MoE(
         experts=fields.integer(experts),
         top_k=top_k(fields, experts),

@@ -101,7 +101,7 @@ def _kinds(fields: Fields, kind: str, rotates: tuple[bool, ...]) -> tuple[str, .
         return sliding_kinds(fields, [not turns and "sliding_window" in fields for turns in rotates])
     slides = not fields.null("sliding_window")
     fields.only("use_sliding_window", slides)
-    return layer_kinds(fields, supported=(FULL, SLIDING), every=SLIDING if slides else FULL)
+    return layer_kinds(fields, supported=(FULL, SLIDING), default=SLIDING if slides else FULL)
 
 
 def layout(network: spec.Network) -> Layout:

@@ -51,15 +51,17 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 def _kinds(fields: Fields) -> tuple[str, ...]:
     """Name the layers of a model with experts: with `use_sliding_window` all of them slide, or none."""
     kind = SLIDING if has_window(fields) else FULL
-    return layer_kinds(fields, supported=(kind,), every=kind)
+    return layer_kinds(fields, supported=(kind,), default=kind)
 
 
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     """Read experts, or the dense feed-forward of a layer that has none."""
-    experts = fields.integer("num_experts", "num_local_experts", default=128, least=0)
-    if not is_sparse(fields, layer) or not experts:
+    # Published configs have the one name, those that transformers writes the other.
+    experts = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    if not is_sparse(fields, layer) or not fields.integer(experts, least=0):
         return swiglu(fields)
-    return softmax_moe(fields, renormalise=fields.flag("norm_topk_prob", default=False), shared=False)
+    renormalise = fields.flag("norm_topk_prob", default=False)
+    return softmax_moe(fields, renormalise=renormalise, experts=experts, shared=False)
 
 
 def layout(network: spec.Network) -> Layout:

@@ -3,13 +3,18 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from aiohttp import web
 
+from specdec.bench.gguf_model import refuse_unlike
 from specdec.bench.peers import ServerPeer, TransformersPeer, connect, refuse_unknown
 from specdec.errors import ConfigError, EngineError
+from specdec.models import families
+from tests.models.agreeing import CONFIGS
+from tests.models.drawn.llama import SCALED
 
 PROMPTS = [[5, 6, 7], [8, 9, 10]]
 NEW_TOKENS = 4
@@ -133,3 +138,19 @@ def test_peer_that_is_unknown_is_refused(transformers_peer: TransformersPeer) ->
     assert [peer.name for peer in peers] == ["transformers", "http://host:1"]
     with pytest.raises(ConfigError, match="'vllm'"):
         refuse_unknown(["transformers", "vllm"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, "sliding attention"),
+        ({"rope_parameters": dict(SCALED)}, "scaled rotary frequencies"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8}, "experts"),
+        ({"model_type": "llama"}, "the family llama"),
+    ],
+)
+def test_networks_that_are_not_written_for_llama_cpp_are_refused(fields: dict[str, Any], says: str) -> None:
+    config = CONFIGS["qwen3"]().to_dict() | {"layer_types": None, "num_experts_per_tok": 2}
+    refuse_unlike(families.network(config))
+    with pytest.raises(ConfigError, match=says):
+        refuse_unlike(families.network(config | fields))

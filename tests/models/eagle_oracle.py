@@ -72,9 +72,13 @@ class Oracle:
     def _rotate(self, x: Tensor) -> Tensor:
         dim, half = x.shape[-1], x.shape[-1] // 2
         power = torch.arange(half, dtype=torch.float64) * 2 / dim
-        angle = torch.outer(
-            torch.arange(x.shape[1], dtype=torch.float64), self.config["rope_theta"] ** -power
-        )
+        rate = self.config["rope_theta"] ** -power
+        if scaling := self.config.get("rope_scaling"):
+            low, turns = scaling["low_freq_factor"], rate * scaling["original_max_position_embeddings"]
+            blend = (turns / (2 * torch.pi) - low) / (scaling["high_freq_factor"] - low)
+            blend = blend.clamp(0, 1)
+            rate = rate * (blend + (1 - blend) / scaling["factor"])
+        angle = torch.outer(torch.arange(x.shape[1], dtype=torch.float64), rate)
         cos, sin = (torch.cat([y, y], -1).to(x.dtype) for y in (angle.cos(), angle.sin()))
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 

@@ -21,7 +21,15 @@ EXACT = re.compile(
     r"slope_rate|mtp\.fc|visual)(\W.*|$)"
 )
 """What no published checkpoint rounds."""
-ODD = {"granitemoehybrid": 0, "falcon_h1": 0, "jamba": 0, "lfm2_moe": 0, "minimax": 2, "kimi_linear": 2}
+ODD = {
+    "qwen2": 0,
+    "granitemoehybrid": 0,
+    "falcon_h1": 0,
+    "jamba": 0,
+    "lfm2_moe": 0,
+    "minimax": 2,
+    "kimi_linear": 2,
+}
 """Families with the other structures of weights, and seeds of models with no whole block."""
 ANNOUNCED: dict[str, Any] = {
     "quant_method": "fp8",

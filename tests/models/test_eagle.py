@@ -67,10 +67,18 @@ def with_embedding(width: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor
     return lambda tensors: tensors | {"embed_tokens.weight": drawn}
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 PUBLISHED = {
     "eagle": Published("eagle", {}),
     "eagle without fc.bias": Published("eagle", {}, without("fc.bias")),
     "eagle of Qwen2": Published("eagle", {"rope_theta": 1e6}, with_biases("layers.0")),
+    "eagle of Llama 3.1": Published("eagle", {"rope_scaling": LLAMA3}),
     "eagle with an embedding": Published("eagle", {}, with_embedding(32)),
     "eagle3": Published("eagle3", TAPS),
     "eagle3 below model.": Published("eagle3", TAPS, renamed("midlayer.", "layers.0.", "model.")),
@@ -270,7 +278,7 @@ REFUSED: Mapping[str, tuple[Published, str, str]] = {
     ),
     "a short map": (Published("eagle3", TAPS, lambda t: t | {"d2t": t["d2t"][1:]}), "d2t", "no list of 32"),
     "scaled positions": (
-        Published("eagle", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        Published("eagle", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}),
         "rope_scaling.rope_type",
         "'llama3'",
     ),

@@ -58,5 +58,5 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
         "rope_parameters.original_max_position_embeddings",
         "at least 1",
     ),
-    ({"original_max_position_embeddings": "8k"}, "original_max_position_embeddings", "whole number"),
+    ({"original_max_position_embeddings": "8k"}, "original_max_position_embeddings", "an integer"),
 )
