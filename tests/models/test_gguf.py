@@ -221,7 +221,7 @@ def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:
 
 LLAMA = {
     "model_type": "llama",
-    "vocab_size": 64,
+    "vocab_size": 320,
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

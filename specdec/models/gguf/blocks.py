@@ -25,7 +25,7 @@ def widen(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
 
 def numbers(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return the whole numbers of a type in `BITS`, in int8."""
-    return _whole(data_X.view(-1, kind.bytes), kind).view(shape)
+    return _whole(data_X.view(-1, kind.bytes), kind).reshape(shape)
 
 
 def scales(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
