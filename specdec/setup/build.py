@@ -155,6 +155,8 @@ def _load(
     weights.finish()
     copy = copied.copy(network) if copied else None
     logger.info("kernels: %s", describe_kernels(settings.kernels))
+    why = "" if source or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
+    logger.info("drafters: %s%s", " and ".join(settings.drafters) or "none", why)
     return Model(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
 
 
