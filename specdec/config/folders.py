@@ -19,6 +19,11 @@ def random_models() -> Path:
     return cache() / "random"
 
 
+def descriptions() -> Path:
+    """Return where the folders are kept that describe GGUF files."""
+    return cache() / "gguf"
+
+
 def repo_of(folder: Path) -> str | None:
     """Return the OWNER/NAME on the Hugging Face hub that a folder of its cache is a snapshot of."""
     found = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
@@ -34,6 +39,8 @@ def anew(folder: Path, otherwise: str = "download it again") -> str:
     """Say how a damaged model comes back whole: what we wrote or downloaded we do again."""
     if repo := repo_of(folder):
         return f"delete {folder.parents[1]}: {repo} is then downloaded again"
+    if folder.resolve().parent.parent == descriptions().resolve():
+        return f"delete {folder.parent}: it describes a GGUF file, and is then written anew"
     if folder.resolve().parent == random_models().resolve():
         return f"delete {folder}: it is a random model, which the benchmarks write anew"
     return otherwise

@@ -49,8 +49,8 @@ class Access:
 
     @property
     def is_for_one(self) -> bool:
-        """Tell whether all requests are one caller's: from this machine, with the only key or without any."""
-        return self._local and len(self._keys) < 2
+        """Whether all admitted requests are one caller's: of the only key, or local ones without keys."""
+        return len(self._keys) == 1 or (not self._keys and self._local)
 
     @property
     def is_open_to_pages(self) -> bool:

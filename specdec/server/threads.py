@@ -54,7 +54,7 @@ class Pool:
 
         def run() -> None:
             if doing.set_running_or_notify_cancel():
-                _do(doing, work)
+                _do(doing, lambda: self._timed(work, caller))
 
         with self._lock:
             if self._held >= COUNT + self.most:
@@ -80,18 +80,25 @@ class Pool:
             raise
 
     def _run(self) -> None:
-        while found := self._next():
-            caller, run = found
-            start_s = time.thread_time()
+        while run := self._next():
             run()
-            del found, run  # they refer to a request's body, and to what came of it
-            used_s = time.thread_time() - start_s
+            del run  # it refers to a request's body, and to what came of it
             with self._lock:
                 self._held -= 1
-                if self._rests and used_s > LONG_S:
-                    self._resting[caller] = time.monotonic() + REST * used_s
 
-    def _next(self) -> tuple[str, Callable[[], None]] | None:
+    def _timed(self, work: Callable[[], T], caller: str) -> T:
+        """Do work, and let its caller rest after it, before anyone hears that it is done."""
+        start_s = time.thread_time()
+        try:
+            return work()
+        finally:
+            used_s = time.thread_time() - start_s
+            if self._rests and used_s > LONG_S:
+                with self._lock:
+                    begins_s = max(self._resting.get(caller, 0.0), time.monotonic())
+                    self._resting[caller] = begins_s + REST * used_s
+
+    def _next(self) -> Callable[[], None] | None:
         """Wait for the next work of a caller that does not rest; None: there is none."""
         with self._lock:
             while self._waiting:
@@ -101,7 +108,7 @@ class Pool:
                     if caller not in self._resting:
                         run = own[0]
                         self._take(caller, run)
-                        return caller, run
+                        return run
                 self._lock.wait(min(self._resting[caller] for caller in self._waiting) - now_s)
             self._running -= 1
             return None

@@ -12,7 +12,8 @@ class Turns:
     """Lets a few requests begin in each iteration of the event loop; callers take turns.
 
     Streams, and requests of other callers, then wait for these few, however many a caller sends at once.
-    Owned by the event loop. Where all callers are one (`alone`), none waits.
+    Owned by the event loop. Where all callers are one (`alone`), only refused
+    requests wait: those of no caller.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -25,7 +26,7 @@ class Turns:
     async def wait(self, caller: str) -> None:
         """Wait for a caller's turn."""
         loop = asyncio.get_running_loop()
-        if self._alone:
+        if self._alone and caller:
             return
         if self._begun < MOST:
             if not self._begun:

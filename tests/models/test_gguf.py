@@ -19,6 +19,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from specdec.config.engine import EngineConfig
 from specdec.errors import CheckpointError
 from specdec.kernels.linear.integers import Integers
 from specdec.models import families
@@ -28,6 +29,7 @@ from specdec.models.folder import find_folder
 from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import KINDS, GgufFile
+from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
 from tests.models.random_checkpoints import edit_config
 from tests.selection import EXHAUSTIVE
@@ -206,12 +208,31 @@ def test_a_delta_net_and_its_head_are_those_of_the_checkpoint(
     assert_equal(Checkpoint(path), Checkpoint(folder))
 
 
+def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, and the columns of the last projection, move with the scales of their blocks."""
+    from specdec.bench.gguf_model import write_gguf
+    from tests.bench.suited import SUITED
+    from tests.conftest import HYBRID
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda self, name: None)
+    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    folder, path = checkpoint(HYBRID, **{**SUITED, **heads}), tmp_path / "small.gguf"
+    write_gguf(Checkpoint(folder), path, "Q8_0")
+    found, expected = Checkpoint(path), Checkpoint(folder)
+    kept = [name.removesuffix("_scale") for name in found.names() if name.endswith("_scale")]
+    assert {name.rpartition("linear_attn.")[2] for name in kept} >= {"in_proj_qkv.weight", "out_proj.weight"}
+    for name in kept:
+        own = found.tensor(name) * found.tensor(f"{name}_scale").float().repeat_interleave(32, 1)
+        wide = expected.tensor(name).float()
+        assert (own - wide).norm() < 0.01 * wide.norm(), name
+
+
 def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:
     """Compare what networks are made of: the description, but for epsilons in float32, and all tensors."""
     ours, theirs = families.read_network(found), families.read_network(expected)
-    assert str(ours) == str(theirs) or _rounded(str(ours)) == _rounded(str(theirs))
-    for network in (ours, theirs):
-        assert network.layers
+    assert _rounded(str(ours)) == _rounded(str(theirs))
     wanted = families.layout(theirs).wanted(frozenset(expected.names()), mtp=bool(theirs.mtp))
     for name in wanted:
         bare = name if name in found else name.replace("model.language_model.", "model.")
@@ -319,10 +340,10 @@ def test_metadata_and_tensors_are_those_that_gguf_wrote(small: bytes, tmp_path: 
     file = GgufFile(path)
     assert file.metadata["tests.uint32"] == 7 and file.metadata["tests.int64"] == -7
     assert file.metadata["tests.float32"] == 0.5 and file.metadata["tests.bool"] is True
-    assert file.metadata["tests.string"] == "ü" and file.metadata["tests.words"] == ["a", "bc", ""]
+    assert file.metadata["tests.string"] == "ü" and file.strings("tests.words") == ("a", "bc", "")
     assert file.metadata["tests.numbers"].tolist() == [1, 2, 3]
     entry = file.entries["token_embd.weight"]
-    assert entry.shape == (2, 32) and file.numbers(entry).view(np.float32).tolist() == list(range(64))
+    assert entry.shape == (2, 32) and entry.data.view(np.float32).tolist() == list(range(64))
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=EXHAUSTIVE)])
@@ -336,6 +357,48 @@ def test_no_damage_does_more_than_refuse_the_file(count: int, small: bytes, tmp_
             continue
         refused += 1
     assert count / 2 < refused < count
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(3_000, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+def test_whatever_metadata_say_a_model_is_read_or_refused(
+    architecture: str,
+    count: int,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fields and shapes are changed in files that are whole."""
+    from specdec.bench.gguf_model import write_gguf
+    from tests.bench.suited import SUITED
+    from tests.conftest import HYBRID
+
+    path = tmp_path / "small.gguf"
+    if architecture == "llama":
+        write(checkpoint(LLAMA), path, "LLAMA", pair_rows, form="Q8_0")
+    else:
+        monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda self, name: None)
+        write_gguf(Checkpoint(checkpoint(HYBRID, **SUITED)), path, "F32")
+    data, rng, refused = path.read_bytes(), random.Random(0), 0
+    # Behind a name stand the type of a field and its value, or the dimensions of a tensor.
+    places = [found.end() for found in re.finditer(rb"(?:llama|qwen35)\.[a-z_.]+|blk\.\d\.[a-z_0-9.]+", data)]
+    for _ in range(count):
+        own, at = bytearray(data), rng.choice(places) + rng.choice([4, 4, 8, 12, 16])
+        own[at : at + 4] = struct.pack("<I", rng.choice([0, 1, 2, 3, 7, 33, 1025, 2**31 - 1, 2**32 - 1]))
+        path.write_bytes(own)
+        with contextlib.suppress(CheckpointError):
+            read_all(path)
+            continue
+        refused += 1
+    assert refused > count / 4
+
+
+def read_all(path: Path) -> None:
+    found = Checkpoint(path)
+    families.read_network(found)
+    for name in found.names():
+        if found.shape(name) != (0,):
+            found.tensor(name)
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
@@ -358,7 +421,14 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
         ({"architecture": "gpt-j"}, "general.architecture", "qwen3.*not 'gpt-j'"),
         ({"string": ("qwen3.rope.scaling.type", "yarn")}, "qwen3.rope.scaling.type", "not 'yarn'"),
         ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "dense"),
-        ({"string": ("tokenizer.ggml.model", "llama")}, "tokenizer.ggml.tokens", "a list of strings"),
+        ({"string": ("tokenizer.ggml.model", "gpt2")}, "tokenizer.ggml.tokens", "a list of strings"),
+        (
+            {"string": ("tokenizer.ggml.model", "llama"), "array": ("tokenizer.ggml.tokens", ["a"])},
+            "tokenizer.ggml.model",
+            "byte-level BPE.*not 'llama'",
+        ),
+        ({"float32": ("qwen3.rope.scaling.factor", 4.0)}, "qwen3.rope.scaling.factor", "without scaling"),
+        ({"uint32": ("qwen3.nextn_predict_layers", 9)}, "qwen3.nextn_predict_layers", "less than"),
         ({"uint32": ("split.count", 2)}, "split.count", "one of 2 files"),
     ],
 )
@@ -376,6 +446,41 @@ def test_what_is_not_read_is_named(
     with pytest.raises(CheckpointError, match=why) as wrong:
         Checkpoint(path)
     assert wrong.value.field == field
+
+
+def test_a_file_that_is_split_is_one_model(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The first part may hold the metadata alone."""
+    folder = checkpoint(LLAMA)
+    whole = gguf.GGUFReader(write(folder, tmp_path / "whole.gguf", "LLAMA", pair_rows))
+    names = [tensor.name for tensor in whole.tensors]
+    for number, own in ((1, names[:0]), (2, names[:5]), (3, names[5:])):
+        writer = gguf.GGUFWriter(tmp_path / f"part-{number:05}-of-00003.gguf", "llama")
+        writer.add_uint16("split.count", 3)
+        if number == 1:
+            add_fields(writer, Checkpoint(folder).config)
+        for tensor in whole.tensors:
+            if tensor.name in own:
+                writer.add_tensor(tensor.name, tensor.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    (tmp_path / "link-00001-of-00003.gguf").symlink_to(tmp_path / "part-00001-of-00003.gguf")
+    assert_equal(Checkpoint(tmp_path / "part-00001-of-00003.gguf"), Checkpoint(folder))
+    with pytest.raises(CheckpointError, match="is a later part; give the first, part-00001-of-00003"):
+        Checkpoint(tmp_path / "part-00002-of-00003.gguf")
+    with pytest.raises(CheckpointError, match=r"of the 3 parts of link-00001-of-00003\.gguf 1 are there"):
+        Checkpoint(tmp_path / "link-00001-of-00003.gguf")
+
+
+def test_weights_take_what_those_of_the_checkpoint_take(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = checkpoint(LLAMA, dtype="bfloat16")
+    path = write(folder, tmp_path / "small.gguf", "LLAMA", pair_rows, form="Q4_1")
+    config = EngineConfig(draft="none", memory_bytes=1 << 20, dtype="bfloat16")
+    ours, theirs = (open_model(model, config).settings for model in (path, folder))
+    assert ours.weight_bytes == theirs.weight_bytes
 
 
 def test_one_of_several_files_must_be_named(tmp_path: Path) -> None:

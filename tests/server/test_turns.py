@@ -48,15 +48,18 @@ def test_few_requests_begin_in_an_iteration_and_callers_take_turns() -> None:
 def test_where_all_callers_are_one_none_waits() -> None:
     async def main() -> None:
         turns = Turns(alone=True)
-        asked = [asyncio.create_task(turns.wait(str(i))) for i in range(3 * MOST)]
+        asked = [asyncio.create_task(turns.wait("alice")) for _ in range(3 * MOST)]
+        refused = [asyncio.create_task(turns.wait("")) for _ in range(3 * MOST)]
         await asyncio.sleep(0)
-        assert all(task.done() for task in asked)
+        assert all(task.done() for task in asked) and not all(task.done() for task in refused)
+        await asyncio.gather(*refused)
 
     asyncio.run(main())
     keys = ["alice", "bob"]
     assert Access(ServerConfig()).is_for_one and Access(ServerConfig(api_key=keys[:1])).is_for_one
     assert not Access(ServerConfig(api_key=keys)).is_for_one
-    assert not Access(ServerConfig(host="0.0.0.0", api_key=keys[:1])).is_for_one
+    assert Access(ServerConfig(host="0.0.0.0", api_key=keys[:1])).is_for_one
+    assert not Access(ServerConfig(host="0.0.0.0")).is_for_one
 
 
 def test_a_new_connection_does_not_wait_for_an_iteration_of_each_before_it() -> None:

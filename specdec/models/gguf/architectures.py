@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.models.fields import Fields
+from specdec.models.fields import LARGEST, Fields
 from specdec.models.gguf.blocks import BITS, GROUP, widen
-from specdec.models.gguf.file import Entry, GgufFile
+from specdec.models.gguf.file import OTHERWISE, Entry, GgufFile
 
 Recipe = Callable[[Tensor], Tensor]
 
+MOST_LAYERS = 1024
+"""As many as a checkpoint may have."""
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 """Kinds of layers, as config.json has them."""
 
@@ -79,7 +82,10 @@ class Described:
             known, found = ", ".join(ARCHITECTURES), str(self.name)[:80]
             self.refuse("general.architecture", f"the architectures {known}, and not {found!r}")
         self.architecture = ARCHITECTURES[self.name]
-        self.layers = self._integer("block_count") - self._integer("nextn_predict_layers", default=0, least=0)
+        blocks = self._integer("block_count", most=MOST_LAYERS)
+        self.layers = blocks - self._integer("nextn_predict_layers", default=0, least=0)
+        if self.layers < 1:
+            self.fields.refuse(f"{self.name}.nextn_predict_layers", f"less than block_count ({blocks})")
         self.heads = self._integer("attention.head_count")
         self.kv_heads = self._by_layer("attention.head_count_kv", self.heads)
         self.hidden = self._integer("embedding_length")
@@ -87,12 +93,16 @@ class Described:
         self._refuse_unread()
 
     @property
+    def dtype(self) -> str:
+        """Return what the checkpoint's dtype is taken for, as safetensors spells it."""
+        return "F32" if {own.kind.name for own in self.file.entries.values()} == {"F32"} else "BF16"
+
+    @property
     def config(self) -> dict[str, Any]:
         """Return the fields of config.json."""
-        wide = {entry.kind.name for entry in self.file.entries.values()} == {"F32"}
         return {
             "model_type": self.architecture.model_type,
-            "dtype": "float32" if wide else "bfloat16",
+            "dtype": "float32" if self.dtype == "F32" else "bfloat16",
             "vocab_size": self._rows("token_embd.weight"),
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -105,7 +115,7 @@ class Described:
             "rope_parameters": self._rope(),
             "tie_word_embeddings": "output.weight" not in self.file.entries,
             **self.architecture.more(self),
-            **self._whole_numbers(),
+            **self._integer_weights(),
         }
 
     def names(self) -> Mapping[str, str]:
@@ -118,8 +128,8 @@ class Described:
             return None
         return BITS.get(entry.kind.name)
 
-    def _whole_numbers(self) -> dict[str, Any]:
-        """Announce matrices of whole numbers as compressed-tensors does, whose layout they are given."""
+    def _integer_weights(self) -> dict[str, Any]:
+        """Announce matrices of integers as compressed-tensors does, whose layout they are given."""
         layers: dict[int, list[str]] = {}
         for disk, name in self.names().items():
             if bits := self.bits(disk, self.file.entries[name]):
@@ -139,12 +149,12 @@ class Described:
         return self.architecture.recipe(self, disk)
 
     def refuse(self, field: str, needs: str) -> NoReturn:
-        raise CheckpointError(f"{self.file.path.name}: specdec reads {needs}", field=field)
+        raise CheckpointError(f"{self.file.path.name}: specdec reads {needs}; {OTHERWISE}", field=field)
 
     def _disk(self, name: str) -> str:
         if name in _OUTER:
             return _OUTER[name]
-        found = re.fullmatch(r"blk\.(\d+)\.(.+?)(\.weight|\.bias|)", name)
+        found = re.fullmatch(r"blk\.(\d{1,4})\.(.+?)(\.weight|\.bias|)", name)
         if found is None:
             return name
         block, stem, suffix = int(found[1]), found[2], found[3]
@@ -161,24 +171,33 @@ class Described:
             self.refuse(
                 f"{self.name}.rope.scaling.type", f"rotary positions without scaling, not {scaling!r}"
             )
+        for name in ("rope.scaling.factor", "rope.scale_linear"):  # linear where no type is named
+            if scaling is None and self._number(name, 1.0) not in (0, 1):
+                self.refuse(f"{self.name}.{name}", "rotary positions without scaling")
         if self._integer("expert_count", default=0, least=0):
             self.refuse(f"{self.name}.expert_count", "GGUF files of dense models so far")
 
-    def _integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        return self.fields.integer(f"{self.name}.{name}", default=default, least=least)
+    def _integer(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        return self.fields.integer(f"{self.name}.{name}", default=default, least=least, most=most)
 
     def _number(self, name: str, default: float | None = None) -> float:
         return self.fields.number(f"{self.name}.{name}", default=default)
 
     def _by_layer(self, name: str, default: int) -> list[int]:
         """Read a number for each layer, or one for all."""
+        if not isinstance(self.fields.get(f"{self.name}.{name}"), np.ndarray):
+            return [self._integer(name, default=default)] * self.layers
+        found = self._list(name)
+        if not any(found):
+            self.fields.refuse(f"{self.name}.{name}", "a layer with a number above 0")
+        return found
+
+    def _list(self, name: str) -> list[int]:
+        """Read an integer for each layer, or true or false."""
         value = self.fields.get(f"{self.name}.{name}")
-        if hasattr(value, "tolist"):
-            found = [int(own) for own in value.tolist()]
-            if len(found) < self.layers or not any(found):
-                self.fields.refuse(f"{self.name}.{name}", f"a number for each of {self.layers} layers")
-            return found[: self.layers]
-        return [self._integer(name, default=default)] * self.layers
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "biu" or len(value) < self.layers:
+            self.fields.refuse(f"{self.name}.{name}", f"an integer for each of {self.layers} layers")
+        return [int(own) for own in value[: self.layers]]
 
     def _rows(self, name: str) -> int:
         if name not in self.file.entries:
@@ -191,7 +210,7 @@ class Described:
         entry = self.file.entries.get("rope_freqs.weight")
         if entry is None:
             return {"rope_type": "default", "rope_theta": theta}
-        divisor_N = widen(torch.from_numpy(self.file.numbers(entry).copy()), entry.kind, entry.shape)
+        divisor_N = widen(torch.from_numpy(entry.data.copy()), entry.kind, entry.shape)
         low, high, context = 1.0, 4.0, 8192
         factor = round(float(divisor_N.max()), 3)
         wave_N = 2 * math.pi * theta ** (torch.arange(len(divisor_N)) / len(divisor_N))
@@ -225,11 +244,10 @@ class Described:
 
     def delta_net(self) -> dict[str, Any]:
         """Describe Qwen3.5's layers."""
-        recurrent = self.fields.get(f"{self.name}.attention.recurrent_layers")
         every = self._integer("full_attention_interval", default=4)
         kinds = [LINEAR if (i + 1) % every else FULL for i in range(self.layers)]
-        if recurrent is not None:
-            kinds = [LINEAR if own else FULL for own in list(recurrent)[: self.layers]]
+        if f"{self.name}.attention.recurrent_layers" in self.fields:
+            kinds = [LINEAR if own else FULL for own in self._list("attention.recurrent_layers")]
         values = self._integer("ssm.time_step_rank")
         rotated = self._integer("rope.dimension_count", default=self.head_dim)
         return {
@@ -275,7 +293,13 @@ def _unpair(described: Described, disk: str) -> Recipe | None:
     if found is None:
         return None
     half = described.head_dim // 2
-    return lambda own_NX: own_NX.view(-1, half, 2, *own_NX.shape[1:]).transpose(1, 2).reshape(own_NX.shape)
+
+    def recipe(own_NX: Tensor) -> Tensor:
+        if half < 1 or len(own_NX) % (2 * half):
+            return own_NX  # of a wrong shape, which is told where it is compared
+        return own_NX.view(-1, half, 2, *own_NX.shape[1:]).transpose(1, 2).reshape(own_NX.shape)
+
+    return recipe
 
 
 def _conv(described: Described, disk: str) -> Recipe | None:
@@ -286,14 +310,11 @@ def _delta_net(described: Described, disk: str) -> Recipe | None:
     """Take back what the converter changed: one added to norms, decays as such, the order of value heads."""
     _, inside, part = disk.removesuffix("_scale").rpartition("linear_attn.")
     if not inside:
-        return (lambda own_D: own_D - 1) if "norm" in disk.rsplit(".", 2)[-2] else None
-    orders = _orders(described)
+        is_norm = "norm" in disk.removesuffix(".weight").rpartition(".")[2]
+        return (lambda own_D: own_D - 1) if is_norm else None
 
     def recipe(own_X: Tensor) -> Tensor:
-        if part in orders:
-            dim, order_N = orders[part]
-            each = len(order_N) // own_X.shape[dim]  # a scale belongs to several columns
-            own_X = own_X.index_select(dim, order_N[::each] // each)
+        own_X = _in_order(described, part, own_X)
         if part == "A_log":
             return torch.log(-own_X)
         return own_X.unsqueeze(1) if part == "conv1d.weight" else own_X
@@ -307,27 +328,32 @@ def _cuts_none(described: Described, disk: str) -> bool:
     return not disk.endswith("linear_attn.out_proj.weight") or width % GROUP == 0
 
 
-def _orders(described: Described) -> dict[str, tuple[int, Tensor]]:
-    """Say along which axis, and at which places, value heads lie: key heads take turns in a file."""
-    config = described.delta_net()
+_NARROW = ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
+_CHANNELS = ("in_proj_qkv.weight", "conv1d.weight")
+_VALUES = ("in_proj_z.weight", "out_proj.weight")
+"""Tensors of a delta net with a row for each value head, for each channel, and for each entry of a value."""
+
+
+def _in_order(described: Described, part: str, own_X: Tensor) -> Tensor:
+    """Put value heads in a checkpoint's order: in a file key heads take turns.
+
+    What has another shape than the metadata say stays, and is told where shapes are compared.
+    """
+    if part not in (*_NARROW, *_CHANNELS, *_VALUES):
+        return own_X
+    config, dim = described.delta_net(), int(part == "out_proj.weight")
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    width = config["linear_value_head_dim"]
     if values % keys:
         described.refuse(f"{described.name}.ssm.time_step_rank", "as many value heads for each key head")
-    head_N = torch.arange(values).view(-1, keys).T.reshape(-1)
-    value_N = (head_N[:, None] * width + torch.arange(width)).reshape(-1)
-    first = 2 * keys * config["linear_key_head_dim"]
-    channel_N = torch.cat([torch.arange(first), first + value_N])
-    return {
-        **{
-            f"in_proj_{part}.weight": (0, order_N)
-            for part, order_N in (("qkv", channel_N), ("z", value_N), ("a", head_N), ("b", head_N))
-        },
-        "conv1d.weight": (0, channel_N),
-        "out_proj.weight": (1, value_N),
-        "A_log": (0, head_N),
-        "dt_bias": (0, head_N),
-    }
+    width = 1 if part in _NARROW else config["linear_value_head_dim"]
+    first = 2 * keys * config["linear_key_head_dim"] if part in _CHANNELS else 0
+    size = own_X.shape[dim] if own_X.dim() > dim else 0
+    each = (first + values * width) // size if size else 0
+    if each not in (1, GROUP) or each * size != first + values * width:
+        return own_X
+    order_N = torch.arange(values).view(-1, keys).T.reshape(-1, 1) * width + torch.arange(width)
+    order_N = torch.cat([torch.arange(first), first + order_N.reshape(-1)])
+    return own_X.index_select(dim, order_N[::each] // each)  # a scale belongs to 32 columns
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

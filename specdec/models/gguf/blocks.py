@@ -8,24 +8,30 @@ from torch import Tensor
 from specdec.models.gguf.file import Kind
 
 GROUP = 32
-"""Numbers that share a scale in Q4_K and Q5_K."""
+"""Weights that share a scale, in Q4_K and Q5_K too."""
 BITS = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4}
-"""Types that are whole numbers times a scale, and the bits that they are kept in."""
+"""Types that are integers times a scale, and the bits that they are kept in."""
+PIECE = 1 << 16
+"""Blocks that are widened together: beside a large matrix there is no memory for several copies."""
 
 
 def widen(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers of a tensor's bytes."""
+    """Return the numbers of a tensor's bytes in float32, some blocks at a time."""
     if kind.name in _WIDE:
         return data_X.view(_WIDE[kind.name]).view(shape).float()
-    block_BX = data_X.view(-1, kind.bytes)
-    if kind.name in BITS:
-        return (_half(block_BX[:, :2]) * _whole(block_BX, kind)).view(shape)
-    return _FORMS[kind.name](block_BX).view(shape)
+    block_BX, wide_X = data_X.view(-1, kind.bytes), torch.empty(shape)
+    for first in range(0, len(block_BX), PIECE):
+        piece_BX, wide_BN = block_BX[first:][:PIECE], wide_X.view(-1, kind.numbers)[first:][:PIECE]
+        if kind.name in BITS:
+            torch.mul(_half(piece_BX[:, :2]), _integers(piece_BX, kind), out=wide_BN)
+        else:
+            wide_BN.copy_(_FORMS[kind.name](piece_BX).view(wide_BN.shape))
+    return wide_X
 
 
-def numbers(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return the whole numbers of a type in `BITS`, in int8."""
-    return _whole(data_X.view(-1, kind.bytes), kind).reshape(shape)
+def integers(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+    """Return the integers of a type in `BITS`, in int8."""
+    return _integers(data_X.view(-1, kind.bytes), kind).reshape(shape)
 
 
 def scales(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
@@ -34,7 +40,7 @@ def scales(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     return block_BX[:, :2].contiguous().view(torch.float16).view(shape[0], -1)
 
 
-def _whole(block_BX: Tensor, kind: Kind) -> Tensor:
+def _integers(block_BX: Tensor, kind: Kind) -> Tensor:
     if kind.name == "Q8_0":
         return block_BX[:, 2:].view(torch.int8)
     if kind.name == "Q4_0":

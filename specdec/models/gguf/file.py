@@ -12,6 +12,8 @@ import numpy as np
 from specdec.errors import CheckpointError
 
 MAGIC = b"GGUF"
+OTHERWISE = "take another file, or the checkpoint that it was made from"
+"""What to do where a file is whole and specdec does not read it."""
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 MOST_DIMENSIONS = 4
@@ -65,14 +67,28 @@ class Entry(NamedTuple):
     kind: Kind
     offset: int
     """From the start of the file."""
+    file: mmap.mmap
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) // self.kind.numbers * self.kind.bytes
 
+    @property
+    def data(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """The tensor's bytes, which view the mapped file."""
+        return np.frombuffer(self.file, np.uint8, self.bytes, self.offset)
+
+
+class Strings(NamedTuple):
+    """An array of strings, which are decoded when they are asked for: vocabularies have 250,000."""
+
+    offset: int
+    """From the start of the file."""
+    length: int
+
 
 class GgufFile:
-    """One mapped file. Strings and numbers of its metadata are Python's, arrays of numbers are numpy's."""
+    """One mapped file. Of its metadata strings and numbers are Python's, arrays of numbers are numpy's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,18 +104,21 @@ class GgufFile:
         self.entries: dict[str, Entry] = {}
         self._read()
 
-    def numbers(self, entry: Entry) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """Return a tensor's bytes, which view the mapped file."""
-        return np.frombuffer(self._data, np.uint8, entry.bytes, entry.offset)
+    def strings(self, field: str) -> tuple[str, ...]:
+        """Decode an array of strings; there are none where the field is absent or another one."""
+        found = self.metadata.get(field)
+        if not isinstance(found, Strings):
+            return ()
+        self._at = found.offset
+        return tuple(self._string(field) for _ in range(found.length))
 
     def _read(self) -> None:
         if self._take(4, "its first bytes") != MAGIC:
             self._refuse("model", "it does not begin as a GGUF file does")
         version = self._scalar(4, "version")
         if version not in VERSIONS:
-            self._refuse(
-                "version", f"its version is {version}; specdec reads {' and '.join(map(str, VERSIONS))}"
-            )
+            known = " and ".join(map(str, VERSIONS))
+            self._refuse("version", f"its version is {version}; specdec reads {known}", OTHERWISE)
         tensors, fields = self._count("tensors", least=20), self._count("fields", least=13)
         for _ in range(fields):
             name = self._string("a field's name")
@@ -131,10 +150,10 @@ class GgufFile:
             if kind is None:
                 known = UNREAD.get(number, f"type {number}, which llama.cpp does not have")
                 names = ", ".join(own.name for own in KINDS.values())
-                self._refuse(name, f"{name} is stored as {known}; specdec reads {names}")
+                self._refuse(name, f"{name} is stored as {known}; specdec reads {names}", OTHERWISE)
             if 0 in shape or math.prod(shape) >= 1 << 63 or shape[-1] % kind.numbers:
                 self._refuse(name, f"{name} has the shape {list(shape)}, which {kind.name} cannot have")
-            yield name, Entry(shape, kind, offset)
+            yield name, Entry(shape, kind, offset, self._data)
 
     def _value(self, kind: int, name: str) -> Any:
         if kind == _STRING:
@@ -143,25 +162,30 @@ class GgufFile:
             return self._scalar(kind, name)
         of = self._scalar(4, name)
         if of == _STRING:
-            return [self._string(name) for _ in range(self._count(name, least=8))]
+            count, start = self._count(name, least=8), self._at
+            for _ in range(count):
+                self._take(self._count(name, least=1), name)
+            return Strings(start, count)
         if of not in _SCALARS:
             self._refuse(name, f"{name} is an array of arrays, or of an unknown type ({of})")
         form = np.dtype(_SCALARS[of])
         count = self._count(name, least=form.itemsize)
         return np.frombuffer(self._take(count * form.itemsize, name), form)
 
-    def _count(self, what: str, *, least: int) -> int:
+    def _count(self, field: str, *, least: int) -> int:
         """Read how many items follow, of so many bytes at least: more than the file holds are refused."""
-        count: int = self._scalar(10, what)
+        count: int = self._scalar(10, field)
         if count > (len(self._data) - self._at) // least:
-            self._refuse(what, f"it says that it has {count:,} {what}, which it is too small for")
+            self._refuse(
+                field, f"{field} says that {count:,} items follow, and the file is too short for them"
+            )
         return count
 
     def _string(self, name: str) -> str:
         try:
-            return self._take(self._count(f"bytes of {name}", least=1), name).decode()
+            return self._take(self._count(name, least=1), name).decode()
         except UnicodeDecodeError:
-            self._refuse(name, f"{name} is no UTF-8")
+            self._refuse(name, f"{name} is not UTF-8")
 
     def _scalar(self, kind: int, name: str) -> Any:
         if kind not in _SCALARS:
@@ -176,8 +200,6 @@ class GgufFile:
         self._at += count
         return taken
 
-    def _refuse(self, field: str, why: str) -> NoReturn:
+    def _refuse(self, field: str, why: str, remedy: str = "download it again") -> NoReturn:
         shown = f"{self.path.name}: {why}"
-        raise CheckpointError(
-            f"{shown[:400]}; download it again, or take another file", field=field[:200] or "model"
-        )
+        raise CheckpointError(f"{shown[:400]}; {remedy}", field=field[:200] or "model")

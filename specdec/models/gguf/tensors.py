@@ -1,5 +1,6 @@
-"""A GGUF file's tensors under a checkpoint's names: widened, or whole numbers and their scales."""
+"""A GGUF file's tensors under a checkpoint's names: widened, or integers and their scales."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
+from specdec.models.files import GGUF
 from specdec.models.gguf.architectures import Described
-from specdec.models.gguf.blocks import GROUP, numbers, scales, widen
+from specdec.models.gguf.blocks import GROUP, integers, scales, widen
 from specdec.models.gguf.file import Entry, GgufFile
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -20,7 +22,7 @@ class Header(NamedTuple):
     """What is known of a tensor without reading it, as safetensors tells it."""
 
     shape: tuple[int, ...]
-    dtype: str = "F32"
+    dtype: str
 
     def get_shape(self) -> tuple[int, ...]:
         return self.shape
@@ -29,14 +31,24 @@ class Header(NamedTuple):
         return self.dtype
 
 
-def open_files(path: Path) -> list[GgufFile]:
-    """Open a file and, of one that is split, the others."""
-    path = path.resolve()
-    first = GgufFile(path)
-    count = first.metadata.get("split.count", 1)
+def parts(path: Path) -> list[Path]:
+    """Name the files of a model: those of one that is split are told by their names."""
     found = _PART.fullmatch(path.name)
+    if not found:
+        return [path]
+    count = int(found[3])
+    names = (path.with_name(f"{found[1]}-{i:05}-of-{found[3]}.gguf") for i in range(1, count + 1))
+    return [own for own in names if own.exists()]
+
+
+def open_files(path: Path) -> GgufFile:
+    """Open a file with the tensors of all its parts."""
+    if path.name == GGUF and path.is_symlink():
+        path = path.parent / os.readlink(path)  # and no further: in the hub's cache a link has the name
+    first, found = GgufFile(path), _PART.fullmatch(path.name)
+    count = first.metadata.get("split.count", 1)
     if type(count) is not int or count < 2:
-        return [first]
+        return first
     if not found or int(found[3]) != count:
         raise CheckpointError(
             f"{path.name} is one of {count} files; give them their names again, as in "
@@ -47,29 +59,28 @@ def open_files(path: Path) -> list[GgufFile]:
         raise CheckpointError(
             f"{path.name} is a later part; give the first, {found[1]}-00001-of-{found[3]}.gguf", field="model"
         )
-    return [
-        first,
-        *(GgufFile(path.with_name(f"{found[1]}-{i:05}-of-{found[3]}.gguf")) for i in range(2, count + 1)),
-    ]
+    files = parts(path)
+    if len(files) < count:
+        raise CheckpointError(
+            f"of the {count} parts of {path.name} {len(files)} are there; download the others beside it",
+            field="split.count",
+        )
+    for other in files[1:]:
+        first.entries.update(GgufFile(other).entries)
+    return first
 
 
 class GgufTensors:
     """Offers what a file of safetensors does: names, headers, and tensors by name.
 
-    Matrices of whole numbers are two tensors, as in compressed-tensors: the numbers, and their scales.
+    Matrices of integers are two tensors, as in compressed-tensors: the numbers, and their scales.
     """
 
     def __init__(self, path: Path) -> None:
-        first, *others = open_files(path)
-        self._file_of = {name: file for file in (first, *others) for name in file.entries}
-        for file in others:
-            first.entries.update(file.entries)
-        self._described = Described(first)
+        self._described = Described(open_files(path))
         self._names = dict(self._described.names())
-        self._whole = {
-            disk for disk, name in self._names.items() if self._described.bits(disk, first.entries[name])
-        }
-        self._names |= {f"{disk}_scale": self._names[disk] for disk in self._whole}
+        self._integers = {disk for disk in self._names if self._described.bits(disk, self._entry(disk))}
+        self._names |= {f"{disk}_scale": self._names[disk] for disk in self._integers}
 
     def keys(self) -> Sequence[str]:
         return list(self._names)
@@ -77,23 +88,24 @@ class GgufTensors:
     def get_slice(self, disk: str) -> Header:
         """Return a tensor's shape and type without reading it."""
         entry = self._entry(disk)
-        if disk in self._whole:
+        if disk in self._integers:
             return Header(entry.shape, "I8")
-        if disk.removesuffix("_scale") in self._whole:
+        if self._is_scale(disk):
             return Header((entry.shape[0], entry.shape[1] // GROUP), "F16")
         recipe = self._described.recipe(disk)
         shape = entry.shape if recipe is None else recipe(torch.empty(entry.shape, device="meta")).shape
-        return Header(tuple(shape))
+        return Header(tuple(shape), self._described.dtype)
 
     def get_tensor(self, disk: str) -> Tensor:
         """Return a tensor as the checkpoint had it, but for what was rounded."""
         entry = self._entry(disk)
-        data_X = torch.from_numpy(self._file_of[self._names[disk]].numbers(entry).copy())
-        is_scale = disk not in self._whole and disk.removesuffix("_scale") in self._whole
-        read = numbers if disk in self._whole else scales if is_scale else widen
-        recipe, made = self._described.recipe(disk), read(data_X, entry.kind, entry.shape)
+        read = integers if disk in self._integers else scales if self._is_scale(disk) else widen
+        made = read(torch.from_numpy(entry.data.copy()), entry.kind, entry.shape)
+        recipe = self._described.recipe(disk)
         return recipe(made).contiguous() if recipe else made
 
+    def _is_scale(self, disk: str) -> bool:
+        return disk not in self._integers and disk.removesuffix("_scale") in self._integers
+
     def _entry(self, disk: str) -> Entry:
-        name = self._names[disk]
-        return self._file_of[name].entries[name]
+        return self._described.file.entries[self._names[disk]]

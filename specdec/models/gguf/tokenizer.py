@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from specdec.errors import CheckpointError
 from specdec.models.fields import Fields
-from specdec.models.gguf.file import GgufFile
+from specdec.models.gguf.file import OTHERWISE, GgufFile
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -31,14 +32,14 @@ class Splitting(NamedTuple):
     """A word that is a token is not put together."""
     composes: bool = False
     """Texts are normalised (NFC), as by the tokenizer that the file was made from."""
-    begins: bool = False
-    """A text begins with a token of its own where the file says nothing."""
+    adds_bos: bool = False
+    """Where the file says nothing."""
 
 
 SPLITTINGS: Mapping[str, Splitting] = {
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"),
-        Splitting((_WORDS,), ignores_merges=True, begins=True),
+        Splitting((_WORDS,), ignores_merges=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((_WORDS,))),
     **dict.fromkeys(
@@ -66,13 +67,17 @@ class Vocabulary:
     def __init__(self, file: GgufFile) -> None:
         self.fields = fields = Fields(file.metadata, file=file.path.name)
         self.file = file
-        self.tokens = fields.strings("tokenizer.ggml.tokens") or ()
+        self.tokens = file.strings("tokenizer.ggml.tokens")
         if not self.tokens:
             fields.refuse("tokenizer.ggml.tokens", "a list of strings")
-        kinds = fields.get("tokenizer.ggml.token_type")
-        self.kinds = [_NORMAL] * len(self.tokens) if kinds is None else [int(kind) for kind in kinds]
-        if len(self.kinds) != len(self.tokens):
-            fields.refuse("tokenizer.ggml.token_type", f"a kind for each of {len(self.tokens)} tokens")
+        self.kinds = [_NORMAL] * len(self.tokens)
+        if (kinds := fields.get("tokenizer.ggml.token_type")) is not None:
+            is_list = isinstance(kinds, np.ndarray) and kinds.dtype.kind in "iu"
+            if not is_list or len(kinds) != len(self.tokens):
+                fields.refuse(
+                    "tokenizer.ggml.token_type", f"an integer for each of {len(self.tokens)} tokens"
+                )
+            self.kinds = kinds.tolist()
 
     def id(self, name: str) -> int | None:
         """Return the id of a special token."""
@@ -85,9 +90,9 @@ class Vocabulary:
         return found
 
     @property
-    def begins(self) -> bool:
-        """Tell whether texts begin with the token for that."""
-        default = self._splitting().begins
+    def adds_bos(self) -> bool:
+        """Whether texts begin with the BOS token."""
+        default = self._splitting().adds_bos
         return self.id("bos") is not None and self.fields.flag(
             "tokenizer.ggml.add_bos_token", default=default
         )
@@ -113,7 +118,7 @@ class Vocabulary:
         )
         made.decoder = decoders.ByteLevel()
         made.add_tokens(list(self._added()))
-        if self.begins:
+        if self.adds_bos:
             begin = self.tokens[self.id("bos") or 0]
             made.post_processor = processors.TemplateProcessing(
                 single=[begin, "$A"], pair=[begin, "$A", "$B"], special_tokens=[(begin, known[begin])]
@@ -139,11 +144,13 @@ class Vocabulary:
         return SPLITTINGS[name]
 
     def _refuse(self, field: str, needs: str) -> NoReturn:
-        raise CheckpointError(f"{self.file.path.name}: of tokenizers specdec reads {needs}", field=field)
+        raise CheckpointError(
+            f"{self.file.path.name}: of tokenizers specdec reads {needs}; {OTHERWISE}", field=field
+        )
 
     def _merges(self, known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Yield merges; those of tokens that are not there, llama.cpp never makes."""
-        for line in self.fields.strings("tokenizer.ggml.merges") or ():
+        for line in self.file.strings("tokenizer.ggml.merges"):
             cut = line.find(" ", 1)
             first, second = line[:cut], line[cut + 1 :]
             if cut > 0 and first in known and second in known and first + second in known:
