@@ -21,7 +21,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP, FeedForward, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, rows
+from specdec.models.layouts import Layout, Rule, layer_rules, rows, stack
 from specdec.models.mixers import Mixer
 from specdec.models.norm import Norm
 
@@ -96,11 +96,23 @@ def layout(network: spec.Network) -> Layout:
             *layer_rules(r"ffn\.experts\.up", "block_sparse_moe.experts.gate_up_proj"),
             *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.output_linear.weight"),
             *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.experts.down_proj"),
+            *_APART,
         ),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",
         ignored=rules.ignored(network),
     )
+
+
+_EXPERT = "block_sparse_moe.experts.{e}"
+_APART = (
+    *layer_rules(r"ffn\.(?:shared\.)?(gate|up)\.weight", r"shared_mlp.\2_proj.weight"),
+    *layer_rules(
+        r"ffn\.experts\.up", f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight", recipe=stack
+    ),
+    *layer_rules(r"ffn\.experts\.down", f"{_EXPERT}.down_proj.weight", recipe=stack),
+)
+"""As GGUF files hold them."""
 
 
 def _shared(network: spec.Network) -> Iterator[Rule]:
