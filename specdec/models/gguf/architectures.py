@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Any
 
-from specdec.models.gguf import delta_net, dense, mamba, nemotron, short_conv
+from specdec.models.gguf import delta_net, dense, latent, lightning, mamba, nemotron, short_conv
 from specdec.models.gguf.architecture import Architecture, Recipe, named
 from specdec.models.gguf.blocks import BITS, GROUP
 from specdec.models.gguf.file import Entry, GgufFile
@@ -17,6 +17,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **short_conv.ARCHITECTURES,
     **mamba.ARCHITECTURES,
     **nemotron.ARCHITECTURES,
+    **latent.ARCHITECTURES,
+    **lightning.ARCHITECTURES,
 }
 """By the name that files have for them."""
 
