@@ -69,6 +69,8 @@ class Written:
 
 
 NO_FORMS: Mapping[str, str] = {}
+ALL = "*"
+"""Of `forms`: every matrix that may be stored so."""
 
 
 def write(
@@ -88,8 +90,9 @@ def write(
             continue
         for new, changed in own.change(renamed(name, layers), tensor, config):
             disk = named(new, known)
-            form = next((form for part, form in forms.items() if f".{part}." in disk), "F32")
-            kind = gguf.GGMLQuantizationType[form]
+            named_form = next((form for part, form in forms.items() if f".{part}." in disk), "F32")
+            form = forms.get(ALL, "F32") if is_matrix(disk, changed) else "F32"
+            kind = gguf.GGMLQuantizationType[form if named_form == "F32" else named_form]
             data = gguf.quants.quantize(changed.float().contiguous().numpy(), kind)
             writer.add_tensor(disk, data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -108,6 +111,12 @@ def add(writer: Any, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     elif value is not None:
         writer.add_array(key, list(value))
+
+
+def is_matrix(disk: str, own: Tensor) -> bool:
+    """Tell whether the converter would store a tensor in blocks of 32."""
+    wide = any(part in disk for part in ("conv", "norm", "gate_inp", "ssm_d.", "token_embd"))
+    return disk.endswith(".weight") and own.dim() in (2, 3) and own.shape[-1] % 32 == 0 and not wide
 
 
 def stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from specdec.models.network import MTPHead
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 from tests.models.agreeing import CONFIGS
-from tests.models.gguf_files import NO_FORMS, WRITTEN, Config, Named, Written, block_of, write
+from tests.models.gguf_files import ALL, NO_FORMS, WRITTEN, Config, Named, Written, block_of, is_matrix, write
 from tests.models.random_checkpoints import Sample, edit_config, read_tensors, save
 from tests.models.runner import CPU, Runner
 from tests.models.test_gguf import read_all
@@ -141,6 +141,31 @@ def test_experts_keep_their_integers(forms: tuple[str, str], bits: int | None, t
         kind = gguf.GGMLQuantizationType[form]
         expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(own, kind), kind))
         assert torch.equal(wide_NK[first : first + 32], expected)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_integers_count_as_the_numbers_that_they_stand_for(
+    name: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of every matrix, after rows were put in order, and of every expert."""
+    own, folder, kind = WRITTEN[name], folders(name), gguf.GGMLQuantizationType["Q8_0"]
+
+    def rounded(disk: str, tensor: Tensor, config: Config) -> Named:
+        for new, changed in own.change(disk, tensor, config):
+            if is_matrix(new, changed):
+                blocks = gguf.quants.quantize(changed.contiguous().numpy(), kind)
+                changed = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+            yield new, changed
+
+    path = write_file(own, folder, tmp_path / "integers.gguf", {ALL: "Q8_0"})
+    wide = Checkpoint(write_file(replace(own, change=rounded), folder, tmp_path / "wide.gguf"))
+    found = Checkpoint(path)
+    kept = [name for name in wide.names() if f"{name}_scale" in found]
+    for name in kept:
+        scale_NG = found.tensor(f"{name}_scale").float()
+        assert torch.equal(found.tensor(name) * scale_NG.repeat_interleave(32, 1), wide.tensor(name)), name
+    assert len(kept) > 2
+    read(path, head=own.head)  # with all tensors in place
 
 
 def test_experts_with_gate_and_up_in_one_tensor(folders: Callable[[str], Path], tmp_path: Path) -> None:
