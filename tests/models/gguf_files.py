@@ -114,7 +114,7 @@ def add(writer: Any, key: str, value: Any) -> None:
 
 
 def is_matrix(disk: str, own: Tensor) -> bool:
-    """Tell whether the converter would store a tensor in blocks of 32."""
+    """Return whether the converter would store a tensor in blocks of 32."""
     wide = any(part in disk for part in ("conv", "norm", "gate_inp", "ssm_d.", "token_embd"))
     return disk.endswith(".weight") and own.dim() in (2, 3) and own.shape[-1] % 32 == 0 and not wide
 

@@ -224,6 +224,20 @@ def test_what_is_not_read_is_named(
     assert wrong.value.field == field
 
 
+def test_two_tensors_for_one_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    own = WRITTEN["granite"]
+
+    def change(disk: str, tensor: Tensor, config: Config) -> Named:
+        for new, changed in own.change(disk, tensor, config):
+            yield new, changed
+            if new == "blk.1.ffn_up.weight":
+                yield "blk.1.ffn_up_shexp.weight", changed
+
+    path = write_file(replace(own, change=change), folders("granite"), tmp_path / "small.gguf")
+    with pytest.raises(CheckpointError, match=r"one of blk\.1\.ffn_up\S+ and blk\.1\.ffn_up\S+, not both"):
+        Checkpoint(path)
+
+
 def test_a_tied_output_of_falcon_is_refused(tmp_path: Path) -> None:
     """Its multiplier is in no tensor then."""
     make(WRITTEN["falcon-h1"], folder := tmp_path / "folder", tie_word_embeddings=True)

@@ -36,7 +36,12 @@ class Described(Metadata):
         super().__init__(file)
         self.file = copy(file)
         self.file.entries = dict(self._apart(file.entries))
-        self._names = {self._disk(own): own for own in self.file.entries if own != "rope_freqs.weight"}
+        self._names: dict[str, str] = {}
+        for own in self.file.entries:
+            if own == "rope_freqs.weight":  # read with the metadata
+                continue
+            if (other := self._names.setdefault(self._disk(own), own)) != own:
+                self.refuse(own, f"one of {own} and {other}, not both")
         self._refuse_scaling()
 
     @property
@@ -86,7 +91,7 @@ class Described(Metadata):
         return BITS.get(entry.kind.name)
 
     def _unlike(self, disk: str, entry: Entry) -> bool:
-        """Tell whether an expert's gate is stored as its other half is not: the two are one matrix."""
+        """Return whether an expert's gate and up projection, which become one matrix, differ in bits."""
         name = self.names()[disk]
         other = re.sub("ffn_(gate|up)_exps", lambda own: f"ffn_{_OTHER[own[1]]}_exps", name)
         beside = self.file.entries.get(other)

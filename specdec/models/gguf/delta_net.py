@@ -131,9 +131,11 @@ _TILED: Mapping[str, Transform] = {
 
 
 def _cuts_none(metadata: Metadata, disk: str) -> bool:
-    """Tell whether columns, which are put in order by value heads, move in whole blocks."""
+    """Return whether columns, which are put in order by value heads, move in whole blocks."""
+    if not disk.endswith("linear_attn.out_proj.weight"):
+        return True
     width: int = _delta_net(metadata)["linear_value_head_dim"]
-    return not disk.endswith("linear_attn.out_proj.weight") or width % GROUP == 0
+    return width % GROUP == 0
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

@@ -59,7 +59,7 @@ def _logarithm(metadata: Metadata, own_H1: Tensor) -> Tensor:
 
 
 def _cuts_none(metadata: Metadata, disk: str) -> bool:
-    """Tell whether a matrix has two dimensions in a checkpoint as well."""
+    """Return whether a matrix has two dimensions in a checkpoint as well."""
     return not disk.endswith("kv_b_proj.weight")
 
 
