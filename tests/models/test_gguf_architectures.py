@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.errors import CheckpointError
 from specdec.kernels.linear.integers import Integers
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import open_weights, read_network
+from specdec.models.families import open_weights, read_network, unread_fields
 from specdec.models.network import MTPHead
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
@@ -95,6 +95,7 @@ def test_logits_are_those_of_the_checkpoint(
     folder, head = folders(name), WRITTEN[name].head
     path = write_file(WRITTEN[name], folder, tmp_path / "small.gguf")
     assert differ(read(path, head=head), read(folder, head=head)) < 1e-5
+    assert not unread_fields(Checkpoint(path).config)
 
 
 @pytest.mark.parametrize("name", ["smollm3", "qwen35moe", "falcon-h1", "bailingmoe3"])

@@ -45,7 +45,7 @@ class Architecture:
     """What a checkpoint calls the tensors of a layer, by their names in a file with or without the suffix.
     `{e}` stands for an expert's number."""
     config: Callable[[Metadata], dict[str, Any]]
-    """Fields of config.json beside those that all have."""
+    """Fields of config.json beside those that all have; None: the family does not read it."""
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     """What is done to tensors, by the end of a checkpoint's name; the first that fits counts."""
     keeps: Callable[[Metadata, str], bool] = lambda metadata, disk: True

@@ -159,6 +159,7 @@ def _pure(metadata: Metadata) -> dict[str, Any]:
         "use_conv_bias": metadata.holds("ssm_conv1d.bias"),
         "use_bias": metadata.holds("ssm_in.bias"),
         "layer_norm_epsilon": metadata.eps(),
+        "rms_norm_eps": None,
     }
 
 

@@ -20,7 +20,9 @@ def _nemotron(metadata: Metadata) -> dict[str, Any]:
     dense = f"blk.{kinds.index('mlp')}.ffn_up.weight" if "mlp" in kinds else None
     return {
         "layers_block_type": kinds,
+        "num_hidden_layers": None,
         "layer_norm_epsilon": metadata.eps(),
+        "rms_norm_eps": None,
         "mamba_num_heads": heads,
         "mamba_head_dim": head_dim,
         "n_groups": metadata.integer("ssm.group_count"),

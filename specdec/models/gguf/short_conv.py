@@ -33,6 +33,7 @@ def _layers(metadata: Metadata) -> dict[str, Any]:
         **metadata.whole_heads(),
         "layer_types": [FULL if heads else CONV for heads in metadata.kv_heads],
         "norm_eps": metadata.eps(),
+        "rms_norm_eps": None,
         "conv_L_cache": metadata.integer("shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,
     }
