@@ -65,9 +65,9 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 def _feed_forward(fields: Fields) -> FeedForward:
     """Read the experts, which are absent where there are none, and the feed-forward of all tokens."""
-    shared = swiglu(fields, "shared_intermediate_size")
     if not fields.integer(EXPERTS, default=8, least=0):
-        return shared
+        return swiglu(fields, "shared_intermediate_size")
+    fields.only("hidden_act", "silu")
     return MoE(
         experts=fields.integer(EXPERTS, default=8),
         top_k=top_k(fields, EXPERTS),
@@ -75,7 +75,7 @@ def _feed_forward(fields: Fields) -> FeedForward:
         activation="swiglu",
         router="softmax",
         renormalise=True,
-        shared_width=shared.width,
+        shared_width=fields.integer("shared_intermediate_size", least=0),
         shared_gate=False,
     )
 
@@ -119,7 +119,8 @@ def _shared(network: spec.Network) -> Iterator[Rule]:
     """Cut the projection whose rows are [gate | up]."""
     ffn = network.layers[0].ffn
     shared = ffn.shared if isinstance(ffn, MoE) else ffn
-    assert isinstance(shared, MLP)
+    if not isinstance(shared, MLP):
+        return
     for i, name in enumerate(("gate", "up")):
         order = partial(torch.arange, i * shared.width, (i + 1) * shared.width)
         yield from layer_rules(

@@ -278,7 +278,7 @@ def delta_net_fields(config: Config) -> Mapping[str, Any]:
 
 def mamba2(name: str, own: Tensor, config: Config) -> Named:
     """Write Mamba-2's tensors: decays and skips of two dimensions, the norm by groups."""
-    groups = config.get("n_groups") or config["mamba_n_groups"]
+    groups = config.get("n_groups") or config.get("mamba_n_groups", 1)
     if name.endswith("A_log"):
         own = -own.exp()[:, None]
     elif name.endswith((".mixer.D", ".mamba.D")):
@@ -319,7 +319,7 @@ def granite_fields(config: Config) -> Mapping[str, Any]:
         "{}.rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
         "{}.expert_count": config["num_local_experts"],
         "{}.expert_used_count": config["num_experts_per_tok"],
-        "{}.expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        "{}.expert_shared_feed_forward_length": config["shared_intermediate_size"] or None,
     }
     return own | {"{}.attention.head_count_kv": heads, **mamba2_fields(config)} if hybrid else own
 

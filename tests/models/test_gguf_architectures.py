@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from specdec.errors import CheckpointError
@@ -96,6 +97,28 @@ def test_logits_are_those_of_the_checkpoint(
     path = write_file(WRITTEN[name], folder, tmp_path / "small.gguf")
     assert differ(read(path, head=head), read(folder, head=head)) < 1e-5
     assert not unread_fields(Checkpoint(path).config)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+@torch.inference_mode()
+def test_granite_3_is_read_as_granite_4(experts: int, tmp_path: Path) -> None:
+    """No family reads its folders: transformers itself is the oracle."""
+    kind = "GraniteMoe" if experts else "Granite"
+    sizes = {"hidden_size": 48, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
+    scales = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25}
+    other = {"num_key_value_heads": 2, "logits_scaling": 0.5, "initializer_range": 0.15}
+    moe = {"num_local_experts": experts, "num_experts_per_tok": min(experts, 2)}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCAB, **sizes, **scales, **other, **moe)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{kind}ForCausalLM")
+        model = made._from_config(config, experts_implementation="eager").eval()
+    told = {**config.to_dict(), "layer_types": ["full_attention"] * 2, "shared_intermediate_size": 0}
+    own = WRITTEN["granitemoe" if experts else "granite"]
+    model.save_pretrained(folder := tmp_path / "folder")
+    path = write(own, tmp_path / "small.gguf", read_tensors(folder), told, {})
+    tokens = [7 * i % VOCAB for i in range(23)]
+    assert differ(read(path), [model(torch.tensor([tokens])).logits[0]]) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["smollm3", "qwen35moe", "falcon-h1", "bailingmoe3"])

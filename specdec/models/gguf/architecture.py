@@ -13,9 +13,8 @@ from specdec.models.gguf.metadata import Metadata
 Recipe = Callable[[Tensor], Tensor]
 Transform = Callable[[Metadata, Tensor], Tensor]
 
-EMBEDDING = "model.embed_tokens.weight"
 OUTER: Mapping[str, str] = {
-    "token_embd.weight": EMBEDDING,
+    "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }

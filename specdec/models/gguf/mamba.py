@@ -92,9 +92,8 @@ def _granite(metadata: Metadata) -> dict[str, Any]:
         metadata.refuse_value(
             "rope.scaling.finetuned", "false: Mamba layers beside attention without positions"
         )
-    dense = metadata.integer("feed_forward_length")
-    experts = metadata.experts
-    shared = metadata.integer("expert_shared_feed_forward_length", default=None if experts else dense)
+    experts, dense = metadata.experts, metadata.integer("feed_forward_length")
+    shared = metadata.integer("expert_shared_feed_forward_length", default=0 if experts else dense, least=0)
     return {
         **(metadata.whole_heads() if rotates else {}),
         **({**_mamba2(metadata), "mamba_expand": _expanded(metadata)} if recurrent else {}),
