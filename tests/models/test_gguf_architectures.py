@@ -229,7 +229,7 @@ def test_a_head_without_tensors_is_none(folders: Callable[[str], Path], tmp_path
         ("granitehybrid", {"rope.scaling.finetuned": True}, "granitehybrid.rope.scaling.finetuned", "false"),
         ("granite", {"rope.dimension_count": 4}, "granite.rope.dimension_count", "whole heads"),
         ("granitehybrid", {"ssm.inner_size": 72}, "granitehybrid.ssm.inner_size", "embedding_length"),
-        ("jamba", {"attention.head_count_kv": [2, 2, 0]}, "jamba.attention.head_count_kv", "every so many"),
+        ("jamba", {"attention.head_count_kv": [2, 2, 0]}, "jamba.attention.head_count_kv", "evenly spaced"),
         ("mistral3", {"attention.temperature_scale": 0.1}, "mistral3.attention.temperature_scale", "is 0"),
         ("bailingmoe3", {"swiglu_clamp_exp": [0.5]}, "bailingmoe3.swiglu_clamp_exp", "each of 3 layers"),
     ],

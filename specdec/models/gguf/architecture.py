@@ -41,18 +41,18 @@ class Architecture:
 
     model_type: str
     names: Mapping[str, str]
-    """What a checkpoint calls the tensors of a layer, by their names in a file with or without the suffix.
-    `{e}` stands for an expert's number."""
+    """A checkpoint's names of a layer's tensors, by the file's names with or without the suffix; `{e}` stands
+    for an expert's number."""
     config: Callable[[Metadata], dict[str, Any]]
     """Fields of config.json beside those that all have; None: the family does not read it."""
     transforms: Mapping[str, Transform] = field(default_factory=dict)
-    """What is done to tensors, by the end of a checkpoint's name; the first that fits counts."""
+    """Changes to tensors, by the end of a checkpoint's name; the first match counts."""
     keeps: Callable[[Metadata, str], bool] = lambda metadata, disk: True
     """Whether a matrix may be kept in blocks: what the transform does must not cut any."""
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     """What a checkpoint calls the tensors outside layers."""
     head: Mapping[str, str] = field(default_factory=dict)
-    """What it calls tensors of the multi-token head that are not those of one more layer."""
+    """Full names of the multi-token head's tensors, where they are not those of one more layer."""
 
     def recipe(self, metadata: Metadata, disk: str) -> Recipe | None:
         """Return what makes a checkpoint's tensor of the file's, if it is another one."""

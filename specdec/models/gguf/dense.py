@@ -43,7 +43,7 @@ def _biases(metadata: Metadata) -> dict[str, Any]:
 
 
 def _qwen3_moe(metadata: Metadata) -> dict[str, Any]:
-    """Read Qwen3's experts, whose shares llama.cpp always renormalises."""
+    """Return the fields of Qwen3 MoE. llama.cpp always renormalises the experts' weights."""
     return {
         **_biases(metadata),
         **experts(metadata),

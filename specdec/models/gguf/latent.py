@@ -64,7 +64,7 @@ def _cuts_none(metadata: Metadata, disk: str) -> bool:
 
 
 def _latent(metadata: Metadata) -> dict[str, Any]:
-    """Read the sizes of both mixers and of experts."""
+    """Return the sizes of both mixers and of the experts."""
     shared = metadata.integer("rope.dimension_count")
     rank = metadata.integer("attention.q_lora_rank", default=0, least=0)
     own = metadata.integer("attention.key_length_mla", least=shared + 1) - shared
@@ -91,7 +91,7 @@ def _latent(metadata: Metadata) -> dict[str, Any]:
 
 
 def _ling(metadata: Metadata) -> dict[str, Any]:
-    """Read Ling-3.0, whose experts may have limits in each layer."""
+    """Return the fields of Ling-3.0, with the activation limits of each layer's experts."""
     limits = {"swiglu_clamp_exp": "expert", "swiglu_clamp_shexp": "share_expert"}
     found = {f"{own}_swiglu_limit_list": metadata.numbers(name) for name, own in limits.items()}
     return {

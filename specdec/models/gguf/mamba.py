@@ -71,7 +71,7 @@ def _expanded(metadata: Metadata) -> int:
 
 
 def _mamba2(metadata: Metadata) -> dict[str, Any]:
-    """Read Mamba-2 in the words of Granite and Falcon."""
+    """Return the fields of Mamba-2 as Granite and Falcon-H1 name them."""
     _, heads, head_dim = sizes(metadata)
     return {
         "mamba_n_heads": heads,
@@ -85,7 +85,7 @@ def _mamba2(metadata: Metadata) -> dict[str, Any]:
 
 
 def _granite(metadata: Metadata) -> dict[str, Any]:
-    """Read Granite with Mamba layers or without: as Granite 4, of which the others are special cases."""
+    """Return the fields of Granite 4, which also describe Granite 3: all its layers attend."""
     recurrent = not all(metadata.kv_heads)
     rotates = metadata.flag("rope.scaling.finetuned", default=True)
     if rotates and recurrent:
@@ -111,7 +111,7 @@ def _granite(metadata: Metadata) -> dict[str, Any]:
 
 
 def _falcon(metadata: Metadata) -> dict[str, Any]:
-    """Read Falcon-H1, whose multipliers are in the weights: a tied output would need another one."""
+    """Return the fields of Falcon-H1. Its multipliers are in the weights, so a tied output is refused."""
     metadata.entry("output.weight")
     return {
         **metadata.whole_heads(),
@@ -140,18 +140,19 @@ def _jamba(metadata: Metadata) -> dict[str, Any]:
 
 
 def _every(kind: str, layers: Sequence[int], metadata: Metadata, name: str) -> dict[str, int]:
-    """Describe layers as one in so many, which is all that Jamba's config can say."""
+    """Return the period and offset of some layers; Jamba's config has no list of them."""
     offset = layers[0] if layers else metadata.layers
     period = layers[1] - offset if len(layers) > 1 else metadata.layers + 1
     if list(range(offset, metadata.layers, period)) != list(layers) or offset >= period:
         metadata.refuse(
-            f"{metadata.name}.{name}", "files in which every so many layers attend or have experts"
+            f"{metadata.name}.{name}",
+            "files whose layers with attention, and those with experts, are evenly spaced",
         )
     return {f"{kind}_layer_period": period, f"{kind}_layer_offset": offset}
 
 
 def _pure(metadata: Metadata) -> dict[str, Any]:
-    """Read what Mamba and Mamba-2 spell alike."""
+    """Return the fields that Mamba and Mamba-2 share."""
     return {
         "state_size": metadata.integer("ssm.state_size"),
         "conv_kernel": metadata.integer("ssm.conv_kernel"),

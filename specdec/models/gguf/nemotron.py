@@ -10,7 +10,7 @@ from specdec.models.gguf.metadata import FULL, LINEAR, Metadata
 
 
 def _nemotron(metadata: Metadata) -> dict[str, Any]:
-    """Read Nemotron-H, whose layers are one mixer or one feed-forward."""
+    """Return the fields of Nemotron-H; a layer's kind follows from its tensors."""
     _, heads, head_dim = sizes(metadata)
     tensors = {"attn_q": FULL, "ffn_gate_inp": "moe", "ffn_up": "mlp"}
     kinds = [

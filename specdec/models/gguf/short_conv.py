@@ -28,7 +28,7 @@ _OUTER = {**OUTER, "token_embd_norm.weight": "model.embedding_norm.weight"}
 
 
 def _layers(metadata: Metadata) -> dict[str, Any]:
-    """Read the kinds of layers: those without keys are convolutions."""
+    """Return the fields of LFM2; layers without key heads are convolutions."""
     return {
         **metadata.whole_heads(),
         "layer_types": [FULL if heads else CONV for heads in metadata.kv_heads],
@@ -40,7 +40,7 @@ def _layers(metadata: Metadata) -> dict[str, Any]:
 
 
 def _with_experts(metadata: Metadata) -> dict[str, Any]:
-    """Read experts, whose shares llama.cpp always renormalises."""
+    """Return the fields of LFM2 MoE. llama.cpp always renormalises the experts' weights."""
     return {
         **_layers(metadata),
         **sigmoid_experts(metadata),
