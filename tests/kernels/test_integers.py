@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.linear import integers
-from specdec.kernels.linear.integers import GROUP, INT4, INT8, Integers, Rounding
+from specdec.kernels.linear.integers import GROUP, HALF, INT4, INT8, Integers, Rounding
 from specdec.kernels.linear.matrix import expert_of, join, widen
 from specdec.kernels.native import compiled, linear
 from tests.tolerances import KERNEL
@@ -101,6 +101,70 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row(form: Rounding) -> 
     assert found[[1, 3]].isnan().all() and torch.equal(found[[0, 2]], right[[0, 2]])
 
 
+OTHERS = [(4, "offsets"), (6, "offsets"), (6, "symmetric"), (6, "halves"), (4, "halves")]
+"""Kinds that GGUF files have."""
+
+
+def of_file(bits: int, kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> Integers:
+    """Draw a matrix as a GGUF file may have it."""
+    generator = torch.Generator().manual_seed(bits)
+    middle, group = 1 << bits - 1, HALF if kind == "halves" else GROUP
+    number_ND = torch.randint(-middle, middle, shape, generator=generator).to(torch.int8)
+    scale_NG = draw(shape[0], -(-shape[1] // group)).half()
+    offset_NG = (middle * draw(*scale_NG.shape, seed=3)).half() if kind == "offsets" else None
+    return Integers(number_ND, scale_NG, bits, dtype, offset_NG=offset_NG, group=group)
+
+
+@in_c
+@TYPES
+@pytest.mark.parametrize(("bits", "kind"), OTHERS)
+@pytest.mark.parametrize("shape", [(1, 32), (70, 200), (33, 592)])
+def test_products_of_a_files_numbers_are_alike_in_every_window(
+    bits: int, kind: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    matrix = of_file(bits, kind, dtype, shape)
+    x_TD = draw(19, shape[1], seed=2).to(dtype)
+    x_TD[0], x_TD[1] = 1.0, -1.0
+    packed = linear.pack(matrix)
+    whole = linear.linear(x_TD, packed)
+    wanted = integers.multiply(x_TD, matrix)
+    size = float(wanted.abs().max())
+    torch.testing.assert_close(
+        whole.double(), wanted, rtol=KERNEL[dtype], atol=KERNEL[dtype] * size, check_dtype=False
+    )
+    for width in range(1, 10):
+        assert torch.equal(torch.cat([linear.linear(part, packed) for part in x_TD.split(width)]), whole)
+
+
+@in_c
+@pytest.mark.parametrize(("bits", "kind"), OTHERS)
+def test_what_belongs_to_another_group_is_seen(bits: int, kind: str) -> None:
+    own, x_TD = of_file(bits, kind, torch.float32, (33, 96)), draw(5, 96)
+    right = integers.multiply(x_TD, own)
+    changed = [own._replace(scale=own.scale.roll(1, 1)), own._replace(number_ND=own.number_ND.roll(HALF, 1))]
+    if own.offset_NG is not None:
+        changed.append(own._replace(offset_NG=own.offset_NG.roll(1, 1)))
+    for wrong in changed:
+        difference = linear.linear(x_TD, linear.pack(wrong)).double() - right
+        assert difference.norm() > 0.1 * right.norm()
+
+
+@pytest.mark.parametrize(("bits", "kind"), OTHERS)
+def test_a_files_parts_are_joined_chosen_and_placed(bits: int, kind: str) -> None:
+    own = of_file(bits, kind, torch.float32, (5, 96))
+    joined = join([own, own])
+    assert len(joined) == 1 and torch.equal(widen(joined[0]), torch.cat([widen(own)] * 2))
+    order = torch.tensor([4, 0, 0, 3])
+    assert torch.equal(widen(own.choose_rows(order)), widen(own)[order])
+    experts = own.empty((2, 10, 96))
+    for expert in range(2):
+        experts.place(own, expert, 0)
+        experts.place(own, expert, 5)
+    assert torch.equal(widen(experts)[1], torch.cat([widen(own)] * 2))
+    assert torch.equal(widen(expert_of(experts, 0)), torch.cat([widen(own)] * 2))
+    assert len(join([own, own._replace(bits=8, group=GROUP)])) == 2
+
+
 PUBLISHED = [
     (bits, group, zeros, scales)
     for bits in (4, 8)
@@ -161,7 +225,7 @@ def test_symmetric_numbers_are_multiplied_in_the_plain_form() -> None:
     x_TD = draw(5, 96)
     plain, small = linear.pack(own), linear.pack(tiny)
     assert isinstance(plain, linear.WholePanels) and isinstance(small, linear.WholePanels)
-    assert (plain.zeros, small.zeros) == (0, 2)
+    assert (plain.kind, small.kind) == (linear.PLAIN, linear.ZEROS_BFLOAT16)
     assert torch.equal(linear.linear(x_TD, plain) * 2**-20, linear.linear(x_TD, small))
 
 

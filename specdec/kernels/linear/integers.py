@@ -1,6 +1,7 @@
 """Weights of whole numbers in 8 or 4 bits: with a scale for each output, or for 32 inputs of one.
 
-What is rounded here is symmetric; what others rounded and published may have zero points beside its scales.
+What is rounded here is symmetric; what others rounded and published may have zero points beside its scales,
+offsets (GGUF's Q4_1, Q4_K and Q5_K), or scales of 16 inputs (its Q6_K).
 On a CPU they are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of
 32. The sum of a group is then exact in any order: a row's numbers need not depend on how many rows are read
 with it. On a GPU activations are not rounded.
@@ -18,6 +19,8 @@ from specdec.kernels.linear.fp8 import Fp8
 
 GROUP = 32
 """Inputs that are rounded together; the last ones of a row may be fewer."""
+HALF = GROUP // 2
+"""Inputs that share a scale in some published matrices."""
 LARGEST = 127
 """Number of 8 bits; none is smaller than its opposite."""
 SMALLEST = 1e-36
@@ -30,17 +33,21 @@ CACHED = 1 << 17
 
 
 class Integers(NamedTuple):
-    """A matrix [N, D], or one of each expert [E, N, D]: (numbers - zero points) * scales."""
+    """A matrix [N, D], or one of each expert [E, N, D]: (numbers - zero points) * scales + offsets."""
 
     number_ND: Tensor
-    """In int8, those of 4 bits too: they are packed where they are laid out."""
+    """In int8, those of 4 and 6 bits too: they are packed where they are laid out."""
     scale: Tensor
-    """In float32 [N], with 8 bits and no zero points; else in 16 bits [N, D / 32]."""
+    """In float32 [N], with 8 bits and no zero points; else in 16 bits [N, D / group]."""
     bits: int
     dtype: torch.dtype = torch.bfloat16
     """What the matrix stands for: the model's dtype."""
     zero_NG: Tensor | None = None
     """In int8, of each group the number that stands for 0; None: 0 does."""
+    offset_NG: Tensor | None = None
+    """In float16, what is added to each weight of a group; None: nothing is."""
+    group: int = GROUP
+    """Inputs that share a scale: `GROUP`, or `HALF` of it without zero points and offsets."""
 
     @property
     def shape(self) -> torch.Size:
@@ -52,7 +59,7 @@ class Integers(NamedTuple):
 
     @property
     def by_group(self) -> bool:
-        """Tell whether there is a scale for each 32 inputs."""
+        """Whether there is a scale for each group of inputs."""
         return self.scale.dim() == self.number_ND.dim()
 
     def expert(self, expert: int) -> "Integers":
@@ -64,58 +71,54 @@ class Integers(NamedTuple):
         return self._each(lambda own: own[index_N])
 
     def is_like(self, other: "Integers") -> bool:
-        """Tell whether two matrices may be parts of one."""
+        """Return whether two matrices may be parts of one."""
         return self._kind() == other._kind()
 
     def above(self, below: "Integers") -> "Integers | None":
         """Put a matrix below this one; None: they are not alike."""
         if not self.is_like(below):
             return None
-        zeros = None if self.zero_NG is None or below.zero_NG is None else [self.zero_NG, below.zero_NG]
-        return self._replace(
-            number_ND=torch.cat([self.number_ND, below.number_ND]),
-            scale=torch.cat([self.scale, below.scale]),
-            zero_NG=torch.cat(zeros) if zeros else None,
-        )
+        parts = below._tensors()
+        return self._replace(**{name: torch.cat([own, parts[name]]) for name, own in self._tensors().items()})
 
     def empty(self, shape: Sequence[int]) -> "Integers":
-        """Return room for a matrix, or one of each expert, of this kind."""
-        groups = (-(-shape[-1] // GROUP),) if self.by_group else ()
-        return Integers(
-            self.number_ND.new_empty(tuple(shape)),
-            self.scale.new_empty((*shape[:-1], *groups)),
-            self.bits,
-            self.dtype,
-            None if self.zero_NG is None else self.zero_NG.new_empty((*shape[:-1], *groups)),
-        )
+        """Allocate a matrix, or one of each expert, of this kind."""
+        rows, groups = tuple(shape[:-1]), -(-shape[-1] // self.group)
+        sizes = {
+            name: (*rows, shape[-1]) if name == "number_ND" else (*rows, groups) if self.by_group else rows
+            for name in self._tensors()
+        }
+        return self._replace(**{name: own.new_empty(sizes[name]) for name, own in self._tensors().items()})
 
     def place(self, part: "Integers", expert: int, first: int) -> None:
         """Write a part of an expert's matrix, of the same kind, from a row on."""
-        at = expert, slice(first, first + part.shape[0])
-        self.number_ND[at] = part.number_ND
-        self.scale[at] = part.scale
-        if self.zero_NG is not None and part.zero_NG is not None:
-            self.zero_NG[at] = part.zero_NG
+        parts = part._tensors()
+        for name, own in self._tensors().items():
+            own[expert, first : first + part.shape[0]] = parts[name]
 
     def wide(self) -> Tensor:
-        """Return numbers times scales in float32."""
+        """Return the weights in float32."""
         if not self.by_group:
             return self.number_ND * self.scale[:, None]
         scale_ND = self._spread(self.scale.float())
+        if self.offset_NG is not None:
+            return self.number_ND * scale_ND + self._spread(self.offset_NG.float())
         if self.zero_NG is None:
             return self.number_ND * scale_ND
         return (self.number_ND.short() - self._spread(self.zero_NG)) * scale_ND
 
     def _spread(self, own_NG: Tensor) -> Tensor:
         """Return what belongs to each entry."""
-        return own_NG.repeat_interleave(GROUP, 1)[:, : self.shape[1]]
+        return own_NG.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: own for name, own in self._asdict().items() if isinstance(own, Tensor)}
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Integers":
-        zero_NG = None if self.zero_NG is None else change(self.zero_NG)
-        return self._replace(number_ND=change(self.number_ND), scale=change(self.scale), zero_NG=zero_NG)
+        return self._replace(**{name: change(own) for name, own in self._tensors().items()})
 
     def _kind(self) -> tuple[object, ...]:
-        return self.bits, self.dtype, self.scale.dtype, self.zero_NG is None
+        return self.bits, self.dtype, self.group, self.scale.dtype, *self._tensors()
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,10 @@ INT8 = Rounding(8)
 INT4 = Rounding(4)
 
 
-def num_bytes(shape: Sequence[int], bits: int, *, by_group: bool, zeros: bool = False) -> int:
-    """Count the bytes of matrices as they are multiplied, with scales and zero points."""
+def num_bytes(shape: Sequence[int], bits: int, *, by_group: bool, pairs: bool = False) -> int:
+    """Count the bytes of matrices as they are multiplied; with `pairs` a group has two numbers of 16 bits."""
     outputs, groups = prod(shape[:-1]), -(-shape[-1] // GROUP)
-    return outputs * (groups * (GROUP * bits // 8 + (2 * by_group + 2 * zeros)) + (0 if by_group else 4))
+    return outputs * (groups * (GROUP * bits // 8 + (2 * by_group + 2 * pairs)) + (0 if by_group else 4))
 
 
 def sixteen_bits(scale: Tensor) -> Tensor | None:
@@ -189,13 +192,17 @@ def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 def multiply(x_TD: Tensor, matrix: Integers) -> Tensor:
     """Multiply rounded activations in float64, where every sum of whole numbers is exact."""
-    number_TGI, scale_TG = round_rows(x_TD)
-    number_NGI = _grouped(matrix.number_ND.double())
+    number_TGI, step_TG = round_rows(x_TD)
+    x_TD = (number_TGI.double() * step_TG[..., None].double()).flatten(1)[:, : matrix.shape[1]]
+    scale = matrix.scale.double()
+    scale_ND = matrix._spread(scale) if matrix.by_group else scale[:, None]
+    number_ND = matrix.number_ND.double()
     if matrix.zero_NG is not None:
-        number_NGI = number_NGI - matrix.zero_NG[..., None]
-    whole_TGN = torch.einsum("tgi,ngi->tgn", number_TGI.double(), number_NGI)
-    scale = matrix.scale if matrix.by_group else matrix.scale[:, None]
-    return (whole_TGN * scale_TG[..., None].double() * scale.T.double()).sum(1)
+        number_ND = number_ND - matrix._spread(matrix.zero_NG)
+    weight_ND = number_ND * scale_ND
+    if matrix.offset_NG is not None:
+        weight_ND = weight_ND + matrix._spread(matrix.offset_NG.double())
+    return x_TD @ weight_ND.T
 
 
 def _grouped(x_ND: Tensor) -> Tensor:

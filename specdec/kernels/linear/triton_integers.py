@@ -32,7 +32,8 @@ class Tiles(NamedTuple):
 
 def fits_tiles(matrix: Integers) -> bool:
     """Tell whether a matrix is of a kind that is rounded here; published ones may be of others."""
-    return matrix.zero_NG is None and matrix.by_group == (matrix.bits == 4)
+    plain = matrix.zero_NG is None and matrix.offset_NG is None and matrix.group == GROUP
+    return plain and matrix.bits != 6 and matrix.by_group == (matrix.bits == 4)
 
 
 def lay_tiles(matrix: Integers) -> Tiles:

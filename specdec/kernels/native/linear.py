@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b in C, in float32 and bfloat16, and by whole numbers of 8 and 4 bits.
+"""y = x Wᵀ + b in C, in float32 and bfloat16, and by integers of 8, 6 and 4 bits.
 
 What the product of a small matrix costs is mostly the call, and here that is short.
 A row's result does not depend on the window it is read in, as it does in the library's kernels.
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.linear import cpu
-from specdec.kernels.linear.integers import GROUP, Integers, sixteen_bits
+from specdec.kernels.linear.integers import GROUP, HALF, Integers, sixteen_bits
 from specdec.kernels.linear.matrix import Matrix, join, widen
 from specdec.kernels.native.call import function, pointer, strided
 from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import SUFFIX
 
 PANEL = 16
-RAISED = {8: 128, 4: 8}
+PLAIN, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES = range(5)
+"""What groups of integers have beside their numbers, as in integer.inc."""
+RAISED = {8: 128, 6: 32, 4: 8}
 """What is added to whole numbers of so many bits, so that none is below 0."""
 
 
@@ -42,8 +44,8 @@ class WholePanels(NamedTuple):
     bias_N: Tensor | None
     outputs: int
     bits: int
-    zeros: int
-    """Whether a group's scales come with zero points: 0, or in half precision 1, in bfloat16 2."""
+    kind: int
+    """What a group has beside its numbers, as integer.inc counts the kinds."""
     dtype: torch.dtype
 
 
@@ -94,37 +96,49 @@ def _lay(weight_ND: Tensor, bias_N: Tensor | None) -> Panels:
 
 
 def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
-    """Put four inputs of 16 outputs beside each other, and with 4 bits two such pieces of a group in one."""
+    """Put four inputs of 16 outputs beside each other, and below 8 bits two such pieces of a group in one."""
     (outputs, inputs), bits = matrix.shape, matrix.bits
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
     filled = matrix.number_ND.new_zeros(panels * PANEL, groups * GROUP)
     filled[:outputs, :inputs] = matrix.number_ND
     raised = (filled.to(torch.int16) + RAISED[bits]).to(torch.uint8)
     laid = raised.view(panels, PANEL, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if bits == 4:
+    if bits < 8:
         low, high = laid.chunk(2, dim=2)
-        laid = low | high << 4
-    scale, zeros = _lay_scales(matrix, panels)
-    return WholePanels(laid.contiguous(), scale, bias_N, outputs, bits, zeros, matrix.dtype)
+        laid = low & 15 | high << 4
+    if bits == 6:
+        upper = low >> 4 | high >> 4 << 2
+        laid = torch.cat([laid, upper[:, :, ::2] | upper[:, :, 1::2] << 4], dim=2)
+    scale, kind = _lay_scales(matrix, panels)
+    return WholePanels(laid.contiguous(), scale, bias_N, outputs, bits, kind, matrix.dtype)
 
 
 def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
-    """Lay scales out, beside zero points where there are any or the forms without have no such scales."""
+    """Lay scales out, beside what else groups have, and return the kind of it."""
     if not matrix.by_group:
         filled_N = matrix.scale.new_zeros(panels * PANEL)
         filled_N[: len(matrix.scale)] = matrix.scale
-        return filled_N, 0
+        return filled_N, PLAIN
     scale_NG = sixteen_bits(matrix.scale)
     assert scale_NG is not None, "checkpoints are read with scales of 16 bits"
-    beside = [scale_NG]
-    if matrix.zero_NG is not None:
+    is_half = scale_NG.dtype == torch.float16
+    assert is_half or matrix.bits != 6, "6 bits have scales in float16"
+    beside, kind = [scale_NG], ZEROS if is_half else ZEROS_BFLOAT16
+    if matrix.group == HALF:
+        scale_NG = torch.nn.functional.pad(scale_NG, (0, scale_NG.shape[1] % 2))
+        beside, kind = [scale_NG[:, ::2], scale_NG[:, 1::2]], HALVES
+    elif matrix.offset_NG is not None or matrix.bits == 6:
+        offset_NG = torch.zeros_like(scale_NG) if matrix.offset_NG is None else matrix.offset_NG
+        beside, kind = [scale_NG, offset_NG], OFFSETS
+    elif matrix.zero_NG is not None:
         beside.append((matrix.zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype))
-    elif matrix.bits == 8 or scale_NG.dtype != torch.float16:
+    elif matrix.bits == 8 or not is_half:
         beside.append(torch.zeros_like(scale_NG))
-    filled = scale_NG.new_zeros(panels * PANEL, len(beside), scale_NG.shape[1])
+    else:
+        kind = PLAIN
+    filled = scale_NG.new_zeros(panels * PANEL, len(beside), beside[0].shape[1])
     filled[: len(scale_NG)] = torch.stack(beside, 1)
-    laid = filled.view(panels, PANEL, len(beside), -1).permute(0, 3, 2, 1).contiguous()
-    return laid, 0 if len(beside) == 1 else 1 if scale_NG.dtype == torch.float16 else 2
+    return filled.view(panels, PANEL, len(beside), -1).permute(0, 3, 2, 1).contiguous(), kind
 
 
 def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:
@@ -179,7 +193,7 @@ def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
 def _multiply_whole(x_TD: Tensor, packed: WholePanels, to: int, by_row: int) -> None:
     (tokens, inputs), (at, by_token) = x_TD.shape, strided(x_TD, 1)
     function("linear_integer", packed.dtype)(
-        *(at, tokens, by_token, inputs, packed.bits, packed.zeros),
+        *(at, tokens, by_token, inputs, packed.bits, packed.kind),
         *(pointer(packed.weight), pointer(packed.scale), pointer(packed.bias_N)),
         *(to, by_row, packed.outputs),
     )

@@ -83,8 +83,8 @@ class Numbers:
 
     def num_bytes(self, shape: Shape) -> int:
         """Count the bytes of matrices of this shape as they are multiplied."""
-        zeros = self.by_group and not (self.symmetric and self.bits == 4)
-        return integers.num_bytes(shape, self.bits, by_group=self.by_group, zeros=zeros)
+        pairs = self.by_group and not (self.symmetric and self.bits == 4)
+        return integers.num_bytes(shape, self.bits, by_group=self.by_group, pairs=pairs)
 
 
 class Part(NamedTuple):
