@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _READABLE = ("F64", "F32", "F16", "BF16")
 
 _FP8 = "F8_E4M3"
+_EMBEDDING, _HEAD = "embed.weight", "head.weight"
 
 
 class CheckpointWeights:
@@ -93,10 +94,14 @@ class CheckpointWeights:
         return made
 
     def output(self, name: str, weight_ND: Tensor) -> Matrix:
-        """Round a matrix that makes logits, where that is wanted; read one of whole numbers as it is."""
+        """Round a matrix that makes logits, where that is wanted; read one of integers as it is.
+
+        Where it is the embedding's, that is the one read.
+        """
         if self.unused:
             return weight_ND
-        if (source := self._source(name, 1)) and self._tensors.numbers(source.disk[0]):
+        source = self._source(name, 1) or (self._source(_EMBEDDING, 1) if name == _HEAD else None)
+        if source and self._tensors.numbers(source.disk[0]):
             self._widened.pop(source.disk[0], None)
             reader = _Reader(self, name, self._dtype, keep=True)
             return source.recipe(reader, source.disk, tuple(weight_ND.shape))

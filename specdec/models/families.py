@@ -175,7 +175,8 @@ def stored_numbers(checkpoint: Checkpoint, network: spec.Network) -> Callable[[s
     prefix = table.prefix(tensors.names)
 
     def numbers(name: str) -> Numbers | None:
-        sources = table.sources(name, prefix)
+        names = (name, "embed.weight") if name == "head.weight" and network.tied else (name,)
+        sources = (source for own in names for source in table.sources(own, prefix))
         found = next((source for source in sources if source.present(tensors.names, 1)), None)
         return tensors.numbers(numbered(found.disk[0], 0)) if found else None
 

@@ -12,7 +12,7 @@ from specdec.kernels.linear.fp8 import BLOCK
 from specdec.kernels.linear.integers import INT4, INT8
 from specdec.kernels.linear.matrix import Matrix, Stored
 from specdec.models.fields import Fields
-from specdec.models.packed import awq, compressed, gptq
+from specdec.models.packed import awq, compressed, gguf, gptq
 from specdec.models.packed.base import PackedFormat
 
 
@@ -48,9 +48,7 @@ WHOLE = ("int8", "int4")
 """Those of whole numbers."""
 
 _FIELD = "quantization_config"
-_PACKED = MappingProxyType(
-    {gptq.NAME: gptq.read_format, awq.NAME: awq.read_format, compressed.NAME: compressed.read_format}
-)
+_PACKED = MappingProxyType({own.NAME: own.read_format for own in (gptq, awq, compressed, gguf)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Tensors:
         stored, float8 = sum(i.bytes for i in infos), sum(i.bytes for i in infos if i.dtype.startswith("F8_"))
         if self._format is None:
             return Sizes(stored, float8, None)
-        bits, matrices = {4: 0, 8: 0}, self._packed.items()
+        bits, matrices = dict.fromkeys((4, 6, 8), 0), self._packed.items()
         for name, matrix in matrices:
             bits[matrix.numbers.bits] += self.bytes(name)
         numbers = sum(prod(matrix.shape) for _, matrix in matrices)

@@ -10,7 +10,7 @@ with it. On a GPU activations are not rounded.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Integers(NamedTuple):
         if not self.is_like(below):
             return None
         parts = below._tensors()
-        return self._replace(**{name: torch.cat([own, parts[name]]) for name, own in self._tensors().items()})
+        return self._with({name: torch.cat([own, parts[name]]) for name, own in self._tensors().items()})
 
     def empty(self, shape: Sequence[int]) -> "Integers":
         """Allocate a matrix, or one of each expert, of this kind."""
@@ -88,7 +88,7 @@ class Integers(NamedTuple):
             name: (*rows, shape[-1]) if name == "number_ND" else (*rows, groups) if self.by_group else rows
             for name in self._tensors()
         }
-        return self._replace(**{name: own.new_empty(sizes[name]) for name, own in self._tensors().items()})
+        return self._with({name: own.new_empty(sizes[name]) for name, own in self._tensors().items()})
 
     def place(self, part: "Integers", expert: int, first: int) -> None:
         """Write a part of an expert's matrix, of the same kind, from a row on."""
@@ -115,7 +115,10 @@ class Integers(NamedTuple):
         return {name: own for name, own in self._asdict().items() if isinstance(own, Tensor)}
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Integers":
-        return self._replace(**{name: change(own) for name, own in self._tensors().items()})
+        return self._with({name: change(own) for name, own in self._tensors().items()})
+
+    def _with(self, tensors: dict[str, Any]) -> "Integers":
+        return self._replace(**tensors)
 
     def _kind(self) -> tuple[object, ...]:
         return self.bits, self.dtype, self.group, self.scale.dtype, *self._tensors()

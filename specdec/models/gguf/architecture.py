@@ -56,7 +56,7 @@ class Architecture:
 
     def recipe(self, metadata: Metadata, disk: str) -> Recipe | None:
         """Return what makes a checkpoint's tensor of the file's, if it is another one."""
-        bare = disk.removesuffix("_scale")
+        bare = disk.removesuffix("_scale").removesuffix("_offset")
         own = next((made for end, made in self.transforms.items() if bare.endswith(end)), None)
         return partial(own, metadata) if own else None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.models.gguf import delta_net, dense, latent, lightning, mamba, nemotron, short_conv
 from specdec.models.gguf.architecture import Architecture, Recipe, named
-from specdec.models.gguf.blocks import BITS, GROUP
+from specdec.models.gguf.blocks import KEPT, Form
 from specdec.models.gguf.file import Entry, GgufFile
 from specdec.models.gguf.metadata import Metadata
 
@@ -56,14 +56,14 @@ class Described(Metadata):
         config = {
             "model_type": self.architecture.model_type,
             "dtype": "float32" if self.dtype == "F32" else "bfloat16",
-            "vocab_size": self.entry("token_embd.weight").shape[0],
+            "vocab_size": self.entry(_EMBEDDING).shape[0],
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             **(self._attention() if self.heads else {}),
             **({"intermediate_size": width} if width else {}),
             "max_position_embeddings": self.integer("context_length"),
             "rms_norm_eps": self.eps(),
-            "tie_word_embeddings": "output.weight" not in self.file.entries,
+            "tie_word_embeddings": self.is_tied,
             **self.architecture.config(self),
             **self._integer_weights(),
         }
@@ -82,36 +82,33 @@ class Described(Metadata):
         """Return the file's name of each tensor by that of the checkpoint."""
         return self._names
 
-    def bits(self, disk: str, entry: Entry) -> int | None:
-        """Return in how many bits a matrix is kept; None: it is widened."""
-        if len(entry.shape) != 2 or self.names()[disk] == "token_embd.weight":
+    def form(self, disk: str, entry: Entry) -> Form | None:
+        """Return how the integers of a matrix are kept; None: it is widened."""
+        if len(entry.shape) != 2 or (self.names()[disk] == _EMBEDDING and not self.is_tied):
             return None
         if not self.architecture.keeps(self, disk) or self._unlike(disk, entry):
             return None
-        return BITS.get(entry.kind.name)
+        return KEPT.get(entry.kind.name)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether logits are made by the matrix of the embeddings."""
+        return "output.weight" not in self.file.entries
 
     def _unlike(self, disk: str, entry: Entry) -> bool:
-        """Return whether an expert's gate and up projection, which become one matrix, differ in bits."""
+        """Return whether an expert's gate and up projection, which become one matrix, differ in form."""
         name = self.names()[disk]
         other = re.sub("ffn_(gate|up)_exps", lambda own: f"ffn_{_OTHER[own[1]]}_exps", name)
         beside = self.file.entries.get(other)
-        return beside is not None and BITS.get(beside.kind.name) != BITS.get(entry.kind.name)
+        return beside is not None and KEPT.get(beside.kind.name) != KEPT.get(entry.kind.name)
 
     def _integer_weights(self) -> dict[str, Any]:
-        """Announce matrices of integers as compressed-tensors does, whose layout they are given."""
-        layers: dict[int, list[str]] = {}
+        """Announce the types of the matrices that are kept as integers."""
+        types: dict[str, list[str]] = {}
         for disk, name in self.names().items():
-            if bits := self.bits(disk, self.file.entries[name]):
-                layers.setdefault(bits, []).append(disk.removesuffix(".weight"))
-        if not layers:
-            return {}
-        weights = {"type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-        groups = {
-            f"group_{bits}": {"targets": targets, "weights": {**weights, "num_bits": bits}}
-            for bits, targets in layers.items()
-        }
-        announced = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
-        return {"quantization_config": announced}
+            if self.form(disk, entry := self.file.entries[name]):
+                types.setdefault(entry.kind.name, []).append(disk.removesuffix(".weight"))
+        return {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
 
     def recipe(self, disk: str) -> Recipe | None:
         """Return what makes a checkpoint's tensor of the file's, if it is another one."""
@@ -159,6 +156,7 @@ class Described(Metadata):
                 self.refuse(f"{self.name}.{name}", "rotary positions without scaling")
 
 
+_EMBEDDING = "token_embd.weight"
 _OTHER = {"gate": "up", "up": "gate"}
 _EXPERTS = re.compile(r"(blk\.\d{1,4}\.ffn_)(gate_up|gate|up|down)_exps\.weight")
 """The matrices of all experts of a layer, in one tensor."""

@@ -1,6 +1,7 @@
-"""Numbers in blocks, widened to float32: exactly what llama.cpp's own definition of each type says."""
+"""Numbers in blocks: widened to float32 exactly as llama.cpp defines each type, or kept as integers."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,47 +9,77 @@ from torch import Tensor
 from specdec.models.gguf.file import Kind
 
 GROUP = 32
-"""Weights that share a scale, in Q4_K and Q5_K too."""
-BITS = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4}
-"""Types that are integers times a scale, and the bits that they are kept in."""
+"""Weights that share a scale in most types, in Q4_K and Q5_K too."""
 PIECE = 1 << 16
-"""Blocks that are widened together: beside a large matrix there is no memory for several copies."""
+"""Blocks that are read together: beside a large matrix there is no memory for several copies."""
+
+
+class Form(NamedTuple):
+    """How the integers of a type are kept."""
+
+    bits: int
+    group: int = GROUP
+    """Weights that share a scale."""
+    middle: int = 0
+    """What is subtracted from unsigned numbers, whose groups have offsets; 0: they are signed, without."""
+
+
+KEPT: Mapping[str, Form] = {
+    "Q8_0": Form(8),
+    "Q5_0": Form(6),
+    "Q4_0": Form(4),
+    "Q4_1": Form(4, middle=8),
+    "Q5_1": Form(6, middle=16),
+    "Q4_K": Form(4, middle=8),
+    "Q5_K": Form(6, middle=16),
+    "Q6_K": Form(6, group=16),
+}
+"""Types that are multiplied as integers."""
+_WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def widen(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers of a tensor's bytes in float32, some blocks at a time."""
+    """Return the numbers of a tensor's bytes in float32."""
     if kind.name in _WIDE:
         return data_X.view(_WIDE[kind.name]).view(shape).float()
-    block_BX, wide_X = data_X.view(-1, kind.bytes), torch.empty(shape)
-    for first in range(0, len(block_BX), PIECE):
-        piece_BX, wide_BN = block_BX[first:][:PIECE], wide_X.view(-1, kind.numbers)[first:][:PIECE]
-        if kind.name in BITS:
-            torch.mul(_half(piece_BX[:, :2]), _integers(piece_BX, kind), out=wide_BN)
-        else:
-            wide_BN.copy_(_FORMS[kind.name](piece_BX).view(wide_BN.shape))
-    return wide_X
+    return _by_pieces(_widen, data_X, kind, torch.empty(shape))
 
 
 def integers(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return the integers of a type in `BITS`, in int8."""
-    return _integers(data_X.view(-1, kind.bytes), kind).reshape(shape)
+    """Return the integers of a type in `KEPT`, in int8 and less the middle of their range."""
+    return _by_pieces(_centred, data_X, kind, torch.empty(shape, dtype=torch.int8))
 
 
 def scales(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return what they are multiplied by, in float16, one for each 32 of a row."""
-    block_BX = data_X.view(-1, kind.bytes)
-    return block_BX[:, :2].contiguous().view(torch.float16).view(shape[0], -1)
+    """Return what the integers are multiplied by, in float16 [N, groups]: those of K types are rounded."""
+    scale_BG, _ = _SCALES[kind.name](data_X.view(-1, kind.bytes))
+    return scale_BG.view(shape[0], -1).half()
 
 
-def _integers(block_BX: Tensor, kind: Kind) -> Tensor:
-    if kind.name == "Q8_0":
-        return block_BX[:, 2:].view(torch.int8)
-    if kind.name == "Q4_0":
-        return _nibbles(block_BX[:, 2:]).to(torch.int8) - 8
-    return (_nibbles(block_BX[:, 6:]) | _fifth_bits(block_BX[:, 2:6])).to(torch.int8) - 16
+def offsets(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+    """Return what is added to the products of integers and scales, in float16 [N, groups]."""
+    scale_BG, offset_BG = _SCALES[kind.name](data_X.view(-1, kind.bytes))
+    assert offset_BG is not None
+    return (offset_BG + KEPT[kind.name].middle * scale_BG).view(shape[0], -1).half()
 
 
-_WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+def _by_pieces(read: Callable[[Tensor, Kind], Tensor], data_X: Tensor, kind: Kind, out_X: Tensor) -> Tensor:
+    block_BX, out_BN = data_X.view(-1, kind.bytes), out_X.view(-1, kind.numbers)
+    for first in range(0, len(block_BX), PIECE):
+        out_BN[first:][:PIECE] = read(block_BX[first:][:PIECE], kind)
+    return out_X
+
+
+def _widen(block_BX: Tensor, kind: Kind) -> Tensor:
+    scale_BG, offset_BG = _SCALES[kind.name](block_BX)
+    wide_BGN = _NUMBERS[kind.name](block_BX).view(*scale_BG.shape, -1) * scale_BG[..., None]
+    return (wide_BGN if offset_BG is None else wide_BGN.add_(offset_BG[..., None])).flatten(1)
+
+
+def _centred(block_BX: Tensor, kind: Kind) -> Tensor:
+    number_BN = _NUMBERS[kind.name](block_BX).view(torch.int8)
+    middle = KEPT[kind.name].middle
+    return number_BN - middle if middle else number_BN
 
 
 def _half(block_BX: Tensor) -> Tensor:
@@ -67,48 +98,65 @@ def _fifth_bits(byte_B4: Tensor) -> Tensor:
     return ((byte_B4[..., None] >> shift_8 & 1) << 4).flatten(1)
 
 
-def _q4_1(block_BX: Tensor) -> Tensor:
-    scale_B2 = _half(block_BX[:, :4])
-    return scale_B2[:, :1] * _nibbles(block_BX[:, 4:]).float() + scale_B2[:, 1:]
-
-
-def _q5_1(block_BX: Tensor) -> Tensor:
-    scale_B2 = _half(block_BX[:, :4])
-    number_BN = _nibbles(block_BX[:, 8:]) | _fifth_bits(block_BX[:, 4:8])
-    return scale_B2[:, :1] * number_BN.float() + scale_B2[:, 1:]
-
-
-def _scales(block_BX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and the minima of eight groups, [B, 8, 1]: six bits each, times the block's own."""
-    first_B4, second_B4, third_B4 = block_BX[:, 4:16].view(-1, 3, 4).unbind(1)
-    scale_B8 = torch.cat([first_B4 & 63, third_B4 & 15 | first_B4 >> 6 << 4], dim=1)
-    least_B8 = torch.cat([second_B4 & 63, third_B4 >> 4 | second_B4 >> 6 << 4], dim=1)
-    own_B2 = _half(block_BX[:, :4])
-    return (own_B2[:, :1] * scale_B8.float())[..., None], (own_B2[:, 1:] * least_B8.float())[..., None]
-
-
-def _q4_k(block_BX: Tensor) -> Tensor:
-    scale_B81, least_B81 = _scales(block_BX)
-    number_B8N = _nibbles(block_BX[:, 16:].view(-1, 4, GROUP)).view(-1, 8, GROUP)
-    return scale_B81 * number_B8N.float() - least_B81
+def _four_chunks(byte_BX: Tensor) -> Tensor:
+    """Return the nibbles of four chunks, each the low halves of 32 bytes and then the high ones."""
+    return _nibbles(byte_BX.view(-1, 4, GROUP)).view(-1, 8, GROUP)
 
 
 def _q5_k(block_BX: Tensor) -> Tensor:
-    scale_B81, least_B81 = _scales(block_BX)
     bit_8 = torch.arange(8, dtype=torch.uint8)[:, None]
     high_B8N = (block_BX[:, 16:48][:, None] >> bit_8 & 1) << 4
-    number_B8N = _nibbles(block_BX[:, 48:].view(-1, 4, GROUP)).view(-1, 8, GROUP) | high_B8N
-    return scale_B81 * number_B8N.float() - least_B81
+    return (_four_chunks(block_BX[:, 48:]) | high_B8N).flatten(1)
 
 
 def _q6_k(block_BX: Tensor) -> Tensor:
     low_B2X, high_B2X = block_BX[:, :128].view(-1, 2, 64), block_BX[:, 128:192].view(-1, 2, 1, 32)
     shift_4 = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
     number_B24N = _nibbles(low_B2X).view(-1, 2, 4, 32) | (high_B2X >> shift_4 & 3) << 4
-    scale_BG = block_BX[:, 192:208].view(torch.int8).float() * _half(block_BX[:, 208:])
-    return scale_BG[..., None] * (number_B24N.view(-1, 16, 16).float() - 32)
+    return number_B24N.flatten(1).view(torch.int8) - 32
 
 
-_FORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    **{"Q4_1": _q4_1, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k},
+_NUMBERS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Q8_0": lambda block_BX: block_BX[:, 2:].contiguous().view(torch.int8),
+    "Q5_0": lambda block_BX: (
+        (_nibbles(block_BX[:, 6:]) | _fifth_bits(block_BX[:, 2:6])).view(torch.int8) - 16
+    ),
+    "Q4_0": lambda block_BX: _nibbles(block_BX[:, 2:]).view(torch.int8) - 8,
+    "Q4_1": lambda block_BX: _nibbles(block_BX[:, 4:]),
+    "Q5_1": lambda block_BX: _nibbles(block_BX[:, 8:]) | _fifth_bits(block_BX[:, 4:8]),
+    "Q4_K": lambda block_BX: _four_chunks(block_BX[:, 16:]).flatten(1),
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
+"""The integers [B, N] of blocks: signed in int8, unsigned in uint8."""
+
+
+def _one(block_BX: Tensor) -> tuple[Tensor, None]:
+    return _half(block_BX[:, :2]), None
+
+
+def _two(block_BX: Tensor) -> tuple[Tensor, Tensor]:
+    scale_B1, offset_B1 = _half(block_BX[:, :4]).chunk(2, dim=1)
+    return scale_B1, offset_B1
+
+
+def _eight(block_BX: Tensor) -> tuple[Tensor, Tensor]:
+    """Read six bits of each group's scale and minimum, times the block's own."""
+    first_B4, second_B4, third_B4 = block_BX[:, 4:16].view(-1, 3, 4).unbind(1)
+    scale_B8 = torch.cat([first_B4 & 63, third_B4 & 15 | first_B4 >> 6 << 4], dim=1)
+    least_B8 = torch.cat([second_B4 & 63, third_B4 >> 4 | second_B4 >> 6 << 4], dim=1)
+    own_B1, least_B1 = _half(block_BX[:, :4]).chunk(2, dim=1)
+    return own_B1 * scale_B8.float(), -least_B1 * least_B8.float()
+
+
+def _sixteen(block_BX: Tensor) -> tuple[Tensor, None]:
+    return block_BX[:, 192:208].view(torch.int8).float() * _half(block_BX[:, 208:]), None
+
+
+_SCALES: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor | None]]] = {
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q4_0"), _one),
+    **dict.fromkeys(("Q4_1", "Q5_1"), _two),
+    **dict.fromkeys(("Q4_K", "Q5_K"), _eight),
+    "Q6_K": _sixteen,
+}
+"""The scales [B, G] of blocks, and their offsets where the type has any."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.linear.integers import GROUP, HALF
 from specdec.models.gguf.architecture import (
     DENSE,
     Architecture,
@@ -18,7 +19,6 @@ from specdec.models.gguf.architecture import (
     log_decay,
     subtract_one,
 )
-from specdec.models.gguf.blocks import GROUP
 from specdec.models.gguf.dense import GATED_EXPERTS, dense_layers, experts
 from specdec.models.gguf.metadata import FULL, LINEAR, Metadata
 
@@ -115,10 +115,10 @@ def _in_order(part: str, metadata: Metadata, own_X: Tensor) -> Tensor:
     first = 2 * keys * config["linear_key_head_dim"] if part in _CHANNELS else 0
     size = own_X.shape[dim] if own_X.dim() > dim else 0
     each = (first + values * width) // size if size else 0
-    if each in (1, GROUP) and each * size == first + values * width:
+    if each in (1, HALF, GROUP) and each * size == first + values * width:
         order_N = torch.arange(values).view(-1, keys).T.reshape(-1, 1) * width + torch.arange(width)
         order_N = torch.cat([torch.arange(first), first + order_N.reshape(-1)])
-        own_X = own_X.index_select(dim, order_N[::each] // each)  # a scale belongs to 32 columns
+        own_X = own_X.index_select(dim, order_N[::each] // each)  # a scale belongs to 16 or 32 columns
     transform = _TRANSFORMS.get(part)
     return transform(metadata, own_X) if transform else own_X
 

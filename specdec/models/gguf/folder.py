@@ -15,7 +15,7 @@ from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.tensors import open_files, parts
 from specdec.models.gguf.tokenizer import NONE, Vocabulary
 
-REVISION = 3
+REVISION = 4
 """Of what is written here: folders of another revision are written anew."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 

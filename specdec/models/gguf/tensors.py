@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from specdec.errors import CheckpointError
 from specdec.models.files import GGUF
 from specdec.models.gguf.architectures import Described
-from specdec.models.gguf.blocks import GROUP, integers, scales, widen
-from specdec.models.gguf.file import Entry, GgufFile
+from specdec.models.gguf.blocks import integers, offsets, scales, widen
+from specdec.models.gguf.file import Entry, GgufFile, Kind
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -73,14 +73,22 @@ def open_files(path: Path) -> GgufFile:
 class GgufTensors:
     """Offers what a file of safetensors does: names, headers, and tensors by name.
 
-    Matrices of integers are two tensors, as in compressed-tensors: the numbers, and their scales.
+    A matrix of integers is several tensors: the numbers, their scales, and offsets where its type has any.
     """
 
     def __init__(self, path: Path) -> None:
         self._described = Described(open_files(path))
         self._names = dict(self._described.names())
-        self._integers = {disk for disk in self._names if self._described.bits(disk, self._entry(disk))}
-        self._names |= {f"{disk}_scale": self._names[disk] for disk in self._integers}
+        self._parts: dict[str, tuple[Callable[[Tensor, Kind, tuple[int, ...]], Tensor], int]] = {}
+        """How a part of a matrix of integers is read, and how many inputs have one number in it."""
+        for disk, name in self._described.names().items():
+            form = self._described.form(disk, self._entry(disk))
+            if form is None:
+                continue
+            self._parts |= {disk: (integers, 1), f"{disk}_scale": (scales, form.group)}
+            if form.middle:
+                self._parts[f"{disk}_offset"] = offsets, form.group
+            self._names |= dict.fromkeys((f"{disk}_scale", f"{disk}_offset")[: 1 + bool(form.middle)], name)
 
     def keys(self) -> Sequence[str]:
         return list(self._names)
@@ -88,10 +96,9 @@ class GgufTensors:
     def get_slice(self, disk: str) -> Header:
         """Return a tensor's shape and type without reading it."""
         entry = self._entry(disk)
-        if disk in self._integers:
-            return Header(entry.shape, "I8")
-        if self._is_scale(disk):
-            return Header((entry.shape[0], entry.shape[1] // GROUP), "F16")
+        if disk in self._parts:
+            _, group = self._parts[disk]
+            return Header((entry.shape[0], entry.shape[1] // group), "I8" if group == 1 else "F16")
         recipe = self._described.recipe(disk)
         shape = entry.shape if recipe is None else recipe(torch.empty(entry.shape, device="meta")).shape
         return Header(tuple(shape), self._described.dtype)
@@ -99,13 +106,10 @@ class GgufTensors:
     def get_tensor(self, disk: str) -> Tensor:
         """Return a tensor as the checkpoint had it, but for what was rounded."""
         entry = self._entry(disk)
-        read = integers if disk in self._integers else scales if self._is_scale(disk) else widen
+        read, _ = self._parts.get(disk, (widen, 1))
         made = read(torch.from_numpy(entry.data.copy()), entry.kind, entry.shape)
         recipe = self._described.recipe(disk)
         return recipe(made).contiguous() if recipe else made
-
-    def _is_scale(self, disk: str) -> bool:
-        return disk not in self._integers and disk.removesuffix("_scale") in self._integers
 
     def _entry(self, disk: str) -> Entry:
         return self._described.file.entries[self._names[disk]]

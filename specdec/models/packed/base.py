@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.linear import integers
-from specdec.kernels.linear.integers import GROUP, Integers
+from specdec.kernels.linear.integers import GROUP, HALF, Integers
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.fields import Fields
 from specdec.models.layouts import Shape
@@ -57,11 +57,13 @@ class Numbers:
 
     bits: int
     group: int | None
-    """Inputs that share a scale, a multiple of 32; None: all of an output's."""
+    """Inputs that share a scale, 16 or a multiple of 32; None: all of an output's."""
     symmetric: bool
     """The middle of the range stands for 0, and there are no other zero points."""
     listed: bool = False
     """Which group an input is in is said by a list (GPTQ's `desc_act`)."""
+    offsets: bool = False
+    """Something is added to the weights of each group (GGUF)."""
 
     @property
     def by_group(self) -> bool:
@@ -71,7 +73,8 @@ class Numbers:
     @property
     def fits_tiles(self) -> bool:
         """Tell whether a GPU's kernels keep them as they are, as `triton_integers.fits_tiles` does."""
-        return self.symmetric and self.by_group == (self.bits == 4)
+        is_plain = self.symmetric and not self.offsets and self.group != HALF
+        return is_plain and self.bits != 6 and self.by_group == (self.bits == 4)
 
     def groups(self, inputs: int) -> int:
         """Count an output's scales."""
@@ -83,7 +86,7 @@ class Numbers:
 
     def num_bytes(self, shape: Shape) -> int:
         """Count the bytes of matrices of this shape as they are multiplied."""
-        pairs = self.by_group and not (self.symmetric and self.bits == 4)
+        pairs = self.by_group and not (self.fits_tiles and self.bits == 4)
         return integers.num_bytes(shape, self.bits, by_group=self.by_group, pairs=pairs)
 
 
@@ -100,6 +103,7 @@ class Raw(NamedTuple):
     number_ND: Tensor
     scale_NG: Tensor
     zero_NG: Tensor | None = None
+    offset_NG: Tensor | None = None
 
 
 class Unfit(Exception):
@@ -145,11 +149,12 @@ class PackedMatrix(ABC):
 
     def read(self, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Integers:
         """Make the matrix of its tensors, as it is multiplied; nothing is rounded."""
-        number_ND, scale_NG, zero_NG = self.unpack(shape, tensors)
-        bits, columns = self.numbers.bits, -(-shape[1] // GROUP)
+        number_ND, scale_NG, zero_NG, offset_NG = self.unpack(shape, tensors)
+        bits, group = self.numbers.bits, min(self.numbers.group or GROUP, GROUP)
+        columns = -(-shape[1] // group)
         scales = next(suffix for suffix in self.suffixes if "scale" in suffix)
-        if not bool(scale_NG.isfinite().all()):
-            raise Unfit(f"{self.name}.{scales} holds scales that are no finite numbers")
+        if not bool(scale_NG.isfinite().all()) or not (offset_NG is None or bool(offset_NG.isfinite().all())):
+            raise Unfit(f"{self.name}.{scales} holds scales or offsets that are no finite numbers")
         if not self.numbers.by_group:
             return Integers(number_ND, scale_NG[:, 0].float(), bits, dtype)
         if scale_NG.dtype == torch.float32:
@@ -160,11 +165,11 @@ class PackedMatrix(ABC):
                     "specdec needs them in 16 bits"
                 )
             scale_NG = narrow_NG
-        repeat = (self.numbers.group or columns * GROUP) // GROUP
+        repeat = (self.numbers.group or columns * group) // group
         scale_NG = scale_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
         if zero_NG is not None:
             zero_NG = zero_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
-        return Integers(number_ND, scale_NG, bits, dtype, zero_NG)
+        return Integers(number_ND, scale_NG, bits, dtype, zero_NG, offset_NG, group)
 
     def zeros_as_announced(self, suffix: str, zero_NG: Tensor) -> Tensor | None:
         """Leave zero points out that the config announces to be the middle of the range."""
