@@ -422,11 +422,6 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
         ({"string": ("qwen3.rope.scaling.type", "yarn")}, "qwen3.rope.scaling.type", "not 'yarn'"),
         ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "dense"),
         ({"string": ("tokenizer.ggml.model", "gpt2")}, "tokenizer.ggml.tokens", "a list of strings"),
-        (
-            {"string": ("tokenizer.ggml.model", "llama"), "array": ("tokenizer.ggml.tokens", ["a"])},
-            "tokenizer.ggml.model",
-            "byte-level BPE.*not 'llama'",
-        ),
         ({"float32": ("qwen3.rope.scaling.factor", 4.0)}, "qwen3.rope.scaling.factor", "without scaling"),
         ({"uint32": ("qwen3.nextn_predict_layers", 9)}, "qwen3.nextn_predict_layers", "less than"),
         ({"uint32": ("split.count", 2)}, "split.count", "one of 2 files"),
