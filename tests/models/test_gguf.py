@@ -20,12 +20,14 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec.config.engine import EngineConfig
+from specdec.config.folders import descriptions
 from specdec.errors import CheckpointError
 from specdec.kernels.linear.integers import Integers
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
+from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import KINDS, GgufFile
@@ -483,3 +485,19 @@ def test_one_of_several_files_must_be_named(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=r"several GGUF files; give one of a\.gguf, b\.gguf$"):
         find_folder(tmp_path)
+
+
+def test_descriptions_of_earlier_revisions_are_deleted(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(checkpoint(LLAMA), tmp_path / "small.gguf", "LLAMA", pair_rows)
+    kept, old = descriptions() / "notes", descriptions() / "0123456789abcdef" / "old"
+    for other in (kept, old):
+        other.mkdir(parents=True)
+    first = find_folder(path)
+    assert kept.is_dir() and not old.parent.exists()
+    monkeypatch.setattr(gguf_folder, "REVISION", gguf_folder.REVISION + 1)
+    second = find_folder(path)
+    assert second != first and not first.parent.exists()
+    monkeypatch.setattr(gguf_folder, "REVISION", gguf_folder.REVISION - 1)
+    assert find_folder(path) == first and second.is_dir(), "a later version's are its own"

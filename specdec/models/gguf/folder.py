@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +17,10 @@ from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.tensors import open_files, parts
 from specdec.models.gguf.tokenizer import NONE, Vocabulary
 
-REVISION = 3
-"""Of what is written here: folders of another revision are written anew."""
+REVISION = 4
+"""Of what is written here. Folders of earlier revisions are deleted."""
+_RECIPE = re.compile(r"(?:(\d+)-)?[0-9a-f]{16}")
+"""The revision and a hash; folders of the first ones have the hash alone."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
@@ -25,7 +29,7 @@ def describe(path: Path) -> Path:
     path = Path(os.path.abspath(path))  # links stay: in the hub's cache they have the names
     try:
         found = [(str(own), (is_at := own.stat()).st_size, is_at.st_mtime_ns) for own in parts(path)]
-        recipe = hashlib.sha256(repr((REVISION, found)).encode()).hexdigest()[:16]
+        recipe = f"{REVISION}-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
         folder = descriptions() / recipe / path.stem
         if folder.is_dir():
             return folder
@@ -38,6 +42,9 @@ def describe(path: Path) -> Path:
             except OSError:  # another process may have written it meanwhile
                 if not folder.is_dir():
                     raise
+        for old in folder.parent.parent.iterdir():
+            if (other := _RECIPE.fullmatch(old.name)) and int(other[1] or 0) < REVISION:
+                shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
             f"what is read of {path.name} is kept in {descriptions()}, where that fails ({error}); make "

@@ -115,12 +115,16 @@ class Vocabulary:
         names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
         ids = {f"{name}_token": self.id(own) for name, own in names.items()}
         special = {name: self.tokens[i] for name, i in ids.items() if i is not None}
-        templates = [
-            {"name": found[1] or "default", "template": text}
+        templates = {
+            found[1] or "default": text
             for field, text in self.file.metadata.items()
             if (found := _TEMPLATE.fullmatch(field)) and isinstance(text, str)
-        ]
-        return special | ({"chat_template": templates} if templates else {})
+        }
+        if [*templates] == ["default"]:
+            return special | {"chat_template": templates["default"]}
+        return special | {
+            "chat_template": [{"name": name, "template": templates[name]} for name in templates]
+        }
 
     def _byte_level(self) -> Tokenizer:
         """Build byte-level BPE, split as llama.cpp does for this name."""
