@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec.config.engine import EngineConfig
-from specdec.config.folders import descriptions
 from specdec.errors import CheckpointError
 from specdec.kernels.linear.integers import Integers
 from specdec.models import families
@@ -41,7 +40,7 @@ gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_folder, "descriptions", lambda: tmp_path / "descriptions")
 
 
 BLOCKS = [kind for kind in KINDS.values() if kind.numbers > 1]
@@ -491,7 +490,8 @@ def test_descriptions_of_earlier_revisions_are_deleted(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(checkpoint(LLAMA), tmp_path / "small.gguf", "LLAMA", pair_rows)
-    kept, old = descriptions() / "notes", descriptions() / "0123456789abcdef" / "old"
+    cache = gguf_folder.descriptions()
+    kept, old = cache / "notes", cache / "0123456789abcdef" / "old"
     for other in (kept, old):
         other.mkdir(parents=True)
     first = find_folder(path)

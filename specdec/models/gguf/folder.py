@@ -24,17 +24,18 @@ _RECIPE = re.compile(r"(?:(\d+)-)?[0-9a-f]{16}")
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
-def describe(path: Path) -> Path:
-    """Return the folder of a file, written to the user's cache the first time."""
+def describe(path: Path, within: Path | None = None) -> Path:
+    """Return the folder of a file, written to the user's cache, or within another folder, the first time."""
+    cache = within or descriptions()
     path = Path(os.path.abspath(path))  # links stay: in the hub's cache they have the names
     try:
         found = [(str(own), (is_at := own.stat()).st_size, is_at.st_mtime_ns) for own in parts(path)]
         recipe = f"{REVISION}-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
-        folder = descriptions() / recipe / path.stem
+        folder = cache / recipe / path.stem
         if folder.is_dir():
             return folder
-        folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="draft-", dir=folder.parent.parent) as draft:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="draft-", dir=cache) as draft:
             (whole := Path(draft, recipe, path.stem)).mkdir(parents=True)
             _write(path, whole)
             try:
@@ -42,12 +43,12 @@ def describe(path: Path) -> Path:
             except OSError:  # another process may have written it meanwhile
                 if not folder.is_dir():
                     raise
-        for old in folder.parent.parent.iterdir():
+        for old in cache.iterdir():
             if (other := _RECIPE.fullmatch(old.name)) and int(other[1] or 0) < REVISION:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
-            f"what is read of {path.name} is kept in {descriptions()}, where that fails ({error}); make "
+            f"what is read of {path.name} is kept in {cache}, where that fails ({error}); make "
             "room, or set XDG_CACHE_HOME to a folder that can be written to",
             field="model",
         ) from error
