@@ -18,7 +18,7 @@ from specdec.models.hub.names import HubName
 SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
 """Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
 
-GIVEN = "folder, .gguf file, OWNER/NAME on the hub (of GGUF files OWNER/NAME:Q4_K_M), or tiny"
+GIVEN = "folder, GGUF file, OWNER/NAME[:TAG] on the hub, tiny"
 """The help of an argument that names a model."""
 
 _ADDRESS = re.compile(r"https?:/")
