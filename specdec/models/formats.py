@@ -1,7 +1,7 @@
 """The formats of weights beside the model's own dtype, and what a config says of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from specdec.kernels.linear.fp8 import BLOCK
 from specdec.kernels.linear.integers import INT4, INT8
 from specdec.kernels.linear.matrix import Matrix, Stored
 from specdec.models.fields import Fields
+from specdec.models.files import GGUF_TYPES
 from specdec.models.packed import awq, compressed, gptq
 from specdec.models.packed.base import PackedFormat
 
@@ -67,8 +68,14 @@ def announced(*levels: Fields) -> Announced | None:
 
     How FP8 would round activations is not asked: they stay in the model's dtype, which is more exact.
     """
-    found = [_read(fields.within(_FIELD)) for fields in levels if fields.get(_FIELD)]
-    return found[0] if found else None
+    for fields in levels:
+        if fields.get(_FIELD):
+            found = _read(fields.within(_FIELD))
+            types = fields.get(GGUF_TYPES)
+            if found.packed and isinstance(types, str):
+                return Announced(types, replace(found.packed, name=types))
+            return found
+    return None
 
 
 def _read(fields: Fields) -> Announced:

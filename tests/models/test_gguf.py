@@ -30,6 +30,7 @@ from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import KINDS, GgufFile
+from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
 from tests.models.random_checkpoints import edit_config
@@ -501,3 +502,13 @@ def test_descriptions_of_earlier_revisions_are_deleted(
     assert second != first and not first.parent.exists()
     monkeypatch.setattr(gguf_folder, "REVISION", gguf_folder.REVISION - 1)
     assert find_folder(path) == first and second.is_dir(), "a later version's are its own"
+
+
+def test_weights_are_called_by_the_types_of_the_file(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The commonest first; vectors, which are F32 in every file, are not counted."""
+    for form in ("Q8_0", "Q5_0"):
+        path = write(checkpoint(LLAMA), tmp_path / f"{form}.gguf", "LLAMA", pair_rows, form=form)
+        stored = families.stored_format(Checkpoint(path).config)
+        assert stored and stored.packed and stored.name == stored.packed.name == form
+        assert describe_model(path, EngineConfig(), [64])["stored_types"] == form
+    assert "stored_types" not in describe_model(checkpoint(LLAMA), EngineConfig(), [64])
