@@ -16,6 +16,7 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.files import GGUF, SINGLE
 from specdec.models.folder import describable, find_folder
 from specdec.models.gguf import folder as gguf_folder
+from specdec.models.gguf.file import GgufFile
 from specdec.models.gguf.names import models, tagged, tags
 from specdec.models.hub import headers
 from specdec.models.hub.names import HubName
@@ -174,11 +175,14 @@ def test_of_a_repository_with_both_the_tag_decides(hub: Hub, data: bytes) -> Non
     assert link_of(find_folder("specdec/tiny:Q8_0")).name == "small-Q8_0.gguf"
 
 
-@pytest.mark.parametrize("first", [headers.FIRST_GGUF, 64])
+@pytest.mark.parametrize("first", [headers.FIRST_GGUF, 64, None])
 def test_a_description_downloads_headers_alone(
-    first: int, hub: Hub, repo: Repo, monkeypatch: pytest.MonkeyPatch
+    first: int | None, hub: Hub, repo: Repo, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever part of a header comes first."""
+    """Whatever part of a header comes first, all but the type and the offset of its last tensor too."""
+    if first is None:
+        (tmp_path / "whole.gguf").write_bytes(data)
+        first = GgufFile(tmp_path / "whole.gguf")._at - 10
     monkeypatch.setattr(headers, "FIRST_GGUF", first)
     repo.files["small-Q4_K_M.gguf"] += bytes(1 << 24)
     with describable(NAME, EngineConfig()) as (folder, config):
