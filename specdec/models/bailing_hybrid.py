@@ -160,9 +160,9 @@ def _mixers(network: spec.Network, home: str) -> Iterator[Rule]:
     for mixer in set(network.mixers()):
         if isinstance(mixer, LatentAttention):
             yield from _rotated(mixer, home)
+            yield from rules.latent_attention(home, mixer)
         elif isinstance(mixer, KimiDeltaAttention):
             yield from rules.delta_attention(home, mixer.width)
-    yield from rules.latent_attention(home)
     yield from layer_rules(r"mixer\.gate\.weight", f"{home}.g_proj.weight")
     for name in ("dense", "o_proj"):
         yield from layer_rules(r"mixer\.(?:o|out)\.weight", f"{home}.{name}.weight")

@@ -21,7 +21,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP, FeedForward, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, rows
+from specdec.models.layouts import Layout, Rule, layer_rules, rows, stack
 from specdec.models.mixers import Mixer
 from specdec.models.norm import Norm
 
@@ -65,9 +65,9 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 def _feed_forward(fields: Fields) -> FeedForward:
     """Read the experts, which are absent where there are none, and the feed-forward of all tokens."""
-    shared = swiglu(fields, "shared_intermediate_size")
     if not fields.integer(EXPERTS, default=8, least=0):
-        return shared
+        return swiglu(fields, "shared_intermediate_size")
+    fields.only("hidden_act", "silu")
     return MoE(
         experts=fields.integer(EXPERTS, default=8),
         top_k=top_k(fields, EXPERTS),
@@ -75,7 +75,7 @@ def _feed_forward(fields: Fields) -> FeedForward:
         activation="swiglu",
         router="softmax",
         renormalise=True,
-        shared_width=shared.width,
+        shared_width=fields.integer("shared_intermediate_size", least=0),
         shared_gate=False,
     )
 
@@ -96,6 +96,7 @@ def layout(network: spec.Network) -> Layout:
             *layer_rules(r"ffn\.experts\.up", "block_sparse_moe.experts.gate_up_proj"),
             *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.output_linear.weight"),
             *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.experts.down_proj"),
+            *_APART,
         ),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",
@@ -103,11 +104,23 @@ def layout(network: spec.Network) -> Layout:
     )
 
 
+_EXPERT = "block_sparse_moe.experts.{e}"
+_APART = (
+    *layer_rules(r"ffn\.(?:shared\.)?(gate|up)\.weight", r"shared_mlp.\2_proj.weight"),
+    *layer_rules(
+        r"ffn\.experts\.up", f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight", recipe=stack
+    ),
+    *layer_rules(r"ffn\.experts\.down", f"{_EXPERT}.down_proj.weight", recipe=stack),
+)
+"""As GGUF files hold them."""
+
+
 def _shared(network: spec.Network) -> Iterator[Rule]:
     """Cut the projection whose rows are [gate | up]."""
     ffn = network.layers[0].ffn
     shared = ffn.shared if isinstance(ffn, MoE) else ffn
-    assert isinstance(shared, MLP)
+    if not isinstance(shared, MLP):
+        return
     for i, name in enumerate(("gate", "up")):
         order = partial(torch.arange, i * shared.width, (i + 1) * shared.width)
         yield from layer_rules(

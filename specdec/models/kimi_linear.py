@@ -109,7 +109,12 @@ def layout(network: spec.Network) -> Layout:
                 for width in widths
                 for rule in rules.delta_attention("self_attn", width, A_log=rules.BETWEEN_ONES)
             ),
-            *rules.latent_attention("self_attn"),
+            *(
+                rule
+                for mixer in set(network.mixers())
+                if isinstance(mixer, LatentAttention)
+                for rule in rules.latent_attention("self_attn", mixer)
+            ),
             *(rule for home in ("block_sparse_moe", "mlp") for rule in _feed_forward(home)),
         ),
         prefixes=rules.PREFIXES,

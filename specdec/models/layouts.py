@@ -85,6 +85,19 @@ def join_convs(*heights: int) -> Recipe:
     return join
 
 
+def join_heads(*heights: int) -> Recipe:
+    """Join matrices of each head [H, N, D], of so many rows each, below one another."""
+
+    def join(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+        parts = [
+            reader.widen(reader.read(name, (shape[0], height, shape[2])), name)
+            for name, height in zip(disk, heights, strict=True)
+        ]
+        return parts[0] if reader.unused else torch.cat(parts, dim=1)
+
+    return join
+
+
 def rows(order: Callable[[], Tensor], total: int) -> Recipe:
     """Choose rows of a larger projection, in the order given; an FP8 one stays so if whole blocks move.
 

@@ -164,4 +164,5 @@ def _lightning_rules(network: spec.Network) -> tuple[Rule, ...]:
         *layer_rules(r"mixer\.gate\.weight", "self_attn.output_gate.weight"),
         *layer_rules(r"mixer\.norm\.weight", "self_attn.norm.weight"),
         *layer_rules(r"mixer\.out\.weight", "self_attn.out_proj.weight"),
+        *layer_rules(r"mixer\.out\.weight", "self_attn.o_proj.weight"),  # as GGUF files have it
     )

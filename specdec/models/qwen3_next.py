@@ -67,6 +67,7 @@ def layout(network: spec.Network) -> Layout:
             *rules.ATTENTION,
             *rules.DELTA_NET,
             *(rule for net in nets for rule in _interleaved(net)),
+            *rules.DELTA_NET_FLAT,  # as GGUF files hold them
             *rules.DENSE,
             *rules.GATED_EXPERTS,
             *rules.HEAD,

@@ -3,7 +3,18 @@
 import math
 from collections.abc import Iterator
 
-from specdec.models.layouts import Recipe, Rule, copy, join_convs, layer_rules, squeeze_conv, stack, stored_as
+from specdec.models.layouts import (
+    Recipe,
+    Rule,
+    copy,
+    join_convs,
+    join_heads,
+    layer_rules,
+    squeeze_conv,
+    stack,
+    stored_as,
+)
+from specdec.models.mixers import LatentAttention
 from specdec.models.spec import Network
 
 OUTER = (
@@ -81,11 +92,14 @@ def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[
         yield from layer_rules(r"mixer\.A_log", f"{gate}.A_log", recipe=A_log)
 
 
-def latent_attention(home: str) -> Iterator[Rule]:
+def latent_attention(home: str, mixer: LatentAttention) -> Iterator[Rule]:
     """Name what stands in latent attention for the projections of keys and values, and of queries."""
     yield from layer_rules(r"mixer\.kv_a\.weight", f"{home}.kv_a_proj_with_mqa.weight")
     yield from layer_rules(r"mixer\.(q_a|q_b)\.weight", rf"{home}.\2_proj.weight")
     yield from layer_rules(r"mixer\.kv_b\.weight", f"{home}.kv_b_proj.weight", recipe=BY_HEAD)
+    parts = tuple(f"{home}.{part}_b_proj.weight" for part in "kv")  # as GGUF files hold them
+    apart = join_heads(mixer.own_dim, mixer.value_dim)
+    yield from layer_rules(r"mixer\.kv_b\.weight", *parts, recipe=apart)
     yield from layer_rules(r"mixer\.(q|kv)_norm\.weight", rf"{home}.\2_a_layernorm.weight")
 
 

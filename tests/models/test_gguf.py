@@ -422,7 +422,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     [
         ({"architecture": "gpt-j"}, "general.architecture", "qwen3.*not 'gpt-j'"),
         ({"string": ("qwen3.rope.scaling.type", "yarn")}, "qwen3.rope.scaling.type", "not 'yarn'"),
-        ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "dense"),
+        ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "expert_count is 0"),
         ({"string": ("tokenizer.ggml.model", "gpt2")}, "tokenizer.ggml.tokens", "a list of strings"),
         ({"float32": ("qwen3.rope.scaling.factor", 4.0)}, "qwen3.rope.scaling.factor", "without scaling"),
         ({"uint32": ("qwen3.nextn_predict_layers", 9)}, "qwen3.nextn_predict_layers", "less than"),

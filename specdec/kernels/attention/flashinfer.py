@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.group import Group
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.strides import dense, outer_strides
 
@@ -103,11 +104,12 @@ def pack(group: Group) -> tuple[Tensor, Tensor, Tensor]:
     return table_BN, length_B.view(torch.uint32), mask_BMW
 
 
-@triton.jit(do_not_specialize=["width", "columns", "tables"], do_not_specialize_on_alignment=["length"])
+@kernel(do_not_specialize=["width", "columns", "tables"], do_not_specialize_on_alignment=["length"])
 def _pack(
     table, length, ancestors, table_out, length_out, mask_out, width, columns, tables,
     BLOCK: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     for first in range(0, columns, 128):
         at = first + tl.arange(0, 128)

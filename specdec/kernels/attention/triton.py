@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.kernels.group import Group
 from specdec.kernels.kv_cache.triton import page_strides
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.strides import dense, outer_strides
 
 TREE_NODES = 64
@@ -145,7 +146,7 @@ def _tile(
     }
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["width", "tables", "block_stride", "tokens", "splits"],
     do_not_specialize_on_alignment=["length"],
 )
@@ -158,6 +159,7 @@ def _attend(
     GATE_BY_TOKEN: tl.constexpr, GATE_BY_HEAD: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
 ):  # fmt: skip
+    overlap()
     G: tl.constexpr = H // J
     kind = q.dtype.element_ty
     # The last queries of a prompt see most: they start first.
@@ -277,12 +279,13 @@ def _let_through(value, gate):
     return (value.to(tl.float32) * opened.to(tl.float32)).to(value.dtype)
 
 
-@triton.jit(do_not_specialize=["tokens", "splits"])
+@kernel(do_not_specialize=["tokens", "splits"])
 def _merge(
     part, peaks, sums, gate, out, tokens, splits,
     H: tl.constexpr, W: tl.constexpr, SPLITS: tl.constexpr, GATE_BY_TOKEN: tl.constexpr,
     GATE_BY_HEAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     one = token * H + head
     split = tl.arange(0, SPLITS)

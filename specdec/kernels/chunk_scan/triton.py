@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.conv.triton import record_ids
 from specdec.kernels.group import Group, RecurrentMemory
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.pending.triton import fold_path, inside, path_arguments
 from specdec.kernels.strides import dense, outer_strides
 
@@ -88,12 +89,13 @@ def _over(above, b, M, to, by, TREE: tl.constexpr):
     return (to[:, None] >= by[None, :]) & there
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M"])
 def _prepare(
     q, q_by_token, k, k_by_token, decay, beta, slots, above, matrix, scale, M,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr,
     BY_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if tl.load(slots + b) == 0:
         return
@@ -208,7 +210,7 @@ def _until(own, n, end):
     return tl.where(n <= end, weight, 0.0), tl.exp(tl.sum(tl.where(n <= end, own, 0.0)))
 
 
-@triton.jit(do_not_specialize=["P", "M"])
+@kernel(do_not_specialize=["P", "M"])
 def _chunk_scan(
     q, q_by_token, k, k_by_token, decay, beta, v, v_by_token, matrix, scale, out, state, state_by_slot, slots,
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place, decays,
@@ -216,6 +218,7 @@ def _chunk_scan(
     H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TREE: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
     PART: tl.constexpr, BY_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = h // (H // G)
     i, w, n = tl.arange(0, BK), tl.arange(0, BW), tl.arange(0, PART)

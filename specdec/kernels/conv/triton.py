@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.strides import dense, outer_strides, window_stride
 
 CHANNELS, TOKENS = 128, 8
@@ -246,13 +247,14 @@ def move_window(
             tl.store(record + at[:, None] + c[None, :], own, mask=mask)
 
 
-@triton.jit(do_not_specialize=["P", "M"])
+@kernel(do_not_specialize=["P", "M"])
 def _causal_conv(
     x, x_by_token, weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab,
     path_place, path_length, P, record_slab, record_place, snapshots, taps, M,
     C: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1).to(tl.int64)
     in_c = c < C
@@ -283,12 +285,13 @@ def _causal_conv(
                     c, in_c, TAPS, BM)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["P", "M"])
+@kernel(do_not_specialize=["P", "M"])
 def _move(
     x, x_by_token, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
     path_length, P, record_slab, record_place, snapshots, M, C: tl.constexpr,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1).to(tl.int64)
     length = b * 0
@@ -303,12 +306,13 @@ def _move(
                 BM)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _path_conv(
     weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
     path_length, P, start, WIDTH: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     own_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1).to(tl.int64)
     window += tl.load(slots + b) * window_by_slot

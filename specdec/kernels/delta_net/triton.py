@@ -19,6 +19,7 @@ from specdec.kernels.conv.triton import (
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.gates.triton import softplus
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.norm.triton import gated_norm
 from specdec.kernels.recurrence.triton import scan_window
 from specdec.kernels.strides import dense, outer_strides
@@ -117,12 +118,13 @@ def _store_path_keys(
         tl.store(to, _unit(total, record.dtype.element_ty), mask=(m < length)[:, None] & in_c[None, :])
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _path_keys(
     weight, keys, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
     path_length, P, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     g, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)
     window += tl.load(slots + b) * window_by_slot
@@ -131,7 +133,7 @@ def _path_keys(
                      BLOCK)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["P", "M"])
+@kernel(do_not_specialize=["P", "M"])
 def _inputs(
     x, x_by_token, weight, A_log, dt_bias, beta_scale, q, k, v, decay, beta, keys, window, window_by_slot,
     slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
@@ -140,6 +142,7 @@ def _inputs(
     BLOCK: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Convolve one head of queries, keys or values; make units of the first two, gates beside the last."""
+    overlap()
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)
     if head < 2 * G:

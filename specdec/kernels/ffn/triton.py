@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.launch import kernel, overlap
+
 BLOCK = 1024
 
 
@@ -61,10 +63,11 @@ def weigh(silu, up, LIMIT: tl.constexpr):
     return silu * up
 
 
-@triton.jit
+@kernel
 def _activation(
     x, out, x_by_token, WIDTH: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH
@@ -83,8 +86,9 @@ def _activation(
     tl.store(out + token * WIDTH + at, value.to(dtype), mask=mask)
 
 
-@triton.jit
+@kernel
 def _add_gated(y, x, gate, gate_by_token, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    overlap()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.group import Group
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.strides import StrideError, dense, outer_strides
 
 CHUNK = 128
@@ -77,12 +78,13 @@ def quantise(value, kind: tl.constexpr):
     return value.to(kind)
 
 
-@triton.jit(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
+@kernel(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
 def _append(
     k, v, pages, table, length, width, tables, block_stride, k_by_token, v_by_token,
     BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
     SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     place = locate(table, length, token // width, token % width, tables, block_stride, BY_PLACE, PAGE)
@@ -95,12 +97,13 @@ def _append(
     tl.store(pages + place, value, mask=at < SIZE)
 
 
-@triton.jit(do_not_specialize=["tables", "block_stride", "moves"])
+@kernel(do_not_specialize=["tables", "block_stride", "moves"])
 def _move(
     pages, table, source, target, tables, block_stride, moves,
     BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
     SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, MOVES: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     move = tl.arange(0, MOVES)
     entry = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)

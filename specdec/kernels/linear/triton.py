@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
 from specdec.kernels.linear.integers import Integers
 from specdec.kernels.linear.matrix import Matrix, Stored, widen
@@ -21,8 +22,8 @@ from specdec.kernels.linear.triton_integers import Tiles, fits_tiles, lay_tiles,
 
 NARROW_WINDOW = 16
 """Tokens up to which a window is as fast as one token; beyond, torch multiplies 16-bit weights."""
-PROGRAMS = 256
-"""As many programs keep enough loads in flight to use all of the memory's bandwidth."""
+PROGRAMS = 264
+"""Two for each of an H200's processors: as many keep enough loads in flight to use all of its bandwidth."""
 LEAST_STEPS = 4
 """A program reads at least as many blocks of columns, or starting it costs more than it helps."""
 
@@ -104,8 +105,8 @@ def tiling(tokens: int, rows: int, columns: int) -> Tiling:
         return Tiling(128, 128, 1, 8, 3)
     if tokens > NARROW_WINDOW:
         return Tiling(triton.next_power_of_2(tokens), 64, 1, 4, 4)
-    tile = 64 if rows >= 64 * PROGRAMS else 32
-    return Tiling(NARROW_WINDOW, tile, _split(rows, columns, tile), tile // 16, 5 if tile == 64 else 6)
+    tile = 64 if rows >= 32 * PROGRAMS else 32
+    return Tiling(NARROW_WINDOW, tile, _split(rows, columns, tile), tile // 16, 6)
 
 
 def whole_tiling(x_TD: Tensor, rows: int) -> Tiling:
@@ -180,12 +181,13 @@ def _multiply(x_TD: Tensor, part: Part, out_TN: Tensor) -> None:
         )
 
 
-@triton.jit(do_not_specialize=["tokens", "out_by_part"])
+@kernel(do_not_specialize=["tokens", "out_by_part"])
 def _linear(
     x, weight, scale, bias, out, tokens, out_by_token, out_by_part,
     N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     row = tl.program_id(0) * BLOCK_N
     at_N = tl.arange(0, BLOCK_N)
     at_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -221,12 +223,13 @@ def _linear(
     tl.store(out + row + at_N[None, :], sum_TN.to(out.dtype.element_ty), mask=own_T[:, None] & own_N[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens", "out_by_part"])
+@kernel(do_not_specialize=["tokens", "out_by_part"])
 def _linear_whole(
     x, number, scale, bias, out, tokens, out_by_token, out_by_part,
     N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     own_N, own_T = row_N < N, at_T < tokens
@@ -241,10 +244,11 @@ def _linear_whole(
     tl.store(out + row_N[:, None], sum_NT.to(out.dtype.element_ty), mask=own_N[:, None] & own_T[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def _add_parts(
     parts, bias, out, tokens, out_by_token, N: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < N

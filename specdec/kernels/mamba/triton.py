@@ -20,6 +20,7 @@ from specdec.kernels.conv.triton import (
 )
 from specdec.kernels.gates.triton import step_size
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.pending.triton import inside
 from specdec.kernels.recurrence.triton import scan_window
@@ -103,7 +104,7 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-@triton.jit(do_not_specialize=["P", "M"])
+@kernel(do_not_specialize=["P", "M"])
 def _inputs(
     x, x_by_token, weight, bias, A, dt_bias, low, high, q, k, v, decay, skip, keys, window, window_by_slot,
     slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
@@ -112,6 +113,7 @@ def _inputs(
     SPAN: tl.constexpr,
 ):  # fmt: skip
     """Convolve some channels of x, B or C; beside those of x make steps, of these values and decays."""
+    overlap()
     INNER: tl.constexpr = H * W
     C: tl.constexpr = INNER + 2 * SHARED
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -174,12 +176,13 @@ def _inputs(
                     c, in_c, TAPS, BM)  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _skip_and_norm(
     o, x, D, gate, gate_by_token, weight, out, eps, GATE_FIRST: tl.constexpr, RUNS: tl.constexpr,
     SIZE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add D x to what the recurrence gives, gate it with silu, and normalise it before or after: one run."""
+    overlap()
     program = tl.program_id(0).to(tl.int64)
     token, run = program // RUNS, program % RUNS
     at = tl.arange(0, BLOCK)

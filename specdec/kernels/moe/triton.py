@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.ffn.triton import weigh
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
 from specdec.kernels.linear.matrix import Matrix, Stored
 from specdec.kernels.linear.triton import depth, lay, whole_warps
@@ -104,7 +105,7 @@ class Tiling(NamedTuple):
 def tiling(height: int, *, gated: bool) -> Tiling:
     """Choose the tile of a program by the tokens in it."""
     if height <= 32:
-        return Tiling(32 if gated else 64, 4, 4)
+        return Tiling(32, 4, 4) if gated else Tiling(128, 2, 3)
     return Tiling(64, 4 if height == 64 else 8, 3)
 
 
@@ -168,8 +169,9 @@ def _arguments(weight: Packed) -> tuple[Tensor, Tensor | None]:
     return (weight.weight_ND, weight.scale_MK) if isinstance(weight, Fp8) else (weight, None)
 
 
-@triton.jit(do_not_specialize=["tokens", "pairs"])
+@kernel(do_not_specialize=["tokens", "pairs"])
 def _list(index, pair_ET, count_E, tokens, pairs, BLOCK: tl.constexpr):
+    overlap()
     expert = tl.program_id(0)
     pair_ET += expert.to(tl.int64) * tokens
     found = 0
@@ -181,8 +183,9 @@ def _list(index, pair_ET, count_E, tokens, pairs, BLOCK: tl.constexpr):
     tl.store(count_E + expert, found)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@kernel(do_not_specialize=["blocks"])
 def _cut(count_E, block_BF, experts, blocks, HEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    overlap()
     expert = tl.arange(0, BLOCK)
     count = tl.load(count_E + expert, mask=expert < experts, other=0)
     own = (count + HEIGHT - 1) // HEIGHT
@@ -265,13 +268,14 @@ def _multiply_whole(
     return tl.trans(sum_NT), tl.trans(up_NT)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def _experts(
     x, weight, scale, out, index, pair_ET, count_E, block_BF, tokens,
     N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, TOP_K: tl.constexpr, SHARE: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     at_T = tl.arange(0, BLOCK_T)
     if block_BF is None:
         at_A = tl.arange(0, BLOCK_A)
@@ -316,8 +320,9 @@ def _experts(
     tl.store(out, sum_TN.to(kind), mask=own_T[:, None] & own_N[None, :])
 
 
-@triton.jit
+@kernel
 def _weigh(answer, weight, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    overlap()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE

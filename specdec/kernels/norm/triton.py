@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.launch import kernel, overlap
+
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
@@ -87,11 +89,12 @@ def _block(size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
-@triton.jit
+@kernel
 def _rms_norm(
     x, y, weight, out, heads, by_token, by_head, size, eps,
     OWN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     run = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -108,11 +111,12 @@ def _rms_norm(
     tl.store(out + run * size + at, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _gated_norm(
     x, gate, weight, out, runs, x_by_token, gate_by_token, size, weights, eps,
     GATE_FIRST: tl.constexpr, WIDE: tl.constexpr, SIGMOID: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     program = tl.program_id(0).to(tl.int64)
     token, run = program // runs, program % runs
     at = tl.arange(0, BLOCK)

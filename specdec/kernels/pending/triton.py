@@ -6,6 +6,7 @@ from torch import Tensor
 
 from specdec.kernels.conv.triton import record_ids
 from specdec.kernels.group import RecordIds, RecurrentMemory
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.strides import dense, outer_strides
 
 COLUMNS = 16
@@ -89,12 +90,13 @@ def fold_path(
     return s
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _fold_state(
     state, state_by_slot, slots, keys, path_slab, path_place, path_length, P, update, update_by_slab,
     update_by_place, decays, decay_by_slab, decay_by_place, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, w = tl.arange(0, BK), tl.arange(0, BW)
     in_k, in_w = i < K, inside(w, first, W, BW)

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.kernels.chunk_scan.triton import chunk_scan
 from specdec.kernels.conv.triton import fold_window, record_ids
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.pending.triton import (
     fold_path,
     fold_state,
@@ -102,7 +103,7 @@ def _dense(x_TGK: Tensor) -> Tensor:
     return x_TGK if x_TGK.stride()[1:] == (x_TGK.shape[2], 1) else x_TGK.contiguous()
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _window(
     q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots,
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place,
@@ -110,6 +111,7 @@ def _window(
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
     BY_KEY: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = h // (H // G)
     i, w, m = tl.arange(0, BK), tl.arange(0, BW), tl.arange(0, BM)
@@ -241,12 +243,13 @@ def _window(
         tl.store(home, s, mask=in_state)
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M"])
 def _snapshots(
     q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots, snapshots,
     above, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BW: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = h // (H // G)
     i, w = tl.arange(0, BK), tl.arange(0, BW)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.launch import kernel, overlap
+
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Choose the most probable experts [T, A] and weigh them by their probabilities, in the logits' dtype."""
@@ -67,7 +69,7 @@ def route_sigmoid(
 def _sizes(experts: int, top_k: int) -> dict[str, int]:
     block = triton.next_power_of_2(experts)
     return {"E": experts, "TOP_K": top_k, "BLOCK": block, "BLOCK_A": triton.next_power_of_2(top_k)} | {
-        "num_warps": 1 if block <= 256 else 2
+        "num_warps": 1 if block <= 512 else 2  # one warp waits for no other between two choices
     }
 
 
@@ -76,13 +78,11 @@ def _choose(key_E, weigh_E, TOP_K: tl.constexpr, BLOCK_A: tl.constexpr):
     """Take the largest keys in turn, the lower index first; −inf is what must not be taken."""
     at_E, at_A = tl.arange(0, key_E.shape[0]), tl.arange(0, BLOCK_A)
     index_A = tl.zeros((BLOCK_A,), tl.int32)
-    weight_A = tl.zeros((BLOCK_A,), tl.float32)
     for choice in range(TOP_K):
         best = tl.argmax(key_E, 0, tie_break_left=True)
         index_A = tl.where(at_A == choice, best, index_A)
-        weight_A = tl.where(at_A == choice, tl.sum(tl.where(at_E == best, weigh_E, 0.0), 0), weight_A)
         key_E = tl.where(at_E == best, float("-inf"), key_E)
-    return index_A, weight_A
+    return index_A, tl.where(at_A < TOP_K, tl.gather(weigh_E, index_A, 0), 0.0)
 
 
 @triton.jit
@@ -96,11 +96,12 @@ def _rounded(value, kind: tl.constexpr):
     return value.to(kind).to(tl.float32)
 
 
-@triton.jit
+@kernel
 def _softmax(
     logits, by_token, index, weight, RENORMALISE: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     token = tl.program_id(0).to(tl.int64)
     at_E, at_A = tl.arange(0, BLOCK), tl.arange(0, BLOCK_A)
     logit_E = tl.load(logits + token * by_token + at_E, mask=at_E < E, other=float("-inf")).to(tl.float32)
@@ -114,12 +115,13 @@ def _softmax(
     tl.store(weight + token * TOP_K + at_A, weight_A.to(weight.dtype.element_ty), mask=at_A < TOP_K)
 
 
-@triton.jit
+@kernel
 def _sigmoid(
     logits, by_token, bias, index, weight, factor, eps,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, BLOCK_G: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     token = tl.program_id(0).to(tl.int64)
     at_E, at_A = tl.arange(0, BLOCK), tl.arange(0, BLOCK_A)
     logit_E = tl.load(logits + token * by_token + at_E, mask=at_E < E, other=0.0).to(tl.float32)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.sampling import cpu
 from specdec.kernels.sampling.rules import Rules
 
@@ -103,12 +104,13 @@ def _limits(logits_NV: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | No
     return least_N, last_N
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "position"])
+@kernel(do_not_specialize_on_alignment=["temperature", "seed", "position"])
 def _part(
     logits, temperature, seed, position, least, last, key, total, stride, vocab, parts,
     COUNT: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Leave the best of a part as keys, best first, and, to rank, the sum of exponentials over the best."""
+    overlap()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab
@@ -132,12 +134,13 @@ def _part(
             tl.store(total + out, tl.sum(tl.where(inside, tl.exp(score - most), 0.0), 0))
 
 
-@triton.jit
+@kernel
 def _merge(
     key, total, token, share, parts,
     COUNT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
     """Make one list of the parts' best. Where nothing ranks, what is no number is picked as -1."""
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, KEYS)
     keys = tl.load(key + row * parts * COUNT + at, mask=at < parts * COUNT, other=NONE)
@@ -160,7 +163,7 @@ def _merge(
         tl.store(token + row * COUNT + i, found)
 
 
-@triton.jit
+@kernel
 def _cut(
     logits, temperature, top_k, top_p, min_p, least, last, stride, vocab,
     BLOCK: tl.constexpr
@@ -169,6 +172,7 @@ def _cut(
 
     A row that filters is read, from the cache, once for each halving of what lies between two of its scores.
     """
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     heat = tl.load(temperature + row)

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.kernels.conv.triton import fold_window, record_ids
 from specdec.kernels.gates.triton import softplus
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.pending.triton import inside, path_arguments
 from specdec.kernels.selective_scan.layer import SelectiveLayer
 from specdec.kernels.strides import dense, outer_strides
@@ -106,13 +107,14 @@ def _along_path(
     return s
 
 
-@triton.jit(do_not_specialize=["P", "M"])
+@kernel(do_not_specialize=["P", "M"])
 def _window(
     x, x_by_token, gate, gate_by_token, dt, dt_by_token, k, q, A, D, bias, out, state, state_by_slot, slots,
     keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place,
     decays, decay_by_slab, decay_by_place, record_slab, record_place, snapshots, above, spare, M,
     H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, w = tl.arange(0, BK), tl.arange(0, BW)
     in_k, in_w = i < K, inside(w, first, W, BW)
@@ -178,12 +180,13 @@ def _window(
         tl.store(home, s, mask=in_state)
 
 
-@triton.jit(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P"])
 def _fold(
     A, state, state_by_slot, slots, keys, path_slab, path_place, path_length, P, update, update_by_slab,
     update_by_place, decays, decay_by_slab, decay_by_place, H: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     first, h, b = tl.program_id(0) * BW, tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, w = tl.arange(0, BK), tl.arange(0, BW)
     in_k, in_w = i < K, inside(w, first, W, BW)

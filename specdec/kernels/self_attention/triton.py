@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec.kernels.attention.triton import attend_gated
 from specdec.kernels.group import Group
 from specdec.kernels.kv_cache.triton import locate, page_strides, quantise
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 from specdec.kernels.strides import dense, outer_strides
 
@@ -59,13 +60,14 @@ def ready(
     return q_THD
 
 
-@triton.jit(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
+@kernel(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
 def _ready(
     projected, q_weight, k_weight, cos, sin, q, pages, table, length, width, tables, block_stride, eps,
     BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
     WIDE: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     token, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = q.dtype.element_ty
     apart: tl.constexpr = 2 * D if GATED else D

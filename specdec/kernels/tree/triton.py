@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds
+from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.sampling.triton import splitmix64
 
 
@@ -158,8 +159,9 @@ def _whole(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-@triton.jit(do_not_specialize=["width"])
+@kernel(do_not_specialize=["width"])
 def _relations(parent, depth, ancestors, tap, width, TAPS: tl.constexpr, BLOCK: tl.constexpr):
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -182,12 +184,13 @@ def _relations(parent, depth, ancestors, tap, width, TAPS: tl.constexpr, BLOCK: 
         node = tl.load(parent + node, mask=inside & (node >= 0), other=-1)
 
 
-@triton.jit(do_not_specialize=["depths", "width"])
+@kernel(do_not_specialize=["depths", "width"])
 def _walk(
     chosen, token, parent, rate, seed, position, node, count, emitted, depths, width,
     BLOCK: tl.constexpr
 ):  # fmt: skip
     """Walk by rates where there are any, else by tokens."""
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -231,11 +234,12 @@ def _child(tokens, parents, at, own, rate, seed, position, row, last, length, de
     return tl.min(tl.where(is_child, at, BLOCK), 0)
 
 
-@triton.jit(do_not_specialize=["width", "records", "by_row"])
+@kernel(do_not_specialize=["width", "records", "by_row"])
 def _promote(
     node, count, slab, index, path_slab, path_index, path_length, length, width, records, by_row,
     BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     before = tl.load(length + row)
     if before > 0:
@@ -249,12 +253,13 @@ def _promote(
         tl.store(length + row, before + kept)
 
 
-@triton.jit(do_not_specialize=["nodes", "depth", "depths", "known"])
+@kernel(do_not_specialize=["nodes", "depth", "depths", "known"])
 def _children(
     share, score, table, out, nodes, depth, depths, known,
     RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Sum the chances, then go over them again: few numbers, which the cache holds."""
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < nodes
@@ -280,19 +285,21 @@ def _chance(share, table, rank, depth, depths, known, bound, inside):
     return tl.minimum(bound, tl.minimum(chance, tl.load(gain + 2 * depths * known)))
 
 
-@triton.jit(do_not_specialize=["nodes", "count"])
+@kernel(do_not_specialize=["nodes", "count"])
 def _frontier(score, index, nodes, count, BLOCK: tl.constexpr):
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     rank = _rank(score + row * nodes, nodes, at)
     tl.store(index + row * count + rank, at.to(tl.int64), mask=(at < nodes) & (rank < count))
 
 
-@triton.jit(do_not_specialize=["nodes", "count"])
+@kernel(do_not_specialize=["nodes", "count"])
 def _prune(
     token, parent, score, belief, kept_token, kept_parent, kept_score, kept_belief, nodes, count,
     BLOCK: tl.constexpr
 ):  # fmt: skip
+    overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     own = row * nodes + at

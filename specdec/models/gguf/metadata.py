@@ -1,0 +1,177 @@
+"""Typed reading of a GGUF file's metadata and tensor table, for the description of its network."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from specdec.errors import CheckpointError
+from specdec.models.fields import LARGEST, Fields
+from specdec.models.gguf.blocks import widen
+from specdec.models.gguf.file import OTHERWISE, Entry, GgufFile
+
+MOST_LAYERS = 1024
+"""As many as a checkpoint may have."""
+MOST_EXPERTS = 1 << 12
+FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
+"""Kinds of layers, as config.json has them."""
+
+
+class Metadata:
+    """The fields that every architecture has, and readers for those of one."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.fields = Fields(file.metadata, file=file.path.name)
+        self.name = str(self.fields.get("general.architecture"))
+        self._asked: set[str] = set()
+        self._blocks = {(own[1], own[2]) for name in file.entries if (own := _BLOCK.fullmatch(name))}
+        self._stems = {stem for _, stem in self._blocks}
+        blocks = self.integer("block_count", most=MOST_LAYERS)
+        self.layers = blocks - self.integer("nextn_predict_layers", default=0, least=0)
+        if self.layers < 1:
+            self.fields.refuse(f"{self.name}.nextn_predict_layers", f"less than block_count ({blocks})")
+        self.hidden = self.integer("embedding_length")
+        self.heads = self.integer("attention.head_count", default=0, least=0)
+        """0: no layer attends."""
+        self.kv_heads = self.by_layer("attention.head_count_kv", self.heads)
+        """0: the layer is recurrent."""
+        width = self.hidden // self.heads if self.heads else 1
+        self.head_dim = self.integer("attention.key_length", default=width)
+
+    @property
+    def experts(self) -> int:
+        """Return how many experts a layer has; 0: none has any."""
+        return self.integer("expert_count", default=0, least=0, most=MOST_EXPERTS)
+
+    def refuse(self, field: str, needs: str) -> NoReturn:
+        """Raise for a file that is whole and cannot be run."""
+        raise CheckpointError(f"{self.file.path.name}: specdec reads {needs}; {OTHERWISE}", field=field)
+
+    def refuse_value(self, name: str, needs: str) -> NoReturn:
+        """Raise for the value of a field of the architecture."""
+        self.fields.refuse(f"{self.name}.{name}", needs)
+
+    def integer(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        self._asked.add(name)
+        return self.fields.integer(f"{self.name}.{name}", default=default, least=least, most=most)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        self._asked.add(name)
+        return self.fields.number(f"{self.name}.{name}", default=default)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        self._asked.add(name)
+        return self.fields.flag(f"{self.name}.{name}", default=default)
+
+    def by_layer(self, name: str, default: int | None = None) -> list[int]:
+        """Read a number for each layer, or one for all."""
+        if not isinstance(self.fields.get(f"{self.name}.{name}"), np.ndarray):
+            return [self.integer(name, default=default, least=0)] * self.layers
+        return self.listed(name)
+
+    def listed(self, name: str) -> list[int]:
+        """Read an integer for each layer, or true or false."""
+        value = self.fields.get(f"{self.name}.{name}")
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "biu" or len(value) < self.layers:
+            self.refuse_value(name, f"an integer for each of {self.layers} layers")
+        found = [int(own) for own in value[: self.layers]]
+        if min(found) < 0:
+            self.refuse_value(name, f"an integer of at least 0 for each of {self.layers} layers")
+        return found
+
+    def numbers(self, name: str) -> list[float]:
+        """Read a number for each layer; nothing where the field is absent."""
+        self._asked.add(name)
+        value = self.fields.get(f"{self.name}.{name}")
+        if value is None:
+            return []
+        if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or len(value) < self.layers:
+            self.refuse_value(name, f"a number for each of {self.layers} layers")
+        return [float(own) for own in value[: self.layers]]
+
+    def entry(self, name: str) -> Entry:
+        """Return a tensor's place, or refuse a file without it."""
+        if name not in self.file.entries:
+            self.refuse(name, f"files that hold {name}")
+        return self.file.entries[name]
+
+    def holds(self, stem: str) -> bool:
+        """Return whether any block holds a tensor."""
+        return stem in self._stems
+
+    def block_holds(self, block: int, stem: str) -> bool:
+        """Return whether a block holds a tensor."""
+        return (str(block), stem) in self._blocks
+
+    def eps(self) -> float:
+        """Read the epsilon of norms, for which files have two names."""
+        other = self.fields.get(f"{self.name}.attention.layer_norm_epsilon")
+        return self.number("attention.layer_norm_rms_epsilon", other)
+
+    def rope(self) -> dict[str, Any]:
+        """Read rotary positions: of those of Llama 3.1 a file holds what frequencies are divided by."""
+        theta = self.number("rope.freq_base", 10_000.0)
+        entry = self.file.entries.get("rope_freqs.weight")
+        if entry is None:
+            return {"rope_type": "default", "rope_theta": theta}
+        divisor_N = widen(torch.from_numpy(entry.data.copy()), entry.kind, entry.shape)
+        low, high, context = 1.0, 4.0, 8192
+        factor = round(float(divisor_N.max()), 3)
+        wave_N = 2 * math.pi * theta ** (torch.arange(len(divisor_N)) / len(divisor_N))
+        part_N = ((context / wave_N - low) / (high - low)).clamp(0, 1)
+        if not torch.allclose(divisor_N, 1 / ((1 - part_N) / factor + part_N), rtol=1e-3):
+            self.refuse("rope_freqs.weight", "rotary positions scaled as in Llama 3.1 to 3.3, or not scaled")
+        return {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": context,
+        }
+
+    def whole_heads(self) -> dict[str, Any]:
+        """Refuse positions that rotate a part of a head."""
+        if self.integer("rope.dimension_count", default=self.head_dim) != self.head_dim:
+            self.refuse_value("rope.dimension_count", f"whole heads of {self.head_dim}")
+        return {}
+
+    def refuse_unread(self) -> None:
+        """Refuse fields that change what a network computes and that the architecture did not ask for."""
+        for name, neutral in _CHANGES.items():
+            value = self.fields.get(f"{self.name}.{name}")
+            if value is not None and name not in self._asked and np.any(~np.isin(value, neutral)):
+                told = " or ".join(repr(own) for own in neutral)
+                self.refuse(f"{self.name}.{name}", f"{self.name} files whose {name} is {told}")
+
+
+_BLOCK = re.compile(r"blk\.(\d{1,4})\.(.+?)(?:\.weight)?")
+
+_CHANGES: Mapping[str, tuple[int, ...]] = {
+    "attention.causal": (1,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_gating_func": (0, 1),  # softmax
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "moe_latent_size": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "swiglu_clamp_exp": (0,),
+    "swiglu_clamp_shexp": (0,),
+}
+"""Fields and the values with which they change nothing."""
