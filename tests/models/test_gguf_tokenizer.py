@@ -407,3 +407,10 @@ def test_answers_end_with_the_tokens_that_files_name_and_known_ones(
 ) -> None:
     """Where there are calls, `<|end|>` ends a message only. Words may be spelled as special tokens are."""
     assert vocabulary(tmp_path, "gpt2", tokens, pre="gpt-2", **fields).endings() == endings
+
+
+def test_a_token_of_a_megabyte_takes_no_time(tmp_path: Path) -> None:
+    """Two million places to cut it would."""
+    tokens = {"<unk>": UNKNOWN, "a": NORMAL, "a" * (1 << 21): NORMAL}
+    made = vocabulary(tmp_path, "llama", tokens, scores=[0.0, -1.0, -2.0], add_bos_token=False)
+    assert made.tokenizer().encode("<unk>").ids == [0]

@@ -20,6 +20,8 @@ ENDINGS = (
 """Special tokens that end an answer, whatever they are called in a file."""
 _CALLS, _TURNS, _MESSAGE = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}, "<|end|>"
 """With tokens of the first two sets, the third ends a message within an answer (gpt-oss)."""
+LONGEST = 256
+"""Characters of a token that is put together of two: each place to cut it is tried."""
 NONE = (None, "no_vocab")
 """Files without a tokenizer, which take token ids only."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -231,7 +233,7 @@ class Vocabulary:
     def _scored_merges(self) -> Iterator[tuple[str, str]]:
         """Yield every pair that makes a token, the best token first."""
         for _, token in sorted(zip(self._scores(), self.tokens, strict=True), key=lambda own: -own[0]):
-            for cut in range(1, len(token)):
+            for cut in range(1, len(token) if len(token) <= LONGEST else 0):
                 if token[:cut] in self._ids and token[cut:] in self._ids:
                     yield token[:cut], token[cut:]
 
