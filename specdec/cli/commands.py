@@ -157,6 +157,7 @@ WORDS = {
     "mtp_parameters": "parameters of the multi-token head",
     "eagle_parameters": "parameters of the EAGLE head",
     "heads": "draft heads in the checkpoint",
+    "stored_types": "types of matrices in the GGUF file",
     "stored_bytes": "weights in the files",
     "stored_8bit_bytes": "those in 8 bits",
     "stored_4bit_bytes": "those in 4 bits",

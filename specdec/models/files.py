@@ -3,6 +3,8 @@
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF = "model.gguf"
 """A link to a GGUF file, in the folder that describes it."""
+GGUF_TYPES = "gguf_types"
+"""The field of its config.json that names the types of the file's matrices, the commonest first."""
 
 COUNTS = "token_counts.json"
 """In a model's folder: {"counts": [how often token 0 occurs, token 1, …]}; those left out never do."""

@@ -3,7 +3,7 @@
 import os.path
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -11,12 +11,14 @@ from types import MappingProxyType
 from specdec.config.engine import EngineConfig
 from specdec.config.parser import near
 from specdec.errors import CheckpointError
+from specdec.models.files import GGUF, INDEX, SINGLE
+from specdec.models.gguf.names import MAGIC, SUFFIX, models
 from specdec.models.hub.names import HubName
 
 SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
 """Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
 
-GIVEN = "folder, .gguf file, OWNER/NAME on the hub, or tiny"
+GIVEN = "folder, GGUF file, OWNER/NAME[:TAG] on the hub, tiny"
 """The help of an argument that names a model."""
 
 _ADDRESS = re.compile(r"https?:/")
@@ -34,52 +36,59 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
     if not isinstance(model, str | Path):
         raise CheckpointError(f"model: {model!r} is no path; give a folder", field="model")
     folder = SHIPPED.get(str(model), Path(model))
-    if os.path.isdir(folder):  # Path's own raises OSError for names that no file system takes
-        file = _only_gguf(folder)
-        return _described(file) if file else folder
-    if folder.suffix == ".gguf" and os.path.isfile(folder):
-        return _described(folder)
-    if name := HubName.read(str(model)):
-        return _download(name, scratch)
-    raise CheckpointError(f"{short(folder)} {_unknown(str(model))}", field="model")
+    if not os.path.isdir(folder) and not _is_gguf(folder):  # Path's own raise OSError for some names
+        name = HubName.read(str(model))
+        if name is None:
+            raise CheckpointError(f"{short(folder)} {_unknown(str(model))}", field="model")
+        folder = _download(name, scratch)
+    file = _only_gguf(folder) if os.path.isdir(folder) else folder
+    return _described(file, scratch) if file else folder
+
+
+def _is_gguf(path: Path) -> bool:
+    """Tell a GGUF file by its name, or by its first bytes: Ollama's have no suffix."""
+    if not os.path.isfile(path) or path.suffix == SUFFIX:
+        return os.path.isfile(path)
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def _only_gguf(folder: Path) -> Path | None:
     """Return the GGUF file of a folder that is no checkpoint, the first of one that is split."""
-    if os.path.lexists(folder / "config.json"):
+    if any(os.path.lexists(folder / weights) for weights in (SINGLE, INDEX, GGUF)):
         return None
-    found = sorted(
-        path
-        for path in folder.glob("*.gguf")
-        if not path.name.startswith("mmproj") and not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", path.name)
-    )
+    found = models(path.name for path in folder.glob(f"*{SUFFIX}"))
     if len(found) > 1:
-        names = ", ".join(path.name for path in found[:8])
+        names = ", ".join(found[:8])
         raise CheckpointError(f"{short(folder)} holds several GGUF files; give one of {names}", field="model")
-    return found[0] if found else None
+    return folder / found[0] if found else None
 
 
-def _described(file: Path) -> Path:
+def _described(file: Path, scratch: Path | None) -> Path:
     # Imported late: other folders need none of what reads GGUF.
     from specdec.models.gguf.folder import describe
 
-    return describe(file)
+    return describe(file, scratch if scratch and scratch in file.parents else None)
 
 
 def _unknown(model: str) -> str:
     """Explain why a name is no model, and what to give instead."""
-    hub_name = "OWNER/NAME of a checkpoint in safetensors on the Hugging Face hub"
+    hub_name = "OWNER/NAME of a checkpoint or of GGUF files on the Hugging Face hub"
     if model.endswith(".gguf"):
         return "is no file; give the path of a GGUF file, or of the first part of one that is split"
     if _ADDRESS.match(model):
         return f"is not the URL of a Hugging Face model; give the path of a folder, or {hub_name}"
     if _OLLAMA_TAG.fullmatch(model):
-        return f"looks like an Ollama tag; give the path of its .gguf file, or {hub_name}"
+        return (
+            "looks like an Ollama tag; give the path that `ollama show --modelfile` says it is FROM, or "
+            f"{hub_name}"
+        )
     if hint := near(model.lower(), SHIPPED):
         return f"is not a folder{hint}"
     return (
-        "is not a folder; give the path of a Hugging Face checkpoint or of a .gguf file, OWNER/NAME of a "
-        f"checkpoint on the hub, or {' or '.join(SHIPPED)}, which ships with specdec"
+        "is not a folder; give the path of a Hugging Face checkpoint or of a .gguf file, OWNER/NAME of "
+        f"either on the hub, or {' or '.join(SHIPPED)}, which ships with specdec"
     )
 
 

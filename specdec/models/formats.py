@@ -72,7 +72,8 @@ def announced(*levels: Fields) -> Announced | None:
 def _read(fields: Fields) -> Announced:
     method = fields.get("quant_method")
     if isinstance(method, str) and method in _PACKED:
-        return Announced(method, _PACKED[method](fields))
+        packed = _PACKED[method](fields)
+        return Announced(packed.name, packed)
     needed = f"(8-bit floats in blocks of {BLOCK} by {BLOCK}), or the checkpoint that was not quantised"
     if method != "fp8":
         others = ", ".join(map(repr, _PACKED))

@@ -7,9 +7,9 @@ from specdec.models.fields import TEXT
 
 _GENERIC = """
     architectures auto_map bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id
-    finetuning_task id2label is_decoder is_encoder_decoder label2id model_type name_or_path output_attentions
-    output_hidden_states pad_token_id prefix problem_type quantization_config return_dict sep_token_id
-    task_specific_params tokenizer_class torch_dtype torchscript transformers_version use_cache
+    finetuning_task gguf_types id2label is_decoder is_encoder_decoder label2id model_type name_or_path
+    output_attentions output_hidden_states pad_token_id prefix problem_type quantization_config return_dict
+    sep_token_id task_specific_params tokenizer_class torch_dtype torchscript transformers_version use_cache
 """
 """Of every config: how files were made, tokens, and what is returned."""
 _TRAINING = """

@@ -13,7 +13,7 @@ from specdec.server.settings import ServerConfig
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_serve)
-    add_model_and_file(parser, "folders, OWNER/NAME on the Hugging Face hub, or tiny", several=True)
+    add_model_and_file(parser, "folders, GGUF files, OWNER/NAME[:TAG] on the hub, tiny", several=True)
     add_settings(parser, ServerConfig, title="server")
     add_settings(parser, EngineConfig, title="engine")
 

@@ -22,6 +22,7 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle import find_head
 from specdec.models.families import open_tensors, stored_numbers
 from specdec.models.feed_forward import MoE
+from specdec.models.files import GGUF_TYPES
 from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource
 from specdec.models.mixers.shared_block import SHARED
@@ -319,6 +320,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "mtp_parameters": footprint.mtp_parameters,
         "eagle_parameters": footprint.eagle_parameters,
         "heads": ", ".join(heads) or "none",
+        **({"stored_types": types} if (types := opened.checkpoint.config.get(GGUF_TYPES)) else {}),
         "stored_bytes": stored.stored,
         "stored_8bit_bytes": stored.float8 + whole_bytes[8],
         "stored_4bit_bytes": whole_bytes[4],

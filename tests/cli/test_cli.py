@@ -346,11 +346,7 @@ def test_a_word_of_another_program_is_answered_with_what_to_give(
     ("model", "says"),
     [
         *((name, f"{name} is not a folder; did you mean tiny?") for name in ("tyny", "Tiny", "TINY")),
-        ("qwen3:0.6b", "qwen3:0.6b looks like an Ollama tag; give the path of its .gguf file"),
-        (
-            "hf.co/owner/name:Q4_K_M",
-            "hf.co/owner/name:Q4_K_M looks like an Ollama tag; give the path of its .gguf file",
-        ),
+        ("qwen3:0.6b", "qwen3:0.6b looks like an Ollama tag; give the path that `ollama show --modelfile`"),
         ("https://example.org/owner/name", "is not the URL of a Hugging Face model; give the path"),
         ("model.gguf", "model.gguf is no file"),
     ],

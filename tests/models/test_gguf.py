@@ -26,9 +26,11 @@ from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
+from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import KEPT, integers, offsets, scales, widen
 from specdec.models.gguf.file import KINDS, GgufFile
+from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
 from tests.models.random_checkpoints import edit_config
@@ -39,7 +41,7 @@ gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_folder, "descriptions", lambda: tmp_path / "descriptions")
 
 
 BLOCKS = [kind for kind in KINDS.values() if kind.numbers > 1]
@@ -441,11 +443,6 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
         ({"string": ("qwen3.rope.scaling.type", "yarn")}, "qwen3.rope.scaling.type", "not 'yarn'"),
         ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "expert_count is 0"),
         ({"string": ("tokenizer.ggml.model", "gpt2")}, "tokenizer.ggml.tokens", "a list of strings"),
-        (
-            {"string": ("tokenizer.ggml.model", "llama"), "array": ("tokenizer.ggml.tokens", ["a"])},
-            "tokenizer.ggml.model",
-            "byte-level BPE.*not 'llama'",
-        ),
         ({"float32": ("qwen3.rope.scaling.factor", 4.0)}, "qwen3.rope.scaling.factor", "without scaling"),
         ({"uint32": ("qwen3.nextn_predict_layers", 9)}, "qwen3.nextn_predict_layers", "less than"),
         ({"uint32": ("split.count", 2)}, "split.count", "one of 2 files"),
@@ -507,3 +504,30 @@ def test_one_of_several_files_must_be_named(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=r"several GGUF files; give one of a\.gguf, b\.gguf$"):
         find_folder(tmp_path)
+
+
+def test_descriptions_of_earlier_revisions_are_deleted(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(checkpoint(LLAMA), tmp_path / "small.gguf", "LLAMA", pair_rows)
+    cache = gguf_folder.descriptions()
+    kept, old = cache / "notes", cache / "0123456789abcdef" / "old"
+    for other in (kept, old):
+        other.mkdir(parents=True)
+    first = find_folder(path)
+    assert kept.is_dir() and not old.parent.exists()
+    monkeypatch.setattr(gguf_folder, "REVISION", gguf_folder.REVISION + 1)
+    second = find_folder(path)
+    assert second != first and not first.parent.exists()
+    monkeypatch.setattr(gguf_folder, "REVISION", gguf_folder.REVISION - 1)
+    assert find_folder(path) == first and second.is_dir(), "a later version's are its own"
+
+
+def test_weights_are_called_by_the_types_of_the_file(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The commonest first; vectors, which are F32 in every file, are not counted."""
+    for form in ("Q8_0", "Q5_0"):
+        path = write(checkpoint(LLAMA), tmp_path / f"{form}.gguf", "LLAMA", pair_rows, form=form)
+        stored = families.stored_format(Checkpoint(path).config)
+        assert stored and stored.packed and stored.name == stored.packed.name == form
+        assert describe_model(path, EngineConfig(), [64])["stored_types"] == form
+    assert "stored_types" not in describe_model(checkpoint(LLAMA), EngineConfig(), [64])

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from specdec.errors import CheckpointError
+from specdec.models.gguf.names import MAGIC
 
-MAGIC = b"GGUF"
 OTHERWISE = "take another file, or the checkpoint that it was made from"
 """What to do where a file is whole and specdec does not read it."""
 VERSIONS = (2, 3)

@@ -3,34 +3,40 @@
 import hashlib
 import json
 import os
+import re
+import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specdec.config.folders import descriptions
 from specdec.errors import CheckpointError
-from specdec.models.files import GGUF
+from specdec.models.files import GGUF, GGUF_TYPES
 from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.tensors import open_files, parts
 from specdec.models.gguf.tokenizer import NONE, Vocabulary
 
-REVISION = 4
-"""Of what is written here: folders of another revision are written anew."""
+REVISION = 5
+"""Of what is written here. Folders of earlier revisions are deleted."""
+_RECIPE = re.compile(r"(?:(\d+)-)?[0-9a-f]{16}")
+"""The revision and a hash; folders of the first ones have the hash alone."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
-def describe(path: Path) -> Path:
-    """Return the folder of a file, written to the user's cache the first time."""
+def describe(path: Path, within: Path | None = None) -> Path:
+    """Return the folder of a file, written to the user's cache, or within another folder, the first time."""
+    cache = within or descriptions()
     path = Path(os.path.abspath(path))  # links stay: in the hub's cache they have the names
     try:
         found = [(str(own), (is_at := own.stat()).st_size, is_at.st_mtime_ns) for own in parts(path)]
-        recipe = hashlib.sha256(repr((REVISION, found)).encode()).hexdigest()[:16]
-        folder = descriptions() / recipe / path.stem
+        recipe = f"{REVISION}-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
+        folder = cache / recipe / path.stem
         if folder.is_dir():
             return folder
-        folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="draft-", dir=folder.parent.parent) as draft:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="draft-", dir=cache) as draft:
             (whole := Path(draft, recipe, path.stem)).mkdir(parents=True)
             _write(path, whole)
             try:
@@ -38,9 +44,12 @@ def describe(path: Path) -> Path:
             except OSError:  # another process may have written it meanwhile
                 if not folder.is_dir():
                     raise
+        for old in cache.iterdir():
+            if (other := _RECIPE.fullmatch(old.name)) and int(other[1] or 0) < REVISION:
+                shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
-            f"what is read of {path.name} is kept in {descriptions()}, where that fails ({error}); make "
+            f"what is read of {path.name} is kept in {cache}, where that fails ({error}); make "
             "room, or set XDG_CACHE_HOME to a folder that can be written to",
             field="model",
         ) from error
@@ -49,7 +58,11 @@ def describe(path: Path) -> Path:
 
 def _write(path: Path, folder: Path) -> None:
     file = open_files(path)
-    _json(folder / "config.json", Described(file).config)
+    sizes: Counter[str] = Counter()
+    for entry in file.entries.values():
+        sizes[entry.kind.name] += entry.bytes if len(entry.shape) > 1 else 0
+    types = ", ".join(kind for kind, size in sizes.most_common() if size)
+    _json(folder / "config.json", {**Described(file).config, GGUF_TYPES: types})
     (folder / GGUF).symlink_to(path)
     if file.metadata.get("tokenizer.ggml.model") in NONE:
         return

@@ -1,6 +1,7 @@
 """The tokenizer that a GGUF file describes, as tokenizer.json and tokenizer_config.json."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -8,57 +9,41 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from specdec.errors import CheckpointError
 from specdec.models.fields import Fields
-from specdec.models.gguf.file import OTHERWISE, GgufFile
+from specdec.models.gguf.file import OTHERWISE, GgufFile, Strings
+from specdec.models.gguf.splits import SPLITTINGS
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-"""Llama 3's."""
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_DIGIT = r"\p{N}"
-_MARKED = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen3.5's, in which marks belong to the letter before."""
-
-
-class Splitting(NamedTuple):
-    """How a text is split before its tokens are merged."""
-
-    patterns: Sequence[str]
-    ignores_merges: bool = False
-    """A word that is a token is not put together."""
-    composes: bool = False
-    """Texts are normalised (NFC), as by the tokenizer that the file was made from."""
-    adds_bos: bool = False
-    """Where the file says nothing."""
-
-
-SPLITTINGS: Mapping[str, Splitting] = {
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"),
-        Splitting((_WORDS,), ignores_merges=True, adds_bos=True),
-    ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((_WORDS,))),
-    **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "megrez", "kormo"),
-        Splitting((_WORDS.replace(r"\p{N}{1,3}", _DIGIT),), composes=True),
-    ),
-    "qwen35": Splitting((_MARKED,), composes=True),
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4"), Splitting((_GPT2,))),
-    **dict.fromkeys(("refact", "starcoder", "command-r", "smollm", "codeshell"), Splitting((_DIGIT, _GPT2))),
-}
-"""By what `tokenizer.ggml.pre` says."""
 ENDINGS = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|return|>"),
-    *("<|call|>", "<end_of_turn>", "</s>", "<EOT>", "[EOT]", "[EOS]", "<|flush|>"),
+    *("<|call|>", "<|calls|>", "<end_of_turn>", "<end_of_utterance>", "</s>", "<eos>", "<EOT>", "[EOT]"),
+    *("[EOS]", "[e~[", "<|flush|>", "<｜end▁of▁sentence｜>"),
 )
-"""Control tokens that end an answer, whatever they are called in a file."""
+"""Special tokens that end an answer, whatever they are called in a file."""
+_CALLS, _TURNS, _MESSAGE = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}, "<|end|>"
+"""With tokens of the first two sets, the third ends a message within an answer (gpt-oss)."""
+LONGEST = 256
+"""Characters of a token that is put together of two: each place to cut it is tried."""
 NONE = (None, "no_vocab")
 """Files without a tokenizer, which take token ids only."""
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(.+))?")
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""A space, as SentencePiece spells it."""
+
+
+class Assumed(NamedTuple):
+    """What holds where a file is silent, as in llama.cpp."""
+
+    ids: Mapping[str, int]
+    adds_bos: bool = False
+    adds_eos: bool = False
+    adds_space: bool = False
+    """Before a text, and behind special tokens."""
+
+
+_ASSUMED = {
+    "llama": Assumed({"bos": 1, "eos": 2, "unknown": 0}, adds_bos=True, adds_space=True),
+    "t5": Assumed({"eos": 1, "unknown": 2, "padding": 0}, adds_eos=True),
+}
 
 
 class Vocabulary:
@@ -70,46 +55,83 @@ class Vocabulary:
         self.tokens = file.strings("tokenizer.ggml.tokens")
         if not self.tokens:
             fields.refuse("tokenizer.ggml.tokens", "a list of strings")
+        self._ids = {token: i for i, token in enumerate(self.tokens)}
+        if len(self._ids) < len(self.tokens):
+            fields.refuse("tokenizer.ggml.tokens", "tokens that differ from each other")
         self.kinds = [_NORMAL] * len(self.tokens)
-        if (kinds := fields.get("tokenizer.ggml.token_type")) is not None:
-            is_list = isinstance(kinds, np.ndarray) and kinds.dtype.kind in "iu"
-            if not is_list or len(kinds) != len(self.tokens):
-                fields.refuse(
-                    "tokenizer.ggml.token_type", f"an integer for each of {len(self.tokens)} tokens"
-                )
-            self.kinds = kinds.tolist()
+        if "tokenizer.ggml.token_type" in fields:
+            self.kinds = self._numbers("tokenizer.ggml.token_type", "iu", "an integer")
+        model = str(fields.get("tokenizer.ggml.model"))
+        build = {"gpt2": self._byte_level, "llama": self._sentencepiece, "t5": self._unigram}.get(model)
+        if build is None:
+            known = "byte-level BPE ('gpt2'), SentencePiece ('llama') and Unigram ('t5')"
+            self._refuse("tokenizer.ggml.model", f"{known}, and not {model[:80]!r}")
+        self._build = build
+        if model == "gpt2":
+            name = str(fields.get("tokenizer.ggml.pre"))
+            if name not in SPLITTINGS:
+                self._refuse("tokenizer.ggml.pre", f"{', '.join(SPLITTINGS)}, and not {name[:80]!r}")
+            self._splitting = SPLITTINGS[name]
+            self._assumed = Assumed({}, adds_bos=self._splitting.adds_bos)
+        else:
+            self._assumed = _ASSUMED[model]
 
     def id(self, name: str) -> int | None:
         """Return the id of a special token."""
         field = f"tokenizer.ggml.{name}_token_id"
         if field not in self.fields:
-            return None
+            assumed = self._assumed.ids.get(name)
+            return assumed if assumed is not None and assumed < len(self.tokens) else None
         found = self.fields.integer(field, least=0)
         if found >= len(self.tokens):
             self.fields.refuse(field, f"an id below {len(self.tokens)}")
         return found
 
-    @property
-    def adds_bos(self) -> bool:
-        """Whether texts begin with the BOS token."""
-        default = self._splitting().adds_bos
-        return self.id("bos") is not None and self.fields.flag(
-            "tokenizer.ggml.add_bos_token", default=default
-        )
-
     def endings(self) -> list[int]:
         """Return the tokens that end an answer."""
         found = [self.id(name) for name in ("eos", "eot", "eom")]
-        named = [i for i, kind in enumerate(self.kinds) if kind == _CONTROL and self.tokens[i] in ENDINGS]
-        return list(dict.fromkeys([*(own for own in found if own is not None), *named]))
+        special = [i for token in ENDINGS if (i := self._ids.get(token)) is not None and self._is_special(i)]
+        named = {self.tokens[i] for i in special}
+        own = dict.fromkeys([*(i for i in found if i is not None), *special])
+        if named & _CALLS and named & _TURNS and _MESSAGE in named:
+            del own[self._ids[_MESSAGE]]
+        return list(own)
 
     def tokenizer(self) -> Tokenizer:
+        """Build the tokenizer, with what it puts around a text."""
+        try:
+            made = self._build()
+            made.add_tokens(list(self._added()))
+            self._surround(made)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(
+                f"{self.file.path.name}: no tokenizer can be made of its metadata ({error}); {OTHERWISE}",
+                field="tokenizer.ggml.model",
+            ) from error
+        return made
+
+    def config(self) -> dict[str, Any]:
+        """Return tokenizer_config.json."""
+        names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+        ids = {f"{name}_token": self.id(own) for name, own in names.items()}
+        special = {name: self.tokens[i] for name, i in ids.items() if i is not None}
+        templates = {
+            found[1] or "default": text
+            for field, text in self.file.metadata.items()
+            if (found := _TEMPLATE.fullmatch(field)) and isinstance(text, str)
+        }
+        if [*templates] == ["default"]:
+            return special | {"chat_template": templates["default"]}
+        return special | {
+            "chat_template": [{"name": name, "template": templates[name]} for name in templates]
+        }
+
+    def _byte_level(self) -> Tokenizer:
         """Build byte-level BPE, split as llama.cpp does for this name."""
-        own = self._splitting()
-        known = {token: i for i, token in enumerate(self.tokens)}
-        if len(known) < len(self.tokens):
-            self.fields.refuse("tokenizer.ggml.tokens", "tokens that differ from each other")
-        made = Tokenizer(models.BPE(known, list(self._merges(known)), ignore_merges=own.ignores_merges))
+        own = self._splitting
+        made = Tokenizer(models.BPE(self._ids, list(self._merges()), ignore_merges=own.ignores_merges))
         if own.composes:
             made.normalizer = normalizers.NFC()
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in own.patterns]
@@ -117,46 +139,105 @@ class Vocabulary:
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         made.decoder = decoders.ByteLevel()
-        made.add_tokens(list(self._added()))
-        if self.adds_bos:
-            begin = self.tokens[self.id("bos") or 0]
-            made.post_processor = processors.TemplateProcessing(
-                single=[begin, "$A"], pair=[begin, "$A", "$B"], special_tokens=[(begin, known[begin])]
-            )
         return made
 
-    def config(self) -> dict[str, Any]:
-        """Return tokenizer_config.json."""
-        given = {name: self.id(key) for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
-        template = self.fields.get("tokenizer.chat_template")
-        return {
-            **{f"{name}_token": self.tokens[own] for name, own in given.items() if own is not None},
-            **({"chat_template": template} if isinstance(template, str) else {}),
-        }
+    def _sentencepiece(self) -> Tokenizer:
+        """Build BPE that joins the pair whose token has the best score, with bytes for what is no token."""
+        unknown = self.id("unknown")
+        made = Tokenizer(
+            models.BPE(
+                self._ids,
+                list(self._scored_merges()),
+                unk_token=None if unknown is None else self.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        spaced = normalizers.Replace(" ", _SPACE)
+        words = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if self._adds_space:
+            made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaced])
+            made.decoder = decoders.Sequence([*words, decoders.Strip(" ", 1, 0)])
+        else:
+            made.normalizer, made.decoder = spaced, decoders.Sequence(words)
+        return made
 
-    def _splitting(self) -> Splitting:
-        model = self.fields.get("tokenizer.ggml.model")
-        if model != "gpt2":
-            self._refuse("tokenizer.ggml.model", f"byte-level BPE ('gpt2'), and not {str(model)[:80]!r}")
-        name = str(self.fields.get("tokenizer.ggml.pre"))
-        if name not in SPLITTINGS:
-            self._refuse("tokenizer.ggml.pre", f"{', '.join(SPLITTINGS)}, and not {name[:80]!r}")
-        return SPLITTINGS[name]
+    def _unigram(self) -> Tokenizer:
+        """Build the most likely split into tokens; user-defined ones cost nothing."""
+        scores = [
+            0.0 if kind == _USER_DEFINED else score
+            for score, kind in zip(self._scores(), self.kinds, strict=True)
+        ]
+        made = Tokenizer(models.Unigram(list(zip(self.tokens, scores, strict=True)), self.id("unknown")))
+        steps: list[normalizers.Normalizer] = []
+        if (table := self.fields.get("tokenizer.ggml.precompiled_charsmap")) is not None:
+            steps.append(normalizers.Precompiled(np.asarray(table).tobytes()))
+        adds_space = self._adds_space
+        if self.fields.flag("tokenizer.ggml.remove_extra_whitespaces", default=False):
+            adds_space = True  # before every word
+            steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" +"), " ")]
+        if adds_space:
+            steps.append(normalizers.Replace(Regex(r"\A(?= *[^ ])"), " "))
+        made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+        made.decoder = decoders.Metaspace(prepend_scheme="always" if adds_space else "never")
+        return made
+
+    def _surround(self, made: Tokenizer) -> None:
+        """Have BOS and EOS put around texts."""
+        around = {
+            name: self.tokens[own]
+            for name, assumed in (("bos", self._assumed.adds_bos), ("eos", self._assumed.adds_eos))
+            if self.fields.flag(f"tokenizer.ggml.add_{name}_token", default=assumed)
+            and (own := self.id(name)) is not None
+        }
+        if around:
+            begin, end = ([around[name]] if name in around else [] for name in ("bos", "eos"))
+            made.post_processor = processors.TemplateProcessing(
+                single=[*begin, "$A", *end],
+                pair=[*begin, "$A", "$B", *end],
+                special_tokens=[(token, self._ids[token]) for token in set(around.values())],
+            )
+
+    @property
+    def _adds_space(self) -> bool:
+        return self.fields.flag("tokenizer.ggml.add_space_prefix", default=self._assumed.adds_space)
+
+    def _is_special(self, token: int) -> bool:
+        return self.kinds[token] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+
+    def _scores(self) -> list[float]:
+        return self._numbers("tokenizer.ggml.scores", "fiu", "a number")
+
+    def _numbers(self, field: str, kinds: str, what: str) -> list[Any]:
+        found = self.fields.get(field)
+        is_list = isinstance(found, np.ndarray) and found.dtype.kind in kinds
+        if not is_list or len(found) != len(self.tokens) or not np.isfinite(found).all():
+            self.fields.refuse(field, f"{what} for each of {len(self.tokens)} tokens")
+        return list(found.tolist())
 
     def _refuse(self, field: str, needs: str) -> NoReturn:
         raise CheckpointError(
             f"{self.file.path.name}: of tokenizers specdec reads {needs}; {OTHERWISE}", field=field
         )
 
-    def _merges(self, known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    def _merges(self) -> Iterator[tuple[str, str]]:
         """Yield merges; those of tokens that are not there, llama.cpp never makes."""
+        if not isinstance(self.fields.get("tokenizer.ggml.merges"), Strings):
+            self.fields.refuse("tokenizer.ggml.merges", "a list of strings")
         for line in self.file.strings("tokenizer.ggml.merges"):
             cut = line.find(" ", 1)
             first, second = line[:cut], line[cut + 1 :]
-            if cut > 0 and first in known and second in known and first + second in known:
+            if cut > 0 and first in self._ids and second in self._ids and first + second in self._ids:
                 yield first, second
 
+    def _scored_merges(self) -> Iterator[tuple[str, str]]:
+        """Yield every pair that makes a token, the best token first."""
+        for _, token in sorted(zip(self._scores(), self.tokens, strict=True), key=lambda own: -own[0]):
+            for cut in range(1, len(token) if len(token) <= LONGEST else 0):
+                if token[:cut] in self._ids and token[cut:] in self._ids:
+                    yield token[:cut], token[cut:]
+
     def _added(self) -> Iterator[AddedToken]:
-        for token, kind in zip(self.tokens, self.kinds, strict=True):
-            if kind in (_CONTROL, _USER_DEFINED):
-                yield AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for i, token in enumerate(self.tokens):
+            if self._is_special(i):
+                yield AddedToken(token, special=self.kinds[i] != _USER_DEFINED, normalized=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec.models.files import HEAD_FOLDERS, INDEX, SINGLE
+from specdec.models.gguf.names import parts, tagged
 from specdec.models.hub.failures import RAISED, cache_folder
 from specdec.models.hub.names import HubName, is_commit, kept_as
 from specdec.models.hub.repository import Repository, read_shards
@@ -14,7 +15,8 @@ from specdec.models.hub.repository import Repository, read_shards
 class Cached(NamedTuple):
     """A snapshot, and those of the files to be read that it lacks."""
 
-    folder: Path
+    path: Path
+    """Its folder, or the GGUF file that is meant."""
     lacks: list[str]
 
 
@@ -26,6 +28,12 @@ def find_cached(name: HubName) -> Cached | None:
     folder = kept / "snapshots" / commit
     if not is_commit(commit) or not folder.is_dir():
         return None
+    found = frozenset(_files(folder))
+    if name.tag or {SINGLE, INDEX}.isdisjoint(found):
+        if file := tagged(found, name.tag):
+            return Cached(folder / file, [part for part in parts(file) if part not in found])
+        if name.tag:
+            return None
     files = _listed(kept / "trees" / f"{commit}.json") or frozenset(_implied(folder))
     repository = Repository(name, commit, files)
     indices = [f"{prefix}{INDEX}" for prefix in _prefixes() if f"{prefix}{INDEX}" in files]
@@ -56,7 +64,7 @@ def _listed(tree: Path) -> frozenset[str]:
 
 def _implied(folder: Path) -> Iterator[str]:
     """Yield the files of a snapshot, and those without which they are of no use."""
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    found = set(_files(folder))
     yield from found | {"config.json"}
     if "tokenizer_config.json" in found:
         yield "tokenizer.json"
@@ -68,6 +76,10 @@ def _implied(folder: Path) -> Iterator[str]:
                 continue  # reading it says so
         elif not prefix or f"{prefix}config.json" in found:
             yield f"{prefix}{SINGLE}"
+
+
+def _files(folder: Path) -> Iterator[str]:
+    return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def _prefixes() -> list[str]:

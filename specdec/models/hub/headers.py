@@ -3,8 +3,7 @@
 import shutil
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_url
-
+from specdec.errors import CheckpointError
 from specdec.models.files import INDEX
 from specdec.models.hub.failures import RAISED, explain
 from specdec.models.hub.names import HubName, kept_as
@@ -14,6 +13,10 @@ from specdec.models.hub.transfer import first_byte, open_stream, read_stream
 
 FIRST = 1 << 17
 """Bytes that hold the whole header of most files."""
+FIRST_GGUF = 1 << 23
+"""Those of most GGUF files, in which vocabularies stand."""
+DIVISORS = "rope_freqs.weight"
+"""The tensor of a GGUF file that says how positions are scaled."""
 LONGEST = 100_000_000
 """Bytes of a header, as safetensors has it."""
 
@@ -22,16 +25,23 @@ def find_headers(name: HubName, scratch: Path) -> Path:
     """Return a model's snapshot where it is cached, else a folder in `scratch` to describe it from.
 
     A file of weights there has its header and its length, and a hole where its tensors would be, which takes
-    no room and reads as zeros.
+    no room and reads as zeros. Of GGUF files the first part is returned.
     """
     repository = open_repository(name)
     if isinstance(repository, Path):
         return repository
+    folder = kept_as(scratch, name.repo) / "snapshots" / repository.commit
     try:
+        if gguf := repository.gguf():
+            if not repository.missing(gguf):
+                return repository.folder / gguf[0]
+            (folder / gguf[0]).parent.mkdir(parents=True, exist_ok=True)
+            side_by_side(lambda file: _dig_gguf(repository.url(file), folder / file), gguf)
+            return folder / gguf[0]
         weights = repository.weights()
-        if all((repository.folder / file).is_file() for file in (*repository.described(), *weights)):
+        if not repository.missing([*repository.described(), *weights]):
             return repository.folder
-        return _describe(repository, weights, kept_as(scratch, name.repo) / "snapshots" / repository.commit)
+        return _describe(repository, weights, folder)
     except RAISED as error:
         raise explain(error, name) from error
 
@@ -45,14 +55,43 @@ def _describe(repository: Repository, weights: list[str], folder: Path) -> Path:
         shutil.copyfile(repository.folder / file, folder / file)
 
     def dig(file: str) -> None:
-        url = hf_hub_url(repository.name.repo, file, revision=repository.commit, endpoint=constants.ENDPOINT)
-        header, size = _header(url)
+        header, size = _header(repository.url(file))
         with (folder / file).open("wb") as hollow:
             hollow.write(header)
             hollow.truncate(size)
 
     side_by_side(dig, [file for file in weights if file not in whole])
     return folder
+
+
+def _dig_gguf(url: str, path: Path) -> None:
+    """Write a GGUF file's header, whose length only shows as it is read, and the tensor that describes it."""
+    # Imported late: other models need none of what reads GGUF.
+    from specdec.models.gguf.file import GgufFile
+
+    count, entries = FIRST_GGUF, None
+    while entries is None:
+        start, size = _start(url, count)
+        with path.open("wb") as hollow:
+            hollow.write(start)
+            hollow.truncate(size)
+        try:
+            found = GgufFile(path).entries
+        except CheckpointError:
+            if len(start) == size:
+                raise
+        else:
+            # The header ends where the first tensor begins; zeros behind what came may read as its end.
+            first = min((own.offset for own in found.values()), default=0)
+            entries = found if first <= len(start) else None
+        count *= 4
+    if entry := entries.get(DIVISORS):
+        with open_stream(url, f"{entry.offset}-{entry.offset + entry.bytes - 1}") as response:
+            if first_byte(response) != entry.offset:
+                raise ValueError(f"{url} answers with a part that was not asked for")
+            with path.open("r+b") as hollow:
+                hollow.seek(entry.offset)
+                hollow.writelines(read_stream(response))
 
 
 def _header(url: str) -> tuple[bytes, int]:

@@ -11,12 +11,18 @@ MAIN = "main"
 
 _PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 _REVISION = r"\w[\w.+-]*(?:/\w[\w.+-]*)*"
-_NAME = re.compile(rf"({_PART}/{_PART})(?:@({_REVISION}))?", re.ASCII)
-_ADDRESS = re.compile(
-    rf"(?:https?:/{{1,2}})?(?:www\.)?(?:huggingface\.co|hf\.co)/({_PART}/{_PART})(?:/tree/({_REVISION}))?/?",
-    re.ASCII,
-)
-"""A model's page; a Path has joined the two slashes behind `https:`."""
+_TAG = r"[\w.+-]+"
+_HUB = r"(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)"
+"""The hub's address; a Path has joined the two slashes behind `https:`."""
+_FORMS = [
+    re.compile(form, re.ASCII)
+    for form in (
+        rf"({_PART}/{_PART})(?:@({_REVISION}))?(?::({_TAG}))?",
+        rf"{_HUB}/({_PART}/{_PART})(?:/tree/({_REVISION}))?(?::({_TAG})|/)?",
+        rf"{_HUB}/({_PART}/{_PART})/(?:resolve|blob)/(refs/pr/\d+|[^/?#]+)/([^?#]+\.gguf)(?:\?[^#]*)?",
+    )
+]
+"""A name, a model's page, and the page or the address of a GGUF file."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -25,17 +31,20 @@ class HubName(NamedTuple):
 
     repo: str
     revision: str = MAIN
+    tag: str | None = None
+    """Which of its GGUF files is meant: a word of its name, such as Q4_K_M, or its path."""
 
     @classmethod
     def read(cls, text: str) -> Self | None:
-        """Parse OWNER/NAME, OWNER/NAME@REVISION or the address of a model's page; None if it is neither."""
-        found = _NAME.fullmatch(text) or _ADDRESS.fullmatch(text)
+        """Parse OWNER/NAME[@REVISION][:TAG] or the address of a model or a file; None if it is neither."""
+        found = next((own for form in _FORMS if (own := form.fullmatch(text))), None)
         if found is None or ".." in text or "--" in found[1] or len(found[1]) > LONGEST:
             return None
-        return cls(found[1], found[2] or MAIN)
+        return cls(found[1], found[2] or MAIN, found[3])
 
     def __str__(self) -> str:
-        return self.repo if self.revision == MAIN else f"{self.repo}@{self.revision}"
+        revision = "" if self.revision == MAIN else f"@{self.revision}"
+        return f"{self.repo}{revision}{f':{self.tag}' if self.tag else ''}"
 
 
 def is_commit(revision: str) -> bool:

@@ -16,6 +16,7 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf
 
 from specdec.errors import CheckpointError
 from specdec.models.files import DESCRIBING, HEAD_FOLDERS, INDEX, SINGLE, TEXT
+from specdec.models.gguf.names import parts, tagged, tags
 from specdec.models.hub.failures import cache_folder, few, no_room, size_of
 from specdec.models.hub.names import HubName, is_commit, kept_as
 from specdec.models.hub.transfer import FILES_AT_ONCE, Blob, Download
@@ -43,6 +44,22 @@ class Repository:
     def folder(self) -> Path:
         """Return where its files lie once they are fetched."""
         return kept_as(cache_folder(), self.name.repo) / "snapshots" / self.commit
+
+    def gguf(self) -> list[str]:
+        """List the GGUF files that the name means, all parts of a model; nothing: it means a checkpoint."""
+        if self.name.tag is None and not {SINGLE, INDEX}.isdisjoint(self.files):
+            return []
+        file = tagged(self.files, self.name.tag)
+        if file is None and self.name.tag:
+            known = ", ".join(tags(self.files))
+            raise CheckpointError(
+                f"{self.name.repo} has no GGUF file {self.name.tag}; "
+                + (f"of its files give one of {known}" if known else "it has none at all"),
+                field="model",
+            )
+        if file and (absent := [part for part in parts(file) if part not in self.files]):
+            raise self._lacking(f"lacks {few(absent)}")
+        return parts(file) if file else []
 
     def described(self) -> list[str]:
         """List what says how its networks are made."""
@@ -112,9 +129,13 @@ class Repository:
         for files in ([file for file in missing if file not in last], last):
             side_by_side(self._link, files)
 
+    def url(self, file: str) -> str:
+        """Return where a file comes from."""
+        return hf_hub_url(self.name.repo, file, revision=self.commit, endpoint=constants.ENDPOINT)
+
     def blob(self, file: str) -> Blob | None:
         """Ask for a file's size and id; None: no size is told, and huggingface_hub is to download it."""
-        url = hf_hub_url(self.name.repo, file, revision=self.commit, endpoint=constants.ENDPOINT)
+        url = self.url(file)
         found = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT, retry_on_errors=True)
         if not found.etag or not _ETAG.fullmatch(found.etag):
             raise ValueError(f"the ETag of {file} is {found.etag!r}")

@@ -14,16 +14,20 @@ logger = logging.getLogger(__name__)
 
 
 def find_snapshot(name: HubName) -> Path:
-    """Return the folder of a model's files: those that the hub has now, or, out of reach, those cached."""
+    """Return the folder of a model's files: those that the hub has now, or, out of reach, those cached.
+
+    Of GGUF files it is the model's file, or its first part.
+    """
     repository = open_repository(name)
     if isinstance(repository, Path):
         return repository
     try:
-        repository.fetch([*repository.described(), *repository.texts(), *repository.weights()])
+        gguf = repository.gguf()
+        repository.fetch(gguf or [*repository.described(), *repository.texts(), *repository.weights()])
         repository.keep_revision()
     except RAISED as error:
         raise explain(error, name) from error
-    return repository.folder
+    return repository.folder / gguf[0] if gguf else repository.folder
 
 
 def open_repository(name: HubName) -> Repository | Path:
@@ -45,8 +49,8 @@ def open_repository(name: HubName) -> Repository | Path:
                 raise begun(name, folder, error) from error
             raise failure from error
         if kept.lacks:
-            raise in_part(name, kept.folder, kept.lacks, error) from error
+            raise in_part(name, kept.path, kept.lacks, error) from error
         if not isinstance(error, errors.OfflineModeIsEnabled):
             why = f"{refusal}; {LOG_IN} where it is private" if refusal else failure
             logger.warning("taking %s as it is in the cache: %s", name, why)
-        return kept.folder
+        return kept.path

@@ -40,4 +40,4 @@ def read_format(fields: Fields) -> PackedFormat:
         bits, group, middle = KEPT[name]
         numbers = Numbers(bits, group, symmetric=True, offsets=bool(middle))
         layers |= dict.fromkeys(types.strings(name) or (), numbers)
-    return PackedFormat(NAME, (GgufInts,), layers.get)
+    return PackedFormat(", ".join(types.names()), (GgufInts,), layers.get)

@@ -1,0 +1,416 @@
+"""Tokenizers that GGUF files describe; the expected tokens are llama.cpp's.
+
+They come from `/tokenize` of the server in xllamacpp 2026.10.11549, with `parse_special`, of a Llama model
+with one layer of zeros and the vocabulary of the test.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, pre_tokenizers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from specdec.errors import CheckpointError
+from specdec.models.gguf.file import GgufFile
+from specdec.models.gguf.splits import SPLITTINGS
+from specdec.models.gguf.tokenizer import Vocabulary
+from specdec.text.chat_template import load_template
+from specdec.text.tokenizer import BYTES, load_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+
+def vocabulary(path: Path, model: str, tokens: Mapping[str, int], **fields: Any) -> Vocabulary:
+    """Write a file with these tokens, by their types, and read it."""
+    writer = gguf.GGUFWriter(path / "small.gguf", "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(list(tokens))
+    writer.add_token_types(list(tokens.values()))
+    add_fields(writer, fields)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Vocabulary(GgufFile(path / "small.gguf"))
+
+
+def add_fields(writer: Any, fields: Mapping[str, Any]) -> None:
+    kinds: Mapping[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for name, value in fields.items():
+        prefix = "tokenizer." if name.startswith("chat_template") else "tokenizer.ggml."
+        kinds[type(value)](prefix + name, value)
+
+
+TEXT = (
+    "It's WE'LL don't camelCase HTTPServer 1234567 qz\n\nx²½ é漢字カナ한글  (x)!=y;//\n/\r\n\r\n\t  z_q "
+    "\u00a0.👍🏽 'Re<think> tail   "
+)
+
+
+def chains() -> tuple[dict[str, int], list[str]]:
+    """Return a vocabulary whose words are the parts of the text, and merges of all but one of them."""
+    signs = {byte: sign for sign, byte in BYTES.items()}
+    data = "".join(signs[byte] for byte in TEXT.encode())
+    words = dict.fromkeys(data[i : i + n] for i in range(len(data) - 1) for n in range(2, 24))
+    tokens = dict.fromkeys([*BYTES, *words], NORMAL) | {"<s>": CONTROL, "<think>": USER_DEFINED}
+    return tokens, [f"{word[:-1]} {word[-1]}" for word in words if "qz" not in word]
+
+
+EXPECTED = {
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"),
+        (
+            "<s>¦It¦'s¦ WE¦'LL¦ don¦'t¦ camelCase¦ HTTPServer¦ ¦123¦456¦7¦ qz¦\n\n¦x¦²½¦"
+            " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//\n¦/\r\n\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+        ),
+    ),
+    **dict.fromkeys(
+        ("dbrx", "smaug-bpe", "chatglm-bpe"),
+        (
+            "It¦'s¦ WE¦'LL¦ don¦'t¦ camelCase¦ HTTPServer¦ ¦123¦456¦7¦ q¦z¦\n\n¦x¦²½¦"
+            " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//\n¦/\r\n\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+        ),
+    ),
+    **dict.fromkeys(
+        ("glm4", "glm5"),
+        (
+            "It¦'s¦ WE¦'LL¦ don¦'t¦ camelCase¦ HTTPServer¦ ¦123¦456¦7¦ qz¦\n\n¦x¦²½¦"
+            " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//\n¦/\r\n\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            "qwen2",
+            "deepseek-r1-qwen",
+            "megrez",
+            "kormo",
+            "hunyuan",
+            "qwen35",
+            "bailingmoe",
+            "bailingmoe2",
+            "llada-moe",
+        ),
+        (
+            "It¦'s¦ WE¦'LL¦ don¦'t¦ camelCase¦ HTTPServer¦ ¦1¦2¦3¦4¦5¦6¦7¦ q¦z¦\n\n¦x¦²¦½¦"
+            " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//\n¦/\r\n\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+        ),
+    ),
+    **dict.fromkeys(
+        ("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4", "a.x-4.0", "mellum", "trillion"),
+        (
+            "It¦'s¦ WE¦'¦LL¦ don¦'t¦ camelCase¦ HTTPServer¦ 1234567¦ q¦z¦\n¦\n¦x¦²½¦"
+            " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//¦\n¦/¦\r\n¦\r\n\t ¦ z¦_¦q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+        ),
+    ),
+    **dict.fromkeys(
+        ("refact", "starcoder", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        (
+            "It¦'s¦ WE¦'¦LL¦ don¦'t¦ camelCase¦ HTTPServer¦ ¦1¦2¦3¦4¦5¦6¦7¦ q¦z¦\n¦\n¦x¦²¦½¦"
+            " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//¦\n¦/¦\r\n¦\r\n\t ¦ z¦_¦q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+        ),
+    ),
+    "seed-coder": (
+        "It¦'s¦ WE¦'LL¦ don¦'t¦ camelCase¦ HTTPServer¦ ¦1¦2¦3¦4¦5¦6¦7¦ q¦z¦\n\n¦x¦²¦½¦"
+        " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//¦\n¦/¦\r\n¦\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+    ),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
+        (
+            "It's¦ WE'LL¦ don't¦ camel¦Case¦ HTTPServer¦ ¦123¦456¦7¦ q¦z¦\n\n¦x¦²½¦"
+            " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//\n/\r\n\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+        ),
+    ),
+    "tekken": (
+        "<s>¦It¦'s¦ WE¦'LL¦ don¦'t¦ camel¦Case¦ HTTPServer¦ ¦1¦2¦3¦4¦5¦6¦7¦ qz¦\n\n¦x¦²¦½¦"
+        " é漢字カナ한글¦ ¦ (¦x¦)!=¦y¦;//\n/\r\n\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+    ),
+    "kimi-k2": (
+        "It's¦ WE'LL¦ don't¦ camel¦Case¦ HTTPServer¦ ¦123¦456¦7¦ q¦z¦\n\n¦x¦²½¦"
+        " é¦漢字¦カナ한글¦ ¦ (¦x¦)!=¦y¦;//\n¦/\r\n\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+    ),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
+        (
+            "It¦'s¦ WE¦'LL¦ don¦'t¦ camelCase¦ HTTPServer¦ ¦123¦456¦7¦ q¦z¦\n\n¦x¦²½¦"
+            " é¦漢字カナ¦한글¦ ¦ (¦x¦)!=¦y¦;//\n¦/\r\n\r\n¦\t ¦ z¦_q¦ ¦\u00a0¦.👍🏽¦ '¦Re¦<think>¦ tail¦   "
+        ),
+    ),
+    "deepseek-coder": (
+        "It¦'¦s¦ WE¦'¦LL¦ don¦'¦t¦ camelCase¦ HTTPServer¦ ¦1¦2¦3¦4¦5¦6¦7¦ q¦z¦\n¦\n¦x¦²¦½¦"
+        " é¦漢字カナ한글¦ ¦ (¦x¦)!¦=¦y¦;//¦\n¦/¦\r¦\n¦\r¦\n¦\t ¦ z¦_¦q¦ ¦\u00a0.¦👍¦🏽"
+        "¦ '¦Re¦<think>¦ tail¦   "
+    ),
+}
+"""The parts of the text, by what `tokenizer.ggml.pre` says. For kimi-k2 llama.cpp does not cut camelCase."""
+
+
+@pytest.mark.parametrize("pre", SPLITTINGS)
+def test_texts_are_split_as_llama_cpp_splits_them(pre: str, tmp_path: Path) -> None:
+    tokens, merges = chains()
+    begin = list(tokens).index("<s>")
+    fields = {"pre": pre, "merges": merges, "bos_token_id": begin, "eos_token_id": begin}
+    found = vocabulary(tmp_path, "gpt2", tokens, **fields).tokenizer().encode(TEXT).tokens
+    assert "¦".join(map(spelled, found)) == EXPECTED[pre]
+
+
+def spelled(token: str) -> str:
+    return token if token.startswith("<") else bytes(BYTES[sign] for sign in token).decode()
+
+
+CASED = "ДаНЕТ ÀÉàé ΣΑσας ǅǈ a\u0301b\u0323 \u0301x हिन्दी ไทย İi\u0307 \u3000.\u2028 \u200d🏽'ſ"
+
+
+@pytest.mark.parametrize("pre", sorted(GGUF_PRE_TOKENIZER_SPLITS.keys() & SPLITTINGS.keys()))
+def test_other_scripts_are_split_by_the_published_patterns(pre: str) -> None:
+    """llama.cpp has simpler ones for some names."""
+    words = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
+    own = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITTINGS[pre].patterns]
+    )
+    assert own.pre_tokenize_str(CASED) == words.pre_tokenize_str(CASED)
+
+
+PIECES = (
+    *("▁t", "he", "▁the", "in", "▁a", "▁▁", "▁▁▁▁", "lo", "llo", "hello", "▁hello", "▁hel", "er", "aa"),
+    *("aaaa", "th", "ing", "nd", "▁and", "é", "ab", "abc", "bc", "▁<", "▁x", "漢", "\u0301", "▁", "e"),
+    *(
+        "t",
+        "a",
+        "o",
+        "n",
+        "i",
+        "h",
+        "l",
+        "r",
+        "d",
+        "g",
+        "b",
+        "c",
+        "x",
+        "<",
+        ">",
+        "/",
+        "s",
+        "1",
+        "2",
+        "字",
+        "\n",
+    ),
+)
+SPECIAL = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
+BYTES_OF = {f"<0x{byte:02X}>": BYTE for byte in range(256)}
+SENTENCES = (
+    *("", " ", "the hello and thing", " hello", "  hello  ", "a b\tc\r\n d\n\n", "aaaaaaa aaa aa"),
+    *("abcbc abab", "caf\u00e9 cafe\u0301", "漢字カ🏽\u200d", "1212 x22", "▁a ▁ ▁▁", "\u00a0x\u3000"),
+    *("<s>the</s> the", "a<tool> <tool>in", "<0x41> <unk>", "<s <s>> </s", "\x00\x7f", "שם ١", "ﬁ Å"),
+    *(" " * 5, " " * 9 + "x", "x" + " " * 6),
+)
+TOKENS = {
+    "SentencePiece": (
+        "<s>",
+        "<s>¦▁▁",
+        "<s>¦▁the¦▁hello¦▁and¦▁t¦h¦ing",
+        "<s>¦▁▁¦hello",
+        "<s>¦▁▁¦▁hello¦▁▁",
+        "<s>¦▁a¦▁¦b¦<09>¦c¦<0D>¦\n¦▁¦d¦\n¦\n",
+        "<s>¦▁a¦aaaa¦aa¦▁a¦aa¦▁a¦a",
+        "<s>¦▁a¦bc¦bc¦▁a¦b¦ab",
+        "<s>¦▁¦c¦a¦<66>¦é¦▁¦c¦a¦<66>¦e¦\u0301",
+        "<s>¦▁¦漢¦字¦<E3>¦<82>¦<AB>¦<F0>¦<9F>¦<8F>¦<BD>¦<E2>¦<80>¦<8D>",
+        "<s>¦▁¦1¦2¦1¦2¦▁x¦2¦2",
+        "<s>¦▁¦▁a¦▁▁▁▁¦▁",
+        "<s>¦▁¦<C2>¦<A0>¦x¦<E3>¦<80>¦<80>",
+        "<s>¦<s>¦▁the¦</s>¦▁¦▁the",
+        "<s>¦▁a¦<tool>¦▁▁¦<tool>¦▁¦in",
+        "<s>¦▁<¦<30>¦x¦<34>¦1¦>¦▁¦<unk>",
+        "<s>¦▁<¦s¦▁¦<s>¦▁¦>¦▁<¦/¦s",
+        "<s>¦▁¦<00>¦<7F>",
+        "<s>¦▁¦<D7>¦<A9>¦<D7>¦<9D>¦▁¦<D9>¦<A1>",
+        "<s>¦▁¦<EF>¦<AC>¦<81>¦▁¦<C3>¦<85>",
+        "<s>¦▁▁▁▁¦▁▁",
+        "<s>¦▁▁▁▁¦▁▁▁▁¦▁▁¦x",
+        "<s>¦▁x¦▁▁▁▁¦▁▁",
+    ),
+    "SentencePiece without a space": (
+        "</s>",
+        "▁¦</s>",
+        "t¦he¦▁hello¦▁and¦▁t¦h¦ing¦</s>",
+        "▁hello¦</s>",
+        "▁▁¦hello¦▁▁¦</s>",
+        "a¦▁¦b¦<09>¦c¦<0D>¦\n¦▁¦d¦\n¦\n¦</s>",
+        "aaaa¦aa¦a¦▁a¦aa¦▁a¦a¦</s>",
+        "abc¦bc¦▁a¦b¦ab¦</s>",
+        "c¦a¦<66>¦é¦▁¦c¦a¦<66>¦e¦\u0301¦</s>",
+        "漢¦字¦<E3>¦<82>¦<AB>¦<F0>¦<9F>¦<8F>¦<BD>¦<E2>¦<80>¦<8D>¦</s>",
+        "1¦2¦1¦2¦▁x¦2¦2¦</s>",
+        "▁a¦▁▁▁▁¦▁¦</s>",
+        "<C2>¦<A0>¦x¦<E3>¦<80>¦<80>¦</s>",
+        "<s>¦t¦he¦</s>¦▁the¦</s>",
+        "a¦<tool>¦▁¦<tool>¦in¦</s>",
+        "<¦<30>¦x¦<34>¦1¦>¦▁¦<unk>¦</s>",
+        "<¦s¦▁¦<s>¦>¦▁<¦/¦s¦</s>",
+        "<00>¦<7F>¦</s>",
+        "<D7>¦<A9>¦<D7>¦<9D>¦▁¦<D9>¦<A1>¦</s>",
+        "<EF>¦<AC>¦<81>¦▁¦<C3>¦<85>¦</s>",
+        "▁▁▁▁¦▁¦</s>",
+        "▁▁▁▁¦▁▁▁▁¦▁x¦</s>",
+        "x¦▁▁▁▁¦▁▁¦</s>",
+    ),
+    "Unigram": (
+        "</s>",
+        "▁¦</s>",
+        "▁the¦▁hello¦▁and¦▁t¦h¦ing¦</s>",
+        "▁▁¦hello¦</s>",
+        "▁▁¦▁hello¦▁▁¦</s>",
+        "▁a¦▁¦b¦<unk>¦c¦<unk>¦\n¦▁¦d¦\n¦\n¦</s>",
+        "▁a¦aa¦aaaa¦▁a¦aa¦▁a¦a¦</s>",
+        "▁a¦bc¦bc¦▁a¦b¦ab¦</s>",
+        "▁¦c¦a¦<unk>¦é¦▁¦c¦a¦<unk>¦e¦\u0301¦</s>",
+        "▁¦漢¦字¦<unk>¦</s>",
+        "▁¦1¦2¦1¦2¦▁x¦2¦2¦</s>",
+        "▁¦▁a¦▁¦▁▁▁▁¦</s>",
+        "▁¦<unk>¦x¦<unk>¦</s>",
+        "<s>¦▁the¦</s>¦▁¦▁the¦</s>",
+        "▁a¦<tool>¦▁¦<tool>¦▁¦in¦</s>",
+        "▁<¦<unk>¦x¦<unk>¦1¦>¦▁¦<unk>¦</s>",
+        "▁<¦s¦▁¦<s>¦▁¦>¦▁<¦/¦s¦</s>",
+        "▁¦<unk>¦</s>",
+        "▁¦<unk>¦▁¦<unk>¦</s>",
+        "▁¦<unk>¦▁¦<unk>¦</s>",
+        "▁¦▁▁▁▁¦</s>",
+        "▁▁¦▁▁▁▁¦▁▁▁▁¦x¦</s>",
+        "▁x¦▁▁¦▁▁▁▁¦</s>",
+    ),
+    "Unigram with single spaces": (
+        "<s>¦</s>",
+        "<s>¦</s>",
+        "<s>¦▁the¦▁hello¦▁and¦▁t¦h¦ing¦</s>",
+        "<s>¦▁hello¦</s>",
+        "<s>¦▁hello¦</s>",
+        "<s>¦▁a¦▁¦b¦<unk>¦c¦<unk>¦\n¦▁¦d¦\n¦\n¦</s>",
+        "<s>¦▁a¦aa¦aaaa¦▁a¦aa¦▁a¦a¦</s>",
+        "<s>¦▁a¦bc¦bc¦▁a¦b¦ab¦</s>",
+        "<s>¦▁¦c¦a¦<unk>¦é¦▁¦c¦a¦<unk>¦e¦\u0301¦</s>",
+        "<s>¦▁¦漢¦字¦<unk>¦</s>",
+        "<s>¦▁¦1¦2¦1¦2¦▁x¦2¦2¦</s>",
+        "<s>¦▁¦▁a¦▁¦▁▁▁▁¦</s>",
+        "<s>¦▁¦<unk>¦x¦<unk>¦</s>",
+        "<s>¦<s>¦▁the¦</s>¦▁the¦</s>",
+        "<s>¦▁a¦<tool>¦<tool>¦▁¦in¦</s>",
+        "<s>¦▁<¦<unk>¦x¦<unk>¦1¦>¦<unk>¦</s>",
+        "<s>¦▁<¦s¦<s>¦▁¦>¦▁<¦/¦s¦</s>",
+        "<s>¦▁¦<unk>¦</s>",
+        "<s>¦▁¦<unk>¦▁¦<unk>¦</s>",
+        "<s>¦▁¦<unk>¦▁¦<unk>¦</s>",
+        "<s>¦</s>",
+        "<s>¦▁x¦</s>",
+        "<s>¦▁x¦</s>",
+    ),
+}
+"""Of each sentence, the first characters of byte tokens left out."""
+FORMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "SentencePiece": ("llama", {}),
+    "SentencePiece without a space": (
+        "llama",
+        {"add_space_prefix": False, "add_bos_token": False, "add_eos_token": True},
+    ),
+    "Unigram": ("t5", {"eos_token_id": 2, "unknown_token_id": 0, "add_space_prefix": True}),
+    "Unigram with single spaces": (
+        "t5",
+        {
+            **{"eos_token_id": 2, "unknown_token_id": 0, "bos_token_id": 1},
+            **{"remove_extra_whitespaces": True, "add_bos_token": True},
+        },
+    ),
+}
+
+
+def scored(path: Path, model: str, **fields: Any) -> Vocabulary:
+    """Write a vocabulary whose earlier pieces have better scores."""
+    tokens = {**SPECIAL, **(BYTES_OF if model == "llama" else {}), **dict.fromkeys(PIECES, NORMAL)}
+    scores = [0.0] * (len(tokens) - len(PIECES)) + [-1.0 - i / 4 for i in range(len(PIECES))] + [0.0]
+    return vocabulary(path, model, tokens | {"<tool>": USER_DEFINED}, scores=scores, **fields)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sentences_have_the_tokens_that_llama_cpp_gives_them(form: str, tmp_path: Path) -> None:
+    model, fields = FORMS[form]
+    made = scored(tmp_path, model, **fields).tokenizer()
+    found = [[str(made.id_to_token(i)) for i in made.encode(sentence).ids] for sentence in SENTENCES]
+    assert ["¦".join(tokens).replace("<0x", "<") for tokens in found] == list(TOKENS[form])
+    assert made.decode(made.encode("the hello").ids) == "the hello"
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "field", "why"),
+    [
+        ("llama", {"scores": [1.0]}, "tokenizer.ggml.scores", "a number for each of 2 tokens"),
+        ("llama", {}, "tokenizer.ggml.scores", "a number for each of 2 tokens"),
+        ("t5", {"scores": [0.0, float("nan")]}, "tokenizer.ggml.scores", "a number for each of 2 tokens"),
+        ("gpt2", {"pre": "gpt-2"}, "tokenizer.ggml.merges", "a list of strings"),
+        ("gpt2", {"pre": "glm-9"}, "tokenizer.ggml.pre", r"qwen35.*not 'glm-9'; take another file"),
+        ("bert", {}, "tokenizer.ggml.model", r"byte-level BPE.*SentencePiece.*Unigram.*not 'bert'"),
+        (
+            "t5",
+            {"scores": [0.0, 0.0], "unknown_token_id": 0, "precompiled_charsmap": [-1, -1]},
+            "tokenizer.ggml.model",
+            "no tokenizer can be made of its metadata",
+        ),
+    ],
+)
+def test_what_makes_no_tokenizer_is_named(
+    model: str, fields: Mapping[str, Any], field: str, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=why) as refused:
+        vocabulary(tmp_path, model, {"a": NORMAL, "b": NORMAL}, **fields).tokenizer()
+    assert refused.value.field == field
+
+
+def test_a_template_that_writes_bos_gets_no_second_one(tmp_path: Path) -> None:
+    made = scored(
+        tmp_path,
+        "llama",
+        chat_template="{{ bos_token }}{{ messages[0].content }}",
+        **{"chat_template.tool_use": "{{ bos_token }}tools", "chat_templates": ["tool_use"]},
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(made.config()))
+    made.tokenizer().save(str(tmp_path / "tokenizer.json"))
+    template, tokenizer = load_template(tmp_path), load_tokenizer(tmp_path)
+    assert tokenizer
+    chat = template.render([{"role": "user", "content": "hello"}])
+    assert tokenizer.encode(chat, special=False) == tokenizer.encode("hello")
+    assert tokenizer.encode("hello")[0] == 1
+    assert template.render([{"role": "user", "content": ""}], {"tools": [{}]}) == "<s>tools"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "endings"),
+    [
+        ({"a": NORMAL, "<|im_end|>": CONTROL, "<|end|>": CONTROL}, {"eos_token_id": 0}, [0, 1, 2]),
+        ({"</s>": NORMAL, "<|eot_id|>": USER_DEFINED}, {"eom_token_id": 1}, [1]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, {"eos_token_id": 1}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "a": NORMAL}, {"eot_token_id": 2}, [2, 0, 1]),
+    ],
+)
+def test_answers_end_with_the_tokens_that_files_name_and_known_ones(
+    tokens: Mapping[str, int], fields: Mapping[str, Any], endings: list[int], tmp_path: Path
+) -> None:
+    """Where there are calls, `<|end|>` ends a message only. Words may be spelled as special tokens are."""
+    assert vocabulary(tmp_path, "gpt2", tokens, pre="gpt-2", **fields).endings() == endings
+
+
+def test_a_token_of_a_megabyte_takes_no_time(tmp_path: Path) -> None:
+    """Two million places to cut it would."""
+    tokens = {"<unk>": UNKNOWN, "a": NORMAL, "a" * (1 << 21): NORMAL}
+    made = vocabulary(tmp_path, "llama", tokens, scores=[0.0, -1.0, -2.0], add_bos_token=False)
+    assert made.tokenizer().encode("<unk>").ids == [0]
