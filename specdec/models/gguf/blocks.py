@@ -33,6 +33,10 @@ KEPT: Mapping[str, Form] = {
     "Q4_K": Form(4, middle=8),
     "Q5_K": Form(6, middle=16),
     "Q6_K": Form(6, group=16),
+    "Q3_K": Form(4, group=16),
+    "IQ4_NL": Form(8),
+    "IQ4_XS": Form(8),
+    "MXFP4": Form(6),
 }
 """Types that are multiplied as integers."""
 _WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -103,6 +107,24 @@ def _four_chunks(byte_BX: Tensor) -> Tensor:
     return _nibbles(byte_BX.view(-1, 4, GROUP)).view(-1, 8, GROUP)
 
 
+def _quarters(byte_BX: Tensor) -> Tensor:
+    """Return numbers of two bits, [B, 2, 4, 32]: a byte holds those of four runs of 32."""
+    shift_4 = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
+    return byte_BX.reshape(-1, 2, 1, GROUP) >> shift_4 & 3
+
+
+def _q3_k(block_BX: Tensor) -> Tensor:
+    bit_8 = torch.arange(8, dtype=torch.uint8)[:, None]
+    is_high_B8N = block_BX[:, :32][:, None] >> bit_8 & 1
+    low_B8N = _quarters(block_BX[:, 32:96]).view(-1, 8, GROUP)
+    return (low_B8N | is_high_B8N << 2).flatten(1).view(torch.int8) - 4
+
+
+def _chosen(table: Tensor, byte_BX: Tensor) -> Tensor:
+    """Return a type's values for nibbles."""
+    return table[_nibbles(byte_BX).int()]
+
+
 def _q5_k(block_BX: Tensor) -> Tensor:
     bit_8 = torch.arange(8, dtype=torch.uint8)[:, None]
     high_B8N = (block_BX[:, 16:48][:, None] >> bit_8 & 1) << 4
@@ -110,12 +132,16 @@ def _q5_k(block_BX: Tensor) -> Tensor:
 
 
 def _q6_k(block_BX: Tensor) -> Tensor:
-    low_B2X, high_B2X = block_BX[:, :128].view(-1, 2, 64), block_BX[:, 128:192].view(-1, 2, 1, 32)
-    shift_4 = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
-    number_B24N = _nibbles(low_B2X).view(-1, 2, 4, 32) | (high_B2X >> shift_4 & 3) << 4
+    low_B24N = _nibbles(block_BX[:, :128].view(-1, 2, 64)).view(-1, 2, 4, GROUP)
+    number_B24N = low_B24N | _quarters(block_BX[:, 128:192]) << 4
     return number_B24N.flatten(1).view(torch.int8) - 32
 
 
+_IQ4 = torch.tensor(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8
+)
+_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the values of 4-bit floats."""
 _NUMBERS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": lambda block_BX: block_BX[:, 2:].contiguous().view(torch.int8),
     "Q5_0": lambda block_BX: (
@@ -127,6 +153,11 @@ _NUMBERS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": lambda block_BX: _four_chunks(block_BX[:, 16:]).flatten(1),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "Q2_K": lambda block_BX: _quarters(block_BX[:, 16:80]).flatten(1),
+    "Q3_K": _q3_k,
+    "IQ4_NL": lambda block_BX: _chosen(_IQ4, block_BX[:, 2:]),
+    "IQ4_XS": lambda block_BX: _chosen(_IQ4, block_BX[:, 8:].view(-1, 8, 16)).flatten(1),
+    "MXFP4": lambda block_BX: _chosen(_FP4, block_BX[:, 1:]),
 }
 """The integers [B, N] of blocks: signed in int8, unsigned in uint8."""
 
@@ -153,10 +184,43 @@ def _sixteen(block_BX: Tensor) -> tuple[Tensor, None]:
     return block_BX[:, 192:208].view(torch.int8).float() * _half(block_BX[:, 208:]), None
 
 
+def _sixteen_pairs(block_BX: Tensor) -> tuple[Tensor, Tensor]:
+    """Read four bits of each group's scale and minimum, times the block's own."""
+    both_BG, own_B2 = block_BX[:, :16], _half(block_BX[:, 80:])
+    return own_B2[:, :1] * (both_BG & 15).float(), -own_B2[:, 1:] * (both_BG >> 4).float()
+
+
+def _sixteen_of_six_bits(block_BX: Tensor) -> tuple[Tensor, None]:
+    low_BG = _nibbles(block_BX[:, 96:104])
+    shift_4 = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
+    high_BG = (block_BX[:, 104:108][:, None] >> shift_4 & 3).flatten(1)
+    scale_BG = (low_BG | high_BG << 4).view(torch.int8) - 32
+    return scale_BG.float() * _half(block_BX[:, 108:]), None
+
+
+def _eight_of_six_bits(block_BX: Tensor) -> tuple[Tensor, None]:
+    low_B8 = torch.stack([block_BX[:, 4:8] & 15, block_BX[:, 4:8] >> 4], dim=-1).flatten(1)
+    shift_4 = 2 * torch.arange(4, dtype=torch.uint8)
+    high_B8 = (block_BX[:, 2:4, None] >> shift_4 & 3).flatten(1)
+    return ((low_B8 | high_B8 << 4).view(torch.int8) - 32).float() * _half(block_BX[:, :2]), None
+
+
+def _power(block_BX: Tensor) -> tuple[Tensor, None]:
+    """Return 2 to the power of a byte less 128, through the bits of float32."""
+    byte_B1 = block_BX[:, :1].int()
+    bits_B1 = torch.where(byte_B1 < 2, 0x200000 << byte_B1.clamp(max=1), byte_B1 - 1 << 23)
+    return bits_B1.view(torch.float32), None
+
+
 _SCALES: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor | None]]] = {
     **dict.fromkeys(("Q8_0", "Q5_0", "Q4_0"), _one),
     **dict.fromkeys(("Q4_1", "Q5_1"), _two),
     **dict.fromkeys(("Q4_K", "Q5_K"), _eight),
     "Q6_K": _sixteen,
+    "Q2_K": _sixteen_pairs,
+    "Q3_K": _sixteen_of_six_bits,
+    "IQ4_NL": _one,
+    "IQ4_XS": _eight_of_six_bits,
+    "MXFP4": _power,
 }
 """The scales [B, G] of blocks, and their offsets where the type has any."""
