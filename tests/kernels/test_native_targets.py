@@ -24,7 +24,7 @@ from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
 from specdec.kernels.native.targets import Target, features, named
 from tests.kernels.sums import by_matrix_units
-from tests.kernels.test_integers import published
+from tests.kernels.test_integers import OTHERS, of_file, published
 from tests.selection import EXHAUSTIVE
 from tests.tolerances import KERNEL
 
@@ -176,17 +176,20 @@ def products(dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, turned
 
 
 def whole_matrices(bits: int, dtype: torch.dtype, outputs: int, inputs: int) -> list[Integers]:
-    """Draw a matrix in each layout: rounded here, and with zero points and both kinds of scales."""
+    """Draw a matrix in each layout: rounded here, with zero points and both kinds of scales, and of files."""
+    shape, scales = (outputs, inputs), (torch.float16, torch.bfloat16)
+    files = [of_file(own, kind, dtype, shape) for own, kind in OTHERS if own == bits]
+    if bits == 6:
+        return files
     own = (INT8 if bits == 8 else INT4).quantise(draw(outputs, inputs, dtype=dtype, seed=1))
-    scales = (torch.float16, torch.bfloat16)
-    return [own, *(published(bits, 64, True, kind, dtype, (outputs, inputs)) for kind in scales)]
+    return [own, *(published(bits, 64, True, kind, dtype, shape) for kind in scales), *files]
 
 
 def add_whole_product(calls: Calls, matrix: Integers, rows: int) -> None:
     (outputs, inputs), dtype, packed = matrix.shape, matrix.dtype, linear.lay_whole(matrix)
     calls.call(
         f"linear_integer_{SUFFIX[dtype]}",
-        *(draw(rows, inputs, dtype=dtype), rows, inputs, inputs, matrix.bits, packed.zeros),
+        *(draw(rows, inputs, dtype=dtype), rows, inputs, inputs, matrix.bits, packed.kind),
         *(packed.weight, packed.scale, None, poisoned(rows, outputs, dtype=dtype), outputs, outputs),
         results=(9,),
     )
@@ -217,7 +220,7 @@ def test_products_have_the_same_bits(target: Target, dtype: torch.dtype, folder:
 
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 def test_products_of_whole_numbers_have_the_same_bits(
     target: Target, bits: int, dtype: torch.dtype, folder: Path
 ) -> None:

@@ -18,8 +18,8 @@ from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import SUFFIX
 
 PANEL = 16
-PLAIN, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES = range(5)
-"""What groups of integers have beside their numbers, as in integer.inc."""
+BY_OUTPUT, SCALES, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES = range(6)
+"""What outputs or groups of integers have beside their numbers, as in integer.inc."""
 RAISED = {8: 128, 6: 32, 4: 8}
 """What is added to whole numbers of so many bits, so that none is below 0."""
 
@@ -118,24 +118,19 @@ def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
     if not matrix.by_group:
         filled_N = matrix.scale.new_zeros(panels * PANEL)
         filled_N[: len(matrix.scale)] = matrix.scale
-        return filled_N, PLAIN
+        return filled_N, BY_OUTPUT
     scale_NG = sixteen_bits(matrix.scale)
     assert scale_NG is not None, "checkpoints are read with scales of 16 bits"
-    is_half = scale_NG.dtype == torch.float16
-    assert is_half or matrix.bits != 6, "6 bits have scales in float16"
-    beside, kind = [scale_NG], ZEROS if is_half else ZEROS_BFLOAT16
+    beside, kind = [scale_NG], SCALES
     if matrix.group == HALF:
         scale_NG = torch.nn.functional.pad(scale_NG, (0, scale_NG.shape[1] % 2))
         beside, kind = [scale_NG[:, ::2], scale_NG[:, 1::2]], HALVES
-    elif matrix.offset_NG is not None or matrix.bits == 6:
-        offset_NG = torch.zeros_like(scale_NG) if matrix.offset_NG is None else matrix.offset_NG
-        beside, kind = [scale_NG, offset_NG], OFFSETS
-    elif matrix.zero_NG is not None:
-        beside.append((matrix.zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype))
-    elif matrix.bits == 8 or not is_half:
-        beside.append(torch.zeros_like(scale_NG))
-    else:
-        kind = PLAIN
+    elif matrix.offset_NG is not None:
+        beside, kind = [scale_NG, matrix.offset_NG], OFFSETS
+    elif matrix.zero_NG is not None or scale_NG.dtype != torch.float16:
+        zero_NG = torch.zeros_like(scale_NG) if matrix.zero_NG is None else matrix.zero_NG
+        beside.append((zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype))
+        kind = ZEROS if scale_NG.dtype == torch.float16 else ZEROS_BFLOAT16
     filled = scale_NG.new_zeros(panels * PANEL, len(beside), beside[0].shape[1])
     filled[: len(scale_NG)] = torch.stack(beside, 1)
     return filled.view(panels, PANEL, len(beside), -1).permute(0, 3, 2, 1).contiguous(), kind

@@ -86,7 +86,7 @@ class Numbers:
 
     def num_bytes(self, shape: Shape) -> int:
         """Count the bytes of matrices of this shape as they are multiplied."""
-        pairs = self.by_group and not (self.fits_tiles and self.bits == 4)
+        pairs = self.offsets or self.group == HALF or not self.symmetric
         return integers.num_bytes(shape, self.bits, by_group=self.by_group, pairs=pairs)
 
 
