@@ -64,14 +64,20 @@ class EncodedChat(NamedTuple):
 class State:
     """Owned by the event loop's thread."""
 
-    def __init__(self, switcher: Switcher, config: ServerConfig, reach: Reach | None = None) -> None:
+    def __init__(
+        self,
+        switcher: Switcher,
+        config: ServerConfig,
+        reach: Reach | None = None,
+        access: Access | None = None,
+    ) -> None:
         self.switcher, self.config = switcher, config
         self.reach = reach
         """What lends prompts to other servers and fetches theirs; None: the server has no role in that."""
         self.metrics = Metrics(switcher.residents)
         if reach:
             self.metrics.registry.register(ReachFigures(reach, labels_of(switcher.residents[0].name)))
-        self.access = Access(config)
+        self.access = access or Access(config)
         rests = not self.access.is_for_one
         self.served = [
             Served(own, config, self.metrics.of(own.name), rests=rests) for own in switcher.residents
