@@ -70,7 +70,7 @@ class State:
     def under_way(self, caller: str) -> Iterator[None]:
         """Admit an address's request, or refuse it.
 
-        One address gets half of `max_requests` and the next one half of the rest: a new one always finds room.
+        One address gets half of `max_requests` and the next one half of the rest.
         """
         if self.draining:
             raise Failure(503, "The router is stopping; ask another one.", code="stopping", headers=STOPPING)

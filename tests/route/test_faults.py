@@ -15,7 +15,20 @@ from specdec.route.addresses import Address, Role
 from specdec.route.replicas import Replica
 from specdec.route.run import drain
 from specdec.route.watch import Watch, read_figures
-from tests.route.rig import Answering, Fake, Rig, Seen, never, ok, refusing, reset, rig, streaming, until
+from tests.route.rig import (
+    SOON_S,
+    Answering,
+    Fake,
+    Rig,
+    Seen,
+    never,
+    ok,
+    refusing,
+    reset,
+    rig,
+    streaming,
+    until,
+)
 
 STREAM = {"prompt": "x", "stream": True}
 
@@ -348,7 +361,8 @@ def test_more_than_may_be_under_way_is_refused() -> None:
     async def scenario(own: Rig) -> None:
         asking = [asyncio.create_task(own.post({})) for _ in range(2)]
         await until(lambda: asked(fake) == 2)
-        status, body = await own.post({})
+        async with asyncio.timeout(SOON_S):
+            status, body = await own.post({})
         assert status == 429 and body["error"]["code"] == "too_many_requests" and asked(fake) == 2
         elsewhere = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
         async with aiohttp.ClientSession(own.router.url, connector=elsewhere) as client:
