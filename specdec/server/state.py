@@ -202,7 +202,7 @@ class State:
                 "keep_alive: other servers read this one's memory, so its model stays loaded; leave it out.",
                 param="keep_alive",
             )
-        served.resident.enter(keep_alive_s)
+        served.resident.enter(keep_alive_s, caller)
         served.choices[caller] += choices
         self.idle.clear()
         self._under_way.add(until)
