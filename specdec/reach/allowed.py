@@ -74,9 +74,12 @@ class Allowed:
 
 
 def _address(host: str) -> IPAddress | None:
-    """Read an address in its one plain form; addresses within others and zones are what they stand for."""
+    """Read an address in its one plain form; addresses within others and zones are what they stand for.
+
+    `localhost` is 127.0.0.1: a resolver may name ::1 first, where another user may listen.
+    """
     try:
-        address = ipaddress.ip_address(host)
+        address = ipaddress.ip_address("127.0.0.1" if host.lower() == "localhost" else host)
     except ValueError:
         return None
     if isinstance(address, ipaddress.IPv6Address):
@@ -86,7 +89,7 @@ def _address(host: str) -> IPAddress | None:
 
 def _network(text: str) -> IPNetwork | None:
     try:
-        return ipaddress.ip_network(text)
+        return ipaddress.ip_network("127.0.0.1" if text == "localhost" else text)
     except ValueError:
         return None
 

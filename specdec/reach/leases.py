@@ -17,6 +17,7 @@ from specdec.reach.rooms import Rooms
 from specdec.reach.terms import LEASE_MAX_S, SILENCE_S, WAIT_S, Prompt, Reason, Refusal, new_id
 
 MOST_LEASES = 1024
+"""Each counts as this part of the memory at least, so that the limit of bytes is one of leases too."""
 SWEEP_S = 1.0
 
 Submit = Callable[[Callable[[Lent], None]], Loan]
@@ -30,6 +31,7 @@ class BookFigures:
     held: int = 0
     """Leases whose prompt is being read, or kept for its reader."""
     held_bytes: int = 0
+    """As `Book.charge` counts them."""
     rooms_waiting: int = 0
     """Requests that wait for a room."""
     lent: int = 0
@@ -78,11 +80,16 @@ class Book:
         self._sums = sums
         self.figures = BookFigures()
         self.rooms: Rooms[Lease] = Rooms(clock, wait_s)
-        self._block_tokens, self._most_bytes, self._most_leases = block_tokens, most_bytes, most_leases
+        self._block_tokens, self._most_bytes = block_tokens, most_bytes
+        self._least_bytes = most_bytes // most_leases
         self._lease_max_s, self._clock, self._wait_s = lease_max_s, clock, wait_s
         self._is_closed = False
         self._leases: dict[str, Lease] = {}
         self._ended: Recent[str, _Ended] = Recent(clock)
+
+    def charge(self, num_bytes: int) -> int:
+        """Return the bytes that a lease of so many counts as."""
+        return max(num_bytes, self._least_bytes)
 
     def held_by(self, caller: str) -> int:
         """Add up the bytes of a caller's leases."""
@@ -95,6 +102,7 @@ class Book:
         if self._is_closed:
             raise Refusal("busy", "The server stops; send the request to another one.")
         self.sweep()
+        num_bytes = self.charge(num_bytes)
         self._check_bounds(num_bytes)
         if room is not None:
             self.rooms.check_free(room)
@@ -256,7 +264,7 @@ class Book:
             )
 
     def _check_bounds(self, num_bytes: int) -> None:
-        if len(self._leases) >= self._most_leases or self.figures.held_bytes + num_bytes > self._most_bytes:
+        if self.figures.held_bytes + num_bytes > self._most_bytes:
             raise Refusal(
                 "busy",
                 f"{len(self._leases):,} prompts of {self.figures.held_bytes:,} bytes wait here for their "

@@ -356,7 +356,9 @@ class Peers(Generic[P]):
         """Ask nothing there for a while; say it in the log once for each reason in turn."""
         if link.refusal is None or link.refusal.reason != refusal.reason:
             logger.warning("no prompts are fetched from %s: %s", link.at, refusal)
-        link.refusal, link.until_s = refusal, self._clock() + pause_s
+        # A copy, as the traceback of the one that was raised refers to what the peer answered.
+        link.refusal = Refusal(refusal.reason, str(refusal), field=refusal.field)
+        link.until_s = self._clock() + pause_s
         self._tally()
 
     def _forget(self, link: _Link[P]) -> None:

@@ -172,7 +172,7 @@ async def _read(asked: Asked) -> AsyncIterator[Call]:
     """Read a request that is admitted; its body is kept until a replica has begun to answer."""
     request, state, number = asked
     caller = request.remote or ""
-    with state.under_way(), state.kept.holding(caller) as kept:
+    with state.under_way(caller), state.kept.holding(caller) as kept:
         with state.arriving.holding(caller) as arriving:
             received = await read_body(request, arriving, state.config.body_timeout)
             read_s = time.perf_counter()

@@ -124,7 +124,7 @@ class RouteConfig(Settings):
     max_requests: int = Field(
         4096,
         ge=1,
-        title="requests under way at most; beyond, they are refused with 429",
+        title="requests under way at most, of one address half as many; beyond, they are refused with 429",
         description="an integer of at least 1",
     )
     max_body_bytes: int = Field(

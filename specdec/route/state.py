@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
 from specdec.route.addresses import Address
@@ -41,6 +41,8 @@ class State:
         self.draining = False
         self.tasks: set[asyncio.Task[object]] = set()
         """Requests under way."""
+        self.counts: Counter[str] = Counter()
+        """By address, how many of them are its own."""
         self.idle = asyncio.Event()
         self.idle.set()
         self.arriving = BodyBudget(ARRIVING_BYTES, config.max_body_bytes)
@@ -65,25 +67,33 @@ class State:
         return next((own for own in self.fleet.replicas if own.url == url and own.is_up), None)
 
     @contextlib.contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Admit a request, or refuse it."""
+    def under_way(self, caller: str) -> Iterator[None]:
+        """Admit an address's request, or refuse it.
+
+        One address gets half of `max_requests` and the next one half of the rest.
+        """
         if self.draining:
             raise Failure(503, "The router is stopping; ask another one.", code="stopping", headers=STOPPING)
-        if len(self.tasks) >= self.config.max_requests:
+        own, most = self.counts[caller], self.config.max_requests
+        if own + len(self.tasks) >= most:
             raise Failure(
                 429,
-                f"{len(self.tasks)} requests are under way, which is max_requests of the router; try again "
-                "later.",
+                f"{len(self.tasks)} requests are under way, {own} of them of this address, of at most {most} "
+                "(max_requests of the router); try again later.",
                 code="too_many_requests",
                 headers=SOON,
             )
         task = asyncio.current_task()
         assert task, "a request has a task"
         self.tasks.add(task)
+        self.counts[caller] += 1
         self.idle.clear()
         try:
             yield
         finally:
             self.tasks.discard(task)
+            self.counts[caller] -= 1
+            if not self.counts[caller]:
+                del self.counts[caller]
             if not self.tasks:
                 self.idle.set()

@@ -82,7 +82,12 @@ class Access:
         grant = self._keys.get(caller, Grant())
         if grant.max_queued is not None:
             return min(grant.max_queued, free)
-        return free if len(self._keys) < 2 else max(1, int(grant.weight * free / (1 + grant.weight)))
+        return max(1, int(self.share(caller) * free))
+
+    def share(self, caller: str) -> float:
+        """Return the part of a resource that a caller may hold: all of it, unless there are several keys."""
+        weight = self.weight(caller)
+        return 1.0 if len(self._keys) < 2 else weight / (1 + weight)
 
     def admit_preflight(self, request: web.Request) -> None:
         """Admit a CORS preflight, which never carries a key, or refuse it."""

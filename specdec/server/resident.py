@@ -82,6 +82,8 @@ class Resident:
         self._unrested: str | None = None
         """Why its engine was given up though all that it holds is known: another one may be loaded."""
         self.gate = Gate(self.look)
+        self.callers: Counter[str] = Counter()
+        """By caller, its requests."""
         self.wanted_s: float | None = None
         """Since when a request waits for weights or an arena; None: none does."""
         self.turn_s = 0.0
@@ -206,8 +208,8 @@ class Resident:
             self.check_loadable()
         return await self.gate.wait()
 
-    def enter(self, keep_alive_s: float | None = None) -> None:
-        """Count a request, which may not be ready yet."""
+    def enter(self, keep_alive_s: float | None = None, caller: str = "") -> None:
+        """Count a caller's request, which may not be ready yet."""
         if keep_alive_s is not None and not self.may_unload:
             raise Failure(
                 400,
@@ -215,10 +217,12 @@ class Resident:
                 param="keep_alive",
             )
         self.gate.users += 1
+        self.callers[caller] += 1
 
     def leave(self, keep_alive_s: float | None, caller: str = "") -> None:
         """Count a request off; its caller may say how long the model is kept for it."""
         self.gate.users -= 1
+        self.callers -= Counter({caller: 1})
         self.used_s = time.monotonic()
         self._kept_until_s[caller] = self._kept_until(keep_alive_s)
         self.look()

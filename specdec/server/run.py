@@ -102,8 +102,9 @@ async def serve(
         return await _serve(State(switcher, config), sock, tls)
     resident = switcher.residents[0]
     assert resident.engine
-    async with opened(part, resident.engine, resident.folder, config) as reach:
-        return await _serve(State(switcher, config, reach), sock, tls)
+    access = Access(config)
+    async with opened(part, resident.engine, resident.folder, config, access.share) as reach:
+        return await _serve(State(switcher, config, reach, access), sock, tls)
 
 
 async def _serve(state: State, sock: socket.socket, tls: ssl.SSLContext | None) -> str | None:

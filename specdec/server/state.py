@@ -64,14 +64,20 @@ class EncodedChat(NamedTuple):
 class State:
     """Owned by the event loop's thread."""
 
-    def __init__(self, switcher: Switcher, config: ServerConfig, reach: Reach | None = None) -> None:
+    def __init__(
+        self,
+        switcher: Switcher,
+        config: ServerConfig,
+        reach: Reach | None = None,
+        access: Access | None = None,
+    ) -> None:
         self.switcher, self.config = switcher, config
         self.reach = reach
         """What lends prompts to other servers and fetches theirs; None: the server has no role in that."""
         self.metrics = Metrics(switcher.residents)
         if reach:
             self.metrics.registry.register(ReachFigures(reach, labels_of(switcher.residents[0].name)))
-        self.access = Access(config)
+        self.access = access or Access(config)
         rests = not self.access.is_for_one
         self.served = [
             Served(own, config, self.metrics.of(own.name), rests=rests) for own in switcher.residents
@@ -196,7 +202,7 @@ class State:
                 "keep_alive: other servers read this one's memory, so its model stays loaded; leave it out.",
                 param="keep_alive",
             )
-        served.resident.enter(keep_alive_s)
+        served.resident.enter(keep_alive_s, caller)
         served.choices[caller] += choices
         self.idle.clear()
         self._under_way.add(until)

@@ -1,7 +1,8 @@
 """Decides which models are loaded, and which of them have an arena: they take turns where not all have room.
 
-The first to wait is served first. An idle model gives its arena up at once, another one after its turn, and
-its requests go on when its next turn comes: nothing is lost, and none waits longer than the turns before it.
+Callers take turns, and of one caller's models the first to wait is served first. An idle model gives its
+arena up at once, another one after its turn, and its requests go on when its next turn comes: nothing is
+lost, and none waits longer than the turns before it.
 Each change of a model is a task of its own, and what it will hold is counted from its beginning to its end.
 """
 
@@ -33,6 +34,8 @@ class Switcher:
     ) -> None:
         self.residents, self.arenas = tuple(residents), arenas
         self.weights_bytes, self.switch_after_s = weights_bytes, switch_after_s
+        self._served_s: dict[str, float] = {}
+        """By caller, when a model was last given an arena for it."""
         self.changed = asyncio.Event()
         for own in self.residents:
             own.changed = self.changed
@@ -128,7 +131,7 @@ class Switcher:
                     own.stay()
         if not waiting or any(own.is_loading for own in self.residents):
             return  # one at a time: what its start-up measures touches an arena beyond the budget
-        own = min(waiting, key=lambda own: own.wanted_s or 0.0)
+        own = min(waiting, key=self._order)
         if self._left_bytes(own) < 0:
             self._free_weights(own, changes)
             return
@@ -142,7 +145,7 @@ class Switcher:
             for own in self.residents
             if own.is_sound and own.is_resting and own.gate.running and not own.is_changing
         ]
-        for own in sorted(waiting, key=lambda own: (not own.is_draining, own.wanted_s or 0.0)):
+        for own in sorted(waiting, key=lambda own: (not own.is_draining, self._order(own))):
             if self._has_room():
                 own.is_waking = True
                 self._begin(own, self._woken(own), changes)
@@ -162,6 +165,10 @@ class Switcher:
             before.is_changing = True
             self._begin(own, self._woken(own, before), changes)
         return None
+
+    def _order(self, own: Resident) -> tuple[float, float]:
+        """Return when it is a waiting model's turn: callers take turns, however many models each asks for."""
+        return min((self._served_s.get(name, 0.0) for name in own.callers), default=0.0), own.wanted_s or 0.0
 
     def _has_room(self) -> bool:
         """Tell whether an arena is free."""
@@ -235,6 +242,7 @@ class Switcher:
     async def _woken(self, own: Resident, before: Resident | None = None) -> None:
         """Give a model an arena: a free one, or that of another, which rests from now on."""
         start_s = time.monotonic()
+        self._served_s |= dict.fromkeys(own.callers, start_s)
         if before:
             try:
                 await before.rest()

@@ -1,11 +1,15 @@
 """What deploy/ holds fits the server: the dashboard its figures, the unit and the containers its options."""
 
+import asyncio
+import contextlib
+import gc
 import json
 import re
 import shutil
 import socket
 import ssl
 import subprocess
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from specdec.config.file import fill_in
 from specdec.config.parser import USER_ERROR
 from specdec.errors import ConfigError
 from specdec.server import run
-from specdec.server.listen import bind
+from specdec.server.listen import TLS_READ_BYTES, bind, listen
 from specdec.server.settings import ServerConfig
 from specdec.server.tls import tls_context
 from tests.deploy.promql import faults, labels_of, types_of
@@ -169,6 +173,52 @@ def test_a_certificate_is_read_before_the_model(certificates: Path, monkeypatch:
         assert str(caught.value).startswith(f"{field}: ")
     assert tls_context(ServerConfig(ssl_certfile=cert, ssl_keyfile=key))
     assert tls_context(ServerConfig()) is None
+
+
+def test_a_connection_without_a_handshake_has_a_small_buffer(certificates: Path) -> None:
+    """Anyone may open thousands; what is sent over one arrives whole, however much more that is."""
+    sent = bytes(range(256)) * 4096
+    made: list[asyncio.BaseProtocol] = []
+
+    class Counting(asyncio.Protocol):
+        def __init__(self) -> None:
+            self.received = bytearray()
+            made.append(self)
+
+        def connection_made(self, transport: Any) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            self.received += data
+            if len(self.received) == len(sent):
+                self.transport.write(b"1" if self.received == sent else b"0")
+
+    async def test() -> None:
+        files = {f"ssl_{name}file": str(certificates / f"{name}.pem") for name in ("cert", "key")}
+        server, _ = await listen(Counting, bind("127.0.0.1", 0), tls_context(ServerConfig(**files)))
+        async with server:
+            host, port = server.sockets[0].getsockname()
+            _, silent = await asyncio.open_connection(host, port)
+            while not made:
+                await asyncio.sleep(0.001)
+            buffers = [len(own._ssl_buffer) for own in gc.get_objects() if type(own) is SSLProtocol]
+            assert buffers and max(buffers) <= TLS_READ_BYTES
+            context = ssl.create_default_context(cafile=files["ssl_certfile"])
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+            writer.write(sent)
+            assert await reader.readexactly(1) == b"1"
+            for own in (silent, writer):
+                own.close()
+                with contextlib.suppress(OSError):
+                    await own.wait_closed()
+            await asyncio.sleep(0.05)  # the server's side
+
+    before = SSLProtocol.max_size
+    assert before > TLS_READ_BYTES, "the control"
+    try:
+        asyncio.run(test())
+    finally:
+        SSLProtocol.max_size = before
 
 
 def read(words: list[str]) -> Any:

@@ -57,6 +57,8 @@ class Hub:
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     """Of each request the method, what it is for (`api` or a file) and its range."""
     garbage: bool = False
+    info: bytes | None = None
+    """What is said of a repository instead of what it is."""
     status: int | None = None
     sent: int = 0
     """Bytes of files."""
@@ -136,7 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
         if repo := self._repo(name, revision):
             siblings = [{"rfilename": file} for file in repo.files]
             body = {"id": name, "modelId": name, "sha": repo.commit, "private": False, "siblings": siblings}
-            self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            info = self.hub.info or json.dumps(body).encode()
+            self._send(200, info, {"Content-Type": "application/json"})
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
         repo = self._repo(name, revision)

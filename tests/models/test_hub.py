@@ -27,6 +27,7 @@ from specdec.models.hub import repository, transfer
 from specdec.models.hub.cached import find_cached
 from specdec.models.hub.names import HubName
 from specdec.models.hub.repository import Repository
+from specdec.models.hub.snapshot import MOST_INFO_BYTES
 from specdec.setup.footprint import describe_model
 from tests.models.hub_server import Hub, Repo, serve
 from tests.selection import EXHAUSTIVE
@@ -288,11 +289,15 @@ def befall(**what: object) -> Callable[[Hub], None]:
         (befall(), "no/such", r"^no/such is not a folder here, and .* if it is private, log in with"),
         (befall(), f"{NAME}@v9", r"^specdec/tiny has no revision v9; http\S+/specdec/tiny/commits lists"),
         (befall(garbage=True), NAME, r"does not answer for specdec/tiny as a Hugging Face hub does \(.*HF_E"),
+        (befall(info=b"[" * 10**5), NAME, r"does not answer for specdec/tiny as .*recursion"),
+        (befall(info=b'{"sha": "..", "siblings": []}'), NAME, r"does not answer .*it names no commit"),
+        (befall(info=b" " * (MOST_INFO_BYTES + 1)), NAME, r"does not answer .*it says more than 67,108,864"),
         (befall(status=503), NAME, r"^http://\S+ answered 503 for specdec/tiny; run this again later$"),
         (befall(status=401), NAME, r"log in with `hf auth login`, or set HF_TOKEN"),
         (hold(**{"pytorch_model.bin": b"x"}), "a/b", r"only pickle weights \(pytorch_model.bin\), which are"),
         (hold(**{"b-Q4.h5": b"x"}), "a/b", r"has neither model.safetensors nor .*, only b-Q4.h5; name a"),
         (hold(**{"b-Q4.gguf": b"x"}), "a/b", r"^b-Q4.gguf: it ends in the middle of its first bytes; down"),
+        (hold(**{INDEX: b"[" * 10**5}), "a/b", r"does not answer for a/b as a Hugging Face hub does"),
         (hold(**{INDEX: b"?"}), "a/b", r"does not answer for a/b as a Hugging Face hub does"),
         (hold(**{INDEX: b'{"weight_map": {"a": "../b"}}'}), "a/b", r"which are no safetensors beside it"),
     ],

@@ -98,6 +98,16 @@ def test_entries_may_stand_between_commas() -> None:
     assert str(allowed.endpoint("10.1.2.3", 5600)) == "10.1.2.3:5600"
 
 
+@pytest.mark.parametrize("entry", ["127.0.0.1", "localhost"])
+def test_localhost_is_one_address(entry: str) -> None:
+    """A resolver may name ::1 first, where another user of the machine may listen."""
+    allowed = Allowed([entry], 5600)
+    assert str(allowed.endpoint("LocalHost", 5600)) == str(allowed.endpoint("127.0.0.1", 5600))
+    assert str(allowed.endpoint("localhost", 5600)) == "127.0.0.1:5600"
+    with pytest.raises(Refusal):
+        allowed.endpoint("::1", 5600)
+
+
 def test_without_entries_nothing_is_allowed() -> None:
     with pytest.raises(Refusal):
         Allowed([], 5600).endpoint("127.0.0.1", 5600)

@@ -345,6 +345,25 @@ def test_a_peer_leads_nowhere_else() -> None:
     run(test())
 
 
+def test_what_an_impostor_answers_is_not_kept() -> None:
+    """What is remembered of a refusal has no traceback, whose frames refer to the answer and its JSON."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n[[], []]")
+        writer.close()
+
+    async def test() -> None:
+        async with raw(serve) as port, reading(port) as (peers, _):
+            with pytest.raises(Refusal) as caught:
+                await peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT)
+            assert caught.value.reason == "garbled" and caught.value.__traceback__, "the control"
+            (link,) = peers._links.values()
+            assert link.refusal and link.refusal.reason == "garbled" and not link.refusal.__traceback__
+
+    run(test())
+
+
 def test_addresses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests for rooms may name any address of an allowed network."""
 

@@ -15,6 +15,7 @@ from specdec.config.tenant import SOLE, Tenant
 from specdec.core.landing import Landings
 from specdec.reach import calls, fetch
 from specdec.reach.allowed import Allowed
+from specdec.reach.connections import bounded
 from specdec.reach.peers import Hold
 from specdec.reach.terms import LeaseReference, RoomReference
 from tests.models.agreeing import END
@@ -30,6 +31,7 @@ FIELDS: dict[str, Any] = {
     "adaptive": False,
     "num_steps": 3,
 }
+OTHER_HOST = "127.0.0.2"
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
 MOST = 9
 """Blocks of the longest prompt here."""
@@ -155,7 +157,11 @@ def test_an_engine_that_has_two_addresses_is_read_by_both(folder: Path) -> None:
 
     async def test() -> None:
         async with pair(folder) as (reader, writer):
-            writer.peers._allowed = Allowed([HOST, "localhost"], reader.channel.port)
+            port = reader.channel.port
+            assert reader.channel._runner.server
+            factory = bounded(reader.channel._runner.server)
+            other = await asyncio.get_running_loop().create_server(factory, OTHER_HOST, port)
+            writer.peers._allowed = Allowed([HOST, OTHER_HOST], port)
             reader.carrier.stall()
             ids = prompt(1)
             first = asyncio.create_task(writer.fetcher.fetch(ids, SOLE, await reader.lend(ids)))
@@ -164,12 +170,13 @@ def test_an_engine_that_has_two_addresses_is_read_by_both(folder: Path) -> None:
             ids = prompt(2)
             reference = await reader.lend(ids)
             assert isinstance(reference, LeaseReference)
-            reference = dataclasses.replace(reference, host="localhost")
+            reference = dataclasses.replace(reference, host=OTHER_HOST)
             second = asyncio.create_task(writer.fetcher.fetch(ids, SOLE, reference))
             while writer.peers.figures.up < 2:
                 await asyncio.sleep(0.01)
             reader.carrier.go_on()
             assert [(await own).outcome for own in (first, second)] == ["fetched"] * 2
+            other.close()
 
     run(test())
 

@@ -231,7 +231,7 @@ def test_leases_and_bytes_are_bounded() -> None:
         lender = Lender(most_leases=3)
         for _ in range(3):
             lender.lend(num_bytes=1)
-        with pytest.raises(Refusal, match="3 prompts of 3 bytes wait") as caught:
+        with pytest.raises(Refusal, match="3 prompts of 999 bytes wait") as caught:
             lender.lend(num_bytes=1)
         assert caught.value.status == 503 and len(lender.loans) == 3, "nothing was submitted"
         lender = Lender()

@@ -15,7 +15,20 @@ from specdec.route.addresses import Address, Role
 from specdec.route.replicas import Replica
 from specdec.route.run import drain
 from specdec.route.watch import Watch, read_figures
-from tests.route.rig import Answering, Fake, Rig, Seen, never, ok, refusing, reset, rig, streaming, until
+from tests.route.rig import (
+    SOON_S,
+    Answering,
+    Fake,
+    Rig,
+    Seen,
+    never,
+    ok,
+    refusing,
+    reset,
+    rig,
+    streaming,
+    until,
+)
 
 STREAM = {"prompt": "x", "stream": True}
 
@@ -342,20 +355,26 @@ def test_the_addresses_of_a_name_are_followed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_than_may_be_under_way_is_refused() -> None:
+    """One address gets half; another one finds room beside it."""
     fake = Fake(never)
 
     async def scenario(own: Rig) -> None:
         asking = [asyncio.create_task(own.post({})) for _ in range(2)]
         await until(lambda: asked(fake) == 2)
-        status, body = await own.post({})
+        async with asyncio.timeout(SOON_S):
+            status, body = await own.post({})
         assert status == 429 and body["error"]["code"] == "too_many_requests" and asked(fake) == 2
+        elsewhere = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+        async with aiohttp.ClientSession(own.router.url, connector=elsewhere) as client:
+            asking.append(asyncio.create_task(Rig(own.router, client).post({})))
+            await until(lambda: asked(fake) == 3)
         async with own.client.get("/ready") as answer:
             assert answer.status == 200
         for task in asking:
             task.cancel()
         await asyncio.wait(asking)
 
-    play(scenario, fake, max_requests=2)
+    play(scenario, fake, max_requests=4)
 
 
 @pytest.mark.parametrize("is_hurried", [False, True])

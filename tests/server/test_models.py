@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -92,7 +93,7 @@ async def ask(
     caller: str = "",
 ) -> tuple[list[int], int]:
     """Do as the server's handlers do; return a text's tokens, and how often it was preempted."""
-    own.enter()
+    own.enter(keep, caller)
     try:
         engine, bell, until = await own.ready(), Bell(asyncio.get_running_loop()), Deadline(60.0)
         prepared = [engine.prepare(prompt, params)]
@@ -157,6 +158,32 @@ def test_a_burst_over_three_loses_nothing(folders: list[str], plain: list[list[i
             assert own.engine and own.switches["wake"] >= 1 and not own.switches["load"]
             if own.is_resting:
                 assert not own.engine.model.loop.arena.data.any()
+
+
+class Asked:
+    """A model whose requests of one caller wait again as soon as it has had its turn."""
+
+    engine, is_warm = None, False
+
+    def __init__(self, name: str, caller: str, wanted_s: float) -> None:
+        self.name, self.callers, self.wanted_s = name, Counter([caller]), wanted_s
+
+    async def wake(self) -> None:
+        self.wanted_s += 100.0
+
+
+@pytest.mark.parametrize(
+    ("caller", "turns"),
+    [("alice", "berta anna clara anna berta anna"), ("bob", "berta clara anna berta clara anna")],
+)
+def test_callers_take_turns_however_many_models_each_asks_for(caller: str, turns: str) -> None:
+    """Bob asks for two models. If the third is asked for by him too, all three take turns."""
+    switcher: Any = Switcher([])
+    waiting = [Asked("anna", caller, 3.0), Asked("berta", "bob", 1.0), Asked("clara", "bob", 2.0)]
+    for name in turns.split():
+        own = min(waiting, key=switcher._order)
+        assert own.name == name
+        asyncio.run(switcher._woken(own))
 
 
 def test_weights_that_do_not_all_fit_are_unloaded_when_their_requests_have_ended(

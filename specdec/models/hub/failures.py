@@ -15,8 +15,8 @@ from specdec.models.hub.names import HubName
 # Of the library that speaks HTTP for huggingface_hub, whichever that is in its version.
 HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
-RAISED = (HTTPError, OSError, ValueError, TypeError, KeyError, AttributeError)
-"""What asking the hub may raise; the last four where what answers is no hub."""
+RAISED = (HTTPError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What asking the hub may raise; the last five where what answers is no hub."""
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 SHOWN = 3

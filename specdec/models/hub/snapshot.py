@@ -1,16 +1,24 @@
 """Resolve a name to a folder of the hub's cache, downloading what is missing of the files that are read."""
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from huggingface_hub import HfApi, constants, errors
+from huggingface_hub import constants, errors
 
 from specdec.models.hub.cached import find_begun, find_cached
 from specdec.models.hub.failures import LOG_IN, RAISED, begun, check_endpoint, explain, in_part, refusal_of
 from specdec.models.hub.names import HubName, is_commit
 from specdec.models.hub.repository import Repository
+from specdec.models.hub.transfer import open_stream, read_stream
 
 logger = logging.getLogger(__name__)
+
+MOST_INFO_BYTES = 64 << 20
+"""Of what the hub says of a repository, some 100 bytes for each file. huggingface_hub would read an answer
+without an end until memory is full."""
 
 
 def find_snapshot(name: HubName) -> Path:
@@ -34,11 +42,10 @@ def open_repository(name: HubName) -> Repository | Path:
     """Ask the hub what a name means now; where it does not say, return what is cached, if whole."""
     try:
         check_endpoint()
-        info = HfApi().model_info(name.repo, revision=name.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        if not info.sha or not is_commit(info.sha):
+        info = _describe(name)
+        if not is_commit(info["sha"]):
             raise ValueError("it names no commit")
-        files = frozenset(sibling.rfilename for sibling in info.siblings or ())
-        return Repository(name, info.sha, files)
+        return Repository(name, info["sha"], frozenset(file["rfilename"] for file in info["siblings"]))
     except RAISED as error:
         failure = explain(error, name)
         kept = None if isinstance(error, errors.RevisionNotFoundError) else find_cached(name)
@@ -54,3 +61,16 @@ def open_repository(name: HubName) -> Repository | Path:
             why = f"{refusal}; {LOG_IN} where it is private" if refusal else failure
             logger.warning("taking %s as it is in the cache: %s", name, why)
         return kept.path
+
+
+def _describe(name: HubName) -> dict[str, Any]:
+    """Ask the hub for a repository's commit and files."""
+    url = f"{constants.ENDPOINT}/api/models/{name.repo}/revision/{quote(name.revision, safe='')}"
+    data = bytearray()
+    with open_stream(url, None) as response:
+        for chunk in read_stream(response):
+            data += chunk
+            if len(data) > MOST_INFO_BYTES:
+                raise ValueError(f"it says more than {MOST_INFO_BYTES:,} bytes of {name}")
+    info: dict[str, Any] = json.loads(data)
+    return info

@@ -29,7 +29,11 @@ class ReachFigures(Collector):
 
     def _lending(self, own: BookFigures) -> Iterator[Metric]:
         yield self._gauge("leases", "Prompts that are read, or held, for other servers.", own.held)
-        yield self._gauge("leased_bytes", "Bytes of the arena that these take.", own.held_bytes)
+        yield self._gauge(
+            "leased_bytes",
+            "Bytes of the arena that these take; a small prompt counts as 1/1024 of what may be lent.",
+            own.held_bytes,
+        )
         yield self._gauge("rooms_waiting", "Requests of other servers for rooms.", own.rooms_waiting)
         yield self._counter("lent", "Prompts that were to be read for other servers.", own.lent)
         ended: dict[str, int] = {

@@ -18,8 +18,6 @@ from specdec.server.failures import Failure
 from specdec.server.reach.bodies import VERSION, Asked, Lend
 
 BUSY = {"Retry-After": "1"}
-CALLERS_SHARE = 0.5
-"""Of what may be held, for all prompts of a key together; its first one may take all of it."""
 POLL_S = 0.02
 """Between two looks whether others have let go of what is held for them."""
 
@@ -51,10 +49,19 @@ class Lender:
     """Owned by the event loop's thread: has prompts read, and says by what others fetch them."""
 
     def __init__(
-        self, secret: Secret, transfers: Transfers, book: Book, host: str, port: int, *, most_bytes: int
+        self,
+        secret: Secret,
+        transfers: Transfers,
+        book: Book,
+        host: str,
+        port: int,
+        *,
+        most_bytes: int,
+        share: Callable[[str], float] = lambda caller: 1.0,
     ) -> None:
+        """Hold `most_bytes` at most, and `share` of that for a caller, whatever the others hold."""
         self._secret, self._transfers = secret, transfers
-        self._host, self._port, self._most_bytes = host, port, most_bytes
+        self._host, self._port, self._most_bytes, self._share = host, port, most_bytes, share
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By caller, each held by the request that waits for memory: those behind it come after it."""
         self.book = book
@@ -70,11 +77,11 @@ class Lender:
         caller = prepared[0].terms.tenant.caller
         turn = self._turns.setdefault(caller, asyncio.Lock())
         needed = sum(map(self._bytes_of, prepared))
-        if needed > self._most_bytes:
+        if needed > (most_bytes := self._most_of(caller)):
             raise Failure(
                 503,
                 f"prompt: to hold it for another server takes {needed:,} bytes, of at most "
-                f"{self._most_bytes:,}; send fewer or shorter ones, or raise memory_bytes.",
+                f"{most_bytes:,}; send fewer or shorter ones, or raise memory_bytes.",
                 param="prompt",
                 code="capacity",
             )
@@ -99,12 +106,14 @@ class Lender:
         return self._begin(known)
 
     def _bytes_of(self, prepared: Prepared) -> int:
-        return self._transfers.arena.layout.sequence_bytes(len(prepared.ids) - 1)
+        return self.book.charge(self._transfers.arena.layout.sequence_bytes(len(prepared.ids) - 1))
+
+    def _most_of(self, caller: str) -> int:
+        return int(self._share(caller) * self._most_bytes)
 
     def _has_room(self, num_bytes: int, caller: str) -> bool:
         """Tell whether so much may be held now: what one key had read leaves room for what others will."""
-        held = self.book.held_by(caller) if caller else 0
-        if held and held + num_bytes > CALLERS_SHARE * self._most_bytes:
+        if self.book.held_by(caller) + num_bytes > self._most_of(caller):
             return False
         return self.book.figures.held_bytes + num_bytes <= self._most_bytes
 

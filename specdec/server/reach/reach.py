@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from specdec.core.terms import Prepared
@@ -116,8 +116,13 @@ class Reach:
 
 
 @contextlib.asynccontextmanager
-async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerConfig) -> AsyncIterator[Reach]:
-    """Make the arena readable, and listen at the side channel, until this is left."""
+async def opened(
+    part: Part, engine: SpecEngine, folder: Path, config: ServerConfig, share: Callable[[str], float]
+) -> AsyncIterator[Reach]:
+    """Make the arena readable, and listen at the side channel, until this is left.
+
+    `share` returns the part of what is lent that one caller's prompts may take.
+    """
     transfers, settings = engine.transfers, engine.model.settings
     facts = await apart(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
     name = new_id()
@@ -147,7 +152,7 @@ async def opened(part: Part, engine: SpecEngine, folder: Path, config: ServerCon
         stack.push_async_callback(channel.stop)
         host, port = config.reach_host, (await channel.start(config.reach_host, config.reach_port)).port
         logger.info("role %s: other servers reach this one at %s port %d", part.role, host, port)
-        lender = Lender(part.secret, transfers, book, host, port, most_bytes=most_bytes)
+        lender = Lender(part.secret, transfers, book, host, port, most_bytes=most_bytes, share=share)
         limit_s, check = config.request_timeout, config.reach_check
         fetcher = Fetcher(transfers, carrier, peers, limit_s=limit_s, check=check)
         reach = Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)

@@ -16,7 +16,9 @@ CARRIERS = {"nixl": ("nixl_cu12", "nixl_cu13")}
 
 
 USUAL_PORT = ServerConfig.model_fields["reach_port"].default
-LOOPBACK = ("127.0.0.0/8", "[::1]", "localhost")
+LOOPBACK = "127.0.0.1"
+"""Where side channels listen by default. Any user of the machine may listen at other loopback addresses,
+and the secret would be sent there."""
 
 
 class Part(NamedTuple):
@@ -62,7 +64,7 @@ def allowed_peers(config: ServerConfig) -> Allowed:
     """Read from whom prompts may be fetched: at first from this machine, at the usual port or this one's."""
     peers = config.reach_peers
     if peers is None:
-        peers = [*LOOPBACK, *(f"{host}:{USUAL_PORT}" for host in LOOPBACK)]
+        peers = [LOOPBACK, f"{LOOPBACK}:{USUAL_PORT}"]
     return Allowed(peers, config.reach_port)
 
 

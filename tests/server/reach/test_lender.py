@@ -10,7 +10,7 @@ import pytest
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import Tenant
 from specdec.core.terms import Prepared
-from specdec.reach.leases import Book
+from specdec.reach.leases import MOST_LEASES, Book
 from specdec.reach.messages import Ask, Close
 from specdec.reach.terms import LeaseReference, Prompt, Refusal, Secret, new_id
 from specdec.server.failures import Failure
@@ -24,14 +24,29 @@ LIMIT_S = 30.0
 
 
 @asynccontextmanager
-async def lending(folder: Path, prompts: float = 8.0) -> AsyncIterator[tuple[SpecEngine, Lender]]:
-    """Lend from memory for so many prompts of `IDS` at once."""
+async def lending(
+    folder: Path, prompts: float = 8.0, share: float = 1.0, most_leases: int = MOST_LEASES
+) -> AsyncIterator[tuple[SpecEngine, Lender]]:
+    """Lend from memory for so many prompts of `IDS` at once, `share` of it to each caller."""
     engine = await asyncio.to_thread(SpecEngine, folder, draft="none", memory_bytes=1 << 25)
     try:
         layout = engine.transfers.arena.layout
         most_bytes = int(prompts * layout.sequence_bytes(len(IDS) - 1))
-        book = Book(new_id(), block_tokens=layout.block_tokens, most_bytes=most_bytes)
-        yield engine, Lender(SECRET, engine.transfers, book, "10.0.0.1", 5600, most_bytes=most_bytes)
+        book = Book(
+            new_id(), block_tokens=layout.block_tokens, most_bytes=most_bytes, most_leases=most_leases
+        )
+        yield (
+            engine,
+            Lender(
+                SECRET,
+                engine.transfers,
+                book,
+                "10.0.0.1",
+                5600,
+                most_bytes=most_bytes,
+                share=lambda caller: share,
+            ),
+        )
     finally:
         await asyncio.to_thread(engine.close)
 
@@ -39,6 +54,11 @@ async def lending(folder: Path, prompts: float = 8.0) -> AsyncIterator[tuple[Spe
 def prepared(engine: SpecEngine, count: int = 1, salt: str | None = None) -> list[Prepared]:
     params = SamplingParams(max_tokens=1, cache_salt=salt)
     return [engine.prepare([*IDS[:-1], index + 1], params) for index in range(count)]
+
+
+def of_caller(engine: SpecEngine, caller: str, count: int) -> list[Prepared]:
+    tenant = Tenant(caller)
+    return [own._replace(terms=own.terms._replace(tenant=tenant)) for own in prepared(engine, count)]
 
 
 def ask(lender: Lender) -> Ask:
@@ -103,23 +123,21 @@ def test_those_that_find_no_room_begin_in_order(hybrid: Path) -> None:
     run(test)
 
 
-def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path) -> None:
-    """Nothing is fetched of what the first holds, and more of it waits; the second is not kept waiting."""
+@pytest.mark.parametrize("most_leases", [MOST_LEASES, 5])
+def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path, most_leases: int) -> None:
+    """Nothing is fetched of what the first holds, and more of it waits; the second is not kept waiting.
+
+    It is the same whether memory or the number of leases is what is short.
+    """
 
     async def test() -> None:
-        async with lending(hybrid, prompts=4.5) as (engine, lender):
-
-            def of(caller: str, count: int) -> list[Prepared]:
-                tenant = Tenant(caller)
-                return [
-                    own._replace(terms=own.terms._replace(tenant=tenant)) for own in prepared(engine, count)
-                ]
-
-            held = await lender.lend(of("first", 2), None)
-            greedy = asyncio.create_task(lender.lend(of("first", 1), None))
+        prompts = 4.5 if most_leases == MOST_LEASES else 400.0
+        async with lending(hybrid, prompts, share=0.5, most_leases=most_leases) as (engine, lender):
+            held = await lender.lend(of_caller(engine, "first", 2), None)
+            greedy = asyncio.create_task(lender.lend(of_caller(engine, "first", 1), None))
             await asyncio.sleep(0.1)
             assert not greedy.done()
-            others = await lender.lend(of("second", 2), None)
+            others = await lender.lend(of_caller(engine, "second", 2), None)
             for own in [*held, *others]:
                 own.give_up()
             for own in await greedy:
@@ -129,9 +147,12 @@ def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path) -> None:
     run(test)
 
 
-def test_what_can_never_be_held_is_refused(hybrid: Path) -> None:
+@pytest.mark.parametrize(("prompts", "share"), [(1.5, 1.0), (3.0, 0.5)])
+def test_what_can_never_be_held_is_refused(hybrid: Path, prompts: float, share: float) -> None:
+    """One request does not hold more than its caller's share, since nobody may ever fetch it."""
+
     async def test() -> None:
-        async with lending(hybrid, prompts=1.5) as (engine, lender):
+        async with lending(hybrid, prompts, share) as (engine, lender):
             with pytest.raises(Failure) as caught:
                 await lender.lend(prepared(engine, 2), None)
             assert caught.value.status == 503 and caught.value.code == "capacity"

@@ -8,10 +8,10 @@ import pytest
 
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
-from specdec.reach.terms import VARIABLE
+from specdec.reach.terms import VARIABLE, Refusal
 from specdec.server import run
 from specdec.server.listen import bind
-from specdec.server.reach.role import settle_part
+from specdec.server.reach.role import allowed_peers, settle_part
 from specdec.server.settings import ServerConfig
 
 SECRET = {VARIABLE: "0123456789abcdef"}
@@ -83,6 +83,16 @@ def test_the_way_out_leads_to_no_other_refusal(
         role(role="prefill", **refused)
     with pytest.raises(ConfigError, match=f", or unset {VARIABLE}"):
         role(**refused)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "localhost.", "0.0.0.0"])
+def test_nothing_else_of_the_loopback_is_a_peer_unless_it_is_given(host: str) -> None:
+    """Any user of the machine may listen there, and a client names the address that the secret is sent to."""
+    for port in (5600, 5601):
+        allowed = allowed_peers(ServerConfig(reach_port=5601))
+        assert str(allowed.endpoint("localhost", port)) == f"127.0.0.1:{port}", "the control"
+        with pytest.raises(Refusal):
+            allowed.endpoint(host, port)
 
 
 def test_no_message_repeats_the_secret() -> None:

@@ -164,7 +164,7 @@ def test_room_to_lend_what_is_cached_is_not_waited_for(folder: Path) -> None:
             ids = prompt(1)
             ids += await writer.say(ids)
             layout = writer.side.engine.transfers.arena.layout
-            one = server(writer.side, layout.sequence_bytes(len(ids) - 1))
+            one = server(writer.side, writer.side.book.charge(layout.sequence_bytes(len(ids) - 1)))
             first = await one.cached(ids)
             assert first and await one.cached(ids) is None, "there is room for one"
             waits = asyncio.create_task(one.lend(ids))
