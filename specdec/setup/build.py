@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from specdec.draft.rounded import Copy
 from specdec.draft.uniform import UniformPolicy
 from specdec.errors import CapacityError
 from specdec.kernels.native.forms import describe_kernels
+from specdec.kernels.native.threads import without_helpers
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint_weights import CheckpointWeights
@@ -94,7 +96,10 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         form = "kept, but for what these kernels widen" if on_gpu(settings.kernels) else "kept"
         form = form if kept else f"widened to {settings.dtype}, as these kernels need them"
         logger.log(logging.INFO if kept else logging.WARNING, "%s weights: %s", narrower, form)
-    return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
+    packed = stored is not None and stored.packed is not None
+    with without_helpers() if packed else nullcontext():
+        filled = _fill(network_spec, weights, settings, opened.head, opened.shortlist_C)
+    return _put_together(filled, tokenizer, settings)
 
 
 def build_random(
@@ -115,7 +120,8 @@ def build_random(
     )
     # Of weights that are drawn no token is commoner than another.
     shortlist_C = torch.arange(min(config.draft_vocab, network_spec.vocab)) if config.draft_vocab else None
-    return _load(network_spec, weights, None, settings, head_of(settings.drafters, heads), shortlist_C)
+    source = head_of(settings.drafters, heads)
+    return _put_together(_fill(network_spec, weights, settings, source, shortlist_C), None, settings)
 
 
 def _format(settings: Resolved) -> WeightFormat | None:
@@ -123,15 +129,14 @@ def _format(settings: Resolved) -> WeightFormat | None:
     return FORMATS[settings.quantize] if settings.quantize else None
 
 
-def _load(
+def _fill(
     network_spec: spec.Network,
     weights: CheckpointWeights | RandomWeights,
-    tokenizer: Tokenizer | None,
     settings: Resolved,
     source: HeadSource | None,
     shortlist_C: Tensor | None,
-) -> Model:
-    """Fill the network, and the head or the copy that drafts, and put the loop together."""
+) -> tuple[Network, Head | None, Copy | None]:
+    """Fill the network, and the head or the copy that drafts."""
     copied = CopiedWeights(weights) if has_copy(settings.drafters) else None
     network = Network(
         network_spec,
@@ -153,9 +158,16 @@ def _load(
             quantize=_format(settings),
         )
     weights.finish()
-    copy = copied.copy(network) if copied else None
+    return network, head, copied.copy(network) if copied else None
+
+
+def _put_together(
+    filled: tuple[Network, Head | None, Copy | None], tokenizer: Tokenizer | None, settings: Resolved
+) -> Model:
+    """Build the loop around what was filled."""
+    network, head, copy = filled
     logger.info("kernels: %s", describe_kernels(settings.kernels))
-    why = "" if source or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
+    why = "" if head or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
     logger.info("drafters: %s%s", " and ".join(settings.drafters) or "none", why)
     return Model(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
 

@@ -62,7 +62,7 @@ def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: Any) -> None:
     if kind.name == "MXFP4":  # products beyond float32's range are a warning in gguf
         block_BX[:, 0] = np.minimum(block_BX[:, 0], 250)
     expected = gguf.quants.dequantize(block_BX, gguf.GGMLQuantizationType[kind.name])
-    found = widen(torch.from_numpy(block_BX.reshape(-1)), kind, (50, kind.numbers))
+    found = widen(block_BX.reshape(-1), kind, (50, kind.numbers))
     assert torch.equal(found, torch.from_numpy(expected))
 
 
@@ -75,7 +75,7 @@ def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: Any) -> 
         block_BX[:, at : at + 2] = rng.normal(size=(60, 1)).astype(np.float16).view(np.uint8)
     if kind.name == "MXFP4":
         block_BX[:, 0] = rng.integers(104, 143, 60)  # powers of two that float16 holds
-    form, data, shape = KEPT[kind.name], torch.from_numpy(block_BX.reshape(-1)), (20, 3 * kind.numbers)
+    form, data, shape = KEPT[kind.name], block_BX.reshape(-1), (20, 3 * kind.numbers)
     number_ND = integers(data, kind, shape)
     assert -(1 << form.bits - 1) <= int(number_ND.min()) and int(number_ND.max()) < 1 << form.bits - 1
     scale_NG, offset_NG = scales(data, kind, shape), offsets(data, kind, shape) if form.middle else None

@@ -174,6 +174,8 @@ def num_bytes(shape: Sequence[int], bits: int, *, by_group: bool, pairs: bool = 
 
 def sixteen_bits(scale: Tensor) -> Tensor | None:
     """Return scales in float16, or else bfloat16, if either holds them as they are."""
+    if scale.dtype == torch.float16:
+        return scale
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal((narrow := scale.to(dtype)).float(), scale.float()):
             return narrow

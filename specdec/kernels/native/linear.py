@@ -7,6 +7,7 @@ A row's result does not depend on the window it is read in, as it does in the li
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import SUFFIX
 
 PANEL = 16
+CACHED = 1 << 18
+"""Weights that are laid out together, which fit in a core's cache."""
 BY_OUTPUT, SCALES, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES = range(6)
 """What outputs or groups of integers have beside their numbers, as in integer.inc."""
 RAISED = {8: 128, 6: 32, 4: 8}
@@ -96,21 +99,33 @@ def _lay(weight_ND: Tensor, bias_N: Tensor | None) -> Panels:
 
 
 def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
-    """Put four inputs of 16 outputs beside each other, and below 8 bits two such pieces of a group in one."""
+    """Put four inputs of 16 outputs beside each other, and below 8 bits two such pieces of a group in one.
+
+    In numpy, some panels at a time: torch's threads wait for each other in every operation, which takes ten
+    times as long where other processes are busy.
+    """
     (outputs, inputs), bits = matrix.shape, matrix.bits
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
-    filled = matrix.number_ND.new_zeros(panels * PANEL, groups * GROUP)
-    filled[:outputs, :inputs] = matrix.number_ND
-    raised = (filled.to(torch.int16) + RAISED[bits]).to(torch.uint8)
-    laid = raised.view(panels, PANEL, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if bits < 8:
-        low, high = laid.chunk(2, dim=2)
-        laid = low & 15 | high << 4
-    if bits == 6:
-        upper = low >> 4 | high >> 4 << 2
-        laid = torch.cat([laid, upper[:, :, ::2] | upper[:, :, 1::2] << 4], dim=2)
+    number_ND = matrix.number_ND.contiguous().numpy()
+    laid = np.empty((panels, groups, bits, PANEL), np.int32)
+    together = max(1, CACHED // (PANEL * groups * GROUP))
+    for first in range(0, panels, together):
+        own_ND = number_ND[first * PANEL : (first + together) * PANEL]
+        count = -(-len(own_ND) // PANEL)
+        filled = np.zeros((count * PANEL, groups * GROUP), np.int8)
+        filled[: len(own_ND), :inputs] = own_ND
+        filled = filled ^ np.int8(-128) if bits == 8 else filled + np.int8(RAISED[bits])
+        fours_NGF = filled.view(np.int32).reshape(count * PANEL, groups, -1)
+        if bits < 8:
+            low, high = fours_NGF[..., : GROUP // 8], fours_NGF[..., GROUP // 8 :]
+            fours_NGF = low & 0x0F0F0F0F | (high & 0x0F0F0F0F) << 4
+        if bits == 6:
+            upper = low >> 4 & 0x03030303 | (high >> 4 & 0x03030303) << 2
+            fours_NGF = np.concatenate([fours_NGF, upper[..., ::2] | upper[..., 1::2] << 4], axis=2)
+        laid[first : first + count] = fours_NGF.reshape(count, PANEL, groups, -1).transpose(0, 2, 3, 1)
     scale, kind = _lay_scales(matrix, panels)
-    return WholePanels(laid.contiguous(), scale, bias_N, outputs, bits, kind, matrix.dtype)
+    weight = torch.from_numpy(laid.view(np.uint8))
+    return WholePanels(weight, scale, bias_N, outputs, bits, kind, matrix.dtype)
 
 
 def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
@@ -131,9 +146,11 @@ def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
         zero_NG = torch.zeros_like(scale_NG) if matrix.zero_NG is None else matrix.zero_NG
         beside.append((zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype))
         kind = ZEROS if scale_NG.dtype == torch.float16 else ZEROS_BFLOAT16
-    filled = scale_NG.new_zeros(panels * PANEL, len(beside), beside[0].shape[1])
-    filled[: len(scale_NG)] = torch.stack(beside, 1)
-    return filled.view(panels, PANEL, len(beside), -1).permute(0, 3, 2, 1).contiguous(), kind
+    filled = np.zeros((panels * PANEL, len(beside), beside[0].shape[1]), np.int16)
+    for i, own_NG in enumerate(beside):
+        filled[: len(own_NG), i] = own_NG.contiguous().view(torch.int16).numpy()
+    laid = filled.reshape(panels, PANEL, len(beside), -1).transpose(0, 3, 2, 1)
+    return torch.from_numpy(np.ascontiguousarray(laid)).view(scale_NG.dtype), kind
 
 
 def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:

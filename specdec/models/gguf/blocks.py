@@ -1,17 +1,23 @@
-"""Numbers in blocks: widened to float32 exactly as llama.cpp defines each type, or kept as integers."""
+"""Numbers in blocks: widened to float32 exactly as llama.cpp defines each type, or kept as integers.
+
+In numpy, which starts no threads: where other processes are busy, torch's wait for each other in each of
+hundreds of short operations.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.models.gguf.file import Kind
 
 GROUP = 32
 """Weights that share a scale in most types, in Q4_K and Q5_K too."""
-PIECE = 1 << 16
-"""Blocks that are read together: beside a large matrix there is no memory for several copies."""
+PIECE = 1 << 18
+"""Bytes that are read together, which fit in a core's cache."""
 
 
 class Form(NamedTuple):
@@ -40,186 +46,182 @@ KEPT: Mapping[str, Form] = {
 }
 """Types that are multiplied as integers."""
 _WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_Array = NDArray[Any]
 
 
-def widen(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def widen(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return the numbers of a tensor's bytes in float32."""
     if kind.name in _WIDE:
-        return data_X.view(_WIDE[kind.name]).view(shape).float()
+        return torch.from_numpy(data_X.copy()).view(_WIDE[kind.name]).view(shape).float()
     return _by_pieces(_widen, data_X, kind, torch.empty(shape))
 
 
-def integers(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def integers(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return the integers of a type in `KEPT`, in int8 and less the middle of their range."""
     return _by_pieces(_centred, data_X, kind, torch.empty(shape, dtype=torch.int8))
 
 
-def scales(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def scales(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return what the integers are multiplied by, in float16 [N, groups]: those of K types are rounded."""
-    scale_BG, _ = _SCALES[kind.name](data_X.view(-1, kind.bytes))
-    return scale_BG.view(shape[0], -1).half()
+    scale_BG, _ = _SCALES[kind.name](data_X.reshape(-1, kind.bytes))
+    return _halved(scale_BG, shape)
 
 
-def offsets(data_X: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def offsets(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return what is added to the products of integers and scales, in float16 [N, groups]."""
-    scale_BG, offset_BG = _SCALES[kind.name](data_X.view(-1, kind.bytes))
+    scale_BG, offset_BG = _SCALES[kind.name](data_X.reshape(-1, kind.bytes))
     assert offset_BG is not None
-    return (offset_BG + KEPT[kind.name].middle * scale_BG).view(shape[0], -1).half()
+    return _halved(offset_BG + KEPT[kind.name].middle * scale_BG, shape)
 
 
-def _by_pieces(read: Callable[[Tensor, Kind], Tensor], data_X: Tensor, kind: Kind, out_X: Tensor) -> Tensor:
-    block_BX, out_BN = data_X.view(-1, kind.bytes), out_X.view(-1, kind.numbers)
-    for first in range(0, len(block_BX), PIECE):
-        out_BN[first:][:PIECE] = read(block_BX[first:][:PIECE], kind)
+def _halved(own_BG: _Array, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(own_BG.astype(np.float16)).view(shape[0], -1)
+
+
+def _by_pieces(read: Callable[[_Array, Kind], _Array], data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:
+    block_BX, out_BN = data_X.reshape(-1, kind.bytes), out_X.numpy().reshape(-1, kind.numbers)
+    together = PIECE // kind.bytes
+    for first in range(0, len(block_BX), together):
+        out_BN[first : first + together] = read(block_BX[first : first + together], kind)
     return out_X
 
 
-def _widen(block_BX: Tensor, kind: Kind) -> Tensor:
+def _widen(block_BX: _Array, kind: Kind) -> _Array:
     scale_BG, offset_BG = _SCALES[kind.name](block_BX)
-    wide_BGN = _NUMBERS[kind.name](block_BX).view(*scale_BG.shape, -1) * scale_BG[..., None]
-    return (wide_BGN if offset_BG is None else wide_BGN.add_(offset_BG[..., None])).flatten(1)
+    number_BGN = _NUMBERS[kind.name](block_BX).reshape(*scale_BG.shape, -1)
+    wide_BGN = number_BGN * scale_BG[..., None]
+    return (wide_BGN if offset_BG is None else wide_BGN + offset_BG[..., None]).reshape(len(block_BX), -1)
 
 
-def _centred(block_BX: Tensor, kind: Kind) -> Tensor:
-    number_BN = _NUMBERS[kind.name](block_BX).view(torch.int8)
+def _centred(block_BX: _Array, kind: Kind) -> _Array:
+    number_BN = _NUMBERS[kind.name](block_BX).view(np.int8)
     middle = KEPT[kind.name].middle
-    return number_BN - middle if middle else number_BN
+    return number_BN - np.int8(middle) if middle else number_BN
 
 
-def _half(block_BX: Tensor) -> Tensor:
+def _half(block_BX: _Array) -> _Array:
     """Read float16 numbers, two bytes each."""
-    return block_BX.contiguous().view(torch.float16).float()
+    return np.ascontiguousarray(block_BX).view(np.float16).astype(np.float32)
 
 
-def _nibbles(byte_BX: Tensor) -> Tensor:
+def _nibbles(byte_BX: _Array) -> _Array:
     """Return the low halves of bytes, then the high ones."""
-    return torch.cat([byte_BX & 15, byte_BX >> 4], dim=-1)
+    return np.concatenate([byte_BX & 15, byte_BX >> 4], axis=-1)
 
 
-def _fifth_bits(byte_B4: Tensor) -> Tensor:
+def _fifth_bits(byte_B4: _Array) -> _Array:
     """Return 32 bits, the lowest first, each worth 16."""
-    shift_8 = torch.arange(8, dtype=torch.uint8)
-    return ((byte_B4[..., None] >> shift_8 & 1) << 4).flatten(1)
+    return np.unpackbits(byte_B4, axis=1, bitorder="little") << 4
 
 
-def _four_chunks(byte_BX: Tensor) -> Tensor:
+def _four_chunks(byte_BX: _Array) -> _Array:
     """Return the nibbles of four chunks, each the low halves of 32 bytes and then the high ones."""
-    return _nibbles(byte_BX.view(-1, 4, GROUP)).view(-1, 8, GROUP)
+    return _nibbles(byte_BX.reshape(-1, 4, GROUP)).reshape(-1, 8, GROUP)
 
 
-def _quarters(byte_BX: Tensor) -> Tensor:
+def _quarters(byte_BX: _Array) -> _Array:
     """Return numbers of two bits, [B, 2, 4, 32]: a byte holds those of four runs of 32."""
-    shift_4 = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
-    return byte_BX.reshape(-1, 2, 1, GROUP) >> shift_4 & 3
+    return byte_BX.reshape(-1, 2, 1, GROUP) >> _SHIFTS[:, None] & 3
 
 
-def _q3_k(block_BX: Tensor) -> Tensor:
-    bit_8 = torch.arange(8, dtype=torch.uint8)[:, None]
-    is_high_B8N = block_BX[:, :32][:, None] >> bit_8 & 1
-    low_B8N = _quarters(block_BX[:, 32:96]).view(-1, 8, GROUP)
-    return (low_B8N | is_high_B8N << 2).flatten(1).view(torch.int8) - 4
+def _flat(own_BX: _Array) -> _Array:
+    return own_BX.reshape(len(own_BX), -1)
 
 
-def _chosen(table: Tensor, byte_BX: Tensor) -> Tensor:
-    """Return a type's values for nibbles."""
-    return table[_nibbles(byte_BX).int()]
+def _q3_k(block_BX: _Array) -> _Array:
+    is_high_B8N = block_BX[:, None, :32] >> _EIGHT[:, None] & 1
+    low_B8N = _quarters(block_BX[:, 32:96]).reshape(-1, 8, GROUP)
+    return _flat(low_B8N | is_high_B8N << 2).view(np.int8) - np.int8(4)
 
 
-def _q5_k(block_BX: Tensor) -> Tensor:
-    bit_8 = torch.arange(8, dtype=torch.uint8)[:, None]
-    high_B8N = (block_BX[:, 16:48][:, None] >> bit_8 & 1) << 4
-    return (_four_chunks(block_BX[:, 48:]) | high_B8N).flatten(1)
+def _q5_k(block_BX: _Array) -> _Array:
+    high_B8N = (block_BX[:, None, 16:48] >> _EIGHT[:, None] & 1) << 4
+    return _flat(_four_chunks(block_BX[:, 48:]) | high_B8N)
 
 
-def _q6_k(block_BX: Tensor) -> Tensor:
-    low_B24N = _nibbles(block_BX[:, :128].view(-1, 2, 64)).view(-1, 2, 4, GROUP)
-    number_B24N = low_B24N | _quarters(block_BX[:, 128:192]) << 4
-    return number_B24N.flatten(1).view(torch.int8) - 32
+def _q6_k(block_BX: _Array) -> _Array:
+    low_B24N = _nibbles(block_BX[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, GROUP)
+    return _flat(low_B24N | _quarters(block_BX[:, 128:192]) << 4).view(np.int8) - np.int8(32)
 
 
-_IQ4 = torch.tensor(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8
-)
-_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+_EIGHT = np.arange(8, dtype=np.uint8)
+_SHIFTS = 2 * np.arange(4, dtype=np.uint8)
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Twice the values of 4-bit floats."""
-_NUMBERS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "Q8_0": lambda block_BX: block_BX[:, 2:].contiguous().view(torch.int8),
+_NUMBERS: Mapping[str, Callable[[_Array], _Array]] = {
+    "Q8_0": lambda block_BX: block_BX[:, 2:].view(np.int8),
     "Q5_0": lambda block_BX: (
-        (_nibbles(block_BX[:, 6:]) | _fifth_bits(block_BX[:, 2:6])).view(torch.int8) - 16
+        (_nibbles(block_BX[:, 6:]) | _fifth_bits(block_BX[:, 2:6])).view(np.int8) - np.int8(16)
     ),
-    "Q4_0": lambda block_BX: _nibbles(block_BX[:, 2:]).view(torch.int8) - 8,
+    "Q4_0": lambda block_BX: _nibbles(block_BX[:, 2:]).view(np.int8) - np.int8(8),
     "Q4_1": lambda block_BX: _nibbles(block_BX[:, 4:]),
     "Q5_1": lambda block_BX: _nibbles(block_BX[:, 8:]) | _fifth_bits(block_BX[:, 4:8]),
-    "Q4_K": lambda block_BX: _four_chunks(block_BX[:, 16:]).flatten(1),
+    "Q4_K": lambda block_BX: _flat(_four_chunks(block_BX[:, 16:])),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "Q2_K": lambda block_BX: _quarters(block_BX[:, 16:80]).flatten(1),
+    "Q2_K": lambda block_BX: _flat(_quarters(block_BX[:, 16:80])),
     "Q3_K": _q3_k,
-    "IQ4_NL": lambda block_BX: _chosen(_IQ4, block_BX[:, 2:]),
-    "IQ4_XS": lambda block_BX: _chosen(_IQ4, block_BX[:, 8:].view(-1, 8, 16)).flatten(1),
-    "MXFP4": lambda block_BX: _chosen(_FP4, block_BX[:, 1:]),
+    "IQ4_NL": lambda block_BX: _IQ4[_nibbles(block_BX[:, 2:])],
+    "IQ4_XS": lambda block_BX: _flat(_IQ4[_nibbles(block_BX[:, 8:].reshape(-1, 8, 16))]),
+    "MXFP4": lambda block_BX: _FP4[_nibbles(block_BX[:, 1:])],
 }
 """The integers [B, N] of blocks: signed in int8, unsigned in uint8."""
 
 
-def _one(block_BX: Tensor) -> tuple[Tensor, None]:
+def _one(block_BX: _Array) -> tuple[_Array, None]:
     return _half(block_BX[:, :2]), None
 
 
-def _two(block_BX: Tensor) -> tuple[Tensor, Tensor]:
-    scale_B1, offset_B1 = _half(block_BX[:, :4]).chunk(2, dim=1)
-    return scale_B1, offset_B1
+def _two(block_BX: _Array) -> tuple[_Array, _Array]:
+    own_B2 = _half(block_BX[:, :4])
+    return own_B2[:, :1], own_B2[:, 1:]
 
 
-def _eight(block_BX: Tensor) -> tuple[Tensor, Tensor]:
+def _eight(block_BX: _Array) -> tuple[_Array, _Array]:
     """Read six bits of each group's scale and minimum, times the block's own."""
-    first_B4, second_B4, third_B4 = block_BX[:, 4:16].view(-1, 3, 4).unbind(1)
-    scale_B8 = torch.cat([first_B4 & 63, third_B4 & 15 | first_B4 >> 6 << 4], dim=1)
-    least_B8 = torch.cat([second_B4 & 63, third_B4 >> 4 | second_B4 >> 6 << 4], dim=1)
-    own_B1, least_B1 = _half(block_BX[:, :4]).chunk(2, dim=1)
-    return own_B1 * scale_B8.float(), -least_B1 * least_B8.float()
+    first_B4, second_B4, third_B4 = (block_BX[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
+    scale_B8 = np.concatenate([first_B4 & 63, third_B4 & 15 | first_B4 >> 6 << 4], axis=1)
+    least_B8 = np.concatenate([second_B4 & 63, third_B4 >> 4 | second_B4 >> 6 << 4], axis=1)
+    own_B2 = _half(block_BX[:, :4])
+    return own_B2[:, :1] * scale_B8, -own_B2[:, 1:] * least_B8
 
 
-def _sixteen(block_BX: Tensor) -> tuple[Tensor, None]:
-    return block_BX[:, 192:208].view(torch.int8).float() * _half(block_BX[:, 208:]), None
+def _sixteen(block_BX: _Array) -> tuple[_Array, None]:
+    return block_BX[:, 192:208].view(np.int8) * _half(block_BX[:, 208:]), None
 
 
-def _sixteen_pairs(block_BX: Tensor) -> tuple[Tensor, Tensor]:
+def _sixteen_pairs(block_BX: _Array) -> tuple[_Array, _Array]:
     """Read four bits of each group's scale and minimum, times the block's own."""
     both_BG, own_B2 = block_BX[:, :16], _half(block_BX[:, 80:])
-    return own_B2[:, :1] * (both_BG & 15).float(), -own_B2[:, 1:] * (both_BG >> 4).float()
+    return own_B2[:, :1] * (both_BG & 15), -own_B2[:, 1:] * (both_BG >> 4)
 
 
-def _sixteen_of_six_bits(block_BX: Tensor) -> tuple[Tensor, None]:
-    low_BG = _nibbles(block_BX[:, 96:104])
-    shift_4 = 2 * torch.arange(4, dtype=torch.uint8)[:, None]
-    high_BG = (block_BX[:, 104:108][:, None] >> shift_4 & 3).flatten(1)
-    scale_BG = (low_BG | high_BG << 4).view(torch.int8) - 32
-    return scale_BG.float() * _half(block_BX[:, 108:]), None
+def _sixteen_of_six_bits(block_BX: _Array) -> tuple[_Array, None]:
+    high_BG = _flat(block_BX[:, None, 104:108] >> _SHIFTS[:, None] & 3)
+    scale_BG = (_nibbles(block_BX[:, 96:104]) | high_BG << 4).view(np.int8) - np.int8(32)
+    return scale_BG * _half(block_BX[:, 108:]), None
 
 
-def _eight_of_six_bits(block_BX: Tensor) -> tuple[Tensor, None]:
-    low_B8 = torch.stack([block_BX[:, 4:8] & 15, block_BX[:, 4:8] >> 4], dim=-1).flatten(1)
-    shift_4 = 2 * torch.arange(4, dtype=torch.uint8)
-    high_B8 = (block_BX[:, 2:4, None] >> shift_4 & 3).flatten(1)
-    return ((low_B8 | high_B8 << 4).view(torch.int8) - 32).float() * _half(block_BX[:, :2]), None
+def _eight_of_six_bits(block_BX: _Array) -> tuple[_Array, None]:
+    low_B8 = _flat(np.stack([block_BX[:, 4:8] & 15, block_BX[:, 4:8] >> 4], axis=-1))
+    high_B8 = _flat(block_BX[:, 2:4, None] >> _SHIFTS & 3)
+    return ((low_B8 | high_B8 << 4).view(np.int8) - np.int8(32)) * _half(block_BX[:, :2]), None
 
 
-def _power(block_BX: Tensor) -> tuple[Tensor, None]:
+def _power(block_BX: _Array) -> tuple[_Array, None]:
     """Return 2 to the power of a byte less 128, through the bits of float32."""
-    byte_B1 = block_BX[:, :1].int()
-    bits_B1 = torch.where(byte_B1 < 2, 0x200000 << byte_B1.clamp(max=1), byte_B1 - 1 << 23)
-    return bits_B1.view(torch.float32), None
+    byte_B1 = block_BX[:, :1].astype(np.int32)
+    return np.where(byte_B1 < 2, 0x200000 << np.minimum(byte_B1, 1), byte_B1 - 1 << 23).view(np.float32), None
 
 
-_SCALES: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor | None]]] = {
-    **dict.fromkeys(("Q8_0", "Q5_0", "Q4_0"), _one),
+_SCALES: Mapping[str, Callable[[_Array], tuple[_Array, _Array | None]]] = {
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q4_0", "IQ4_NL"), _one),
     **dict.fromkeys(("Q4_1", "Q5_1"), _two),
     **dict.fromkeys(("Q4_K", "Q5_K"), _eight),
     "Q6_K": _sixteen,
     "Q2_K": _sixteen_pairs,
     "Q3_K": _sixteen_of_six_bits,
-    "IQ4_NL": _one,
     "IQ4_XS": _eight_of_six_bits,
     "MXFP4": _power,
 }

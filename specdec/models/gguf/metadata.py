@@ -118,7 +118,7 @@ class Metadata:
         entry = self.file.entries.get("rope_freqs.weight")
         if entry is None:
             return {"rope_type": "default", "rope_theta": theta}
-        divisor_N = widen(torch.from_numpy(entry.data.copy()), entry.kind, entry.shape)
+        divisor_N = widen(entry.data, entry.kind, entry.shape)
         low, high, context = 1.0, 4.0, 8192
         factor = round(float(divisor_N.max()), 3)
         wave_N = 2 * math.pi * theta ** (torch.arange(len(divisor_N)) / len(divisor_N))

@@ -4,9 +4,10 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.errors import CheckpointError
@@ -79,7 +80,7 @@ class GgufTensors:
     def __init__(self, path: Path) -> None:
         self._described = Described(open_files(path))
         self._names = dict(self._described.names())
-        self._parts: dict[str, tuple[Callable[[Tensor, Kind, tuple[int, ...]], Tensor], int]] = {}
+        self._parts: dict[str, tuple[Callable[[NDArray[Any], Kind, tuple[int, ...]], Tensor], int]] = {}
         """How a part of a matrix of integers is read, and how many inputs have one number in it."""
         for disk, name in self._described.names().items():
             form = self._described.form(disk, self._entry(disk))
@@ -107,7 +108,7 @@ class GgufTensors:
         """Return a tensor as the checkpoint had it, but for what was rounded."""
         entry = self._entry(disk)
         read, _ = self._parts.get(disk, (widen, 1))
-        made = read(torch.from_numpy(entry.data.copy()), entry.kind, entry.shape)
+        made = read(entry.data, entry.kind, entry.shape)
         recipe = self._described.recipe(disk)
         return recipe(made).contiguous() if recipe else made
 
