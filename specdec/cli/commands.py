@@ -160,6 +160,7 @@ WORDS = {
     "stored_types": "types of matrices in the GGUF file",
     "stored_bytes": "weights in the files",
     "stored_8bit_bytes": "those in 8 bits",
+    "stored_6bit_bytes": "those in 6 bits",
     "stored_4bit_bytes": "those in 4 bits",
     "weight_bytes": "weights in memory, without draft heads",
     "read_bytes_per_token": "weights read to decode one token",

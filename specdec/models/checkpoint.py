@@ -21,7 +21,7 @@ from specdec.config.folders import anew, has_file
 from specdec.errors import CheckpointError
 from specdec.models.files import GGUF, INDEX, SINGLE
 from specdec.models.folder import find_folder, short
-from specdec.models.gguf.tensors import GgufTensors
+from specdec.models.gguf.tensors import GgufTensors, Header
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -49,10 +49,14 @@ class TensorInfo(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+    stored: int | None = None
+    """Bytes on disk, where shape and type do not give them: a tensor may be a part of a GGUF file's."""
 
     @property
     def bytes(self) -> int:
         """Return the size of the tensor's data on disk."""
+        if self.stored is not None:
+            return self.stored
         return math.prod(self.shape) * (_DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 1)
 
 
@@ -177,7 +181,8 @@ class Checkpoint:
         """Return shape and type from the file's header, without reading the tensor."""
         if name not in self._infos:
             entry = self._files[self._file_of[name]].get_slice(name)
-            self._infos[name] = TensorInfo(tuple(entry.get_shape()), entry.get_dtype())
+            stored = entry.stored if isinstance(entry, Header) else None
+            self._infos[name] = TensorInfo(tuple(entry.get_shape()), entry.get_dtype(), stored)
         return self._infos[name]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -298,7 +298,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings
     stored = open_tensors(opened.checkpoint).sizes()
-    whole_bytes = stored.packed.bytes_by_bits if stored.packed else {4: 0, 8: 0}
+    whole_bytes = stored.packed.bytes_by_bits if stored.packed else {4: 0, 6: 0, 8: 0}
     footprint = measure_stored(opened.checkpoint, network, settings, opened.head)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
@@ -323,6 +323,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         **({"stored_types": types} if (types := opened.checkpoint.config.get(GGUF_TYPES)) else {}),
         "stored_bytes": stored.stored,
         "stored_8bit_bytes": stored.float8 + whole_bytes[8],
+        "stored_6bit_bytes": whole_bytes[6],
         "stored_4bit_bytes": whole_bytes[4],
         "weight_bytes": footprint.weight_bytes,
         "read_bytes_per_token": round(footprint.step_bytes(1)),

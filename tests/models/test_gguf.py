@@ -505,6 +505,8 @@ def test_integers_take_less_memory_than_the_checkpoint(
     config = EngineConfig(draft="none", memory_bytes=1 << 20, dtype="bfloat16")
     ours, theirs = (open_model(model, config).settings for model in (path, folder))
     assert ours.weight_bytes < theirs.weight_bytes / 2
+    stored, size = families.open_tensors(Checkpoint(path)).sizes().stored, path.stat().st_size
+    assert 0.8 * size < stored < size
 
 
 def test_one_of_several_files_must_be_named(tmp_path: Path) -> None:

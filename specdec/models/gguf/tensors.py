@@ -24,6 +24,8 @@ class Header(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+    stored: int
+    """Bytes in the file; of a matrix of integers all of them are the numbers'."""
 
     def get_shape(self) -> tuple[int, ...]:
         return self.shape
@@ -99,10 +101,11 @@ class GgufTensors:
         entry = self._entry(disk)
         if disk in self._parts:
             _, group = self._parts[disk]
-            return Header((entry.shape[0], entry.shape[1] // group), "I8" if group == 1 else "F16")
+            own = entry.shape[0], entry.shape[1] // group
+            return Header(own, "I8", entry.bytes) if group == 1 else Header(own, "F16", 0)
         recipe = self._described.recipe(disk)
         shape = entry.shape if recipe is None else recipe(torch.empty(entry.shape, device="meta")).shape
-        return Header(tuple(shape), self._described.dtype)
+        return Header(tuple(shape), self._described.dtype, entry.bytes)
 
     def get_tensor(self, disk: str) -> Tensor:
         """Return a tensor as the checkpoint had it, but for what was rounded."""
