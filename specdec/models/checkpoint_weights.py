@@ -63,6 +63,7 @@ class CheckpointWeights:
         self._read: set[str] = set()
         self._taken: set[str] = set()
         self._fp8_weights = announced is not None and announced.packed is None
+        self.is_packed = announced is not None and announced.packed is not None
         self._quantize, self._headers_only = quantize, headers_only
         self._widened: dict[str, None] = {}
         self._missing: list[str] = []

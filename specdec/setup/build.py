@@ -96,10 +96,7 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
         form = "kept, but for what these kernels widen" if on_gpu(settings.kernels) else "kept"
         form = form if kept else f"widened to {settings.dtype}, as these kernels need them"
         logger.log(logging.INFO if kept else logging.WARNING, "%s weights: %s", narrower, form)
-    packed = stored is not None and stored.packed is not None
-    with without_helpers() if packed else nullcontext():
-        filled = _fill(network_spec, weights, settings, opened.head, opened.shortlist_C)
-    return _put_together(filled, tokenizer, settings)
+    return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
 
 
 def build_random(
@@ -120,8 +117,7 @@ def build_random(
     )
     # Of weights that are drawn no token is commoner than another.
     shortlist_C = torch.arange(min(config.draft_vocab, network_spec.vocab)) if config.draft_vocab else None
-    source = head_of(settings.drafters, heads)
-    return _put_together(_fill(network_spec, weights, settings, source, shortlist_C), None, settings)
+    return _load(network_spec, weights, None, settings, head_of(settings.drafters, heads), shortlist_C)
 
 
 def _format(settings: Resolved) -> WeightFormat | None:
@@ -129,23 +125,26 @@ def _format(settings: Resolved) -> WeightFormat | None:
     return FORMATS[settings.quantize] if settings.quantize else None
 
 
-def _fill(
+def _load(
     network_spec: spec.Network,
     weights: CheckpointWeights | RandomWeights,
+    tokenizer: Tokenizer | None,
     settings: Resolved,
     source: HeadSource | None,
     shortlist_C: Tensor | None,
-) -> tuple[Network, Head | None, Copy | None]:
-    """Fill the network, and the head or the copy that drafts."""
+) -> Model:
+    """Fill the network, and the head or the copy that drafts, and put the loop together."""
     copied = CopiedWeights(weights) if has_copy(settings.drafters) else None
-    network = Network(
-        network_spec,
-        copied or weights,
-        load_kernels(settings.kernels),
-        max_length=settings.max_model_len,
-        device=settings.device,
-        shortlist_C=shortlist_C,
-    )
+    is_packed = isinstance(weights, CheckpointWeights) and weights.is_packed
+    with without_helpers() if is_packed else nullcontext():
+        network = Network(
+            network_spec,
+            copied or weights,
+            load_kernels(settings.kernels),
+            max_length=settings.max_model_len,
+            device=settings.device,
+            shortlist_C=shortlist_C,
+        )
     head: Head | None = None
     if source:
         head = load_head(
@@ -158,16 +157,9 @@ def _fill(
             quantize=_format(settings),
         )
     weights.finish()
-    return network, head, copied.copy(network) if copied else None
-
-
-def _put_together(
-    filled: tuple[Network, Head | None, Copy | None], tokenizer: Tokenizer | None, settings: Resolved
-) -> Model:
-    """Build the loop around what was filled."""
-    network, head, copy = filled
+    copy = copied.copy(network) if copied else None
     logger.info("kernels: %s", describe_kernels(settings.kernels))
-    why = "" if head or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
+    why = "" if source or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
     logger.info("drafters: %s%s", " and ".join(settings.drafters) or "none", why)
     return Model(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
 

@@ -195,6 +195,22 @@ def test_a_description_downloads_headers_alone(
         assert folder == whole
 
 
+def test_a_description_of_an_unread_type_downloads_no_more(
+    hub: Hub, repo: Repo, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a header that is cut is asked for again."""
+    from specdec.models.gguf import file
+
+    monkeypatch.setattr(file, "KINDS", {})
+    monkeypatch.setattr(headers, "FIRST_GGUF", len(data) - 1)
+    asked: list[int] = []
+    start = headers._start
+    monkeypatch.setattr(headers, "_start", lambda url, count: asked.append(count) or start(url, count))
+    with pytest.raises(CheckpointError, match="is stored as"):
+        headers.find_headers(HubName.parse(NAME), tmp_path)
+    assert asked == [len(data) - 1]
+
+
 def test_a_file_without_a_suffix_is_told_by_its_first_bytes(data: bytes, tmp_path: Path) -> None:
     (blob := tmp_path / "sha256-0123").write_bytes(data)
     (tmp_path / "other").write_bytes(b"GGU")

@@ -38,14 +38,15 @@ class Integers(NamedTuple):
     number_ND: Tensor
     """In int8, those of 4 and 6 bits too: they are packed where they are laid out."""
     scale: Tensor
-    """In float32 [N], with 8 bits and no zero points; else in 16 bits [N, D / group]."""
+    """In float32 [N], with 8 bits and no zero points; else [N, D / group], in 16 bits, or in float32 where
+    they are rounded as the matrix is laid out."""
     bits: int
     dtype: torch.dtype = torch.bfloat16
     """What the matrix stands for: the model's dtype."""
     zero_NG: Tensor | None = None
     """In int8, of each group the number that stands for 0; None: 0 does."""
     offset_NG: Tensor | None = None
-    """In float16, what is added to each weight of a group; None: nothing is."""
+    """What is added to each weight of a group; None: nothing is."""
     group: int = GROUP
     """Inputs that share a scale: `GROUP`, or `HALF` of it without zero points and offsets."""
 

@@ -23,8 +23,14 @@ CACHED = 1 << 18
 """Weights that are laid out together, which fit in a core's cache."""
 BY_OUTPUT, SCALES, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES = range(6)
 """What outputs or groups of integers have beside their numbers, as in integer.inc."""
+KINDS = {
+    4: (SCALES, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES),
+    6: (SCALES, ZEROS_BFLOAT16, OFFSETS, HALVES),
+    8: (BY_OUTPUT, SCALES, ZEROS, ZEROS_BFLOAT16),
+}
+"""Those that there are forms for, by bits."""
 RAISED = {8: 128, 6: 32, 4: 8}
-"""What is added to whole numbers of so many bits, so that none is below 0."""
+"""What is added to integers of so many bits, so that none is below 0."""
 
 
 class Panels(NamedTuple):
@@ -124,6 +130,7 @@ def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
             fours_NGF = np.concatenate([fours_NGF, upper[..., ::2] | upper[..., 1::2] << 4], axis=2)
         laid[first : first + count] = fours_NGF.reshape(count, PANEL, groups, -1).transpose(0, 2, 3, 1)
     scale, kind = _lay_scales(matrix, panels)
+    assert kind in KINDS[bits], f"{bits} bits have no form of kind {kind}"
     weight = torch.from_numpy(laid.view(np.uint8))
     return WholePanels(weight, scale, bias_N, outputs, bits, kind, matrix.dtype)
 
@@ -134,14 +141,15 @@ def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
         filled_N = matrix.scale.new_zeros(panels * PANEL)
         filled_N[: len(matrix.scale)] = matrix.scale
         return filled_N, BY_OUTPUT
-    scale_NG = sixteen_bits(matrix.scale)
-    assert scale_NG is not None, "checkpoints are read with scales of 16 bits"
+    is_pair = matrix.group == HALF or matrix.offset_NG is not None
+    exact_NG = None if is_pair else sixteen_bits(matrix.scale)
+    scale_NG = matrix.scale.half() if exact_NG is None else exact_NG
     beside, kind = [scale_NG], SCALES
     if matrix.group == HALF:
         scale_NG = torch.nn.functional.pad(scale_NG, (0, scale_NG.shape[1] % 2))
         beside, kind = [scale_NG[:, ::2], scale_NG[:, 1::2]], HALVES
     elif matrix.offset_NG is not None:
-        beside, kind = [scale_NG, matrix.offset_NG], OFFSETS
+        beside, kind = [scale_NG, matrix.offset_NG.half()], OFFSETS
     elif matrix.zero_NG is not None or scale_NG.dtype != torch.float16:
         zero_NG = torch.zeros_like(scale_NG) if matrix.zero_NG is None else matrix.zero_NG
         beside.append((zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype))

@@ -62,20 +62,22 @@ def integers(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
 
 
 def scales(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return what the integers are multiplied by, in float16 [N, groups]: those of K types are rounded."""
+    """Return what the integers are multiplied by [N, groups], in the type that `scale_type` names."""
     scale_BG, _ = _SCALES[kind.name](data_X.reshape(-1, kind.bytes))
-    return _halved(scale_BG, shape)
+    found = torch.from_numpy(np.ascontiguousarray(scale_BG)).view(shape[0], -1)
+    return found.half() if scale_type(kind) == "F16" else found
+
+
+def scale_type(kind: Kind) -> str:
+    """Return float16 for scales that are stored so, float32 for products of two numbers and for powers."""
+    return "F16" if kind.numbers == GROUP and kind.name != "MXFP4" else "F32"
 
 
 def offsets(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return what is added to the products of integers and scales, in float16 [N, groups]."""
+    """Return what is added to the products of integers and scales, in float32 [N, groups]."""
     scale_BG, offset_BG = _SCALES[kind.name](data_X.reshape(-1, kind.bytes))
     assert offset_BG is not None
-    return _halved(offset_BG + KEPT[kind.name].middle * scale_BG, shape)
-
-
-def _halved(own_BG: _Array, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(own_BG.astype(np.float16)).view(shape[0], -1)
+    return torch.from_numpy(offset_BG + KEPT[kind.name].middle * scale_BG).view(shape[0], -1)
 
 
 def _by_pieces(read: Callable[[_Array, Kind], _Array], data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:

@@ -25,6 +25,10 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 
 
+class TruncatedError(CheckpointError):
+    """The file ends before its header does, or claims more items than fit behind it."""
+
+
 class Kind(NamedTuple):
     """How a tensor's numbers are stored."""
 
@@ -128,8 +132,10 @@ class GgufFile:
                 self._refuse(name, f"it has the tensor {name} twice")
             entry = entry._replace(offset=start + entry.offset)
             if entry.offset + entry.bytes > len(self._data):
-                self._refuse(name, f"{name} ends behind the end of the file")
+                self._refuse(name, f"{name} extends past the end of the file")
             self.entries[name] = entry
+        if sum(entry.bytes for entry in self.entries.values()) > len(self._data):
+            self._refuse("model", "its tensors overlap")
 
     def _tensors(self, count: int) -> Iterator[tuple[str, Entry]]:
         for _ in range(count):
@@ -170,7 +176,9 @@ class GgufFile:
         count: int = self._scalar(10, field)
         if count > (len(self._data) - self._at) // least:
             self._refuse(
-                field, f"{field} says that {count:,} items follow, and the file is too short for them"
+                field,
+                f"{field} says that {count:,} items follow, and the file is too short for them",
+                kind=TruncatedError,
             )
         return count
 
@@ -189,10 +197,16 @@ class GgufFile:
     def _take(self, count: int, name: str) -> bytes:
         taken = self._data[self._at : self._at + count]
         if len(taken) < count:
-            self._refuse("model", f"it ends in the middle of {name}")
+            self._refuse("model", f"it ends in the middle of {name}", kind=TruncatedError)
         self._at += count
         return taken
 
-    def _refuse(self, field: str, why: str, remedy: str = "download it again") -> NoReturn:
+    def _refuse(
+        self,
+        field: str,
+        why: str,
+        remedy: str = "download it again",
+        kind: type[CheckpointError] = CheckpointError,
+    ) -> NoReturn:
         shown = f"{self.path.name}: {why}"
-        raise CheckpointError(f"{shown[:400]}; {remedy}", field=field[:200] or "model")
+        raise kind(f"{shown[:400]}; {remedy}", field=field[:200] or "model")

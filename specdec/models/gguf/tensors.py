@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.errors import CheckpointError
 from specdec.models.files import GGUF
 from specdec.models.gguf.architectures import Described
-from specdec.models.gguf.blocks import integers, offsets, scales, widen
+from specdec.models.gguf.blocks import integers, offsets, scale_type, scales, widen
 from specdec.models.gguf.file import Entry, GgufFile, Kind
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -102,7 +102,9 @@ class GgufTensors:
         if disk in self._parts:
             _, group = self._parts[disk]
             own = entry.shape[0], entry.shape[1] // group
-            return Header(own, "I8", entry.bytes) if group == 1 else Header(own, "F16", 0)
+            if group == 1:
+                return Header(own, "I8", entry.bytes)
+            return Header(own, "F32" if disk.endswith("_offset") else scale_type(entry.kind), 0)
         recipe = self._described.recipe(disk)
         shape = entry.shape if recipe is None else recipe(torch.empty(entry.shape, device="meta")).shape
         return Header(tuple(shape), self._described.dtype, entry.bytes)

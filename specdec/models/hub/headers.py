@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-from specdec.errors import CheckpointError
 from specdec.models.files import INDEX
 from specdec.models.hub.failures import RAISED, explain
 from specdec.models.hub.names import HubName, kept_as
@@ -67,7 +66,7 @@ def _describe(repository: Repository, weights: list[str], folder: Path) -> Path:
 def _dig_gguf(url: str, path: Path) -> None:
     """Write a GGUF file's header, whose length only shows as it is read, and the tensor that describes it."""
     # Imported late: other models need none of what reads GGUF.
-    from specdec.models.gguf.file import GgufFile
+    from specdec.models.gguf.file import GgufFile, TruncatedError
 
     count, entries = FIRST_GGUF, None
     while entries is None:
@@ -77,8 +76,8 @@ def _dig_gguf(url: str, path: Path) -> None:
             hollow.truncate(size)
         try:
             found = GgufFile(path).entries
-        except CheckpointError:
-            if len(start) == size:
+        except TruncatedError:
+            if len(start) == size or count > LONGEST:
                 raise
         else:
             # The header ends where the first tensor begins; zeros behind what came may read as its end.

@@ -38,6 +38,11 @@ def find_snapshot(name: HubName) -> Path:
     return repository.folder / gguf[0] if gguf else repository.folder
 
 
+def _is_inside(file: str) -> bool:
+    """Return whether a file's name is a path below a folder."""
+    return not {"", ".", ".."} & set(file.split("/")) and not any(sign in file for sign in "\\\0")
+
+
 def open_repository(name: HubName) -> Repository | Path:
     """Ask the hub what a name means now; where it does not say, return what is cached, if whole."""
     try:
@@ -45,7 +50,10 @@ def open_repository(name: HubName) -> Repository | Path:
         info = _describe(name)
         if not is_commit(info["sha"]):
             raise ValueError("it names no commit")
-        return Repository(name, info["sha"], frozenset(file["rfilename"] for file in info["siblings"]))
+        files = frozenset(file["rfilename"] for file in info["siblings"])
+        if any(not _is_inside(file) for file in files):
+            raise ValueError("it names files outside the repository")
+        return Repository(name, info["sha"], files)
     except RAISED as error:
         failure = explain(error, name)
         kept = None if isinstance(error, errors.RevisionNotFoundError) else find_cached(name)

@@ -157,19 +157,25 @@ class PackedMatrix(ABC):
             raise Unfit(f"{self.name}.{scales} holds scales or offsets that are no finite numbers")
         if not self.numbers.by_group:
             return Integers(number_ND, scale_NG[:, 0].float(), bits, dtype)
-        if scale_NG.dtype == torch.float32:
-            narrow_NG = scale_NG.half()
-            if not torch.equal(narrow_NG.float(), scale_NG):
-                raise Unfit(
-                    f"{self.name}.{scales} holds float32 scales of groups, which float16 would round; "
-                    "specdec needs them in 16 bits"
-                )
-            scale_NG = narrow_NG
+        scale_NG = self.narrow(scale_NG)
         repeat = (self.numbers.group or columns * group) // group
         scale_NG = scale_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
         if zero_NG is not None:
             zero_NG = zero_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
         return Integers(number_ND, scale_NG, bits, dtype, zero_NG, offset_NG, group)
+
+    def narrow(self, scale_NG: Tensor) -> Tensor:
+        """Return a group's scales in 16 bits; raise `Unfit` where that would round them."""
+        if scale_NG.dtype != torch.float32:
+            return scale_NG
+        narrow_NG = scale_NG.half()
+        if not torch.equal(narrow_NG.float(), scale_NG):
+            suffix = next(own for own in self.suffixes if "scale" in own)
+            raise Unfit(
+                f"{self.name}.{suffix} holds float32 scales of groups, which float16 would round; "
+                "specdec needs them in 16 bits"
+            )
+        return narrow_NG
 
     def zeros_as_announced(self, suffix: str, zero_NG: Tensor) -> Tensor | None:
         """Leave zero points out that the config announces to be the middle of the range."""

@@ -6,29 +6,46 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from specdec.kernels.linear.integers import HALF, sixteen_bits
 from specdec.models.fields import Fields
 from specdec.models.gguf.blocks import KEPT
 from specdec.models.layouts import Shape
-from specdec.models.packed.base import Numbers, PackedFormat, Part, Raw
+from specdec.models.packed.base import Numbers, PackedFormat, Part, Raw, Unfit
 from specdec.models.packed.compressed import PlainInts
 
 NAME = "gguf"
+LARGEST = 65504
+"""Of float16."""
 OFFSET = "weight_offset"
 
 
 @dataclass(frozen=True, slots=True)
 class GgufInts(PlainInts):
-    """weight [N, K] in int8, weight_scale and weight_offset [N, G] in float16."""
+    """weight [N, K] in int8, weight_scale [N, G] in float16 or float32, weight_offset [N, G] in float32."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", OFFSET)
 
     def parts(self, shape: Shape) -> Mapping[str, Part]:
-        by_group = Part((shape[0], self.numbers.groups(shape[1])), ("F16",))
+        by_group = Part((shape[0], self.numbers.groups(shape[1])), ("F16", "F32"))
         found = {"weight": Part(shape, ("I8",)), "weight_scale": by_group}
         return {**found, OFFSET: by_group} if self.numbers.offsets else found
 
+    def narrow(self, scale_NG: Tensor) -> Tensor:
+        """Return scales as they are: they are rounded to float16 where the matrix is laid out."""
+        is_pair = self.numbers.offsets or self.numbers.group == HALF
+        if is_pair or sixteen_bits(scale_NG) is None:
+            self._check(scale_NG)
+        return scale_NG
+
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
-        return Raw(tensors["weight"], tensors["weight_scale"], offset_NG=tensors.get(OFFSET))
+        offset_NG = tensors.get(OFFSET)
+        if offset_NG is not None:
+            self._check(offset_NG)
+        return PlainInts.unpack(self, shape, tensors)._replace(offset_NG=offset_NG)
+
+    def _check(self, own_NG: Tensor) -> None:
+        if bool((own_NG.abs() > LARGEST).any()):
+            raise Unfit(f"{self.name}.weight holds scales or offsets above {LARGEST:,}, the most of float16")
 
 
 def read_format(fields: Fields) -> PackedFormat:
