@@ -156,7 +156,7 @@ class LlamaCppPeer:
         )
         try:
             self._wait()
-            self.props: Mapping[str, Any] = self._ask("/props")
+            self.props: Mapping[str, Any] = self.ask("/props")
         except BaseException:
             self.close()
             raise
@@ -172,7 +172,7 @@ class LlamaCppPeer:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        reply = self._ask("/completion", body)
+        reply = self.ask("/completion", body)
         rows = sorted(reply if isinstance(reply, list) else [reply], key=lambda row: int(row["index"]))
         timings = [row["timings"] for row in rows]
         read = [timing["prompt_n"] for timing in timings]
@@ -233,7 +233,7 @@ class LlamaCppPeer:
             field="peers",
         )
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = json.dumps(body).encode() if body is not None else None
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:

@@ -191,6 +191,21 @@ def published(
     return Integers(number_ND, scale_NG, bits, dtype, zero_NG if zeros else None)
 
 
+@pytest.mark.parametrize("inputs", [64, 200])
+@pytest.mark.parametrize("kind", ["symmetric", "offsets", "halves", "zeros"])
+def test_widened_weights_are_those_that_are_multiplied(kind: str, inputs: int) -> None:
+    """A group with one activation of 127 is rounded to that number exactly."""
+    shape = (5, inputs)
+    matrix = (
+        published(4, 32, True, torch.float16, torch.float32, shape)
+        if kind == "zeros"
+        else of_file(6, kind, torch.float32, shape)
+    )
+    exact_ND = integers.multiply(127 * torch.eye(inputs), matrix).T / 127
+    torch.testing.assert_close(matrix.wide().double(), exact_ND, rtol=1e-6, atol=1e-5)
+    assert matrix.wide().is_contiguous()
+
+
 @in_c
 @TYPES
 @pytest.mark.parametrize(("bits", "group", "zeros", "scales"), PUBLISHED)

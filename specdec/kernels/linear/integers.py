@@ -101,12 +101,13 @@ class Integers(NamedTuple):
         """Return the weights in float32."""
         if not self.by_group:
             return self.number_ND * self.scale[:, None]
-        scale_ND = self._spread(self.scale.float())
+        number_NGI = _grouped(self.number_ND, self.group)
+        if self.zero_NG is not None:
+            number_NGI = number_NGI.short() - self.zero_NG[..., None]
+        wide_NGI = number_NGI * self.scale.float()[..., None]
         if self.offset_NG is not None:
-            return self.number_ND * scale_ND + self._spread(self.offset_NG.float())
-        if self.zero_NG is None:
-            return self.number_ND * scale_ND
-        return (self.number_ND.short() - self._spread(self.zero_NG)) * scale_ND
+            wide_NGI += self.offset_NG.float()[..., None]
+        return wide_NGI.flatten(1)[:, : self.shape[1]].contiguous()
 
     def _spread(self, own_NG: Tensor) -> Tensor:
         """Return what belongs to each entry."""
@@ -211,10 +212,10 @@ def multiply(x_TD: Tensor, matrix: Integers) -> Tensor:
     return x_TD @ weight_ND.T
 
 
-def _grouped(x_ND: Tensor) -> Tensor:
+def _grouped(x_ND: Tensor, group: int = GROUP) -> Tensor:
     """View columns in groups, of which the last is filled up."""
-    missing = -x_ND.shape[1] % GROUP
-    return torch.nn.functional.pad(x_ND, (0, missing)).view(len(x_ND), -1, GROUP)
+    missing = -x_ND.shape[1] % group
+    return torch.nn.functional.pad(x_ND, (0, missing)).view(len(x_ND), -1, group)
 
 
 def _to_int8(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
