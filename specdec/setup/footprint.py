@@ -22,8 +22,9 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle import find_head
 from specdec.models.families import open_tensors, stored_numbers
 from specdec.models.feed_forward import MoE
-from specdec.models.files import GGUF_TYPES
+from specdec.models.files import GGUF, GGUF_TYPES
 from specdec.models.formats import FORMATS, WeightFormat
+from specdec.models.gguf.tensors import open_files
 from specdec.models.heads import HeadSource
 from specdec.models.mixers.shared_block import SHARED
 from specdec.models.network import MTPHead, Network
@@ -299,6 +300,15 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     network, settings = opened.network, opened.settings
     stored = open_tensors(opened.checkpoint).sizes()
     whole_bytes = stored.packed.bytes_by_bits if stored.packed else {4: 0, 8: 0}
+    on_disk: dict[str, Any] = {
+        "stored_bytes": stored.stored,
+        "stored_8bit_bytes": stored.float8 + whole_bytes[8],
+        "stored_4bit_bytes": whole_bytes[4],
+    }
+    if types := opened.checkpoint.config.get(GGUF_TYPES):
+        # Its tensors are announced as they are unpacked, with a byte for each integer.
+        entries = open_files(opened.checkpoint.folder / GGUF).entries.values()
+        on_disk = {"stored_types": types, "stored_bytes": sum(entry.bytes for entry in entries)}
     footprint = measure_stored(opened.checkpoint, network, settings, opened.head)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
@@ -320,10 +330,7 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "mtp_parameters": footprint.mtp_parameters,
         "eagle_parameters": footprint.eagle_parameters,
         "heads": ", ".join(heads) or "none",
-        **({"stored_types": types} if (types := opened.checkpoint.config.get(GGUF_TYPES)) else {}),
-        "stored_bytes": stored.stored,
-        "stored_8bit_bytes": stored.float8 + whole_bytes[8],
-        "stored_4bit_bytes": whole_bytes[4],
+        **on_disk,
         "weight_bytes": footprint.weight_bytes,
         "read_bytes_per_token": round(footprint.step_bytes(1)),
         "kv_dtype": str(layout.page_dtype).removeprefix("torch."),
