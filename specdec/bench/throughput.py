@@ -32,6 +32,7 @@ from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import stored_format
+from specdec.models.files import GGUF_TYPES
 from specdec.setup.footprint import Footprint, measure_stored
 
 WINDOW_ROUNDS = 30
@@ -78,6 +79,12 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
         if options.model
         else cached_checkpoint(shape_config(options.shape), seed=options.seed or 0)
     )
+    if options.model and Checkpoint(folder).config.get(GGUF_TYPES):
+        raise ConfigError(
+            "model: its tokens are compared with those of transformers, which needs safetensors; give such a "
+            "checkpoint instead of a GGUF file, or use specdec serve and specdec bench serve URL",
+            field="model",
+        )
     engine = EngineRunner.load(folder, _with_room(config, options))
     settings, spec = engine.model.settings, engine.model.network.spec
     oracle = TransformersPeer(folder, dtype=settings.dtype, device=settings.device)

@@ -336,7 +336,7 @@ def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed:
     if packed:
         if quantize:
             raise ConfigError(
-                f"quantize: the checkpoint's matrices are whole numbers already ({packed}), and are not "
+                f"quantize: the checkpoint's matrices are integers already ({packed}), and are not "
                 f"rounded to {quantize} again; leave it out, or take the checkpoint that was not quantised.",
                 field="quantize",
             )

@@ -434,6 +434,8 @@ def test_what_is_piped_in_is_one_turn(monkeypatch: pytest.MonkeyPatch, capsys: C
     captured = capsys.readouterr()
     assert ">>>" not in captured.out and "\x1b" not in captured.out and captured.out.endswith("\n")
     assert re.search(r"^8 tokens · .* cached$", captured.err, re.MULTILINE)
+    assert main(["chat", "tiny", *SMALL, "--max-tokens", "8", "-p", "def f(x):\n\n/help"]) == 0
+    assert capsys.readouterr().out == captured.out, "the last newline is not part of the message"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     assert main(["chat", "tiny"]) == 2
     assert main(["chat", "tiny", "--message", "\udcff"]) == 2

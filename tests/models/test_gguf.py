@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec.config.engine import EngineConfig
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, ConfigError
 from specdec.kernels.linear.integers import Integers
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
@@ -240,7 +240,9 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows, and the columns of the last projection, move with the scales of their blocks."""
+    from specdec.bench import throughput
     from specdec.bench.gguf_model import write_gguf
+    from specdec.bench.options import ThroughputOptions
     from tests.bench.suited import SUITED
     from tests.conftest import HYBRID
 
@@ -248,6 +250,10 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
     heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     folder, path = checkpoint(HYBRID, **{**SUITED, **heads}), tmp_path / "small.gguf"
     write_gguf(Checkpoint(folder), path, "Q8_0")
+    described = describe_model(path, EngineConfig(memory_bytes=1 << 26), [])
+    assert described["stored_bytes"] == sum(int(own.n_bytes) for own in gguf.GGUFReader(path).tensors)
+    with pytest.raises(ConfigError, match="needs safetensors"):
+        throughput.benchmark(ThroughputOptions(model=path), EngineConfig())
     found, expected = Checkpoint(path), Checkpoint(folder)
     kept = [name.removesuffix("_scale") for name in found.names() if name.endswith("_scale")]
     assert {name.rpartition("linear_attn.")[2] for name in kept} >= {"in_proj_qkv.weight", "out_proj.weight"}

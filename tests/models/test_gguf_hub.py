@@ -207,7 +207,7 @@ def test_a_description_of_an_unread_type_downloads_no_more(
     start = headers._start
     monkeypatch.setattr(headers, "_start", lambda url, count: asked.append(count) or start(url, count))
     with pytest.raises(CheckpointError, match="is stored as"):
-        headers.find_headers(HubName.parse(NAME), tmp_path)
+        headers.find_headers(HubName(NAME), tmp_path)
     assert asked == [len(data) - 1]
 
 

@@ -83,7 +83,7 @@ def _chat(args: argparse.Namespace) -> Run:
     folder, config = find_models(args.model, config)
     message = args.message
     if message is None and not (sys.stdin and sys.stdin.isatty()):
-        message = read_text(None, "standard input") if sys.stdin else ""
+        message = read_text(None, "standard input").removesuffix("\n") if sys.stdin else ""
     if message is not None and not message.strip():
         raise RequestError("message: it is empty; give --message, or pipe a text in.", field="message")
     from specdec.cli.chat.run import Opening, chat

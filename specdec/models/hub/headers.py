@@ -1,8 +1,10 @@
 """What a model on the hub is made of, without its weights: the headers of its files, and no tensor."""
 
+import os
 import shutil
 from pathlib import Path
 
+from specdec.errors import CheckpointError
 from specdec.models.files import INDEX
 from specdec.models.hub.failures import RAISED, explain
 from specdec.models.hub.names import HubName, kept_as
@@ -68,22 +70,21 @@ def _dig_gguf(url: str, path: Path) -> None:
     # Imported late: other models need none of what reads GGUF.
     from specdec.models.gguf.file import GgufFile, TruncatedError
 
-    count, entries = FIRST_GGUF, None
-    while entries is None:
+    count = FIRST_GGUF
+    while True:
         start, size = _start(url, count)
-        with path.open("wb") as hollow:
-            hollow.write(start)
-            hollow.truncate(size)
+        path.write_bytes(start)
         try:
-            found = GgufFile(path).entries
+            GgufFile(path)
         except TruncatedError:
-            if len(start) == size or count > LONGEST:
-                raise
-        else:
-            # The header ends where the first tensor begins; zeros behind what came may read as its end.
-            first = min((own.offset for own in found.values()), default=0)
-            entries = found if first <= len(start) else None
-        count *= 4
+            if len(start) < size and count <= LONGEST:
+                count *= 4
+                continue
+        except CheckpointError:
+            pass  # tensors lie behind what was downloaded, or it is said below what is wrong
+        break
+    os.truncate(path, size)
+    entries = GgufFile(path).entries
     if entry := entries.get(DIVISORS):
         with open_stream(url, f"{entry.offset}-{entry.offset + entry.bytes - 1}") as response:
             if first_byte(response) != entry.offset:
