@@ -358,7 +358,7 @@ WRONG: list[tuple[str, Change, str, str]] = [
     ("gptq", change("qweight", lambda v: v[:-1]), f"{MLP}.qweight", "is [31, 384], config.json makes it [32"),
     ("gptq", change("scales", lambda v: v[:, :-8]), f"{MLP}.scales", "config.json makes it [2, 384]"),
     ("gptq", change("qweight", Tensor.float), f"{MLP}.qweight", "stored as F32, specdec reads I32"),
-    ("gptq", change("scales", lambda v: with_first(v, torch.inf)), f"{MLP}.scales", "no finite numbers"),
+    ("gptq", change("scales", lambda v: with_first(v, torch.inf)), f"{MLP}.scales", "NaN or Inf"),
     ("gptq", change("qzeros", lambda v: with_first(v, 0x77777778)), f"{MLP}.qzeros", "announces symmetric"),
     ("gptq v1, asymmetric", change("qzeros", lambda v: with_first(v, 15)), f"{MLP}.qzeros", "'gptq_v2'"),
     ("gptq", change("g_idx", lambda v: v.flip(0)), f"{MLP}.g_idx", "desc_act false"),

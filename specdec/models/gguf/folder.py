@@ -49,7 +49,7 @@ def describe(path: Path, within: Path | None = None) -> Path:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
-            f"what is read of {path.name} is kept in {cache}, where that fails ({error}); make "
+            f"cannot write the description of {path.name} to {cache} ({error}); make "
             "room, or set XDG_CACHE_HOME to a folder that can be written to",
             field="model",
         ) from error

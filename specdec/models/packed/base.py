@@ -154,7 +154,7 @@ class PackedMatrix(ABC):
         columns = -(-shape[1] // group)
         scales = next(suffix for suffix in self.suffixes if "scale" in suffix)
         if not bool(scale_NG.isfinite().all()) or not (offset_NG is None or bool(offset_NG.isfinite().all())):
-            raise Unfit(f"{self.name}.{scales} holds scales or offsets that are no finite numbers")
+            raise Unfit(f"{self.name}.{scales} holds NaN or Inf")
         if not self.numbers.by_group:
             return Integers(number_ND, scale_NG[:, 0].float(), bits, dtype)
         scale_NG = self.narrow(scale_NG)
