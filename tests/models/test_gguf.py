@@ -261,6 +261,15 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
         own = found.tensor(name) * found.tensor(f"{name}_scale").float().repeat_interleave(32, 1)
         wide = expected.tensor(name).float()
         assert (own - wide).norm() < 0.01 * wide.norm(), name
+    # Blocks of K types are too wide for so small a model: their scales, of 32 or 16 columns, by themselves.
+    described = Described(GgufFile(path))
+    for name in kept:
+        number_ND, recipe = found.tensor(name).float(), described.recipe(name) or (lambda own: own)
+        for group in (16, 32):
+            scale_NG = torch.rand(number_ND.shape[0], number_ND.shape[1] // group)
+            moved_NG = (described.recipe(f"{name}_scale") or (lambda own: own))(scale_NG)
+            expected = recipe(number_ND * scale_NG.repeat_interleave(group, 1))
+            assert torch.equal(recipe(number_ND) * moved_NG.repeat_interleave(group, 1), expected), name
 
 
 def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:
@@ -378,6 +387,21 @@ def test_metadata_and_tensors_are_those_that_gguf_wrote(small: bytes, tmp_path: 
     assert file.metadata["tests.numbers"].tolist() == [1, 2, 3]
     entry = file.entries["token_embd.weight"]
     assert entry.shape == (2, 32) and entry.data.view(np.float32).tolist() == list(range(64))
+
+
+@pytest.mark.parametrize(("count", "is_read"), [(1, True), (4, False)])
+def test_tensors_that_share_their_bytes_are_refused(count: int, is_read: bool, tmp_path: Path) -> None:
+    """Or a small file could describe more tensors than memory holds."""
+    header = b"GGUF" + struct.pack("<IQQ", 3, count, 0)
+    for i in range(count):
+        header += struct.pack("<Q1sIQIQ", 1, b"abcd"[i : i + 1], 1, 64, 0, 0)  # 64 numbers in float32, at 0
+    path = tmp_path / "small.gguf"
+    path.write_bytes(header + bytes(-len(header) % 32 + 256))
+    if is_read:
+        assert len(GgufFile(path).entries) == count
+    else:
+        with pytest.raises(CheckpointError, match="its tensors overlap"):
+            GgufFile(path)
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=EXHAUSTIVE)])

@@ -1,4 +1,4 @@
-"""Weights of whole numbers in 8 or 4 bits: with a scale for each output, or for 32 inputs of one.
+"""Integer weights of 8, 6 or 4 bits: with a scale for each output, or for each 32 or 16 inputs of one.
 
 What is rounded here is symmetric; what others rounded and published may have zero points beside its scales,
 offsets (GGUF's Q4_1, Q4_K and Q5_K), or scales of 16 inputs (its Q6_K).
