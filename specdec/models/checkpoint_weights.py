@@ -116,12 +116,12 @@ class CheckpointWeights:
 
     @property
     def failed(self) -> bool:
-        """Tell whether something is wrong already."""
+        """Whether something is wrong already."""
         return bool(self._missing or self._misshapen)
 
     @property
     def unused(self) -> bool:
-        """Tell whether what recipes make is not used: there is an error to tell, or only headers are read."""
+        """Whether results are discarded: there is an error to report, or only headers are read."""
         return self.failed or self._headers_only
 
     def _make(self, name: str, shape: Shape, reader: "_Reader") -> Matrix:
@@ -142,7 +142,7 @@ class CheckpointWeights:
         return self._checkpoint.shape(disk)[0] if disk in self._checkpoint else None
 
     def has(self, name: str) -> bool:
-        """Tell whether the checkpoint holds a canonical tensor (or its first expert)."""
+        """Return whether the checkpoint holds a canonical tensor (or its first expert)."""
         return self._source(name, 1) is not None
 
     def within(self, prefix: str) -> Weights:

@@ -16,7 +16,7 @@ from specdec.models.packed.base import Numbers, PackedMatrix, Part
 
 @dataclass(frozen=True, slots=True)
 class PackedSizes:
-    """What matrices of whole numbers take."""
+    """Sizes of matrices of integers."""
 
     format: str
     bytes_by_bits: Mapping[int, int]
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 
 class Tensors:
-    """Name a checkpoint's tensors as if no matrix were packed, and read those that are."""
+    """Present a checkpoint's tensors as if no matrix were packed, and read those that are."""
 
     def __init__(self, checkpoint: Checkpoint, announced: Announced | None) -> None:
         packed = announced and announced.packed
@@ -58,7 +58,7 @@ class Tensors:
         self.names = frozenset(checkpoint.names()) - parts | self._packed.keys()
 
     def numbers(self, name: str) -> Numbers | None:
-        """Tell how a matrix's whole numbers are stored; None: it has none."""
+        """Return how a matrix's integers are stored; None: it has none."""
         return self._packed[name].numbers if name in self._packed else None
 
     def bytes(self, name: str) -> int:
@@ -67,13 +67,13 @@ class Tensors:
         return sum(self._checkpoint.info(own).bytes for own in disk)
 
     def missing(self, name: str, shape: Shape) -> Iterator[str]:
-        """Name the parts that a packed matrix lacks."""
+        """Yield the parts that a packed matrix lacks."""
         for disk, (own, _) in self._parts(name, shape).items():
             if disk not in self._checkpoint:
                 yield f"{disk} {list(own)}, a part of {name}"
 
     def misshapen(self, name: str, shape: Shape) -> Iterator[str]:
-        """Say what is wrong with the parts of a packed matrix that are there."""
+        """Yield what is wrong with the parts of a packed matrix that are present."""
         if len(shape) != 2:
             yield f"{name} is stored in whole numbers, which specdec reads of matrices alone"
         for disk, (own, dtypes) in self._parts(name, shape).items():
@@ -95,7 +95,7 @@ class Tensors:
         return matrix.read(shape, tensors, dtype)
 
     def is_idle_bias(self, name: str) -> bool:
-        """Tell whether a tensor is the bias of zeros that some tools store beside each packed matrix."""
+        """Return whether a tensor is the zero bias that some tools store beside each packed matrix."""
         stem, _, leaf = name.rpartition(".")
         beside = leaf == "bias" and f"{stem}.weight" in self._packed
         return beside and not bool(self._checkpoint.tensor(name).any())

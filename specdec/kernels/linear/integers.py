@@ -76,7 +76,7 @@ class Integers(NamedTuple):
         return self._kind() == other._kind()
 
     def above(self, below: "Integers") -> "Integers | None":
-        """Put a matrix below this one; None: they are not alike."""
+        """Stack a matrix below this one; None if their kinds differ."""
         if not self.is_like(below):
             return None
         parts = below._tensors()

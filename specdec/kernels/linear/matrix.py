@@ -36,7 +36,7 @@ def expert_of(matrix: Matrix, expert: int) -> Matrix:
 
 
 def join(parts: Sequence[Matrix]) -> list[Matrix]:
-    """Put matrices of one width below one another where they are alike.
+    """Stack matrices of one width where their kinds are the same.
 
     What cannot be joined stays a part of its own.
     """

@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 
 def fits_tiles(matrix: Integers) -> bool:
-    """Tell whether a matrix is of a kind that is rounded here; published ones may be of others."""
+    """Return whether a matrix is of a kind that `quantize` produces; published ones may be of others."""
     plain = matrix.zero_NG is None and matrix.offset_NG is None and matrix.group == GROUP
     return plain and matrix.bits != 6 and matrix.by_group == (matrix.bits == 4)
 

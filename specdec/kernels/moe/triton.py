@@ -104,8 +104,10 @@ class Tiling(NamedTuple):
 
 def tiling(height: int, *, gated: bool) -> Tiling:
     """Choose the tile of a program by the tokens in it."""
+    if height <= 16 and not gated:
+        return Tiling(128, 2, 3)
     if height <= 32:
-        return Tiling(32, 4, 4) if gated else Tiling(128, 2, 3)
+        return Tiling(32 if gated else 64, 4, 4)
     return Tiling(64, 4 if height == 64 else 8, 3)
 
 

@@ -105,7 +105,7 @@ def _lay(weight_ND: Tensor, bias_N: Tensor | None) -> Panels:
 
 
 def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
-    """Put four inputs of 16 outputs beside each other, and below 8 bits two such pieces of a group in one.
+    """Interleave fours of inputs of 16 outputs; below 8 bits pack two of a group into the same bytes.
 
     In numpy, some panels at a time: torch's threads wait for each other in every operation, which takes ten
     times as long where other processes are busy.

@@ -27,7 +27,7 @@ ATTENTION: Mapping[str, str] = {
 
 
 def gated(file: str, disk: str) -> dict[str, str]:
-    """Name the three matrices of a gated feed-forward; braces stand for gate, up and down."""
+    """Return the names of a gated feed-forward's matrices; braces stand for gate, up and down."""
     return {file.format(part): disk.format(part) for part in ("gate", "up", "down")}
 
 
@@ -74,7 +74,7 @@ def as_stored(metadata: Metadata, own_X: Tensor) -> Tensor:
 
 
 def subtract_one(metadata: Metadata, own_X: Tensor) -> Tensor:
-    """Take back the one that was added to a norm's weight."""
+    """Subtract the one that the converter adds to a norm's weight."""
     return own_X - 1
 
 

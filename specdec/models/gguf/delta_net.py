@@ -103,7 +103,7 @@ _VALUES = ("in_proj_z.weight", "out_proj.weight")
 
 
 def _in_order(part: str, metadata: Metadata, own_X: Tensor) -> Tensor:
-    """Put value heads in a checkpoint's order: in a file key heads take turns.
+    """Reorder tiled value heads (key heads vary fastest) to a checkpoint's grouped order.
 
     A tensor of another shape than the metadata say stays, and is reported where shapes are compared.
     """

@@ -12,7 +12,7 @@ from specdec.models.gguf.metadata import FULL, LINEAR, Metadata
 
 
 def _mixers(home: str, *, full_rank: bool) -> dict[str, str]:
-    """Name the tensors of both mixers."""
+    """Return the names of both mixers' tensors."""
     gates = {f"ssm_{own}_{part}": f"{own}_{part}_proj" for own in "fg" for part in "ab"}
     if full_rank:
         gates = {"ssm_f_a": "f_proj", "ssm_g_a": "g_proj", "attn_gate": "g_proj"}

@@ -21,7 +21,7 @@ from specdec.models.gguf.metadata import FULL, LINEAR, Metadata
 
 
 def mixer(home: str) -> dict[str, str]:
-    """Name the tensors of Mamba-2, and those that Mamba-1 shares."""
+    """Return the names of Mamba-2's tensors, which Mamba-1 shares in part."""
     return {
         "ssm_in": f"{home}.in_proj",
         "ssm_conv1d": f"{home}.conv1d",
@@ -34,7 +34,7 @@ def mixer(home: str) -> dict[str, str]:
 
 
 def _first_mixer(home: str) -> dict[str, str]:
-    """Name the tensors of Mamba-1."""
+    """Return the names of Mamba-1's tensors."""
     steps = {"ssm_x": f"{home}.x_proj", "ssm_dt": f"{home}.dt_proj", "ssm_dt.bias": f"{home}.dt_proj.bias"}
     return {**mixer(home), **steps}
 

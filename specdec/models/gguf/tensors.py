@@ -35,7 +35,7 @@ class Header(NamedTuple):
 
 
 def parts(path: Path) -> list[Path]:
-    """Name the files of a model: those of one that is split are told by their names."""
+    """Return the files of a model: one, or the parts of a split one that exist."""
     found = _PART.fullmatch(path.name)
     if not found:
         return [path]

@@ -183,7 +183,7 @@ class Vocabulary:
         return made
 
     def _surround(self, made: Tokenizer) -> None:
-        """Have BOS and EOS put around texts."""
+        """Add the post-processor that puts BOS and EOS around texts."""
         around = {
             name: self.tokens[own]
             for name, assumed in (("bos", self._assumed.adds_bos), ("eos", self._assumed.adds_eos))

@@ -48,7 +48,7 @@ class HubName(NamedTuple):
 
 
 def is_commit(revision: str) -> bool:
-    """Tell whether a revision is a whole commit id, which always means the same files."""
+    """Return whether a revision is a full commit id, which always means the same files."""
     return _COMMIT.fullmatch(revision) is not None
 
 

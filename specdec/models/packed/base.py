@@ -67,12 +67,12 @@ class Numbers:
 
     @property
     def by_group(self) -> bool:
-        """Tell whether scales are kept by group; one of an output may be, for only 8 bits need no group's."""
+        """Whether scales are kept by group; without groups only 8 bits keep one for each output."""
         return self.bits == 4 or self.group is not None or not self.symmetric
 
     @property
     def fits_tiles(self) -> bool:
-        """Tell whether a GPU's kernels keep them as they are, as `triton_integers.fits_tiles` does."""
+        """Whether a GPU's kernels keep them packed, as `triton_integers.fits_tiles` decides."""
         is_plain = self.symmetric and not self.offsets and self.group != HALF
         return is_plain and self.bits != 6 and self.by_group == (self.bits == 4)
 
@@ -107,7 +107,7 @@ class Raw(NamedTuple):
 
 
 class Unfit(Exception):
-    """Say of a tensor, named first, what is wrong with the numbers in it."""
+    """A tensor, named first in the message, holds numbers that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +126,18 @@ class PackedMatrix(ABC):
 
     @classmethod
     def is_at(cls, checkpoint: Checkpoint, name: str) -> bool:
-        """Tell whether a tensor with the marker stands for a matrix of this kind."""
+        """Return whether a tensor with the marker belongs to a matrix of this kind."""
         return True
 
     @property
     def disk(self) -> tuple[str, ...]:
-        """Name its tensors."""
+        """Return its tensors' names."""
         return tuple(f"{self.name}.{suffix}" for suffix in self.held)
 
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """Tell the matrix's size by those of its tensors, which were checked."""
+        """Return the matrix's shape, from those of its tensors, which were checked."""
 
     @abstractmethod
     def parts(self, shape: Shape) -> Mapping[str, Part]:
@@ -145,7 +145,7 @@ class PackedMatrix(ABC):
 
     @abstractmethod
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
-        """Take the numbers out of their words."""
+        """Unpack the integers."""
 
     def read(self, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Integers:
         """Make the matrix of its tensors, as it is multiplied; nothing is rounded."""
