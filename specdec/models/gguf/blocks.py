@@ -63,7 +63,7 @@ def integers(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
 
 def scales(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return what the integers are multiplied by [N, groups], in the type that `scale_type` names."""
-    scale_BG, _ = _SCALES[kind.name](data_X.reshape(-1, kind.bytes))
+    scale_BG, _ = _read_scales(data_X, kind)
     found = torch.from_numpy(np.ascontiguousarray(scale_BG)).view(shape[0], -1)
     return found.half() if scale_type(kind) == "F16" else found
 
@@ -75,16 +75,23 @@ def scale_type(kind: Kind) -> str:
 
 def offsets(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return what is added to the products of integers and scales, in float32 [N, groups]."""
-    scale_BG, offset_BG = _SCALES[kind.name](data_X.reshape(-1, kind.bytes))
+    scale_BG, offset_BG = _read_scales(data_X, kind)
     assert offset_BG is not None
-    return torch.from_numpy(offset_BG + KEPT[kind.name].middle * scale_BG).view(shape[0], -1)
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(offset_BG + KEPT[kind.name].middle * scale_BG).view(shape[0], -1)
+
+
+def _read_scales(data_X: _Array, kind: Kind) -> tuple[_Array, _Array | None]:
+    with np.errstate(all="ignore"):
+        return _SCALES[kind.name](data_X.reshape(-1, kind.bytes))
 
 
 def _by_pieces(read: Callable[[_Array, Kind], _Array], data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:
     block_BX, out_BN = data_X.reshape(-1, kind.bytes), out_X.numpy().reshape(-1, kind.numbers)
     together = PIECE // kind.bytes
-    for first in range(0, len(block_BX), together):
-        out_BN[first : first + together] = read(block_BX[first : first + together], kind)
+    with np.errstate(all="ignore"):  # of NaN and Inf in damaged files
+        for first in range(0, len(block_BX), together):
+            out_BN[first : first + together] = read(block_BX[first : first + together], kind)
     return out_X
 
 

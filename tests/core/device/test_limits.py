@@ -56,7 +56,10 @@ def test_the_kernels_that_users_get_take_every_width(
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [4, 5]]
     with SpecEngine(folder, graphs=True, **fields) as engine, SpecEngine(folder, **fields) as host:
         assert engine.generate(prompts, GREEDY)[0].token_ids == host.generate(prompts, GREEDY)[0].token_ids
-        assert engine.model.loop.runner is not None and engine.model.loop.runner.steps > 0
+        assert (runner := engine.model.loop.runner) is not None
+        assert (
+            adaptive or runner.steps > 0
+        )  # by its measurements a policy may draft nothing, where others are busy
 
 
 def test_a_batch_that_cannot_be_loaded_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
