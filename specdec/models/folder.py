@@ -46,7 +46,7 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
 
 
 def _is_gguf(path: Path) -> bool:
-    """Tell a GGUF file by its name, or by its first bytes: Ollama's have no suffix."""
+    """Return whether a file is GGUF, by its name or its first bytes: Ollama's have no suffix."""
     if not os.path.isfile(path) or path.suffix == SUFFIX:
         return os.path.isfile(path)
     with suppress(OSError), path.open("rb") as file:
