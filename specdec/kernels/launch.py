@@ -43,7 +43,7 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 @triton.jit
 def overlap() -> None:
-    """Let the next kernel be launched, then wait until the previous kernel's writes are visible."""
+    """Allow the next kernel to launch, then wait until the previous kernel's writes are visible."""
     if cuda_capability_geq(9, 0):
         gdc_launch_dependents()
         gdc_wait()

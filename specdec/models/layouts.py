@@ -86,7 +86,7 @@ def join_convs(*heights: int) -> Recipe:
 
 
 def join_heads(*heights: int) -> Recipe:
-    """Join matrices of each head [H, N, D], of so many rows each, below one another."""
+    """Interleave matrices [H, N, D] head by head, given each one's rows in a head."""
 
     def join(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         parts = [

@@ -88,7 +88,7 @@ class Book:
         self._ended: Recent[str, _Ended] = Recent(clock)
 
     def charge(self, num_bytes: int) -> int:
-        """Return the bytes that a lease of so many counts as."""
+        """Return the bytes charged for a lease of this size."""
         return max(num_bytes, self._least_bytes)
 
     def held_by(self, caller: str) -> int:

@@ -30,7 +30,7 @@ KINDS = {
 }
 """Those that there are forms for, by bits."""
 RAISED = {8: 128, 6: 32, 4: 8}
-"""What is added to integers of so many bits, so that none is below 0."""
+"""Bias, by bits, that makes the stored integers unsigned."""
 
 
 class Panels(NamedTuple):

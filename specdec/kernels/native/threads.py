@@ -18,7 +18,7 @@ def dismiss_helpers() -> None:
     Those of libgomp, torch's, wait for work awake, but only while a process has no more of them than
     processors: threads that take turns each need the others' to be gone.
     """
-    if pause := _pause():
+    if pause := _openmp("omp_pause_resource_all"):
         pause(SOFT)
 
 
@@ -28,7 +28,7 @@ def without_helpers() -> Iterator[None]:
 
     For many short operations: where other processes are busy, helpers wait for a processor in each of them.
     """
-    setting = _setting()
+    setting = _openmp("omp_set_num_threads")  # of this thread alone
     if setting is None:
         yield
         return
@@ -41,20 +41,10 @@ def without_helpers() -> Iterator[None]:
 
 
 @functools.cache
-def _setting() -> Callable[[int], int] | None:
-    """Find OpenMP's own function, which sets the number for the calling thread."""
+def _openmp(name: str) -> Callable[[int], int] | None:
+    """Return one of OpenMP's own functions, where it has it."""
     try:
-        found: Callable[[int], int] = ctypes.CDLL(None).omp_set_num_threads
-    except (AttributeError, OSError, TypeError):
-        return None
-    return found
-
-
-@functools.cache
-def _pause() -> Callable[[int], int] | None:
-    """Find OpenMP's own function, where it is new enough to have one."""
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).omp_pause_resource_all
+        found: Callable[[int], int] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
     return found

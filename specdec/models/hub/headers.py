@@ -81,7 +81,7 @@ def _dig_gguf(url: str, path: Path) -> None:
                 count *= 4
                 continue
         except CheckpointError:
-            pass  # tensors lie behind what was downloaded, or it is said below what is wrong
+            pass  # the header is complete; other faults are raised below, where the file has its full size
         break
     os.truncate(path, size)
     entries = GgufFile(path).entries

@@ -55,11 +55,10 @@ def test_the_kernels_that_users_get_take_every_width(
     fields = {"dtype": "float32", "draft": draft, "adaptive": adaptive, "slots": slots, "max_model_len": 64}
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [4, 5]]
     with SpecEngine(folder, graphs=True, **fields) as engine, SpecEngine(folder, **fields) as host:
-        assert engine.generate(prompts, GREEDY)[0].token_ids == host.generate(prompts, GREEDY)[0].token_ids
-        assert (runner := engine.model.loop.runner) is not None
-        assert (
-            adaptive or runner.steps > 0
-        )  # by its measurements a policy may draft nothing, where others are busy
+        # Two rows may get a draft of their own each, by what was measured: the host runs such steps.
+        for own in (prompts, prompts[:1]):
+            assert engine.generate(own, GREEDY)[0].token_ids == host.generate(own, GREEDY)[0].token_ids
+        assert engine.model.loop.runner is not None and engine.model.loop.runner.steps > 0
 
 
 def test_a_batch_that_cannot_be_loaded_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
