@@ -198,7 +198,7 @@ class EngineConfig(Settings):
     graphs: bool | None = Field(
         None,
         title="let the device decide the steps in which every row decodes: captured as graphs on a GPU, "
-        "played from tapes on a CPU; None: on a GPU, and with native kernels unless look-ups alone draft",
+        "played from tapes on a CPU; None: on a GPU, and with native kernels unless 'self-int4' drafts",
         description="True, False, or None",
     )
     seed: int | None = Field(

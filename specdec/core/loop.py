@@ -105,7 +105,8 @@ class DecodeLoop:
             # Where nothing is sampled a GPU may not have been waited for.
             if self.prefixes and all(row.sample_at and not row.is_decode for row in rows):
                 self.prefixes.observe(rows, sum(clock.seconds.values()))
-            self.speculation.observe_step(rows)
+            widths = [row.num_tokens for row in rows if row.is_decode]
+            self.speculation.observe_step(widths, sum(row.num_tokens for row in rows))
 
     def _resolve_limits(self) -> None:
         """Take in what grammars allow next, and finish outputs that have ended or cannot go on."""

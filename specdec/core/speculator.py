@@ -112,30 +112,40 @@ class Speculation:
 
         Slots are borrowed from the backing, if `lend` has none.
         """
-        self._drafted.clear()
-        self._gained = 0
-        if self._rests(rows):
-            if not self.policy.is_idle:
-                self.catch_up([row.request for row in rows])
-                self._mark_s = self.clock()
+        if not all(row.is_decode for row in rows):
+            self.policy.on_new_batch()
+        elif self.skips_plan([row.request for row in rows]):
             return [None] * len(rows)
+        self._forget_drafts()
         start_s = self.clock()
         drafts = self._draft(rows, lend)
         self._mark_s = self.clock()
         self._took_s = self._mark_s - start_s
         return drafts
 
-    def _rests(self, rows: Sequence[ScheduledRequest]) -> bool:
-        """Tell whether nothing is planned, as in most steps while nothing pays: they cost next to nothing."""
-        if self._skips_draft or not all(row.is_decode for row in rows):
+    def skips_plan(self, requests: Sequence[Request]) -> bool:
+        """Return whether a step goes without a plan, as most steps do while drafting does not pay.
+
+        All its requests decode. Skipping costs next to nothing; every few steps it looks for repeated text.
+        """
+        self._forget_drafts()
+        if self._skips_draft:
             self.policy.on_new_batch()
-            return False
-        if self.policy.listens and self.looks:
-            for own in (row.request for row in rows):
+        elif self.policy.listens and self.looks:
+            for own in requests:
                 # Where a text repeats itself, a look-up would find what follows.
                 if self._echoes.setdefault(own.number, Echo()).hears(own.tokens):
                     self.policy.hint()
-        return self.policy.skips_plan()
+        if not self.policy.skips_plan():
+            return False
+        if not self.policy.is_idle:
+            self.catch_up(requests)
+            self._mark_s = self.clock()
+        return True
+
+    def _forget_drafts(self) -> None:
+        self._drafted.clear()
+        self._gained = 0
 
     def _draft(self, rows: Sequence[ScheduledRequest], lend: Lend | None) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(rows)
@@ -307,13 +317,9 @@ class Speculation:
             self.records.of(request).observe(asked.shape, depth, followed)
         return asked.shared(emitted)
 
-    def observe_step(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Learn what a step with decoding rows has taken since it was drafted for."""
-        if not self.learns or self.policy.is_idle:
-            return
-        widths = [row.num_tokens for row in rows if row.is_decode]
-        if widths:
-            tokens = sum(row.num_tokens for row in rows)
+    def observe_step(self, widths: Sequence[int], tokens: int) -> None:
+        """Learn what a step has taken since it was drafted for; `widths` are those of the decoding rows."""
+        if self.learns and widths and not self.policy.is_idle:
             took_s, groups = self.clock() - self._mark_s, len(set(widths))
             self.policy.observe_step(len(widths), tokens, took_s, self._gained, self._took_s, groups=groups)
 

@@ -140,9 +140,14 @@ class Policy:
         """Plan the next step, for something may be found now, unless such hints have misled too often."""
         self._stirred = self._stirred or self.looks.debt < 1
 
+    @property
+    def plans_next(self) -> bool:
+        """Whether the next step is planned; while drafting does not pay, most are not."""
+        return self._stirred or self.worth.awake or self._slept >= self._due or not self.adaptive
+
     def skips_plan(self) -> bool:
-        """Return whether this step goes without a plan, as most do while drafting does not pay."""
-        if self._stirred or self.worth.awake or self._slept >= self._due or not self.adaptive:
+        """Return whether this step goes without a plan, and count it if so."""
+        if self.plans_next:
             return False
         self._slept += 1
         self._drop_plan()

@@ -124,7 +124,7 @@ def resolve(
     looks = not graphs or device.type == "cpu"
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs, looks=looks)
     if config.graphs is None and kernels == "native":
-        graphs = not drafters or any(DRAFTERS[name].runs_on_device for name in drafters)
+        graphs = not any(DRAFTERS[name].host_only for name in drafters)
     head = head_of(drafters, heads)
     _refuse_without_head(config, drafters)
     if drafters:

@@ -32,6 +32,11 @@ from specdec.state_slots.window import RecordSlot
 class Run(Protocol):
     """Runs steps over the first rows of a batch, captured or not."""
 
+    @property
+    def pads(self) -> bool:
+        """Whether drafts of several rows are worth padding to the widest; the host does not pad."""
+        ...
+
     def size(self, count: int) -> int:
         """Say how many rows run for so many."""
         ...
@@ -49,6 +54,8 @@ class Run(Protocol):
 
 class EagerSteps:
     """Runs every step as it stands."""
+
+    pads = True
 
     def __init__(self, step: DeviceStep, rows: Rows) -> None:
         self.step, self.rows = step, rows

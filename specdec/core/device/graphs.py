@@ -26,6 +26,8 @@ BUDGET = 0.1
 class Graphs:
     """Owns the captured graphs. What has none, since memory ran out, runs without."""
 
+    pads = True
+
     def __init__(self, step: DeviceStep, rows: Rows, make_rows: Callable[[], Rows]) -> None:
         self.step, self.rows = step, rows
         self.most = len(rows.length_B)

@@ -128,8 +128,14 @@ class Runner(ABC):
             self.stop()
         return advanced
 
+    def _drafts_on_host(self, requests: Sequence[Request]) -> bool:
+        """Return whether steps of these that are planned are left to the host."""
+        return len(requests) > 1 and not self.batch.run.pads and bool(self.host.speculation.drafters)
+
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Say why a step of these is the host's, if it is."""
+        if self._drafts_on_host(requests) and self.host.speculation.policy.plans_next:
+            return "drafts for several rows are planned"
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
             return "prompts are read"
         if not all(own.chooser.runs_on_device for own in requests):
@@ -234,14 +240,17 @@ class DeviceDraftRunner(Runner):
         self.batch.prefill_drafter(self._key(self._shape))
 
     def _choose(self, requests: Sequence[Request]) -> Shape | None:
-        if not all(own.params.speculate for own in requests):
+        if self._drafts_on_host(requests) or not all(own.params.speculate for own in requests):
             return None
         return self.policy.choose([self.host.speculation.records.of(own) for own in requests])
 
     def _advance(self) -> bool:
+        requests = self.batch.requests
+        if self._drafts_on_host(requests) and not self.host.speculation.skips_plan(requests):
+            return False
         if self._next is None:
-            self._asked = self.batch.requests
-            self._next = (self._choose(self._asked),)
+            self._asked = requests
+            self._next = (self._choose(requests),)
         (shape,) = self._next
         key = self._key(shape)
         if self.batch.head and key.reads != self.batch.reads:
@@ -259,7 +268,11 @@ class DeviceDraftRunner(Runner):
     def _look_up(self) -> list[TokenTree | None]:
         """Return the trees that were looked up, for the rows of which more is expected of them."""
         requests, self._found = self.batch.requests, {}
-        if self.look_ups is None or not all(own.params.speculate for own in requests):
+        if (
+            self.look_ups is None
+            or self._drafts_on_host(requests)
+            or not all(own.params.speculate for own in requests)
+        ):
             return []
         found = zip(requests, self.look_ups.find(requests, self._shape), strict=True)
         self._found = {request: record for request, record in found if record}
@@ -298,6 +311,8 @@ class DeviceDraftRunner(Runner):
         self._commit(read, seconds)
         if not self.batch.reads:
             self.host.speculation.catch_up(self.batch.requests)
+        if self._drafts_on_host(read.requests):
+            self.host.speculation.observe_step([1] * len(read.requests), len(read.requests))
         return True
 
     def _drafted(self, read: Output, outcome: Outcome) -> DraftRecord | None:
@@ -330,22 +345,27 @@ class HostDraftRunner(Runner):
         """Have nothing to read: every step was."""
 
     def _advance(self) -> bool:
-        clock, speculation = Clock(), self.host.speculation
-        rows = [ScheduledRequest.of(request, 1) for request in self.batch.requests]
-        drafts = speculation.draft(rows, lend=lambda *_: ())
-        rows = [row.with_draft(draft) for row, draft in zip(rows, drafts, strict=True)]
-        known = {row.request: row.tree for row in rows}
-        padding = TokenTree((0,), (-1,))
-        trees = [known.get(held.request, padding) for held in self.batch.held]
+        clock, speculation, requests = Clock(), self.host.speculation, self.batch.requests
+        rows: list[ScheduledRequest] = []
+        trees: list[TokenTree] = []
+        nodes = 1
+        if not speculation.skips_plan(requests):
+            if self._drafts_on_host(requests):
+                return False
+            rows = [ScheduledRequest.of(request, 1) for request in requests]
+            drafts = speculation.draft(rows, lend=lambda *_: ())
+            rows = [row.with_draft(draft) for row, draft in zip(rows, drafts, strict=True)]
+            known = {row.request: row.tree for row in rows}
+            padding = TokenTree((0,), (-1,))
+            trees = [known.get(held.request, padding) for held in self.batch.held]
+            nodes = self._sizes[bisect_left(self._sizes, max(map(len, trees)))]
         clock.lap("draft")
-        key = GraphKey.given(
-            self._sizes[bisect_left(self._sizes, max(map(len, trees)))], filtered=self.batch.filtered
-        )
-        if not self.batch.launch(key, trees=trees):
+        if not self.batch.launch(GraphKey.given(nodes, filtered=self.batch.filtered), trees=trees):
             return False
         read = self.batch.read()
         assert read is not None
         clock.lap("whole")
         self._commit(read, clock.seconds)
-        speculation.observe_step(rows)
+        widths = [row.num_tokens for row in rows] or [1] * len(requests)
+        speculation.observe_step(widths, sum(widths))
         return True

@@ -29,6 +29,8 @@ class TapedStep:
 class TapedSteps:
     """Owns the tapes. What cannot be taped, as it asks what a tensor holds or is too large, is the host's."""
 
+    pads = False
+
     def __init__(self, step: DeviceStep, rows: Rows) -> None:
         self.step, self.rows = step, rows
         self._tapes: Tapes[TapedStep] = Tapes()
@@ -39,11 +41,9 @@ class TapedSteps:
         return count
 
     def refusal(self, requests: Sequence[Request]) -> str | None:
-        """Refuse what cannot be taped, or is not best decided for all rows alike."""
+        """Refuse what cannot be taped."""
         if any(own.chooser.rule.is_filtered for own in requests):
             return "top_k, top_p and min_p are the host's on a CPU"
-        if len(requests) > 1 and self.step.drafter is not None:
-            return "of several rows each gets a draft of its own"
         return f"steps of {len(requests)} rows cannot be taped" if len(requests) in self._refused else None
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:

@@ -13,6 +13,7 @@ from specdec.core.device.device_batch import EagerSteps
 from specdec.core.device.look_ups import LookUps
 from specdec.core.device.runner import DeviceDraftRunner, Runner
 from specdec.core.device.taped import TapedStep, TapedSteps
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import Shape
 from specdec.kernels.native import tape
 from specdec.kernels.native.compiled import compiled
@@ -173,13 +174,13 @@ def test_a_warm_up_leaves_nothing_behind(folder: Path) -> None:
 
 @needs_c
 def test_a_cpu_plays_tapes_by_default(folder: Path, family_folder: Any) -> None:
-    """Where a head drafts, or nothing; what is looked up alone is the host's, and so are experts."""
+    """Unless experts choose what is multiplied."""
     experts = family_folder("qwen3_5_moe")
     for model, draft, expected in (
         (folder, "none", True),
         (folder, "mtp", True),
         (folder, "auto", True),
-        (folder, "suffix", False),
+        (folder, "suffix", True),
         (experts, "mtp", False),
     ):
         with SpecEngine(model, draft=draft, dtype="float32", max_model_len=LONGEST) as engine:
@@ -276,4 +277,21 @@ def test_what_the_host_makes_is_counted_by_why_and_logged_once(
             assert stats.device_steps == before.device_steps and stats.host_steps[why] > 1
             assert sum(why in record.getMessage() for record in caplog.records) == 1
         engine.generate([[1, 2, 3], [4, 5]], greedy)
-        assert engine.stats().host_steps["of several rows each gets a draft of its own"] > 0
+        assert engine.stats().host_steps["drafts for several rows are planned"] > 0
+
+
+@needs_c
+@pytest.mark.parametrize("draft", ["suffix", "mtp", "auto"])
+def test_steps_of_several_rows_are_taped_unless_drafts_are_planned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5, 4, 5]]
+    texts = []
+    with SpecEngine(folder, draft=draft, dtype="float32", max_model_len=LONGEST) as engine:
+        for plans in (False, True):
+            monkeypatch.setattr(Policy, "plans_next", property(lambda _, plans=plans: plans))
+            before = engine.stats().device_steps
+            texts.append([done.token_ids for done in engine.generate(prompts, params)])
+            assert (engine.stats().device_steps - before >= 10) != plans
+    assert texts[0] == texts[1]
