@@ -183,7 +183,8 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
         logger.warning("stopping with %s under way after %.1f s", _answers(state.choices), took_s)
         state.end_all()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(state.idle.wait(), LINGER_S)
+            async with asyncio.timeout(LINGER_S):
+                await state.idle.wait()
 
 
 async def _idle(state: State) -> None:

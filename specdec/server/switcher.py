@@ -77,8 +77,10 @@ class Switcher:
             while True:
                 self.changed.clear()
                 wait_s = self._advance(changes)
+                # asyncio.wait_for loses a cancellation that comes with the event, before Python 3.12.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.changed.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self.changed.wait()
 
     def _advance(self, changes: asyncio.TaskGroup) -> float | None:
         """Begin all that can be done now; return after how long to look again.
