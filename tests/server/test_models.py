@@ -220,10 +220,18 @@ def test_turns_are_as_long_as_the_weights_of_keys_say() -> None:
     """A model has the largest weight of its callers; one that nobody runs on competes for nothing."""
     weights = {"alice": 3.0, "bob": 1.0, "carol": 0.5}
     switcher: Any = Switcher([], switch_after_s=2.0)
+
+    async def begin() -> None:
+        task = asyncio.create_task(switcher.run(weights.__getitem__))
+        await iterate(2)
+        task.cancel()
+
     waiting = [Asked("anna", "alice", 1.0), Asked("berta", "bob", 2.0), Asked("clara", "carol", 3.0)]
     switcher.residents, idle = tuple(waiting), waiting[2].gate
     assert [switcher._turn_length(own) for own in waiting] == [2.0, 2.0, 2.0], "without weights"
-    switcher._weight = weights.__getitem__
+    switcher.residents = ()
+    asyncio.run(begin())
+    switcher.residents = tuple(waiting)
     assert [switcher._turn_length(own) for own in waiting] == pytest.approx([4.0, 4 / 3, 2 / 3])
     idle.running = 0
     assert [switcher._turn_length(own) for own in waiting[:2]] == [3.0, 1.0]
@@ -258,24 +266,24 @@ def test_requests_that_leave_while_models_switch_hold_nothing_up(
     folders: list[str], plain: list[list[int]]
 ) -> None:
     """Those that stay get their whole texts, and nothing is left of those that leave at random moments."""
-    moments = random.Random(7)
+    moments, brief = random.Random(7), LONG.model_copy(update={"max_tokens": 24})
     weight_bytes = open_models(folders, CONFIG, ServerConfig()).residents[0].weight_bytes
-    with opened(folders, switch_after=0.01, weights_bytes=2 * weight_bytes + 1) as switcher:
+    with opened(folders, switch_after=0.03, weights_bytes=2 * weight_bytes + 1) as switcher:
         left = 0
 
         async def leaving(own: Resident, prompt: str) -> None:
             nonlocal left
             try:
                 async with asyncio.timeout(0.5 * moments.random() ** 2):
-                    await ask(own, prompt, LONG)
+                    await ask(own, prompt, brief)
             except TimeoutError:
                 left += 1
 
         async def burst() -> None:
             pairs = [(own, prompt) for prompt in PROMPTS[:2] for own in switcher.residents]
             leave = asyncio.gather(*(leaving(*pair) for pair in pairs * 2))
-            answers = await asyncio.gather(*(ask(*pair, LONG) for pair in pairs))
-            assert [tokens for tokens, _ in answers] == [text for text in plain[:2] for _ in NAMES]
+            answers = await asyncio.gather(*(ask(*pair, brief) for pair in pairs))
+            assert [tokens for tokens, _ in answers] == [text[:24] for text in plain[:2] for _ in NAMES]
             await leave
             for own in switcher.residents:
                 await until(lambda own=own: not (own.is_changing or own.is_draining))
@@ -287,7 +295,7 @@ def test_requests_that_leave_while_models_switch_hold_nothing_up(
                     await until(lambda stats=stats: stats().running + stats().waiting == 0)
 
         run(switcher, burst)
-        assert left > 3 and switcher.residents[2].switches["load"] >= 1
+        assert left and switcher.residents[2].switches["load"] >= 1
 
 
 def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
