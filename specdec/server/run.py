@@ -133,7 +133,8 @@ async def _serve(state: State, sock: socket.socket, tls: ssl.SSLContext | None) 
         reports += [asyncio.create_task(_keep_forms(own)) for own in state.served]
         for task in reports:
             task.add_done_callback(_log_if_failed)
-        tasks = [asyncio.create_task(own) for own in (_watch(state, told), switcher.run())]
+        switching = switcher.run(state.access.weight)
+        tasks = [asyncio.create_task(own) for own in (_watch(state, told), switching)]
         for task in tasks:
             task.add_done_callback(partial(_stop_if_failed, told, hurried))
         await told.wait()
@@ -183,7 +184,8 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
         logger.warning("stopping with %s under way after %.1f s", _answers(state.choices), took_s)
         state.end_all()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(state.idle.wait(), LINGER_S)
+            async with asyncio.timeout(LINGER_S):
+                await state.idle.wait()
 
 
 async def _idle(state: State) -> None:

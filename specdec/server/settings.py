@@ -196,7 +196,7 @@ class ServerConfig(Settings):
     switch_after: float = Field(
         3.0,
         ge=0,
-        title="minimum seconds that a model runs while others wait for its arena",
+        title="seconds that a model runs while others wait for its arena, on average where keys have weights",
         description="a number of at least 0",
     )
     keep_alive: float = Field(

@@ -1,8 +1,8 @@
 """Decides which models are loaded, and which of them have an arena: they take turns where not all have room.
 
-Callers take turns, and of one caller's models the first to wait is served first. An idle model gives its
-arena up at once, another one after its turn, and its requests go on when its next turn comes: nothing is
-lost, and none waits longer than the turns before it.
+Callers take turns, as long as their weights say, and of one caller's models the first to wait is served
+first. An idle model gives its arena up at once, another one after its turn, and its requests go on when its
+next turn comes: nothing is lost, and none waits longer than the turns before it.
 Each change of a model is a task of its own, and what it will hold is counted from its beginning to its end.
 """
 
@@ -11,7 +11,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from statistics import fmean
 
 from specdec.server.resident import Resident, settle_garbage
 
@@ -36,6 +37,8 @@ class Switcher:
         self.weights_bytes, self.switch_after_s = weights_bytes, switch_after_s
         self._served_s: dict[str, float] = {}
         """By caller, when a model was last given an arena for it."""
+        self._weight: Callable[[str], float] = lambda _: 1.0
+        """Weight of a caller's share, which `run` is given."""
         self.changed = asyncio.Event()
         for own in self.residents:
             own.changed = self.changed
@@ -71,14 +74,16 @@ class Switcher:
         """Why an engine has failed for good, if one has."""
         return next((own.fault for own in self.residents if own.fault), None)
 
-    async def run(self) -> None:
-        """Hand memory over as requests come and end, for as long as the server runs."""
+    async def run(self, weight: Callable[[str], float]) -> None:
+        """Hand memory over as requests come and end, until cancelled; `weight` returns a caller's."""
+        self._weight = weight
         async with asyncio.TaskGroup() as changes:
             while True:
                 self.changed.clear()
                 wait_s = self._advance(changes)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.changed.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self.changed.wait()
 
     def _advance(self, changes: asyncio.TaskGroup) -> float | None:
         """Begin all that can be done now; return after how long to look again.
@@ -186,7 +191,16 @@ class Switcher:
         if own.engine and own.engine.is_catching_up:
             own.turn_s = now_s
             return LOOK_S
-        return max(own.turn_s + self.switch_after_s - now_s, 0.0)
+        return max(own.turn_s + self._turn_length(own) - now_s, 0.0)
+
+    def _turn_length(self, own: Resident) -> float:
+        """Return the seconds of a model's turn, in proportion to the largest weight of its callers.
+
+        The turns of all models that compete last `switch_after_s` on average, whatever the weights are.
+        """
+        competing = [other for other in self.residents if other.gate.running or other is own]
+        weights = [max(map(self._weight, other.callers), default=1.0) for other in competing]
+        return self.switch_after_s * weights[competing.index(own)] / fmean(weights)
 
     def _left_bytes(self, own: Resident) -> float:
         """Return what would be left for weights with this model's beside those that are held."""

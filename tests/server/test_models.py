@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import random
 import shutil
 import threading
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +76,7 @@ def opened(folders: Sequence[str], **own: Any) -> Iterator[Switcher]:
 
 @asynccontextmanager
 async def switching(switcher: Switcher) -> AsyncIterator[None]:
-    task = asyncio.create_task(switcher.run())
+    task = asyncio.create_task(switcher.run(lambda _: 1.0))
     try:
         yield
         assert not task.done(), task.exception()
@@ -111,6 +113,12 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+async def iterate(times: int) -> None:
+    """Let the event loop run so many iterations."""
+    for _ in range(times):
+        await asyncio.sleep(0)
 
 
 def run(switcher: Switcher, work: Callable[[], Awaitable[None]]) -> None:
@@ -160,6 +168,27 @@ def test_a_burst_over_three_loses_nothing(folders: list[str], plain: list[list[i
                 assert not own.engine.model.loop.arena.data.any()
 
 
+@pytest.mark.parametrize("iterations", range(6))
+def test_a_switcher_that_is_cancelled_as_something_changes_ends(iterations: int) -> None:
+    """However many iterations of the event loop lie between the change and the cancellation."""
+
+    class Waits(Switcher):
+        def _advance(self, _: asyncio.TaskGroup) -> float:
+            return 60.0
+
+    async def cancel() -> None:
+        switcher = Waits([])
+        task = asyncio.create_task(switcher.run(lambda _: 1.0))
+        await iterate(10)
+        switcher.changed.set()
+        await iterate(iterations)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled(), "the cancellation was lost"
+
+    asyncio.run(cancel())
+
+
 class Asked:
     """A model whose requests of one caller wait again as soon as it has had its turn."""
 
@@ -167,6 +196,7 @@ class Asked:
 
     def __init__(self, name: str, caller: str, wanted_s: float) -> None:
         self.name, self.callers, self.wanted_s = name, Counter([caller]), wanted_s
+        self.gate = SimpleNamespace(running=1)
 
     async def wake(self) -> None:
         self.wanted_s += 100.0
@@ -184,6 +214,29 @@ def test_callers_take_turns_however_many_models_each_asks_for(caller: str, turns
         own = min(waiting, key=switcher._order)
         assert own.name == name
         asyncio.run(switcher._woken(own))
+
+
+def test_turns_are_as_long_as_the_weights_of_keys_say() -> None:
+    """A model has the largest weight of its callers; one that nobody runs on competes for nothing."""
+    weights = {"alice": 3.0, "bob": 1.0, "carol": 0.5}
+    switcher: Any = Switcher([], switch_after_s=2.0)
+
+    async def begin() -> None:
+        task = asyncio.create_task(switcher.run(weights.__getitem__))
+        await iterate(2)
+        task.cancel()
+
+    waiting = [Asked("anna", "alice", 1.0), Asked("berta", "bob", 2.0), Asked("clara", "carol", 3.0)]
+    switcher.residents, idle = tuple(waiting), waiting[2].gate
+    assert [switcher._turn_length(own) for own in waiting] == [2.0, 2.0, 2.0], "without weights"
+    switcher.residents = ()
+    asyncio.run(begin())
+    switcher.residents = tuple(waiting)
+    assert [switcher._turn_length(own) for own in waiting] == pytest.approx([4.0, 4 / 3, 2 / 3])
+    idle.running = 0
+    assert [switcher._turn_length(own) for own in waiting[:2]] == [3.0, 1.0]
+    waiting[1].callers["alice"] += 1
+    assert [switcher._turn_length(own) for own in waiting[:2]] == [2.0, 2.0]
 
 
 def test_weights_that_do_not_all_fit_are_unloaded_when_their_requests_have_ended(
@@ -207,6 +260,42 @@ def test_weights_that_do_not_all_fit_are_unloaded_when_their_requests_have_ended
 
         run(switcher, burst)
         assert most == 2 and switcher.residents[2].switches["load"] == 1
+
+
+def test_requests_that_leave_while_models_switch_hold_nothing_up(
+    folders: list[str], plain: list[list[int]]
+) -> None:
+    """Those that stay get their whole texts, and nothing is left of those that leave at random moments."""
+    moments, brief = random.Random(7), LONG.model_copy(update={"max_tokens": 24})
+    weight_bytes = open_models(folders, CONFIG, ServerConfig()).residents[0].weight_bytes
+    with opened(folders, switch_after=0.03, weights_bytes=2 * weight_bytes + 1) as switcher:
+        left = 0
+
+        async def leaving(own: Resident, prompt: str) -> None:
+            nonlocal left
+            try:
+                async with asyncio.timeout(0.5 * moments.random() ** 2):
+                    await ask(own, prompt, brief)
+            except TimeoutError:
+                left += 1
+
+        async def burst() -> None:
+            pairs = [(own, prompt) for prompt in PROMPTS[:2] for own in switcher.residents]
+            leave = asyncio.gather(*(leaving(*pair) for pair in pairs * 2))
+            answers = await asyncio.gather(*(ask(*pair, brief) for pair in pairs))
+            assert [tokens for tokens, _ in answers] == [text[:24] for text in plain[:2] for _ in NAMES]
+            await leave
+            for own in switcher.residents:
+                await until(lambda own=own: not (own.is_changing or own.is_draining))
+                gate = own.gate
+                assert (gate.users, gate.waiting, gate.inside, gate.running) == (0, 0, 0, 0)
+                assert own.wanted_s is None and not own.callers
+                if engine := own.engine:
+                    stats = engine.stats
+                    await until(lambda stats=stats: stats().running + stats().waiting == 0)
+
+        run(switcher, burst)
+        assert left and switcher.residents[2].switches["load"] >= 1
 
 
 def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
