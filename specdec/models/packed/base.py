@@ -4,6 +4,7 @@ A layer's matrix `NAME.weight` lies in several tensors, such as `NAME.qweight` a
 by the name that it had before it was quantised, so that the families' names and recipes serve as they are.
 """
 
+import math
 import re
 import warnings
 from abc import ABC, abstractmethod
@@ -153,7 +154,7 @@ class PackedMatrix(ABC):
         bits, group = self.numbers.bits, min(self.numbers.group or GROUP, GROUP)
         columns = -(-shape[1] // group)
         scales = next(suffix for suffix in self.suffixes if "scale" in suffix)
-        if not bool(scale_NG.isfinite().all()) or not (offset_NG is None or bool(offset_NG.isfinite().all())):
+        if not all(largest(own_NG) < math.inf for own_NG in (scale_NG, offset_NG) if own_NG is not None):
             raise Unfit(f"{self.name}.{scales} holds NaN or Inf")
         if not self.numbers.by_group:
             return Integers(number_ND, scale_NG[:, 0].float(), bits, dtype)
@@ -220,6 +221,11 @@ class PackedFormat:
                 else:
                     left_out.append(disk)
         return found, left_out
+
+
+def largest(own_NG: Tensor) -> float:
+    """Return the largest size of some numbers; NaN if one is NaN."""
+    return max(map(abs, map(float, own_NG.aminmax()))) if own_NG.numel() else 0.0
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
