@@ -9,7 +9,7 @@ from specdec.kernels.native.call import function, pointer
 from specdec.kernels.native.threads import with_helpers
 
 PARTS = ("number", "scale", "offset", "wide")
-"""What may be unpacked: integers in int8, scales, offsets, and the numbers that they stand for, in float32."""
+"""Integers in int8; their scales, their offsets, and the weights that they stand for, in float32."""
 
 
 def unpack(data_X: NDArray[Any], kind: int, blocks: int, part: str, out_X: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdec.kernels.linear import cpu
 from specdec.kernels.linear.integers import GROUP, HALF, Integers, sixteen_bits
@@ -106,35 +107,32 @@ def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
     """Interleave fours of inputs of 16 outputs; below 8 bits pack two of a group into the same bytes."""
     (outputs, inputs), bits = matrix.shape, matrix.bits
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
+    number_ND = matrix.number_ND.contiguous()
     weight = torch.empty((panels, groups, bits, 4 * PANEL), dtype=torch.uint8)
-    first_NG, second_NG, kind = _scales_beside(matrix)
+    scale_NG, other_NG, kind = _lay_scales(matrix)
     assert kind in KINDS[bits], f"{bits} bits have no form of kind {kind}"
-    if first_NG is None:
-        scale, beside = torch.nn.functional.pad(matrix.scale, (0, panels * PANEL - outputs)), (None, None, 0, 0, 0)
-    else:
-        columns, strides = first_NG.shape[1], first_NG.stride()
-        assert second_NG is None or second_NG.stride() == strides
-        scale = first_NG.new_empty((panels, columns, 1 if second_NG is None else 2, PANEL))
-        second = None if second_NG is None else second_NG.data_ptr()
-        beside = (first_NG.data_ptr(), second, columns, *strides)
+    step = 2 if kind == HALVES else 1
+    columns = 0 if kind == BY_OUTPUT else scale_NG.shape[1] // step
+    scale = scale_NG.new_empty((panels, columns, 1 if kind == SCALES else 2, PANEL))
+    second = scale_NG.data_ptr() + scale_NG.itemsize if kind == HALVES else pointer(other_NG)
     with with_helpers():
         function("lay_integers")(
-            *(pointer(matrix.number_ND.contiguous()), outputs, inputs, bits, pointer(weight)),
-            *(*beside, pointer(scale)),
+            *(pointer(number_ND), outputs, inputs, bits, pointer(weight)),
+            *(pointer(scale_NG), second, columns, columns * step, step, pointer(scale)),
         )
+    scale = scale_NG if kind == BY_OUTPUT else scale
     return WholePanels(weight, scale, bias_N, outputs, bits, kind, matrix.dtype)
 
 
-def _scales_beside(matrix: Integers) -> tuple[Tensor | None, Tensor | None, int]:
-    """Return groups' scales in 16 bits, what else groups have, of the same strides, and the kind of it."""
+def _lay_scales(matrix: Integers) -> tuple[Tensor, Tensor | None, int]:
+    """Return scales, filled up to whole panels or pairs, what else groups have, and the kind of it."""
     if not matrix.by_group:
-        return None, None, BY_OUTPUT
+        return pad(matrix.scale, (0, -len(matrix.scale) % PANEL)), None, BY_OUTPUT
     is_pair = matrix.group == HALF or matrix.offset_NG is not None
     exact_NG = None if is_pair else sixteen_bits(matrix.scale)
     scale_NG = (matrix.scale.half() if exact_NG is None else exact_NG).contiguous()
     if matrix.group == HALF:
-        scale_NG = torch.nn.functional.pad(scale_NG, (0, scale_NG.shape[1] % 2))
-        return scale_NG[:, ::2], scale_NG[:, 1::2], HALVES
+        return pad(scale_NG, (0, scale_NG.shape[1] % 2)), None, HALVES
     if matrix.offset_NG is not None:
         return scale_NG, matrix.offset_NG.half().contiguous(), OFFSETS
     if matrix.zero_NG is None and scale_NG.dtype == torch.float16:

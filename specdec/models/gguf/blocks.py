@@ -82,7 +82,9 @@ def _fill(part: str, data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:
     """Unpack one part of all blocks in C, or in numpy where there is no compiler."""
     block_BX = data_X.reshape(-1, kind.bytes)
     if forms():
-        each = {"number": kind.numbers, "wide": kind.numbers}.get(part) or kind.numbers // KEPT[kind.name].group
+        each = {"number": kind.numbers, "wide": kind.numbers}.get(part) or kind.numbers // KEPT[
+            kind.name
+        ].group
         assert out_X.numel() == len(block_BX) * each
         unpack(data_X, kind.number, len(block_BX), part, out_X)
         return out_X
@@ -90,7 +92,7 @@ def _fill(part: str, data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:
 
 
 def fill_in_numpy(part: str, block_BX: _Array, kind: Kind, out_X: Tensor) -> Tensor:
-    """Unpack one part of blocks, of which so many fit in a core's cache at a time: the reference of blocks.inc."""
+    """Unpack one part of blocks, as many at a time as fit in a cache: the reference for blocks.inc."""
     read, out_BN, together = _PARTS[part], out_X.numpy().reshape(len(block_BX), -1), PIECE // kind.bytes
     with np.errstate(all="ignore"):  # of NaN and Inf in damaged files
         for first in range(0, len(block_BX), together):

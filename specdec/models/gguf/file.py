@@ -178,7 +178,7 @@ class GgufFile:
         try:
             for _ in range(count):
                 end += 8 + length_at(self._data, end)[0]
-        except struct.error:
+        except (struct.error, OverflowError):
             end = len(self._data) + 1
         if end > len(self._data):
             self._refuse(name, f"it ends in the middle of {name}", kind=TruncatedError)
