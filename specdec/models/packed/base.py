@@ -160,10 +160,13 @@ class PackedMatrix(ABC):
             return Integers(number_ND, scale_NG[:, 0].float(), bits, dtype)
         scale_NG = self.narrow(scale_NG)
         repeat = (self.numbers.group or columns * group) // group
-        scale_NG = scale_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
-        if zero_NG is not None:
-            zero_NG = zero_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
-        return Integers(number_ND, scale_NG, bits, dtype, zero_NG, offset_NG, group)
+
+        def spread(own_NG: Tensor) -> Tensor:
+            each_NG = own_NG.repeat_interleave(repeat, 1)[:, :columns] if repeat > 1 else own_NG
+            return each_NG.contiguous()
+
+        zero_NG = None if zero_NG is None else spread(zero_NG)
+        return Integers(number_ND, spread(scale_NG), bits, dtype, zero_NG, offset_NG, group)
 
     def narrow(self, scale_NG: Tensor) -> Tensor:
         """Return a group's scales in 16 bits; raise `Unfit` where that would round them."""

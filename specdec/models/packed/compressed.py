@@ -95,8 +95,7 @@ class PlainInts(PackedMatrix):
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
         number_ND, most = tensors["weight"], 1 << self.numbers.bits - 1
-        least, largest = number_ND.aminmax() if number_ND.numel() else (0, 0)
-        if not -most <= int(least) <= int(largest) < most:
+        if self.numbers.bits < 8 and not -most <= int(number_ND.min()) <= int(number_ND.max()) < most:
             raise Unfit(f"{self.name}.weight holds numbers of more than {self.numbers.bits} bits")
         zero_NG = self.zeros_as_announced(ZEROS, tensors[ZEROS]) if ZEROS in tensors else None
         return Raw(number_ND, tensors["weight_scale"], zero_NG)
