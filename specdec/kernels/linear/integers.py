@@ -101,9 +101,9 @@ class Integers(NamedTuple):
         """Return the weights, computed in float32, some rows at a time: they stay in the cache."""
         out_ND = torch.empty(self.shape, dtype=dtype, device=self.device)
         together = max(1, CACHED // self.shape[1])
-        for first in range(0, len(out_ND), together):
-            rows = slice(first, first + together)
-            out_ND[rows] = self._each(lambda own, rows=rows: own[rows])._wide()
+        parts = {name: torch.split(own, together) for name, own in self._tensors().items()}
+        for i, rows_ND in enumerate(torch.split(out_ND, together)):
+            rows_ND.copy_(self._with({name: own[i] for name, own in parts.items()})._wide())
         return out_ND
 
     def _wide(self) -> Tensor:

@@ -121,7 +121,8 @@ def _offsets(block_BX: _Array, kind: Kind) -> _Array:
     """Return offsets from the middle of the numbers' range."""
     scale_BG, offset_BG = _SCALES[kind.name](block_BX)
     assert offset_BG is not None
-    return offset_BG + KEPT[kind.name].middle * scale_BG
+    from_middle_BG: _Array = offset_BG + KEPT[kind.name].middle * scale_BG
+    return from_middle_BG
 
 
 _PARTS: Mapping[str, Callable[[_Array, Kind], _Array]] = {
