@@ -201,6 +201,11 @@ class Checkpoint:
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
+    def copy(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor in memory of its own; those of a GGUF file are unpacked, and not copied again."""
+        is_own = isinstance(self._files[self._file_of[name]], GgufTensors)
+        return self.tensor(name).to(device, dtype, copy=not is_own)
+
 
 def _untag(value: dict[str, Any]) -> Any:
     return _TAGGED.get(value["__float__"], value) if value.keys() == {"__float__"} else value

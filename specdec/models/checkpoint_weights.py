@@ -205,7 +205,7 @@ class CheckpointWeights:
         if self.unused:
             self._read.add(disk)
             return self.stand_in(shape, dtype)
-        tensor = self._checkpoint.tensor(disk).to(self._device, dtype, copy=True)
+        tensor = self._checkpoint.copy(disk, self._device, dtype)
         self._count(disk)
         return tensor
 

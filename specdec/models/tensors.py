@@ -89,8 +89,7 @@ class Tensors:
         """Read a packed matrix whose parts are all right, in memory of its own; raises `Unfit`."""
         matrix = self._packed[name]
         tensors = {
-            suffix: self._checkpoint.tensor(f"{matrix.name}.{suffix}").to(device, copy=True)
-            for suffix in matrix.parts(shape)
+            suffix: self._checkpoint.copy(f"{matrix.name}.{suffix}", device) for suffix in matrix.parts(shape)
         }
         return matrix.read(shape, tensors, dtype)
 

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from specdec.kernels.linear.integers import INT4, INT8, Integers
 from specdec.kernels.native import linear
+from specdec.kernels.native.blocks import PARTS
 from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, source
 from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
 from specdec.kernels.native.targets import Target, features, named
+from specdec.models.gguf.file import KINDS
 from tests.kernels.sums import by_matrix_units
 from tests.kernels.test_integers import OTHERS, of_file, published
 from tests.selection import EXHAUSTIVE
@@ -233,6 +235,29 @@ def test_products_of_whole_numbers_have_the_same_bits(
             assert torch.equal(there, here)
         limit = KERNEL[dtype] * max(1.0, float(here.abs().max()))
         torch.testing.assert_close(there, here, rtol=KERNEL[dtype], atol=limit)
+
+
+@targets
+def test_blocks_and_layouts_have_the_same_bits(target: Target, folder: Path) -> None:
+    command, calls = program(target, folder), Calls()
+    for kind in (own for own in KINDS.values() if own.numbers > 1):
+        data = torch.randint(0, 0x7C, (3 * kind.bytes,), dtype=torch.uint8)  # no NaN: their bits may differ
+        parts = {"number": poisoned(3 * kind.numbers, dtype=torch.int8), "scale": poisoned(3, 16)}
+        parts |= {"offset": poisoned(3, 16)} if "_1" in kind.name or kind.name in ("Q4_K", "Q5_K") else {}
+        for part, out in {**parts, "wide": poisoned(3 * kind.numbers)}.items():
+            outs = (out if own == part else None for own in PARTS)
+            calls.call("unpack_blocks", kind.number, data, 3, *outs, results=(3 + PARTS.index(part),))
+    for bits in (4, 6, 8):
+        number_ND = torch.randint(-8, 8, (18, 70), dtype=torch.int8)
+        laid, halves = poisoned(2, 3, bits, 64, dtype=torch.uint8), poisoned(2, 2, 2, 16, dtype=torch.int16)
+        scale_NG = torch.randint(0, 999, (18, 2), dtype=torch.int16)
+        calls.call(
+            "lay_integers",
+            *(number_ND, 18, 70, bits, laid, scale_NG, scale_NG + 1, 2, 2, 1, halves),
+            results=(4, 10),
+        )
+    for there, here in zip(calls.there(command, folder)[0], calls.here(), strict=True):
+        assert torch.equal(there, here) and not (here == 77).all()
 
 
 @targets

@@ -6,6 +6,8 @@ import random
 import re
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,26 @@ def test_a_delta_net_and_its_head_are_those_of_the_checkpoint(
     write_gguf(Checkpoint(folder), path, "F32")
     assert any(name.startswith("mtp.") for name in Checkpoint(folder).names())
     assert_equal(Checkpoint(path), Checkpoint(folder))
+
+
+def test_shapes_are_found_without_the_compiler_of_torch(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its import takes 1.2 s, and arithmetic on tensors without data causes it: of norms and decays."""
+    from specdec.bench.gguf_model import write_gguf
+    from tests.bench.suited import SUITED
+    from tests.conftest import HYBRID
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda self, name: None)
+    path = tmp_path / "small.gguf"
+    write_gguf(Checkpoint(checkpoint(HYBRID, **SUITED)), path, "F32")
+    read = (
+        "import sys; from specdec.models.checkpoint import Checkpoint; found = Checkpoint(sys.argv[1]);"
+        "print([found.shape(name) for name in found.names()] and 'torch._dynamo' in sys.modules)"
+    )
+    folder = find_folder(path)
+    command = [sys.executable, "-c", read, str(folder)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(

@@ -97,8 +97,16 @@ class Integers(NamedTuple):
         for name, own in self._tensors().items():
             own[expert, first : first + part.shape[0]] = parts[name]
 
-    def wide(self) -> Tensor:
-        """Return the weights in float32."""
+    def wide(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights, computed in float32, some rows at a time: they stay in the cache."""
+        out_ND = torch.empty(self.shape, dtype=dtype, device=self.device)
+        together = max(1, CACHED // self.shape[1])
+        parts = {name: torch.split(own, together) for name, own in self._tensors().items()}
+        for i, rows_ND in enumerate(torch.split(out_ND, together)):
+            rows_ND.copy_(self._with({name: own[i] for name, own in parts.items()})._wide())
+        return out_ND
+
+    def _wide(self) -> Tensor:
         if not self.by_group:
             return self.number_ND * self.scale[:, None]
         number_NGI = _grouped(self.number_ND, self.group)
@@ -107,7 +115,7 @@ class Integers(NamedTuple):
         wide_NGI = number_NGI * self.scale.float()[..., None]
         if self.offset_NG is not None:
             wide_NGI += self.offset_NG.float()[..., None]
-        return wide_NGI.flatten(1)[:, : self.shape[1]].contiguous()
+        return wide_NGI.flatten(1)[:, : self.shape[1]]
 
     def _spread(self, own_NG: Tensor) -> Tensor:
         """Return what belongs to each entry."""

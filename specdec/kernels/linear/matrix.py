@@ -27,7 +27,7 @@ def widen(matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
         for expert, out_ND in enumerate(out_END):
             out_ND.copy_(widen(matrix.expert(expert), dtype))
         return out_END
-    return matrix.wide().to(dtype)
+    return matrix.wide(dtype) if isinstance(matrix, Integers) else matrix.wide().to(dtype)
 
 
 def expert_of(matrix: Matrix, expert: int) -> Matrix:

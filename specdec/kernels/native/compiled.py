@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 SOURCES = (
     *("narrow.c", "vectors.inc", "pool.inc", "workspace.inc", "scalars.inc"),
-    *("recurrence.inc", "attention.inc", "sampling.inc", "tensors.inc", "integer.inc", "amx.inc"),
+    *("recurrence.inc", "attention.inc", "sampling.inc", "tensors.inc", "blocks.inc"),
+    *("integer.inc", "amx.inc"),
     *("typed.inc", "pointwise.inc", "convolution.inc", "delta_net.inc", "selective.inc"),
     *("self_attention.inc", "logits.inc", "matrix.inc"),
 )

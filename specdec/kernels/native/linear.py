@@ -7,9 +7,9 @@ A row's result does not depend on the window it is read in, as it does in the li
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdec.kernels.linear import cpu
 from specdec.kernels.linear.integers import GROUP, HALF, Integers, sixteen_bits
@@ -17,10 +17,9 @@ from specdec.kernels.linear.matrix import Matrix, join, widen
 from specdec.kernels.native.call import function, pointer, strided
 from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import SUFFIX
+from specdec.kernels.native.threads import with_helpers
 
 PANEL = 16
-CACHED = 1 << 18
-"""Weights that are laid out together, which fit in a core's cache."""
 BY_OUTPUT, SCALES, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES = range(6)
 """What outputs or groups of integers have beside their numbers, as in integer.inc."""
 KINDS = {
@@ -105,60 +104,42 @@ def _lay(weight_ND: Tensor, bias_N: Tensor | None) -> Panels:
 
 
 def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
-    """Interleave fours of inputs of 16 outputs; below 8 bits pack two of a group into the same bytes.
-
-    In numpy, some panels at a time: torch's threads wait for each other in every operation, which takes ten
-    times as long where other processes are busy.
-    """
+    """Interleave fours of inputs of 16 outputs; below 8 bits pack two of a group into the same bytes."""
     (outputs, inputs), bits = matrix.shape, matrix.bits
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
-    number_ND = matrix.number_ND.contiguous().numpy()
-    laid = np.empty((panels, groups, bits, PANEL), np.int32)
-    together = max(1, CACHED // (PANEL * groups * GROUP))
-    for first in range(0, panels, together):
-        own_ND = number_ND[first * PANEL : (first + together) * PANEL]
-        count = -(-len(own_ND) // PANEL)
-        filled = np.zeros((count * PANEL, groups * GROUP), np.int8)
-        filled[: len(own_ND), :inputs] = own_ND
-        filled = filled ^ np.int8(-128) if bits == 8 else filled + np.int8(RAISED[bits])
-        fours_NGF = filled.view(np.int32).reshape(count * PANEL, groups, -1)
-        if bits < 8:
-            low, high = fours_NGF[..., : GROUP // 8], fours_NGF[..., GROUP // 8 :]
-            fours_NGF = low & 0x0F0F0F0F | (high & 0x0F0F0F0F) << 4
-        if bits == 6:
-            upper = low >> 4 & 0x03030303 | (high >> 4 & 0x03030303) << 2
-            fours_NGF = np.concatenate([fours_NGF, upper[..., ::2] | upper[..., 1::2] << 4], axis=2)
-        laid[first : first + count] = fours_NGF.reshape(count, PANEL, groups, -1).transpose(0, 2, 3, 1)
-    scale, kind = _lay_scales(matrix, panels)
+    number_ND = matrix.number_ND.contiguous()
+    weight = torch.empty((panels, groups, bits, 4 * PANEL), dtype=torch.uint8)
+    scale_NG, other_NG, kind = _lay_scales(matrix)
     assert kind in KINDS[bits], f"{bits} bits have no form of kind {kind}"
-    weight = torch.from_numpy(laid.view(np.uint8))
+    step = 2 if kind == HALVES else 1
+    columns = 0 if kind == BY_OUTPUT else scale_NG.shape[1] // step
+    scale = scale_NG.new_empty((panels, columns, 1 if kind == SCALES else 2, PANEL))
+    second = scale_NG.data_ptr() + scale_NG.itemsize if kind == HALVES else pointer(other_NG)
+    with with_helpers():
+        function("lay_integers")(
+            *(pointer(number_ND), outputs, inputs, bits, pointer(weight)),
+            *(pointer(scale_NG), second, columns, columns * step, step, pointer(scale)),
+        )
+    scale = scale_NG if kind == BY_OUTPUT else scale
     return WholePanels(weight, scale, bias_N, outputs, bits, kind, matrix.dtype)
 
 
-def _lay_scales(matrix: Integers, panels: int) -> tuple[Tensor, int]:
-    """Lay scales out, beside what else groups have, and return the kind of it."""
+def _lay_scales(matrix: Integers) -> tuple[Tensor, Tensor | None, int]:
+    """Return scales, filled up to whole panels or pairs, what else groups have, and the kind of it."""
     if not matrix.by_group:
-        filled_N = matrix.scale.new_zeros(panels * PANEL)
-        filled_N[: len(matrix.scale)] = matrix.scale
-        return filled_N, BY_OUTPUT
+        return pad(matrix.scale, (0, -len(matrix.scale) % PANEL)), None, BY_OUTPUT
     is_pair = matrix.group == HALF or matrix.offset_NG is not None
     exact_NG = None if is_pair else sixteen_bits(matrix.scale)
-    scale_NG = matrix.scale.half() if exact_NG is None else exact_NG
-    beside, kind = [scale_NG], SCALES
+    scale_NG = (matrix.scale.half() if exact_NG is None else exact_NG).contiguous()
     if matrix.group == HALF:
-        scale_NG = torch.nn.functional.pad(scale_NG, (0, scale_NG.shape[1] % 2))
-        beside, kind = [scale_NG[:, ::2], scale_NG[:, 1::2]], HALVES
-    elif matrix.offset_NG is not None:
-        beside, kind = [scale_NG, matrix.offset_NG.half()], OFFSETS
-    elif matrix.zero_NG is not None or scale_NG.dtype != torch.float16:
-        zero_NG = torch.zeros_like(scale_NG) if matrix.zero_NG is None else matrix.zero_NG
-        beside.append((zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype))
-        kind = ZEROS if scale_NG.dtype == torch.float16 else ZEROS_BFLOAT16
-    filled = np.zeros((panels * PANEL, len(beside), beside[0].shape[1]), np.int16)
-    for i, own_NG in enumerate(beside):
-        filled[: len(own_NG), i] = own_NG.contiguous().view(torch.int16).numpy()
-    laid = filled.reshape(panels, PANEL, len(beside), -1).transpose(0, 3, 2, 1)
-    return torch.from_numpy(np.ascontiguousarray(laid)).view(scale_NG.dtype), kind
+        return pad(scale_NG, (0, scale_NG.shape[1] % 2)), None, HALVES
+    if matrix.offset_NG is not None:
+        return scale_NG, matrix.offset_NG.half().contiguous(), OFFSETS
+    if matrix.zero_NG is None and scale_NG.dtype == torch.float16:
+        return scale_NG, None, SCALES
+    zero_NG = torch.zeros_like(scale_NG) if matrix.zero_NG is None else matrix.zero_NG.contiguous()
+    kind = ZEROS if scale_NG.dtype == torch.float16 else ZEROS_BFLOAT16
+    return scale_NG, (zero_NG / RAISED[matrix.bits]).to(scale_NG.dtype), kind
 
 
 def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:

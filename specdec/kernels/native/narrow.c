@@ -83,6 +83,7 @@ void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kind
 // To round a number to 8 bits.
 #define ROUND_NS 0.1
 
+#include "blocks.inc"
 #include "integer.inc"
 
 #define NAME(op) op##_float32

@@ -37,11 +37,13 @@ ARGUMENTS = {
     "selective_scan": "pn pn pn pp ppp p nnnnn p n p p p ppp n ppp p",
     "move": "p nnnn nn nn p nn pp n",
     "tensor_op": "p",
+    "unpack_blocks": "i p n pppp",
+    "lay_integers": "p nn i p pp nnn p",
     "self_attention": "p nnnnnn i pp i f pp ni p nnnn n p n p p f n p",
 }
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
-UNTYPED = ("gather", "gumbel", "topk", "scan_window", "move", "tensor_op")
+UNTYPED = ("gather", "gumbel", "topk", "scan_window", "move", "tensor_op", "unpack_blocks", "lay_integers")
 """One form serves all types."""
 
 FORMS = {

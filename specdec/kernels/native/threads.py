@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,14 @@ import torch
 
 SOFT = 1
 """Threads go, settings stay: `omp_pause_soft`."""
+
+
+class _Outside(threading.local):
+    threads: int | None = None
+    """What a thread had before `without_helpers`; None: it is not within."""
+
+
+_outside = _Outside()
 
 
 def dismiss_helpers() -> None:
@@ -32,12 +41,27 @@ def without_helpers() -> Iterator[None]:
     if setting is None:
         yield
         return
-    threads = torch.get_num_threads()
+    threads = _outside.threads = torch.get_num_threads()
     setting(1)
     try:
         yield
     finally:
         setting(threads)
+        _outside.threads = None
+
+
+@contextmanager
+def with_helpers() -> Iterator[None]:
+    """Let C forms share work within `without_helpers`: they wait for no helper that has not begun."""
+    setting, threads = _openmp("omp_set_num_threads"), _outside.threads
+    if setting is None or threads is None:
+        yield
+        return
+    setting(threads)
+    try:
+        yield
+    finally:
+        setting(1)
 
 
 @functools.cache

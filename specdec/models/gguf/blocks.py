@@ -1,7 +1,6 @@
 """Numbers in blocks: widened to float32 exactly as llama.cpp defines each type, or kept as integers.
 
-In numpy, which starts no threads: where other processes are busy, torch's wait for each other in each of
-hundreds of short operations.
+In C, and where there is no compiler in numpy, which is what the C form is tested against.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.kernels.native.blocks import unpack
+from specdec.kernels.native.forms import forms
 from specdec.models.gguf.file import Kind
 
 GROUP = 32
@@ -53,19 +54,18 @@ def widen(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return the numbers of a tensor's bytes in float32."""
     if kind.name in _WIDE:
         return torch.from_numpy(data_X.copy()).view(_WIDE[kind.name]).view(shape).float()
-    return _by_pieces(_widen, data_X, kind, torch.empty(shape))
+    return _fill("wide", data_X, kind, torch.empty(shape))
 
 
 def integers(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return the integers of a type in `KEPT`, in int8 and less the middle of their range."""
-    return _by_pieces(_centred, data_X, kind, torch.empty(shape, dtype=torch.int8))
+    return _fill("number", data_X, kind, torch.empty(shape, dtype=torch.int8))
 
 
 def scales(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return what the integers are multiplied by [N, groups], in the type that `scale_type` names."""
-    scale_BG, _ = _read_scales(data_X, kind)
-    found = torch.from_numpy(np.ascontiguousarray(scale_BG)).view(shape[0], -1)
-    return found.half() if scale_type(kind) == "F16" else found
+    scale_NG = _fill("scale", data_X, kind, torch.empty(shape[0], shape[1] // KEPT[kind.name].group))
+    return scale_NG.half() if scale_type(kind) == "F16" else scale_NG
 
 
 def scale_type(kind: Kind) -> str:
@@ -75,20 +75,25 @@ def scale_type(kind: Kind) -> str:
 
 def offsets(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return what is added to the products of integers and scales, in float32 [N, groups]."""
-    scale_BG, offset_BG = _read_scales(data_X, kind)
-    assert offset_BG is not None
-    with np.errstate(all="ignore"):
-        return torch.from_numpy(offset_BG + KEPT[kind.name].middle * scale_BG).view(shape[0], -1)
+    return _fill("offset", data_X, kind, torch.empty(shape[0], shape[1] // KEPT[kind.name].group))
 
 
-def _read_scales(data_X: _Array, kind: Kind) -> tuple[_Array, _Array | None]:
-    with np.errstate(all="ignore"):
-        return _SCALES[kind.name](data_X.reshape(-1, kind.bytes))
+def _fill(part: str, data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:
+    """Unpack one part of all blocks in C, or in numpy where there is no compiler."""
+    block_BX = data_X.reshape(-1, kind.bytes)
+    if forms():
+        each = {"number": kind.numbers, "wide": kind.numbers}.get(part) or kind.numbers // KEPT[
+            kind.name
+        ].group
+        assert out_X.numel() == len(block_BX) * each
+        unpack(data_X, kind.number, len(block_BX), part, out_X)
+        return out_X
+    return fill_in_numpy(part, block_BX, kind, out_X)
 
 
-def _by_pieces(read: Callable[[_Array, Kind], _Array], data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:
-    block_BX, out_BN = data_X.reshape(-1, kind.bytes), out_X.numpy().reshape(-1, kind.numbers)
-    together = PIECE // kind.bytes
+def fill_in_numpy(part: str, block_BX: _Array, kind: Kind, out_X: Tensor) -> Tensor:
+    """Unpack one part of blocks, as many at a time as fit in a cache: the reference for blocks.inc."""
+    read, out_BN, together = _PARTS[part], out_X.numpy().reshape(len(block_BX), -1), PIECE // kind.bytes
     with np.errstate(all="ignore"):  # of NaN and Inf in damaged files
         for first in range(0, len(block_BX), together):
             out_BN[first : first + together] = read(block_BX[first : first + together], kind)
@@ -106,6 +111,23 @@ def _centred(block_BX: _Array, kind: Kind) -> _Array:
     number_BN = _NUMBERS[kind.name](block_BX).view(np.int8)
     middle = KEPT[kind.name].middle
     return number_BN - np.int8(middle) if middle else number_BN
+
+
+def _scales(block_BX: _Array, kind: Kind) -> _Array:
+    return _SCALES[kind.name](block_BX)[0]
+
+
+def _offsets(block_BX: _Array, kind: Kind) -> _Array:
+    """Return offsets from the middle of the numbers' range."""
+    scale_BG, offset_BG = _SCALES[kind.name](block_BX)
+    assert offset_BG is not None
+    from_middle_BG: _Array = offset_BG + KEPT[kind.name].middle * scale_BG
+    return from_middle_BG
+
+
+_PARTS: Mapping[str, Callable[[_Array, Kind], _Array]] = {
+    **{"wide": _widen, "number": _centred, "scale": _scales, "offset": _offsets},
+}
 
 
 def _half(block_BX: _Array) -> _Array:

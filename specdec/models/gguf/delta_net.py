@@ -115,7 +115,7 @@ def _in_order(part: str, metadata: Metadata, own_X: Tensor) -> Tensor:
     first = 2 * keys * config["linear_key_head_dim"] if part in _CHANNELS else 0
     size = own_X.shape[dim] if own_X.dim() > dim else 0
     each = (first + values * width) // size if size else 0
-    if each in (1, HALF, GROUP) and each * size == first + values * width:
+    if values > keys and each in (1, HALF, GROUP) and each * size == first + values * width:
         order_N = torch.arange(values).view(-1, keys).T.reshape(-1, 1) * width + torch.arange(width)
         order_N = torch.cat([torch.arange(first), first + order_N.reshape(-1)])
         own_X = own_X.index_select(dim, order_N[::each] // each)  # a scale belongs to 16 or 32 columns

@@ -37,10 +37,12 @@ class Kind(NamedTuple):
     """In a block."""
     bytes: int
     """Of a block."""
+    number: int
+    """Which stands for it in a file."""
 
 
 KINDS: Mapping[int, Kind] = {
-    number: Kind(name, numbers, size)
+    number: Kind(name, numbers, size, number)
     for number, name, numbers, size in (
         *((0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2)),
         *((2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24)),
@@ -162,14 +164,25 @@ class GgufFile:
         of = self._scalar(4, name)
         if of == _STRING:
             count, start = self._count(name, least=8), self._at
-            for _ in range(count):
-                self._take(self._count(name, least=1), name)
+            self._at = self._skip(count, name)
             return Strings(start, count)
         if of not in _SCALARS:
             self._refuse(name, f"{name} is an array of arrays, or of an unknown type ({of})")
         form = np.dtype(_SCALARS[of])
         count = self._count(name, least=form.itemsize)
         return np.frombuffer(self._take(count * form.itemsize, name), form)
+
+    def _skip(self, count: int, name: str) -> int:
+        """Return where an array of strings ends."""
+        end, length_at = self._at, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                end += 8 + length_at(self._data, end)[0]
+        except (struct.error, OverflowError):
+            end = len(self._data) + 1
+        if end > len(self._data):
+            self._refuse(name, f"it ends in the middle of {name}", kind=TruncatedError)
+        return end
 
     def _count(self, field: str, *, least: int) -> int:
         """Read how many items follow, of so many bytes at least: more than the file holds are refused."""

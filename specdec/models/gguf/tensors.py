@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import integers, offsets, scale_type, scales, widen
 from specdec.models.gguf.file import Entry, GgufFile, Kind
 
+SMALL = 1 << 20
+"""Numbers of a tensor whose shape is found by a real computation: for arithmetic without data (`meta`), which
+only norms and decays need, torch imports its compiler, which takes 1.2 s."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -105,8 +109,10 @@ class GgufTensors:
             if group == 1:
                 return Header(own, "I8", entry.bytes)
             return Header(own, "F32" if disk.endswith("_offset") else scale_type(entry.kind), 0)
-        recipe = self._described.recipe(disk)
-        shape = entry.shape if recipe is None else recipe(torch.empty(entry.shape, device="meta")).shape
+        shape, recipe = entry.shape, self._described.recipe(disk)
+        if recipe is not None:
+            device = "cpu" if prod(shape) <= SMALL else "meta"
+            shape = recipe(torch.empty(shape, device=device)).shape
         return Header(tuple(shape), self._described.dtype, entry.bytes)
 
     def get_tensor(self, disk: str) -> Tensor:

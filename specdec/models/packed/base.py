@@ -4,6 +4,7 @@ A layer's matrix `NAME.weight` lies in several tensors, such as `NAME.qweight` a
 by the name that it had before it was quantised, so that the families' names and recipes serve as they are.
 """
 
+import math
 import re
 import warnings
 from abc import ABC, abstractmethod
@@ -153,16 +154,19 @@ class PackedMatrix(ABC):
         bits, group = self.numbers.bits, min(self.numbers.group or GROUP, GROUP)
         columns = -(-shape[1] // group)
         scales = next(suffix for suffix in self.suffixes if "scale" in suffix)
-        if not bool(scale_NG.isfinite().all()) or not (offset_NG is None or bool(offset_NG.isfinite().all())):
+        if not all(largest(own_NG) < math.inf for own_NG in (scale_NG, offset_NG) if own_NG is not None):
             raise Unfit(f"{self.name}.{scales} holds NaN or Inf")
         if not self.numbers.by_group:
             return Integers(number_ND, scale_NG[:, 0].float(), bits, dtype)
         scale_NG = self.narrow(scale_NG)
         repeat = (self.numbers.group or columns * group) // group
-        scale_NG = scale_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
-        if zero_NG is not None:
-            zero_NG = zero_NG.repeat_interleave(repeat, 1)[:, :columns].contiguous()
-        return Integers(number_ND, scale_NG, bits, dtype, zero_NG, offset_NG, group)
+
+        def spread(own_NG: Tensor) -> Tensor:
+            each_NG = own_NG.repeat_interleave(repeat, 1)[:, :columns] if repeat > 1 else own_NG
+            return each_NG.contiguous()
+
+        zero_NG = None if zero_NG is None else spread(zero_NG)
+        return Integers(number_ND, spread(scale_NG), bits, dtype, zero_NG, offset_NG, group)
 
     def narrow(self, scale_NG: Tensor) -> Tensor:
         """Return a group's scales in 16 bits; raise `Unfit` where that would round them."""
@@ -220,6 +224,11 @@ class PackedFormat:
                 else:
                     left_out.append(disk)
         return found, left_out
+
+
+def largest(own_NG: Tensor) -> float:
+    """Return the largest size of some numbers; NaN if one is NaN."""
+    return max(map(abs, map(float, own_NG.aminmax()))) if own_NG.numel() else 0.0
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

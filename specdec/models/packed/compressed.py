@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from specdec.models.checkpoint import Checkpoint
@@ -95,8 +94,8 @@ class PlainInts(PackedMatrix):
         return found
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
-        number_ND, unused = tensors["weight"], 8 - self.numbers.bits
-        if not torch.equal(number_ND << unused >> unused, number_ND):
+        number_ND, most = tensors["weight"], 1 << self.numbers.bits - 1
+        if self.numbers.bits < 8 and not -most <= int(number_ND.min()) <= int(number_ND.max()) < most:
             raise Unfit(f"{self.name}.weight holds numbers of more than {self.numbers.bits} bits")
         zero_NG = self.zeros_as_announced(ZEROS, tensors[ZEROS]) if ZEROS in tensors else None
         return Raw(number_ND, tensors["weight_scale"], zero_NG)

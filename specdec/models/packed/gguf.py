@@ -10,7 +10,7 @@ from specdec.kernels.linear.integers import HALF, sixteen_bits
 from specdec.models.fields import Fields
 from specdec.models.gguf.blocks import KEPT
 from specdec.models.layouts import Shape
-from specdec.models.packed.base import Numbers, PackedFormat, Part, Raw, Unfit
+from specdec.models.packed.base import Numbers, PackedFormat, Part, Raw, Unfit, largest
 from specdec.models.packed.compressed import PlainInts
 
 NAME = "gguf"
@@ -44,7 +44,7 @@ class GgufInts(PlainInts):
         return PlainInts.unpack(self, shape, tensors)._replace(offset_NG=offset_NG)
 
     def _check(self, own_NG: Tensor) -> None:
-        if bool((own_NG.abs() > LARGEST).any()):
+        if largest(own_NG) > LARGEST:
             raise Unfit(f"{self.name}.weight holds scales or offsets above {LARGEST:,}, the most of float16")
 
 

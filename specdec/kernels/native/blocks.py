@@ -1,0 +1,22 @@
+"""Blocks of GGUF files, unpacked in C: all of a tensor's at once."""
+
+from typing import Any
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.kernels.native.call import function, pointer
+from specdec.kernels.native.threads import with_helpers
+
+PARTS = ("number", "scale", "offset", "wide")
+"""Integers in int8; their scales, their offsets, and the weights that they stand for, in float32."""
+
+
+def unpack(data_X: NDArray[Any], kind: int, blocks: int, part: str, out_X: Tensor) -> None:
+    """Write one part of so many blocks of a type, given by the number that it has in files.
+
+    The caller has compared the sizes of both with those of the type.
+    """
+    with with_helpers():
+        outs = (pointer(out_X) if own == part else None for own in PARTS)
+        function("unpack_blocks")(kind, data_X.ctypes.data, blocks, *outs)

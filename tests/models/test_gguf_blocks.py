@@ -1,0 +1,81 @@
+"""Blocks unpacked in C, against numpy, bit for bit; test_gguf.py compares numbers with the package gguf."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.kernels.native.blocks import unpack
+from specdec.kernels.native.compiled import compiled
+from specdec.kernels.native.threads import without_helpers
+from specdec.models.gguf import blocks
+from specdec.models.gguf.blocks import KEPT, fill_in_numpy
+from specdec.models.gguf.file import KINDS, Kind
+from tests.selection import EXHAUSTIVE
+
+in_c = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
+BLOCKS = [kind for kind in KINDS.values() if kind.numbers > 1]
+PARTS = [
+    (kind, part)
+    for kind in BLOCKS
+    for part in ("wide", "number", "scale", "offset")
+    if part == "wide" or (kind.name in KEPT and (part != "offset" or KEPT[kind.name].middle))
+]
+GUARD = 64
+
+
+def empty(kind: Kind, part: str, count: int) -> Tensor:
+    """Return room for a part, between guards that must stay."""
+    each = kind.numbers if part in ("wide", "number") else kind.numbers // KEPT[kind.name].group
+    dtype = torch.int8 if part == "number" else torch.float32
+    return torch.full((2 * GUARD + count * each,), 77, dtype=dtype)
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """View numbers as bits; all NaN are alike."""
+    return x if x.dtype == torch.int8 else x.where(x == x, torch.nan).view(torch.int32)
+
+
+@in_c
+@pytest.mark.parametrize("count", [1, 63, 65, 1025, pytest.param(20_001, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize(("kind", "part"), PARTS, ids=[f"{kind.name}-{part}" for kind, part in PARTS])
+def test_blocks_are_unpacked_to_the_same_bits(kind: Kind, part: str, count: int) -> None:
+    """Random bytes include NaN, Inf and the smallest numbers; nothing is written outside, or warned of."""
+    data = np.random.default_rng(count).integers(0, 256, count * kind.bytes, dtype=np.uint8)
+    found, expected = (empty(kind, part, count) for _ in range(2))
+    with without_helpers():
+        unpack(data, kind.number, count, part, found[GUARD:-GUARD])
+    with warnings.catch_warnings(action="error"):
+        fill_in_numpy(part, data.reshape(count, -1), kind, expected[GUARD:-GUARD])
+    assert torch.equal(bits_of(found), bits_of(expected))
+    assert not (expected[GUARD:-GUARD] == 77).all()
+
+
+@in_c
+@pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
+def test_every_byte_of_a_block_counts(kind: Kind) -> None:
+    """A control: of random blocks, a changed bit anywhere changes a number."""
+    data_BX = np.random.default_rng(0).integers(0, 256, (20, kind.bytes), dtype=np.uint8)
+    plain, found = (empty(kind, "wide", 20) for _ in range(2))
+    unpack(data_BX, kind.number, 20, "wide", plain[GUARD:-GUARD])
+    for at in range(kind.bytes):
+        other_BX = data_BX.copy()
+        other_BX[:, at] ^= 2
+        unpack(other_BX, kind.number, 20, "wide", found[GUARD:-GUARD])
+        assert not torch.equal(bits_of(found), bits_of(plain)), at
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
+def test_without_a_compiler_blocks_are_the_same(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, shape = (
+        np.random.default_rng(0).integers(0, 124, 6 * kind.bytes, dtype=np.uint8),
+        (3, 2 * kind.numbers),
+    )
+    reads = [blocks.widen, *([blocks.integers, blocks.scales] if kind.name in KEPT else [])]
+    found = [read(data, kind, shape) for read in reads]
+    monkeypatch.setattr(blocks, "forms", lambda: None)
+    monkeypatch.setattr(blocks, "unpack", None)
+    for own, read in zip(found, reads, strict=True):
+        assert torch.equal(own, read(data, kind, shape))
