@@ -252,8 +252,8 @@ def _floats(values: Sequence[float], device: torch.device) -> Tensor:
 
 def _columns(
     kept: Sequence[tuple[int, tuple["array[int]", "array[float]"]]], device: torch.device
-) -> tuple[Tensor, ...]:
-    """Join tokens and values of some rows; return the rows and how many entries each has before them."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Join tokens and values of some rows; return the rows and each row's length before them."""
     rows, columns = zip(*kept, strict=True)
     tokens, values = zip(*columns, strict=True)
     length_R = torch.tensor([len(column) for column in tokens], device=device)
