@@ -86,8 +86,10 @@ class Scheduler:
         *,
         max_running: int,
         chunk_tokens: int,
+        work: Callable[[int], float] = float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Share a step's time by `work`, that of a prompt of so many tokens."""
         self.arena, self.folder, self.clock = arena, folder, clock
         self.max_running, self.chunk_tokens = max_running, chunk_tokens
         self.cache: PrefixCache | None = None
@@ -114,7 +116,7 @@ class Scheduler:
         self._events = Events()
         self._known: dict[str, Shares] = {}
         """Shares by what is short, until the running requests change."""
-        self.work = WorkBudget()
+        self.work = WorkBudget(work)
         self._steps = 0
         self._num_parked = 0
         """Requests preempted in this step for other callers' shares."""

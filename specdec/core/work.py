@@ -1,19 +1,17 @@
 """How much work a step does while several callers run, so that no stream pauses for long.
 
-Work is counted in tokens of context that are attended to. What a step of so much work takes is learnt from
-the steps themselves: one that took too long lowers the limit to what would have fitted, and no step may do
-more than twice the work that was seen to fit.
+Work is counted by what a model computes for tokens behind their context. How long it takes is learnt from the
+steps: one that took too long lowers the limit to what would have fitted, and no step may do more than twice
+the work that was seen to fit.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 
 STEP_S = 0.2
 """Seconds that a step beside another caller should take at most, by the clock that steps are compared by."""
-TOKEN = 1024
-"""Work of a token beside its attention. In `tiny` it is that of 1,700 tokens of context, on a CPU; a wrong
-number costs a step that is too long or too short where contexts change."""
-LEAST = 64 * TOKEN
-"""Work that is never cut: a step reads all weights, so that fewer rows would hardly shorten it."""
+LEAST = 64
+"""Tokens without context whose work is never cut: a step reads all weights, fewer would hardly shorten it."""
 MOST = 1e18
 """The limit of one caller alone."""
 
@@ -21,8 +19,10 @@ MOST = 1e18
 class WorkBudget:
     """Bounds the work of each step, and divides it among callers. One caller alone is never bounded."""
 
-    def __init__(self) -> None:
-        self.limit = float(4 * LEAST)
+    def __init__(self, work: Callable[[int], float]) -> None:
+        """Count by the work of a prompt of so many tokens."""
+        self._work = work
+        self.limit = 4 * LEAST * work(1)
         self.total = 0.0
         """Work of this step so far."""
         self._held: defaultdict[str, float] = defaultdict(float)
@@ -39,7 +39,7 @@ class WorkBudget:
         A caller may use what is left of the limit, and at least its share of it; the first row of each takes
         part in any case.
         """
-        each = context + TOKEN
+        each = self._each(context)
         fitting = max(int(self._room(caller) / each), not self._held[caller])
         taken = min(tokens, fitting)
         self._add(caller, taken * each)
@@ -47,11 +47,15 @@ class WorkBudget:
 
     def fits(self, caller: str, tokens: int, context: int) -> bool:
         """Count all of a draft's tokens if there is room for them; return whether there was."""
-        work = tokens * (context + TOKEN)
+        work = tokens * self._each(context)
         if work > self._room(caller):
             return False
         self._add(caller, work)
         return True
+
+    def _each(self, context: int) -> float:
+        """Return the work of a token behind so many."""
+        return self._work(context + 1) - self._work(context)
 
     def _room(self, caller: str) -> float:
         if self._callers == 1:
@@ -68,6 +72,6 @@ class WorkBudget:
             return
         fitting = self.total * STEP_S / max(seconds, 1e-6)
         if seconds > STEP_S:
-            self.limit = max(fitting, LEAST)
+            self.limit = max(fitting, LEAST * self._work(1))
         else:
             self.limit = max(self.limit, min(2 * self.total, fitting))

@@ -180,6 +180,7 @@ def assemble(
         executor,
         max_running=settings.config.max_running,
         chunk_tokens=settings.config.chunk_tokens,
+        work=ReadingWork.of(network.spec),
         clock=clock,
     )
     policy = Policy(

@@ -10,7 +10,7 @@ from specdec.config.tenant import Tenant
 from specdec.core import work
 from specdec.core.outputs import Delta
 from specdec.core.scheduler import Scheduler
-from specdec.core.work import LEAST, STEP_S, TOKEN, WorkBudget
+from specdec.core.work import LEAST, STEP_S, WorkBudget
 from specdec.errors import SpecdecError
 from tests.core.test_fairness import ALICE, BOB, Crowd
 
@@ -20,7 +20,7 @@ class Timed(Crowd):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fitting = 100.0 * TOKEN
+        self.fitting = 100.0
         """Work that takes STEP_S."""
         self.turns: list[dict[int, int]] = []
         """Of each step the tokens that each request computed."""
@@ -76,47 +76,52 @@ def test_one_caller_alone_is_not_bounded() -> None:
     assert all(len(turn) == 200 for turn in crowd.turns[1:])
 
 
+def work_of(prompt: int) -> float:
+    """Return the work of a prompt: a token behind 1000 is twice that of one without context."""
+    return 1000.0 * prompt + prompt * (prompt - 1) / 2
+
+
 def test_long_contexts_count() -> None:
-    budget = WorkBudget()
+    budget = WorkBudget(work_of)
     budget.begin(2)
-    budget.limit = 8.0 * LEAST
-    rows = [budget.take("alice", 1, 3 * TOKEN) for _ in range(400)]
-    assert sum(rows) == 8 * LEAST // (4 * TOKEN)
-    assert budget.take("bob", 1, 3 * TOKEN) == 1, "he has his share"
+    budget.limit = 400.0 * 1000
+    rows = [budget.take("alice", 1, 3000) for _ in range(400)]
+    assert sum(rows) == 100
+    assert budget.take("bob", 1, 3000) == 1, "he has his share"
     assert budget.fits("bob", 10, 0) and not budget.fits("alice", 1, 0)
 
 
 def test_a_prompt_is_cut_to_what_fits() -> None:
-    budget = WorkBudget()
+    budget = WorkBudget(float)
     budget.begin(2)
-    budget.limit = 100.0 * TOKEN
+    budget.limit = 100.0
     assert budget.take("alice", 1000, 0) == 100
     assert budget.take("alice", 1000, 0) == 0
     assert budget.take("bob", 1000, 0) == 50
     budget.begin(2)
-    budget.limit = 1.0
+    budget.limit = 0.5
     assert budget.take("alice", 1000, 0) == 1, "a caller's first row always goes on"
 
 
 def test_the_limit_follows_what_steps_take() -> None:
-    budget = WorkBudget()
+    budget = WorkBudget(float)
 
     def step(work: int, seconds: float) -> float:
         budget.begin(1)
         budget.take("", work, 0)
         budget.observe(seconds)
-        return budget.limit / TOKEN
+        return budget.limit
 
     assert step(10_000, 4 * STEP_S) == 2500, "too long: what would have fitted"
     assert step(1, STEP_S / 2) == 2500, "little work says nothing"
     assert step(2000, STEP_S / 8) == 4000, "no more than twice what was seen to fit"
     assert step(4000, STEP_S / 1.5) == 6000
-    assert step(1, 100 * STEP_S) == LEAST / TOKEN
+    assert step(1, 100 * STEP_S) == LEAST
 
 
 def test_texts_do_not_depend_on_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside Bob's stream few of Alice's rows fit in a step, and of their drafts fewer."""
-    monkeypatch.setattr(work, "LEAST", 4 * TOKEN)
+    monkeypatch.setattr(work, "LEAST", 4)
     monkeypatch.setattr(work, "STEP_S", 1e-9)
     sizes: list[int] = []
     params = SamplingParams(n=6, max_tokens=24, temperature=0.8, seed=5, presence_penalty=0.5)
