@@ -71,7 +71,7 @@ class DecodeLoop:
         """Advance every request that takes part by one window."""
         if self.runner and self.runner.go_on():
             return
-        clock, first_passes = Clock(), self.arena.first_passes
+        clock, first_passes, start_s = Clock(), self.arena.first_passes, self.speculation.clock()
         self._resolve_limits()
         if self.prefixes:
             # What was read and written until a caller left is asked again where it was stopped by hand.
@@ -99,6 +99,7 @@ class DecodeLoop:
         clock.lap("commit")
         self.commit_and_emit(StepResult(rows, paths, committed, clock.seconds, choices))
         clock.lap("rest")
+        self.scheduler.work.observe(self.speculation.clock() - start_s)
         if any(row.is_decode for row in rows):
             self.counts.spend(clock.seconds)
         if self.arena.first_passes == first_passes:

@@ -67,6 +67,8 @@ class Request:
         self.preemptions = 0
         self.charged_tokens = 0
         """Computed or cached tokens that its caller's virtual time includes."""
+        self.last_step = 0
+        """The scheduler's step in which it took part last."""
         self.counts = Counts()
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of the prompt's tokens from the second on, as far as they were read, where they are asked for."""

@@ -11,9 +11,11 @@ furthest above its share is preempted.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
 
 from specdec.config.tenant import Tenant
@@ -22,6 +24,7 @@ from specdec.core.fairness import FairQueue, Shares, by_caller
 from specdec.core.landing import Landings
 from specdec.core.lending import Lending
 from specdec.core.request import Request
+from specdec.core.work import WorkBudget
 from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed, release_path
@@ -39,8 +42,9 @@ RUNNING, CHUNK = "max_running", "chunk_tokens"
 """The settings that may keep a request waiting."""
 RESOURCES = (BLOCKS, STATES, PREFIXES, RUNNING, CHUNK, DRAFT_BLOCKS, DRAFT_SLOTS, DEVICE_SLOTS)
 """All that steps may be short of, by which `limited_by` counts."""
-MOST_ADMITTED = 32
-"""Requests admitted per step beside another caller: each takes up to 2 ms."""
+ADMITTING_S = 0.05
+"""Seconds after which a step beside another caller admits no more: a request takes 2 to 15 ms, the more the
+longer its cached prefix, and where its memory is touched for the first time."""
 MOST_PARKED = 4
 """Requests preempted per step for other callers' shares: a head reads up to `chunk_tokens` of each."""
 WORTH_WAITING = 64
@@ -75,8 +79,18 @@ class Folder(Protocol):
 class Scheduler:
     """Owns the waiting and the running requests and all that they hold of the arena."""
 
-    def __init__(self, arena: Arena, folder: Folder, *, max_running: int, chunk_tokens: int) -> None:
-        self.arena, self.folder = arena, folder
+    def __init__(
+        self,
+        arena: Arena,
+        folder: Folder,
+        *,
+        max_running: int,
+        chunk_tokens: int,
+        work: Callable[[int], float] = float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Share a step's time by `work`, that of a prompt of so many tokens."""
+        self.arena, self.folder, self.clock = arena, folder, clock
         self.max_running, self.chunk_tokens = max_running, chunk_tokens
         self.cache: PrefixCache | None = None
         """What earlier requests have read; None: nothing is kept."""
@@ -102,6 +116,8 @@ class Scheduler:
         self._events = Events()
         self._known: dict[str, Shares] = {}
         """Shares by what is short, until the running requests change."""
+        self.work = WorkBudget(work)
+        self._steps = 0
         self._num_parked = 0
         """Requests preempted in this step for other callers' shares."""
 
@@ -162,8 +178,9 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the step's rows; every request in them holds the memory that its row needs.
 
-        A request that decodes takes part unless it is not known yet what may be chosen; prefills share the
-        budget of `chunk_tokens`, those of the caller that is furthest behind first.
+        A request that decodes takes part unless it is not known yet what may be chosen, or other callers'
+        streams would pause for long; prefills share the budget of `chunk_tokens`, those of the caller that is
+        furthest behind first.
         """
         self._drop_cancelled()
         self._waits_for_others = False
@@ -172,19 +189,36 @@ class Scheduler:
                 self._grow(request)
         self._num_parked = 0
         has_more = False
+        until_s = self.clock() + ADMITTING_S
         while not has_more and self._admit():
-            has_more = len(self._events.admitted) >= MOST_ADMITTED and len(by_caller(self.running)) > 1
+            has_more = self.clock() >= until_s and len(by_caller(self.running)) > 1
         has_more |= self._num_parked >= MOST_PARKED
         if self._paused and not self.is_paused:
             self._note_catching_up()
-        rows: list[ScheduledRequest] = []
-        chunks = self._chunks()
-        for request in self.running:
-            count = chunks.get(request, request.num_schedulable_tokens)
-            if count and (count < request.num_uncomputed_tokens or request.chooser.knows()):
-                rows.append(ScheduledRequest.of(request, count))
+        rows = self._rows()
         events, self._events = self._events, Events()
-        return StepPlan(tuple(rows), events, has_more)
+        return StepPlan(rows, events, has_more)
+
+    def _rows(self) -> tuple[ScheduledRequest, ...]:
+        """Return the rows of a step, as many as its work allows where there are several callers."""
+        self._steps += 1
+        self.work.begin(len(by_caller(self.running)))
+        chunks, counts = self._chunks(), dict[Request, int]()
+        for request in self._in_turn():
+            count = chunks.get(request, request.num_schedulable_tokens)
+            if not count or (count == request.num_uncomputed_tokens and not request.chooser.knows()):
+                continue
+            count = self.work.take(request.tenant.flow[0], count, request.num_computed_tokens)
+            if count:
+                counts[request], request.last_step = count, self._steps
+        return tuple(ScheduledRequest.of(own, counts[own]) for own in self.running if own in counts)
+
+    def _in_turn(self) -> Iterable[Request]:
+        """Yield running requests, one of each caller in turn, those first that waited longest for a step."""
+        queues: dict[str, list[Request]] = {}
+        for request in sorted(self.running, key=lambda own: own.last_step):
+            queues.setdefault(request.tenant.flow[0], []).append(request)
+        return (own for turn in zip_longest(*queues.values()) for own in turn if own)
 
     def _prefills(self) -> list[Request]:
         """Return running requests with more than one uncomputed token, in the order of their callers."""

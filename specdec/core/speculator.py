@@ -275,16 +275,31 @@ class Speculation:
     def _fitting(
         self, requests: Sequence[Request], shapes: Sequence[Shape | None], *, lends: bool
     ) -> list[Shape | None]:
-        """Lower what is asked for to the memory there is, before drafts are made that find no slots."""
+        """Lower what is asked for to the memory there is, before drafts are made that find no slots.
+
+        Of several callers, what the step has no time for is not drafted.
+        """
         fitting: list[Shape | None] = []
         nodes = 0
         for request, shape in zip(requests, shapes, strict=True):
             while shape and not (lends or self.backing.has_room(nodes + shape.num_draft_tokens)):
                 self.scheduler.limited_by[DRAFT_SLOTS] += 1
                 shape = shape.within(shape.num_draft_tokens // 2)
+            if shape and not self._has_time(request, shape):
+                shape = None
             fitting.append(shape if shape and self._reserve(request, shape) else None)
             nodes += shape.num_draft_tokens if fitting[-1] and shape else 0
         return fitting
+
+    def _has_time(self, request: Request, shape: Shape) -> bool:
+        """Count the tokens that a draft and its verification compute, if the step has time for them.
+
+        A network reads a tree anew at each level.
+        """
+        depth = shape.num_steps
+        drafted = depth if shape.topk == 1 else shape.topk * depth * (depth - 1) // 2
+        tokens = drafted + shape.num_draft_tokens - 1
+        return self.scheduler.work.fits(request.tenant.flow[0], tokens, request.num_computed_tokens)
 
     def _reserve(self, request: Request, shape: Shape) -> bool:
         """Get KV blocks for the window and for all that a network reads while it drafts."""

@@ -173,11 +173,16 @@ def assemble(
     """
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     executor = LocalExecutor(network, arena, settings.device)
-    scheduler = Scheduler(
-        arena, executor, max_running=settings.config.max_running, chunk_tokens=settings.config.chunk_tokens
-    )
     # A step that waits for its processor costs no more by that; what a GPU does takes no thread's time.
     clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
+    scheduler = Scheduler(
+        arena,
+        executor,
+        max_running=settings.config.max_running,
+        chunk_tokens=settings.config.chunk_tokens,
+        work=ReadingWork.of(network.spec),
+        clock=clock,
+    )
     policy = Policy(
         settings.bounds,
         adaptive=settings.config.adaptive,

@@ -228,11 +228,7 @@ def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
 
 def _bias(nodes: Sequence[Node], device: torch.device) -> Bias | None:
     kept = [(n, node.chooser.bias) for n, node in enumerate(nodes) if node.chooser.bias]
-    if not kept:
-        return None
-    rows, columns = zip(*kept, strict=True)
-    tokens, values = zip(*columns, strict=True)
-    return Bias(_rows(rows, tokens, device), _joined(tokens, device).long(), _joined(values, device))
+    return Bias(*_columns(kept, device)) if kept else None
 
 
 def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
@@ -240,17 +236,12 @@ def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
     kept = [(n, own.along(node.path)) for n, node in enumerate(nodes) if (own := node.chooser.history)]
     if not kept:
         return None
-    rows, columns = zip(*kept, strict=True)
-    tokens, counts = zip(*columns, strict=True)
-    row_E = _rows(rows, tokens, device)
-    params = [node.chooser.params for node in nodes]
+    params = [nodes[n].chooser.params for n, _ in kept]
     return Penalties(
-        row_E,
-        _joined(tokens, device).long(),
-        _joined(counts, device),
-        _floats([p.repetition_penalty for p in params], device)[row_E],
-        _floats([p.presence_penalty for p in params], device)[row_E],
-        _floats([p.frequency_penalty for p in params], device)[row_E],
+        *_columns(kept, device),
+        _floats([p.repetition_penalty for p in params], device),
+        _floats([p.presence_penalty for p in params], device),
+        _floats([p.frequency_penalty for p in params], device),
     )
 
 
@@ -259,10 +250,14 @@ def _floats(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _rows(rows: Sequence[int], columns: Sequence["array[int]"], device: torch.device) -> Tensor:
-    """Return the row of each entry of columns that belong to one row each."""
-    length_R = torch.tensor([len(column) for column in columns])
-    return torch.tensor(rows).repeat_interleave(length_R).to(device)
+def _columns(
+    kept: Sequence[tuple[int, tuple["array[int]", "array[float]"]]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Join tokens and values of some rows; return the rows and each row's length before them."""
+    rows, columns = zip(*kept, strict=True)
+    tokens, values = zip(*columns, strict=True)
+    length_R = torch.tensor([len(column) for column in tokens], device=device)
+    return torch.tensor(rows, device=device), length_R, _joined(tokens, device), _joined(values, device)
 
 
 def _joined(columns: Sequence["array[Any]"], device: torch.device) -> Tensor:

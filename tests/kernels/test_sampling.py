@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specdec.kernels.native import sampling as native
+from specdec.kernels.native.compiled import compiled
 from specdec.kernels.sampling import cpu, reference
 from specdec.kernels.sampling.rules import Bias, Mask, Penalties, Rules
 from tests.tolerances import KERNEL_FLOAT32
@@ -137,17 +139,19 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
 
     used = [bool(u) for u in torch.rand(6, generator=g) < 0.6]
     top_k_N = torch.randint(1, vocab + 3, (rows,), generator=g)
-    bias = Bias(torch.arange(rows), torch.randint(0, vocab, (rows,), generator=g), rand(-5, 5))
+    one_N, token_N = torch.ones(rows, dtype=torch.int64), torch.randint(0, vocab, (rows,), generator=g)
+    bias = Bias(torch.arange(rows), one_N, token_N.int(), rand(-5, 5))
     row_R = torch.arange(0, rows, 2)
-    place_E = torch.randperm(len(row_R) * vocab, generator=g)[: len(row_R) * vocab // 2]
-    row_E = row_R[place_E // vocab]
+    tokens = [torch.randperm(vocab, generator=g)[: vocab * k // 2] for k in range(len(row_R))]
+    token_E = torch.cat(tokens).int()
     penalties = Penalties(
-        row_E,
-        place_E % vocab,
-        torch.randint(0, 3, (len(row_E),), generator=g).float(),
-        mixed(rand(0.5, 2), 1)[row_E],
-        mixed(rand(-2, 2), 0)[row_E],
-        mixed(rand(-2, 2), 0)[row_E],
+        row_R,
+        torch.tensor([len(own_E) for own_E in tokens]),
+        token_E,
+        torch.randint(0, 3, (len(token_E),), generator=g).float(),
+        mixed(rand(0.5, 2), 1)[row_R],
+        mixed(rand(-2, 2), 0)[row_R],
+        mixed(rand(-2, 2), 0)[row_R],
     )
     words_KW = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), generator=g).int()
     words_KW[:, 0] |= 1  # something is left
@@ -163,15 +167,21 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
     )
 
 
+def _columns_of(whole: Bias | Penalties, n: int) -> tuple[Tensor, ...]:
+    """Return the columns of one row, which is the first then; of no row where it has none."""
+    own_E, own_R = whole.at[0] == n, whole.row_R == n
+    return (
+        torch.zeros_like(whole.row_R[own_R]),
+        whole.length_R[own_R],
+        *(part[own_E] for part in whole[2:4]),
+        *(part[own_R] for part in whole[4:]),
+    )
+
+
 def take_row(rules: Rules, n: int) -> Rules:
     """The rules of one row alone."""
-    bias, penalties = rules.bias, rules.penalties
-    if bias is not None:
-        bias = Bias(*(part[bias.row_E == n] for part in bias))._replace(row_E=torch.tensor([0]))
-    if penalties is not None:
-        own_E = penalties.row_E == n
-        penalties = Penalties(*(part[own_E] for part in penalties)) if own_E.any() else None
-        penalties = penalties and penalties._replace(row_E=torch.zeros_like(penalties.row_E))
+    bias = rules.bias and Bias(*_columns_of(rules.bias, n))
+    penalties = rules.penalties and Penalties(*_columns_of(rules.penalties, n))
     mask = rules.mask
     if mask is not None:
         own_R = mask.row_R == n
@@ -196,6 +206,24 @@ def test_process_equals_reference(vocab: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(actual_NV, expected_NV, rtol=KERNEL_FLOAT32, atol=KERNEL_FLOAT32)
 
 
+@pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 63, 65])
+def test_native_process_equals_cpu_to_the_bit(vocab: int, dtype: torch.dtype) -> None:
+    """A text must not change with the form that processes its logits."""
+    adjusted = 0
+    for seed in range(32):
+        logits_NV = (torch.randn(5, vocab, generator=generator(seed)) * 3).to(dtype)
+        logits_NV[seed % 5, seed % vocab] = torch.nan
+        rules, before_NV = random_rules(5, vocab, seed), logits_NV.clone()
+        adjusted += rules.bias is not None or rules.penalties is not None
+        actual_NV, expected_NV = native.process(logits_NV, rules), cpu.process(logits_NV, rules)
+        assert torch.equal(logits_NV.isnan(), before_NV.isnan())
+        assert torch.equal(logits_NV.nan_to_num(), before_NV.nan_to_num())
+        assert torch.equal(actual_NV.view(torch.int32), expected_NV.view(torch.int32)), seed
+    assert adjusted > 16
+
+
 def test_process_of_a_row_ignores_the_batch() -> None:
     for seed in range(40):
         logits_NV = torch.randn(6, 700, generator=generator(seed)) * 2
@@ -213,11 +241,10 @@ def test_process_leaves_rows_that_ask_for_nothing_bit_for_bit() -> None:
         top_k_N=torch.tensor([0, 3, 3]),
         top_p_N=torch.tensor([1.0, 0.5, 0.5]),
         min_p_N=torch.tensor([0.0, 0.1, 0.1]),
-        bias=Bias(torch.tensor([1]), torch.tensor([2]), torch.tensor([4.0])),
+        bias=Bias(torch.tensor([1]), torch.tensor([1]), torch.tensor([2]).int(), torch.tensor([4.0])),
         penalties=Penalties(
-            torch.ones(65, dtype=torch.int64),
-            torch.arange(65),
-            *torch.tensor([1, 1.5, 0.5, 0.5]).expand(65, 4).T,
+            *(torch.tensor([1]), torch.tensor([65]), torch.arange(65).int(), torch.ones(65)),
+            *torch.tensor([[1.5], [0.5], [0.5]]),
         ),
     )
     scores_NV = cpu.process(logits_NV, everything)
@@ -272,10 +299,8 @@ def test_top_p_finds_nuclei_wider_than_its_first_guess() -> None:
 
 def test_penalties_follow_their_formulas() -> None:
     penalties = Penalties(
-        torch.zeros(3, dtype=torch.int64),
-        torch.arange(3),
-        torch.tensor([0.0, 2.0, 1.0]),
-        *torch.tensor([2.0, 0.5, 0.25]).expand(3, 3).T,
+        *(torch.tensor([0]), torch.tensor([3]), torch.arange(3).int(), torch.tensor([0.0, 2.0, 1.0])),
+        *torch.tensor([[2.0], [0.5], [0.25]]),
     )
     rules = Rules(torch.tensor([0.0]), penalties=penalties)
     for form in (cpu, reference):

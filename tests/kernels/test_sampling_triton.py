@@ -217,11 +217,10 @@ def test_a_row_with_what_is_no_number_is_told(ops: ModuleType, filters: dict[str
 
 def test_what_the_kernels_have_no_part_in_goes_to_plain_torch() -> None:
     logits_NV = draw(65, 2)
-    bias = Bias(torch.tensor([1]), torch.tensor([3]), torch.tensor([9.0]))
+    bias = Bias(torch.tensor([1]), torch.tensor([1]), torch.tensor([3]).int(), torch.tensor([9.0]))
     penalties = Penalties(
-        torch.zeros(65, dtype=torch.int64),
-        torch.arange(65),
-        *torch.tensor([1, 0.5, 0.5, 0.5]).expand(65, 4).T,
+        *(torch.tensor([0]), torch.tensor([65]), torch.arange(65).int(), torch.ones(65)),
+        *torch.tensor([[0.5], [0.5], [0.5]]),
     )
     rules = draw_rules(65, 2)
     for own, x_NV in (

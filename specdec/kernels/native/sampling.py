@@ -1,5 +1,7 @@
 """Noise and ranking over a whole vocabulary, a few rows at a time."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,29 @@ def _noise(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
     noise_RV = torch.empty(len(seed_R), vocab, dtype=torch.float32)
     function("gumbel")(pointer(seed_R), pointer(position_R), *noise_RV.shape, pointer(noise_RV))
     return noise_RV
+
+
+def process(logits_NV: Tensor, rules: Rules) -> Tensor:
+    """Apply a request's rules as `cpu.process` does, biases and penalties in one pass over each row."""
+    bias, penalties = rules.bias, rules.penalties
+    is_served = logits_NV.is_cpu and logits_NV.dtype in SUFFIX
+    if not is_served or (bias is None and penalties is None):
+        return cpu.process(logits_NV, rules)
+    logits_NV = logits_NV.contiguous()
+    scores_NV = torch.empty(logits_NV.shape, dtype=torch.float32)
+    function("adjust", logits_NV.dtype)(
+        *(pointer(logits_NV), *logits_NV.shape),
+        *_columns(bias or (None,) * 4),
+        *_columns(penalties or (None,) * 7),
+        pointer(scores_NV),
+    )
+    return cpu.filtered(scores_NV, rules, out=scores_NV)
+
+
+def _columns(columns: Sequence[Tensor | None]) -> tuple[int | None, ...]:
+    """Return how many rows they are of, and their addresses."""
+    rows = columns[0]
+    return 0 if rows is None else len(rows), *map(pointer, columns)
 
 
 def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:

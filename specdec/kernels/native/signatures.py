@@ -14,6 +14,7 @@ ARGUMENTS = {
     "linear_integer": "p nnn ii ppp p nn",
     "gumbel": "pp nn p",
     "perturb": "p nn ppp p p",
+    "adjust": "p nn n pppp n ppppppp p",
     "topk": "p nnn pp",
     "scatter_columns": "p nn p n p",
     "gather": "p n p n n p n",

@@ -29,20 +29,31 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
     """Apply bias, penalties, mask, temperature, min_p, top_k, top_p in this order; cut to minus infinity."""
+    return filtered(_adjusted(logits_NV, rules), rules)
+
+
+def _adjusted(logits_NV: Tensor, rules: Rules) -> Tensor:
+    """Add biases and penalties."""
     scores_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    bias, penalties, mask, warm_N = rules.bias, rules.penalties, rules.mask, rules.temperature_N > 0
-    if bias is not None:
-        value_E = bias.value_E.to(scores_NV.dtype)
-        scores_NV = scores_NV.index_put((bias.row_E, bias.token_E), value_E, accumulate=True)
-    if penalties is not None:
-        at = penalties.row_E, penalties.token_E
-        scores_NV = scores_NV.index_put(at, _penalised(scores_NV[at], penalties))
+    if rules.bias is not None:
+        value_E = rules.bias.value_E.to(scores_NV.dtype)
+        scores_NV = scores_NV.index_put(rules.bias.at, value_E, accumulate=True)
+    if rules.penalties is not None:
+        at = rules.penalties.at
+        scores_NV = scores_NV.index_put(at, _penalised(scores_NV[at], rules.penalties))
+    return scores_NV
+
+
+def filtered(scores_NV: Tensor, rules: Rules, *, out: Tensor | None = None) -> Tensor:
+    """Apply what follows the penalties; `out` may be the scores themselves."""
+    mask, warm_N = rules.mask, rules.temperature_N > 0
     if mask is not None:
         cut_RV = (~unpack(mask.words_KW, scores_NV.shape[1]))[mask.set_R]
         masked_RV = scores_NV[mask.row_R].masked_fill_(cut_RV, -torch.inf)
         scores_NV = scores_NV.index_copy(0, mask.row_R, masked_RV)
-    # This makes a new tensor in every case, so that the caller's logits stay as they are.
-    scores_NV = scores_NV / torch.where(warm_N, rules.temperature_N, 1).to(scores_NV.dtype)[:, None]
+    # Without `out` this makes a new tensor in every case, so that the caller's logits stay as they are.
+    warmth_N1 = torch.where(warm_N, rules.temperature_N, 1).to(scores_NV.dtype)[:, None]
+    scores_NV = torch.div(scores_NV, warmth_N1, out=out)
     if rules.min_p_N is not None:
         share_N = torch.where(warm_N, rules.min_p_N, 0).to(scores_NV.dtype)
         least_N1 = scores_NV.amax(-1, keepdim=True) + share_N.log()[:, None]
@@ -138,7 +149,7 @@ def unpack(words_RW: Tensor, vocab: int) -> Tensor:
 
 
 def _penalised(score_E: Tensor, penalties: Penalties) -> Tensor:
-    _, _, count_E, repetition_E, presence_E, frequency_E = penalties
+    count_E, (repetition_E, presence_E, frequency_E) = penalties.count_E, penalties.factors
     own_E = torch.where(score_E > 0, score_E / repetition_E, score_E * repetition_E)
     loss_E = frequency_E * count_E + presence_E * (count_E > 0)
     return (own_E - loss_E).to(score_E.dtype)

@@ -113,10 +113,10 @@ def _ranked(scores: list[float]) -> list[int]:
 def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
     """Process row n in place. The filters leave a row alone that holds what is no number."""
     if rules.bias is not None:
-        for row, token, value in zip(*(part.tolist() for part in rules.bias), strict=True):
+        for row, token, value in zip(*rules.bias.at, rules.bias.value_E.tolist(), strict=True):
             scores_V[token] += value if row == n else 0.0
     if rules.penalties is not None:
-        for e in (rules.penalties.row_E == n).nonzero().flatten().tolist():
+        for e in (rules.penalties.at[0] == n).nonzero().flatten().tolist():
             _penalise(scores_V, rules.penalties, e)
     if rules.mask is not None:
         for r in (rules.mask.row_R == n).nonzero().flatten().tolist():
@@ -143,6 +143,7 @@ def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
 
 
 def _penalise(scores_V: Tensor, penalties: Penalties, e: int) -> None:
-    _, v, count, repetition, presence, frequency = (column[e] for column in penalties)
+    v, count = penalties.token_E[e], penalties.count_E[e]
+    repetition, presence, frequency = (column_E[e] for column_E in penalties.factors)
     score = scores_V[v] / repetition if scores_V[v] > 0 else scores_V[v] * repetition
     scores_V[v] = score - (frequency * count + presence * (count > 0))

@@ -12,25 +12,51 @@ NO_TOKEN = -1
 
 
 class Bias(NamedTuple):
-    """Add `value` to one token of one row, entry by entry; no two entries name the same place."""
+    """Add `value` to tokens (int32) of some rows: the next `length_R[r]` entries belong to row `row_R[r]`.
 
-    row_E: Tensor
+    No row is named twice, and no token of a row.
+    """
+
+    row_R: Tensor
+    length_R: Tensor
     token_E: Tensor
     value_E: Tensor
 
+    @property
+    def at(self) -> tuple[Tensor, Tensor]:
+        """Return the row and the token of each entry, by which torch indexes."""
+        return _spread(self.row_R, self), self.token_E.long()
+
 
 class Penalties(NamedTuple):
-    """Penalise one token of one row, entry by entry; no two entries name the same place.
+    """Penalise tokens (int32) of some rows: the next `length_R[r]` entries belong to row `row_R[r]`.
 
-    Its request's prompt or output holds each token (repetition), the output `count` times (the others).
+    The row's prompt or output holds each token (repetition), the output `count` times (the others). No row is
+    named twice, and no token of a row.
     """
 
-    row_E: Tensor
+    row_R: Tensor
+    length_R: Tensor
     token_E: Tensor
     count_E: Tensor
-    repetition_E: Tensor
-    presence_E: Tensor
-    frequency_E: Tensor
+    repetition_R: Tensor
+    presence_R: Tensor
+    frequency_R: Tensor
+
+    @property
+    def at(self) -> tuple[Tensor, Tensor]:
+        """Return the row and the token of each entry, by which torch indexes."""
+        return _spread(self.row_R, self), self.token_E.long()
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """Return repetition, presence and frequency of each entry."""
+        return [_spread(column_R, self) for column_R in self[4:]]
+
+
+def _spread(column_R: Tensor, own: "Bias | Penalties") -> Tensor:
+    """Repeat each row's value for its entries, without asking a GPU how many there are."""
+    return column_R.repeat_interleave(own.length_R, output_size=len(own.token_E))
 
 
 class Mask(NamedTuple):
