@@ -317,7 +317,7 @@ def test_a_peer_that_does_not_answer_is_left_after_its_time(monkeypatch: pytest.
 
 
 def test_a_peer_leads_nowhere_else() -> None:
-    """Whoever answers with a redirection would else be sent the secret's bearer anywhere."""
+    """Redirections are not followed: requests go to allowed addresses only."""
     seen = []
 
     async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
