@@ -1,6 +1,6 @@
 """The side channel: a small HTTP server beside the public one, for the engines that fetch from this one.
 
-The secret lets its holder read all prompts that this engine holds; no request without its signature is served.
+The secret lets its holder read all prompts that this engine holds; requests without its signature are refused.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Signed requests and answers of the side channel: both sides prove that they hold the secret; it is never sent.
+"""Signed requests and answers of the side channel: each side proves that it has the secret and never sends it.
 
 A request has the header `Authorization: Specdec-HMAC-SHA256 TIME NONCE BODY MAC`: seconds since 1970, a
 random nonce, the SHA-256 of the body, and an HMAC of these three, the method and the path. An answer has the
