@@ -92,16 +92,11 @@ class Calls:
         async with self._session(kind).request(
             method, url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
-            data, signatures = bytearray(), response.headers.getall(ANSWER_HEADER, [])
-            if signatures:
-                async for chunk in response.content.iter_any():
-                    data += chunk
-                    if len(data) > MOST_ANSWER_BYTES:
-                        break
-                else:
-                    opened = signed.decrypt(self._secret, response.status, signatures, bytes(data))
-                    if opened is not None:
-                        return response.status, opened
+            signatures = response.headers.getall(ANSWER_HEADER, [])
+            data = await self._read(at, response) if signatures else b""
+            opened = signed.decrypt(self._secret, response.status, signatures, data)
+            if opened is not None:
+                return response.status, opened
             response.close()
         if response.status == 401:
             raise Refusal(
@@ -114,6 +109,15 @@ class Calls:
             f"{at} answers without a valid signature; check that its port is the reach_port of a server with "
             f"this server's {VARIABLE}.",
         )
+
+    async def _read(self, at: Endpoint, response: aiohttp.ClientResponse) -> bytes:
+        data = bytearray()
+        async for chunk in response.content.iter_any():
+            data += chunk
+            if len(data) > MOST_ANSWER_BYTES:
+                response.close()
+                raise Refusal("garbled", f"{at} answers with more than {MOST_ANSWER_BYTES:,} bytes.")
+        return bytes(data)
 
     def _session(self, kind: Kind) -> aiohttp.ClientSession:
         """Return the session of one kind of calls, which begins within the event loop."""

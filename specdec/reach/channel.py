@@ -1,6 +1,6 @@
 """The side channel: a small HTTP server beside the public one, for the engines that fetch from this one.
 
-The secret lets its holder read all prompts that this engine holds; requests without its signature are refused.
+The secret lets its holder read all prompts that this engine holds; unsigned requests are refused.
 """
 
 import asyncio
