@@ -37,7 +37,7 @@ class Calls:
         self._sessions: dict[Kind, aiohttp.ClientSession] = {}
 
     async def get(self, at: Endpoint, path: str, answer: type[A], limit_s: float = CALL_S) -> A:
-        return await self._call(at, "GET", path, None, answer, limit_s)
+        return await self._call(at, "GET", path, b"", answer, limit_s)
 
     async def post(
         self,
@@ -60,7 +60,7 @@ class Calls:
         at: Endpoint,
         method: str,
         path: str,
-        body: bytes | None,
+        body: bytes,
         answer: type[A],
         limit_s: float,
         kind: Kind = "lease",
@@ -68,9 +68,9 @@ class Calls:
         try:
             async with asyncio.timeout(limit_s):
                 try:
-                    status, data = await self._exchange(at, method, path, body or b"", kind)
+                    status, data = await self._exchange(at, method, path, body, kind)
                 except aiohttp.ServerDisconnectedError:
-                    status, data = await self._exchange(at, method, path, body or b"", kind)
+                    status, data = await self._exchange(at, method, path, body, kind)
         except TimeoutError:
             raise Refusal("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
