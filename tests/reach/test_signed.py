@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -27,6 +29,24 @@ def reason_of(call: Callable[..., object], *own: object) -> str | None:
     except Refusal as refusal:
         return refusal.reason
     return None
+
+
+def test_signatures_have_the_form_that_the_docs_describe() -> None:
+    """Written from docs/disaggregation.md alone: routers of other languages depend on it."""
+
+    def mac(*lines: str) -> bytes:
+        return hmac.digest(SECRET.encode(), "\n".join(lines).encode(), "sha256")
+
+    body_sha256, nonce = hashlib.sha256(b"{}").hexdigest(), "5" * 32
+    request = SignedRequest("POST", PATH, 1_800_000_000, nonce, body_sha256)
+    own = mac("specdec reach 1 request", "POST", PATH, "1800000000", nonce, body_sha256).hex()
+    assert request.authorization(OWN) == f"Specdec-HMAC-SHA256 1800000000 {nonce} {body_sha256} {own}"
+    header, data = request.encrypt(OWN, 404, b"an answer")
+    salt, own = header.split(" ")
+    data_sha256 = hashlib.sha256(data).hexdigest()
+    assert own == mac("specdec reach 1 answer", nonce, "404", salt, data_sha256).hex()
+    pad = hashlib.shake_256(mac("specdec reach 1 encrypt", nonce, salt)).digest(len(data))
+    assert bytes(one ^ other for one, other in zip(data, pad, strict=True)) == b"an answer"
 
 
 @pytest.mark.parametrize("path", [PATH, "/ü/\udcff", "/%C3%BC", "http://p/reach/kept", ""])
