@@ -30,7 +30,7 @@ class Endpoint(NamedTuple):
 class Allowed:
     """Networks, addresses and names, each with the port of its side channels.
 
-    The secret is sent to whatever listens there, so an entry allows one port: its own, or the usual one.
+    Requests are sent to whatever listens there, so an entry allows one port: its own, or the usual one.
     """
 
     def __init__(self, entries: Sequence[str], port: int) -> None:

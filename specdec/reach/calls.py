@@ -1,4 +1,4 @@
-"""Calls of a peer's side channel: bounded in time and bytes, and every way in which one fails has a name."""
+"""Calls of a peer's side channel: signed, bounded in time and bytes, and each kind of failure has a name."""
 
 import asyncio
 from typing import Literal, TypeVar
@@ -8,6 +8,7 @@ from yarl import URL
 
 from specdec.reach.allowed import Endpoint
 from specdec.reach.messages import Body, read_refusal
+from specdec.reach.signed import ANSWER_HEADER, SignedRequest
 from specdec.reach.terms import STATUSES, VARIABLE, WAIT_S, Refusal, Secret
 
 CONNECT_S = 2.0
@@ -32,11 +33,11 @@ class Calls:
     """
 
     def __init__(self, secret: Secret) -> None:
-        self._headers = {"Authorization": secret.bearer}
+        self._secret = secret
         self._sessions: dict[Kind, aiohttp.ClientSession] = {}
 
     async def get(self, at: Endpoint, path: str, answer: type[A], limit_s: float = CALL_S) -> A:
-        return await self._call(at, "GET", path, None, answer, limit_s)
+        return await self._call(at, "GET", path, b"", answer, limit_s)
 
     async def post(
         self,
@@ -59,45 +60,64 @@ class Calls:
         at: Endpoint,
         method: str,
         path: str,
-        body: bytes | None,
+        body: bytes,
         answer: type[A],
         limit_s: float,
         kind: Kind = "lease",
     ) -> A:
-        url = URL.build(scheme="http", host=at.host, port=at.port, path=path)
         try:
             async with asyncio.timeout(limit_s):
                 try:
-                    status, data = await self._exchange(url, method, body, kind)
+                    status, data = await self._exchange(at, method, path, body, kind)
                 except aiohttp.ServerDisconnectedError:
-                    status, data = await self._exchange(url, method, body, kind)
+                    status, data = await self._exchange(at, method, path, body, kind)
         except TimeoutError:
             raise Refusal("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Refusal("peer_down", f"{at} cannot be asked: {type(error).__name__}.") from None
         if status != 200:
-            refusal = read_refusal(data, STATUSES)
-            if refusal.reason == "unauthorized":
-                raise Refusal(
-                    "unauthorized", f"{at} has another {VARIABLE}; start both servers with the same one."
-                )
-            raise refusal
+            raise read_refusal(data, STATUSES)
         try:
             return answer.from_json(data)
         except Refusal as refusal:
             raise Refusal("garbled", f"{at} answers otherwise than expected: {refusal}") from None
 
-    async def _exchange(self, url: URL, method: str, body: bytes | None, kind: Kind) -> tuple[int, bytes]:
+    async def _exchange(
+        self, at: Endpoint, method: str, path: str, body: bytes, kind: Kind
+    ) -> tuple[int, bytes]:
+        """Return the status and the decrypted body of a signed answer; nothing of another answer is used."""
+        url = URL(f"http://{at}{path}")
+        signed = SignedRequest.new(method, url.raw_path_qs, body)
+        headers = {"Authorization": signed.authorization(self._secret)}
         async with self._session(kind).request(
-            method, url, data=body, headers=self._headers, allow_redirects=False
+            method, url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
-            data = bytearray()
-            async for chunk in response.content.iter_any():
-                data += chunk
-                if len(data) > MOST_ANSWER_BYTES:
-                    response.close()
-                    return 500, b""
-            return response.status, bytes(data)
+            signatures = response.headers.getall(ANSWER_HEADER, [])
+            data = await self._read(at, response) if signatures else b""
+            opened = signed.decrypt(self._secret, response.status, signatures, data)
+            if opened is not None:
+                return response.status, opened
+            response.close()
+        if response.status == 401:
+            raise Refusal(
+                "unauthorized",
+                f"{at} has another {VARIABLE}, or is no specdec server of this version; start both servers "
+                "with the same one.",
+            )
+        raise Refusal(
+            "garbled",
+            f"{at} answers without a valid signature; check that its port is the reach_port of a server with "
+            f"this server's {VARIABLE}.",
+        )
+
+    async def _read(self, at: Endpoint, response: aiohttp.ClientResponse) -> bytes:
+        data = bytearray()
+        async for chunk in response.content.iter_any():
+            data += chunk
+            if len(data) > MOST_ANSWER_BYTES:
+                response.close()
+                raise Refusal("garbled", f"{at} answers with more than {MOST_ANSWER_BYTES:,} bytes.")
+        return bytes(data)
 
     def _session(self, kind: Kind) -> aiohttp.ClientSession:
         """Return the session of one kind of calls, which begins within the event loop."""

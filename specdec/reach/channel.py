@@ -1,11 +1,13 @@
 """The side channel: a small HTTP server beside the public one, for the engines that fetch from this one.
 
-The secret lets its holder read all prompts that this engine holds; without it nothing is learnt here.
+The secret lets its holder read all prompts that this engine holds; unsigned requests are refused.
 """
 
 import asyncio
+import hashlib
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Self
 
@@ -16,6 +18,7 @@ from specdec.reach.connections import SERVER, bounded
 from specdec.reach.kept import KeptLog
 from specdec.reach.leases import Book
 from specdec.reach.messages import Agents, Ask, AskSums, Beat, Close, Closed, Sums, write_refusal
+from specdec.reach.signed import ANSWER_HEADER, SCHEME, ReplayGuard, SignedRequest
 from specdec.reach.terms import MOST_ROOM, Reason, Refusal, Secret
 
 logger = logging.getLogger(__name__)
@@ -70,10 +73,16 @@ class Routes:
 
 
 def channel_app(
-    book: Book, secret: Secret, *, agents: Callable[[], Agents], kept: KeptLog | None = None
+    book: Book,
+    secret: Secret,
+    *,
+    agents: Callable[[], Agents],
+    kept: KeptLog | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> web.Application:
-    """Assemble the routes. Nothing is read of a request before it has shown the secret."""
-    app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[_guard(book, secret)])
+    """Assemble the routes. A request's body is not read before its signature is verified."""
+    guard = _guard(book, secret, ReplayGuard(clock))
+    app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard])
     app.on_response_prepare.append(_name_server)
     routes = Routes(book, agents, kept)
     for method, path, handler in (
@@ -131,18 +140,19 @@ class Channel:
         await self._runner.cleanup()
 
 
-def _guard(book: Book, secret: Secret) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Return the middleware: secret first, then the answer, sent in bounded time."""
+def _guard(book: Book, secret: Secret, replays: ReplayGuard) -> Callable[..., Awaitable[web.Response]]:
+    """Return the middleware: check the signature, handle, sign the answer and send it in bounded time."""
 
     @web.middleware
     async def guard(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.Response]]
+    ) -> web.Response:
+        signed = None
         try:
-            if len(request.headers.getall("Authorization", [])) != 1 or not secret.admits(
-                request.headers["Authorization"]
-            ):
-                raise Refusal("unauthorized", "Send the header 'Authorization: Bearer SECRET' with ours.")
+            headers = request.headers.getall("Authorization", [])
+            signed = SignedRequest.verified(secret, request.method, request.raw_path, headers)
+            replays.admit(signed)
+            await _check_body(request, signed.body_sha256)
             response = await handler(request)
         except web.HTTPException as error:
             response = _refused(book, Refusal(*_ROUTING.get(error.status, _ROUTING[404])), error.status)
@@ -153,6 +163,11 @@ def _guard(book: Book, secret: Secret) -> Callable[..., Awaitable[web.StreamResp
         except Exception:
             logger.exception("a request of the side channel has failed")
             response = _refused(book, Refusal("internal", "The server failed; its log says how."), 500)
+        if signed:
+            assert isinstance(response.body, bytes)
+            signature, response.body = signed.encrypt(secret, response.status, response.body)
+            response.headers[ANSWER_HEADER] = signature
+            response.content_type = "application/octet-stream"
         await _send(request, response)
         return response
 
@@ -169,35 +184,38 @@ _ROUTING: Mapping[int, tuple[Reason, str]] = {
 
 def _answering(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def answer(request: web.Request) -> web.StreamResponse:
-        body = await _read_body(request)
-        return web.Response(body=await handler(request, body), content_type="application/json")
+        return web.Response(
+            body=await handler(request, await request.read()), content_type="application/json"
+        )
 
     return answer
 
 
-async def _read_body(request: web.Request) -> bytes:
-    """Read a body within its bounds of size and time; packed ones are not unpacked."""
+async def _check_body(request: web.Request, sha256: str) -> None:
+    """Read the body that was signed, within its bounds of size and time; compressed bodies are refused."""
     if (request.content_length or 0) > MOST_BODY_BYTES:
         raise Refusal(*_ROUTING[413])
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Refusal("malformed", "Content-Encoding: leave it out.", field="Content-Encoding")
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            body = await request.read()
     except TimeoutError:
         raise Refusal("slow_body", f"The body did not come within {BODY_S:g} s; send it at once.") from None
     except web.RequestPayloadError:
         raise Refusal("malformed", "The body cannot be read; check its length.") from None
+    if hashlib.sha256(body).hexdigest() != sha256:
+        raise Refusal("unauthorized", "The body is not the one that was signed; send that one.")
 
 
 def _refused(book: Book, refusal: Refusal, status: int) -> web.Response:
     """Answer an error. What may follow on the connection of an unread body is not read."""
     book.figures.refused[refusal.reason] += 1
-    headers = {"WWW-Authenticate": "Bearer"} if refusal.reason == "unauthorized" else None
+    headers = {"WWW-Authenticate": SCHEME} if status == 401 else None
     response = web.Response(
         status=status, body=write_refusal(refusal), content_type="application/json", headers=headers
     )
-    if refusal.reason in ("unauthorized", "too_large", "slow_body"):
+    if status == 401 or refusal.reason in ("too_large", "slow_body"):
         response.force_close()
     return response
 

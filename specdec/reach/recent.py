@@ -12,10 +12,12 @@ MOST = 4096
 
 
 class Recent(Generic[K, V]):
-    """Forgets what is older than a minute, and the oldest of too many."""
+    """Forgets entries after some time, a minute by default, and the oldest of too many."""
 
-    def __init__(self, clock: Callable[[], float], most: int = MOST) -> None:
-        self._clock, self._most = clock, most
+    def __init__(
+        self, clock: Callable[[], float], most: int = MOST, remembered_s: float = REMEMBERED_S
+    ) -> None:
+        self._clock, self._most, self._remembered_s = clock, most, remembered_s
         self._entries: OrderedDict[K, tuple[float, V]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -28,7 +30,7 @@ class Recent(Generic[K, V]):
 
     def put(self, key: K, value: V) -> None:
         self._entries.pop(key, None)
-        self._entries[key] = (self._clock() + REMEMBERED_S, value)
+        self._entries[key] = (self._clock() + self._remembered_s, value)
         self._forget()
 
     def _forget(self) -> None:

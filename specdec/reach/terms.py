@@ -28,6 +28,8 @@ WAIT_S = 5.0
 
 Reason = Literal[
     "unauthorized",
+    "clock_skew",
+    "replayed",
     "malformed",
     "too_large",
     "slow_body",
@@ -53,6 +55,8 @@ Reason = Literal[
 ]
 STATUSES: Mapping[Reason, int] = {
     "unauthorized": 401,
+    "clock_skew": 401,
+    "replayed": 401,
     "malformed": 400,
     "too_large": 413,
     "slow_body": 408,
@@ -143,30 +147,21 @@ class Secret:
         text = environment.get(VARIABLE)
         return None if text is None else cls(text.strip())
 
-    @property
-    def bearer(self) -> str:
-        """Return the header that shows the secret to a peer."""
-        return f"Bearer {self._key.decode()}"
-
-    def admits(self, authorization: str) -> bool:
-        """Compare a header in constant time, which does not even leak the secret's length."""
-        return hmac.compare_digest(self._digest("bearer", authorization), self._digest("bearer", self.bearer))
-
     def sign(self, engine: str, lease: str, prompt: Prompt) -> str:
         """Return the mac of a lease: which engine holds which prompt, but not at which address.
 
         What model that engine has is said, and compared, when it is met.
         """
         claim = [engine, lease, prompt.hash, prompt.length, prompt.salt]
-        return self._digest("lease", json.dumps(claim)).hex()
+        return self.digest("lease", json.dumps(claim)).hex()
 
     def verifies(self, reference: LeaseReference, prompt: Prompt) -> bool:
         """Tell whether a lease was signed with this secret, for this prompt."""
         mac = self.sign(reference.engine, reference.lease, prompt)
         return hmac.compare_digest(mac.encode(), reference.mac.encode(errors="surrogateescape"))
 
-    def _digest(self, purpose: str, text: str) -> bytes:
-        """Sign for one purpose: what is signed for another is no proof."""
+    def digest(self, purpose: str, text: str) -> bytes:
+        """Return the HMAC-SHA256 of a text for one purpose: a signature for one is not valid for another."""
         said = f"specdec reach {VERSION} {purpose}\n{text}"
         return hmac.digest(self._key, said.encode(errors="surrogateescape"), "sha256")
 

@@ -264,7 +264,7 @@ class ServerConfig(Settings):
     )
     reach_peers: list[str] | None = Field(
         None,
-        title="servers from which prompts may be fetched, by their side channels: the secret is sent there. "
+        title="servers from which prompts may be fetched, by their side channels. "
         "Without a port of their own they have this reach_port. None: 127.0.0.1, at this reach_port and "
         "at 5600",
         description="a list of networks such as 10.1.0.0/16, addresses and host names, each with :PORT or "

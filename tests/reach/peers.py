@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from specdec.reach.kept import KeptLog
 from specdec.reach.leases import Book
 from specdec.reach.messages import Agent, Agents, pack
 from specdec.reach.peers import Peers
+from specdec.reach.signed import ANSWER_HEADER, SignedRequest
 from specdec.reach.terms import LeaseReference, Prompt, RoomReference, Secret, hash_facts, new_id
 
 SECRET = "a-secret-of-the-tests"
@@ -79,6 +82,7 @@ class Lender:
     engine: str = field(default_factory=new_id)
     wait_s: float = 0.3
     most_leases: int = 8
+    wall_clock: Callable[[], float] = time.time
     kept: set[tuple[int, int]] = field(default_factory=set)
     loans: list[Loan] = field(default_factory=list)
 
@@ -125,7 +129,9 @@ class Lender:
     @contextlib.asynccontextmanager
     async def listening(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator["Lender"]:
         kept = KeptLog(self.now, epoch=self.engine, clock=self.clock)
-        app = channel_app(self.book, self.secret, agents=self.agents, kept=kept)
+        app = channel_app(
+            self.book, self.secret, agents=self.agents, kept=kept, clock=lambda: self.wall_clock()
+        )
         self.channel = await Channel(self.book, app).start(host, port)
         self.port = self.channel.port
         try:
@@ -144,21 +150,30 @@ class Lender:
         return RoomReference("127.0.0.1", self.port, room)
 
     async def call(
-        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, **more: Any
+        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """Send plain HTTP, with the secret unless other headers are given."""
-        sent = {"Authorization": f"Bearer {SECRET}"} if headers is None else headers
-        more |= {"json": body} if body is not None else {}
+        """Send plain HTTP, signed unless other headers are given."""
+        data = b"" if body is None else json.dumps(body).encode()
+        signed = SignedRequest.new(method, path, data)
+        sent = {"Authorization": signed.authorization(self.secret)} if headers is None else headers
         url = f"http://127.0.0.1:{self.port}{path}"
         async with (
             aiohttp.ClientSession() as session,
-            session.request(method, url, headers=sent, **more) as response,
+            session.request(method, url, headers=sent, data=data) as response,
         ):
-            return response.status, await response.json()
+            signatures = response.headers.getall(ANSWER_HEADER, [])
+            return response.status, readable(signed, response.status, signatures, await response.read())
 
     def ask(self, prompt: Prompt = PROMPT, **other: Any) -> dict[str, Any]:
         own = {"engine": self.engine, "hash": prompt.hash, "length": prompt.length, "have": 0}
         return own | {"reader": "a" * 32} | other
+
+
+def readable(signed: SignedRequest, status: int, signatures: list[str], data: bytes) -> Any:
+    """Return the JSON of an answer, which is encrypted if the request had a valid signature."""
+    opened = signed.decrypt(Secret(SECRET), status, signatures, data) if signatures else data
+    assert opened is not None, "its signature is wrong"
+    return json.loads(opened)
 
 
 class Attached:

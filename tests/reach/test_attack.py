@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import random
+import re
 import string
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,10 +14,10 @@ import pytest
 
 from specdec.reach import channel, connections
 from specdec.reach.messages import MOST_BEATS
-from specdec.reach.terms import STATUSES, Prompt
-from tests.reach.peers import PROMPT, SECRET, Lender, run, until
+from specdec.reach.signed import ANSWER_HEADER, SignedRequest
+from specdec.reach.terms import STATUSES, Prompt, Secret
+from tests.reach.peers import PROMPT, SECRET, Lender, readable, run, until
 
-AUTHORIZATION = f"Authorization: Bearer {SECRET}\r\n"
 HOST = "Host: p\r\nConnection: close\r\n"
 ROUTES = (
     ("GET", "/reach/agents"),
@@ -27,6 +28,20 @@ ROUTES = (
     ("POST", "/reach/beat"),
     ("GET", "/reach/kept"),
 )
+
+
+def sign(method: str, path: str, body: bytes = b"") -> tuple[SignedRequest, str]:
+    """Return a new request, and the header line that signs it."""
+    signed = SignedRequest.new(method, path, body)
+    return signed, f"Authorization: {signed.authorization(Secret(SECRET))}\r\n"
+
+
+def parse(signed: SignedRequest, answer: bytes) -> tuple[int, Any]:
+    """Return the status and the JSON of a raw answer to a request."""
+    top, _, data = answer.partition(b"\r\n\r\n")
+    status = int(top.split()[1])
+    signatures = re.findall(f"{ANSWER_HEADER}: (.*)\r", f"{top.decode()}\r")
+    return status, readable(signed, status, signatures, data)
 
 
 @contextlib.asynccontextmanager
@@ -73,10 +88,20 @@ def check_error(status: int, answer: Any) -> str:
 @pytest.mark.parametrize(
     ("method", "path"), [*ROUTES, ("GET", "/"), ("DELETE", "/x"), ("POST", "/reach/agents")]
 )
-def test_without_the_secret_nothing_is_said(method: str, path: str) -> None:
+def test_without_a_valid_signature_nothing_is_served(method: str, path: str) -> None:
     async def test() -> None:
         async with Lender().listening() as lender:
-            for header in ({}, {"Authorization": ""}, {"Authorization": "Bearer x"}, {"x-api-key": SECRET}):
+            request, own = SignedRequest.new(method, path, b'{"a": 1}'), Secret(SECRET)
+            values = (
+                "",
+                f"Bearer {SECRET}",
+                request.authorization(Secret(SECRET + "x")),
+                request.authorization(own)[:-1],
+                request.authorization(own).upper(),
+                request._replace(method="PUT").authorization(own),
+                request._replace(path=f"{path}?").authorization(own),
+            )
+            for header in ({}, {"x-api-key": SECRET}, *({"Authorization": value} for value in values)):
                 status, answer = await lender.call(method, path, {"a": 1}, headers=header)
                 assert (status, check_error(status, answer)) == (401, "unauthorized")
             assert set(lender.book.figures.refused) == {"unauthorized"}
@@ -87,9 +112,14 @@ def test_without_the_secret_nothing_is_said(method: str, path: str) -> None:
 def test_two_headers_of_which_one_is_right_are_refused() -> None:
     async def test() -> None:
         async with Lender().listening() as lender:
-            for pair in (AUTHORIZATION + "Authorization: x\r\n", "Authorization: x\r\n" + AUTHORIZATION):
-                answer = await send(lender, f"GET /reach/agents HTTP/1.1\r\n{HOST}{pair}\r\n".encode())
-                assert answer.startswith(b"HTTP/1.1 401") and b"metadata" not in answer
+            for pair in ("{}Authorization: x\r\n", "Authorization: x\r\n{}"):
+                signed, line = sign("GET", "/reach/agents")
+                lines = pair.format(line)
+                answer = await send(lender, f"GET /reach/agents HTTP/1.1\r\n{HOST}{lines}\r\n".encode())
+                assert parse(signed, answer)[0] == 401
+            signed, line = sign("GET", "/reach/agents")
+            answer = await send(lender, f"GET /reach/agents HTTP/1.1\r\n{HOST}{line}\r\n".encode())
+            assert parse(signed, answer)[0] == 200, "the control"
 
     run(test())
 
@@ -157,12 +187,12 @@ def test_random_bodies_get_errors_that_name_the_field_and_never_blocks(rounds: i
                         data = json.dumps(odd_body(draw, good)).encode()
                         if draw.random() < 0.1:
                             data = data[: draw.randrange(len(data))]
-                    head = f"POST {path} HTTP/1.1\r\nHost: p\r\n{AUTHORIZATION}Content-Length: {len(data)}"
+                    signed, line = sign("POST", path, data)
+                    head = f"POST {path} HTTP/1.1\r\nHost: p\r\n{line}Content-Length: {len(data)}"
                     writer.write(f"{head}\r\n\r\n".encode() + data)
                     top = (await reader.readuntil(b"\r\n\r\n")).decode()
                     size = int(top.lower().partition("content-length: ")[2].split()[0])
-                    answer = json.loads(await reader.readexactly(size))
-                    status = int(top.split()[1])
+                    status, answer = parse(signed, top.encode() + await reader.readexactly(size))
                     if status == 200:
                         assert path == "/reach/beat" and set(answer) == {"leases"} and not answer["leases"]
                     else:
@@ -207,11 +237,11 @@ def test_odd_paths_are_no_leases_and_no_rooms(path: str) -> None:
     async def test() -> None:
         async with Lender(wait_s=0.01).listening() as lender:
             await lender.read(room=5)
-            body = json.dumps(lender.ask())
-            head = f"POST {path} HTTP/1.1\r\n{HOST}{AUTHORIZATION}Content-Length: {len(body)}\r\n\r\n"
-            answer = await send(lender, (head + body).encode())
-            top, _, rest = answer.partition(b"\r\n\r\n")
-            assert check_error(int(top.split()[1]), json.loads(rest)) in ("malformed", "no_route")
+            body = json.dumps(lender.ask()).encode()
+            signed, line = sign("POST", path, body)
+            head = f"POST {path} HTTP/1.1\r\n{HOST}{line}Content-Length: {len(body)}\r\n\r\n"
+            answer = await send(lender, head.encode() + body)
+            assert check_error(*parse(signed, answer)) in ("malformed", "no_route")
 
     run(test())
 
@@ -233,7 +263,8 @@ def test_a_giant_body_is_not_read(is_chunked: bool) -> None:
     async def test() -> None:
         async with Lender().listening() as lender, connected(lender) as (reader, writer):
             framing = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 10000000000"
-            writer.write(f"POST /reach/beat HTTP/1.1\r\n{HOST}{AUTHORIZATION}{framing}\r\n\r\n".encode())
+            _, line = sign("POST", "/reach/beat")
+            writer.write(f"POST /reach/beat HTTP/1.1\r\n{HOST}{line}{framing}\r\n\r\n".encode())
             sent, part = 0, b"x" * 65536
             with contextlib.suppress(ConnectionError):
                 while sent < 1 << 26:
@@ -278,13 +309,15 @@ def test_a_request_within_another_is_not_executed(head: str) -> None:
         async with Lender().listening() as lender:
             lease, loan = await lender.read()
             body = json.dumps({"engine": lender.engine, "reader": "a" * 32, "read": False})
-            inner = f"POST /reach/leases/{lease.id}/close HTTP/1.1\r\n{HOST}{AUTHORIZATION}"
+            path = f"/reach/leases/{lease.id}/close"
+            inner = f"POST {path} HTTP/1.1\r\n{HOST}{sign('POST', path, body.encode())[1]}"
             inner += f"Content-Length: {len(body)}\r\n\r\n{body}"
-            outer = f"POST /reach/beat HTTP/1.1\r\n{HOST}{head}{AUTHORIZATION}\r\n0\r\n\r\n{inner}"
+            signed, line = sign("POST", "/reach/beat")
+            outer = f"POST /reach/beat HTTP/1.1\r\n{HOST}{head}{line}\r\n0\r\n\r\n{inner}"
             answer = await send(lender, outer.encode())
             assert answer[5:].startswith((b"1.0 4", b"1.1 4")) and answer.count(b"HTTP/1.") == 1
             assert b"aiohttp" not in answer
-            check_error(400, json.loads(answer.partition(b"\r\n\r\n")[2]))
+            check_error(*parse(signed, answer))
             assert not lease.over and not loan.given_back
 
     run(test())
@@ -324,7 +357,8 @@ def test_headers_and_bodies_that_come_slowly_are_not_waited_for(monkeypatch: pyt
 
     async def test() -> None:
         async with Lender().listening() as lender:
-            head = f"POST /reach/beat HTTP/1.1\r\n{HOST}{AUTHORIZATION}Content-Length: 1000\r\n"
+            signed, line = sign("POST", "/reach/beat", b" " * 1000)
+            head = f"POST /reach/beat HTTP/1.1\r\n{HOST}{line}Content-Length: 1000\r\n"
             async with connected(lender) as (reader, writer):
                 dribbling = asyncio.create_task(dribble(writer, head.encode() * 3))
                 assert await read_until_closed(reader) == b""
@@ -333,7 +367,7 @@ def test_headers_and_bodies_that_come_slowly_are_not_waited_for(monkeypatch: pyt
                 writer.write(f"{head}\r\n".encode())
                 dribbling = asyncio.create_task(dribble(writer, b" " * 1000))
                 answer = await read_until_closed(reader)
-                assert b" 408 " in answer.partition(b"\r\n")[0] and b"slow_body" in answer
+                assert check_error(*parse(signed, answer)) == "slow_body"
                 dribbling.cancel()
 
     monkeypatch.setattr(connections, "IDLE_S", 0.3)
@@ -347,11 +381,15 @@ def test_answers_that_are_not_taken_are_not_kept(monkeypatch: pytest.MonkeyPatch
         lender.kept = {(prefix, 1) for prefix in range(100_000)}
         async with lender.listening(), connected(lender) as (_, writer):
             writer.transport.pause_reading()
-            request = f"GET /reach/kept HTTP/1.1\r\nHost: p\r\n{AUTHORIZATION}\r\n".encode()
+
+            def request() -> bytes:
+                _, line = sign("GET", "/reach/kept")
+                return f"GET /reach/kept HTTP/1.1\r\nHost: p\r\n{line}\r\n".encode()
+
             server = lender.channel._runner.server
             with contextlib.suppress(ConnectionError):
                 while server.connections or not server.requests_count:
-                    writer.write(request * 10)
+                    writer.write(b"".join(request() for _ in range(10)))
                     await writer.drain()
                     await asyncio.sleep(0.02)
             assert not server.connections, "it hung up"
@@ -377,10 +415,13 @@ def test_packed_bodies_are_not_unpacked_and_nothing_is_expected() -> None:
     async def test() -> None:
         async with Lender().listening() as lender:
             packed = gzip.compress(b" " * 100_000_000)
-            headers = {"Authorization": f"Bearer {SECRET}", "Content-Encoding": "gzip"}
-            status, answer = await lender.call("POST", "/reach/beat", headers=headers, data=packed)
-            assert (status, answer["error"]["param"]) == (400, "Content-Encoding")
-            head = f"POST /reach/beat HTTP/1.1\r\n{HOST}{AUTHORIZATION}Content-Length: 5\r\n"
+            signed, line = sign("POST", "/reach/beat", packed)
+            head = f"POST /reach/beat HTTP/1.1\r\n{HOST}{line}Content-Length: {len(packed)}\r\n"
+            answer = await send(lender, f"{head}Content-Encoding: gzip\r\n\r\n".encode() + packed)
+            status, error = parse(signed, answer)
+            assert (status, error["error"]["param"]) == (400, "Content-Encoding")
+            _, line = sign("POST", "/reach/beat", b"12345")
+            head = f"POST /reach/beat HTTP/1.1\r\n{HOST}{line}Content-Length: 5\r\n"
             answer = await send(lender, f"{head}Expect: 100-continue\r\n\r\n".encode())
             assert answer.startswith(b"HTTP/1.1 417")
             check_error(417, json.loads(answer.partition(b"\r\n\r\n")[2]))
@@ -392,9 +433,8 @@ def test_a_reader_that_hangs_up_while_it_waits_leaves_nothing_waiting() -> None:
     async def test() -> None:
         async with Lender(wait_s=30).listening() as lender:
             body = json.dumps(lender.ask())
-            head = (
-                f"POST /reach/rooms/77 HTTP/1.1\r\n{HOST}{AUTHORIZATION}Content-Length: {len(body)}\r\n\r\n"
-            )
+            _, line = sign("POST", "/reach/rooms/77", body.encode())
+            head = f"POST /reach/rooms/77 HTTP/1.1\r\n{HOST}{line}Content-Length: {len(body)}\r\n\r\n"
             async with connected(lender) as (_, writer):
                 writer.write((head + body).encode())
                 await until(lambda: lender.book.figures.rooms_waiting)

@@ -1,14 +1,18 @@
-"""What a server that is no peer answers is bounded before it is parsed."""
+"""What a server that is no peer answers is bounded, and refused before it is parsed."""
 
 import asyncio
 from typing import ClassVar
 
 import pytest
 
+from specdec.reach import calls as calls_module
 from specdec.reach.allowed import Endpoint
 from specdec.reach.calls import MOST_ANSWER_BYTES, Calls
 from specdec.reach.messages import Closed
+from specdec.reach.signed import ANSWER_HEADER, SignedRequest
 from specdec.reach.terms import Refusal, Secret
+
+SECRET = Secret("a-secret-of-the-tests")
 
 
 class Recorded(Closed):
@@ -22,14 +26,24 @@ class Recorded(Closed):
         return cls(intact=True)
 
 
-async def answered(num_bytes: int) -> Recorded:
-    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % num_bytes + b"[" * num_bytes)
+async def answered(
+    num_bytes: int, status: int = 200, signed_status: int = 200, secret: Secret | None = SECRET
+) -> Recorded:
+    """Ask a server that signs with a secret, or not at all, for one status and sends another one."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        body, line = b"[" * num_bytes, ""
+        if secret:
+            header = head.partition("Authorization: ")[2].partition("\r\n")[0]
+            request = SignedRequest.verified(SECRET, "GET", "/reach/agents", [header])
+            signature, body = request.encrypt(secret, signed_status, body)
+            line = f"{ANSWER_HEADER}: {signature}\r\n"
+        writer.write(f"HTTP/1.1 {status} X\r\n{line}Content-Length: {num_bytes}\r\n\r\n".encode() + body)
         writer.close()
 
-    calls = Calls(Secret("a-secret-of-the-tests"))
-    async with await asyncio.start_server(impostor, "127.0.0.1", 0) as server:
+    calls = Calls(SECRET)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         try:
             at = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
             return await calls.get(at, "/reach/agents", Recorded)
@@ -44,3 +58,23 @@ def test_an_answer_that_is_too_long_is_not_parsed() -> None:
     with pytest.raises(Refusal) as caught:
         asyncio.run(answered(MOST_ANSWER_BYTES + 1))
     assert caught.value.reason == "garbled" and len(Recorded.parsed) == 1
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 500])
+@pytest.mark.parametrize("secret", [None, Secret("another-secret-of-tests")])
+def test_an_answer_without_a_valid_signature_is_not_parsed(
+    status: int, secret: Secret | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Recorded.parsed.clear()
+    monkeypatch.setattr(calls_module, "read_refusal", lambda *_: pytest.fail("it was parsed"))
+    with pytest.raises(Refusal, match="SPECDEC_REACH_SECRET") as caught:
+        asyncio.run(answered(100, status, status, secret))
+    assert caught.value.reason == ("unauthorized" if status == 401 else "garbled") and not Recorded.parsed
+
+
+@pytest.mark.parametrize(("status", "signed_status"), [(200, 404), (404, 200), (201, 200)])
+def test_a_status_that_was_changed_is_refused(status: int, signed_status: int) -> None:
+    Recorded.parsed.clear()
+    with pytest.raises(Refusal, match="without a valid signature"):
+        asyncio.run(answered(100, status, signed_status))
+    assert not Recorded.parsed

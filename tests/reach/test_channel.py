@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from specdec.errors import ConfigError, SpecdecError
-from specdec.reach.allowed import Allowed
+from specdec.reach.allowed import Allowed, Endpoint
+from specdec.reach.calls import Calls
 from specdec.reach.channel import Channel, channel_app
+from specdec.reach.kept import Changes
 from specdec.reach.peers import Peers
 from specdec.reach.terms import Prompt, Refusal, RoomReference, hash_facts
 from tests.reach.peers import FACTS, IDS, PROMPT, Clock, Lender, reading, run, until
@@ -255,6 +257,22 @@ def test_many_requests_that_meet_a_peer_at_once_shake_hands_once() -> None:
     run(test())
 
 
+def test_a_router_may_ask_which_states_are_kept() -> None:
+    async def test() -> None:
+        lender = Lender(kept={(prefix, 7) for prefix in range(1000)})
+        async with lender.listening():
+            calls, at = Calls(lender.secret), Endpoint("127.0.0.1", lender.port)
+            first = await calls.get(at, "/reach/kept?since=0", Changes)
+            assert first.whole and len(first.added) == 1000 and first.epoch == lender.engine
+            lender.kept = lender.kept | {(5000, 7)}
+            lender.clock.now_s += 60
+            then = await calls.get(at, f"/reach/kept?since={first.seq}", Changes)
+            assert not then.whole and then.added == [(f"{5000:016x}", 7)] and not then.gone
+            await calls.close()
+
+    run(test())
+
+
 def test_another_secret_opens_nothing_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with (
@@ -317,7 +335,7 @@ def test_a_peer_that_does_not_answer_is_left_after_its_time(monkeypatch: pytest.
 
 
 def test_a_peer_leads_nowhere_else() -> None:
-    """Whoever answers with a redirection would else be sent the secret's bearer anywhere."""
+    """Redirections are not followed: requests go to allowed addresses only."""
     seen = []
 
     async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -18,7 +18,7 @@ CARRIERS = {"nixl": ("nixl_cu12", "nixl_cu13")}
 USUAL_PORT = ServerConfig.model_fields["reach_port"].default
 LOOPBACK = "127.0.0.1"
 """Where side channels listen by default. Any user of the machine may listen at other loopback addresses,
-and the secret would be sent there."""
+and could relay requests that are sent there."""
 
 
 class Part(NamedTuple):
