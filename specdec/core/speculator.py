@@ -267,7 +267,8 @@ class Speculation:
         behind = accumulate(self.head.num_unread(request.number) for request in full)
         now = [own for own, count in zip(full, behind, strict=True) if count <= self.head.chunk_tokens]
         if full:
-            self.head.propose([want_of(request, None) for request in now or full[:1]])
+            # The last is left: the next draft begins with it, on the device or here.
+            self.head.settle([want_of(request, None) for request in now or full[:1]], most=1)
 
     def _is_full(self, request: Request) -> bool:
         return self.head is not None and self.head.is_full(request.number)

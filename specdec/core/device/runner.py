@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 Commit = Callable[[StepResult], Sequence[Request]]
 """Gives requests what a step made for them; returns those that are over."""
 
+PLANNED = "drafts for several rows are planned"
+"""Why steps are left to the host now and then, which nobody has to be told of."""
 FEWEST = 0.5
 """Part of the rows below which those that are left are loaded anew, as a smaller batch."""
 
@@ -52,7 +54,7 @@ class Runner(ABC):
         self.batch, self.host = batch, host
         self.steps = 0
         """Steps that were read."""
-        self.refusals = Counter[str]()
+        self.refusals = Counter({PLANNED: 0})
         """Steps that were left to the host, by why."""
         self._waiting = 0
         self._over = False
@@ -135,7 +137,7 @@ class Runner(ABC):
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Say why a step of these is the host's, if it is."""
         if self._drafts_on_host(requests) and self.host.speculation.policy.plans_next:
-            return "drafts for several rows are planned"
+            return PLANNED
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
             return "prompts are read"
         if not all(own.chooser.runs_on_device for own in requests):

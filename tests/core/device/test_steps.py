@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def test_shapes_may_change_from_step_to_step(known: tuple[Path, list[Case]], dra
         runner.policy.choose = lambda rows: shapes[next(asked) * 7 % len(shapes)]  # type: ignore[method-assign]
         assert differences(cases, generate(engine, cases)) == []
         assert engine.stats().accepted > 0 or draft == "none"
+
+
+def test_a_head_drafts_after_any_number_of_steps_without_drafts(known: tuple[Path, list[Case]]) -> None:
+    """It reads on in between, whenever `chunk_tokens` hidden states wait."""
+    folder, cases = known
+    with open_engine(folder, chunk_tokens=8) as engine:
+        runner = engine.model.loop.runner
+        assert isinstance(runner, DeviceDraftRunner)
+        for steps in range(1, 18):
+            choices = chain([None] * steps, repeat(runner.policy.bounds))
+            runner.policy.choose = lambda _, choices=choices: next(choices)  # type: ignore[method-assign]
+            assert differences(cases[:1], generate(engine, cases[:1])) == []
+        assert engine.stats().accepted > 0
 
 
 def test_a_step_lets_others_in_and_out(known: tuple[Path, list[Case]]) -> None:
