@@ -49,7 +49,7 @@ quick := tests/test_imports.py tests/test_repository.py tests/config tests/state
   $(addprefix tests/core/test_,counts.py scheduler.py) tests/setup/test_resolve.py tests/setup/test_footprint.py \
   $(addprefix tests/text/test_,chat.py forms.py text.py) tests/engine/test_engine.py tests/engine/test_completions.py \
   tests/server/test_bodies.py tests/server/test_protocol.py tests/bench/test_report.py tests/bench/charts \
-  "$(lossless)[qwen3_5-mtp-chain-record-host]" "$(lossless)[nemotron_h-suffix-tree-snapshot-device]"
+  "$(lossless)[qwen3_5-mtp-tree-record-host]" "$(lossless)[nemotron_h-suffix-tree-snapshot-device]"
 not_quick := $(addprefix --ignore=tests/,draft/test_unrolled.py draft/test_policy.py state_slots/prefix/test_cache.py)
 
 quick: $(stamp)

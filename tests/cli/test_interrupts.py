@@ -14,7 +14,7 @@ import pytest
 
 from specdec.engine.thread import Worker
 from specdec.setup.build import Model
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -109,6 +109,7 @@ specdec.__main__.main()
 """Presses Ctrl-C so long after a stage of loading has begun."""
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("command", "stage", "delay", "times"),
     only(

@@ -10,7 +10,7 @@ import pytest
 from specdec import SamplingParams, SpecEngine
 from specdec.setup.drafters import DRAFTERS
 from tests.lossless.test_prefixes import DRAFTS, SETTINGS, VOCAB, folder
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 
 __all__ = ["folder"]
 TURNS = 4
@@ -55,6 +55,7 @@ def alone(folder: Path) -> Iterator[dict[str, Chat]]:
         yield {name: chat(engine, number, **params) for number, (name, params) in enumerate(RULES.items())}
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("slots", only({"record"}, ["record", "snapshot"]))
 @pytest.mark.parametrize(("draft", "graphs"), CELLS)
 def test_a_turn_goes_on_where_the_last_one_ended(

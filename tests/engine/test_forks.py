@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 
 PRELUDE = """
 import asyncio, gc, os, signal, sys, threading, warnings
@@ -98,6 +98,7 @@ fork(child)
 }
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("what", only({"asks", "drops"}, CHILDREN))
 def test_a_forked_process_is_told_so_and_never_hangs(what: str, hybrid: Path) -> None:
     script = f"{PRELUDE}{CHILDREN[what]}\nengine.close()"

@@ -106,6 +106,6 @@ def test_ones_own_outputs_are_drafted_from(folder: Path, tenant: Tenant, graphs:
 def test_one_tenant_for_all_is_noticed(folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: whatever the access check says, everything is shared."""
     monkeypatch.setattr(engine_module, "_salted", lambda tenant, params: SOLE)
-    fields = {"draft": draft, **CHAIN}
+    fields = {"draft": draft, "graphs": False, **CHAIN}
     alone, other = heard(folder, fields, ALICE, BOB)
     assert cached(other) > cached(alone) and (draft == "ngram" or accepted(other) > accepted(alone))

@@ -93,6 +93,7 @@ def test_a_librarys_name_tells_of_every_source() -> None:
     assert written == set(compiled.SOURCES) and len(written) == len(compiled.SOURCES)
 
 
+@EXHAUSTIVE
 @needs_c
 def test_a_target_that_the_compiler_does_not_know_is_passed_over(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -202,6 +202,7 @@ SIZES = [(1, 33, 72), (3, 70, 104), (6, 16, 40), (9, 130, 200)]
 WHOLE_SIZES = [*SIZES, (2, 18, 33), (8, 17, 96), (21, 33, 160)]
 
 
+@EXHAUSTIVE
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_have_the_same_bits(target: Target, dtype: torch.dtype, folder: Path) -> None:
@@ -395,6 +396,7 @@ def test_products_of_bfloat16_by_amx_add_in_its_order(shape: tuple[int, int], fo
     assert all(map(torch.equal, there, wanted))
 
 
+@EXHAUSTIVE
 def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
     command, calls = program(emulated("amx-refused", "-DREFUSED", "-O1"), folder), Calls()
     for rows in range(1, 18):

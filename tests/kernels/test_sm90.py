@@ -38,6 +38,7 @@ def test_nothing_is_compiled_while_others_wait_and_nothing_spills(case: str) -> 
     assert [own for own in compiled if own["stack"] > allowed or own["shared"] > 232_448] == []
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("case", only({"recurrent float32"}, RECURRENT))
 def test_recurrent_layers_are_compiled_beforehand_and_without_spills(case: str) -> None:
     served, *compiled = run(case)

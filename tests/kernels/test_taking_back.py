@@ -21,6 +21,7 @@ from tests.kernels.trees import (
     scattered,
     snapshot_slots,
 )
+from tests.selection import EXHAUSTIVE
 from tests.tolerances import DRIFT_FLOAT32, KERNEL
 
 SLOTS = {1: [4], 3: [7, 2, 5]}
@@ -194,6 +195,7 @@ def test_a_stale_snapshot_is_noticed(mixer: Mixer) -> None:
     assert [node for node in range(7) if same(mixer, memory, slots[node], fed, 4)] == [PATH[-1]]
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("name", [name for name, dtype in KERNEL_SETS[1:] if dtype == torch.float32])
 def test_the_state_does_not_drift_over_4000_tokens(kind: str, name: str) -> None:

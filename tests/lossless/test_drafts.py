@@ -27,7 +27,7 @@ from tests.models.agreeing import END, VOCAB
 from tests.models.random_checkpoints import HEADS
 from tests.models.representatives import EVERY_CELL, REPRESENTATIVES
 from tests.models.runner import Runner
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 from tests.tolerances import FLOAT32_GAP
 
 BACKINGS = ("record", "snapshot")
@@ -122,6 +122,7 @@ def test_a_shape_chosen_by_the_clock_changes_nothing(
         assert engine.model.loop.counts.drafted > 0
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("backing", BACKINGS)
 @pytest.mark.parametrize("family", only({"qwen3_5"}, ["qwen3", "qwen3_5", "nemotron_h"]))
 def test_drafts_give_way_before_anyone_waits(folder: Folder, family: str, backing: str) -> None:
@@ -202,6 +203,7 @@ def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str
         assert not len(engine.model.loop.speculation.records)
 
 
+@EXHAUSTIVE
 @pytest.mark.skipif(not compiled(), reason="needs a C compiler")
 @pytest.mark.parametrize("family", only(EVERY_CELL, REPRESENTATIVES))
 def test_float32_in_the_kernels_that_users_get(folder: Folder, family: str) -> None:

@@ -14,7 +14,7 @@ from tests.draft.oracle import Oracle
 from tests.models.agreeing import VOCAB, write_agreeing
 from tests.models.random_checkpoints import edit_config
 from tests.models.representatives import REPRESENTATIVES, parts
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 from tests.tolerances import DRIFT_FLOAT32
 
 PROMPT, LENGTH = (1, 2, 3), 4096
@@ -46,6 +46,7 @@ def run(
     return [*prompt, *done.token_ids], states
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(("family", "kernels", "tokens"), only({CASES[0]}, CASES))
 def test_the_state_after_thousands_of_tokens_of_drafts(
     family: str, kernels: str, tokens: int, tmp_path: Path

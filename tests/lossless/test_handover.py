@@ -30,7 +30,7 @@ from tests.lossless.covering import covering
 from tests.lossless.handover import Copy, hand_over
 from tests.lossless.test_prefix_texts import grove
 from tests.models.representatives import REPRESENTATIVES
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 
 SETTINGS: Mapping[str, Any] = {"dtype": "float64", "max_model_len": 224, "chunk_tokens": 24, "max_running": 4}
 WAYS: Sequence[Mapping[str, Any]] = (
@@ -110,6 +110,7 @@ def lengths(said: Sequence[Sequence[Completion]]) -> float:
     return sum(own.stats.acceptance_length for choices in said for own in choices)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("family", "drafter", "shape", "backing", "steps"),
     only(lambda cell: cell[0] == "qwen3_5", CELLS + OTHERS),
@@ -163,6 +164,7 @@ def without_the_blocks(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: L
         writer.transfers.arena.block_bytes_X(block).zero_()
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("spoil", [without_the_state, without_the_blocks])
 def test_other_bytes_give_another_text(family_folder: Callable[..., Path], spoil: Copy) -> None:
     with engines(family_folder("qwen3_5"), 3, fields_of("mtp", "tree", "record", "host")) as (

@@ -22,7 +22,7 @@ from specdec.verify import choose as choosing
 from specdec.verify.choose import Choice, Logprob, Node
 from specdec.verify.walk import AcceptedPath
 from tests.models.runner import Runner
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 
 PROMPT, TEMPERATURE = [4, 1, 2], 2.0
 VOCAB = 8
@@ -109,6 +109,7 @@ def power(statistic: float, freedom: int) -> float:
     return 0.5 * math.erfc((critical - freedom - beyond) / spread / math.sqrt(2))
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("shape", only({"chain"}, SHAPES))
 def test_the_law_with_drafts_is_the_targets(folder: Path, law: Mapping[Outcome, float], shape: str) -> None:
     statistic, freedom = chi_square(draw(folder, SHAPES[shape]), law)
@@ -117,6 +118,7 @@ def test_the_law_with_drafts_is_the_targets(folder: Path, law: Mapping[Outcome, 
     assert p_value(statistic, freedom) > SIGNIFICANCE
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("shape", only({"chain"}, SHAPES))
 def test_accepting_the_second_best_is_rejected(
     folder: Path, law: Mapping[Outcome, float], shape: str, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from tests.lossless.cases import SHAPES, memory_for, preempt_each
 from tests.lossless.covering import covering
 from tests.models.agreeing import END
 from tests.models.representatives import REPRESENTATIVES
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 from tests.tolerances import FLOAT64_LOGITS
 
 FAMILIES = ("qwen3_5", "qwen3")
@@ -125,6 +125,7 @@ BRIEF = [cell for cell in covering(ALL) if cell[0] == "qwen3_5"]
 """What the default run takes of them."""
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(("family", "drafter", "backing", "steps"), only(BRIEF, CELLS))
 def test_texts_are_those_without_a_cache(
     known: Callable[[str], Known], family: str, drafter: str, backing: str, steps: str

@@ -15,7 +15,7 @@ from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.lease import Hit, Lease
 from specdec.state_slots.prefix.rates import Rates
 from tests.conftest import HYBRID
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 
 VOCAB: int = HYBRID["vocab_size"]
 TREE = {"adaptive": False, "num_steps": 3, "topk": 2, "num_draft_tokens": 6}
@@ -118,6 +118,7 @@ def test_a_prompt_is_found_again_at_any_length(folder: Path, draft: str) -> None
             )
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("draft", ["none", "mtp"])
 def test_what_gave_way_comes_back_from_the_host(
     folder: Path, alone: list[Completion], draft: str, monkeypatch: pytest.MonkeyPatch

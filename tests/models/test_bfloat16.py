@@ -19,6 +19,7 @@ from specdec.kernels.norm import cpu as norm
 from specdec.models.feed_forward import MoE
 from tests.models.random_checkpoints import FAMILIES, draw, save
 from tests.models.runner import Runner
+from tests.selection import EXHAUSTIVE
 from tests.tolerances import BFLOAT16_ASTRAY, BFLOAT16_UNIT
 
 SEEDS = range(8)
@@ -94,6 +95,7 @@ def excess(one: Case, kernels: str, chunk: int | None) -> float:
     return min(distance(found_TV, form_TV, experts=experts) for form_TV in forms) / max(gap, BFLOAT16_UNIT)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("chunk", [1, 64, None], ids=["chunks of 1", "chunks of 64", "mixed chunks"])
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,6 +146,7 @@ MUTANTS = {
 }
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_rounding_in_another_place_is_noticed(
     case: Callable[[str, int], Case], mutant: str, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ from tests.models.runner import Runner
 from tests.models.test_bfloat16 import distance
 from tests.models.test_families import numbers, take_all
 from tests.models.test_network import relative
+from tests.selection import EXHAUSTIVE
 from tests.tolerances import BFLOAT16_ASTRAY, BFLOAT16_FURTHER, BFLOAT16_UNIT, LOGITS_RELATIVE
 
 SEEDS = range(12)
@@ -114,6 +115,7 @@ def test_the_reference_kernels_give_the_same_logits(family: str, tmp_path: Path)
     assert relative(found_TV, one.logits(one.tokens[:20])) < LOGITS_RELATIVE
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("family", [name for name in DRAWN if name not in ROUNDS_ELSEWHERE])
 def test_bfloat16_lies_within_the_references_own_gap(
     family: str, tmp_path_factory: pytest.TempPathFactory

@@ -90,6 +90,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return played
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("mode", "slots", "dtype"),
     only(

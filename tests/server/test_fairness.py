@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live, total
 
 KEYS = ("--api-key", "alice", "--api-key", "bob", "--max-running", "32")
@@ -39,10 +40,12 @@ def test_a_short_question_does_not_wait_for_what_another_key_has_queued() -> Non
     assert order_of_answers("specdec.cli") == ["bob", "alice", "alice"]
 
 
+@EXHAUSTIVE
 def test_in_the_order_of_arrival_it_does() -> None:
     assert order_of_answers("tests.server.unfair") != ["bob", "alice", "alice"]
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("key", ["alice", "carol"])
 def test_a_key_may_queue_its_share_or_its_limit(key: str) -> None:
     """Carol's key has a limit of its own; Alice's may fill half of the queue, so that others find room."""

@@ -133,6 +133,7 @@ def rest(live: Live) -> dict[str, Any]:
     return {**left.info, "rss_mb": left.rss_mb, "files": left.files}
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("place", [*PLACES, "no memory"])
 def test_a_step_that_fails_is_told_to_those_in_it(
     live: Live, told: Told, text: str, start_mb: float, place: str
@@ -171,6 +172,7 @@ def test_clients_that_are_killed_leave_nothing(live: Live, text: str) -> None:
     assert after["failed_steps"] == before["failed_steps"] and after["rss_mb"] < before["rss_mb"] + MB_MORE
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     "head",
     [

@@ -21,6 +21,7 @@ from specdec.server.answers import Said
 from specdec.server.failures import Failure
 from specdec.server.metrics import REASONS, Metrics, ModelMetrics
 from specdec.setup.resolve import open_model
+from tests.selection import EXHAUSTIVE
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
 from tests.server.test_guards import LONG, PLAIN, open_stream, running, wait_for
@@ -272,6 +273,7 @@ def test_dashboards_for_vllm_find_what_they_ask_for(live: Live) -> None:
     ), "no series stands twice"
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("options", [(), ("--graphs",), ("--graphs", "--draft", "mtp")])
 def test_every_token_read_and_written_is_in_a_step(options: tuple[str, ...]) -> None:
     """Of the tokens that a choice writes the last one is not read any more."""

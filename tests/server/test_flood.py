@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.route.live_router import LiveRouter
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 from tests.server.flood import BOMB, UNPACKED, bomb, flooded, head, resident_mb, settled_mb
 from tests.server.live import Live
 
@@ -52,6 +52,7 @@ def router(live: Live) -> Iterator[LiveRouter]:
         assert "Traceback" not in own.stop()[1]
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("path", "key"),
     [("/health", ""), ("/v1/completions", ""), ("/v1/completions", "alice"), ("/none", "alice")],
@@ -83,6 +84,7 @@ def test_a_body_that_is_only_announced_reserves_nothing(router: LiveRouter) -> N
     assert found.grown_mb < GROWS_MB / 4 and (found.health, found.other) == (200, 200)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("of_router", only({False}, [False, True]))
 def test_an_edge_that_reads_first_is_noticed(live: Live, of_router: bool) -> None:
     """Control: the same attack, on fewer connections, of a server and a router without all this."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specdec import SamplingParams, SpecEngine
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live, serving, total
 
 PROMPT = "import os\n\n\ndef "
@@ -26,6 +27,7 @@ def live() -> Iterator[Live]:
     yield from serving()
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_an_echo_has_the_prompts_likelihoods(live: Live, as_ids: bool) -> None:
     with SpecEngine("tiny") as engine:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from specdec.cli import main
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 from tests.server.live import Live
 
 KEY = {"Authorization": "Bearer given"}
@@ -242,6 +242,7 @@ def test_a_client_that_hangs_up_leaves_a_line_with_its_time() -> None:
     )
 
 
+@EXHAUSTIVE
 def test_prompts_are_logged_only_where_that_is_asked_for() -> None:
     for options in ((), ("--log-prompts",)):
         with Live(*PLAIN, *options) as live:

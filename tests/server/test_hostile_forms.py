@@ -19,6 +19,7 @@ def live() -> Iterator[Live]:
     yield from serving()
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(("form", "at_once"), only({(ISSUE, 12)}, [(ISSUE, 12), (SLOW, 100)]))
 def test_a_hostile_regex_holds_no_stream_up(live: Live, form: str, at_once: int) -> None:
     """A regex of 40 characters froze all streams for a minute, and a hundred of it ended the process."""

@@ -31,6 +31,7 @@ from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.switcher import Switcher
 from specdec.state_slots.arena import Arena
+from tests.selection import EXHAUSTIVE
 from tests.server.faulty import FILE
 from tests.server.live import Live, total
 from tests.server.test_guards import open_stream, wait_for
@@ -143,6 +144,7 @@ def watched(switcher: Switcher, most: int) -> list[int]:
     return held
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("arenas", [1, 2])
 def test_a_burst_over_three_loses_nothing(folders: list[str], plain: list[list[int]], arenas: int) -> None:
     """Turns are so short that answers are preempted in the middle, several times."""
@@ -239,6 +241,7 @@ def test_turns_are_as_long_as_the_weights_of_keys_say() -> None:
     assert [switcher._turn_length(own) for own in waiting[:2]] == [2.0, 2.0]
 
 
+@EXHAUSTIVE
 def test_weights_that_do_not_all_fit_are_unloaded_when_their_requests_have_ended(
     folders: list[str], plain: list[list[int]]
 ) -> None:
@@ -298,6 +301,7 @@ def test_requests_that_leave_while_models_switch_hold_nothing_up(
         assert left and switcher.residents[2].switches["load"] >= 1
 
 
+@EXHAUSTIVE
 def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
     with opened(folders[:1], keep_alive=-1) as switcher:
         (own,) = switcher.residents
@@ -434,6 +438,7 @@ def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) ->
         run(switcher, turns)
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), AssertionError("torn")])
 def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
     folders: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -638,6 +643,7 @@ def test_over_http_a_request_says_how_long_its_model_is_kept(
     assert capsys.readouterr().out.startswith("clara (and 2 more: --model) at ")
 
 
+@EXHAUSTIVE
 def test_over_http_a_slow_reader_holds_no_weights_and_reads_its_whole_text(live: Live) -> None:
     """Its answer is larger than all buffers on the way, so that it is still read when the model goes."""
     asked = {"prompt": PROMPTS[0], "seed": 5, "max_tokens": 450, "ignore_eos": True, "logprobs": 20, "n": 3}

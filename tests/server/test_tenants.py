@@ -2,11 +2,12 @@
 
 import pytest
 
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 from tests.server.attack import FIXED, KEYS, SECRETS, attack
 from tests.server.live import Live
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("draft", only({"suffix"}, ["suffix", "auto"]))
 def test_trees_and_counts_tell_nothing_of_anothers_answers(draft: str) -> None:
     """Where a head drafts too, experience decides what is verified: counts move with one's own traffic."""
@@ -22,6 +23,7 @@ def test_trees_and_counts_tell_nothing_of_anothers_answers(draft: str) -> None:
         assert report.steady and report.told == report.hit == kept_apart
 
 
+@EXHAUSTIVE
 def test_the_same_attack_on_a_server_that_shares_all_succeeds() -> None:
     """The control: what the test above rests on is that this can be read."""
     with Live("--draft", "suffix", *FIXED, *KEYS, entry="tests.server.sharing") as live:

@@ -13,6 +13,7 @@ from specdec.server.access import Access
 from specdec.server.listen import bind, listen
 from specdec.server.settings import ServerConfig
 from specdec.server.turns import MOST, Turns
+from tests.selection import EXHAUSTIVE
 from tests.server.live import Live
 
 MANY = 60
@@ -85,6 +86,7 @@ def test_a_new_connection_does_not_wait_for_an_iteration_of_each_before_it() -> 
     asyncio.run(main())
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("key", ["alice", "nobody"])
 def test_many_requests_of_one_caller_come_after_one_of_another(key: str) -> None:
     """Alice, or a client without a valid key, sends many at once and Bob one behind them."""

@@ -114,11 +114,12 @@ def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
     step = 2 if kind == HALVES else 1
     columns = 0 if kind == BY_OUTPUT else scale_NG.shape[1] // step
     scale = scale_NG.new_empty((panels, columns, 1 if kind == SCALES else 2, PANEL))
-    second = scale_NG.data_ptr() + scale_NG.itemsize if kind == HALVES else pointer(other_NG)
+    (first,) = strided(scale_NG, scale_NG.dim())
+    second = first + scale_NG.itemsize if kind == HALVES else pointer(other_NG)
     with with_helpers():
         function("lay_integers")(
             *(pointer(number_ND), outputs, inputs, bits, pointer(weight)),
-            *(pointer(scale_NG), second, columns, columns * step, step, pointer(scale)),
+            *(first, second, columns, columns * step, step, pointer(scale)),
         )
     scale = scale_NG if kind == BY_OUTPUT else scale
     return WholePanels(weight, scale, bias_N, outputs, bits, kind, matrix.dtype)

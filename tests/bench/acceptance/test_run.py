@@ -21,6 +21,7 @@ from specdec.draft.proposal import Shape
 from specdec.draft.rounded import RoundedDrafter
 from specdec.setup.build import Model
 from tests.models.agreeing import VOCAB
+from tests.selection import EXHAUSTIVE
 
 CHAIN, TREE = Drafting("mtp", Shape(4, 1, 5)), Drafting("mtp", Shape(4, 4, 16))
 TIMES = {"ms_per_step", "tokens_per_second", "speedup", "per_batch", "seconds", "reading_seconds"}
@@ -137,6 +138,7 @@ def test_examples_are_texts_cut_by_origin(bench: Bench, capsys: Capture) -> None
 SETTINGS = ["--draft", "auto", "--shape", "4:1:5,4:4:16", "--temperature", "1", "--batch", "1,2"]
 
 
+@EXHAUSTIVE
 def test_two_runs_with_one_seed_give_the_same_figures(bench: Bench, capsys: Capture) -> None:
     reports = []
     for seed in ("1", "1", "2"):
@@ -147,6 +149,7 @@ def test_two_runs_with_one_seed_give_the_same_figures(bench: Bench, capsys: Capt
     assert examples(reports[0]) == examples(reports[1])
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_prompts_figures_hang_on_no_other(
     forgets: bool, bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch

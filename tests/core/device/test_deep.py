@@ -3,7 +3,7 @@
 import pytest
 
 from specdec import SamplingParams, SpecEngine
-from tests.selection import only
+from tests.selection import EXHAUSTIVE, only
 
 PROMPTS = ["def fib(n): return " * 6 + str(i) * (i % 4) for i in range(6)]
 
@@ -18,6 +18,7 @@ def wanted() -> list[tuple[int, ...]]:
         return [own.token_ids for own in engine.generate(PROMPTS, PARAMS)]
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("slots", only({"record"}, ["record", "snapshot"]))
 @pytest.mark.parametrize("draft", ["ngram", "suffix"])
 def test_deep_drafts_keep_their_whole_path(wanted: list[tuple[int, ...]], draft: str, slots: str) -> None:

@@ -15,6 +15,7 @@ from specdec.core.device import device_batch
 from specdec.core.device.device_batch import DeviceBatch
 from specdec.core.device.drafting import DeviceDrafter
 from specdec.errors import EngineError
+from tests.selection import EXHAUSTIVE
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 ENDLESS = GREEDY.model_copy(update={"max_tokens": 10**6})
@@ -30,6 +31,7 @@ def within(seconds: float, run: Callable[[], list[Completion]]) -> list[Completi
     return came[0]
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("draft", ["none", "mtp", "ngram"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_memory_for_the_texts_and_little_more_is_enough(folder: Path, rows: int, draft: str) -> None:

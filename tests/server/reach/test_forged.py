@@ -45,6 +45,7 @@ def pair(small: Path) -> Iterator[Pair]:
         yield pair
 
 
+@EXHAUSTIVE
 def test_forged_params_never_yield_another_prompts_text(pair: Pair) -> None:
     report = asyncio.run(Fuzz(pair, 0).run(BODIES, at_once=6))
     assert report.wrong == []

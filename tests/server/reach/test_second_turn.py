@@ -25,6 +25,7 @@ from specdec.server.reach.reach import covered, references_of
 from specdec.state_slots.prefix.rates import Rates
 from tests.reach.engines import HOST, SECRET, Side, side
 from tests.reach.test_fetch import FIELDS, PARAMS, prompt, run
+from tests.selection import EXHAUSTIVE
 
 LONGER = {**FIELDS, "max_model_len": 256}
 CELLS = [
@@ -257,6 +258,7 @@ def test_what_is_gone_by_then_is_read(folder: Path) -> None:
     run(test())
 
 
+@EXHAUSTIVE
 def test_drawn_conversations_say_what_one_engine_says(folder: Path) -> None:
     """Some branch off, some are forgotten on either side, some go on while others are under way."""
 

@@ -12,6 +12,7 @@ from specdec.config.tenant import SOLE
 from specdec.state_slots.prefix import tree as tree_module
 from specdec.state_slots.prefix.lease import Hit, Lease
 from specdec.state_slots.prefix.tree import Ids, Node
+from tests.selection import EXHAUSTIVE
 from tests.state_slots.prefix.trial import Trial, make
 
 SEEDS = {
@@ -28,6 +29,7 @@ OPERATIONS = 10_000
 """Of each of the ten runs."""
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("name", "seed"), [(name, seed) for name, seeds in SEEDS.items() for seed in seeds], ids=str
 )
