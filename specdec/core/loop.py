@@ -99,11 +99,12 @@ class DecodeLoop:
         clock.lap("commit")
         self.commit_and_emit(StepResult(rows, paths, committed, clock.seconds, choices))
         clock.lap("rest")
-        self.scheduler.work.observe(self.speculation.clock() - start_s)
+        # Where nothing is sampled a GPU may not have been waited for.
+        if self.device.type == "cpu" or any(row.sample_at for row in rows):
+            self.scheduler.work.observe(self.speculation.clock() - start_s)
         if any(row.is_decode for row in rows):
             self.counts.spend(clock.seconds)
         if self.arena.first_passes == first_passes:
-            # Where nothing is sampled a GPU may not have been waited for.
             if self.prefixes and all(row.sample_at and not row.is_decode for row in rows):
                 self.prefixes.observe(rows, sum(clock.seconds.values()))
             widths = [row.num_tokens for row in rows if row.is_decode]

@@ -68,7 +68,7 @@ class Request:
         self.charged_tokens = 0
         """Computed or cached tokens that its caller's virtual time includes."""
         self.last_step = 0
-        """The scheduler's step in which it took part last."""
+        """Last scheduler step that included this request."""
         self.counts = Counts()
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of the prompt's tokens from the second on, as far as they were read, where they are asked for."""

@@ -89,7 +89,7 @@ class Scheduler:
         work: Callable[[int], float] = float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Share a step's time by `work`, that of a prompt of so many tokens."""
+        """Bound the work of a step; `work(n)` is that of prefilling n tokens."""
         self.arena, self.folder, self.clock = arena, folder, clock
         self.max_running, self.chunk_tokens = max_running, chunk_tokens
         self.cache: PrefixCache | None = None
@@ -200,7 +200,7 @@ class Scheduler:
         return StepPlan(rows, events, has_more)
 
     def _rows(self) -> tuple[ScheduledRequest, ...]:
-        """Return the rows of a step, as many as its work allows where there are several callers."""
+        """Choose the step's rows, within the work budget if several callers run."""
         self._steps += 1
         self.work.begin(len(by_caller(self.running)))
         chunks, counts = self._chunks(), dict[Request, int]()

@@ -172,7 +172,7 @@ class Speculation:
             self.policy.cut(batch, [])
             return drafts
         wanted = [widened(shape, merged(own)) for shape, own in zip(planned, answers, strict=True)]
-        shapes = self._fitting(requests, wanted, lends=lend is not None)
+        shapes = self._fitting(requests, planned, wanted, lends=lend is not None)
         self.catch_up([row.request for row in rows if not row.is_decode])
         self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], answers)
         wholes = self._merge(requests, planned, shapes, answers)
@@ -274,32 +274,37 @@ class Speculation:
         return self.head is not None and self.head.is_full(request.number)
 
     def _fitting(
-        self, requests: Sequence[Request], shapes: Sequence[Shape | None], *, lends: bool
+        self,
+        requests: Sequence[Request],
+        planned: Sequence[Shape | None],
+        shapes: Sequence[Shape | None],
+        *,
+        lends: bool,
     ) -> list[Shape | None]:
         """Lower what is asked for to the memory there is, before drafts are made that find no slots.
 
-        Of several callers, what the step has no time for is not drafted.
+        With several callers, drafts that exceed the step's work budget are skipped.
         """
         fitting: list[Shape | None] = []
         nodes = 0
-        for request, shape in zip(requests, shapes, strict=True):
+        for request, plan, shape in zip(requests, planned, shapes, strict=True):
             while shape and not (lends or self.backing.has_room(nodes + shape.num_draft_tokens)):
                 self.scheduler.limited_by[DRAFT_SLOTS] += 1
                 shape = shape.within(shape.num_draft_tokens // 2)
-            if shape and not self._has_time(request, shape):
+            if shape and not self._has_time(request, shape, grown=plan is not None):
                 shape = None
             fitting.append(shape if shape and self._reserve(request, shape) else None)
             nodes += shape.num_draft_tokens if fitting[-1] and shape else 0
         return fitting
 
-    def _has_time(self, request: Request, shape: Shape) -> bool:
+    def _has_time(self, request: Request, shape: Shape, *, grown: bool) -> bool:
         """Count the tokens that a draft and its verification compute, if the step has time for them.
 
-        A network reads a tree anew at each level.
+        A network that grows a tree computes all of it anew at each level.
         """
-        depth = shape.num_steps
-        drafted = depth if shape.topk == 1 else shape.topk * depth * (depth - 1) // 2
-        tokens = drafted + shape.num_draft_tokens - 1
+        depth, tokens = shape.num_steps, shape.num_draft_tokens - 1
+        if grown:
+            tokens += depth if shape.topk == 1 else shape.topk * depth * (depth - 1) // 2
         return self.scheduler.work.fits(request.tenant.flow[0], tokens, request.num_computed_tokens)
 
     def _reserve(self, request: Request, shape: Shape) -> bool:

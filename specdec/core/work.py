@@ -20,7 +20,7 @@ class WorkBudget:
     """Bounds the work of each step, and divides it among callers. One caller alone is never bounded."""
 
     def __init__(self, work: Callable[[int], float]) -> None:
-        """Count by the work of a prompt of so many tokens."""
+        """Count by `work(n)`, that of prefilling n tokens."""
         self._work = work
         self.limit = 4 * LEAST * work(1)
         self.total = 0.0
@@ -29,7 +29,7 @@ class WorkBudget:
         self._callers = 1
 
     def begin(self, callers: int) -> None:
-        """Start a step of requests of so many callers."""
+        """Reset the budget for a step in which so many callers have requests."""
         self.total, self._callers = 0.0, callers
         self._held.clear()
 
@@ -40,7 +40,7 @@ class WorkBudget:
         part in any case.
         """
         each = self._each(context)
-        fitting = max(int(self._room(caller) / each), not self._held[caller])
+        fitting = max(int(self._room(caller) / each), int(not self._held[caller]))
         taken = min(tokens, fitting)
         self._add(caller, taken * each)
         return taken
@@ -54,7 +54,7 @@ class WorkBudget:
         return True
 
     def _each(self, context: int) -> float:
-        """Return the work of a token behind so many."""
+        """Return the work of one token after this many."""
         return self._work(context + 1) - self._work(context)
 
     def _room(self, caller: str) -> float:

@@ -90,10 +90,13 @@ class SignedRequest(NamedTuple):
 class ReplayGuard:
     """Admits each signed request once; what has no valid signature never gets here, so it costs no memory."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.time, elapsed: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Compare signed times with `clock`; remember nonces by `elapsed`, which nobody sets."""
         self._clock = clock
         # A nonce signed up to MOST_SKEW_S ahead of this clock stays valid for twice that.
-        self._seen: Recent[str, bool] = Recent(clock, MOST_NONCES, 2 * MOST_SKEW_S + 1)
+        self._seen: Recent[str, bool] = Recent(elapsed, MOST_NONCES, 2 * MOST_SKEW_S + 1)
 
     def admit(self, signed: SignedRequest) -> None:
         """Record the nonce; raise a `Refusal` if it is known or its time is not this server's."""

@@ -1,8 +1,8 @@
 """Decides which models are loaded, and which of them have an arena: they take turns where not all have room.
 
-Callers take turns, as long as their weights say, and of one caller's models the first to wait is served
-first. An idle model gives its arena up at once, another one after its turn, and its requests go on when its
-next turn comes: nothing is lost, and none waits longer than the turns before it.
+Callers take turns whose length is proportional to their weights, and of one caller's models the first to
+wait is served first. An idle model gives its arena up at once, another one after its turn, and its requests
+go on when its next turn comes: nothing is lost, and none waits longer than the turns before it.
 Each change of a model is a task of its own, and what it will hold is counted from its beginning to its end.
 """
 

@@ -186,7 +186,8 @@ def assemble(
     policy = Policy(
         settings.bounds,
         adaptive=settings.config.adaptive,
-        mixed=not settings.graphs,  # their windows are padded to the widest
+        mixed=not settings.graphs
+        or settings.kernels == "native",  # captured windows are padded to the widest
         work=token_work(network.spec),
         clock=clock,
     )

@@ -1,13 +1,16 @@
 """While several callers run, a step does no more work than was seen to take as long as it may."""
 
 from itertools import pairwise
+from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import Tenant
 from specdec.core import work
+from specdec.core.device.runner import HostDraftRunner
 from specdec.core.outputs import Delta
 from specdec.core.scheduler import Scheduler
 from specdec.core.work import LEAST, STEP_S, WorkBudget
@@ -134,6 +137,25 @@ def test_texts_do_not_depend_on_the_rows_of_a_step(monkeypatch: pytest.MonkeyPat
         assert max(sizes) < 12
 
 
+def test_recorded_steps_are_not_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of several callers fit in each of them, whatever the host's last step has used."""
+    fits, fitted = WorkBudget.fits, list[bool]()
+    settings = {"draft": "ngram", "topk": 1, "kernels": "cpu", "graphs": True, "adaptive": False}
+    with SpecEngine(folder, dtype="float32", **settings) as engine:
+        runner, budget = engine.model.loop.runner, engine.model.loop.scheduler.work
+        assert isinstance(runner, HostDraftRunner)
+
+        def watched(*args: Any) -> bool:
+            fitted.extend([fits(*args)] if runner.batch.held else [])
+            return fitted[-1] if runner.batch.held else fits(*args)
+
+        monkeypatch.setattr(WorkBudget, "observe", lambda *_: None)
+        monkeypatch.setattr(WorkBudget, "fits", watched)
+        budget.limit = 40 * budget._each(0)
+        _texts(engine, SamplingParams(n=6, max_tokens=24, temperature=0.05, seed=1), [ALICE, BOB])
+    assert fitted and all(fitted)
+
+
 def _texts(engine: SpecEngine, params: SamplingParams, tenants: list[Tenant]) -> list[str]:
     """Return the texts of one prompt of each tenant, the first tenant's choices first."""
     texts, ended = [""] * (6 * len(tenants)), Event()
@@ -147,7 +169,8 @@ def _texts(engine: SpecEngine, params: SamplingParams, tenants: list[Tenant]) ->
         if not left:
             ended.set()
 
-    prepared = [engine.prepare("def fib(n):", params, tenant=tenant) for tenant in tenants]
+    prompt = "def fib(n):" if engine.tokenizer else [1, 2, 3]
+    prepared = [engine.prepare(prompt, params, tenant=tenant) for tenant in tenants]
     engine.submit(prepared, emit)
     assert ended.wait(120)
     return texts

@@ -111,7 +111,7 @@ def test_an_answer_is_no_request_and_a_lease_is_neither() -> None:
 @pytest.mark.parametrize("ahead_s", [-MOST_SKEW_S - 1, -MOST_SKEW_S, 0, MOST_SKEW_S, MOST_SKEW_S + 1])
 def test_a_request_is_admitted_once_while_its_time_is_valid(ahead_s: int) -> None:
     clock = Clock()
-    guard = ReplayGuard(clock)
+    guard = ReplayGuard(clock, clock)
     request = SignedRequest.new("GET", PATH)._replace(time_s=int(clock.now_s) + ahead_s)
     if abs(ahead_s) > MOST_SKEW_S:
         assert reason_of(guard.admit, request) == "clock_skew"
@@ -130,7 +130,7 @@ def test_with_too_many_nonces_new_requests_are_refused_and_none_is_forgotten(
 ) -> None:
     monkeypatch.setattr(signed, "MOST_NONCES", 3)
     clock = Clock()
-    guard = ReplayGuard(clock)
+    guard = ReplayGuard(clock, clock)
     requests = [SignedRequest.new("GET", PATH)._replace(time_s=int(clock.now_s)) for _ in range(4)]
     reasons = [reason_of(guard.admit, own) for own in requests + requests]
     assert reasons == [None, None, None, "busy", "replayed", "replayed", "replayed", "busy"]

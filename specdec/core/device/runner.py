@@ -31,7 +31,7 @@ Commit = Callable[[StepResult], Sequence[Request]]
 """Gives requests what a step made for them; returns those that are over."""
 
 PLANNED = "drafts for several rows are planned"
-"""Why steps are left to the host now and then, which nobody has to be told of."""
+"""Refusal reason while drafts are planned; expected, so not logged."""
 FEWEST = 0.5
 """Part of the rows below which those that are left are loaded anew, as a smaller batch."""
 
@@ -131,8 +131,10 @@ class Runner(ABC):
         return advanced
 
     def _drafts_on_host(self, requests: Sequence[Request]) -> bool:
-        """Return whether steps of these that are planned are left to the host."""
-        return len(requests) > 1 and not self.batch.run.pads and bool(self.host.speculation.drafters)
+        """Return whether planned drafts for these requests must run on the host."""
+        if len(requests) == 1 or self.batch.run.pads or not self.host.speculation.drafters:
+            return False
+        return any(own.params.speculate for own in requests)
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Say why a step of these is the host's, if it is."""
@@ -348,6 +350,7 @@ class HostDraftRunner(Runner):
 
     def _advance(self) -> bool:
         clock, speculation, requests = Clock(), self.host.speculation, self.batch.requests
+        self.host.scheduler.work.begin(1)  # these steps are not limited
         rows: list[ScheduledRequest] = []
         trees: list[TokenTree] = []
         nodes = 1

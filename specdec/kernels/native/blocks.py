@@ -13,9 +13,9 @@ PARTS = ("number", "scale", "offset", "wide")
 
 
 def unpack(data_X: NDArray[Any], kind: int, blocks: int, part: str, out_X: Tensor) -> None:
-    """Write one part of so many blocks of a type, given by the number that it has in files.
+    """Unpack one part of `blocks` GGUF blocks of type id `kind` into `out_X`.
 
-    The caller has compared the sizes of both with those of the type.
+    The caller has checked both sizes against the type.
     """
     with with_helpers():
         outs = (pointer(out_X) if own == part else None for own in PARTS)

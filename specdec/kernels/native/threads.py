@@ -41,18 +41,19 @@ def without_helpers() -> Iterator[None]:
     if setting is None:
         yield
         return
-    threads = _outside.threads = torch.get_num_threads()
+    outer, threads = _outside.threads, torch.get_num_threads()
+    _outside.threads = outer or threads
     setting(1)
     try:
         yield
     finally:
         setting(threads)
-        _outside.threads = None
+        _outside.threads = outer
 
 
 @contextmanager
 def with_helpers() -> Iterator[None]:
-    """Let C forms share work within `without_helpers`: they wait for no helper that has not begun."""
+    """Use all threads in C kernels within `without_helpers`: they wait for no helper that has not started."""
     setting, threads = _openmp("omp_set_num_threads"), _outside.threads
     if setting is None or threads is None:
         yield

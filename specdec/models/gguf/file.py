@@ -38,7 +38,7 @@ class Kind(NamedTuple):
     bytes: int
     """Of a block."""
     number: int
-    """Which stands for it in a file."""
+    """Type id in GGUF files."""
 
 
 KINDS: Mapping[int, Kind] = {

@@ -294,4 +294,8 @@ def test_steps_of_several_rows_are_taped_unless_drafts_are_planned(
             before = engine.stats().device_steps
             texts.append([done.token_ids for done in engine.generate(prompts, params)])
             assert (engine.stats().device_steps - before >= 10) != plans
+        before = engine.stats().device_steps
+        engine.generate(prompts, params.model_copy(update={"speculate": False}))
+        assert engine.stats().device_steps - before >= 10, "no drafts can be planned for these"
+        assert engine.model.loop.speculation.policy.mixed, "the host pads no rows"
     assert texts[0] == texts[1]
