@@ -29,7 +29,7 @@ class WorkBudget:
         self._callers = 1
 
     def begin(self, callers: int) -> None:
-        """Reset the budget for a step in which so many callers have requests."""
+        """Reset the budget for a step with requests of `callers` callers."""
         self.total, self._callers = 0.0, callers
         self._held.clear()
 

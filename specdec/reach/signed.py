@@ -93,7 +93,7 @@ class ReplayGuard:
     def __init__(
         self, clock: Callable[[], float] = time.time, elapsed: Callable[[], float] = time.monotonic
     ) -> None:
-        """Compare signed times with `clock`; remember nonces by `elapsed`, which nobody sets."""
+        """Compare signed times with `clock`; remember nonces by `elapsed`, a monotonic clock."""
         self._clock = clock
         # A nonce signed up to MOST_SKEW_S ahead of this clock stays valid for twice that.
         self._seen: Recent[str, bool] = Recent(elapsed, MOST_NONCES, 2 * MOST_SKEW_S + 1)

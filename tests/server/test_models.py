@@ -117,7 +117,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def iterate(times: int) -> None:
-    """Let the event loop run so many iterations."""
+    """Run the event loop for a number of iterations."""
     for _ in range(times):
         await asyncio.sleep(0)
 
@@ -219,7 +219,7 @@ def test_callers_take_turns_however_many_models_each_asks_for(caller: str, turns
 
 
 def test_turns_are_as_long_as_the_weights_of_keys_say() -> None:
-    """A model has the largest weight of its callers; one that nobody runs on competes for nothing."""
+    """A model has the largest weight of its callers; an idle model competes for nothing."""
     weights = {"alice": 3.0, "bob": 1.0, "carol": 0.5}
     switcher: Any = Switcher([], switch_after_s=2.0)
 
