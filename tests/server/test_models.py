@@ -219,7 +219,7 @@ def test_callers_take_turns_however_many_models_each_asks_for(caller: str, turns
 
 
 def test_turns_are_as_long_as_the_weights_of_keys_say() -> None:
-    """A model has the largest weight of its callers; an idle model competes for nothing."""
+    """A model has the largest weight of its callers; idle models take no part."""
     weights = {"alice": 3.0, "bob": 1.0, "carol": 0.5}
     switcher: Any = Switcher([], switch_after_s=2.0)
 
