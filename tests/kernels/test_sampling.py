@@ -209,9 +209,12 @@ def test_process_equals_reference(vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 63, 65])
-def test_native_process_equals_cpu_to_the_bit(vocab: int, dtype: torch.dtype) -> None:
+def test_native_process_equals_cpu_to_the_bit(
+    vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A text must not change with the form that processes its logits."""
-    adjusted = 0
+    adjusted, called, function = 0, list[str](), native.function
+    monkeypatch.setattr(native, "function", lambda name, *rest: called.append(name) or function(name, *rest))
     for seed in range(32):
         logits_NV = (torch.randn(5, vocab, generator=generator(seed)) * 3).to(dtype)
         logits_NV[seed % 5, seed % vocab] = torch.nan
@@ -221,7 +224,7 @@ def test_native_process_equals_cpu_to_the_bit(vocab: int, dtype: torch.dtype) ->
         assert torch.equal(logits_NV.isnan(), before_NV.isnan())
         assert torch.equal(logits_NV.nan_to_num(), before_NV.nan_to_num())
         assert torch.equal(actual_NV.view(torch.int32), expected_NV.view(torch.int32)), seed
-    assert adjusted > 16
+    assert adjusted > 16 and "adjust" in called
 
 
 def test_process_of_a_row_ignores_the_batch() -> None:
