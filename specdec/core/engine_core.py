@@ -87,6 +87,10 @@ class EngineCore:
         """Advance every request that takes part by one window."""
         self.loop.step()
 
+    def prepare(self) -> bool:
+        """Record one step ahead of its first use, while no request runs; return False when none is left."""
+        return self.loop.prepare()
+
     def run_until_idle(self) -> None:
         """Step until every request has ended."""
         while self.has_work:

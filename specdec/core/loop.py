@@ -416,6 +416,12 @@ class DecodeLoop:
         if self.scheduler.cache:
             self.scheduler.cache.flush(caller)
 
+    def prepare(self) -> bool:
+        """Record one step ahead of its first use; return False if none is left or requests run."""
+        if self.runner is None or self.scheduler.is_paused or self.scheduler.running:
+            return False
+        return self.runner.batch.run.prepare()
+
     def may_move(self) -> bool:
         """Tell whether tables are the host's alone."""
         return not (self.runner and self.runner.batch.held)

@@ -246,6 +246,8 @@ class Worker:
         try:
             while not self.fault:
                 idle = not self._core.has_work
+                if idle and self._inbox.empty() and self._attempt(self._core.prepare):
+                    continue
                 quiet_s = max(QUIET_S, QUIET_SLOT_S * self._core.loop.arena.held)
                 came = self._receive(wait=idle, limit_s=None if is_proved else quiet_s)
                 done = self._attempt(self._core.step if came else self._core.check_idle)
@@ -262,16 +264,19 @@ class Worker:
             for fault in self._core.end_all(why):
                 logger.error("a request could not be released", exc_info=fault)
 
-    def _attempt(self, step: Callable[[], None]) -> bool:
-        """Run a step; what it raises ends the requests that it may have spoilt, not the engine."""
-        failures, self._step_start_s = self._core.failed_steps, time.monotonic()
+    def _attempt(self, step: Callable[[], bool | None]) -> bool:
+        """Run a step; a failure ends the requests that it may have spoilt, not the engine.
+
+        Return False if it failed or had nothing to do.
+        """
+        self._step_start_s, done = time.monotonic(), False
         try:
-            step()
+            done = step() is not False
         except Exception as failure:
             logger.exception("a step failed; its requests end with an error, and the engine goes on")
             self._core.recover(failure)
         self._step_start_s = None
-        return self._core.failed_steps == failures
+        return done
 
     def _receive(self, *, wait: bool, limit_s: float | None = None) -> bool:
         """Do what other threads want done; with nothing to do, sleep until something comes.

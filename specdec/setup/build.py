@@ -47,7 +47,7 @@ from specdec.setup.footprint import token_work
 from specdec.setup.precompile import precompile
 from specdec.setup.resolve import open_model, resolve
 from specdec.setup.settings import Resolved
-from specdec.setup.warmup import warm_up, warm_up_device
+from specdec.setup.warmup import warm_up
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS
 from specdec.state_slots.prefix.cache import PrefixCache
@@ -213,8 +213,6 @@ def assemble(
         runner = _runner(loop, network, settings)
         if runner:
             loop.run_on_device(runner)
-        if speculation.learns and isinstance(runner, DeviceDraftRunner):
-            warm_up_device(core, runner)
     if settings.config.prefix_cache:  # what was made up is not to be kept
         own = _prefix_cache(arena, network, settings, has_head=head is not None)
         loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
@@ -301,6 +299,6 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
         runner = DeviceDraftRunner(batch, host, policy, lazy=settings.device.type == "cpu")
     if graphs:
         graphs.capture(runner.graph_keys())
-    if taped and not taped.record(runner.graph_keys()) and settings.config.graphs is None:
+    if taped and not taped.plan(runner.graph_keys()) and settings.config.graphs is None:
         return None
     return runner

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 from specdec.config.sampling import SamplingParams
-from specdec.core.device.runner import DeviceDraftRunner
 from specdec.core.engine_core import EngineCore
 from specdec.core.request import Request
 from specdec.draft.calibration import Calibrator
@@ -23,8 +22,6 @@ EVERY = 5
 """Chains up to this deep are all timed: those that are drafted by default."""
 ENOUGH, LONGEST_S = 10, 0.2
 """Rounds that tell widths apart on a busy machine; fewer where steps take longer and vary less."""
-DEVICE_ROUNDS, FIRST_S = 8, 2.0
-"""Times that each shape of a step on the device comes round, and how long the first round may take."""
 PROMPT = 8
 STRIDE = 7919
 """A prime, so that multiples come round late in a vocabulary of any size."""
@@ -84,30 +81,6 @@ def warm_up(core: EngineCore) -> None:
     core.loop.reset_counts()
     costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
     logger.info("a step of one row takes, in ms by width: %s", costs)
-
-
-def warm_up_device(core: EngineCore, runner: DeviceDraftRunner) -> None:
-    """Let one row's steps on the device try every shape, and leave nothing behind but what they cost."""
-    policy, start_s = runner.policy, time.perf_counter()
-    request = None
-    # A slow moment is not to be taken for what one shape costs: they come round several times.
-    for turn in range(DEVICE_ROUNDS):
-        for shape in policy.shapes:
-            if time.perf_counter() - start_s > (LONGEST_S if turn else FIRST_S):
-                break
-            for _ in range(policy.begin_trial(shape, 1)):
-                if request is None or request.finish_reason is not None:
-                    request = _begin(core)
-                core.step()
-    if request:
-        _end(core, request)
-    core.loop.speculation.forget_experience()
-    core.loop.reset_counts()
-    costs = {
-        shape.num_draft_tokens if shape else 1: round(policy.cost(shape, 1) * 1e3, 2)
-        for shape in policy.shapes
-    }
-    logger.info("a whole step of one row takes, in ms by what is drafted: %s", costs)
 
 
 def _tried(policy: Policy) -> tuple[Shape, ...]:

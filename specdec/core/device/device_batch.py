@@ -45,6 +45,10 @@ class Run(Protocol):
         """Say why steps of these are better left to the host; None: they are worth running here."""
         ...
 
+    def prepare(self) -> bool:
+        """Record a step ahead of its first use, while no request runs; return False when none is left."""
+        ...
+
     def __call__(self, key: GraphKey, size: int) -> Tensor: ...
 
     def prefill_drafter(self, key: GraphKey, size: int) -> None:
@@ -67,6 +71,10 @@ class EagerSteps:
     def refusal(self, requests: Sequence[Request]) -> str | None:
         """Run whatever comes."""
         return None
+
+    def prepare(self) -> bool:
+        """Record nothing."""
+        return False
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         return self.step(self.rows.part(0, size), key)

@@ -43,6 +43,10 @@ class Graphs:
         """Run whatever comes: a GPU is never better served from the host."""
         return None
 
+    def prepare(self) -> bool:
+        """Return False: `capture` has captured all that is captured."""
+        return False
+
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows; a captured one writes its result where it always does."""
         captured = self._graphs.get((key, size))

@@ -1,6 +1,7 @@
 """Steps recorded once for a number of rows and a key, then played in one call: what graphs are on a GPU."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ class TapedSteps:
         self.step, self.rows = step, rows
         self._tapes: Tapes[TapedStep] = Tapes()
         self._refused = set[int]()
+        self._planned = deque[GraphKey]()
 
     def size(self, count: int) -> int:
         """Take no row more than there are."""
@@ -76,12 +78,27 @@ class TapedSteps:
             self._refused.add(size)
         return result_BX
 
-    @torch.inference_mode()
-    def record(self, keys: Sequence[GraphKey]) -> bool:
-        """Record every key for a single row, which is padding yet; tell whether all can be played."""
-        for key in keys:
-            self(key, 1)
-            if key.shape and key.nodes == width_of(key.shape):
-                self.prefill_drafter(key, 1)
-        logger.info("%d step shapes of one row are recorded on tapes of %d bytes", *self._tapes.sizes())
+    def plan(self, keys: Sequence[GraphKey]) -> bool:
+        """Record the widest step of one row now and plan the others; return False if it cannot be replayed.
+
+        A step that a request needs before its turn comes is recorded as it runs.
+        """
+        self._planned.extend(sorted(keys, key=lambda key: -key.nodes))
+        self.prepare()
         return not self._refused
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Record one planned step of one row, which is padding; return False when none is left.
+
+        No request may be on the device.
+        """
+        if not self._planned or self._refused:
+            return False
+        key = self._planned.popleft()
+        self(key, 1)
+        if key.shape and key.nodes == width_of(key.shape):
+            self.prefill_drafter(key, 1)
+        if not self._planned:
+            logger.info("%d step shapes are recorded on tapes of %d bytes", *self._tapes.sizes())
+        return True

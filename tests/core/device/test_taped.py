@@ -7,8 +7,9 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
-from specdec import SamplingParams, SpecEngine
+from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.core.device.device_batch import EagerSteps
 from specdec.core.device.look_ups import LookUps
 from specdec.core.device.runner import DeviceDraftRunner, Runner
@@ -18,6 +19,7 @@ from specdec.draft.proposal import Shape
 from specdec.kernels.native import tape
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.tape import Tapes
+from specdec.setup.build import build
 from tests.lossless.cases import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
 needs_c = pytest.mark.skipif(compiled() is None, reason="no C compiler was found")
@@ -132,7 +134,8 @@ def test_what_is_looked_up_changes_no_text(
         rng = Random(5)
         runner.policy.choose = lambda rows: rng.choice(shapes)  # type: ignore[method-assign]
         runner.policy.cost = lambda *_: 1.0  # type: ignore[method-assign]
-        runner.policy.cost_of_found = lambda *_: 1.0  # type: ignore[method-assign]
+        # Now and then a look-up does not pay.
+        runner.policy.cost_of_found = lambda *_: rng.choice([1.0, 1.0, 1.0, 9.0])  # type: ignore[method-assign]
         # Which requests share a step hangs on the threads, and with it how often a look-up pays.
         for turn in range(12):
             if turn >= 3 and sum(used) > 20:
@@ -186,6 +189,44 @@ def test_a_cpu_plays_tapes_by_default(folder: Path, family_folder: Any) -> None:
         with SpecEngine(model, draft=draft, dtype="float32", max_model_len=LONGEST) as engine:
             runner: Runner | None = engine.model.loop.runner
             assert (runner is not None and isinstance(runner.batch.run, TapedSteps)) == expected
+
+
+@needs_c
+@pytest.mark.parametrize("rests", [False, True])
+def test_steps_are_recorded_while_nothing_runs(folder: Path, known: list[Case], rests: bool) -> None:
+    """Before a request, between two, and not while one runs or the memory is given back."""
+    core = build(folder, EngineConfig(draft="auto", dtype="float32", max_model_len=LONGEST)).core
+    loop, case = core.loop, known[0]
+    assert loop.runner and isinstance(loop.runner.batch.run, TapedSteps)
+    forms, keys = loop.runner.batch.run._tapes._forms, loop.runner.graph_keys()
+
+    def run() -> list[int]:
+        request = core.add_request(core.new_request(case.prompt, case.params, seed=case.params.seed or 0))
+        core.step()
+        assert not core.prepare()
+        core.run_until_idle()
+        return request.tokens
+
+    few = len(forms)
+    assert (
+        core.prepare()
+        and core.prepare()
+        and len(forms) > few
+        and not {form[1] for form in forms} >= set(keys)
+    )
+    cold = run()
+    if rests:
+        core.rest()
+        assert not core.prepare()
+        core.wake()
+    # What is cached is not written to: padding lies in the dummy slab, the first one.
+    first, before = loop.arena.layout.slab_bytes, loop.arena.data.clone()
+    assert rests or loop.arena.held
+    while core.prepare():
+        core.check_idle()
+    assert torch.equal(before[first:], loop.arena.data[first:]) and {form[1] for form in forms} >= set(keys)
+    assert run() == cold
+    core.close()
 
 
 @needs_c
