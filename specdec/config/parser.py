@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
     Every command's is one, so that what all of them take may stand before a command or after it. `fill` adds
     a command's own options once it is chosen: what they are made of is imported for that command alone.
     `instead` says what to give for words that are no commands here.
-    `written` of what it reads has the long options that were given, as they were, by their values' names.
+    `written` of what it reads has the options that were given, as they were, by their values' names.
     """
 
     def __init__(
@@ -133,8 +133,10 @@ class Parser(argparse.ArgumentParser):
         return unknown[1:]
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
-        """Split `-n16`, and do not take `-ng` for an abbreviation of `-ngl`."""
-        return [own for own in super()._get_option_tuples(option_string) if len(own[1]) == 2]
+        """Split `-n16` and `-vv`; neither shorten `-ngl` to `-ng`, nor read `-mg` as `-m` with value g."""
+        is_word = option_string[2:3].isalpha()
+        found = super()._get_option_tuples(option_string)
+        return [own for own in found if len(own[1]) == 2 and (own[0].nargs == 0 or not is_word)]
 
     def _refuse(self, word: str, words: Sequence[str]) -> NoReturn:
         """Refuse a word too many; one behind a switch was meant to be its value."""
@@ -156,11 +158,11 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{first} and {option} both set {setting}; give one of them")
 
     def _own_options(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield the long options before a command; a word with a blank is a value, as argparse has it."""
+        """Yield the options before a command; a word with a blank is a value, as argparse has it."""
         chosen = [own.choices or () for own in self._actions if own.nargs == argparse.PARSER]
         ends = {"--", *itertools.chain.from_iterable(chosen)}
         for word in itertools.takewhile(lambda word: word not in ends, words):
-            if word.startswith("--") and " " not in word:
+            if word in self._option_string_actions or (word.startswith("--") and " " not in word):
                 yield word.partition("=")[0]
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:

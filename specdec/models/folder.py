@@ -21,7 +21,7 @@ SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1
 GIVEN = "folder, GGUF file, OWNER/NAME[:TAG] on the hub, tiny"
 """The help of an argument that names a model."""
 
-_ADDRESS = re.compile(r"https?:/")
+_ADDRESS = re.compile(r"(?:https?|hf):/")
 _OLLAMA_TAG = re.compile(r"(?:[\w.-]+/)*[\w.-]+:[\w.-]+", re.ASCII)
 
 SHOWN = 240

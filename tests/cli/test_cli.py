@@ -326,6 +326,10 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["chat", "-m", "tiny"], "-m is not an option here: name the model without an option"),
         (["serve", "tiny", "-t", "4"], "-t is not an option here: set OMP_NUM_THREADS"),
         (["serve", "tiny", "-tp", "2"], "-tp is not an option here: a server has one device"),
+        (["generate", "tiny", "-mg", "0"], "specdec generate does not take '-mg'"),
+        (["generate", "tiny", "-ctk", "q8_0"], "specdec generate does not take '-ctk'"),
+        (["generate", "tiny", "-np", "4", "x"], "specdec generate does not take '-np'"),
+        (["generate", "tiny", "-n", "3", "--max-tokens", "4"], "-n and --max-tokens both set max_tokens"),
         (
             ["serve", "tiny", "--gpu-memory-utilization", "0.9"],
             "--gpu-memory-utilization is not an option here: ",
@@ -390,6 +394,12 @@ def test_generate_takes_llama_cpps_options_and_a_prompt_behind_the_model(
 def test_a_prompt_is_given_once(argv: list[str], says: str, capsys: Capture) -> None:
     assert main(["generate", "tiny", *argv]) == 2
     assert capsys.readouterr().err.startswith(f"specdec: {says}")
+
+
+@pytest.mark.parametrize("argv", [["-n", "x"], ["-n", "-1"]])
+def test_a_refusal_names_a_short_option_as_it_was_written(argv: list[str], capsys: Capture) -> None:
+    assert main(["generate", "tiny", "hi", *argv]) == 2
+    assert capsys.readouterr().err.startswith("specdec: -n cannot be ")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_folder_of_that_name_comes_first(hub: Hub, tmp_path: Path) -> None:
         ("https:/huggingface.co/a/b/tree/refs/pr/1", ("a/b", "refs/pr/1")),
         *(
             (f"{host}a/b", ("a/b", "main"))
-            for host in ("hf.co/", "http://www.huggingface.co/", "https://hf.co/")
+            for host in ("hf.co/", "http://www.huggingface.co/", "https://hf.co/", "hf://", "hf:/")
         ),
         ("hf.co/a/b/", ("a/b", "main")),
         *((text, None) for text in ("hf.co/a/b/c", "https://hf.co.evil/a/b", "https://hf.co/a/../b")),

@@ -12,8 +12,8 @@ MAIN = "main"
 _PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 _REVISION = r"\w[\w.+-]*(?:/\w[\w.+-]*)*"
 _TAG = r"[\w.+-]+"
-_HUB = r"(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)"
-"""The hub's address; a Path has joined the two slashes behind `https:`."""
+_HUB = r"(?:(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/?)"
+"""The hub's address, or huggingface_hub's `hf://`; a Path has joined the two slashes."""
 _FORMS = [
     re.compile(form, re.ASCII)
     for form in (
