@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.lending import Lent
@@ -62,7 +64,7 @@ class EngineCore:
             synthetic=self.loop.speculation.synthetic is not None,
             tenant=tenant,
         )
-        request.lent = lent
+        request.lent, request.turns = lent, _turns(prompt, self.eos)
         return request
 
     def add_request(self, request: Request) -> Request:
@@ -176,3 +178,9 @@ class EngineCore:
             prefixes=loop.prefixes.stats() if loop.prefixes else None,
             speculation=loop.outlook,
         )
+
+
+def _turns(prompt: Sequence[int], eos: Collection[int]) -> tuple[int, ...]:
+    """Return the lengths at which the first and the last turn of a chat end, each with an EOS token."""
+    ends = np.flatnonzero(np.isin(np.asarray(prompt, np.int64), list(eos))) + 1
+    return (int(ends[0]), int(ends[-1])) if len(ends) else ()

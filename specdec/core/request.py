@@ -61,6 +61,8 @@ class Request:
         """The tokens that end it, and the `stop_reason` of each."""
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
+        self.turns: Sequence[int] = ()
+        """Lengths at which the prompt's first and last turn end."""
         self.last_length = min(len(prompt) + params.max_tokens, max_length)
         self.arrived_s = time.perf_counter()
         self.queued_s = self.first_token_s = 0.0

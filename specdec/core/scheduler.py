@@ -533,7 +533,8 @@ class Scheduler:
         """Look up what is known of a request's tokens, unless each of them has to be read."""
         if self.cache is None or request.params.prompt_logprobs is not None:
             return None
-        return self.cache.lease(request.tokens, request.tenant, request.params.cache_marks or ())
+        marks = request.params.cache_marks or ()
+        return self.cache.lease(request.tokens, request.tenant, marks, request.turns)
 
     def _limit(self, request: Request, lease: Lease | None) -> str:
         """Name the memory that a request lacks beside what it shares.

@@ -14,3 +14,17 @@ def test_the_second_of_five_long_prompts_hits_and_texts_stay() -> None:
         hits.append([own.stats.cached_tokens for own in done])
     assert texts[0] == texts[1]
     assert hits == [[0, 0, 0], [0, 1024, 1351]]
+
+
+def test_the_second_chat_with_a_system_prompt_hits_and_texts_stay() -> None:
+    params, texts, hits = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True), [], []
+    for draft, prefix_cache in (("none", False), ("auto", False), ("auto", True)):
+        with SpecEngine("tiny", dtype="float32", draft=draft, prefix_cache=prefix_cache) as engine:
+            (eos, *_) = engine.model.core.eos
+            system = [*(5 + i * i % 500 for i in range(150)), eos]
+            prompts = [[*system, *(first + i % 7 for i in range(99)), eos, 7, 8] for first in (20, 40, 40)]
+            done = [engine.generate([prompt], params)[0] for prompt in prompts]
+        texts.append([own.token_ids for own in done])
+        hits.append([own.stats.cached_tokens for own in done])
+    assert texts[0] == texts[1] == texts[2]
+    assert hits == [[0, 0, 0], [0, 0, 0], [0, 151, 251]]

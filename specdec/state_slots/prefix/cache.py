@@ -14,18 +14,25 @@ from specdec.state_slots.prefix.tree import Ids, Node
 
 Tokens = Sequence[int] | Ids
 
+APART = 64
+"""Fewest tokens between two guesses within a prompt: each adds a forward pass, as long as some 10 tokens'."""
+
 
 class PrefixCache(Tier):
     """The tier whose memory requests run in: it lends them prefixes and keeps what they have computed.
 
-    A state is kept where two prompts have parted, where a caller has marked a length, after the last token
-    that a request has computed, and while memory lasts at the end of each chunk of a prompt, as a guess.
+    A state is kept where two prompts diverged, where a caller marked a length, and after the last token that
+    a request computed; and as a guess, while memory lasts, at the end of each chunk, after the first turn of
+    a chat, and where the prompt itself is about to end.
     """
 
-    def lease(self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = ()) -> Lease:
+    def lease(
+        self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = (), turns: Sequence[int] = ()
+    ) -> Lease:
         """Find the longest cached prefix of a prompt, and pin it until `lend` or `leave`.
 
-        The last token is always computed: sampling needs its logits.
+        The last token is always computed: sampling needs its logits. `turns` are the lengths at which the
+        first and the last turn of a chat end.
         """
         ids = as_ids(tokens[:-1])
         self.tree.root(tenant)
@@ -43,7 +50,23 @@ class PrefixCache(Tier):
         if self._states and length < parting:
             stops.add(parting)
         shared = private // self.tree.size if self.tree.pages else 0
-        return Lease(tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens))
+        guesses = self._guesses(length, len(tokens), turns)
+        return Lease(tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens), guesses)
+
+    def _guesses(self, length: int, count: int, turns: Sequence[int]) -> tuple[int, ...]:
+        """Choose where a prompt's first turn ends, and its last turn or all but its last token.
+
+        None is chosen where a state would have no memory.
+        """
+        if not self._states or not (self.arena.has_free_state or self.guesses.next()):
+            return ()
+        ends = [turn for turn in turns if turn < count]
+        last = ends[-1] if ends and count - ends[-1] <= APART else count - 1
+        chosen: list[int] = []
+        for end in (*ends[:1], last):
+            if end - (chosen[-1] if chosen else length) >= APART:
+                chosen.append(end)
+        return tuple(chosen)
 
     def lend(self, owner: Hashable, lease: Lease, state: int | None) -> Hit:
         """Give a request shared blocks, and copies of the state and of the blocks that it will write."""
@@ -131,6 +154,8 @@ class PrefixCache(Tier):
         """
         if node.end in lease.stops:
             self.keep_copy(node, state, hidden_1D)
+        elif lease.guesses and node.end == lease.asked:
+            pass  # a guess lies just before it
         elif state is not None and node.state is None and (self.arena.has_free_state or self._evict_guess()):
             self._copy_in(node, self, state, hidden_1D)
             if node.state is not None:

@@ -28,6 +28,8 @@ class Lease:
     """Node of `store` that holds the state at that length and the blocks to copy."""
     asked: int
     """Tokens of the prompt that was looked up."""
+    guesses: tuple[int, ...] = ()
+    """Lengths, rising, at which prefill ends a chunk because a later prompt may diverge there."""
     lent: bool = False
     own: int | None = None
     """Length from which on the request itself has extended the tree; None: it has not."""
@@ -38,7 +40,9 @@ class Lease:
 
     def until_stop(self, computed: int) -> int | None:
         """Count the tokens up to the next length at which a state is kept."""
-        return next((stop - computed for stop in self.stops if stop > computed), None)
+        return min(
+            (stop - computed for stop in (*self.stops, *self.guesses) if stop > computed), default=None
+        )
 
 
 @dataclass(frozen=True, slots=True)

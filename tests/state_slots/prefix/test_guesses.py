@@ -6,7 +6,7 @@ import torch
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.layout import KVShape, Layout, StateShape
-from specdec.state_slots.prefix.cache import PrefixCache
+from specdec.state_slots.prefix.cache import APART, PrefixCache
 from specdec.state_slots.prefix.lease import Lease
 from specdec.state_slots.prefix.replay import Replay
 from specdec.state_slots.prefix.tree import Ids, Node
@@ -37,14 +37,54 @@ def test_the_second_of_five_prompts_with_one_prefix_hits(ending: int) -> None:
     assert found == [0, 1024, 1351, 1351, 1351]
 
 
-def test_an_identical_prompt_hits_the_second_time() -> None:
-    replay, asked = replay_of(400), prompt(1, 1300)
-    assert [serve(replay, asked) for _ in range(3)] == [0, 1024, 1299]
+@pytest.mark.parametrize("length", [65, 200, 512, 513, 1300])
+def test_an_identical_prompt_hits_the_second_time(length: int) -> None:
+    replay, asked = replay_of(400), prompt(1, length)
+    assert [serve(replay, asked) for _ in range(3)] == [0, length - 1, length - 1]
+
+
+def test_a_short_prompt_is_not_worth_a_forward_pass() -> None:
+    replay, asked = replay_of(400), prompt(1, APART)
+    assert [serve(replay, asked) for _ in range(3)] == [0, 0, APART - 1]
+
+
+@pytest.mark.parametrize(
+    ("length", "turns", "guesses"),
+    [
+        (1000, (), (999,)),
+        (1000, (300, 990), (300, 990)),  # a generation prompt of 10 tokens is prefilled again
+        (1000, (300, 900), (300, 999)),
+        (1000, (950, 950), (950,)),
+        (400, (300, 350), (300,)),
+        (1000, (30, 990), (990,)),
+        (1000, (300, 1000), (300, 999)),
+        (1000, (1000, 1000), (999,)),
+    ],
+)
+def test_a_chat_is_guessed_to_diverge_after_its_first_and_last_turn(
+    length: int, turns: tuple[int, ...], guesses: tuple[int, ...]
+) -> None:
+    cache, asked = replay_of(400).cache, prompt(1, length)
+    assert cache.lease(asked, SOLE, (), turns).guesses == guesses
+
+
+def test_what_is_cached_is_not_guessed_again() -> None:
+    replay, asked = replay_of(400), prompt(1, 1000)
+    assert [serve(replay, asked[:301]), serve(replay, asked[:302])] == [0, 300]
+    assert replay.cache.lease(asked, SOLE, (), (350, 990)).guesses == (990,)
+
+
+def test_no_prompt_is_cut_for_a_guess_that_has_no_memory() -> None:
+    replay, asked = replay_of(SLABS), prompt(1, 200)
+    assert replay.cache.lease(asked).guesses == (199,)
+    while replay.cache.arena.has_free_state:
+        replay.cache.arena.take_state("other")
+    assert replay.cache.lease(asked).guesses == ()
 
 
 def test_tenants_share_no_guess() -> None:
     replay, asked = replay_of(400), prompt(1, 600)
-    assert [serve(replay, asked, Tenant(name)) for name in ("one", "other", "one")] == [0, 0, 512]
+    assert [serve(replay, asked, Tenant(name)) for name in ("one", "other", "one")] == [0, 0, 599]
 
 
 def guesses_of(replay: Replay) -> list[Node]:
