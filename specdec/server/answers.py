@@ -21,7 +21,7 @@ FEW = 8
 
 `tiny` on two cores: with no limit 64 streams lose 8 % of their tokens/s, with this one none.
 """
-SHARE = 0.03
+SHARE = 0.3
 """Share of the time that the event loop may use while it streams: the engine waits meanwhile."""
 LONGEST_S = 0.1
 """How long deltas may be held back at most, in seconds."""
