@@ -22,7 +22,7 @@ from typing import IO, Any
 from specdec.text.grammar import template
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.server.preloaded"])
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _LOCK = Lock()
 """Held while a process is started or its exit code is read, which can be read once."""
 
@@ -89,21 +89,23 @@ def _run(
     os.environ.clear()
     os.environ.update(env)
     sys.argv = [module, *arguments]
-    _fork_grammar_processes()
+    # This process's engines fork their grammar processes too, from the same fork server.
+    server: Any = forkserver._forkserver
+    server.ensure_running = lambda: None
+    named: Any = template
+    named.subprocess = FORKING
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # as at the end of an interpreter; multiprocessing leaves them out
 
 
-def _fork_grammar_processes() -> None:
-    """Let this process's engines fork their grammar processes too, from the same fork server."""
-    server: Any = forkserver._forkserver
-    server.ensure_running = lambda: None
+def _fork_grammar(
+    command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any
+) -> ForkedProcess:
+    with open(os.devnull, "w") as nowhere:
+        return ForkedProcess(command, env, nowhere.fileno(), *pass_fds)
 
-    def fork(command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any) -> Any:
-        with open(os.devnull, "w") as nowhere:
-            return ForkedProcess(command, env, nowhere.fileno(), *pass_fds)
 
-    named: Any = template
-    named.subprocess = SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL)
+FORKING = SimpleNamespace(Popen=_fork_grammar, DEVNULL=subprocess.DEVNULL)
+"""Takes the place of `subprocess` where grammar processes are started."""

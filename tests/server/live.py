@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Self
 
-from tests.server.forked import ForkedProcess, fork_to_pipe
+from tests.forked import ForkedProcess, fork_to_pipe
 
 START_S, STOP_S = 120, 60
 
