@@ -59,7 +59,7 @@ def alone(folder: Path) -> Iterator[list[Completion]]:
 
 
 @pytest.mark.parametrize("slots", only({"record"}, ["record", "snapshot"]))
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", only({"none", "mtp", "auto"}, DRAFTS))
 def test_texts_are_those_without_a_cache(
     folder: Path, alone: list[Completion], draft: str, slots: str
 ) -> None:
