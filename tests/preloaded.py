@@ -1,7 +1,11 @@
 """What servers and their grammar processes import: the fork server of a test worker loads it once."""
 
 import gc
+import os
 from contextlib import suppress
+
+# xgrammar looks for CUDA while it is imported: by NVML, or forks of this process could not use CUDA.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import tokenizers  # noqa: F401
 from transformers import PreTrainedTokenizerFast  # noqa: F401
