@@ -1,8 +1,9 @@
 """What many tests share for a session: random checkpoints, and processes that have xgrammar loaded."""
 
+import gc
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from specdec.bench.random_model import write_random_checkpoint
 from specdec.bench.report import cpu_model
 from specdec.kernels.native import forms
 from specdec.kernels.native.threads import dismiss_helpers
-from specdec.text.grammar import compiler
+from specdec.text.grammar import compiler, template
 from specdec.text.grammar.template import Template
+from tests.forked import FORKING
 from tests.kernels import interpreter
 from tests.selection import mark_products
 
@@ -68,6 +70,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("gpu"):
                 item.add_marker(absent)
     mark_products(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without the garbage collector, which found nothing there in 4 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture
@@ -129,6 +142,14 @@ def folder(family_folder: Callable[..., Path]) -> Path:
     return family_folder("qwen3_5")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_grammar_processes() -> Iterator[None]:
+    """Fork grammar processes from one that has xgrammar loaded: a new interpreter spends 2 s on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "subprocess", FORKING)
+        yield
+
+
 class SharedTemplate(Template):
     """The process that has xgrammar loaded, left to the engines that come after the one which is closed."""
 
@@ -148,7 +169,7 @@ def grammar_processes() -> Iterator[dict[tuple[str, int, tuple[int, ...]], Share
 def shared_grammar_process(
     grammar_processes: dict[tuple[str, int, tuple[int, ...]], SharedTemplate],
 ) -> Iterator[None]:
-    """Load xgrammar once for all engines of a vocabulary: each would spend 2 s on it, a thousand times."""
+    """Start one grammar process for all engines of a vocabulary: each would spend 50 ms, a thousand times."""
 
     def share(tokenizer: str, vocab: int, eos: list[int]) -> Template:
         key = tokenizer, vocab, tuple(eos)

@@ -425,7 +425,18 @@ def test_an_interrupt_ends_the_answer_and_keeps_what_was_written(
     assert len(chat.conversation.turns) == 4
 
 
-SMALL = ["--memory-bytes", "64MiB", "--max-model-len", "320", "--max-running", "1", "--temperature", "0"]
+SMALL = [
+    "--draft",
+    "none",
+    "--memory-bytes",
+    "64MiB",
+    "--max-model-len",
+    "320",
+    "--max-running",
+    "1",
+    "--temperature",
+    "0",
+]
 
 
 def test_what_is_piped_in_is_one_turn(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -55,13 +55,24 @@ def layout(hybrid: Path) -> Layout:
         return engine.model.settings.layout
 
 
+@pytest.fixture(scope="module")
+def drawn(hybrid: Path) -> tuple[list[list[int]], list[SamplingParams], list[Completion]]:
+    """Return requests for batches of every chunk length, and what each is told alone."""
+    prompts, params = draw_requests(1, 24, longest=90)
+    return prompts, params, alone(hybrid, prompts, params)
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 64, 512])
-def test_a_mixed_batch_equals_its_rows_alone(hybrid: Path, chunk_tokens: int) -> None:
-    prompts, params = draw_requests(chunk_tokens, 24, longest=90)
+def test_a_mixed_batch_equals_its_rows_alone(
+    hybrid: Path,
+    drawn: tuple[list[list[int]], list[SamplingParams], list[Completion]],
+    chunk_tokens: int,
+) -> None:
+    prompts, params, expected = drawn
     with SpecEngine(hybrid, dtype="float64", chunk_tokens=chunk_tokens) as engine:
         together = engine.generate(prompts, params)
         engine.model.loop.arena.check_integrity()
-    assert tokens(together) == tokens(alone(hybrid, prompts, params))
+    assert tokens(together) == tokens(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

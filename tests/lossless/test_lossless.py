@@ -32,7 +32,7 @@ from tests.models.agreeing import CONFIGS
 from tests.models.representatives import EVERY_CELL, parts
 from tests.selection import EXHAUSTIVE
 
-Cases = Callable[[str], tuple[Path, list[Case], list[Case]]]
+Known = Callable[[str], tuple[Path, list[Case]]]
 Group = tuple[str, ...]
 """A family, drafter, shape, backing, and whether the device decides steps."""
 Place = tuple[str, str]
@@ -41,15 +41,9 @@ Visit = tuple[Place, Sequence[Case], Sequence[Sequence[Completion]]]
 
 
 @pytest.fixture(scope="module")
-def plain(known: Callable[[str], tuple[Path, list[Case]]]) -> Cases:
-    """Return a family's checkpoint and what plain decoding says to every request, at length and in brief."""
-
-    @cache
-    def make(family: str) -> tuple[Path, list[Case], list[Case]]:
-        folder, cases = known(family)
-        return folder, cases, in_brief(folder, cases)
-
-    return make
+def brief(known: Known) -> Callable[[str], list[Case]]:
+    """Return a function that finds what plain decoding says to every request of a family in few tokens."""
+    return cache(lambda family: in_brief(*known(family)))
 
 
 def ways() -> Mapping[str, list[Row]]:
@@ -168,10 +162,12 @@ def hits(engine: SpecEngine, cases: Sequence[Case]) -> list[list[Completion]]:
     return done
 
 
-def visits(plain: Cases, group: Group, places: Sequence[Place]) -> Iterator[Visit]:
+def visits(
+    known: Known, brief: Callable[[str], list[Case]], group: Group, places: Sequence[Place]
+) -> Iterator[Visit]:
     """Ask the requests in each place, all kept prefixes' places by one engine; yield what is said there."""
     family, drafter, shape, backing, steps = group
-    folder, cases, brief = plain(family)
+    folder, cases = known(family)
     by_length = sorted(cases, key=lambda case: len(case.said[0].token_ids))
     longest = list({case.feature: case for case in by_length}.values())
     # Of each feature one request meets a cache and another reads its prompt beside others, by turns.
@@ -208,18 +204,18 @@ def visits(plain: Cases, group: Group, places: Sequence[Place]) -> Iterator[Visi
                 done = generate(engine, again)
                 yield from ((place, again, done) for place in kept if place != ("kept", "alone"))
             if ("kept", "alone") in kept:
-                few = [brief[cases.index(case)] for case in again]
+                few = [brief(family)[cases.index(case)] for case in again]
                 yield ("kept", "alone"), few, hits(engine, few)
                 assert is_decided(engine, steps) or drafter in LOOK_UPS
 
 
 @pytest.mark.parametrize(("group", "places"), CELLS)
 def test_every_supported_cell_says_what_plain_decoding_says(
-    plain: Cases, group: Group, places: Sequence[Place]
+    known: Known, brief: Callable[[str], list[Case]], group: Group, places: Sequence[Place]
 ) -> None:
     within = rounding(families.network(CONFIGS[group[0]]().to_dict()))
     seen = set()
-    for place, asked, found in visits(plain, group, places):
+    for place, asked, found in visits(known, brief, group, places):
         assert differences(asked, found, within=within) == []
         seen |= {
             (*place, case.feature)

@@ -59,7 +59,7 @@ def alone(folder: Path) -> Iterator[list[Completion]]:
 
 
 @pytest.mark.parametrize("slots", only({"record"}, ["record", "snapshot"]))
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", only({"none", "mtp", "auto"}, DRAFTS))
 def test_texts_are_those_without_a_cache(
     folder: Path, alone: list[Completion], draft: str, slots: str
 ) -> None:
@@ -95,27 +95,33 @@ def test_the_state_of_another_prefix_is_noticed(
     assert [own.token_ids for own in found] != [own.token_ids for own in alone]
 
 
-@pytest.mark.parametrize("draft", ["none", "mtp"])
-def test_a_prompt_is_found_again_at_any_length(folder: Path, draft: str) -> None:
+# Every place in a block and in a chunk, twice; then every place in a block far behind them.
+LENGTHS = (*range(1, 66), *range(66, 210, 9))
+FOUR = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def continued(folder: Path) -> list[tuple[list[int], int, Completion]]:
+    """Return a prompt of each length, a token after it, and what a plain engine says to both."""
     draw = random.Random(5)
-    once = {"max_tokens": 1, "temperature": 0.0}
-    with (
-        SpecEngine(folder, prefix_cache=True, **DRAFTS[draft], **SETTINGS) as engine,
-        SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as plain,
-    ):
-        # Every place in a block and in a chunk, twice; then every place in a block far behind them.
-        for length in (*range(1, 66), *range(66, 210, 9)):
-            stem = [draw.randrange(VOCAB) for _ in range(length)]
-            ends = [[*stem, draw.randrange(VOCAB)] for _ in range(2)]
-            engine.generate([stem], SamplingParams(**once))
-            for end in ends:
-                found = engine.generate([end], SamplingParams(**{**once, "max_tokens": 4}))[0]
-                assert found.stats.cached_tokens == length
-            last = ends[-1]
-            assert (
-                found.token_ids
-                == plain.generate([last], SamplingParams(max_tokens=4, temperature=0))[0].token_ids
-            )
+    with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as plain:
+        stems = [[draw.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+        ends = [draw.randrange(VOCAB) for _ in LENGTHS]
+        asked = [[*stem, end] for stem, end in zip(stems, ends, strict=True)]
+        return [*zip(stems, ends, [plain.generate([own], FOUR)[0] for own in asked], strict=True)]
+
+
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_a_prompt_is_found_again_at_any_length(
+    folder: Path, continued: list[tuple[list[int], int, Completion]], draft: str
+) -> None:
+    with SpecEngine(folder, prefix_cache=True, **DRAFTS[draft], **SETTINGS) as engine:
+        for stem, end, expected in continued:
+            engine.generate([stem], SamplingParams(max_tokens=1, temperature=0.0))
+            for last in ((end + 1) % VOCAB, end):
+                found = engine.generate([[*stem, last]], FOUR)[0]
+                assert found.stats.cached_tokens == len(stem)
+            assert found.token_ids == expected.token_ids
 
 
 @EXHAUSTIVE

@@ -8,12 +8,18 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LARGE = 1 << 17
 """Bytes from which a file is stored apart, as with Git LFS: its address leads to another host."""
+
+
+@lru_cache(maxsize=64)
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha1(content).digest()
 
 
 @dataclass
@@ -36,10 +42,8 @@ class Repo:
 
     @property
     def commit(self) -> str:
-        digest = hashlib.sha1()
-        for name, content in sorted(self.files.items()):
-            digest.update(name.encode() + content)
-        return digest.hexdigest()
+        parts = (name.encode() + _digest(content) for name, content in sorted(self.files.items()))
+        return hashlib.sha1(b"".join(parts)).hexdigest()
 
     @classmethod
     def of(cls, folder: Path, **more: bytes) -> "Repo":

@@ -12,7 +12,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import IO, Any, Self
+
+from tests.forked import ForkedProcess, fork_to_pipe
 
 START_S, STOP_S = 120, 60
 
@@ -58,19 +60,18 @@ class Live:
         env: Mapping[str, str] | None = None,
         entry: str = "specdec.cli",
         tls: ssl.SSLContext | None = None,
+        is_fresh: bool = False,
     ) -> None:
-        self.tls = tls
+        """`is_fresh` starts a new interpreter, not a fork of one that has the server's modules imported."""
+        self.tls, self.is_fresh = tls, is_fresh
         self.key = options[options.index("--api-key") + 1].split()[0] if "--api-key" in options else None
         self.command = [sys.executable, "-m", entry, "serve", model, *beside, "--port", "0", *options]
         self.env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
 
     def __enter__(self) -> Self:
-        self.process = subprocess.Popen(
-            self.command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        self.process, self.output = self._start()
         self.said: list[str] = []
-        assert self.process.stdout
-        for line in self.process.stdout:
+        for line in self.output:
             self.said.append(line)
             if found := re.search(r"https?://\S+?(?=/v1)", line):
                 self.url = found[0]
@@ -78,11 +79,20 @@ class Live:
                 self.reader = threading.Thread(target=self._listen, daemon=True)
                 self.reader.start()
                 return self
-        self.process.communicate(timeout=STOP_S)
+        self.process.wait(timeout=STOP_S)
         raise AssertionError("".join(self.said))
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _start(self) -> "tuple[subprocess.Popen[str] | ForkedProcess, IO[str]]":
+        if not self.is_fresh and self.command[:2] == [sys.executable, "-m"]:
+            return fork_to_pipe(self.command, self.env)
+        process = subprocess.Popen(
+            self.command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout
+        return process, process.stdout
 
     def stop(self) -> tuple[int, str]:
         """Tell it to stop; return its exit code and what it has said."""
@@ -93,8 +103,7 @@ class Live:
         return code, "".join(self.said)
 
     def _listen(self) -> None:
-        assert self.process.stdout
-        with self.process.stdout as lines:
+        with self.output as lines:
             self.said += lines
 
     def ask(

@@ -27,7 +27,7 @@ def order_of_answers(entry: str) -> list[str]:
             thread.start()
             return thread
 
-        floods = [begin(lambda: ask("alice", n=32, max_tokens=400)) for _ in range(2)]
+        floods = [begin(lambda: ask("alice", n=32, max_tokens=200)) for _ in range(2)]
         while not total(live.metrics(), "vllm:num_requests_waiting"):
             pass
         ask("bob", max_tokens=8)

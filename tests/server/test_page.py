@@ -17,7 +17,7 @@ VENDOR = WEB / "vendor"
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    yield from serving("--api-key", "given")
+    yield from serving("--draft", "none", "--api-key", "given")
 
 
 def test_the_page_and_its_files_need_no_key_and_load_nothing_from_elsewhere(live: Live) -> None:

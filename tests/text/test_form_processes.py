@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,10 +14,17 @@ from types import FrameType
 import pytest
 
 from specdec import EngineError, SamplingParams, SpecEngine, Structure
+from specdec.text.grammar import template
 from specdec.text.grammar.template import MOST_EACH, Link, Template
 from tests.selection import EXHAUSTIVE
 
 FORM = Structure(json_object=True)
+
+
+@pytest.fixture(autouse=True)
+def _new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start grammar processes as users get them, not as forks of a process of the tests."""
+    monkeypatch.setattr(template, "subprocess", subprocess)
 
 
 def children() -> set[str]:
