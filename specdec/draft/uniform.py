@@ -19,9 +19,10 @@ LEAST_S = 1e-9
 """What counts as no time."""
 FOUND = "found"
 
-HELD, TURNED = 4, 32
+HELD, TURNED = 16, 32
 """Steps for which a choice holds: to make one takes a part of a small model's step, and to begin or end
-drafting takes several, since a head must catch up, and a batch is loaded anew."""
+drafting takes several, since a head must catch up, and a batch is loaded anew. With 4 instead of 16 `tiny`
+took 6 % longer greedily and 4 % at temperature 1."""
 BEGIN = 1.1
 """How much better than none a draft must look to begin with; to go on, less will do."""
 TRIES = 3
