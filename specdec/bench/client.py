@@ -1,6 +1,7 @@
 """What benchmarks of OpenAI-style servers share: an address, the events of a stream, failures in words."""
 
 import errno
+import re
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
@@ -8,6 +9,8 @@ import aiohttp
 
 from specdec.errors import ConfigError
 
+LOCAL, PORT = "127.0.0.1", 8000
+"""Where `specdec serve` listens by default."""
 NO_ANSWER = "nothing answers there"
 """Reason where a connection is refused."""
 DONE = "[DONE]"
@@ -18,7 +21,8 @@ def is_url(name: str) -> bool:
     """Tell whether a name is the address of a server."""
     try:
         parts = urlsplit(name)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        has_host = bool(parts.hostname) and not (parts.hostname or "").isdecimal()
+        return parts.scheme in ("http", "https") and has_host and parts.port != 0
     except ValueError:  # of a port that is no number, or brackets that do not close
         return False
 
@@ -28,14 +32,26 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def check_url(url: str) -> str:
-    """Return the address under which all of a server lies; refuse what is no address."""
+def check_url(text: str) -> str:
+    """Return the address under which all of a server lies; refuse what is no address.
+
+    A URL is taken as it is. HOST[:PORT] and a PORT of this machine are those of `specdec serve`.
+    """
+    url = text if "://" in text else _completed(text)
     if not is_url(url):
         raise ConfigError(
-            f"url: {url!r} is not the address of a server; give one such as http://localhost:8000",
+            f"url: {text!r} is not the address of a server; give one such as http://localhost:{PORT}",
             field="url",
         )
     return base_url(url)
+
+
+def _completed(text: str) -> str:
+    """Add what an address without a scheme lacks of a URL."""
+    port = text.removeprefix(":")
+    host, slash, path = (f"{LOCAL}:{port}" if port.isdecimal() else text).partition("/")
+    has_port = re.search(r":\w+$", host)
+    return f"http://{host if has_port else f'{host}:{PORT}'}{slash}{path}"
 
 
 async def ask_model(session: aiohttp.ClientSession, base: str) -> str:

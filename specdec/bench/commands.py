@@ -29,7 +29,7 @@ LEAST_BANDWIDTH = 1e6
 def add_throughput(parser: argparse.ArgumentParser) -> None:
     """Add the options of `specdec bench throughput`."""
     parser.set_defaults(command=_throughput)
-    parser.add_argument("model", metavar="MODEL", nargs="?", type=Path, help=GIVEN)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=GIVEN)
     add_options(parser, ThroughputOptions, without={"model", "seed"})
     add_out(parser)
     add_settings(parser, EngineConfig, title="engine")

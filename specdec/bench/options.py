@@ -40,7 +40,7 @@ def seconds(default: float, title: str) -> Any:
 class ThroughputOptions(Settings):
     """What `specdec bench throughput` measures."""
 
-    model: Path | None = None
+    model: str | None = None
     seed: int | None = None
     """The engine's own, of prompts and random weights too."""
     shape: str = text("tiny", "without MODEL: random weights of a named size")
@@ -170,7 +170,7 @@ class ReachOptions(Settings):
 class TopOptions(Settings):
     """What `specdec top` watches."""
 
-    url: str = text("http://127.0.0.1:8000", "a specdec server")
+    url: str = text("http://127.0.0.1:8000", "a specdec server, as a URL, HOST[:PORT] or PORT")
     model: str | None = text(None, "of several models the one to show; default: one that is warm")
     interval: float = seconds(1.0, "between two polls")
     once: bool = switch("print one picture, of two polls, and end")

@@ -35,12 +35,17 @@ _CACHE = "`hf cache ls` lists the models that were downloaded, specdec info MODE
 _SERVED = "specdec top watches a running server, whose /v1/models lists what it serves"
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("run", "load"), _RUN),
+        **dict.fromkeys(("run", "load", "start"), _RUN),
         **dict.fromkeys(("pull", "get", "download"), _DOWNLOAD),
         **dict.fromkeys(("list", "ls", "models"), _CACHE),
         "ps": _SERVED,
         **dict.fromkeys(("show", "describe"), "specdec info MODEL describes a model"),
         **dict.fromkeys(("rm", "remove"), "`hf cache rm model/OWNER/NAME` deletes a model"),
+        "stop": "Ctrl-C ends specdec serve",
+        "create": "settings of a model are kept in a file, as in specdec serve --config FILE",
+        "quantize": "weights are quantised when they are loaded, as in specdec serve MODEL --quantize int4",
+        "help": "specdec --help lists the commands, specdec COMMAND --help the options of one",
+        "version": "specdec --version prints it",
         "complete": "specdec generate MODEL --prompt TEXT completes a prompt",
     }
 )

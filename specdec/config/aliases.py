@@ -1,4 +1,4 @@
-"""Options of vLLM, SGLang and llama.cpp: those that mean the same here, and what to give for others."""
+"""Options of vLLM, SGLang, llama.cpp and Ollama: those that mean the same, and what to give for others."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +130,11 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "random_seed": _value("SGLang", "seed"),
         "max_new_tokens": _value("SGLang", "max_tokens"),
         "n_predict": _value("llama.cpp", "max_tokens", note="also `-n` and `--predict`"),
+        "num_predict": _value("Ollama", "max_tokens"),
+        "num_ctx": _value("Ollama", "max_model_len"),
         "temp": _value("llama.cpp", "temperature"),
+        "parallel": _value("llama.cpp", "max_running", note="also `-np`"),
+        "model_draft": _value("llama.cpp", "draft_model", note="also `-md`"),
         "watchdog_timeout": _value("SGLang", "step_timeout"),
         "disaggregation_mode": _value("SGLang", "role"),
         "disaggregation_bootstrap_port": _value("SGLang", "reach_port"),
@@ -169,12 +173,23 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "download_dir": "set HF_HUB_CACHE to the folder, or HF_HOME to the one above it",
                 "trust_remote_code": "code of a checkpoint is never run; leave it out",
                 "enable_chunked_prefill": f"{_ALWAYS}, or give --chunk-tokens",
+                "batch_size": "give --chunk-tokens for the tokens of a step, --max-running for its sequences",
+                "tokenizer": "the model's own is read; leave it out",
+            }
+        ),
+        "SamplingParams": MappingProxyType(
+            {
+                "file": "give specdec generate --prompt-file, or pipe the message into specdec chat",
+                "system_prompt": "give specdec chat --system; specdec generate has a prompt only",
+                "conversation": "specdec chat MODEL talks to a model in the terminal; leave it out",
             }
         ),
         "ServerConfig": MappingProxyType(
             {
                 "enable_auto_tool_choice": _ALWAYS,
                 "enable_metrics": _ALWAYS,
+                "jinja": _ALWAYS,
+                "alias": "give --served-model-name",
                 "chat_template": "the folder's own is read; put it there as chat_template.jinja",
                 "disable_log_requests": "prompts are logged only with --log-prompts; leave it out",
                 "uvicorn_log_level": "give -v for a longer log, and leave it out for warnings alone",
@@ -202,11 +217,20 @@ SHORT: Mapping[str, Sequence[str]] = MappingProxyType(
         "model": ("-m",),
         "hf_repo": ("-hf",),
         "ctx_size": ("-c",),
-        "threads": ("-t",),
+        "threads": ("-t", "--num-thread"),
         "flash_attn": ("-fa",),
-        "n_gpu_layers": ("-ngl", "--gpu-layers"),
+        "n_gpu_layers": ("-ngl", "--gpu-layers", "--num-gpu"),
         "tensor_parallel_size": ("-tp",),
         "n_predict": ("-n", "--predict"),
+        "seed": ("-s",),
+        "parallel": ("-np",),
+        "model_draft": ("-md",),
+        "batch_size": ("-b",),
+        "file": ("-f",),
+        "system_prompt": ("-sys",),
+        "conversation": ("-cnv", "-i", "--interactive"),
+        "alias": ("-a",),
+        "uvicorn_log_level": ("--log-level",),
     }
 )
 """Further names of these options."""

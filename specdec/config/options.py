@@ -37,9 +37,14 @@ SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": Fals
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, settings: type[Settings], *, title: str, without: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    settings: type[Settings],
+    *,
+    title: str,
+    without: Collection[str] = (),
+    says: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Add an option for each field, and for other engines' names of them.
+    """Add an option for each field, and for other engines' names of them; `says` replaces a field's help.
 
     Those not given leave no trace, so that the class keeps its defaults.
     """
@@ -47,7 +52,7 @@ def add_settings(
     taken = {name: field for name, field in settings.model_fields.items() if name not in without}
     for name, field in taken.items():
         if not any(issubclass(kind, dict | Settings) for kind in kinds_of(field.annotation)):
-            _add_field(group, name, field)
+            _add_field(group, name, field, says.get(name))
     for name, alias in ALIASES.items():
         if taken.keys() >= {*alias.fields}:
             _add_alias(group, name, alias, taken)
@@ -149,9 +154,9 @@ def _add_alias(
     )
 
 
-def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo, own: str | None) -> None:
     option, kinds = option_of(name), kinds_of(field.annotation)
-    says = Help(_help(field), _brief(field) if name in COMMON else "")
+    says = Help(own or _help(field), (own or _brief(field)) if name in COMMON else "")
     absent = argparse.SUPPRESS
     if bool in kinds:
         switch = argparse.BooleanOptionalAction
@@ -159,6 +164,7 @@ def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> N
         return
     is_list = list in kinds and float not in kinds
     group.add_argument(
+        *SHORT.get(name, ()),
         option,
         dest=name,
         metavar=name.rsplit("_", 1)[-1].upper(),

@@ -61,6 +61,7 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(**settings, allow_abbrev=False)
         self._fill, self._instead = fill, instead
+        self._words: Sequence[str] = ()
         self.text_option: str | None = None
         """The option whose text may also stand behind MODEL, without the option."""
         says = "log what the engine chooses and does"
@@ -77,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             if any(isinstance(action.help, Help) for action in self._actions):
                 says = "show every option"
                 self.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=says)
-        words = sys.argv[1:] if args is None else list(args)
+        words = self._words = sys.argv[1:] if args is None else list(args)
         # Before argparse, to which what is missing counts first: a typo may be why.
         given: dict[str, str] = {}
         for option in self._own_options(words):
@@ -142,8 +143,16 @@ class Parser(argparse.ArgumentParser):
         """Refuse a word too many; one behind a switch was meant to be its value."""
         if switch := self._switch_before(word, words):
             self.error(_needless(switch.option_strings, repr(word)))
-        hint = "; put a text of several words in quotes" if self.text_option and not _is_option(word) else ""
-        self.error(f"{self.prog} does not take {word!r}{hint}")
+        if self.text_option is None or _is_option(word):
+            self.error(f"{self.prog} does not take {word!r}")
+        text = self._option_string_actions[self.text_option]
+        given = [own for own in self._own_options(words) if self._option_string_actions[own] is text]
+        if given:
+            self.error(
+                f"{given[0]} and {word!r} both give the {text.dest}; give it once, in quotes if it has "
+                "several words"
+            )
+        self.error(f"{self.prog} does not take {word!r}; put a text of several words in quotes")
 
     def _switch_before(self, word: str, words: Sequence[str]) -> argparse.Action | None:
         before = words[words.index(word) - 1] if word in words[1:] else ""
@@ -201,13 +210,14 @@ class Parser(argparse.ArgumentParser):
         if found := re.search(r"^argument (.*): ignored explicit argument (.*)$", message):
             message = _needless(found[1].split("/"), found[2])
         if found := re.search(r"^argument (.*): expected (?:one|at least one) argument$", message):
-            message = self._missing(found[1].split("/")[-1])
+            message = self._missing(found[1].split("/"))
         message = message.removeprefix("argument ")
         more = " See" if message.endswith("?") else "; see"
         self.exit(USER_ERROR, f"specdec: {message}{more} {self.prog} --help\n")
 
-    def _missing(self, option: str) -> str:
+    def _missing(self, names: Sequence[str]) -> str:
         """Say what is missing behind an option; a word that begins with - is taken for one itself."""
+        option = next((own for own in names if own in self._words), names[-1])
         action = self._option_string_actions.get(option)
         value = (action and action.metavar) or "VALUE"
         return f"{option} needs a value: {option} {value}, or {option}={value} where it begins with -"
@@ -262,5 +272,6 @@ def as_typed(message: str) -> str:
 
 def near(word: str, known: Iterable[str]) -> str:
     """Suggest what may have been meant, if anything is like it."""
-    close = difflib.get_close_matches(word.replace("_", "-"), list(known), n=2)
+    names = {name.lstrip("-"): name for name in known}  # dashes would make any two options alike
+    close = [names[own] for own in difflib.get_close_matches(word.replace("_", "-").lstrip("-"), names, n=2)]
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -13,7 +13,7 @@ from specdec.config.parser import near
 from specdec.errors import CheckpointError
 from specdec.models.files import GGUF, INDEX, SINGLE
 from specdec.models.gguf.names import MAGIC, SUFFIX, models
-from specdec.models.hub.names import HubName
+from specdec.models.hub.names import HUB, OLLAMA, HubName
 
 SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
 """Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
@@ -21,8 +21,8 @@ SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1
 GIVEN = "folder, GGUF file, OWNER/NAME[:TAG] on the hub, tiny"
 """The help of an argument that names a model."""
 
-_ADDRESS = re.compile(r"(?:https?|hf):/")
-_OLLAMA_TAG = re.compile(r"(?:[\w.-]+/)*[\w.-]+:[\w.-]+", re.ASCII)
+_ADDRESS = re.compile(rf"\w+:/|{HUB}")
+_OLLAMA = re.compile(rf"{OLLAMA}.*|(?:[\w.-]+/)*[\w.-]+:[\w.-]+", re.ASCII)
 
 SHOWN = 240
 """Characters of a name in an error."""
@@ -33,13 +33,13 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
 
     With `scratch` what is not in the hub's cache is only described: a folder there gets its files' headers.
     """
-    if not isinstance(model, str | Path):
+    if not isinstance(model, str | Path) or not str(model):
         raise CheckpointError(f"model: {model!r} is no path; give a folder", field="model")
     folder = SHIPPED.get(str(model), Path(model))
     if not os.path.isdir(folder) and not _is_gguf(folder):  # Path's own raise OSError for some names
         name = HubName.read(str(model))
         if name is None:
-            raise CheckpointError(f"{short(folder)} {_unknown(str(model))}", field="model")
+            raise CheckpointError(f"{short(model)} {_unknown(str(model))}", field="model")
         folder = _download(name, scratch)
     file = _only_gguf(folder) if os.path.isdir(folder) else folder
     return _described(file, scratch) if file else folder
@@ -77,15 +77,21 @@ def _unknown(model: str) -> str:
     hub_name = "OWNER/NAME of a checkpoint or of GGUF files on the Hugging Face hub"
     if model.endswith(".gguf"):
         return "is no file; give the path of a GGUF file, or of the first part of one that is split"
+    if _OLLAMA.fullmatch(model):
+        return (
+            "looks like a model of Ollama's library; give the path that `ollama show --modelfile` says it is "
+            f"FROM, or {hub_name}"
+        )
     if _ADDRESS.match(model):
         return f"is not the URL of a Hugging Face model; give the path of a folder, or {hub_name}"
-    if _OLLAMA_TAG.fullmatch(model):
-        return (
-            "looks like an Ollama tag; give the path that `ollama show --modelfile` says it is FROM, or "
-            f"{hub_name}"
-        )
     if hint := near(model.lower(), SHIPPED):
         return f"is not a folder{hint}"
+    if re.fullmatch(r"[\w.-]+", model):
+        return (
+            f"is neither a folder nor a model that ships with specdec ({', '.join(SHIPPED)}); a model on the "
+            "Hugging Face hub is named OWNER/NAME, as in Qwen/Qwen3.5-0.8B, and one of Ollama by its path, "
+            "which `ollama show --modelfile` says it is FROM"
+        )
     return (
         "is not a folder; give the path of a Hugging Face checkpoint or of a .gguf file, OWNER/NAME of "
         f"either on the hub, or {' or '.join(SHIPPED)}, which ships with specdec"

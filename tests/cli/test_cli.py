@@ -116,7 +116,7 @@ def test_generate_repeats_itself_with_a_seed(hybrid: Path, capsys: Capture) -> N
             ["generate", "{hybrid}", "--prompt-file", "a" * 5000],
             "--prompt-file: " + "a" * 120 + "…" + "a" * 60 + " cannot be read: File name too long",
         ),
-        (["generate", "a" * 5000, "--prompt", "x"], "is not a folder; give the path"),
+        (["generate", "a" * 5000, "--prompt", "x"], "is neither a folder nor a model that ships"),
         (["generate", "{hybrid}", "--prompt-file", "/"], "--prompt-file: / cannot be read: Is a directory"),
         (
             ["generate", "{hybrid}", "--prompt-file", "{hybrid}/model.safetensors"],
@@ -320,7 +320,20 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["generate", "tiny", "--colour", "red"], "--colour cannot be 'red'; give auto, always or never"),
         (["info", "tiny", "-ngl", "9"], "-ngl is not an option here: a model runs on one device"),
         (["chat", "tiny", "Hi", "there"], "specdec chat does not take 'there'; put a text of several words"),
-        (["generate", "tiny", "-p", "x", "y"], "specdec generate does not take 'y'; put a text of several"),
+        (["generate", "tiny", "-p", "x", "y"], "-p and 'y' both give the prompt; give it once, in quotes if"),
+        (["generate", "tiny", "x", "--prompt", "y"], "--prompt and 'x' both give the prompt; give it once"),
+        (["chat", "tiny", "x", "--message=y"], "--message and 'x' both give the message; give it once"),
+        (["generate", "tiny", "x", "-n"], "-n needs a value: -n PREDICT"),
+        (
+            ["generate", "tiny", "-f", "x.txt"],
+            "-f is not an option here: give specdec generate --prompt-file",
+        ),
+        (["chat", "tiny", "-sys", "x"], "-sys is not an option here: give specdec chat --system"),
+        (["generate", "tiny", "-cnv"], "-cnv is not an option here: specdec chat MODEL talks"),
+        (["serve", "tiny", "-b", "512"], "-b is not an option here: give --chunk-tokens"),
+        (["serve", "tiny", "--num-gpu", "1"], "--num-gpu is not an option here: a model runs on one device"),
+        (["stop", "tiny"], "stop is no command of specdec: Ctrl-C ends"),
+        (["help"], "help is no command of specdec: specdec --help lists"),
         (["serve", "tiny", "-n", "16"], "specdec serve does not take '-n'; see"),
         (["chat", "tiny", "-c", "512"], "-c is not an option here: give --max-model-len"),
         (["chat", "-m", "tiny"], "-m is not an option here: name the model without an option"),
@@ -328,7 +341,7 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["serve", "tiny", "-tp", "2"], "-tp is not an option here: a server has one device"),
         (["generate", "tiny", "-mg", "0"], "specdec generate does not take '-mg'"),
         (["generate", "tiny", "-ctk", "q8_0"], "specdec generate does not take '-ctk'"),
-        (["generate", "tiny", "-np", "4", "x"], "specdec generate does not take '-np'"),
+        (["generate", "tiny", "-nkvo", "x"], "specdec generate does not take '-nkvo'"),
         (["generate", "tiny", "-n", "3", "--max-tokens", "4"], "-n and --max-tokens both set max_tokens"),
         (
             ["serve", "tiny", "--gpu-memory-utilization", "0.9"],
@@ -350,8 +363,18 @@ def test_a_word_of_another_program_is_answered_with_what_to_give(
     ("model", "says"),
     [
         *((name, f"{name} is not a folder; did you mean tiny?") for name in ("tyny", "Tiny", "TINY")),
-        ("qwen3:0.6b", "qwen3:0.6b looks like an Ollama tag; give the path that `ollama show --modelfile`"),
-        ("https://example.org/owner/name", "is not the URL of a Hugging Face model; give the path"),
+        *(
+            (name, f"specdec: {name} looks like a model of Ollama's library; give the path that `ollama show")
+            for name in ("qwen3:0.6b", "ollama.com/library/x", "https://ollama.com/library/x:1b")
+        ),
+        *(
+            (name, f"specdec: {name} is not the URL of a Hugging Face model; give the path of a folder")
+            for name in ("https://example.org/owner/name", "s3://owner/name", "hf.co/name")
+        ),
+        ("qwen3", "specdec: qwen3 is neither a folder nor a model that ships with specdec (tiny); a model "),
+        ("qwen3", "the Hugging Face hub is named OWNER/NAME, as in "),
+        ("./qwen3", "specdec: ./qwen3 is not a folder; give the path"),
+        ("", "model: '' is no path; give a folder"),
         ("model.gguf", "model.gguf is no file"),
     ],
 )
@@ -371,6 +394,7 @@ def test_a_name_of_another_program_is_answered_with_what_to_give(
         ["-n4", PROMPT, "--temp=0"],
         [PROMPT, "--n-predict", "4", "--temperature", "0"],
         ["-p", PROMPT, "--max-new-tokens", "4", "--temp", "0"],
+        ["-s", "7", PROMPT, "--num-predict", "4", "--temp", "0"],
     ],
 )
 def test_generate_takes_llama_cpps_options_and_a_prompt_behind_the_model(
@@ -411,11 +435,12 @@ def test_a_value_behind_a_switch_is_no_prompt(argv: list[str], switch: str, caps
     assert f"{switch}" in (said := capsys.readouterr().err) and "takes no value" in said
 
 
-def test_what_is_near_nothing_is_named_alone(capsys: Capture) -> None:
+@pytest.mark.parametrize("option", ["--xyzzy", "--mlock", "--reload"])
+def test_what_is_near_nothing_is_named_alone(option: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "tiny", "--xyzzy"])
+        main(["serve", "tiny", option])
     assert capsys.readouterr().err == (
-        "specdec: --xyzzy is not an option of specdec serve; see specdec serve --help\n"
+        f"specdec: {option} is not an option of specdec serve; see specdec serve --help\n"
     )
 
 

@@ -20,11 +20,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdec import __version__
+from specdec.bench.client import PORT, check_url
+from specdec.bench.options import TopOptions
 from specdec.cli import main
 from specdec.cli.top.picture import WIDEST, Piece, picture, shown
 from specdec.cli.top.reading import Growth, Reading, shares
 from specdec.cli.top.screen import ENTER, LEAVE, Screen
 from specdec.cli.top.view import Source, View
+from specdec.server.settings import ServerConfig
 from tests.cli.test_terminal import CODES, Terminal
 from tests.selection import only
 from tests.server.live import Live, serving, total
@@ -237,13 +240,33 @@ def test_once_prints_one_picture(
         ("http://127.0.0.1:9", "no server at http://127.0.0.1:9; start one with `specdec serve MODEL`"),
         ("LIVE", "give --api-key, or --api-key-env"),
         ("LIVE/nowhere", "it wants a key"),
-        ("ftp://nonsense", "is not the address of a server"),
+        ("ftp://nonsense", "url: 'ftp://nonsense' is not the address of a server"),
+        ("9", "no server at http://127.0.0.1:9; start"),
+        ("127.0.0.1:9/v1", "no server at http://127.0.0.1:9; start"),
+        *(
+            (url, f"url: {url!r} is not the address of a server")
+            for url in ("99999", "::1", "http://9", "x:y")
+        ),
     ],
 )
 def test_a_wrong_address_is_one_line(live: Live, url: str, says: str, capsys: Capture) -> None:
     assert main(["top", url.replace("LIVE", live.url), "--once"]) == 2
     captured = capsys.readouterr()
     assert says in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "url"),
+    [
+        *((typed, "http://127.0.0.1:9") for typed in ("9", ":9", "127.0.0.1:9", "http://127.0.0.1:9/v1/")),
+        *((typed, f"http://{typed}:8000") for typed in ("127.0.0.1", "localhost", "[::1]")),
+        *((typed, typed) for typed in ("http://localhost", "https://localhost")),
+    ],
+)
+def test_an_address_is_a_url_a_host_or_a_port(typed: str, url: str) -> None:
+    assert check_url(typed) == url
+    assert ServerConfig.model_fields["port"].default == PORT
+    assert TopOptions.model_fields["url"].default == check_url(str(PORT))
 
 
 def test_a_variable_that_is_not_set_is_named(capsys: Capture) -> None:

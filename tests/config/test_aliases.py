@@ -41,7 +41,11 @@ SAMPLES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "random_seed": (["5"], {"seed": 5}),
     "max_new_tokens": (["9"], {"max_tokens": 9}),
     "n_predict": (["9"], {"max_tokens": 9}),
+    "num_predict": (["9"], {"max_tokens": 9}),
+    "num_ctx": (["99"], {"max_model_len": 99}),
     "temp": (["0.5"], {"temperature": 0.5}),
+    "parallel": (["7"], {"max_running": 7}),
+    "model_draft": (["HEAD"], {"draft_model": "HEAD"}),
     "watchdog_timeout": (["60"], {"step_timeout": 60}),
     "disaggregation_mode": (["decode"], {"role": "decode"}),
     "disaggregation_bootstrap_port": (["5601"], {"reach_port": 5601}),
@@ -148,17 +152,16 @@ def test_a_speculative_config_that_means_nothing_here_is_refused(
 
 
 def test_options_that_are_none_are_answered_with_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {own.__name__: own for own in (EngineConfig, SamplingParams, ServerConfig, RouteConfig)}
     for settings, names in INSTEAD.items():
         for name, advice in names.items():
-            if settings == RouteConfig.__name__:
-                assert advice in refused(capsys, f"--{name.replace('_', '-')}", "1", settings=(RouteConfig,))
-                continue
             for option in (f"--{name.replace('_', '-')}", *SHORT.get(name, ())):
-                assert f"{option} is not an option here: {advice}" in refused(capsys, option, "1")
+                said = refused(capsys, option, "1", settings=(known[settings],))
+                assert f"{option} is not an option here: {advice}" in said
     text = " ".join(advice for names in INSTEAD.values() for advice in names.values())
     options = {word.strip(",.;")[2:].replace("-", "_") for word in text.split() if word.startswith("--")}
-    known = (EngineConfig, ServerConfig, RouteConfig)
-    assert options <= {name for settings in known for name in settings.model_fields}
+    of_commands = {"prompt_file", "system"}
+    assert options <= {name for own in known.values() for name in own.model_fields} | of_commands
 
 
 def test_short_help_leaves_them_out_and_long_help_names_them() -> None:

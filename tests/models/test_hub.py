@@ -173,7 +173,10 @@ def test_a_folder_of_that_name_comes_first(hub: Hub, tmp_path: Path) -> None:
             for host in ("hf.co/", "http://www.huggingface.co/", "https://hf.co/", "hf://", "hf:/")
         ),
         ("hf.co/a/b/", ("a/b", "main")),
-        *((text, None) for text in ("hf.co/a/b/c", "https://hf.co.evil/a/b", "https://hf.co/a/../b")),
+        *(
+            (text, None)
+            for text in ("hf.co/a", "hf.co/a/b/c", "https://hf.co.evil/a/b", "hf.co/a/../b", "ollama.com/a")
+        ),
         *((text, None) for text in ("tiny", "/a/b", "./a", "../a", "a/b/c", "a/", "a/b@", "a/b@../../c")),
         *(
             (text, None)

@@ -40,7 +40,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_acceptance)
     parser.description, parser.formatter_class = ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("model", metavar="MODEL", type=Path, nargs="?", help=GIVEN)
+    add("model", metavar="MODEL", nargs="?", help=GIVEN)
     add("--compare", metavar="FILE", type=Path, nargs=2, help="compare two results")
     _add_sweep(parser.add_argument_group("swept settings, with commas"))
     asked = parser.add_argument_group("prompts").add_argument

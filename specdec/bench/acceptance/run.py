@@ -52,7 +52,7 @@ SHOWN = 400
 class Options:
     """What to measure, on what."""
 
-    model: Path
+    model: str
     sweep: Sweep
     prompts: Sequence[Prompt]
     length: Length

@@ -47,7 +47,7 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
     add("--seed", metavar="SEED", type=at_least(0), default=0, help="of what is generated (default: 0)")
     add("--out", metavar="FOLDER", type=Path, help="keep measurements, results and pictures there")
     add_json(parser)
-    add("--engine", metavar="MODEL", type=Path, help=GIVEN)
+    add("--engine", metavar="MODEL", help=GIVEN)
     # Those of one mode leave no trace where they are not given, so that the other can refuse them.
     own = partial(parser.add_argument_group("simulation").add_argument, default=argparse.SUPPRESS)
     own("--file", metavar="FILE", type=Path, help="a trace of your own, JSON lines as Marconi's are")

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -31,7 +30,7 @@ hit: tokens that were not read, of all prompts'; differing: answers that are not
 class Options:
     """What to ask of the engines."""
 
-    model: Path
+    model: str
     names: Sequence[str]
     requests: int
     together: int

@@ -3,12 +3,13 @@
 import argparse
 import sys
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from specdec.cli.commands import COLOURS, SYNTHETIC, read_text
 from specdec.config.engine import EngineConfig
 from specdec.config.file import add_model_and_file, fill_in
-from specdec.config.options import Run, add_settings, at_least, settings_from
+from specdec.config.options import Run, add_settings, settings_from
 from specdec.config.parser import Parser
 from specdec.config.sampling import SamplingParams
 from specdec.errors import RequestError
@@ -27,6 +28,13 @@ NOT_IN_CHATS = frozenset(
     }
 )
 """Parameters of a request that a chat sets itself, cannot show, or cannot read from a line."""
+DEFAULTS = MappingProxyType(
+    {
+        "max_tokens": "maximum tokens of an answer, also -n (default: the checkpoint's, else 4096; 256 "
+        "without a chat template)"
+    }
+)
+"""The help of a parameter whose default is a chat's own."""
 
 
 class _Thinking(argparse.BooleanOptionalAction):
@@ -62,16 +70,7 @@ def add_chat(parser: Parser) -> None:
         default="auto",
         help="colour figures and notices; auto: on a terminal, unless NO_COLOR is set (default: auto)",
     )
-    parser.add_argument(
-        "-n",
-        "--max-tokens",
-        metavar="TOKENS",
-        type=at_least(1),
-        default=argparse.SUPPRESS,
-        help="maximum tokens of an answer (default: the checkpoint's, else 4096; 256 without a chat "
-        "template)",
-    )
-    add_settings(parser, SamplingParams, title="sampling", without={*NOT_IN_CHATS, "max_tokens"})
+    add_settings(parser, SamplingParams, title="sampling", without=NOT_IN_CHATS, says=DEFAULTS)
     add_settings(parser, EngineConfig, title="engine", without=SamplingParams.model_fields)
 
 

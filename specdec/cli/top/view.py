@@ -28,7 +28,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def run(options: TopOptions, key: str | None) -> None:
     """Show a server until told to end; once, where that is asked for or no terminal is there."""
-    url = check_url(options.url if "://" in options.url else f"http://{options.url}")
+    url = check_url(options.url)
     # A dumb terminal cannot be redrawn.
     is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     show = _once if options.once or not is_drawn else _live

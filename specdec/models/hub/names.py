@@ -12,14 +12,16 @@ MAIN = "main"
 _PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 _REVISION = r"\w[\w.+-]*(?:/\w[\w.+-]*)*"
 _TAG = r"[\w.+-]+"
-_HUB = r"(?:(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/?)"
+HUB = r"(?:(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/?)/"
 """The hub's address, or huggingface_hub's `hf://`; a Path has joined the two slashes."""
+OLLAMA = r"(?:https?:/{1,2})?(?:www\.|registry\.)?ollama\.(?:com|ai)/"
+"""The address of Ollama's library and of its registry."""
 _FORMS = [
     re.compile(form, re.ASCII)
     for form in (
-        rf"({_PART}/{_PART})(?:@({_REVISION}))?(?::({_TAG}))?",
-        rf"{_HUB}/({_PART}/{_PART})(?:/tree/({_REVISION}))?(?::({_TAG})|/)?",
-        rf"{_HUB}/({_PART}/{_PART})/(?:resolve|blob)/(refs/pr/\d+|[^/?#]+)/([^?#]+\.gguf)(?:\?[^#]*)?",
+        rf"(?!{HUB}|{OLLAMA})({_PART}/{_PART})(?:@({_REVISION}))?(?::({_TAG}))?",
+        rf"{HUB}({_PART}/{_PART})(?:/tree/({_REVISION}))?(?::({_TAG})|/)?",
+        rf"{HUB}({_PART}/{_PART})/(?:resolve|blob)/(refs/pr/\d+|[^/?#]+)/([^?#]+\.gguf)(?:\?[^#]*)?",
     )
 ]
 """A name, a model's page, and the page or the address of a GGUF file."""
