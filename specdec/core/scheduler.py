@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Protocol
 
 from specdec.config.tenant import Tenant
@@ -202,7 +201,7 @@ class Scheduler:
     def _rows(self) -> tuple[ScheduledRequest, ...]:
         """Choose the step's rows, within the work budget if several callers run."""
         self._steps += 1
-        self.work.begin(len(by_caller(self.running)))
+        self.work.begin({caller: self.waiting.weight(caller) for caller in by_caller(self.running)})
         chunks, counts = self._chunks(), dict[Request, int]()
         for request in self._in_turn():
             count = chunks.get(request, request.num_schedulable_tokens)
@@ -214,11 +213,13 @@ class Scheduler:
         return tuple(ScheduledRequest.of(own, counts[own]) for own in self.running if own in counts)
 
     def _in_turn(self) -> Iterable[Request]:
-        """Yield running requests, one of each caller in turn, those first that waited longest for a step."""
-        queues: dict[str, list[Request]] = {}
+        """Return running requests, callers in turn by weight, and of each those that waited longest first."""
+        turns, counts = dict[Request, float](), Counter[str]()
         for request in sorted(self.running, key=lambda own: own.last_step):
-            queues.setdefault(request.tenant.flow[0], []).append(request)
-        return (own for turn in zip_longest(*queues.values()) for own in turn if own)
+            caller = request.tenant.flow[0]
+            counts[caller] += 1
+            turns[request] = counts[caller] / self.waiting.weight(caller)
+        return sorted(turns, key=turns.__getitem__)
 
     def _prefills(self) -> list[Request]:
         """Return running requests with more than one uncomputed token, in the order of their callers."""

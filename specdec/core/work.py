@@ -6,7 +6,7 @@ the work that was seen to fit.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 STEP_S = 0.2
 """Seconds that a step beside another caller should take at most, by the clock that steps are compared by."""
@@ -17,7 +17,7 @@ MOST = 1e18
 
 
 class WorkBudget:
-    """Bounds the work of each step, and divides it among callers. One caller alone is never bounded."""
+    """Bounds the work of each step, and divides it among callers by weight. One alone is never bounded."""
 
     def __init__(self, work: Callable[[int], float]) -> None:
         """Count by `work(n)`, that of prefilling n tokens."""
@@ -26,11 +26,11 @@ class WorkBudget:
         self.total = 0.0
         """Work of this step so far."""
         self._held: defaultdict[str, float] = defaultdict(float)
-        self._callers = 1
+        self._weights: Mapping[str, float] = {}
 
-    def begin(self, callers: int) -> None:
-        """Reset the budget for a step with requests of `callers` callers."""
-        self.total, self._callers = 0.0, callers
+    def begin(self, weights: Mapping[str, float]) -> None:
+        """Reset the budget for a step with requests of these callers."""
+        self.total, self._weights = 0.0, weights
         self._held.clear()
 
     def take(self, caller: str, tokens: int, context: int) -> int:
@@ -58,9 +58,10 @@ class WorkBudget:
         return self._work(context + 1) - self._work(context)
 
     def _room(self, caller: str) -> float:
-        if self._callers == 1:
+        if len(self._weights) <= 1:
             return MOST
-        return max(self.limit - self.total, self.limit / self._callers - self._held[caller])
+        share = self.limit * self._weights[caller] / sum(self._weights.values())
+        return max(self.limit - self.total, share - self._held[caller])
 
     def _add(self, caller: str, work: float) -> None:
         self._held[caller] += work

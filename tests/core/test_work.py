@@ -17,6 +17,8 @@ from specdec.core.work import LEAST, STEP_S, WorkBudget
 from specdec.errors import SpecdecError
 from tests.core.test_fairness import ALICE, BOB, Crowd
 
+EVEN = {"alice": 1.0, "bob": 1.0}
+
 
 class Timed(Crowd):
     """A crowd whose steps take time in proportion to their work, or more from now on."""
@@ -79,6 +81,15 @@ def test_one_caller_alone_is_not_bounded() -> None:
     assert all(len(turn) == 200 for turn in crowd.turns[1:])
 
 
+def test_a_step_is_divided_by_weight() -> None:
+    crowd = Timed(slabs=800, max_running=300, chunk_tokens=1000)
+    for tenant in (Tenant("bob", weight=3), ALICE):
+        crowd.ask(tenant, 120, max_tokens=60)
+    crowd.advance(32)
+    bobs = [sum(number <= 120 for number in turn) for turn in crowd.turns[12:]]
+    assert bobs == [75] * 20 and max(crowd.works[12:]) <= crowd.fitting
+
+
 def work_of(prompt: int) -> float:
     """Return the work of a prompt: a token behind 1000 is twice that of one without context."""
     return 1000.0 * prompt + prompt * (prompt - 1) / 2
@@ -86,7 +97,7 @@ def work_of(prompt: int) -> float:
 
 def test_long_contexts_count() -> None:
     budget = WorkBudget(work_of)
-    budget.begin(2)
+    budget.begin(EVEN)
     budget.limit = 400.0 * 1000
     rows = [budget.take("alice", 1, 3000) for _ in range(400)]
     assert sum(rows) == 100
@@ -96,12 +107,12 @@ def test_long_contexts_count() -> None:
 
 def test_a_prompt_is_cut_to_what_fits() -> None:
     budget = WorkBudget(float)
-    budget.begin(2)
+    budget.begin(EVEN)
     budget.limit = 100.0
     assert budget.take("alice", 1000, 0) == 100
     assert budget.take("alice", 1000, 0) == 0
     assert budget.take("bob", 1000, 0) == 50
-    budget.begin(2)
+    budget.begin(EVEN)
     budget.limit = 0.5
     assert budget.take("alice", 1000, 0) == 1, "a caller's first row always goes on"
 
@@ -110,7 +121,7 @@ def test_the_limit_follows_what_steps_take() -> None:
     budget = WorkBudget(float)
 
     def step(work: int, seconds: float) -> float:
-        budget.begin(1)
+        budget.begin({})
         budget.take("", work, 0)
         budget.observe(seconds)
         return budget.limit

@@ -350,7 +350,7 @@ class HostDraftRunner(Runner):
 
     def _advance(self) -> bool:
         clock, speculation, requests = Clock(), self.host.speculation, self.batch.requests
-        self.host.scheduler.work.begin(1)  # these steps are not limited
+        self.host.scheduler.work.begin({})  # these steps are not limited
         rows: list[ScheduledRequest] = []
         trees: list[TokenTree] = []
         nodes = 1
