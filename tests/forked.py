@@ -36,8 +36,10 @@ class ForkedProcess:
         """Fork, with output and errors to a descriptor; that of a channel replaces the last argument."""
         assert list(command[:2]) == [sys.executable, "-m"]
         given = [Connection(os.dup(own)) for own in (output, channel) if own is not None]
+        forkserver.ensure_running()
+        authkey = getattr(forkserver._forkserver, "_forkserver_authkey", None)  # since Python 3.14
         self._process = _CONTEXT.Process(
-            target=_run, args=(command[2:], dict(env), *given), daemon=channel is not None
+            target=_run, args=(command[2:], dict(env), authkey, *given), daemon=channel is not None
         )
         with _LOCK:
             self._process.start()
@@ -45,6 +47,7 @@ class ForkedProcess:
             own.close()
         assert self._process.pid
         self.pid = self._process.pid
+        atexit.register(self.kill)  # multiprocessing waits for processes that a test has left running
 
     def poll(self) -> int | None:
         with _LOCK:
@@ -75,7 +78,11 @@ def fork_to_pipe(command: Sequence[str], env: Mapping[str, str]) -> tuple[Forked
 
 
 def _run(
-    command: Sequence[str], env: Mapping[str, str], output: Connection, channel: Connection | None = None
+    command: Sequence[str],
+    env: Mapping[str, str],
+    authkey: bytes | None,
+    output: Connection,
+    channel: Connection | None = None,
 ) -> None:
     """Run the module in this process as `python -m` does, its output unbuffered."""
     module, *arguments = command
@@ -92,6 +99,8 @@ def _run(
     # This process's engines fork their grammar processes too, from the same fork server.
     server: Any = forkserver._forkserver
     server.ensure_running = lambda: None
+    if authkey:
+        server._forkserver_authkey = authkey
     named: Any = template
     named.subprocess = FORKING
     try:

@@ -21,7 +21,7 @@ def is_url(name: str) -> bool:
     """Tell whether a name is the address of a server."""
     try:
         parts = urlsplit(name)
-        has_host = bool(parts.hostname) and not (parts.hostname or "").isdecimal()
+        has_host = bool(re.fullmatch(r"\S*[^\d\s]\S*", parts.hostname or ""))
         return parts.scheme in ("http", "https") and has_host and parts.port != 0
     except ValueError:  # of a port that is no number, or brackets that do not close
         return False

@@ -105,7 +105,8 @@ class DecodeLoop:
         if any(row.is_decode for row in rows):
             self.counts.spend(clock.seconds)
         if self.arena.first_passes == first_passes:
-            if self.prefixes and all(row.sample_at and not row.is_decode for row in rows):
+            is_awaited = self.device.type == "cpu" or all(row.sample_at for row in rows)
+            if self.prefixes and is_awaited and not any(row.is_decode for row in rows):
                 self.prefixes.observe(rows, sum(clock.seconds.values()))
             widths = [row.num_tokens for row in rows if row.is_decode]
             self.speculation.observe_step(widths, sum(row.num_tokens for row in rows))

@@ -15,6 +15,9 @@ from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Node
 from specdec.state_slots.prefix.tuner import Tuner
 
+FEWEST = 64
+"""Tokens of a step that measure the speed of prefill, at least."""
+
 
 class Prefixes:
     """Tells the cache what requests have read. The head has read as far as any state that is kept."""
@@ -47,7 +50,12 @@ class Prefixes:
             self.cache.cut(request.lease, 0)
 
     def observe(self, rows: Sequence[ScheduledRequest], seconds: float) -> None:
-        """Learn from a step that did nothing but read prompts how long that takes."""
+        """Learn from a step that did nothing but prefill how long that takes.
+
+        A step of few tokens takes as long as its weights take to load, which says nothing of a long one.
+        """
+        if sum(row.num_tokens for row in rows) < FEWEST:
+            return
         work = self.cache.score.work
         read = ((row.request.num_computed_tokens, row.num_tokens) for row in rows)
         self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)

@@ -120,6 +120,10 @@ class UniformPolicy:
         self._weight = self._dearness(best, key)
         return best
 
+    def reconsider(self) -> None:
+        """Choose anew for the next step: it has other requests."""
+        self._held = 0
+
     def _try(self, key: int) -> Shape | None:
         self._left, self._held = self._left - 1, 0
         self._tried[self._trying, key] = self._steps

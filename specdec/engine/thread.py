@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 QUIET_S = 0.02
-"""Without work before memory is proved to be whole, at least."""
+"""Without work before a step is recorded, or memory proved to be whole, at least."""
 QUIET_SLOT_S = 250e-6
 """As much for each slot that is held, fifty times what proving it takes: requests wait meanwhile."""
 
@@ -242,16 +242,17 @@ class Worker:
         device = self._core.loop.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels go to the thread's device, not to the tensors'
-        is_proved = True
+        is_proved = False
         try:
             while not self.fault:
                 idle = not self._core.has_work
-                if idle and self._inbox.empty() and self._attempt(self._core.prepare):
-                    continue
                 quiet_s = max(QUIET_S, QUIET_SLOT_S * self._core.loop.arena.held)
                 came = self._receive(wait=idle, limit_s=None if is_proved else quiet_s)
-                done = self._attempt(self._core.step if came else self._core.check_idle)
-                is_proved = done and not came
+                if came:
+                    self._attempt(self._core.step)
+                    is_proved = False
+                elif not self._attempt(self._core.prepare):
+                    is_proved = self._attempt(self._core.check_idle)
         except GivenUp:
             raise  # it came to be built in the very moment
         except BaseException as failure:

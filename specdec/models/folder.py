@@ -21,7 +21,7 @@ SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1
 GIVEN = "folder, GGUF file, OWNER/NAME[:TAG] on the hub, tiny"
 """The help of an argument that names a model."""
 
-_ADDRESS = re.compile(rf"\w+:/|{HUB}")
+_ADDRESS = re.compile(rf"\w{{2,}}:/|{HUB}")
 _OLLAMA = re.compile(rf"{OLLAMA}.*|(?:[\w.-]+/)*[\w.-]+:[\w.-]+", re.ASCII)
 
 SHOWN = 240

@@ -79,3 +79,18 @@ def test_without_adapting_it_is_always_the_bounds() -> None:
     assert UniformPolicy(TREE, adaptive=False).shapes == (TREE,)
     nobody = UniformPolicy(None, adaptive=True)
     assert nobody.choose([TrackRecord()]) is None and nobody.shapes == (None,)
+
+
+def test_a_choice_holds_for_some_steps_of_one_batch_alone() -> None:
+    policy = UniformPolicy(TREE, adaptive=True)
+    run(policy, 1, 500, 0.9, bound_by_weights)
+    hopeless = TrackRecord()
+    for _ in range(100):
+        for shape in policy.shapes:
+            if shape:
+                hopeless.observe(shape, shape.num_steps, 0)
+    held = policy._chosen
+    policy._held, policy._since = 5, 0.0
+    assert held is not None and policy.choose([hopeless]) == held
+    policy.reconsider()
+    assert policy.choose([hopeless]) is None

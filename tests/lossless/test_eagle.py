@@ -136,7 +136,7 @@ def test_commonest_tokens_that_a_head_cannot_say_are_refused(known: Known) -> No
 @pytest.mark.parametrize(
     ("fields", "error", "field", "words"),
     [
-        ({"draft": "eagle", "draft_model": "nowhere"}, CheckpointError, "draft_model", "is not a folder"),
+        ({"draft": "eagle", "draft_model": "nowhere"}, CheckpointError, "draft_model", "is neither a folder"),
         ({"draft": "suffix", "draft_vocab": 9}, ConfigError, "draft_vocab", "suffix drafts"),
         ({"draft": "ngram", "draft_window": 9}, ConfigError, "draft_window", "draft='mtp' or 'eagle'"),
         ({"draft": "none", "draft_window": 9}, ConfigError, "draft_window", 'draft="none"'),

@@ -295,12 +295,12 @@ def test_progress_is_shown_on_a_terminal_or_when_asked(
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a/" * 3000, "a\x00b", "a\nb", "~" * 300])
 def test_names_that_no_file_system_takes_are_refused_as_any_other(name: str, single: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is not a folder; give the path") as refused:
+    with pytest.raises(CheckpointError, match=r"is (not|neither) a folder") as refused:
         Checkpoint(name)
     assert refused.value.field == "model"
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
     assert find_head(name, "eagle", None) is None
-    with pytest.raises(CheckpointError, match=r"^draft_model: .* is not a folder"):
+    with pytest.raises(CheckpointError, match=r"^draft_model: .* is (not|neither) a folder"):
         read_head(Path(name), families.read_network(Checkpoint(single)))
 
 

@@ -275,7 +275,7 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
     described = describe_model(path, EngineConfig(memory_bytes=1 << 26), [])
     assert described["stored_bytes"] == sum(int(own.n_bytes) for own in gguf.GGUFReader(path).tensors)
     with pytest.raises(ConfigError, match="needs safetensors"):
-        throughput.benchmark(ThroughputOptions(model=path), EngineConfig())
+        throughput.benchmark(ThroughputOptions(model=str(path)), EngineConfig())
     found, expected = Checkpoint(path), Checkpoint(folder)
     kept = [name.removesuffix("_scale") for name in found.names() if name.endswith("_scale")]
     assert {name.rpartition("linear_attn.")[2] for name in kept} >= {"in_proj_qkv.weight", "out_proj.weight"}

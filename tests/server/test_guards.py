@@ -186,7 +186,7 @@ def test_who_is_still_answered_when_it_stops_is_told(twice: bool) -> None:
 
 @pytest.mark.parametrize("twice", only({False}, [True, False]))
 def test_it_stops_in_bounded_time(twice: bool) -> None:
-    with Live(*PLAIN, "--drain-seconds", "600" if twice else "0.3", is_fresh=True) as live:
+    with Live("--drain-seconds", "600" if twice else "0.3", is_fresh=True) as live:
         sock = open_stream(live, LONG | {"n": 64})
         wait_for(lambda: running(live) == 64)
         live.process.send_signal(signal.SIGINT)

@@ -233,7 +233,10 @@ class DeviceDraftRunner(Runner):
         return self.policy.outlook
 
     def _reads(self, requests: Sequence[Request]) -> bool:
-        if self._next is None or list(requests) != self._asked:
+        if list(requests) != self._asked:
+            self.policy.reconsider()
+            self._next = None
+        if self._next is None:
             self._next, self._asked = (self._choose(requests),), list(requests)
         return self._key(*self._next).reads
 

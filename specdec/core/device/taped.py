@@ -83,9 +83,10 @@ class TapedSteps:
 
         A step that a request needs before its turn comes is recorded as it runs.
         """
-        self._planned.extend(sorted(keys, key=lambda key: -key.nodes))
+        widest = max(keys, key=lambda key: key.nodes)
+        self._planned.extend([widest, *keys])
         self.prepare()
-        return not self._refused
+        return 1 not in self._refused
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -93,12 +94,16 @@ class TapedSteps:
 
         No request may be on the device.
         """
-        if not self._planned or self._refused:
-            return False
-        key = self._planned.popleft()
-        self(key, 1)
-        if key.shape and key.nodes == width_of(key.shape):
-            self.prefill_drafter(key, 1)
-        if not self._planned:
-            logger.info("%d step shapes are recorded on tapes of %d bytes", *self._tapes.sizes())
-        return True
+        while self._planned and 1 not in self._refused:
+            key = self._planned.popleft()
+            if self._tapes.of(("step", key, 1)):
+                continue
+            try:
+                self(key, 1)
+                if key.shape and key.nodes == width_of(key.shape):
+                    self.prefill_drafter(key, 1)
+            except Exception:
+                logger.exception("recording a step ahead failed; steps are recorded as they are used")
+                self._planned.clear()
+            return True
+        return False

@@ -167,7 +167,7 @@ def test_server_that_completes_nothing_is_an_error_after_its_figures(
             ["http://127.0.0.1:1", "--model", "m", "--concurrency", "1"],
             "none of 1 requests .*nothing answers there",
         ),
-        (["localhost:8000"], "url: 'localhost:8000' is not the address of a server"),
+        (["local host:8000"], "url: 'local host:8000' is not the address of a server"),
         (["http://h", "--api-key-env", "NO_SUCH_VARIABLE"], "--api-key-env: no variable 'NO_SUCH_VARIABLE'"),
         (["http://h", "--prompts", "absent.jsonl"], "--prompts: absent.jsonl cannot be read"),
         (["http://h", "--category", "poems"], "--category: 'poems' is none"),

@@ -230,6 +230,28 @@ def test_steps_are_recorded_while_nothing_runs(folder: Path, known: list[Case], 
 
 
 @needs_c
+def test_a_recording_that_fails_ahead_ends_no_request(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    core = build(folder, EngineConfig(draft="mtp", dtype="float32", max_model_len=LONGEST)).core
+    assert core.loop.runner and isinstance(core.loop.runner.batch.run, TapedSteps)
+    run, step = core.loop.runner.batch.run, core.loop.runner.batch.run.step
+    request = core.add_request(core.new_request([1, 2, 3], SamplingParams(max_tokens=20), seed=0))
+    core.run_until_idle()
+    held = core.loop.arena.held
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planned")
+
+    run.step = fail  # type: ignore[assignment]
+    assert core.prepare() and not core.prepare() and "recording a step ahead failed" in caplog.text
+    run.step = step
+    assert core.loop.arena.held == held and core.failed_steps == 0, "what is cached stays"
+    again = core.add_request(core.new_request([1, 2, 3], SamplingParams(max_tokens=20), seed=0))
+    core.run_until_idle()
+    assert again.tokens == request.tokens
+    core.close()
+
+
+@needs_c
 def test_what_is_too_large_is_taped_once_and_then_the_hosts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
