@@ -60,8 +60,8 @@ class EngineRunner:
                     tokens, silent_s = tokens + gained, 0.0
         if not step_s:
             raise ConfigError(
-                f"batch: no step had all {len(prompts)} rows decoding, as the first ended before the last was "
-                "prefilled; lower batch, or raise new_tokens, chunk_tokens or memory_bytes.",
+                f"batch: no step had all {len(prompts)} rows decoding, as the first ended before the last "
+                "was prefilled; lower batch, or raise new_tokens, chunk_tokens or memory_bytes.",
                 field="batch",
             )
         outputs = (tuple(request.tokens[request.prompt_length :]) for request in requests)
