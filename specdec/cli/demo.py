@@ -37,7 +37,7 @@ def demo() -> None:
             stream_text(engine, PROMPT, params)
             print(f"{_compared(engine, plain, params)}\n", file=sys.stderr, flush=True)
     name = sys.argv[0] if Path(sys.argv[0]).name == "specdec" else "specdec"  # a clone's is not on the PATH
-    print(f"More: {name} generate tiny --prompt TEXT; {name} bench acceptance tiny", file=sys.stderr)
+    print(f"More: {name} generate tiny TEXT; {name} bench acceptance tiny", file=sys.stderr)
 
 
 def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> str:
