@@ -139,7 +139,7 @@ def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structur
             )
         if found := unread(schema):
             raise Failure(400, f"tools: {function.name:.80}: {found}.", param="tools")
-        content = {"type": "json_schema", "json_schema": schema, "style": form.style}
+        content: dict[str, Any] = {"type": "json_schema", "json_schema": schema, "style": form.style}
         content["max_whitespace_cnt"] = BLANKS
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": form.between}
