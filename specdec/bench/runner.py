@@ -22,6 +22,7 @@ class EngineRunner:
 
     def __init__(self, model: Model, name: str = ENGINE) -> None:
         self.model, self.name = model, name
+        model.core.warm_up()
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig) -> "EngineRunner":
@@ -60,8 +61,8 @@ class EngineRunner:
                     tokens, silent_s = tokens + gained, 0.0
         if not step_s:
             raise ConfigError(
-                f"batch: no step had all {len(prompts)} rows decoding, for the first ended before the last "
-                "had been read; lower batch, or raise new_tokens or memory_bytes.",
+                f"batch: no step had all {len(prompts)} rows decoding, as the first ended before the last "
+                "was prefilled; lower batch, or raise new_tokens, chunk_tokens or memory_bytes.",
                 field="batch",
             )
         outputs = (tuple(request.tokens[request.prompt_length :]) for request in requests)

@@ -194,8 +194,17 @@ def _cases(options: ThroughputOptions) -> list[Case]:
 
 
 def _with_room(config: EngineConfig, options: ThroughputOptions) -> EngineConfig:
-    """Size the engine for the largest case, where the user did not."""
-    room = EngineConfig(max_running=max(options.batch), max_model_len=longest(options, config))
+    """Size the engine for the largest case, where the user did not.
+
+    A step holds the prompts of a whole batch, as it does in the peers. Otherwise the first rows decode while
+    the last ones are prefilled, and with accepted drafts they end before all rows decode.
+    """
+    prompts = max(options.batch) * max(options.prompt_tokens)
+    room = EngineConfig(
+        max_running=max(options.batch),
+        max_model_len=longest(options, config),
+        chunk_tokens=max(prompts, EngineConfig().chunk_tokens),
+    )
     return EngineConfig.of(room, config.model_dump(exclude_unset=True))
 
 

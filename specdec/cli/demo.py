@@ -29,6 +29,7 @@ def demo() -> None:
     config = EngineConfig(memory_bytes=MEMORY, max_model_len=1024)
     with SpecEngine("tiny", config) as engine, SpecEngine("tiny", config, draft="none") as plain:
         for each in (engine, plain):
+            each.warm_up()
             each.model.loop.keep_apart()  # the rounds write one text: looking it up would not be speculation
         for temperature, title in ((0.0, "greedily"), (1.0, "at temperature 1, with a seed")):
             params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
@@ -37,7 +38,7 @@ def demo() -> None:
             stream_text(engine, PROMPT, params)
             print(f"{_compared(engine, plain, params)}\n", file=sys.stderr, flush=True)
     name = sys.argv[0] if Path(sys.argv[0]).name == "specdec" else "specdec"  # a clone's is not on the PATH
-    print(f"More: {name} generate tiny --prompt TEXT; {name} bench acceptance tiny", file=sys.stderr)
+    print(f"More: {name} generate tiny TEXT; {name} bench acceptance tiny", file=sys.stderr)
 
 
 def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> str:

@@ -35,6 +35,7 @@ def generate(
 ) -> None:
     """Complete a prompt: streamed, or with `whole` each choice once all have ended."""
     with SpecEngine(model, config) as engine:
+        engine.warm_up()
         if whole:
             print_choices(engine, prompt, params, as_json=as_json, colour=colour)
         else:

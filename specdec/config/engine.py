@@ -169,8 +169,8 @@ class EngineConfig(Settings):
     )
     prefix_policy: Literal["tuned", "lru", "flops"] = Field(
         "tuned",
-        title="prefixes evicted first: lru those used longest ago; flops weighs in, by prefix_alpha, "
-        "the work that they save for their bytes; tuned finds that weight by trying, beside the engine",
+        title="prefixes evicted first; lru: the least recently used; flops: adds prefix_alpha times the "
+        "prefill work saved per byte; tuned: finds that weight by trying",
         description="tuned, lru or flops",
     )
     prefix_alpha: float | None = Field(
@@ -184,8 +184,7 @@ class EngineConfig(Settings):
         0,
         ge=0,
         le=MAX_BYTES,
-        title="memory of the host for prefixes that have to be evicted, fetched again where that takes less "
-        "time than to read them; 0: they are forgotten",
+        title="host memory for evicted prefixes, fetched again if that is faster than prefill; 0: none",
         description='a number of bytes such as 2147483648 or "2GiB"; 0 for none',
     )
     kernels: Literal["auto", "reference", "cpu", "native", "triton", "flashinfer"] = Field(

@@ -99,14 +99,14 @@ class SamplingParams(Settings):
         0.0,
         ge=-2,
         le=2,
-        title="taken from the logit of each token that stands in the output",
+        title="subtracted from the logit of each token in the output",
         description="a number from -2 to 2; 0 switches it off",
     )
     frequency_penalty: float = Field(
         0.0,
         ge=-2,
         le=2,
-        title="taken from a token's logit once for each time that it stands in the output",
+        title="subtracted from a token's logit for each occurrence in the output",
         description="a number from -2 to 2; 0 switches it off",
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
@@ -163,9 +163,8 @@ class SamplingParams(Settings):
     )
     bad_words: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None,
-        title="words that are not written: the last token of one, as the tokenizer spells it at a text's "
-        "beginning or after a blank, is not chosen behind the others; one that begins with a line break, a "
-        "tab or two blanks is spelled as it is",
+        title="words whose token sequences are blocked, as tokenized at a text's start and after a space; a "
+        "word that begins with a line break, a tab or two spaces is tokenized as it is",
         description=f"a list of at most {MAX_STOPS} strings of 1 to 1024 characters and 128 tokens, or None",
     )
     n: int = Field(
@@ -199,18 +198,18 @@ class SamplingParams(Settings):
     cache_marks: list[Annotated[int, Field(ge=1)]] | None = Field(
         None,
         max_length=16,
-        title="lengths of the prompt, in tokens, that later ones will begin with, a system prompt's for one: "
-        "where it is read for the first time, its state is kept there too",
+        title="lengths in tokens of prefixes that later prompts will share, such as a system prompt's: the "
+        "first request caches its state there",
         description="a list of at most 16 integers of at least 1, or None",
     )
     structured_outputs: InstanceOf[Structure] | None = Field(
         None,
-        title="structure that the output must have; drafts follow it too",
+        title="structure that the output must have, drafts included",
         description="a Structure (a JSON schema, a regular expression, ...), or None",
     )
     thinking: InstanceOf[ThinkingSpan] | None = Field(
         None,
-        title="where the output thinks before it answers: its form holds behind it, and a budget may end it",
+        title="markers and budget of thinking; structured output applies after it",
         description="a ThinkingSpan, or None",
     )
     speculate: bool = Field(

@@ -28,6 +28,6 @@ class ThinkingSpan(Settings):
     budget: int | None = Field(
         None,
         ge=0,
-        title="tokens of thinking after which its end is written; None: as many as it takes",
+        title="tokens of thinking after which it is ended; None: no limit",
         description="an integer of at least 0, or None",
     )

@@ -113,6 +113,10 @@ class SpecEngine:
             ticket.cancel()
             raise
 
+    def warm_up(self) -> None:
+        """Record the steps that are otherwise recorded while the engine idles, so that the first answer is fast."""
+        self._worker.between_steps(self.model.core.warm_up).result()
+
     def prepare(self, prompt: Prompt, params: SamplingParams, *, tenant: Tenant = SOLE) -> Prepared:
         """Turn a prompt and its parameters into what can be submitted, and refuse what cannot be served."""
         return self.read_prompt(prompt, self.read_terms(params, tenant=tenant))

@@ -14,7 +14,7 @@ class RouteConfig(Settings):
     """Where the router listens, which replicas it knows, and when it tries another one."""
 
     replicas: list[str] | None = Field(
-        None, title="replicas that read prompts and write answers; several between commas", description=URLS
+        None, title="replicas that prefill and decode, separated by commas", description=URLS
     )
     replicas_file: str | None = Field(
         None,
@@ -25,22 +25,20 @@ class RouteConfig(Settings):
     replicas_dns: str | None = Field(
         None,
         title="a host name whose addresses are replicas, such as that of a headless service; it is looked up "
-        "again and again",
+        "every check_period",
         description="an address with a port such as http://replicas.example:8000, or None",
     )
     prefill: list[str] | None = Field(
         None,
-        title="replicas that only read prompts, for those of decode; ?bootstrap=PORT behind an address is "
-        "its side channel, if not that of bootstrap_port",
+        title="prefill instances; ?bootstrap=PORT after an address is its side channel, if not that of "
+        "bootstrap_port",
         description=URLS,
     )
-    decode: list[str] | None = Field(
-        None, title="replicas that write the answers to prompts that prefill has read", description=URLS
-    )
+    decode: list[str] | None = Field(None, title="decode instances", description=URLS)
     pd_protocol: Protocol = Field(
         "vllm",
-        title="how the two learn of each other; vllm: one after the other, by kv_transfer_params; sglang: "
-        "both at once, by a room at the side channel of the first",
+        title="how prefill and decode instances are paired; vllm: one after the other, by "
+        "kv_transfer_params; sglang: both at once, by a room at the side channel of the first",
         description=describe_choices(Protocol),
     )
     bootstrap_port: int = Field(
@@ -53,21 +51,21 @@ class RouteConfig(Settings):
     prefill_min_bytes: int = Field(
         1024,
         ge=0,
-        title="bytes of a prompt, less those of the beginning that decode knows, from which prefill reads it",
+        title="minimum bytes of a prompt, beyond what decode has cached, to send it to prefill",
         description="an integer of at least 0",
     )
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        title="address to listen at; 0.0.0.0 is every one of this machine",
+        title="address to listen on; 0.0.0.0: all of this machine's",
         description="an address or a host name",
     )
     port: int = Field(
-        8080, ge=0, le=65535, title="port to listen at", description="0 to 65535; 0: any free one"
+        8080, ge=0, le=65535, title="port to listen on", description="0 to 65535; 0: any free one"
     )
     ssl_certfile: str | None = Field(
         None,
-        title="a certificate in PEM, with those that signed it behind it: the router then speaks HTTPS alone",
+        title="certificate chain in PEM: the router then speaks HTTPS only",
         description="a path, or None",
     )
     ssl_keyfile: str | None = Field(
@@ -86,84 +84,84 @@ class RouteConfig(Settings):
         1.0, gt=0, title="seconds between two checks of a replica's /ready", description="a number above 0"
     )
     check_timeout: float = Field(
-        5.0, gt=0, title="seconds that a check may take", description="a number above 0"
+        5.0, gt=0, title="maximum seconds of a check", description="a number above 0"
     )
     failures: int = Field(
         3,
         ge=1,
-        title="checks that fail in a row, or connections that are refused, until a replica is down",
+        title="failed checks or refused connections in a row after which a replica is down",
         description="an integer of at least 1",
     )
     successes: int = Field(
         1,
         ge=1,
-        title="checks that succeed in a row until a replica is up",
+        title="successful checks in a row after which a replica is up",
         description="an integer of at least 1",
     )
     attempts: int = Field(
         3,
         ge=1,
-        title="replicas that are asked at most, one after the other, until one begins to answer",
+        title="maximum replicas that a request is sent to, one after the other",
         description="an integer of at least 1",
     )
     connect_timeout: float = Field(
-        2.0, gt=0, title="seconds that connecting to a replica may take", description="a number above 0"
+        2.0, gt=0, title="maximum seconds to connect to a replica", description="a number above 0"
     )
     answer_timeout: float = Field(
         660.0,
         gt=0,
-        title="seconds for which a replica may send nothing while it answers",
+        title="maximum seconds between two bytes of a replica's answer",
         description="a number above 0",
     )
     load_factor: float = Field(
         1.25,
         ge=1,
-        title="requests of a replica at most, as a multiple of the mean",
+        title="maximum requests of a replica, as a multiple of the mean",
         description="a number of at least 1",
     )
     max_requests: int = Field(
         4096,
         ge=1,
-        title="requests under way at most, of one address half as many; beyond, they are refused with 429",
+        title="maximum requests in flight, half as many from one address; beyond, requests get 429",
         description="an integer of at least 1",
     )
     max_body_bytes: int = Field(
-        16 << 20, ge=1024, title="bytes of a request at most", description="an integer of at least 1024"
+        16 << 20, ge=1024, title="maximum bytes of a request", description="an integer of at least 1024"
     )
     body_timeout: float = Field(
         60.0,
         gt=0,
-        title="seconds that the body of a request may take to come",
+        title="maximum seconds for receiving a request's body",
         description="a number above 0",
     )
     stall_timeout: float = Field(
         60.0,
         gt=0,
-        title="seconds that an answer waits for a client that does not read",
+        title="seconds that a stream waits for a client that does not read",
         description="a number above 0",
     )
     idle_timeout: float = Field(
         75.0,
         gt=0,
-        title="seconds that a connection may ask for nothing, and a request's head may take",
+        title="seconds after which an idle connection is closed, and that a request's head may take",
         description="a number above 0",
     )
     max_connections: int | None = Field(
         None,
         ge=1,
-        title="connections of clients at most; beyond, the oldest that asks for nothing is closed for a new "
-        "one. None: a third of what the process's limit of open files leaves",
+        title="maximum client connections; beyond, the oldest idle one is closed for a new one. None: a "
+        "third of what the limit of open files leaves",
         description="an integer of at least 1, or None",
     )
     drain_seconds: float = Field(
         30.0,
         ge=0,
-        title="seconds that requests under way may go on when the router is told to stop",
+        title="seconds that requests in flight have to finish at shutdown",
         description="a number of at least 0",
     )
     log_format: Literal["text", "json"] = Field(
         "text",
-        title="how the log is written: as lines of text, or as one JSON object on each line",
+        title="format of the log: lines of text, or one JSON object per line",
         description='"text" or "json"',
     )
 

@@ -119,7 +119,7 @@ class Body(BaseModel):
     include_stop_str_in_output: bool | None = Field(None, description="end the text behind what stops it")
     skip_special_tokens: bool | None = Field(None, description="false spells special tokens out")
     allowed_token_ids: Ids | None = Field(None, description="choose among these tokens alone")
-    bad_words: Many[str] | None = Field(None, description="words that are not written")
+    bad_words: Many[str] | None = Field(None, description="words that the output may not contain")
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, description="tokens before any that may end the output")
     response_format: ResponseFormat | None = Field(None, description="the form of the output")

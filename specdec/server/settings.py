@@ -87,7 +87,7 @@ class ServerConfig(Settings):
     )
     ssl_certfile: str | None = Field(
         None,
-        title="a certificate in PEM, with those that signed it behind it: the server then speaks HTTPS alone",
+        title="certificate chain in PEM: the server then speaks HTTPS only",
         description="a path, or None",
     )
     ssl_keyfile: str | None = Field(
@@ -181,8 +181,8 @@ class ServerConfig(Settings):
     arenas: int | None = Field(
         None,
         ge=1,
-        title="of several models so many may run at once, each in an equal part of memory_bytes; the others "
-        "rest until it is their turn. None: 1, on a GPU one for each model",
+        title="number of models that may run at once, each in an equal part of memory_bytes; the others wait "
+        "for their turn. None: 1, on a GPU one for each model",
         description="an integer of at least 1, or None",
     )
     weights_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
@@ -272,14 +272,13 @@ class ServerConfig(Settings):
     )
     reach_on_failure: OnFailure = Field(
         "read",
-        title="what becomes of a request whose prompt cannot be fetched: it is read here, or the request "
-        "fails with 503 (prefill_lost)",
+        title="if a prompt cannot be fetched; read: prefill it here; fail: answer 503 (prefill_lost)",
         description=describe_choices(OnFailure),
     )
     reach_lease_max: float = Field(
         300.0,
         gt=0,
-        title="seconds that a prompt that was read is held at most for the server that is to fetch it",
+        title="maximum seconds that a prefilled prompt is held for the server that fetches it",
         description="a number above 0",
     )
     reach_check: Check = Field(

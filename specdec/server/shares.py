@@ -1,5 +1,6 @@
 """What several models of one process are called, and what each may take of its memory."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,10 +27,11 @@ def open_models(models: Sequence[str | Path], engine_config: EngineConfig, confi
     `memory_bytes` is cut into as many equal parts as models run at once, `host_cache_bytes` into one for
     each model.
     """
-    folders = [find_folder(model).resolve() for model in models]
+    found = [find_folder(model) for model in models]
+    folders = [folder.resolve() for folder in found]
     if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
         raise ConfigError(f"model: {twice} was given twice; give each model once.", field="model")
-    names, arenas = _names(folders, config), _arenas(len(folders), engine_config, config)
+    names, arenas = _names(found, config), _arenas(len(folders), engine_config, config)
     weights_bytes = config.weights_bytes
     if len(folders) == 1 and weights_bytes is None:
         return Switcher([_resident(folders[0], names[0], engine_config, config)])
@@ -59,7 +61,7 @@ def open_models(models: Sequence[str | Path], engine_config: EngineConfig, confi
 
 
 def _names(folders: Sequence[Path], config: ServerConfig) -> list[list[str]]:
-    """Name each model: by its folder, or as is given; a single one may have several names."""
+    """Name each model by its folder (a link by itself), or as given; a single one may have several names."""
     given = config.served_model_name
     if given and len(folders) == 1:
         return [given]
@@ -69,7 +71,7 @@ def _names(folders: Sequence[Path], config: ServerConfig) -> list[list[str]]:
             "in their order.",
             field="served_model_name",
         )
-    names = given or [model_name(folder) for folder in folders]
+    names = given or [model_name(Path(os.path.abspath(folder))) for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(
             f"served_model_name: two models would be called {twice!r}; give each a name of its own.",

@@ -219,6 +219,11 @@ def test_a_batch_that_never_decodes_together_is_refused_by_name(tmp_path: Path) 
     assert caught.value.field == "batch"
 
 
+def test_a_batch_of_more_prompt_tokens_than_a_chunk_decodes_together(hybrid: Path) -> None:
+    # In chunks of 512 the first row would end, after its second token, before the last one is prefilled.
+    assert run(hybrid, "--batch", "9", "--prompt-tokens", "120", "--new-tokens", "1") == 0
+
+
 @pytest.mark.parametrize("eight_bit", [["--quantize", "fp8"], ["--fp8"], ["--kv-dtype", "fp8"]], ids=str)
 def test_what_was_rounded_on_request_is_shown_and_not_refused(
     eight_bit: list[str],

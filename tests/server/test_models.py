@@ -541,6 +541,15 @@ def test_weights_that_can_never_fit_end_no_task(folders: list[str]) -> None:
         assert only.engine and not only.is_draining
 
 
+def test_a_link_gives_a_model_its_name(folders: list[str], tmp_path: Path) -> None:
+    link = tmp_path / "linked"
+    link.symlink_to(folders[0])
+    (only,) = open_models([link], CONFIG, ServerConfig()).residents
+    assert only.names == ("linked",) and only.folder == Path(folders[0]).resolve()
+    with pytest.raises(ConfigError, match="given twice"):
+        open_models([link, folders[0]], CONFIG, ServerConfig())
+
+
 def test_names_and_shares(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fields(*models: str, **own: Any) -> str | None:
         with pytest.raises(ConfigError) as raised:

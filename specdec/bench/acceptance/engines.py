@@ -135,4 +135,5 @@ class Engines:
         )
         head, copy = (donor.head, donor.copy) if drafting.draft in NETWORKS else (None, None)
         core = assemble(donor.network, head, settings, copy=copy)
+        core.warm_up()
         return Model(core, donor.network, donor.tokenizer, settings)

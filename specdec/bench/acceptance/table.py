@@ -20,7 +20,7 @@ length: output tokens per verify step, the bonus token included; straight: the s
 looping: the last half of the output repeats with a period of at most a third of it, three times or more
 p10-p90: over prompts behind the length, over batches of prompts behind x none, which is their median
 top-k: the length where guesses are ranked by the drafter's logits alone, without the target's noise
-tok/s: output over the time from a batch's arrival to its last token, reading included, median of batches
+tok/s: output over the time from a batch's arrival to its last token, prefill included, median of batches
 x none: tok/s over those without drafts, above 1 is faster, on the same prompts in the same turn
 auto chosen: the engine's default, which chooses drafters and shapes as it runs; the others, fastest first
 by depth: the share accepted of the drafts that got there; accepted 0 1 2 …: the share of verify steps"""

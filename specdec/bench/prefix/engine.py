@@ -23,7 +23,7 @@ WARMUP = 3
 """Requests that each engine answers first, uncounted."""
 LEGEND = """\
 off, on: until the first token, without a cache and with one; x: speedup, above 1 is faster
-hit: tokens that were not read, of all prompts'; differing: answers that are not those without a cache"""
+hit: cached tokens, of all prompts'; differing: answers that differ from those without a cache"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ def by_memory(records: Sequence[Record], trace: str) -> str:
         lines.append(Line(policy, [x for x, _ in own], [y for _, y in own]))
     return line_chart(
         lines,
-        f"Tokens that need not be read: {trace}",
+        f"Cached tokens: {trace}",
         "memory of sequences and prefixes, GB",
         "share of all prompts' tokens",
         log_x=True,
@@ -54,7 +54,7 @@ def by_length(records: Sequence[Record], trace: str) -> str:
         groups,
         series,
         f"By the prompt's length: {trace}, {memory:g} GB",
-        "share of the prompts' tokens that need not be read",
+        "share of the prompts' tokens that were cached",
         shown=lambda value: f"{value:.0%}",
     )
 

@@ -9,8 +9,8 @@ from specdec.bench.report import table
 
 WIDTH = 110
 LEGEND = """\
-hit: tokens that need not be read, of all prompts'; x vLLM+, x LRU: over those with the same memory
-FLOPs: the work of reading that is saved, of all; KV, states: held at the ends of requests, mean, in GB, with
+hit: cached tokens, of all prompts'; x vLLM+, x LRU: over those with the same memory
+FLOPs: prefill work saved, of all; KV, states: held at the ends of requests, mean, in GB, with
   what requests that live need; alpha: in use, one after the other
 vLLM+: a state behind every block of 32 tokens, LRU; LRU: states where prompts part, at ends, and of chunks
 tuned: the same with work saved per byte, alpha tuned as requests end; best: one alpha, the best afterwards"""

@@ -141,7 +141,7 @@ class Runner(ABC):
         if self._drafts_on_host(requests) and self.host.speculation.policy.plans_next:
             return PLANNED
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
-            return "prompts are read"
+            return "prefill"
         if not all(own.chooser.runs_on_device for own in requests):
             return "penalties, biases, forms of output or log-probabilities are asked for"
         if any(map(self.host.speculation.skips_draft, requests)):

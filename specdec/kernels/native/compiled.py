@@ -75,9 +75,7 @@ def loaded() -> Loaded | None:
             else:
                 if place and library:
                     left = f", without use for {', '.join(unused(target))}" if unused(target) else ""
-                    logger.info(
-                        "narrow windows run in C for %s (%s, %s)%s", target.name, place, threads, left
-                    )
+                    logger.info("C kernels for %s (%s, %s)%s", target.name, place, threads, left)
                     return Loaded(library, target)
         failed = failure or failed
         if failure:

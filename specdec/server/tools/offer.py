@@ -15,6 +15,7 @@ from specdec.server.failures import Failure
 from specdec.server.tools.bodies import AllowedTools, NamedTool, Tool
 from specdec.text.answers.calls import CallFormat, Calls
 from specdec.text.answers.formats import CALL_FORMATS
+from specdec.text.grammar.child import BLANKS
 
 Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
@@ -108,7 +109,7 @@ def _named(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
     return [tool for tool in tools if tool.function.name in wanted]
 
 
-FRAME = 100
+FRAME = 130
 """Characters of a structural tag beside what it holds."""
 
 
@@ -138,7 +139,8 @@ def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structur
             )
         if found := unread(schema):
             raise Failure(400, f"tools: {function.name:.80}: {found}.", param="tools")
-        content = {"type": "json_schema", "json_schema": schema, "style": form.style}
+        content: dict[str, Any] = {"type": "json_schema", "json_schema": schema, "style": form.style}
+        content["max_whitespace_cnt"] = BLANKS
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": form.between}
     calls |= {"at_least_one": True, "stop_after_first": not several}

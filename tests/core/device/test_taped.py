@@ -331,7 +331,7 @@ def test_what_the_host_makes_is_counted_by_why_and_logged_once(
         engine.generate([[1, 2, 3]], greedy)
         stats = engine.stats()
         assert stats.device_steps > 0 and stats.seconds["whole"] > 0
-        assert list(stats.host_steps) == ["prompts are read"]
+        assert list(stats.host_steps) == ["prefill"]
         for why, fields in asked.items():
             before = engine.stats()
             for _ in range(2):

@@ -1,6 +1,7 @@
 """Which format a model's calls have, and what a client is told where there is none."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
         grammar = xgrammar.Grammar.from_structural_tag(offer.structure.structural_tag)
         for text in (one, two, both, "", "text", f"text {one}", f"{one} text", bad):
             assert accepts(grammar, text) == (text in fits), (choice, text)
+        assert not accepts(grammar, re.sub(r"(?<=[:>])\s?(?=3)", "  ", one)), "more than one blank"
         for text in fits:
             content, calls = read(CALL_FORMATS[name], [text])
             assert not content and len(calls) == 1 + (text == both)
