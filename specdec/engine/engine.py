@@ -114,7 +114,7 @@ class SpecEngine:
             raise
 
     def warm_up(self) -> None:
-        """Record the steps that are otherwise recorded while the engine idles, so that the first answer is fast."""
+        """Record the steps that are otherwise recorded while the engine idles; wait until that is done."""
         self._worker.between_steps(self.model.core.warm_up).result()
 
     def prepare(self, prompt: Prompt, params: SamplingParams, *, tenant: Tenant = SOLE) -> Prepared:
