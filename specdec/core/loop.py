@@ -452,8 +452,6 @@ class DecodeLoop:
         self.scheduler.park = self.prefixes.keep_running
         self.scheduler.lending = Lending(self.arena, has_head=cache.has_head)
         self.scheduler.landings = Landings(self.arena, cache, self.scheduler)
-        if tuner:
-            tuner.start()
 
     def close(self) -> None:
         """End what runs beside the loop."""

@@ -106,8 +106,12 @@ class Prefixes:
         return Left(request, committed, length, computed - length)
 
     def _learn(self, request: Request) -> None:
-        """Let the tuner replay what was asked and written."""
+        """Let the tuner replay what was asked and written.
+
+        It starts with the first request: an interrupt while the engine is built would meet its new thread.
+        """
         if self.tuner and request.lease:
+            self.tuner.start()
             count = request.prompt_length
             self.tuner.observe(request.tokens[:count], request.tokens[count:], request.lease.tenant)
 

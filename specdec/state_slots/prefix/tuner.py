@@ -102,9 +102,10 @@ class Tuner:
         return self._tune(lambda: None)
 
     def start(self) -> None:
-        """Tune in a thread of its own, as often as there is something to try."""
-        self._thread = threading.Thread(target=self._run, name="specdec-prefix-tuner", daemon=True)
-        self._thread.start()
+        """Tune in a thread of its own from now on, as often as there is something to try."""
+        if self._thread is None and not self._ends:
+            self._thread = threading.Thread(target=self._run, name="specdec-prefix-tuner", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """End the thread, within a request; a second call does nothing."""
