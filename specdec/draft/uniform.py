@@ -82,7 +82,8 @@ class UniformPolicy:
 
     def _lasts(self, shape: Shape | None, key: int) -> int:
         """Say how many steps a trial takes."""
-        dearness = self._dearness(shape, key)
+        # What all shapes are compared with must not be measured cold.
+        dearness = self._dearness(shape, key) or float(shape is None)
         return 1 + max(TRIES, round(WARM / dearness) if dearness else 0)
 
     def cost(self, shape: Shape | None, rows: int) -> float:

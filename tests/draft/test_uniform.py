@@ -8,7 +8,7 @@ import pytest
 
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.proposal import Shape
-from specdec.draft.uniform import UniformPolicy
+from specdec.draft.uniform import TRIES, WARM, UniformPolicy
 
 TREE = Shape(3, 4, 8)
 Cost = Callable[[Shape | None], float]
@@ -94,3 +94,10 @@ def test_a_choice_holds_for_some_steps_of_one_batch_alone() -> None:
     assert held is not None and policy.choose([hopeless]) == held
     policy.reconsider()
     assert policy.choose([hopeless]) is None
+
+
+def test_the_plain_step_is_not_measured_cold() -> None:
+    """Its first steps follow a long prefill, and every shape is compared with it."""
+    policy = UniformPolicy(TREE, adaptive=True)
+    assert policy.begin_trial(None, 1) == 1 + WARM
+    assert policy.begin_trial(Shape(1, 1, 2), 1) == 1 + TRIES
