@@ -106,7 +106,7 @@ class Prefixes:
         return Left(request, committed, length, computed - length)
 
     def _learn(self, request: Request) -> None:
-        """Let the tuner replay what was asked and written.
+        """Record a request for the tuner to replay.
 
         It starts with the first request: an interrupt while the engine is built would meet its new thread.
         """
