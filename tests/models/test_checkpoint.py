@@ -293,14 +293,29 @@ def test_progress_is_shown_on_a_terminal_or_when_asked(
     assert out == ""
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "a/" * 3000, "a\x00b", "a\nb", "~" * 300])
-def test_names_that_no_file_system_takes_are_refused_as_any_other(name: str, single: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is (not|neither) a folder") as refused:
+NO_FOLDER = "is not a folder; give the path"
+"""What is said of a path; a bare word may have been meant for a model."""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a" * 5000, "is neither a folder nor a model that ships with specdec"),
+        ("a/" * 3000, NO_FOLDER),
+        ("a\x00b", NO_FOLDER),
+        ("a\nb", NO_FOLDER),
+        ("~" * 300, NO_FOLDER),
+    ],
+)
+def test_names_that_no_file_system_takes_are_refused_as_any_other(
+    name: str, words: str, single: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=words) as refused:
         Checkpoint(name)
     assert refused.value.field == "model"
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
     assert find_head(name, "eagle", None) is None
-    with pytest.raises(CheckpointError, match=r"^draft_model: .* is (not|neither) a folder"):
+    with pytest.raises(CheckpointError, match=f"^draft_model: .* {words}"):
         read_head(Path(name), families.read_network(Checkpoint(single)))
 
 
