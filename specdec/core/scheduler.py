@@ -41,7 +41,7 @@ RUNNING, CHUNK = "max_running", "chunk_tokens"
 """The settings that may keep a request waiting."""
 RESOURCES = (BLOCKS, STATES, PREFIXES, RUNNING, CHUNK, DRAFT_BLOCKS, DRAFT_SLOTS, DEVICE_SLOTS)
 """All that steps may be short of, by which `limited_by` counts."""
-ADMITTING_S = 0.05
+ADMITTING_S = 0.03
 """Seconds after which a step beside another caller admits no more: a request takes 2 to 15 ms, the more the
 longer its cached prefix, and where its memory is touched for the first time."""
 MOST_PARKED = 4

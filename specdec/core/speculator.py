@@ -20,6 +20,7 @@ from specdec.draft.calibration import Assumed
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.echo import Echo
 from specdec.draft.head import HeadDrafter
+from specdec.draft.lookup import IndexBudget
 from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.rounded import RoundedDrafter
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 Lend = Callable[[Hashable, int], Sequence[Any] | None]
 """Gives an owner so many slots, or None."""
 
-MOST_LOOKED_UP = 64
+MOST_LOOKED_UP = 32
 """Requests of several callers that are looked up per step, round-robin: each takes up to 1 ms of Python."""
 CLOSE = 64
 """Tokens that drafters can catch up with while their time still is that of a draft."""
@@ -132,9 +133,11 @@ class Speculation:
         if self._skips_draft:
             self.policy.on_new_batch()
         elif self.policy.listens and self.looks:
+            budget = IndexBudget()
             for own in requests:
                 # Where a text repeats itself, a look-up would find what follows.
-                if self._echoes.setdefault(own.number, Echo()).hears(own.tokens):
+                echo = self._echoes.setdefault(own.number, Echo())
+                if budget.fits(len(own.tokens) - echo.heard) and echo.hears(own.tokens):
                     self.policy.hint()
         if not self.policy.skips_plan():
             return False

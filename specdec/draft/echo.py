@@ -11,17 +11,17 @@ class Echo:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        self._heard = 0
-        """Tokens that were taken in."""
+        self.heard = 0
+        """Number of tokens in the index."""
 
     def hears(self, tokens: Sequence[int]) -> bool:
         """Take in what a text has gained; tell whether it now ends in what it said before."""
-        new = tokens[max(self._heard - LENGTH + 1, 0) :]
-        if len(new) < LENGTH or len(tokens) == self._heard:
+        new = tokens[max(self.heard - LENGTH + 1, 0) :]
+        if len(new) < LENGTH or len(tokens) == self.heard:
             return False
         *others, last = map(hash, zip(*(new[i:] for i in range(LENGTH)), strict=False))
         self._seen.update(others)
         is_known = last in self._seen
         self._seen.add(last)
-        self._heard = len(tokens)
+        self.heard = len(tokens)
         return is_known

@@ -31,8 +31,21 @@ class TextIndex(Protocol):
     def forget(self) -> None: ...
 
 
-MOST_FED = 1 << 15
-"""Tokens fed to an index per step, but for one sequence: indexing takes 1 us a token, and all rows wait."""
+MOST_INDEXED = 1 << 13
+"""Tokens indexed per step, except for one sequence: each takes 1 to 2 us, and all rows wait."""
+
+
+class IndexBudget:
+    """Bounds the tokens that are indexed in one step."""
+
+    def __init__(self) -> None:
+        self._spare = MOST_INDEXED
+
+    def fits(self, tokens: int) -> bool:
+        """Count a sequence's new tokens if there is room for them, as there always is for the first."""
+        fits = tokens <= self._spare or self._spare == MOST_INDEXED
+        self._spare = max(self._spare - tokens * fits, 0)
+        return fits
 
 
 class Lookup:
@@ -44,14 +57,13 @@ class Lookup:
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
         """Propose what may follow each sequence; one with too much to feed waits for a later step."""
-        found, spare = [], MOST_FED
+        found, budget = [], IndexBudget()
         for want in wants:
             new = len(want.tokens) - self._fed.get(want.key, 0)
-            if want.shape is None or (new > spare and spare < MOST_FED):
-                found.append(Proposal.EMPTY)
-            else:
-                spare -= new
+            if want.shape and budget.fits(new):
                 found.append(self._propose(want, want.shape))
+            else:
+                found.append(Proposal.EMPTY)
         return found
 
     def _propose(self, want: Want, shape: Shape) -> Proposal:
