@@ -52,7 +52,7 @@ def find_program(named: Path | None) -> str | None:
     """
     if named is not None and not os.access(named, os.X_OK):
         raise ConfigError(
-            f"--llama-server: {named} is no program; name the {PROGRAM} of a build of llama.cpp",
+            f"--llama-server: {named} is not an executable file; give the {PROGRAM} of a build of llama.cpp",
             field="llama_server",
         )
     program = str(named) if named is not None else shutil.which(PROGRAM)

@@ -68,8 +68,7 @@ class CheckpointWeights:
         self._widened: dict[str, None] = {}
         self._missing: list[str] = []
         self._misshapen = [
-            f"{name} is stored in whole numbers, and config.json leaves it out"
-            for name in self._tensors.left_out
+            f"{name} is stored as integers, but config.json leaves it out" for name in self._tensors.left_out
         ]
         total = sum(self._tensors.bytes(name) for name in self._wanted)
         hidden = None if progress is None else not progress

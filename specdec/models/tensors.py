@@ -75,7 +75,7 @@ class Tensors:
     def misshapen(self, name: str, shape: Shape) -> Iterator[str]:
         """Yield what is wrong with the parts of a packed matrix that are present."""
         if len(shape) != 2:
-            yield f"{name} is stored in whole numbers, which specdec reads of matrices alone"
+            yield f"{name} is stored as integers, which specdec supports for matrices only"
         for disk, (own, dtypes) in self._parts(name, shape).items():
             if disk not in self._checkpoint:
                 continue

@@ -205,7 +205,7 @@ def test_a_program_is_checked_and_belongs_to_the_peer(
 ) -> None:
     assert main(["bench", "throughput", "tiny", "--llama-server", sys.executable]) == 2
     assert "it belongs to --peers llama.cpp" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"--llama-server: .* is no program") as caught:
+    with pytest.raises(ConfigError, match=r"--llama-server: .* is not an executable file") as caught:
         find_program(tmp_path / "absent")
     assert caught.value.field == "llama_server"
 
