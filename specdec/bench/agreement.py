@@ -50,13 +50,13 @@ def agreement(gap_BT: Tensor) -> dict[str, float]:
     }
 
 
-def require_same_model(name: str, peer: Mapping[str, float], own: Mapping[str, float]) -> None:
+def require_same_model(name: str, peer: Mapping[str, float], own: Mapping[str, float], oracle: str) -> None:
     """Raise if a peer's tokens are those of another model, going by its agreement and by this engine's."""
     most = max(SAME_MODEL, SAME_BITS * own["mean_gap"])
     if not peer["mean_gap"] <= most:
         raise EngineError(
-            f"{name}: its tokens lie {peer['mean_gap']:.2g} of the largest logit under transformers' best "
-            f"ones on average, and the same model in the same bits explains {most:.2g}; no figure is shown",
+            f"{name}: its tokens lie {peer['mean_gap']:.2g} of the largest logit under the best of {oracle} "
+            f"on average, and the same model in the same bits explains {most:.2g}; no figure is shown",
             field="peers",
         )
 
@@ -79,25 +79,38 @@ def require_rounding(
 
 
 @torch.inference_mode()
-def gap_between(
-    model: Model, prompt: Sequence[int], params: SamplingParams, plain: Sequence[int], other: Sequence[int]
-) -> float:
-    """Return how far apart, in what is compared, two texts' tokens lie where they part.
-
-    Relative to the largest logit; an engine's memory is borrowed for the time.
-    """
-    at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
-    if at is None:
-        return float("inf")  # one goes on where the other ends: no rounding does that
-    tokens, arena, network = [*prompt, *plain[:at]], model.loop.arena, model.network
+def last_logits(model: Model, tokens: Sequence[int], count: int) -> Tensor:
+    """Compute the logits behind each of a text's last tokens, in one pass; the engine must be idle."""
+    arena, network = model.loop.arena, model.network
     blocks = arena.take_blocks(OWNER, arena.layout.blocks_for(len(tokens)))
     state = arena.take_state(OWNER) if arena.layout.states else 0
     assert blocks is not None and state is not None
     row = Row(TokenTree.chain(tokens), 0, torch.tensor(blocks, dtype=torch.int64), state)
     hidden_TD = network.forward(build_window([row], arena.layout.conv_width, model.loop.device), arena)
-    logits_1V = network.logits(hidden_TD[-1:])
+    logits_TV = network.logits(hidden_TD[-count:])
     arena.release_owner(OWNER)
+    return logits_TV
+
+
+def gaps(logits_TV: Tensor, output: Sequence[int]) -> Tensor:
+    """Return how far each chosen token lies under the best logit, relative to the largest; 0 is best."""
+    logits_TV = logits_TV.float()
+    chosen_T1 = torch.tensor(output, device=logits_TV.device)[:, None]
+    gap_T = logits_TV.amax(-1) - logits_TV.gather(1, chosen_T1)[:, 0]
+    return gap_T / logits_TV.abs().amax(-1)
+
+
+@torch.inference_mode()
+def gap_between(
+    model: Model, prompt: Sequence[int], params: SamplingParams, plain: Sequence[int], other: Sequence[int]
+) -> float:
+    """Return how far apart two texts' tokens lie where they part, relative to the largest logit."""
+    at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
+    if at is None:
+        return float("inf")  # one goes on where the other ends: no rounding does that
+    tokens = [*prompt, *plain[:at]]
+    logits_1V = last_logits(model, tokens, 1)
     assert params.seed is not None
-    chooser = Chooser(params, seed=params.seed, prompt=prompt, vocab=network.spec.vocab)
-    score_V = perturb(logits_1V, [Node(chooser, len(tokens))], network.kernels)[0]
+    chooser = Chooser(params, seed=params.seed, prompt=prompt, vocab=model.network.spec.vocab)
+    score_V = perturb(logits_1V, [Node(chooser, len(tokens))], model.network.kernels)[0]
     return float((score_V[plain[at]] - score_V[other[at]]).abs() / logits_1V.abs().max())

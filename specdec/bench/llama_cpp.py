@@ -28,7 +28,10 @@ from specdec.bench.gguf_model import FileType, cached_gguf
 from specdec.bench.options import LLAMA_CPP
 from specdec.bench.peers import SERVER_TIMEOUT_S, Sample
 from specdec.errors import ConfigError, EngineError
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.files import GGUF_TYPES
 from specdec.setup.build import Model
+from specdec.setup.settings import Resolved
 
 PROGRAM = "llama-server"
 PACKAGE = "xllamacpp"
@@ -72,7 +75,7 @@ class ServerSettings:
 
     program: str | None
     model: str
-    kind: FileType
+    kind: str
     threads: int
     slots: int
     context: int
@@ -87,26 +90,17 @@ class ServerSettings:
 
 
 def settings_for(
-    folder: Path, model: Model, program: str | None, batch: int, prompt_tokens: int, new_tokens: int
+    checkpoint: Checkpoint, model: Model, program: str | None, batch: int, prompt_tokens: int, new_tokens: int
 ) -> list[ServerSettings]:
-    """Say how llama.cpp runs what this engine runs: without drafts, then as this engine drafts."""
-    own = model.settings
-    kind = ROUNDED.get(own.quantize) if own.quantize else WIDE.get(own.dtype)
-    packed = own.weights if own.weights != own.quantize else None  # published in whole numbers
-    if kind is None or packed or own.device.type != "cpu":
-        found = packed or own.quantize or str(own.dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"--peers {LLAMA_CPP}: it runs on the CPU in float32, float16, bfloat16, int8 or int4, and this "
-            f"engine in {found} on {own.device.type}; choose one of them, or leave it out",
-            field="peers",
-        )
+    """Return how llama.cpp runs the same model: without drafts, then as this engine drafts."""
+    own, (file, kind) = model.settings, _file(checkpoint, model.settings)
     drafting = "mtp" in own.drafters and bool(model.network.spec.mtp)
     depth = own.bounds.num_steps if drafting else 0
     # A draft may write past the last token before it is cut.
     each = prompt_tokens + new_tokens + 1 + depth
     plain = ServerSettings(
         program,
-        str(cached_gguf(folder, kind)),
+        str(file),
         kind,
         threads=torch.get_num_threads(),
         slots=batch,
@@ -117,6 +111,23 @@ def settings_for(
     if not drafting:
         return [plain]
     return [plain, replace(plain, drafts=depth, rates=reached(own.synthetic or (), depth))]
+
+
+def _file(checkpoint: Checkpoint, own: Resolved) -> tuple[Path, str]:
+    """Return the GGUF file that llama.cpp reads, the model's own or one that is written, and its type."""
+    kind = ROUNDED.get(own.quantize) if own.quantize else WIDE.get(own.dtype)
+    packed = own.weights if own.weights != own.quantize else None  # published as integers
+    if own.device.type == "cpu":
+        if checkpoint.gguf_file:
+            return checkpoint.gguf_file, str(checkpoint.config[GGUF_TYPES])
+        if kind and not packed:
+            return cached_gguf(checkpoint.folder, kind), kind
+    found = packed or own.quantize or str(own.dtype).removeprefix("torch.")
+    raise ConfigError(
+        f"--peers {LLAMA_CPP}: it runs on the CPU in float32, float16, bfloat16, int8 or int4, and this "
+        f"engine in {found} on {own.device.type}; choose one of them, or leave it out",
+        field="peers",
+    )
 
 
 def reached(rates: Sequence[float], depth: int) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ import aiohttp
 import torch
 from torch import Tensor
 
+from specdec.bench.agreement import gaps
 from specdec.bench.client import DONE, ask_model, base_url, event_data, is_url, reason
 from specdec.bench.options import LLAMA_CPP
 from specdec.errors import ConfigError, EngineError
@@ -82,18 +83,13 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def judge(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Tensor:
-        """Return for each chosen token how far its logit lies under the best one, given the text before it.
-
-        Relative to the largest logit; 0 is agreement.
-        """
-        gaps = []
+        """Return the `gaps` of each row's chosen tokens, given the text before them."""
+        found = []
         for prompt, output in zip(prompts, outputs, strict=True):
             token_1T = torch.tensor([[*prompt, *output[:-1]]], device=self.device)
-            logits_TV = self.model(token_1T, use_cache=False, logits_to_keep=len(output)).logits[0].float()
-            chosen_T1 = torch.tensor(output, device=self.device)[:, None]
-            gap_T = logits_TV.amax(-1) - logits_TV.gather(1, chosen_T1)[:, 0]
-            gaps.append(gap_T / logits_TV.abs().amax(-1))
-        return torch.stack(gaps)
+            logits_TV = self.model(token_1T, use_cache=False, logits_to_keep=len(output)).logits[0]
+            found.append(gaps(logits_TV, output))
+        return torch.stack(found)
 
     def describe(self) -> dict[str, Any]:
         """Name the fast paths that `transformers` finds here."""
@@ -179,8 +175,10 @@ def refuse_unknown(names: Sequence[str]) -> None:
 
 
 def connect(
-    names: Sequence[str], transformers: TransformersPeer, llama_cpp: Sequence[Contestant] = ()
+    names: Sequence[str], transformers: TransformersPeer | None, llama_cpp: Sequence[Contestant] = ()
 ) -> list[Contestant]:
     """Turn names and URLs into contestants, in the order given; llama.cpp may be several."""
-    known: dict[str, Sequence[Contestant]] = {transformers.name: [transformers], LLAMA_CPP: llama_cpp}
+    known: dict[str, Sequence[Contestant]] = {LLAMA_CPP: llama_cpp}
+    if transformers:
+        known[transformers.name] = [transformers]
     return [peer for name in names for peer in (known[name] if name in known else [ServerPeer(name)])]

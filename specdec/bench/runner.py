@@ -6,6 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from specdec.bench.agreement import gaps, last_logits
 from specdec.bench.peers import Sample
 from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
@@ -68,6 +72,16 @@ class EngineRunner:
         outputs = (tuple(request.tokens[request.prompt_length :]) for request in requests)
         per_step = tokens / (len(step_s) * len(requests))
         return Sample(prefill_s, tuple(step_s), tuple(outputs), per_step)
+
+    def judge(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Tensor:
+        """Return the `gaps` of each row's chosen tokens by this engine's logits, computed in one pass."""
+        rows = zip(prompts, outputs, strict=True)
+        return torch.stack(
+            [
+                gaps(last_logits(self.model, [*prompt, *output[:-1]], len(output)), output)
+                for prompt, output in rows
+            ]
+        )
 
     def submit(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
         """Put requests into the queue that give 1 + `new_tokens` tokens each."""

@@ -1,10 +1,13 @@
-"""Prefill and decode speed over batches and lengths, beside `transformers` and servers in the same run."""
+"""Prefill and decode speed over batches and lengths, beside other engines in the same run.
+
+Tokens are checked by the logits of `transformers`, or, of a GGUF file, by the engine's own in one pass.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +35,6 @@ from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import stored_format
-from specdec.models.files import GGUF_TYPES
 from specdec.setup.footprint import Footprint, measure_stored
 
 WINDOW_ROUNDS = 30
@@ -41,6 +43,14 @@ RANDOM_DRAFTS = (
     "to time accepted drafts"
 )
 """Said of drafts by a random model."""
+
+
+class Oracle(Protocol):
+    """Judges greedy tokens by its own logits."""
+
+    name: str
+
+    def judge(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +89,30 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
         if options.model
         else cached_checkpoint(shape_config(options.shape), seed=options.seed or 0)
     )
-    if options.model and Checkpoint(folder).config.get(GGUF_TYPES):
+    checkpoint = Checkpoint(folder)
+    if checkpoint.gguf_file and TransformersPeer.name in options.peers:
         raise ConfigError(
-            "model: its tokens are compared with those of transformers, which needs safetensors; give such a "
-            "checkpoint instead of a GGUF file, or use specdec serve and specdec bench serve URL",
-            field="model",
+            "peers: transformers runs safetensors; leave it out, or give such a checkpoint instead of a GGUF "
+            "file",
+            field="peers",
         )
     engine = EngineRunner.load(folder, _with_room(config, options))
     settings, spec = engine.model.settings, engine.model.network.spec
-    oracle = TransformersPeer(folder, dtype=settings.dtype, device=settings.device)
     plain = engine.plain() if settings.drafters else engine
+    transformers = (
+        None
+        if checkpoint.gguf_file
+        else TransformersPeer(folder, dtype=settings.dtype, device=settings.device)
+    )
+    oracle = transformers or plain
     llama_cpp: list[Contestant] = []
     if LLAMA_CPP in options.peers:
         largest = max(options.batch), max(options.prompt_tokens)
-        for wanted in settings_for(folder, engine.model, program, *largest, options.new_tokens):
+        for wanted in settings_for(checkpoint, engine.model, program, *largest, options.new_tokens):
             llama_cpp.append(servers.enter_context(closing(LlamaCppPeer(wanted))))
-    contestants: list[Contestant] = [engine, *connect(options.peers, oracle, llama_cpp)]
+    contestants: list[Contestant] = [engine, *connect(options.peers, transformers, llama_cpp)]
     if plain is not engine:
         contestants.insert(1, plain)
-    checkpoint = Checkpoint(folder)
     rounded = rounding(settings, stored_format(checkpoint.config))
     results, bandwidth = _measure(options, engine, plain, oracle, contestants, exact=not rounded)
     footprint = measure_stored(checkpoint, spec, settings)
@@ -127,6 +142,7 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
         "read_bytes_per_s": bandwidth._asdict(),
         "contestants": {contestant.name: contestant.describe() for contestant in contestants},
         "interrupted": interrupted,
+        "oracle": oracle.name,
         "weight_bytes": footprint.weight_bytes,
         "cache_bytes": cache_bytes(settings.device),
         "windows": windows,
@@ -150,7 +166,7 @@ def _measure(
     options: ThroughputOptions,
     engine: EngineRunner,
     plain: EngineRunner,
-    oracle: TransformersPeer,
+    oracle: Oracle,
     contestants: Sequence[Contestant],
     *,
     exact: bool,
@@ -163,6 +179,7 @@ def _measure(
     probe, bandwidths = BandwidthProbe(settings.device), []
     results: list[CaseResult] = []
     cases = _cases(options)
+    own = {engine.name, plain.name, oracle.name}
     total = len(cases) * (1 + options.warmup + options.repeats)
     with until_interrupted(results), tqdm(total=total, leave=False, disable=None) as progress:
         for number, case in enumerate(cases, 1):
@@ -178,9 +195,9 @@ def _measure(
                     sample = contestant.run(prompts, options.new_tokens)
                     if repeat >= 0:
                         result.samples.setdefault(contestant.name, []).append(sample)
-                    if repeat == 0 and sample.token_ids and contestant not in (engine, plain, oracle):
+                    if repeat == 0 and sample.token_ids and contestant.name not in own:
                         found = agreement(oracle.judge(prompts, sample.token_ids))
-                        require_same_model(contestant.name, found, result.agreement)
+                        require_same_model(contestant.name, found, result.agreement, oracle.name)
                         result.peers[contestant.name] = found
                 progress.update()
             # After the runs, not between them: a pass leaves the caches full of its own bytes.
@@ -227,13 +244,13 @@ def longest(options: ThroughputOptions, config: EngineConfig, *, watched: int = 
 
 def check(
     engine: EngineRunner,
-    oracle: TransformersPeer,
+    oracle: Oracle,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     *,
     exact: bool,
 ) -> dict[str, float]:
-    """Compare each token of the engine with the logits that `transformers` has for the same text.
+    """Compare each token of the engine with the logits that the oracle has for the same text.
 
     Where numbers are exact, a token that is not the best one, by more than rounding, ends the benchmark.
     """
@@ -241,17 +258,17 @@ def check(
     assert outputs is not None
     gap_BT = oracle.judge(prompts, outputs)
     if exact:
-        _refuse(gap_BT)
+        _refuse(gap_BT, oracle.name)
     return agreement(gap_BT)
 
 
-def _refuse(gap_BT: Tensor) -> None:
+def _refuse(gap_BT: Tensor, oracle: str) -> None:
     """Raise if a token is wrong; a NaN is."""
     wrong = (~(gap_BT <= EXCUSED_GAP)).nonzero().tolist()
     if wrong:
         row, place = wrong[0]
         raise EngineError(
-            f"{len(wrong)} of {gap_BT.numel()} greedy tokens differ from transformers, first in row {row} at "
+            f"{len(wrong)} of {gap_BT.numel()} greedy tokens differ from {oracle}, first in row {row} at "
             f"output token {place} (its logit lies {gap_BT[row, place]:.2g} under the best, relative to the "
             "largest); no figure is shown for a result that is wrong"
         )
@@ -306,14 +323,14 @@ def render(report: Mapping[str, Any]) -> str:
         f"{what}: {report['family']}, {report['parameters'] / 1e6:,.1f} M parameters, {report['dtype']}",
         setup_line(report),
         f"memory read at {report['read_bytes_per_s']['median'] / 1e9:.1f} GB/s, measured in this run",
-        f"checked: {_shown([case['agreement'] for case in report['cases']])}"
+        f"checked: {_shown([case['agreement'] for case in report['cases']], report['oracle'])}"
         + (f"; with {report['rounding']} that is shown, not required" if report["rounding"] else ""),
     ]
     for name, said in report["contestants"].items():
         if note := said.get("note"):
             lines.append(f"{name}: {note}")
         if checked := [case["peers"][name] for case in report["cases"] if name in case["peers"]]:
-            lines.append(f"{name}: {_shown(checked)}")
+            lines.append(f"{name}: {_shown(checked, report['oracle'])}")
     if (rates := report["contestants"][ENGINE]["synthetic_acceptance"]) is not None:
         shown = ", ".join(f"{rate:.2f}" for rate in rates)
         lines.append(
@@ -330,12 +347,12 @@ def render(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _shown(checked: Sequence[Mapping[str, float]]) -> str:
+def _shown(checked: Sequence[Mapping[str, float]], oracle: str) -> str:
     """Say how many tokens of all cases agree, and how far the others lie off."""
     tokens, equal = (sum(case[key] for case in checked) for key in ("tokens", "equal"))
     worst = max(case["largest_gap"] for case in checked)
     mean = sum(case["mean_gap"] * case["tokens"] for case in checked) / tokens
-    return f"{equal} of {tokens} greedy tokens have the best of transformers' logits" + (
+    return f"{equal} of {tokens} greedy tokens have the best logit of {oracle}" + (
         f"; they lie at most {worst:.1g} of the largest under it, {mean:.1g} on average"
         if equal < tokens
         else ""

@@ -79,6 +79,12 @@ class Checkpoint:
         else:
             self._explain_absence()
 
+    @property
+    def gguf_file(self) -> Path | None:
+        """Return the GGUF file that the folder describes, if it does."""
+        link = self.folder / GGUF
+        return link.readlink() if link.is_symlink() else None
+
     def _json(self, name: str, *, required: bool) -> dict[str, Any]:
         path = self.folder / name
         if not has_file(path):

@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from specdec.bench import gguf_model, llama_cpp, llama_server, throughput
 from specdec.bench.agreement import SAME_BITS, SAME_MODEL, agreement, require_same_model
 from specdec.bench.gguf_model import FileType, write_gguf
 from specdec.bench.llama_cpp import LlamaCppPeer, ServerSettings, find_program
-from specdec.bench.peers import TransformersPeer
+from specdec.bench.peers import Sample, TransformersPeer
+from specdec.bench.runner import EngineRunner
 from specdec.bench.timing import BandwidthProbe
 from specdec.cli import main
 from specdec.errors import ConfigError, EngineError
@@ -104,10 +106,10 @@ def test_the_shipped_model_survives_fewer_bits(kind: FileType, tmp_path: Path) -
 @pytest.mark.parametrize(("own", "most"), [(0.0, SAME_MODEL), (0.4, 0.4 * SAME_BITS)])
 def test_tokens_of_another_model_show_no_figure(own: float, most: float) -> None:
     ours = agreement(torch.full((2, 3), own))
-    require_same_model("llama.cpp", agreement(torch.full((2, 3), 0.9 * most)), ours)
+    require_same_model("llama.cpp", agreement(torch.full((2, 3), 0.9 * most)), ours, "transformers")
     for gap in (1.1 * most, float("nan")):
         with pytest.raises(EngineError, match=r"^llama\.cpp: .* no figure"):
-            require_same_model("llama.cpp", agreement(torch.full((2, 3), gap)), ours)
+            require_same_model("llama.cpp", agreement(torch.full((2, 3), gap)), ours, "transformers")
 
 
 def test_another_model_ends_the_benchmark(
@@ -140,6 +142,49 @@ def test_benchmark_runs_it_in_the_same_bits(
         assert case["peers"]["llama.cpp"]["tokens"] == 9 * case["batch"]
         assert case["figures"]["llama.cpp"]["tokens_per_step"]["median"] == 1
     assert f"llama.cpp: {kind}" in out and "greedy tokens" in out
+
+
+def written(folder: Path, kind: FileType, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write `tiny` as a GGUF file, and have it read without its tokenizer, whose tokens are numbers."""
+    path = folder / "model.gguf"
+    write_gguf(Checkpoint(find_folder("tiny")), path, kind)
+    monkeypatch.setattr("specdec.models.gguf.folder.NONE", ("rwkv",))
+    return path
+
+
+def test_both_read_the_same_gguf_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are checked by the engine's own logits, computed in one pass."""
+    path = written(tmp_path, "Q8_0", monkeypatch)
+    at = COMMAND.index("tiny")
+    assert main([*COMMAND[:at], str(path), *COMMAND[at + 1 :], "--dtype", "float32"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["oracle"] == "specdec, draft none"
+    assert report["contestants"]["llama.cpp"]["file_type"].startswith("Q8_0")
+    for case in report["cases"]:
+        assert case["agreement"]["largest_gap"] < EXCUSED
+        assert case["peers"]["llama.cpp"]["mean_gap"] < SAME_MODEL
+        assert set(case["figures"]) == {"specdec", "specdec, draft none", "llama.cpp", "llama.cpp, draft-mtp"}
+
+
+def test_wrong_tokens_of_a_gguf_file_show_no_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, "F32", monkeypatch)
+    run = EngineRunner.run
+
+    def spoilt(self: EngineRunner, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
+        sample = run(self, prompts, new_tokens)
+        assert sample.token_ids is not None
+        return replace(sample, token_ids=tuple((own[0] ^ 1, *own[1:]) for own in sample.token_ids))
+
+    monkeypatch.setattr(EngineRunner, "run", spoilt)
+    command = ["bench", "throughput", str(path), "--batch", "1", "--prompt-tokens", "9", "--json"]
+    assert main([*command, "--new-tokens", "8", "--dtype", "float32"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "differ from specdec, draft none, first in row 0" in captured.err
 
 
 def test_its_own_drafts_run_where_this_engine_drafts(capsys: pytest.CaptureFixture[str]) -> None:

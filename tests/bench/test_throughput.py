@@ -88,9 +88,9 @@ def test_wrong_token_shows_no_figure(
 
 @pytest.mark.parametrize("gap", [2 * EXCUSED_GAP, float("nan"), float("inf")])
 def test_check_excuses_rounding_alone(gap: float) -> None:
-    throughput._refuse(torch.tensor([[0.0, EXCUSED_GAP / 2]]))
+    throughput._refuse(torch.tensor([[0.0, EXCUSED_GAP / 2]]), "transformers")
     with pytest.raises(throughput.EngineError, match=r"row 0 at output token 1"):
-        throughput._refuse(torch.tensor([[0.0, gap]]))
+        throughput._refuse(torch.tensor([[0.0, gap]]), "transformers")
 
 
 def test_runner_times_each_step_in_which_all_rows_decode(hybrid: Path) -> None:
