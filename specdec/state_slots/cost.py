@@ -37,6 +37,16 @@ class OnlineCost:
         if self.fixed_s < 0:
             self.fixed_s, self.slope_s = 0.0, self._xy / self._xx
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self._weight > 0
+
+    def discount(self, factor: float) -> None:
+        """Multiply the estimate: where nothing is tried, nothing else tells that it has become cheaper."""
+        self._y, self._xy = factor * self._y, factor * self._xy
+        self.fixed_s, self.slope_s = factor * self.fixed_s, factor * self.slope_s
+
     def predict(self, size: float) -> float:
         """Return the seconds that work of this size takes."""
         return self.fixed_s + self.slope_s * size
