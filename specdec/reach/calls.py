@@ -48,7 +48,6 @@ class Calls:
         limit_s: float = CALL_S,
         kind: Kind = "lease",
     ) -> A:
-        """Send a body. Once more if the connection was closed meanwhile: each call may be repeated."""
         return await self._call(at, "POST", path, body.write(), answer, limit_s, kind)
 
     async def close(self) -> None:
@@ -67,10 +66,7 @@ class Calls:
     ) -> A:
         try:
             async with asyncio.timeout(limit_s):
-                try:
-                    status, data = await self._exchange(at, method, path, body, kind)
-                except aiohttp.ServerDisconnectedError:
-                    status, data = await self._exchange(at, method, path, body, kind)
+                status, data = await self._exchange(at, method, path, body, kind)
         except TimeoutError:
             raise Refusal("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -120,10 +116,15 @@ class Calls:
         return bytes(data)
 
     def _session(self, kind: Kind) -> aiohttp.ClientSession:
-        """Return the session of one kind of calls, which begins within the event loop."""
+        """Return the session of one kind of calls, which begins within the event loop.
+
+        Each call has its own connection: where a kept one is closed, aiohttp repeats a GET, nonce and all.
+        """
         if kind not in self._sessions:
             self._sessions[kind] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MOST_CONNECTIONS, limit_per_host=MOST_OF_A_PEER),
+                connector=aiohttp.TCPConnector(
+                    limit=MOST_CONNECTIONS, limit_per_host=MOST_OF_A_PEER, force_close=True
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,

@@ -1,6 +1,7 @@
 """What a server that is no peer answers is bounded, and refused before it is parsed."""
 
 import asyncio
+import contextlib
 from typing import ClassVar
 
 import pytest
@@ -78,3 +79,31 @@ def test_a_status_that_was_changed_is_refused(status: int, signed_status: int) -
     with pytest.raises(Refusal, match="without a valid signature"):
         asyncio.run(answered(100, status, signed_status))
     assert not Recorded.parsed
+
+
+def test_no_nonce_is_sent_twice_where_a_server_closes_connections_that_it_has_kept() -> None:
+    """Closed as the next request arrives, which is when a client has to ask again."""
+    nonces: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError):
+            for is_kept in (True, False):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                header = head.partition("Authorization: ")[2].partition("\r\n")[0]
+                request = SignedRequest.verified(SECRET, "GET", "/reach/agents", [header])
+                nonces.append(request.nonce)
+                if is_kept:
+                    signature, body = request.encrypt(SECRET, 200, b"{}")
+                    lines = f"{ANSWER_HEADER}: {signature}\r\nContent-Length: {len(body)}"
+                    writer.write(f"HTTP/1.1 200 OK\r\n{lines}\r\n\r\n".encode() + body)
+
+    async def test() -> None:
+        calls = Calls(SECRET)
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            at = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+            for _ in range(3):
+                assert (await calls.get(at, "/reach/agents", Recorded)).intact
+            await calls.close()
+
+    asyncio.run(test())
+    assert len(nonces) == len({*nonces}) == 3
