@@ -8,7 +8,7 @@ from yarl import URL
 
 from specdec.reach.allowed import Endpoint
 from specdec.reach.messages import Body, read_refusal
-from specdec.reach.signed import ANSWER_HEADER, SignedRequest
+from specdec.reach.signed import SignedRequest
 from specdec.reach.terms import STATUSES, VARIABLE, WAIT_S, Refusal, Secret
 
 CONNECT_S = 2.0
@@ -81,16 +81,15 @@ class Calls:
     async def _exchange(
         self, at: Endpoint, method: str, path: str, body: bytes, kind: Kind
     ) -> tuple[int, bytes]:
-        """Return the status and the decrypted body of a signed answer; nothing of another answer is used."""
+        """Return the status and the decrypted body of an answer; one that cannot be decrypted is not used."""
         url = URL(f"http://{at}{path}")
         signed = SignedRequest.new(method, url.raw_path_qs, body)
         headers = {"Authorization": signed.authorization(self._secret)}
         async with self._session(kind).request(
             method, url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
-            signatures = response.headers.getall(ANSWER_HEADER, [])
-            data = await self._read(at, response) if signatures else b""
-            opened = signed.decrypt(self._secret, response.status, signatures, data)
+            data = await self._read(at, response)
+            opened = signed.decrypt(self._secret, response.status, data)
             if opened is not None:
                 return response.status, opened
             response.close()

@@ -10,10 +10,12 @@ from specdec.reach import calls as calls_module
 from specdec.reach.allowed import Endpoint
 from specdec.reach.calls import MOST_ANSWER_BYTES, Calls
 from specdec.reach.messages import Closed
-from specdec.reach.signed import ANSWER_HEADER, SignedRequest
+from specdec.reach.signed import IV_BYTES, SignedRequest
 from specdec.reach.terms import Refusal, Secret
 
 SECRET = Secret("a-secret-of-the-tests")
+OVERHEAD = IV_BYTES + 16
+"""What encryption adds to an answer."""
 
 
 class Recorded(Closed):
@@ -34,13 +36,12 @@ async def answered(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        body, line = b"[" * num_bytes, ""
+        body = b"[" * num_bytes
         if secret:
             header = head.partition("Authorization: ")[2].partition("\r\n")[0]
             request = SignedRequest.verified(SECRET, "GET", "/reach/agents", [header])
-            signature, body = request.encrypt(secret, signed_status, body)
-            line = f"{ANSWER_HEADER}: {signature}\r\n"
-        writer.write(f"HTTP/1.1 {status} X\r\n{line}Content-Length: {num_bytes}\r\n\r\n".encode() + body)
+            body = request.encrypt(secret, signed_status, body[OVERHEAD:])
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {num_bytes}\r\n\r\n".encode() + body)
         writer.close()
 
     calls = Calls(SECRET)
@@ -55,7 +56,7 @@ async def answered(
 def test_an_answer_that_is_too_long_is_not_parsed() -> None:
     Recorded.parsed.clear()
     assert asyncio.run(answered(MOST_ANSWER_BYTES)).intact
-    assert Recorded.parsed == [MOST_ANSWER_BYTES], "the control"
+    assert Recorded.parsed == [MOST_ANSWER_BYTES - OVERHEAD], "the control"
     with pytest.raises(Refusal) as caught:
         asyncio.run(answered(MOST_ANSWER_BYTES + 1))
     assert caught.value.reason == "garbled" and len(Recorded.parsed) == 1
@@ -93,9 +94,8 @@ def test_no_nonce_is_sent_twice_where_a_server_closes_connections_that_it_has_ke
                 request = SignedRequest.verified(SECRET, "GET", "/reach/agents", [header])
                 nonces.append(request.nonce)
                 if is_kept:
-                    signature, body = request.encrypt(SECRET, 200, b"{}")
-                    lines = f"{ANSWER_HEADER}: {signature}\r\nContent-Length: {len(body)}"
-                    writer.write(f"HTTP/1.1 200 OK\r\n{lines}\r\n\r\n".encode() + body)
+                    body = request.encrypt(SECRET, 200, b"{}")
+                    writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
     async def test() -> None:
         calls = Calls(SECRET)
