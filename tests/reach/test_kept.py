@@ -10,6 +10,7 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import Tenant
+from specdec.reach.calls import MOST_ANSWER_BYTES
 from specdec.reach.kept import REFRESH_S, Changes, Kept, KeptLog, KeptStates, hash_beginnings
 from specdec.reach.terms import Refusal
 from tests.reach.peers import Clock
@@ -95,6 +96,24 @@ def test_what_is_of_another_life_or_too_old_is_told_whole() -> None:
     kept.clear()
     clock.now_s += 2 * REFRESH_S
     assert since(log, 0).whole and since(log, 0).added == []
+
+
+def test_a_whole_answer_names_the_latest_states_and_counts_the_others() -> None:
+    """At their longest, 65,536 of them are what the client reads."""
+    clock, kept = Clock(), {(WORD - own, 1 << 24) for own in range(100_000)}
+    log = KeptLog(of(lambda: kept), clock=clock)
+    since(log, 0)
+    kept |= {(own, 1 << 24) for own in range(10)}
+    clock.now_s += 2 * REFRESH_S
+    told = since(log, 0)
+    assert len(told.write()) + 100 < MOST_ANSWER_BYTES
+    assert (told.whole, len(told.added), told.left_out) == (True, 1 << 16, 100_010 - (1 << 16))
+    assert {prefix for prefix, _ in told.added} >= {f"{own:016x}" for own in range(10)}
+    kept -= {(5, 1 << 24)}
+    clock.now_s += 2 * REFRESH_S
+    then = since(log, told.seq)
+    assert (then.whole, then.added, then.left_out) == (False, [], 0)
+    assert then.gone == [("0000000000000005", 1 << 24)]
 
 
 def test_the_epoch_is_another_one_for_each_log() -> None:
