@@ -134,6 +134,21 @@ def test_what_came_and_went_between_two_questions_is_told_as_gone(most: int) -> 
     assert not told.whole and told.added == [("0000000000000001", 1)] and not told.gone
 
 
+def test_many_states_are_hashed_in_several_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine makes no step while one looks."""
+    draw = np.random.default_rng(2)
+    with SpecEngine("tiny", memory_bytes=64 << 20, draft="none", dtype="float32") as engine:
+        params = SamplingParams(max_tokens=2)
+        engine.generate([draw.integers(5, 300, 140).tolist() for _ in range(5)], params)
+        whole = asyncio.run(KeptStates(engine.transfers).now())
+        monkeypatch.setattr("specdec.reach.kept.MOST_HASHED", 1)
+        states, known = KeptStates(engine.transfers), []
+        while not known or len(known[-1]) < len(whole):
+            known.append(asyncio.run(states.now()))
+        assert [len(own) for own in known] == [*range(1, len(whole) + 1)] and len(whole) > 4
+        assert known[-1] == whole
+
+
 def test_what_an_engine_keeps_is_what_a_request_can_continue() -> None:
     """Prompts that share beginnings, so that nodes are split, under two salts."""
     draw = np.random.default_rng(1)
