@@ -120,6 +120,11 @@ class Transfers:
         """Look at what is cached, between two steps."""
         return self._worker.between_steps(lambda: work(self._landings().cache))
 
+    def fits(self, hidden_1D: Tensor) -> bool:
+        """Return whether the draft head can read a hidden state; another size or type fails whole steps."""
+        head, dtype = self._model.loop.speculation.head, self.arena.layout.dtype
+        return head is not None and hidden_1D.shape == (1, head.head.width) and hidden_1D.dtype == dtype
+
     def drop(self, landing: Landing) -> "Future[None]":
         """Give a landing's memory back, into which nothing writes any more."""
         return self._worker.between_steps(lambda: self._landings().drop(landing))

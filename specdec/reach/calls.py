@@ -8,7 +8,7 @@ from yarl import URL
 
 from specdec.reach.allowed import Endpoint
 from specdec.reach.messages import Body, read_refusal
-from specdec.reach.signed import ANSWER_HEADER, SignedRequest
+from specdec.reach.signed import SignedRequest
 from specdec.reach.terms import STATUSES, VARIABLE, WAIT_S, Refusal, Secret
 
 CONNECT_S = 2.0
@@ -48,7 +48,6 @@ class Calls:
         limit_s: float = CALL_S,
         kind: Kind = "lease",
     ) -> A:
-        """Send a body. Once more if the connection was closed meanwhile: each call may be repeated."""
         return await self._call(at, "POST", path, body.write(), answer, limit_s, kind)
 
     async def close(self) -> None:
@@ -67,10 +66,7 @@ class Calls:
     ) -> A:
         try:
             async with asyncio.timeout(limit_s):
-                try:
-                    status, data = await self._exchange(at, method, path, body, kind)
-                except aiohttp.ServerDisconnectedError:
-                    status, data = await self._exchange(at, method, path, body, kind)
+                status, data = await self._exchange(at, method, path, body, kind)
         except TimeoutError:
             raise Refusal("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -85,16 +81,15 @@ class Calls:
     async def _exchange(
         self, at: Endpoint, method: str, path: str, body: bytes, kind: Kind
     ) -> tuple[int, bytes]:
-        """Return the status and the decrypted body of a signed answer; nothing of another answer is used."""
+        """Return the status and the decrypted body of an answer; one that cannot be decrypted is not used."""
         url = URL(f"http://{at}{path}")
         signed = SignedRequest.new(method, url.raw_path_qs, body)
         headers = {"Authorization": signed.authorization(self._secret)}
         async with self._session(kind).request(
             method, url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
-            signatures = response.headers.getall(ANSWER_HEADER, [])
-            data = await self._read(at, response) if signatures else b""
-            opened = signed.decrypt(self._secret, response.status, signatures, data)
+            data = await self._read(at, response)
+            opened = signed.decrypt(self._secret, response.status, data)
             if opened is not None:
                 return response.status, opened
             response.close()
@@ -120,10 +115,15 @@ class Calls:
         return bytes(data)
 
     def _session(self, kind: Kind) -> aiohttp.ClientSession:
-        """Return the session of one kind of calls, which begins within the event loop."""
+        """Return the session of one kind of calls, which begins within the event loop.
+
+        Each call has its own connection: where a kept one is closed, aiohttp repeats a GET, nonce and all.
+        """
         if kind not in self._sessions:
             self._sessions[kind] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MOST_CONNECTIONS, limit_per_host=MOST_OF_A_PEER),
+                connector=aiohttp.TCPConnector(
+                    limit=MOST_CONNECTIONS, limit_per_host=MOST_OF_A_PEER, force_close=True
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,

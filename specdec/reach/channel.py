@@ -18,7 +18,7 @@ from specdec.reach.connections import SERVER, bounded
 from specdec.reach.kept import KeptLog
 from specdec.reach.leases import Book
 from specdec.reach.messages import Agents, Ask, AskSums, Beat, Close, Closed, Sums, write_refusal
-from specdec.reach.signed import ANSWER_HEADER, SCHEME, ReplayGuard, SignedRequest
+from specdec.reach.signed import SCHEME, ReplayGuard, SignedRequest
 from specdec.reach.terms import MOST_ROOM, Reason, Refusal, Secret
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Channel:
 
 
 def _guard(book: Book, secret: Secret, replays: ReplayGuard) -> Callable[..., Awaitable[web.Response]]:
-    """Return the middleware: check the signature, handle, sign the answer and send it in bounded time."""
+    """Return the middleware: check the signature, handle, encrypt the answer and send it in bounded time."""
 
     @web.middleware
     async def guard(
@@ -165,8 +165,7 @@ def _guard(book: Book, secret: Secret, replays: ReplayGuard) -> Callable[..., Aw
             response = _refused(book, Refusal("internal", "The server failed; its log says how."), 500)
         if signed:
             assert isinstance(response.body, bytes)
-            signature, response.body = signed.encrypt(secret, response.status, response.body)
-            response.headers[ANSWER_HEADER] = signature
+            response.body = signed.encrypt(secret, response.status, response.body)
             response.content_type = "application/octet-stream"
         await _send(request, response)
         return response

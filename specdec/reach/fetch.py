@@ -224,9 +224,11 @@ class Fetcher:
         if self._wants_check(hold.pair) and not await self._is_same(hold, landing):
             self._peers.refuse(hold.pair, "what was read from it is not what it has; look at the network")
             return Fetched("wrong_bytes")
+        hidden_1D = opened.hidden.tensor[None] if opened.hidden else None
+        if hidden_1D is not None and not self._transfers.fits(hidden_1D):
+            raise Refusal("garbled", f"{hold.pair.at} has sent a hidden state of another size or type.")
         if not await self._peers.close(hold, read=True):
             return Fetched("not_intact")
-        hidden_1D = opened.hidden.tensor[None] if opened.hidden else None
         self._cost.observe(arrival.num_bytes, seconds)
         if not await asyncio.wrap_future(self._transfers.land(landing, hidden_1D, seconds=seconds)):
             return Fetched("not_landed")

@@ -48,6 +48,8 @@ MEET_AGAIN_S = 1.0
 """Between two handshakes with a peer that is up: requests that name another engine do not cause more."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """For which a peer that is down is left alone: each time twice as long."""
+ASK_AGAIN_S = 1.0
+"""Between two answers that say nothing new of a prompt: a peer with nothing to say waits longer than that."""
 MOST_LINKS = 1024
 MOST_SILENT = 2
 """Beats in turn without an answer, after which a peer counts as lost."""
@@ -220,14 +222,19 @@ class Peers(Generic[P]):
         )
         path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
         kind: Kind = "lease" if room is None else "room"
+        again_s = asyncio.get_running_loop().time() + ASK_AGAIN_S
         try:
             opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S, kind)
             if (opened.length, hold.lease or opened.lease) != (prompt.length, opened.lease):
                 raise Refusal("garbled", f"{hold.pair.at} has answered for another prompt.")
         except Refusal as refusal:
             self._heed(hold.pair, refusal)
+            if refusal.reason == "unknown_room":
+                await _sleep_until(again_s)
             raise
         hold.lease = opened.lease
+        if opened.ready <= have:
+            await _sleep_until(again_s)
         return opened
 
     async def sums(self, hold: Hold[P], places: Sequence[int]) -> list[int]:
@@ -423,6 +430,10 @@ class Peers(Generic[P]):
 
     async def _close_unread(self, hold: Hold[P]) -> None:
         await self.close(hold, read=False)
+
+
+async def _sleep_until(time_s: float) -> None:
+    await asyncio.sleep(max(time_s - asyncio.get_running_loop().time(), 0.0))
 
 
 def _name(engine: str, at: Endpoint) -> str:

@@ -1,34 +1,36 @@
 """Signed requests and answers of the side channel: each side proves that it knows the secret; it is not sent.
 
 A request has the header `Authorization: Specdec-HMAC-SHA256 TIME NONCE BODY MAC`: seconds since 1970, a
-random nonce, the SHA-256 of the body, and an HMAC of these three, the method and the path. An answer has the
-header `X-Specdec-Signature: SALT MAC`: an HMAC of the request's nonce, the status, the salt and the body's
-SHA-256.
+random nonce, the SHA-256 of the body, and an HMAC of these three, the method and the path. The answer is
+encrypted and authenticated with AES-GCM, under a key derived from the secret and the request's nonce.
 
-The body of a signed answer is encrypted with a key of its own, derived from the secret, the request's nonce
-and the salt. This makes relaying useless: servers have several names and may be behind NAT, so the receiver
-cannot check for which address a request was signed. An impostor may pass a request on to another server, or
-replay it to one that has restarted and forgotten its nonces, but it cannot read the answer.
+Encryption makes relaying useless: servers have several names and may be behind NAT, so the receiver cannot
+check for which address a request was signed. An impostor may pass a request on to another server, or replay
+it to one that has restarted and forgotten its nonces, but it cannot read the answer.
 """
 
 import hashlib
 import hmac
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from specdec.reach.recent import Recent
 from specdec.reach.terms import VARIABLE, Refusal, Secret, new_id
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
 SCHEME = "Specdec-HMAC-SHA256"
-ANSWER_HEADER = "X-Specdec-Signature"
 MOST_SKEW_S = 60
 """Between the two servers' clocks."""
 MOST_NONCES = 1 << 17
 """Remembered at once: 1,000 requests a second. A full table takes 31 MB."""
 AUTHORIZATION = re.compile(SCHEME + " ([0-9]{1,12}) ([0-9a-f]{32}) ([0-9a-f]{64}) ([0-9a-f]{64})")
-ANSWER = re.compile("([0-9a-f]{32}) ([0-9a-f]{64})")
+IV_BYTES = 12
+"""Before the ciphertext of each answer, drawn anew: a request that is replayed gets another answer."""
 
 
 class SignedRequest(NamedTuple):
@@ -59,32 +61,29 @@ class SignedRequest(NamedTuple):
                 return signed
         raise Refusal("unauthorized", f"Authorization: sign the request with this server's {VARIABLE}.")
 
-    def encrypt(self, secret: Secret, status: int, body: bytes) -> tuple[str, bytes]:
-        """Return the signature header's value and the body of an answer to this request."""
-        salt = new_id()
-        data = self._encrypted(secret, salt, body)
-        return f"{salt} {self._answer_mac(secret, status, salt, data)}", data
+    def encrypt(self, secret: Secret, status: int, body: bytes) -> bytes:
+        """Return the body of an answer to this request as it is sent."""
+        iv = os.urandom(IV_BYTES)
+        return iv + self._cipher(secret).encrypt(iv, body, str(status).encode())
 
-    def decrypt(self, secret: Secret, status: int, headers: Sequence[str], data: bytes) -> bytes | None:
-        """Return the body of an answer to this request; None if its signature is missing or wrong."""
-        found = ANSWER.fullmatch(headers[0]) if len(headers) == 1 else None
-        if not found or not hmac.compare_digest(self._answer_mac(secret, status, found[1], data), found[2]):
+    def decrypt(self, secret: Secret, status: int, data: bytes) -> bytes | None:
+        """Return the body of an answer to this request; None if it is not encrypted with the secret."""
+        from cryptography.exceptions import InvalidTag
+
+        iv, data = data[:IV_BYTES], data[IV_BYTES:]
+        try:
+            return self._cipher(secret).decrypt(iv, data, str(status).encode())
+        except (InvalidTag, ValueError):  # the latter if it is too short
             return None
-        return self._encrypted(secret, found[1], data)
 
     def _mac(self, secret: Secret) -> str:
         lines = (self.method, self.path, str(self.time_s), self.nonce, self.body_sha256)
         return secret.digest("request", "\n".join(lines)).hex()
 
-    def _answer_mac(self, secret: Secret, status: int, salt: str, data: bytes) -> str:
-        lines = (self.nonce, str(status), salt, hashlib.sha256(data).hexdigest())
-        return secret.digest("answer", "\n".join(lines)).hex()
+    def _cipher(self, secret: Secret) -> "AESGCM":
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    def _encrypted(self, secret: Secret, salt: str, data: bytes) -> bytes:
-        """XOR with a key as long as the data and used once; twice is the identity."""
-        key = secret.digest("encrypt", f"{self.nonce}\n{salt}")
-        pad = hashlib.shake_256(key).digest(len(data))
-        return (int.from_bytes(data, "big") ^ int.from_bytes(pad, "big")).to_bytes(len(data), "big")
+        return AESGCM(secret.digest("answer", self.nonce))
 
 
 class ReplayGuard:

@@ -45,7 +45,7 @@ def _cards(told: Told) -> list[dict[str, Any]]:
     try:
         found = json.loads(told.body)["data"]
         return [own for own in found if isinstance(own["id"], str)]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return []
 
 

@@ -40,6 +40,9 @@ class Repo:
     spans: dict[str, list[str]] = field(default_factory=dict)
     """By file: the range that is sent instead of the one that is asked for, one after the other."""
 
+    told: str | None = None
+    """The commit that files are said to be of instead of the repository's."""
+
     @property
     def commit(self) -> str:
         parts = (name.encode() + _digest(content) for name, content in sorted(self.files.items()))
@@ -151,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if file not in repo.files:
             return self._refuse(404, "EntryNotFound")
-        content, commit = repo.files[file], {"X-Repo-Commit": repo.commit}
+        content, commit = repo.files[file], {"X-Repo-Commit": repo.told or repo.commit}
         if len(content) >= LARGE:
             # Another name of the same machine, as the hub's storage is another host.
             place = f"{self.hub.address.replace('127.0.0.1', 'localhost')}/cdn/{name}/{file}"

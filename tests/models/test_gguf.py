@@ -31,7 +31,7 @@ from specdec.models.folder import find_folder
 from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import KEPT, integers, offsets, scales, widen
-from specdec.models.gguf.file import KINDS, GgufFile
+from specdec.models.gguf.file import KINDS, MOST_BYTES, MOST_STRINGS, GgufFile
 from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
@@ -399,6 +399,22 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     writer.write_tensors_to_file()
     writer.close()
     return path.read_bytes()
+
+
+def test_metadata_of_no_real_size_are_not_read(tmp_path: Path) -> None:
+    """Strings may be empty, and the file a hole: 8 GiB of numbers took 16 GB of memory."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
+    for value, said in (
+        (struct.pack("<IIQ", 9, 8, MOST_STRINGS + 1), "a has 4,194,305 strings"),
+        (struct.pack("<IIQ", 9, 8, 1 << 40), "too short for them"),
+        (struct.pack("<IIQ", 9, 0, MOST_BYTES + 1), "a has 134,217,729 bytes"),
+        (struct.pack("<IQ", 8, MOST_BYTES + 1), "a has 134,217,729 bytes"),
+    ):
+        with (tmp_path / "a.gguf").open("wb") as file:
+            file.write(head + value)
+            file.truncate(MOST_BYTES + 1000)
+        with pytest.raises(CheckpointError, match=said):
+            GgufFile(tmp_path / "a.gguf")
 
 
 def test_metadata_and_tensors_are_those_that_gguf_wrote(small: bytes, tmp_path: Path) -> None:

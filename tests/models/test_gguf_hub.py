@@ -1,5 +1,6 @@
 """GGUF files by name, from a hub that is served here."""
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,19 @@ def test_a_description_downloads_headers_alone(
     assert described == describe_model(whole, config, [64])
     with describable(NAME, EngineConfig()) as (folder, _):
         assert folder == whole
+
+
+def test_a_header_without_an_end_is_given_up(
+    repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub tells any size for nothing, and a hole of that size was read as the rest of the header."""
+    monkeypatch.setattr(headers, "FIRST_GGUF", 64)
+    monkeypatch.setattr(headers, "LONGEST", 1000)
+    for name in repo.files:
+        field = struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 8, 1200)
+        repo.files[name] = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field + bytes(10_000)
+    with pytest.raises(CheckpointError, match=r"Q4_K_M.gguf has a header of more than 1,000 bytes"):
+        headers.find_headers(HubName(NAME), tmp_path)
 
 
 def test_a_description_of_an_unread_type_downloads_no_more(

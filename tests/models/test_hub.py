@@ -220,6 +220,22 @@ def test_what_is_not_what_the_hub_promises_is_refused(hub: Hub, monkeypatch: pyt
     assert (find_folder("a/b") / SINGLE).read_bytes() == WEIGHTS
 
 
+def test_a_text_too_large_to_parse_and_files_of_another_commit_are_not_downloaded(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repository, "MOST_TEXT_BYTES", 1000)
+    repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS, "tokenizer.json": b" " * 1001})
+    with pytest.raises(CheckpointError, match=r"tokenizer.json has 1,001 bytes .*, more than 1,000"):
+        find_folder("a/b")
+    repo.files["tokenizer.json"] = b" " * 1000
+    repo.told = "c" * 40
+    with pytest.raises(CheckpointError, match=f"of commit 'c{{40}}', not of {repo.commit}"):
+        find_folder("a/b")
+    assert not hub.fetched() and not list(Path(constants.HF_HUB_CACHE).rglob("snapshots/*/*"))
+    repo.told = None
+    assert (find_folder("a/b") / "tokenizer.json").stat().st_size == 1000
+
+
 def test_connections_that_give_next_to_nothing_end(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
     monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)

@@ -5,7 +5,6 @@ import contextlib
 import gzip
 import json
 import random
-import re
 import string
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from specdec.reach import channel, connections
 from specdec.reach.messages import MOST_BEATS
-from specdec.reach.signed import ANSWER_HEADER, SignedRequest
+from specdec.reach.signed import SignedRequest
 from specdec.reach.terms import STATUSES, Prompt, Secret
 from tests.reach.peers import PROMPT, SECRET, Lender, readable, run, until
 
@@ -40,8 +39,7 @@ def parse(signed: SignedRequest, answer: bytes) -> tuple[int, Any]:
     """Return the status and the JSON of a raw answer to a request."""
     top, _, data = answer.partition(b"\r\n\r\n")
     status = int(top.split()[1])
-    signatures = re.findall(f"{ANSWER_HEADER}: (.*)\r", f"{top.decode()}\r")
-    return status, readable(signed, status, signatures, data)
+    return status, readable(signed, status, data)
 
 
 @contextlib.asynccontextmanager

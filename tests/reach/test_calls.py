@@ -1,6 +1,7 @@
 """What a server that is no peer answers is bounded, and refused before it is parsed."""
 
 import asyncio
+import contextlib
 from typing import ClassVar
 
 import pytest
@@ -9,10 +10,12 @@ from specdec.reach import calls as calls_module
 from specdec.reach.allowed import Endpoint
 from specdec.reach.calls import MOST_ANSWER_BYTES, Calls
 from specdec.reach.messages import Closed
-from specdec.reach.signed import ANSWER_HEADER, SignedRequest
+from specdec.reach.signed import IV_BYTES, SignedRequest
 from specdec.reach.terms import Refusal, Secret
 
 SECRET = Secret("a-secret-of-the-tests")
+OVERHEAD = IV_BYTES + 16
+"""What encryption adds to an answer."""
 
 
 class Recorded(Closed):
@@ -33,13 +36,12 @@ async def answered(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        body, line = b"[" * num_bytes, ""
+        body = b"[" * num_bytes
         if secret:
             header = head.partition("Authorization: ")[2].partition("\r\n")[0]
             request = SignedRequest.verified(SECRET, "GET", "/reach/agents", [header])
-            signature, body = request.encrypt(secret, signed_status, body)
-            line = f"{ANSWER_HEADER}: {signature}\r\n"
-        writer.write(f"HTTP/1.1 {status} X\r\n{line}Content-Length: {num_bytes}\r\n\r\n".encode() + body)
+            body = request.encrypt(secret, signed_status, body[OVERHEAD:])
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {num_bytes}\r\n\r\n".encode() + body)
         writer.close()
 
     calls = Calls(SECRET)
@@ -54,7 +56,7 @@ async def answered(
 def test_an_answer_that_is_too_long_is_not_parsed() -> None:
     Recorded.parsed.clear()
     assert asyncio.run(answered(MOST_ANSWER_BYTES)).intact
-    assert Recorded.parsed == [MOST_ANSWER_BYTES], "the control"
+    assert Recorded.parsed == [MOST_ANSWER_BYTES - OVERHEAD], "the control"
     with pytest.raises(Refusal) as caught:
         asyncio.run(answered(MOST_ANSWER_BYTES + 1))
     assert caught.value.reason == "garbled" and len(Recorded.parsed) == 1
@@ -78,3 +80,30 @@ def test_a_status_that_was_changed_is_refused(status: int, signed_status: int) -
     with pytest.raises(Refusal, match="without a valid signature"):
         asyncio.run(answered(100, status, signed_status))
     assert not Recorded.parsed
+
+
+def test_no_nonce_is_sent_twice_where_a_server_closes_connections_that_it_has_kept() -> None:
+    """Closed as the next request arrives, which is when a client has to ask again."""
+    nonces: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError):
+            for is_kept in (True, False):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                header = head.partition("Authorization: ")[2].partition("\r\n")[0]
+                request = SignedRequest.verified(SECRET, "GET", "/reach/agents", [header])
+                nonces.append(request.nonce)
+                if is_kept:
+                    body = request.encrypt(SECRET, 200, b"{}")
+                    writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+    async def test() -> None:
+        calls = Calls(SECRET)
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            at = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+            for _ in range(3):
+                assert (await calls.get(at, "/reach/agents", Recorded)).intact
+            await calls.close()
+
+    asyncio.run(test())
+    assert len(nonces) == len({*nonces}) == 3

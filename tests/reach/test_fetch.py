@@ -16,8 +16,11 @@ from specdec.core.landing import Landings
 from specdec.reach import calls, fetch
 from specdec.reach.allowed import Allowed
 from specdec.reach.connections import bounded
+from specdec.reach.lease import Lease
+from specdec.reach.leases import Book
+from specdec.reach.messages import Ask, Hidden, Opened
 from specdec.reach.peers import Hold
-from specdec.reach.terms import LeaseReference, RoomReference
+from specdec.reach.terms import LeaseReference, Refusal, RoomReference
 from tests.models.agreeing import END
 from tests.reach.engines import HOST, Side, side
 from tests.reach.peers import until
@@ -109,6 +112,62 @@ def test_a_room_is_fetched_from_while_its_prompt_is_read(folder: Path) -> None:
             again = await writer.fetcher.fetch(prompt(2), SOLE, RoomReference(HOST, reader.channel.port, 7))
             assert again.outcome == "room_used"
 
+    run(test())
+
+
+@pytest.mark.parametrize("width", ["narrow", "wide"])
+def test_a_hidden_state_that_the_head_cannot_read_is_refused(
+    width: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that lies ends no request here: a step of all requests failed on it."""
+    tell = Lease.tell
+
+    def lying(self: Lease, have: int) -> Opened:
+        opened = tell(self, have)
+        assert opened.hidden
+        own = opened.hidden.tensor
+        forged = own.repeat(3) if width == "wide" else own[:3]
+        return opened.model_copy(update={"hidden": Hidden.of(forged)})
+
+    async def test() -> None:
+        async with pair(folder) as (reader, writer):
+            ids = prompt(1)
+            lent = await reader.lend(ids)
+            with monkeypatch.context() as patch:
+                patch.setattr(Lease, "tell", lying)
+                assert (await writer.fetcher.fetch(ids, SOLE, lent)).outcome == "garbled"
+            assert await said(writer, ids) == await said(reader, ids)
+            assert not writer.engine.stats().failed_steps
+
+    run(test())
+
+
+def test_a_peer_that_answers_at_once_with_nothing_new_is_not_asked_all_the_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the event loop: 150 calls a second for each prompt."""
+    asked = 0
+
+    async def unknown(self: Book, room: int, ask: Ask) -> Opened:
+        nonlocal asked
+        asked += 1
+        raise Refusal("unknown_room", "No.")
+
+    async def nothing(self: Book, lease_id: str, ask: Ask) -> Opened:
+        nonlocal asked
+        asked += 1
+        own = {"lease": lease_id, "length": ask.length, "ready": 0, "first": 0, "blocks": []}
+        return Opened(**own, state=None, hidden=None)
+
+    async def test() -> None:
+        async with pair(folder, limit_s=2.5) as (reader, writer):
+            ids = prompt(1)
+            for reference in (RoomReference(HOST, reader.channel.port, 7), await reader.lend(ids)):
+                assert (await writer.fetcher.fetch(ids, SOLE, reference)).outcome == "late"
+            assert 2 <= asked <= 6
+
+    monkeypatch.setattr(Book, "open_room", unknown)
+    monkeypatch.setattr(Book, "open", nothing)
     run(test())
 
 

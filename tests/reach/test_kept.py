@@ -10,6 +10,7 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import Tenant
+from specdec.reach.calls import MOST_ANSWER_BYTES
 from specdec.reach.kept import REFRESH_S, Changes, Kept, KeptLog, KeptStates, hash_beginnings
 from specdec.reach.terms import Refusal
 from tests.reach.peers import Clock
@@ -97,6 +98,24 @@ def test_what_is_of_another_life_or_too_old_is_told_whole() -> None:
     assert since(log, 0).whole and since(log, 0).added == []
 
 
+def test_a_whole_answer_names_the_latest_states_and_counts_the_others() -> None:
+    """At their longest, 65,536 of them are what the client reads."""
+    clock, kept = Clock(), {(WORD - own, 1 << 24) for own in range(100_000)}
+    log = KeptLog(of(lambda: kept), clock=clock)
+    since(log, 0)
+    kept |= {(own, 1 << 24) for own in range(10)}
+    clock.now_s += 2 * REFRESH_S
+    told = since(log, 0)
+    assert len(told.write()) + 100 < MOST_ANSWER_BYTES
+    assert (told.whole, len(told.added), told.left_out) == (True, 1 << 16, 100_010 - (1 << 16))
+    assert {prefix for prefix, _ in told.added} >= {f"{own:016x}" for own in range(10)}
+    kept -= {(5, 1 << 24)}
+    clock.now_s += 2 * REFRESH_S
+    then = since(log, told.seq)
+    assert (then.whole, then.added, then.left_out) == (False, [], 0)
+    assert then.gone == [("0000000000000005", 1 << 24)]
+
+
 def test_the_epoch_is_another_one_for_each_log() -> None:
     assert KeptLog(of(set)).epoch != KeptLog(of(set)).epoch
 
@@ -113,6 +132,21 @@ def test_what_came_and_went_between_two_questions_is_told_as_gone(most: int) -> 
         since(log, 0)
     told = since(log, 2)
     assert not told.whole and told.added == [("0000000000000001", 1)] and not told.gone
+
+
+def test_many_states_are_hashed_in_several_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine makes no step while one looks."""
+    draw = np.random.default_rng(2)
+    with SpecEngine("tiny", memory_bytes=64 << 20, draft="none", dtype="float32") as engine:
+        params = SamplingParams(max_tokens=2)
+        engine.generate([draw.integers(5, 300, 140).tolist() for _ in range(5)], params)
+        whole = asyncio.run(KeptStates(engine.transfers).now())
+        monkeypatch.setattr("specdec.reach.kept.MOST_HASHED", 1)
+        states, known = KeptStates(engine.transfers), []
+        while not known or len(known[-1]) < len(whole):
+            known.append(asyncio.run(states.now()))
+        assert [len(own) for own in known] == [*range(1, len(whole) + 1)] and len(whole) > 4
+        assert known[-1] == whole
 
 
 def test_what_an_engine_keeps_is_what_a_request_can_continue() -> None:

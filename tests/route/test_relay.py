@@ -331,8 +331,11 @@ def test_models_of_all_replicas_are_one_list() -> None:
 
         return Fake(answer, models=names)
 
+    async def deep(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return web.Response(body=b"[" * 100_000, status=200 if "Authorization" in seen.headers else 401)
+
     async def play() -> None:
-        fakes = [cards("a", "b"), cards("b", "c"), Fake(refusing(500))]
+        fakes = [cards("a", "b"), cards("b", "c"), Fake(refusing(500)), Fake(deep)]
         async with rig(*fakes) as own:
             async with own.client.get("/v1/models", headers={"Authorization": "Bearer k"}) as answer:
                 found = await answer.json()
@@ -346,7 +349,7 @@ def test_models_of_all_replicas_are_one_list() -> None:
                 assert answer.status == 401
             for name in ("c", "a", "c"):
                 await own.post({"model": name, "prompt": "x"})
-            assert [len([s for s in fake.seen if s.method == "POST"]) for fake in fakes] == [1, 2, 0]
+            assert [len([s for s in fake.seen if s.method == "POST"]) for fake in fakes] == [1, 2, 0, 0]
 
     asyncio.run(play())
 

@@ -17,6 +17,10 @@ OTHERWISE = "take another file, or the checkpoint that it was made from"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 MOST_DIMENSIONS = 4
+MOST_STRINGS = 1 << 22
+"""In an array, which is read one by one; vocabularies have 250,000."""
+MOST_BYTES = 1 << 27
+"""Of a string or an array of numbers."""
 
 _SCALARS = {
     **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i"},
@@ -164,6 +168,8 @@ class GgufFile:
         of = self._scalar(4, name)
         if of == _STRING:
             count, start = self._count(name, least=8), self._at
+            if count > MOST_STRINGS:
+                self._refuse(name, f"{name} has {count:,} strings, and may have {MOST_STRINGS:,}")
             self._at = self._skip(count, name)
             return Strings(start, count)
         if of not in _SCALARS:
@@ -208,6 +214,8 @@ class GgufFile:
         return struct.unpack(form, self._take(struct.calcsize(form), name))[0]
 
     def _take(self, count: int, name: str) -> bytes:
+        if count > MOST_BYTES:
+            self._refuse(name, f"{name} has {count:,} bytes, and may have {MOST_BYTES:,}")
         taken = self._data[self._at : self._at + count]
         if len(taken) < count:
             self._refuse("model", f"it ends in the middle of {name}", kind=TruncatedError)

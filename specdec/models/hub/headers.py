@@ -77,7 +77,9 @@ def _dig_gguf(url: str, path: Path) -> None:
         try:
             GgufFile(path)
         except TruncatedError:
-            if len(start) < size and count <= LONGEST:
+            if len(start) < size:
+                if count > LONGEST:  # past what came, the file below is a hole that may be read for hours
+                    raise ValueError(f"{url} has a header of more than {LONGEST:,} bytes") from None
                 count *= 4
                 continue
         except CheckpointError:

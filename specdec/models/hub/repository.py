@@ -29,6 +29,8 @@ R = TypeVar("R")
 WEIGHTS = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OTHERS = (WEIGHTS, ".gguf", ".h5", ".msgpack")
+MOST_TEXT_BYTES = 100_000_000
+"""Of a file that is parsed in memory, which takes some ten times as much; tokenizers have 35 MB."""
 _ETAG = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
@@ -139,6 +141,10 @@ class Repository:
         found = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT, retry_on_errors=True)
         if not found.etag or not _ETAG.fullmatch(found.etag):
             raise ValueError(f"the ETag of {file} is {found.etag!r}")
+        if found.commit_hash != self.commit:
+            raise ValueError(f"it has {file} of commit {found.commit_hash!r}, not of {self.commit}")
+        if not file.endswith(OTHERS) and (found.size or 0) > MOST_TEXT_BYTES:
+            raise ValueError(f"{file} has {size_of(found.size or 0)}, more than {MOST_TEXT_BYTES:,}")
         if found.size is None:
             return None
         return Blob(url, found.size, kept_as(cache_folder(), self.name.repo) / "blobs" / found.etag)

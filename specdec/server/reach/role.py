@@ -51,10 +51,11 @@ def settle_part(
             f"{_without(config)}.",
             field="prefix_cache",
         )
-    if not any(importlib.util.find_spec(name) for name in CARRIERS[config.reach_carrier]):
+    is_installed = importlib.util.find_spec
+    if not (any(map(is_installed, CARRIERS[config.reach_carrier])) and is_installed("cryptography")):
         raise ConfigError(
-            f"reach_carrier: {config.reach_carrier} is not installed; pip install 'specdec[reach]', or "
-            f"{_without(config)}.",
+            f"reach_carrier: {config.reach_carrier} or cryptography is not installed; "
+            f"pip install 'specdec[reach]', or {_without(config)}.",
             field="reach_carrier",
         )
     return Part(config.role or "both", secret, allowed_peers(config))

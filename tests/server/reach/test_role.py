@@ -19,7 +19,7 @@ SECRET = {VARIABLE: "0123456789abcdef"}
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "nixl_cu12")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("nixl_cu12", "cryptography"))
 
 
 def role(environment: dict[str, str] = SECRET, models: int = 1, **settings: Any) -> str | None:
@@ -63,8 +63,9 @@ def test_what_cannot_be_is_refused_by_name_at_the_start(given: dict[str, Any], f
     assert caught.value.field == field and field in str(caught.value)
 
 
-def test_a_carrier_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+@pytest.mark.parametrize("installed", ["", "nixl_cu12", "cryptography"])
+def test_a_carrier_that_is_not_installed_is_refused(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == installed)
     with pytest.raises(ConfigError, match=r"specdec\[reach\]") as caught:
         role()
     assert caught.value.field == "reach_carrier"
