@@ -1,6 +1,8 @@
 """Bodies of the Responses API."""
 
+import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Tag
@@ -15,6 +17,10 @@ from specdec.server.responses.tools import AnyTool, ChosenTool, Toolbox
 
 LONGEST_ID = 128
 LOGPROBS = "message.output_text.logprobs"
+REPEATED = frozenset({"instructions", "reasoning", "text", "tool_choice", "tools"})
+"""Fields that each response repeats, in a stream three times; `metadata` is short."""
+MOST_REPEATED = 1 << 20
+"""Characters of JSON that these fields may have. A stream that repeated 15 MB stopped all others for 2 s."""
 
 
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -114,7 +120,21 @@ class ResponseBody(Dialect):
         body = super().read(data)
         if LOGPROBS in (body.include or ()):
             raise Failure(400, f"include: {LOGPROBS} is not supported here; leave it out.", param="include")
+        sizes = {name: len(json.dumps(value)) for name, value in body.repeated.items()}
+        if (size := sum(sizes.values())) > MOST_REPEATED:
+            longest = max(sizes, key=sizes.__getitem__)
+            raise Failure(
+                400,
+                f"{longest}: responses repeat {', '.join(sorted(sizes))}, which have {size:,} characters and "
+                f"may have {MOST_REPEATED:,}; shorten {longest}.",
+                param=longest,
+            )
         return body
+
+    @cached_property
+    def repeated(self) -> dict[str, Any]:
+        """Return what a response repeats of its request, as it was given."""
+        return self.model_dump(exclude_unset=True, mode="json", by_alias=True, include=REPEATED)
 
     def chat(self, before: Sequence[Item], toolbox: Toolbox) -> ChatBody:
         """Return the chat that this is, behind what was said before."""
