@@ -17,7 +17,7 @@ from specdec.server.responses.tools import AnyTool, ChosenTool, Toolbox
 
 LONGEST_ID = 128
 LOGPROBS = "message.output_text.logprobs"
-REPEATED = frozenset({"instructions", "reasoning", "text", "tool_choice", "tools"})
+REPEATED = {"instructions", "reasoning", "text", "tool_choice", "tools"}
 """Fields that each response repeats, in a stream three times; `metadata` is short."""
 MOST_REPEATED = 1 << 20
 """Characters of JSON that these fields may have. A stream that repeated 15 MB stopped all others for 2 s."""
