@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag
+from pydantic_core import PydanticKnownError
 
 from specdec.config.sampling import MOST_TOKENS
 from specdec.server.bodies import BUDGETS, SCHEMA, ChatBody, NamedSchema, ResponseFormat
@@ -21,10 +22,17 @@ REPEATED = {"instructions", "reasoning", "text", "tool_choice", "tools"}
 """Fields that each response repeats, in a stream three times; `metadata` is short."""
 MOST_REPEATED = 1 << 20
 """Characters of JSON that these fields may have. A stream that repeated 15 MB stopped all others for 2 s."""
-
-
+MOST_METADATA = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+def _few(metadata: Any) -> Any:
+    """Count fields before each is checked: the mistakes of many would all be collected."""
+    if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
+        size = {"field_type": "Dictionary", "max_length": MOST_METADATA, "actual_length": len(metadata)}
+        raise PydanticKnownError("too_long", size)
+    return metadata
 
 
 class TextFormat(BaseModel):
@@ -97,7 +105,9 @@ class ResponseBody(Dialect):
         None, max_length=LONGEST_ID, description="go on from a response that is stored"
     )
     store: bool = Field(True, description="keep the response, for previous_response_id and GET")
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    metadata: Annotated[dict[MetadataKey, MetadataValue], BeforeValidator(_few)] | None = Field(
+        None, max_length=MOST_METADATA
+    )
     max_output_tokens: int | None = Field(
         None, ge=1, le=MOST_TOKENS, description="tokens to write at most, thinking included"
     )
