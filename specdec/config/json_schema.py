@@ -60,16 +60,16 @@ Place = tuple[str, Any]
 def unread(schema: Any) -> str | None:
     """Say what of a schema would not bind an output, and what to do about it; None: all of it binds."""
     left: list[Place] = [("#", schema)]
-    passed: set[str] = set()
+    passed: dict[int, Any] = {}
     while left:
         where, own = left.pop()
-        if not isinstance(own, Mapping):
-            continue
+        if not isinstance(own, Mapping) or id(own) in passed:
+            continue  # references to each of many levels would lead to the lowest as often
+        passed[id(own)] = own
         if found := _unread(own, schema):
             return f"unsupported: {found} (at {where}); write the schema without it"
         reference = own.get("$ref")
-        if isinstance(reference, str) and reference not in passed:
-            passed.add(reference)
+        if isinstance(reference, str):
             left.append((reference[:LONGEST], referred(schema, reference)))
         left += _parts(own, where)
     return None
@@ -156,12 +156,16 @@ def _types_of(own: Mapping[str, Any]) -> set[str]:
 def _all_are(types: set[str], own: Mapping[str, Any], head: str, root: Any) -> bool:
     """Tell whether all that the head lets through is of these types anyhow."""
     options = own[head] if head in ("anyOf", "oneOf", "allOf") and isinstance(own[head], list) else [own]
-    return all(_is_of(types, option, root) for option in options)
+    meant = {id(one): one for one in (_meant(option, root) for option in options)}
+    return all(_is_of(types, one) for one in meant.values())
 
 
-def _is_of(types: set[str], own: Any, root: Any) -> bool:
+def _meant(own: Any, root: Any) -> Any:
     reference = own.get("$ref") if isinstance(own, Mapping) else None
-    meant = referred(root, reference) if isinstance(reference, str) else own
+    return referred(root, reference) if isinstance(reference, str) else own
+
+
+def _is_of(types: set[str], meant: Any) -> bool:
     if not isinstance(meant, Mapping):
         return False
     values = [meant["const"]] if "const" in meant else meant.get("enum")

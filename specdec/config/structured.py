@@ -47,7 +47,7 @@ class Structure(Settings):
         None, title="a text that matches this regular expression", description="a regular expression, or None"
     )
     choice: list[Text] | None = Field(
-        None, min_length=1, title="one of these texts", description="a list of texts, or None"
+        None, min_length=1, fail_fast=True, title="one of these texts", description="a list of texts, or None"
     )
     grammar: Text | None = Field(
         None,

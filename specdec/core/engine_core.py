@@ -46,8 +46,11 @@ class EngineCore:
         index: int = 0,
         tenant: Tenant = SOLE,
         lent: Lent | None = None,
+        turns: Sequence[int] | None = None,
     ) -> Request:
         """Make a request, of choice `index`; without `stop_ids` those of the parameters end it.
+
+        `turns` is what `turns_of` returns, for all choices of a prompt.
 
         With `lent` it reads its prompt for another engine and chooses nothing.
         """
@@ -64,8 +67,13 @@ class EngineCore:
             synthetic=self.loop.speculation.synthetic is not None,
             tenant=tenant,
         )
-        request.lent, request.turns = lent, _turns(prompt, self.eos)
+        request.lent, request.turns = lent, self.turns_of(prompt) if turns is None else turns
         return request
+
+    def turns_of(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the lengths at which the first and the last turn of a chat end, each with an EOS token."""
+        ends = np.flatnonzero(np.isin(np.asarray(prompt, np.int64), list(self.eos))) + 1
+        return (int(ends[0]), int(ends[-1])) if len(ends) else ()
 
     def add_request(self, request: Request) -> Request:
         """Let a request take part from the next step on that has room for it."""
@@ -183,9 +191,3 @@ class EngineCore:
             prefixes=loop.prefixes.stats() if loop.prefixes else None,
             speculation=loop.outlook,
         )
-
-
-def _turns(prompt: Sequence[int], eos: Collection[int]) -> tuple[int, ...]:
-    """Return the lengths at which the first and the last turn of a chat end, each with an EOS token."""
-    ends = np.flatnonzero(np.isin(np.asarray(prompt, np.int64), list(eos))) + 1
-    return (int(ends[0]), int(ends[-1])) if len(ends) else ()

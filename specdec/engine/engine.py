@@ -354,7 +354,7 @@ class SpecEngine:
         """Make one request for each choice, each with a seed of its own."""
         prompt, params, terms = prepared.ids, prepared.params, prepared.terms
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        stops = StopNode.of(params.stop)
+        stops, turns = StopNode.of(params.stop), self.model.core.turns_of(prompt)
         return [
             self.model.core.new_request(
                 prompt,
@@ -366,6 +366,7 @@ class SpecEngine:
                 stop_ids=terms.stop_ids,
                 index=index,
                 tenant=terms.tenant,
+                turns=turns,
             )
             for index in range(params.n)
         ]

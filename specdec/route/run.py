@@ -19,8 +19,8 @@ from specdec.route.settings import RouteConfig
 from specdec.route.state import State
 from specdec.route.upstream import Upstream
 from specdec.route.watch import Watch, open_session
-from specdec.server.connections import LINGER_S
 from specdec.server.listen import SWITCH_S, bind, listen, say
+from specdec.server.protocol import LINGER_S
 from specdec.server.supervisor import READY, STOPPING, tell_supervisor
 from specdec.server.tls import tls_context
 

@@ -146,11 +146,11 @@ class Body(BaseModel):
     kv_transfer_params: TransferParams | None = Field(
         None, description="vLLM's word for what one server reads and another one writes from"
     )
-    bootstrap_host: Name | list[Name] | None = Field(
+    bootstrap_host: Name | Many[Name] | None = Field(
         None, description="SGLang's words for it: the host that reads, one for each of several prompts"
     )
-    bootstrap_port: Port | list[Port | None] | None = Field(None, description="its side channel's port")
-    bootstrap_room: Room | list[Room] | None = Field(None, description="what both servers call the prompt")
+    bootstrap_port: Port | Many[Port | None] | None = Field(None, description="its side channel's port")
+    bootstrap_room: Room | Many[Room] | None = Field(None, description="what both servers call the prompt")
     return_drafts: bool = Field(
         False,
         description="put each verify step's draft beside the text: token_ids, texts and parents of its nodes "

@@ -15,9 +15,8 @@ MOST_FILES = 1 << 16
 SPARE = 256
 """Descriptors reserved for everything else, and for connections accepted in one batch."""
 UNREAD_BYTES = 1 << 16
-"""Bytes of a body after which a connection is read no further until a handler asks for them."""
-LINGER_S = 2.0
-"""For reading the rest of a refused body, so that its sender still reads the response."""
+"""Bytes of a body after which a connection is read no further until a handler asks for them. aiohttp counts
+a chunk, however small, as 16."""
 
 
 class Connections:
@@ -40,7 +39,7 @@ class Connections:
                 loop=asyncio.get_running_loop(),
                 access_log=None,  # as its own runner has it: our log says more
                 keepalive_timeout=self.idle_s,
-                lingering_time=LINGER_S,
+                lingering_time=0,  # `Connection` reads the rest of a body, in bounds
                 read_bufsize=UNREAD_BYTES,
                 auto_decompress=False,  # `read_body` unpacks what a handler wants
             )

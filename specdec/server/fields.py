@@ -157,7 +157,8 @@ class Ignored:
         """Return the header that lists them, without characters that a header cannot hold."""
         if not names:
             return {}
-        shown = [re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII)[:LONGEST_NAME] for name in names[:MOST_NAMES]]
+        cut = [name[:LONGEST_NAME] for name in names[:MOST_NAMES]]
+        shown = [re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII) for name in cut]
         for name in shown:
             if name not in self._logged and len(self._logged) < MOST_LOGGED:
                 self._logged.add(name)

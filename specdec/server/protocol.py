@@ -1,5 +1,7 @@
 """aiohttp's connection, with its own errors in OpenAI's form too."""
 
+import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -8,6 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from specdec.server.failures import Failure, failure_of
+from specdec.server.receive import is_shredded
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +18,8 @@ SERVER = "specdec"
 """The Server header; versions would help attackers."""
 GARBAGE = (HttpProcessingError, web.RequestPayloadError)
 """Errors of malformed HTTP, or of a body that contradicts its headers."""
+LINGER_S = 2.0
+"""For reading the rest of a refused body, so that its sender still reads the response."""
 
 
 class Connection(RequestHandler):
@@ -50,10 +55,19 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response; an error that aiohttp raises before any handler gets our form."""
+        """Send a response, and read the rest of its request, which nothing wants.
+
+        An error that aiohttp raises before any handler gets our form.
+        """
         if isinstance(resp, web.HTTPException):
             resp = failure_of(resp).response()
-        return await super().finish_response(request, resp, start_time)
+        finished = await super().finish_response(request, resp, start_time)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                pieces = num_bytes = 0
+                while not (request.content.is_eof() or is_shredded(pieces, num_bytes)):
+                    pieces, num_bytes = pieces + 1, num_bytes + len((await request.content.readchunk())[0])
+        return finished
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Log internal errors only: a malformed request is the client's own and is answered as such."""

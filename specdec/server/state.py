@@ -397,7 +397,8 @@ class Served:
 def _size(params: SamplingParams) -> int:
     """Return how many ids and characters the parameters hold, beside the prompts."""
     ids = len(params.allowed_token_ids or ()) + len(params.stop_token_ids or ())
-    return ids + sum(map(len, params.bad_words or ()))
+    form = len(params.structured_outputs.source) if params.structured_outputs else 0
+    return ids + form + sum(map(len, params.bad_words or ()))
 
 
 @contextlib.contextmanager

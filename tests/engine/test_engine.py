@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -360,3 +361,19 @@ def test_without_a_tokenizer_texts_are_refused_and_token_ids_read(hybrid: Path, 
         ):
             engine.generate("text")
         assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_a_prompt_is_searched_once_for_all_of_its_choices(
+    engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 128 choices of a long prompt the event loop would stop for as many times what one takes."""
+    searched: list[int] = []
+
+    def isin(given: np.ndarray, values: list[int]) -> np.ndarray:
+        searched.append(len(given))
+        return found(given, values)
+
+    found = np.isin
+    monkeypatch.setattr(np, "isin", isin)
+    engine.generate([list(range(40)), [1, 2]], SamplingParams(max_tokens=1, n=8))
+    assert searched == [40, 2]

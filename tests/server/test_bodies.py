@@ -4,22 +4,26 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from specdec.config.sampling import MAX_IDS, SamplingParams
+from specdec.config.structured import Structure
 from specdec.config.tenant import SOLE
 from specdec.errors import ConfigError
+from specdec.server.anthropic.bodies import MessageBody
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
 from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, REFUSED, given_fields
 from specdec.server.messages import as_read
 from specdec.server.parse import MOST_PARTS, MOST_VALUES, SMALL, parse
+from specdec.server.plain import DetokenizeBody, TokenizeBody
+from specdec.server.responses.bodies import ResponseBody
 from specdec.server.state import LONG, Served
 from specdec.server.thinking import template_variables
 from specdec.server.threads import Pool
@@ -177,6 +181,7 @@ def test_numbers_that_no_token_has_are_put_into_no_table() -> None:
         ({}, False),
         ({"allowed_token_ids": range(2 * LONG)}, True),
         ({"stop_token_ids": range(2 * LONG)}, True),
+        ({"structured_outputs": Structure(regex="a" * (LONG + 1))}, True),
         ({"bad_words": ["a" * 1000] * 40}, True),
     ],
 )
@@ -392,3 +397,39 @@ def test_a_prompt_of_no_kind_is_told_all_kinds(prompt: object) -> None:
     with pytest.raises(Failure, match="prompt: give a text, token ids, or") as caught:
         CompletionBody.read(json.dumps({"prompt": prompt}).encode())
     assert caught.value.param == "prompt"
+
+
+LISTS = (
+    CompletionBody,
+    ChatBody,
+    ResponseBody,
+    MessageBody,
+    TokenizeBody,
+    DetokenizeBody,
+    SamplingParams,
+    Structure,
+)
+MANY = 65
+
+
+def lists_within(schema: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the lists that pydantic reads in a schema of its own."""
+    left = [schema]
+    while left:
+        own = left.pop()
+        if isinstance(own, Mapping):
+            left += own.values()
+            if own.get("type") == "list" and own.get("items_schema", {"type": "any"})["type"] != "any":
+                yield own
+        elif isinstance(own, list | tuple):
+            left += own
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_of_a_long_list_one_mistake_is_collected(kind: type[BaseModel]) -> None:
+    """Those of half a million elements hold the interpreter for seconds."""
+    kind.model_rebuild()
+    found = [
+        own for own in lists_within(kind.__pydantic_core_schema__) if own.get("max_length", MANY) >= MANY
+    ]
+    assert found and all(own.get("fail_fast") for own in found)

@@ -1,6 +1,7 @@
 """What is left alone is named: unknown fields, and tools of which a model is never told; chats that end."""
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import openai
 import pytest
 
 from specdec.errors import ConfigError
-from specdec.server.fields import IGNORED, LONGEST_NAME, MOST_NAMES
+from specdec.server.fields import IGNORED, LONGEST_NAME, MOST_NAMES, Ignored
 from specdec.server.settings import ServerConfig
 from specdec.text.chat_template import longest_answer
 from tests.selection import only
@@ -154,3 +155,16 @@ def test_a_default_that_is_none_is_refused(most: object) -> None:
 def test_a_checkpoints_length_that_is_none_says_nothing(said: object, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": said}))
     assert longest_answer(tmp_path) is None
+
+
+def test_a_name_of_megabytes_costs_no_more_than_what_is_shown_of_it() -> None:
+    """Cleaned as a whole, one of 16 MB stops the event loop for seconds."""
+    ignored, names = Ignored(), ["!" * (1 << 20)] * MOST_NAMES
+    tracemalloc.start()
+    try:
+        headers = ignored.headers(names)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert headers == {IGNORED: ", ".join(["_" * LONGEST_NAME] * MOST_NAMES)}
+    assert peak < 1 << 20

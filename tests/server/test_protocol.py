@@ -5,8 +5,10 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from specdec.server.connections import Connections
+from specdec.server.connections import UNREAD_BYTES, Connections
+from specdec.server.failures import Failure
 from specdec.server.protocol import Connection
+from specdec.server.receive import MOST_PIECES, BodyBudget, read_body
 
 BODY = b"x" * 60_000
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
@@ -51,3 +53,40 @@ def test_few_bodies_wait_behind_the_one_that_is_handled(monkeypatch: pytest.Monk
     assert asyncio.run(pending_bytes()) <= 512 << 10
     monkeypatch.setattr(Connection, "__init__", Connection.__bases__[0].__init__)
     assert asyncio.run(pending_bytes()) > 1 << 20, "aiohttp's own limit is noticed"
+
+
+CHUNKS = b"1\r\nx\r\n" * 100_000
+
+
+async def chunks_read(*, reads: bool) -> tuple[bytes, int]:
+    """Send a body in chunks of a byte; return the head of the answer, and how many bytes were taken."""
+    bodies: list[web.BaseRequest] = []
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        bodies.append(request)
+        if not reads:
+            return web.Response(status=404)
+        with BodyBudget(1 << 30, 1 << 20).holding("") as held, pytest.raises(Failure) as refused:
+            await read_body(request, held, 60.0)
+        return refused.value.response()
+
+    server = web.Server(handle)
+    factory = Connections(None, 60.0).factory(server)
+    listener = await asyncio.get_running_loop().create_server(factory, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname()[:2])
+    writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKS)
+    head = await reader.readuntil(b"\r\n\r\n")
+    while server.connections:
+        await asyncio.sleep(0.01)
+    writer.close()
+    listener.close()
+    await server.shutdown(1)
+    return head, bodies[0].content.total_bytes
+
+
+@pytest.mark.parametrize(("reads", "status"), [(True, b"400"), (False, b"404")])
+def test_few_of_a_bodys_smallest_chunks_are_read(reads: bool, status: bytes) -> None:
+    """Each costs the event loop as much as one of kilobytes, wanted or not."""
+    head, taken = asyncio.run(chunks_read(reads=reads))
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert taken <= 3 * MOST_PIECES + UNREAD_BYTES // 8

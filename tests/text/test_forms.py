@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as some
 
 from specdec import ConfigError, Structure
+from specdec.config import json_schema
 from specdec.config.json_schema import BESIDE, FORMATS, HEADS, NEVER, UNREAD_FORMATS, unread
 from specdec.text.grammar.child import BLANKS
 
@@ -202,3 +203,22 @@ def test_whatever_comes_as_a_schema_is_read(schema: Any) -> None:
     """What is none is for the compiler to refuse."""
     found = unread(schema)
     assert found is None or re.match(r"unsupported: .* \(at #", found, re.DOTALL)
+
+
+def test_each_part_of_a_schema_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References to each of many levels lead to the lowest as often; it took seconds."""
+    looked: list[int] = []
+
+    def look(own: Any, root: Any) -> str | None:
+        looked.append(id(own))
+        return look_at(own, root)
+
+    look_at = json_schema._unread
+    monkeypatch.setattr(json_schema, "_unread", look)
+    lowest: dict[str, Any] = {"anyOf": [{"const": i} for i in range(50)]}
+    levels = lowest
+    for _ in range(30):
+        levels = {"items": levels}
+    references = [{"$ref": "#/items" + "/items" * i} for i in range(30)]
+    assert unread({"type": "array", "prefixItems": references, "items": levels}) is None
+    assert len(looked) == len({*looked}) == 1 + 30 + 30 + 1 + 50

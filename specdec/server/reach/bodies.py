@@ -30,7 +30,7 @@ class SignedLeases(BaseModel):
     """specdec's own part of `kv_transfer_params`."""
 
     v: StrictInt
-    leases: list[LeaseTerms | None] | None = Field(
+    leases: Annotated[list[LeaseTerms | None], Field(fail_fast=True)] | None = Field(
         None, description="one for each prompt; null where nothing was lent"
     )
     expires_in: float | None = None

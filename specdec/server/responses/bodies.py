@@ -1,9 +1,12 @@
 """Bodies of the Responses API."""
 
+import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag
+from pydantic_core import PydanticKnownError
 
 from specdec.config.sampling import MOST_TOKENS
 from specdec.server.bodies import BUDGETS, SCHEMA, ChatBody, NamedSchema, ResponseFormat
@@ -15,10 +18,21 @@ from specdec.server.responses.tools import AnyTool, ChosenTool, Toolbox
 
 LONGEST_ID = 128
 LOGPROBS = "message.output_text.logprobs"
-
-
+REPEATED = {"instructions", "reasoning", "text", "tool_choice", "tools"}
+"""Fields that each response repeats, in a stream three times; `metadata` is short."""
+MOST_REPEATED = 1 << 20
+"""Characters of JSON that these fields may have. A stream that repeated 15 MB stopped all others for 2 s."""
+MOST_METADATA = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+def _few(metadata: Any) -> Any:
+    """Count fields before each is checked: the mistakes of many would all be collected."""
+    if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
+        size = {"field_type": "Dictionary", "max_length": MOST_METADATA, "actual_length": len(metadata)}
+        raise PydanticKnownError("too_long", size)
+    return metadata
 
 
 class TextFormat(BaseModel):
@@ -91,7 +105,9 @@ class ResponseBody(Dialect):
         None, max_length=LONGEST_ID, description="go on from a response that is stored"
     )
     store: bool = Field(True, description="keep the response, for previous_response_id and GET")
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    metadata: Annotated[dict[MetadataKey, MetadataValue], BeforeValidator(_few)] | None = Field(
+        None, max_length=MOST_METADATA
+    )
     max_output_tokens: int | None = Field(
         None, ge=1, le=MOST_TOKENS, description="tokens to write at most, thinking included"
     )
@@ -114,7 +130,21 @@ class ResponseBody(Dialect):
         body = super().read(data)
         if LOGPROBS in (body.include or ()):
             raise Failure(400, f"include: {LOGPROBS} is not supported here; leave it out.", param="include")
+        sizes = {name: len(json.dumps(value)) for name, value in body.repeated.items()}
+        if (size := sum(sizes.values())) > MOST_REPEATED:
+            longest = max(sizes, key=sizes.__getitem__)
+            raise Failure(
+                400,
+                f"{longest}: responses repeat {', '.join(sorted(sizes))}, which have {size:,} characters and "
+                f"may have {MOST_REPEATED:,}; shorten {longest}.",
+                param=longest,
+            )
         return body
+
+    @cached_property
+    def repeated(self) -> dict[str, Any]:
+        """Return what a response repeats of its request, as it was given."""
+        return self.model_dump(exclude_unset=True, mode="json", by_alias=True, include=REPEATED)
 
     def chat(self, before: Sequence[Item], toolbox: Toolbox) -> ChatBody:
         """Return the chat that this is, behind what was said before."""

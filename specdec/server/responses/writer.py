@@ -153,7 +153,7 @@ CODES = {400: "invalid_prompt", 404: "invalid_prompt", 429: "rate_limit_exceeded
 
 def _head(body: ResponseBody, model: str) -> Json:
     """Return what a response repeats of its request."""
-    given = body.model_dump(exclude_unset=True, mode="json", by_alias=True)
+    given = body.repeated
     effort, summary = (getattr(body.reasoning, name, None) for name in ("effort", "summary"))
     return {
         "id": f"resp_{uuid.uuid4().hex}",

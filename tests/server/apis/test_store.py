@@ -1,8 +1,16 @@
 """Stored responses stay within their bounds, and no caller's cost another's."""
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from pydantic import ValidationError
 
 from specdec.server.failures import Failure
+from specdec.server.receive import BodyBudget, HeldBody
+from specdec.server.responses.bodies import ResponseBody
+from specdec.server.responses.handlers import retrieve
 from specdec.server.responses.store import OVERHEAD, ResponseStore, Stored
 
 
@@ -83,3 +91,44 @@ def test_nothing_is_kept_where_nothing_may_be() -> None:
     own.put("", "a", entry())
     with pytest.raises(Failure, match="none are stored"):
         own.get("", "a")
+
+
+class Asked(dict[str, Any]):
+    """A request for a stored response."""
+
+    def __init__(self, held: HeldBody, name: str) -> None:
+        super().__init__(caller=held.caller, kept=held)
+        self.query, self.match_info = {"stream": "false"}, {"name": name}
+
+
+def test_what_is_sent_of_a_store_counts_as_memory_of_its_caller() -> None:
+    """Each client that does not read it has a copy."""
+    own, _ = store()
+    own.put("alice", "a", entry(size=40_000))
+    state: Any = SimpleNamespace(responses=own)
+    budget = BodyBudget(1_000_000, 1000)
+
+    def hold(caller: str) -> HeldBody:
+        return budget.holding(caller).__enter__()
+
+    async def ask(caller: str) -> int:
+        held = hold(caller)
+        request: Any = Asked(held, "a")
+        await retrieve(request, state)
+        return held.num_bytes
+
+    async def ask_often(caller: str) -> None:
+        for _ in range(50):
+            await ask(caller)
+
+    assert asyncio.run(ask("alice")) == 20_000
+    with pytest.raises(Failure) as refused:
+        asyncio.run(ask_often("alice"))
+    assert refused.value.status == 429 and budget.held_bytes <= 500_000
+    hold("bob").add(20_000)
+
+
+def test_of_much_metadata_one_mistake_is_collected() -> None:
+    with pytest.raises(ValidationError) as refused:
+        ResponseBody.model_validate({"input": "a", "metadata": {str(i): i for i in range(1000)}})
+    assert refused.value.error_count() == 1

@@ -15,7 +15,7 @@ from specdec.server.anthropic.writer import BROKEN, MessageWriter
 from specdec.server.events import Expected
 from specdec.server.failures import Failure
 from specdec.server.formats import Chats, Completions, Shown, Usage
-from specdec.server.responses.bodies import ResponseBody
+from specdec.server.responses.bodies import MOST_REPEATED, ResponseBody
 from specdec.server.responses.tools import Toolbox
 from specdec.server.responses.writer import ResponseWriter
 from specdec.server.tools.bodies import Function, Tool
@@ -99,3 +99,26 @@ def test_an_empty_answer_has_no_blocks() -> None:
     assert json.loads("".join(response_writer([]).whole(said)))["output"] == []
     message = json.loads("".join(MessageWriter(Expected(), Usage(3), "m").whole(said)))
     assert message["content"] == [] and message["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize("field", ["tools", "instructions", "text", "reasoning", "tool_choice"])
+def test_a_response_repeats_so_much_and_no_more(field: str) -> None:
+    """Each event with the whole response would be as large as the largest body."""
+
+    def fields(size: int) -> dict[str, Any]:
+        long = "a" * size
+        return {
+            "tools": [{"type": "web_search", "region": long}],
+            "instructions": long,
+            "text": {"format": {"type": "text", "name": long}},
+            "reasoning": {"effort": long},
+            "tool_choice": {"type": "function", "name": "f", "region": long},
+        }
+
+    own = response_writer([], **{field: fields(MOST_REPEATED - 100)[field]})
+    assert len(json.dumps(own.events(0, Delta("ab", (1, 2)))[0])) > MOST_REPEATED - 100
+    with pytest.raises(Failure, match=f"^{field}: responses repeat") as refused:
+        response_writer([], **{field: fields(MOST_REPEATED)[field]})
+    assert (refused.value.status, refused.value.param) == (400, field)
+    with pytest.raises(Failure, match="responses repeat"):
+        response_writer([], **fields(MOST_REPEATED // 4))
