@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
@@ -28,6 +29,8 @@ MOST_HASHED, NODE = 1 << 20, 1 << 10
 Later looks hash the rest: those of 80,000 prefixes of 1,000 tokens stopped an engine for 3 s."""
 REFRESH_S = 0.1
 """Between two looks at the cache, however often routers ask."""
+LOOK_SHARE = 0.05
+"""Share of the time that looks may take: one at 80,000 states holds the engine's thread for 0.1 s."""
 HEX_16 = "16 hexadecimal digits in lower case"
 
 
@@ -118,7 +121,8 @@ class KeptLog:
         self._changes: deque[tuple[Kept, bool]] = deque(maxlen=most)
         """What was added (True) or went, the latest last; the last one's number is `_seq`."""
         self._seq = 0
-        self._looked_s: float | None = None
+        self._due_s = -math.inf
+        """When the cache may be looked at again."""
         self._looking = asyncio.Lock()
 
     async def since(self, seq: int) -> Changes:
@@ -136,10 +140,11 @@ class KeptLog:
 
     async def _look(self) -> None:
         async with self._looking:
-            now = self._clock()
-            if self._looked_s is None or now - self._looked_s >= REFRESH_S:
+            start_s = self._clock()
+            if start_s >= self._due_s:
                 self._note(await self._source())
-                self._looked_s = now
+                took_s = self._clock() - start_s
+                self._due_s = start_s + max(REFRESH_S, took_s / LOOK_SHARE)
 
     def _note(self, kept: Set[Kept]) -> None:
         """Log what is new and what is gone."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import Tenant
 from specdec.reach.calls import MOST_ANSWER_BYTES
-from specdec.reach.kept import REFRESH_S, Changes, Kept, KeptLog, KeptStates, hash_beginnings
+from specdec.reach.kept import LOOK_SHARE, REFRESH_S, Changes, Kept, KeptLog, KeptStates, hash_beginnings
 from specdec.reach.terms import Refusal
 from tests.reach.peers import Clock
 
@@ -170,3 +171,20 @@ def test_what_an_engine_keeps_is_what_a_request_can_continue() -> None:
         assert cache.longest(Tenant(), turns[4]) > cache.longest(Tenant(), prompts[4]) == 130
         engine.flush()
         assert not asyncio.run(states.now()) and not states._hashes
+
+
+def test_looks_that_take_long_are_rare() -> None:
+    """Each holds the engine's thread."""
+    clock, looks = Clock(), list[float]()
+
+    async def look() -> set[Kept]:
+        looks.append(clock.now_s)
+        clock.now_s += 2 * REFRESH_S
+        return set()
+
+    log = KeptLog(look, clock=clock)
+    for _ in range(1000):
+        since(log, 1)
+        clock.now_s += REFRESH_S / 10
+    apart = [later - earlier for earlier, later in pairwise(looks)]
+    assert len(looks) > 2 and min(apart) == pytest.approx(2 * REFRESH_S / LOOK_SHARE, rel=0.01)
