@@ -19,10 +19,6 @@ WORTH_FETCHING = 64
 """Tokens; fewer are read as quickly."""
 
 
-DOUBT = 0.8
-"""Factor on the cost of fetching when a prompt is not worth it: otherwise none would be tried again."""
-
-
 class Landing(Fixed):
     """One prompt's beginning on its way in.
 
@@ -92,7 +88,7 @@ class Landings:
     def __init__(self, arena: Arena, cache: PrefixCache, requests: Requests) -> None:
         self.arena, self.cache, self.requests = arena, cache, requests
         self.live: set[Landing] = set()
-        self.rates = Rates(prefills=cache.rates.prefills)
+        self.rates = Rates()
         """How fast prompts are fetched; how fast they are read is the cache's to know."""
         self.waiting: list[Waiting] = []
         self.is_closed = False
@@ -128,8 +124,7 @@ class Landings:
         """Keep what has come as a cached prefix, in so many seconds; tell whether it could be."""
         layout = self.arena.layout
         if seconds is not None:
-            fetched = layout.state_bytes + len(landing.blocks) * layout.block_bytes
-            self.rates.copies.observe(fetched, seconds)
+            self.rates.observe_copy(layout.state_bytes + len(landing.blocks) * layout.block_bytes, seconds)
         has_landed = landing in self.live and not landing.is_void
         if has_landed:
             table = [*landing.shared, *landing.blocks]
@@ -169,11 +164,12 @@ class Landings:
         length, known = len(ids), self.cache.longest(tenant, ids)
         work, layout = self.cache.score.work, self.arena.layout
         fetched = layout.state_bytes + layout.blocks_for(length - known) * layout.block_bytes
+        self.rates.read_s = self.cache.rates.read_s
         if length - known < WORTH_FETCHING:
             return False
         pays = self.rates.pays(fetched, work(length) - work(known))
         if not pays:
-            self.rates.copies.discount(DOUBT)
+            self.rates.doubt()
         return pays
 
     def _equipped(self, tenant: Tenant, ids: Ids) -> Landing | None:

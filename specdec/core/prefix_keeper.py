@@ -58,7 +58,7 @@ class Prefixes:
             return
         work = self.cache.score.work
         read = ((row.request.num_computed_tokens, row.num_tokens) for row in rows)
-        self.cache.rates.prefills.observe(sum(work(end) - work(end - own) for end, own in read), seconds)
+        self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)
 
     def keep(self, ended: Sequence[Request], ahead: Ahead | None) -> None:
         """Keep what ended requests have read, and their states, for those that begin alike."""

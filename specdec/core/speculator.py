@@ -20,7 +20,7 @@ from specdec.draft.calibration import Assumed
 from specdec.draft.drafter import Drafter, Want
 from specdec.draft.echo import Echo
 from specdec.draft.head import HeadDrafter
-from specdec.draft.lookup import IndexBudget
+from specdec.draft.lookup import MOST_INDEXED
 from specdec.draft.policy import Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.rounded import RoundedDrafter
@@ -133,12 +133,14 @@ class Speculation:
         if self._skips_draft:
             self.policy.on_new_batch()
         elif self.policy.listens and self.looks:
-            budget = IndexBudget()
+            spare = MOST_INDEXED
             for own in requests:
                 # Where a text repeats itself, a look-up would find what follows.
                 echo = self._echoes.setdefault(own.number, Echo())
-                if budget.fits(len(own.tokens) - echo.heard) and echo.hears(own.tokens):
+                before = echo.indexed
+                if echo.repeats(own.tokens, spare):
                     self.policy.hint()
+                spare -= echo.indexed - before
         if not self.policy.skips_plan():
             return False
         if not self.policy.is_idle:

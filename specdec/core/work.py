@@ -1,19 +1,17 @@
 """How much work a step does while several callers run, so that no stream pauses for long.
 
 Work is counted by what a model computes for tokens behind their context. How long it takes is learnt from the
-steps; a step does at most twice the work of those before it.
+steps: one that took too long lowers the limit to what would have fitted, and no step may do more than twice
+the work that was seen to fit.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from specdec.state_slots.cost import OnlineCost
-
 STEP_S = 0.15
 """Seconds that a step beside another caller should take at most, by the clock that steps are compared by."""
 LEAST = 64
 """Tokens without context whose work is never cut: a step reads all weights, fewer would hardly shorten it."""
-ROUNDING = 1e-6
 MOST = 1e18
 """The limit of one caller alone."""
 
@@ -24,7 +22,6 @@ class WorkBudget:
     def __init__(self, work: Callable[[int], float]) -> None:
         """Count by `work(n)`, that of prefilling n tokens."""
         self._work = work
-        self.cost = OnlineCost()
         self.limit = 4 * LEAST * work(1)
         self.total = 0.0
         """Work of this step so far."""
@@ -43,7 +40,7 @@ class WorkBudget:
         part in any case.
         """
         each = self._each(context)
-        fitting = max(int(self._room(caller) / each + ROUNDING), int(not self._held[caller]))
+        fitting = max(int(self._room(caller) / each), int(not self._held[caller]))
         taken = min(tokens, fitting)
         self._add(caller, taken * each)
         return taken
@@ -71,9 +68,11 @@ class WorkBudget:
         self.total += work
 
     def observe(self, seconds: float) -> None:
-        """Learn from the time that this step took."""
+        """Learn what this step took."""
         if not self.total:
             return
-        self.cost.observe(self.total, seconds)
-        seen = max(self.limit, 2 * self.total)
-        self.limit = max(min(self.cost.fitting(STEP_S), seen), LEAST * self._work(1))
+        fitting = self.total * STEP_S / max(seconds, 1e-6)
+        if seconds > STEP_S:
+            self.limit = max(fitting, LEAST * self._work(1))
+        else:
+            self.limit = max(self.limit, min(2 * self.total, fitting))

@@ -1,9 +1,9 @@
-"""Notice, for next to nothing, that a text repeats itself: reason to look it up while that is seldom done."""
+"""Notice cheaply that a text repeats itself: reason to look it up while that is seldom done."""
 
 from collections.abc import Sequence
 
 LENGTH = 8
-"""Tokens in a row that were said before: few texts repeat so many by chance."""
+"""Tokens in a row that occurred before: few texts repeat that many by chance."""
 
 
 class Echo:
@@ -11,17 +11,18 @@ class Echo:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        self.heard = 0
+        self.indexed = 0
         """Number of tokens in the index."""
 
-    def hears(self, tokens: Sequence[int]) -> bool:
-        """Take in what a text has gained; tell whether it now ends in what it said before."""
-        new = tokens[max(self.heard - LENGTH + 1, 0) :]
-        if len(new) < LENGTH or len(tokens) == self.heard:
+    def repeats(self, tokens: Sequence[int], most: int) -> bool:
+        """Index at most so many further tokens; return whether all of the text ends in what came before."""
+        end = min(len(tokens), self.indexed + most)
+        new = tokens[max(self.indexed - LENGTH + 1, 0) : end]
+        gained, self.indexed = end - self.indexed, end
+        if len(new) < LENGTH or not gained:
             return False
         *others, last = map(hash, zip(*(new[i:] for i in range(LENGTH)), strict=False))
         self._seen.update(others)
         is_known = last in self._seen
         self._seen.add(last)
-        self.heard = len(tokens)
-        return is_known
+        return is_known and end == len(tokens)

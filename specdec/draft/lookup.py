@@ -32,20 +32,7 @@ class TextIndex(Protocol):
 
 
 MOST_INDEXED = 1 << 13
-"""Tokens indexed per step, except for one sequence: each takes 1 to 2 us, and all rows wait."""
-
-
-class IndexBudget:
-    """Bounds the tokens that are indexed in one step."""
-
-    def __init__(self) -> None:
-        self._spare = MOST_INDEXED
-
-    def fits(self, tokens: int) -> bool:
-        """Count a sequence's new tokens if there is room for them, as there always is for the first."""
-        fits = tokens <= self._spare or self._spare == MOST_INDEXED
-        self._spare = max(self._spare - tokens * fits, 0)
-        return fits
+"""Tokens indexed per step: each takes 1 to 2 us, and all rows wait."""
 
 
 class Lookup:
@@ -56,24 +43,28 @@ class Lookup:
         self._fed: dict[Hashable, int] = {}
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Propose what may follow each sequence; one with too much to feed waits for a later step."""
-        found, budget = [], IndexBudget()
+        """Propose what may follow each sequence; a long text is indexed over several steps before that."""
+        found, spare = [], MOST_INDEXED
         for want in wants:
-            new = len(want.tokens) - self._fed.get(want.key, 0)
-            if want.shape and budget.fits(new):
-                found.append(self._propose(want, want.shape))
-            else:
-                found.append(Proposal.EMPTY)
+            proposal = Proposal.EMPTY
+            if want.shape:
+                spare -= self._feed(want, spare)
+                if self._fed.get(want.key) == len(want.tokens):
+                    proposal = self.index.propose(want.key, want.shape)
+            found.append(proposal)
         return found
 
-    def _propose(self, want: Want, shape: Shape) -> Proposal:
-        fed = self._fed.get(want.key)
-        if fed is None:
-            fed = want.prompt_length
-            self.index.begin(want.key, want.tokens[:fed], want.tenant)
-        self.index.extend(want.key, want.tokens[fed:])
-        self._fed[want.key] = len(want.tokens)
-        return self.index.propose(want.key, shape)
+    def _feed(self, want: Want, most: int) -> int:
+        """Index at most so many further tokens of a sequence; return how many."""
+        before = start = self._fed.get(want.key, 0)
+        end = min(len(want.tokens), before + most)
+        if end and want.key not in self._fed:
+            start = min(end, want.prompt_length)
+            self.index.begin(want.key, want.tokens[:start], want.tenant)
+        if end:
+            self.index.extend(want.key, want.tokens[start:end])
+            self._fed[want.key] = end
+        return end - before
 
     def on_preempt(self, key: Hashable) -> None:
         """Keep the text, which stays what it is."""

@@ -22,7 +22,6 @@ from specdec.reach.carrier import Carrier, Read, ReadLate, ReadLost
 from specdec.reach.messages import Opened
 from specdec.reach.peers import Hold, Pair, Peers
 from specdec.reach.terms import Prompt, Reason, Reference, Refusal, RoomReference
-from specdec.state_slots.cost import OnlineCost
 from specdec.state_slots.transfer.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -52,6 +51,7 @@ CLEAR_S = 5e-4
 """Between two looks at whether a device still uses what memory held before."""
 FIRST_S, AGAIN_S = 2.0, 10e-9
 """A read may take four times what its bytes should, and so long beside; and what a byte takes at first."""
+RECENT = 0.2
 SAMPLED = 8
 """Blocks of a first transfer that are compared by their sums."""
 Check = Literal["first", "always", "never"]
@@ -107,8 +107,7 @@ class Fetcher:
     ) -> None:
         self._transfers, self._carrier, self._peers = transfers, carrier, peers
         self._limit_s, self._check = limit_s, check
-        self._cost = OnlineCost()
-        self._cost.observe(1, AGAIN_S)
+        self._byte_s = AGAIN_S
         self._under_way = 0
         """Bytes that are being read: they share the way."""
         self._late: Pair[Plan] | None = None
@@ -229,7 +228,7 @@ class Fetcher:
             raise Refusal("garbled", f"{hold.pair.at} has sent a hidden state of another size or type.")
         if not await self._peers.close(hold, read=True):
             return Fetched("not_intact")
-        self._cost.observe(arrival.num_bytes, seconds)
+        self._byte_s += RECENT * (seconds / max(arrival.num_bytes, 1) - self._byte_s)
         if not await asyncio.wrap_future(self._transfers.land(landing, hidden_1D, seconds=seconds)):
             return Fetched("not_landed")
         return Fetched("fetched", len(landing.ids) - landing.have, arrival.num_bytes)
@@ -255,7 +254,7 @@ class Fetcher:
             raise Refusal("garbled", f"{pair.at} has named memory that it does not have: {error}") from None
         num_bytes = pair.plan.num_bytes(len(theirs), int(state is not None))
         self._under_way += num_bytes
-        deadline_s = FIRST_S + 4 * self._cost.predict(self._under_way)
+        deadline_s = FIRST_S + 4 * self._under_way * self._byte_s
         read = self._carrier.read(pair.name, indices, num_bytes, deadline_s)
         loop = asyncio.get_running_loop()
         read.over.add_done_callback(lambda _: _in_loop(loop, self._arrived, num_bytes))

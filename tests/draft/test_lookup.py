@@ -12,7 +12,7 @@ from specdec.config.tenant import Tenant
 from specdec.draft import lookup as lookup_module
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
-from specdec.draft.lookup import IndexBudget, Lookup, TextIndex
+from specdec.draft.lookup import Lookup, TextIndex
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.suffix import SuffixDrafter
@@ -75,22 +75,20 @@ def test_who_wants_nothing_is_no_trouble_to_the_index() -> None:
 
 
 def test_long_texts_are_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows wait while texts are indexed: in each step the first, and others while there is room."""
+    """All rows wait for that; beside rows that grow in each step, long ones are indexed all the same."""
     monkeypatch.setattr(lookup_module, "MOST_INDEXED", 10)
     index = Spy()
     lookup = Lookup(index)
-    wants = [want(list(range(length)), 2, key=length) for length in (30, 6, 3, 5, 4)]
-    indexed = []
-    for _ in range(4):
-        lookup.propose(wants)
-        indexed.append(list(index.texts))
-    assert indexed == [[30], [30, 6, 3], [30, 6, 3, 5, 4], [30, 6, 3, 5, 4]]
-    assert all(index.texts[len(own.tokens)] == own.tokens for own in wants)
-
-
-def test_a_text_without_new_tokens_fits_in_any_step() -> None:
-    budget = IndexBudget()
-    assert budget.fits(10**6) and budget.fits(0) and not budget.fits(1)
+    lengths, indexed = [6, 30, 3], 0
+    proposed = []
+    for _ in range(12):
+        wants = [want(list(range(length)), 2, key=i) for i, length in enumerate(lengths)]
+        proposed.append([len(own) > 0 for own in lookup.propose(wants)])
+        before, indexed = indexed, sum(map(len, index.texts.values()))
+        assert indexed - before <= 10
+        lengths = [length + 1 for length in lengths]
+    assert proposed[0] == [True, False, False] and proposed[-1] == [True, True, True]
+    assert all(index.texts[own.key] == own.tokens for own in wants)
 
 
 def test_lost_memory_is_no_reason_to_forget_a_text() -> None:

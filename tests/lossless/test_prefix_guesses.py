@@ -3,6 +3,7 @@
 import pytest
 
 from specdec import SamplingParams, SpecEngine
+from specdec.state_slots.prefix.rates import Rates
 
 
 def test_the_second_of_five_long_prompts_hits_and_texts_stay() -> None:
@@ -35,9 +36,8 @@ def test_the_second_chat_with_a_system_prompt_hits_and_texts_stay() -> None:
 def test_the_speed_of_prefill_is_not_taken_from_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """It decides whether copying a prefix takes less time: a step of one token takes as long as one of 30."""
     seen = list[float]()
+    monkeypatch.setattr(Rates, "observe_reading", lambda _, work, seconds: seen.append(work))
     with SpecEngine("tiny", dtype="float32", draft="none") as engine:
-        cache = engine.model.loop.prefixes.cache
-        work, prefills = cache.score.work, cache.rates.prefills
-        monkeypatch.setattr(prefills, "observe", lambda work, seconds: seen.append(work))
+        work = engine.model.loop.prefixes.cache.score.work
         engine.generate([[5 + i * i % 500 for i in range(300)]], SamplingParams(max_tokens=2))
     assert seen == [work(299)]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.cost import OnlineCost
 
+RECENT = 0.2
+"""Weight of the newest measurement."""
 UNREAD = 64
 """Copies whose times are waited for at most; older ones are left out."""
 
@@ -66,33 +67,47 @@ class Copied(NamedTuple):
 
 
 class Rates:
-    """What copies in either direction and prefills cost, measured on the way.
+    """Measured on the way, of copies in either direction and of steps that read prompts alone.
 
     A copy is begun and not waited for: all that touches the memory of either tier is work of one stream, in
     order. Its time is read when it is over.
     """
 
-    def __init__(self, mark: Callable[..., Mark] = mark, prefills: OnlineCost | None = None) -> None:
+    def __init__(self, mark: Callable[..., Mark] = mark) -> None:
         self._mark = mark
         self._begun: deque[Copied] = deque(maxlen=UNREAD)
-        self._copies = OnlineCost()
-        self.prefills = prefills or OnlineCost()
-        """By operations of the model, in steps that only prefill."""
+        self._copied_s: float | None = None
+        self.read_s: float | None = None
+        """Seconds for an operation of the model while it reads prompts."""
 
     @property
-    def copies(self) -> OnlineCost:
-        """The cost of copies by bytes, from those that have ended."""
+    def copied_s(self) -> float | None:
+        """Seconds for a byte, by the copies that are over."""
         while self._begun and self._begun[0].end.passed():
             start, end, num_bytes = self._begun.popleft()
-            self._copies.observe(num_bytes, end.seconds_since(start))
-        return self._copies
+            self._copied_s = _mean(self._copied_s, end.seconds_since(start) / num_bytes)
+        return self._copied_s
 
     def pays(self, copied_bytes: int, work: float) -> bool:
-        """Return whether a copy takes less time than a prefill; until both were measured it is tried."""
-        copies = self.copies
-        if not (copies.is_known and self.prefills.is_known):
+        """Tell whether to copy takes less time than to read; until both were measured it is tried."""
+        copied_s = self.copied_s
+        if copied_s is None or self.read_s is None:
             return True
-        return copies.predict(copied_bytes) < self.prefills.predict(work)
+        return copied_bytes * copied_s < work * self.read_s
+
+    def observe_copy(self, copied_bytes: int, seconds: float) -> None:
+        """Hear of a copy that another has made and timed."""
+        self._copied_s = _mean(self._copied_s, seconds / max(copied_bytes, 1))
+
+    def doubt(self) -> None:
+        """Think a little better of copies where none was tried: nothing else would tell when they pay."""
+        if self._copied_s is not None:
+            self._copied_s *= 1 - RECENT
+
+    def observe_reading(self, work: float, seconds: float) -> None:
+        """Hear of a step that did nothing but read prompts."""
+        if work > 0:
+            self.read_s = _mean(self.read_s, seconds / work)
 
     @contextlib.contextmanager
     def copying(self, source: Arena, to: Arena) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -105,3 +120,7 @@ class Rates:
         if start:
             copied = sum(own_X.numel() for own_X, _ in pairs)
             self._begun.append(Copied(start, self._mark(source, to), copied))
+
+
+def _mean(before: float | None, now: float) -> float:
+    return now if before is None else (1 - RECENT) * before + RECENT * now

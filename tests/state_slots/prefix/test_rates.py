@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.cost import MEMORY
 from specdec.state_slots.layout import KVShape, Layout
-from specdec.state_slots.prefix.rates import UNREAD, Mark, Rates
+from specdec.state_slots.prefix.rates import RECENT, UNREAD, Mark, Rates
 
 LAYOUT = Layout((KVShape(2, 8),), (), torch.float32, torch.float32)
 
@@ -60,17 +59,17 @@ def test_a_copy_is_timed_once_the_device_has_come_to_its_end(
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     stream = Stream()
     rates = Rates(stream.mark)
-    rates.prefills.observe(1.0, 1e-9)
+    rates.observe_reading(1.0, 1e-9)
     size = copy(rates, *arenas)
-    assert not rates.copies.is_known and rates.pays(10**9, 1.0), "it is tried until it was measured"
+    assert rates.copied_s is None and rates.pays(10**9, 1.0), "it is tried until it was measured"
     stream.seconds = [5.0]
-    assert not rates.copies.is_known
+    assert rates.copied_s is None
     stream.seconds = [5.0, 7.0]  # what stood in the stream before it, 5 s, is not its own
-    assert rates.copies.predict(size) == pytest.approx(2.0)
+    assert rates.copied_s == 2.0 / size
     assert not rates.pays(10**9, 1.0)
     copy(rates, *reversed(arenas))
     stream.seconds += [10.0, 11.0]
-    assert rates.copies.predict(size) == pytest.approx((MEMORY * 2.0 + 1.0) / (MEMORY + 1))
+    assert rates.copied_s == pytest.approx((1 - RECENT) * 2.0 / size + RECENT * 1.0 / size)
 
 
 def test_a_tier_is_not_timed_against_itself(arenas: tuple[Arena, Arena]) -> None:
@@ -88,7 +87,7 @@ def test_times_that_are_never_read_do_not_pile_up(arenas: tuple[Arena, Arena]) -
     for _ in range(2 * UNREAD):
         copy(rates, *arenas)
     stream.seconds = [float(i) for i in range(stream.marks)]
-    assert rates.copies.is_known
+    assert rates.copied_s is not None
     assert len(rates._begun) == 0
 
 
@@ -98,4 +97,4 @@ def test_copies_are_made_as_they_are_begun(arenas: tuple[Arena, Arena]) -> None:
     rates = Rates()
     copy(rates, source, to)
     assert (to.block_bytes_X(1) == 7).all()
-    assert rates.copies.is_known, "the host's copies are over when they return"
+    assert rates.copied_s is not None, "the host's copies are over when they return"
