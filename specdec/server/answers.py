@@ -183,7 +183,7 @@ class Answers:
         self._engine: SpecEngine | None = engine
         self._ticket: Ticket | None = None
         self._on_over = on_over
-        """Called by the event loop once the engine has no more to do for it."""
+        """Called once, by the event loop, when the engine has no more to do for it."""
         self.n = prepared[0].params.n
         self.left = sum(own.params.n for own in prepared)
         """Choices whose last delta has not been yielded."""
@@ -223,7 +223,7 @@ class Answers:
     def rung(self) -> None:
         """Have the event loop read what waits; what is over keeps no engine from being unloaded."""
         self.came.set()
-        if self.is_over:
+        if self.is_over and self._ticket:
             self._ticket = None
             self._on_over()
 

@@ -22,7 +22,7 @@ from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
 from specdec.server.metrics import Watch
 from specdec.server.reach.bodies import Asked, Lend
 from specdec.server.reach.lending import Lending, lending_params
-from specdec.server.state import LONG, Served, State
+from specdec.server.state import LONG, Places, Served, State
 from specdec.server.streams import EventStream, send_pieces
 from specdec.server.thinking import ThinkingTokens, span_of, template_variables
 from specdec.server.tools.offer import Offer, untold
@@ -66,7 +66,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
     with (
         naming(names),
         _heard(state, asked),
-        state.under_way(served, choices, until, caller=caller, field=field, keep_alive_s=kept_s),
+        state.under_way(served, choices, until, caller=caller, field=field, keep_alive_s=kept_s) as places,
     ):
         async with until.held():
             await served.ready()
@@ -80,7 +80,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
         form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
         writer = Chunks(form, body, body.model or served.name, prepared)
         return await _answer(
-            request, state, served, prepared, writer, until, names, asked, streams=body.stream
+            request, state, served, prepared, writer, until, places, names, asked, streams=body.stream
         )
 
 
@@ -137,7 +137,7 @@ async def answer_chat(
     with (
         naming(names),
         _heard(state, asked),
-        state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s),
+        state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s) as places,
     ):
         async with until.held():
             await served.ready()
@@ -160,7 +160,7 @@ async def answer_chat(
         if thinking and (tokenizer := served.engine.tokenizer):
             writer.usage.thinking = ThinkingTokens(thinking, tokenizer)
         return await _answer(
-            request, state, served, prepared, writer, until, names, asked, streams=body.stream
+            request, state, served, prepared, writer, until, places, names, asked, streams=body.stream
         )
 
 
@@ -194,6 +194,7 @@ async def _answer(
     prepared: Sequence[Prepared],
     writer: Writer,
     until: Deadline,
+    places: Places,
     names: Names,
     asked: Asked | None,
     *,
@@ -208,12 +209,17 @@ async def _answer(
         assert isinstance(writer, Chunks), "other APIs say nothing of this"
         answers = Lending(state.reach.lender, prepared, asked, until, writer)
     else:
-        answers = Answers(
-            served.engine, state.bell, prepared, streams=streams, until=until, on_over=resident.note_over
-        )
+
+        def over() -> None:
+            resident.note_over()
+            places.let_go()
+
+        answers = Answers(served.engine, state.bell, prepared, streams=streams, until=until, on_over=over)
     work: Work = partial(served.work, caller=request["turn"])
     with resident.answering(answers):
         with metrics.request(prepared, until.start_s) as watch, answers:
+            if isinstance(answers, Answers):
+                places.hold()
             if streams:
                 stream = EventStream(request, stall_s, is_typed=writer.is_typed)
                 return await _stream(answers, writer, watch, stream, names, work)

@@ -173,7 +173,7 @@ class State:
         caller: str,
         field: str = "n",
         keep_alive_s: float | None = None,
-    ) -> Iterator[None]:
+    ) -> "Iterator[Places]":
         """Admit a request of a model, or refuse it, by this field, if too many choices are in progress."""
         if self.draining:
             raise _stopping()
@@ -206,14 +206,19 @@ class State:
         served.choices[caller] += choices
         self.idle.clear()
         self._under_way.add(until)
-        try:
-            yield
-        finally:
-            served.resident.leave(keep_alive_s, caller)
-            self._under_way.discard(until)
+
+        def release() -> None:
             served.choices -= Counter({caller: choices})
             if not self.choices:
                 self.idle.set()
+
+        places = Places(release)
+        try:
+            yield places
+        finally:
+            served.resident.leave(keep_alive_s, caller)
+            self._under_way.discard(until)
+            places.let_go()
 
     def drain(self) -> None:
         """Refuse new requests from now on, and those that are only being read."""
@@ -229,6 +234,26 @@ class State:
 
 def _stopping() -> Failure:
     return Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
+
+
+class Places:
+    """A request's part of `max_queued`, until its handler has ended and the engine has dropped its choices.
+
+    Otherwise a client that leaves at once could submit without limit.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release, self._holders = release, 1
+
+    def hold(self) -> None:
+        """Add a holder."""
+        self._holders += 1
+
+    def let_go(self) -> None:
+        """Release the places once every holder has let go."""
+        self._holders -= 1
+        if not self._holders:
+            self._release()
 
 
 class Served:

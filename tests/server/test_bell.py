@@ -18,6 +18,7 @@ from specdec.errors import EngineError, SpecdecError
 from specdec.server import answers as module
 from specdec.server.answers import Answers, Bell, Deadline, Said
 from specdec.server.failures import Failure
+from specdec.server.state import Places
 
 Emit = Callable[[int, Delta | SpecdecError], None]
 
@@ -286,3 +287,44 @@ def test_who_wants_the_whole_answer_is_called_once(monkeypatch: pytest.MonkeyPat
             return [len(own.delta.token_ids) async for own in parts]
 
     assert asyncio.run(hear()) == [50] and len(looks) == 1
+
+
+def test_places_are_held_until_the_engine_has_dropped_every_choice() -> None:
+    """A client that leaves at once cannot submit more than its share."""
+    released, left, dropped = list[str](), threading.Event(), threading.Event()
+
+    def speak(emit: Emit) -> None:
+        emit(0, part(0, 1))
+        left.wait(20)
+        for choice in range(2):
+            emit(0, Delta("", (), index=choice, finish_reason="abort"))
+        dropped.set()
+
+    async def leave() -> None:
+        places = Places(lambda: released.append("places"))
+        engine = Spoken(speak)
+        prepared = [Prepared((1,), Terms(SamplingParams(n=2)))]
+        bell = Bell(asyncio.get_running_loop())
+        answers = Answers(
+            engine,  # type: ignore[arg-type]
+            bell,
+            prepared,
+            streams=True,
+            until=Deadline(30),
+            on_over=places.let_go,
+        )
+        with answers:
+            places.hold()
+            async for _ in answers:
+                break
+        places.let_go()
+        await asyncio.sleep(0.01)
+        assert engine.cancelled and not released, "the engine still has them"
+        left.set()
+        await asyncio.to_thread(dropped.wait, 20)
+        async with asyncio.timeout(20):
+            while not released:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(leave())
+    assert released == ["places"]
