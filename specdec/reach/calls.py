@@ -101,8 +101,8 @@ class Calls:
             )
         raise Refusal(
             "garbled",
-            f"{at} answers without a valid signature; check that its port is the reach_port of a server with "
-            f"this server's {VARIABLE}.",
+            f"{at} sends an answer that {VARIABLE} does not decrypt; check that its port is the reach_port "
+            "of a server with the same one.",
         )
 
     async def _read(self, at: Endpoint, response: aiohttp.ClientResponse) -> bytes:

@@ -95,8 +95,8 @@ class KeptStates:
                     continue
                 before = known.get(id(node))
                 if before is None or before[0] is not node or before[1] is not node.edge:
-                    if hashed >= MOST_HASHED:
-                        continue
+                    if hashed >= MOST_HASHED and (before is None or before[0] is not node):
+                        continue  # a later look hashes it
                     hashed += node.end + NODE
                     before = (node, node.edge, _hash(tree.spelled(node), node.tenant.salt))
                 self._hashes[id(node)] = before

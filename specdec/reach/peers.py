@@ -49,7 +49,7 @@ MEET_AGAIN_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """For which a peer that is down is left alone: each time twice as long."""
 ASK_AGAIN_S = 1.0
-"""Between two answers that say nothing new of a prompt: a peer with nothing to say waits longer than that."""
+"""Minimum time between two requests for a prompt if the first answer has nothing new."""
 MOST_LINKS = 1024
 MOST_SILENT = 2
 """Beats in turn without an answer, after which a peer counts as lost."""
@@ -233,7 +233,7 @@ class Peers(Generic[P]):
                 await _sleep_until(again_s)
             raise
         hold.lease = opened.lease
-        if opened.ready <= have:
+        if opened.ready <= have and not opened.is_whole:
             await _sleep_until(again_s)
         return opened
 

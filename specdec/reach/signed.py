@@ -1,4 +1,4 @@
-"""Signed requests and answers of the side channel: each side proves that it knows the secret; it is not sent.
+"""Signed requests and encrypted answers of the side channel: both sides prove the secret without sending it.
 
 A request has the header `Authorization: Specdec-HMAC-SHA256 TIME NONCE BODY MAC`: seconds since 1970, a
 random nonce, the SHA-256 of the body, and an HMAC of these three, the method and the path. The answer is

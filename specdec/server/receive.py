@@ -142,9 +142,9 @@ async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Rec
             if _waits(request) and request.version >= (1, 1):
                 await request.writer.write(CONTINUE)
                 request.writer.output_size = 0  # it is no part of the answer
-            async for data, _ in request.content.iter_chunks():
+            async for data, is_chunk_end in request.content.iter_chunks():
                 held.add(len(data))
-                count += 1
+                count += is_chunk_end
                 if is_shredded(count, held.num_bytes):
                     raise Failure(
                         400, f"The body comes in {count:,} chunks of few bytes each; send larger ones."

@@ -161,16 +161,18 @@ class Lender:
             aiohttp.ClientSession() as session,
             session.request(method, url, headers=sent, data=data) as response,
         ):
-            return response.status, readable(signed, response.status, await response.read())
+            data = await response.read()
+            return response.status, readable(signed, response.status, data, encrypted=headers is None)
 
     def ask(self, prompt: Prompt = PROMPT, **other: Any) -> dict[str, Any]:
         own = {"engine": self.engine, "hash": prompt.hash, "length": prompt.length, "have": 0}
         return own | {"reader": "a" * 32} | other
 
 
-def readable(signed: SignedRequest, status: int, data: bytes) -> Any:
+def readable(signed: SignedRequest, status: int, data: bytes, *, encrypted: bool = True) -> Any:
     """Return the JSON of an answer, which is encrypted if the request had a valid signature."""
     opened = signed.decrypt(Secret(SECRET), status, data)
+    assert (opened is not None) == encrypted, "is the answer encrypted?"
     return json.loads(data if opened is None else opened)
 
 

@@ -232,7 +232,7 @@ def test_an_impostor_that_takes_over_a_port_learns_nothing(
     async def test() -> None:
         impostor = Impostor()
         async with impostor.listening() as port, reading(port) as (peers, attached):
-            with pytest.raises(Refusal, match="without a valid signature"):
+            with pytest.raises(Refusal, match="does not decrypt"):
                 await peers.meet(RoomReference("127.0.0.1", port, 5), PROMPT)
             assert not attached.engines
         (captured,) = impostor.sent

@@ -18,9 +18,9 @@ VERSIONS = (2, 3)
 ALIGNMENT = 32
 MOST_DIMENSIONS = 4
 MOST_STRINGS = 1 << 22
-"""In an array, which is read one by one; vocabularies have 250,000."""
+"""In all arrays, which are read one by one; vocabularies have 250,000."""
 MOST_BYTES = 1 << 27
-"""Of a string or an array of numbers."""
+"""Of the header's names, strings and arrays of numbers, or of the strings of an array."""
 
 _SCALARS = {
     **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i"},
@@ -102,7 +102,7 @@ class GgufFile:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); download it again", field="model"
             ) from error
-        self._at = 0
+        self._at, self._left, self._strings_left = 0, MOST_BYTES, MOST_STRINGS
         self.metadata: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
         self._read()
@@ -112,7 +112,7 @@ class GgufFile:
         found = self.metadata.get(field)
         if not isinstance(found, Strings):
             return ()
-        self._at = found.offset
+        self._at, self._left = found.offset, MOST_BYTES
         return tuple(self._string(field) for _ in range(found.length))
 
     def _read(self) -> None:
@@ -168,8 +168,9 @@ class GgufFile:
         of = self._scalar(4, name)
         if of == _STRING:
             count, start = self._count(name, least=8), self._at
-            if count > MOST_STRINGS:
-                self._refuse(name, f"{name} has {count:,} strings, and may have {MOST_STRINGS:,}")
+            if count > self._strings_left:
+                self._refuse(name, f"{name} has {count:,} strings, and may have {self._strings_left:,}")
+            self._strings_left -= count
             self._at = self._skip(count, name)
             return Strings(start, count)
         if of not in _SCALARS:
@@ -214,8 +215,9 @@ class GgufFile:
         return struct.unpack(form, self._take(struct.calcsize(form), name))[0]
 
     def _take(self, count: int, name: str) -> bytes:
-        if count > MOST_BYTES:
-            self._refuse(name, f"{name} has {count:,} bytes, and may have {MOST_BYTES:,}")
+        if count > self._left:
+            self._refuse(name, f"{name} has {count:,} bytes, and may have {self._left:,}")
+        self._left -= count
         taken = self._data[self._at : self._at + count]
         if len(taken) < count:
             self._refuse("model", f"it ends in the middle of {name}", kind=TruncatedError)

@@ -21,7 +21,7 @@ LOGPROBS = "message.output_text.logprobs"
 REPEATED = {"instructions", "reasoning", "text", "tool_choice", "tools"}
 """Fields that each response repeats, in a stream three times; `metadata` is short."""
 MOST_REPEATED = 1 << 20
-"""Characters of JSON that these fields may have. A stream that repeated 15 MB stopped all others for 2 s."""
+"""Bytes of JSON that these fields may have. A stream that repeated 15 MB stopped all others for 2 s."""
 MOST_METADATA = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -135,8 +135,8 @@ class ResponseBody(Dialect):
             longest = max(sizes, key=sizes.__getitem__)
             raise Failure(
                 400,
-                f"{longest}: responses repeat {', '.join(sorted(sizes))}, which have {size:,} characters and "
-                f"may have {MOST_REPEATED:,}; shorten {longest}.",
+                f"{longest}: responses repeat {', '.join(sorted(sizes))}, which have {size:,} bytes of JSON "
+                f"and may have {MOST_REPEATED:,}; shorten {longest}.",
                 param=longest,
             )
         return body
