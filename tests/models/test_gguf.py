@@ -28,6 +28,7 @@ from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
+from specdec.models.gguf import file as gguf_file
 from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import KEPT, integers, offsets, scales, widen
@@ -401,7 +402,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def test_metadata_of_no_real_size_are_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "most"), [(0, "MOST_BYTES"), (8, "MOST_STRINGS")], ids=["bytes", "strings"])
+def test_all_metadata_have_one_bound(
+    kind: int, most: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many fields of moderate size would add up."""
+    monkeypatch.setattr(gguf_file, most, 1000)
+    head, path = b"GGUF" + struct.pack("<IQQ", 3, 0, 3), tmp_path / "a.gguf"
+    each = [
+        struct.pack("<Q", 1) + name + struct.pack("<IIQ", 9, kind, 400) + bytes(400 * (8 if kind == 8 else 1))
+        for name in (b"a", b"b", b"c")
+    ]
+    path.write_bytes(head + b"".join(each))
+    with pytest.raises(CheckpointError, match=r"c has 400 (bytes|strings), and may have "):
+        GgufFile(path)
+
+
+def test_oversized_metadata_are_not_read(tmp_path: Path) -> None:
     """Strings may be empty, and the file a hole: 8 GiB of numbers took 16 GB of memory."""
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
     for value, said in (
