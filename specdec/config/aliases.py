@@ -144,7 +144,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
 _MODEL = "name the model without an option, as in specdec chat MODEL"
 _ONE_DEVICE = "a server has one device; start one for each and balance between them"
 _MEMORY = "give --memory-bytes, the memory of sequences and drafts beside the weights"
-_ALWAYS = "it is always so; leave it out"
+_ALWAYS = "it is always on; leave it out"
 
 INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -175,6 +175,10 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "enable_chunked_prefill": f"{_ALWAYS}, or give --chunk-tokens",
                 "batch_size": "give --chunk-tokens for the tokens of a step, --max-running for its sequences",
                 "tokenizer": "the model's own is read; leave it out",
+                "mmap": "weights of GGUF files are always mapped; leave it out",
+                "mlock": "weights cannot be locked in memory; leave it out",
+                "lora": "adapters are not supported; merge them into the checkpoint",
+                "mmproj": "image input is not supported; leave it out",
             }
         ),
         "SamplingParams": MappingProxyType(
@@ -198,6 +202,7 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "ssl_cert_reqs": "leave clients' certificates to a proxy, as in docs/deployment.md",
                 "kv_transfer_config": "give --role, as in docs/disaggregation.md",
                 "disaggregation_transfer_backend": "NIXL moves the bytes; leave it out",
+                "reach_secret": "set SPECDEC_REACH_SECRET in the environment",
                 "disaggregation_ib_device": "set UCX_NET_DEVICES to the device",
             }
         ),
@@ -219,7 +224,9 @@ SHORT: Mapping[str, Sequence[str]] = MappingProxyType(
         "ctx_size": ("-c",),
         "threads": ("-t", "--num-thread"),
         "flash_attn": ("-fa",),
-        "n_gpu_layers": ("-ngl", "--gpu-layers", "--num-gpu"),
+        "n_gpu_layers": ("-ngl", "--ngl", "--gpu-layers", "--num-gpu"),
+        "mmap": ("--no-mmap",),
+        "lora": ("--lora-modules", "--enable-lora"),
         "tensor_parallel_size": ("-tp",),
         "n_predict": ("-n", "--predict"),
         "seed": ("-s",),

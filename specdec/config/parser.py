@@ -262,12 +262,15 @@ def as_written(message: str, written: Mapping[str, str]) -> str:
 
 
 def as_typed(message: str) -> str:
-    """Spell settings that a refusal advises as options: draft='auto' is --draft auto."""
+    """Spell settings that a refusal advises as options: draft='auto' is --draft auto.
+
+    The query of a URL, as in ?bootstrap=PORT, is left alone.
+    """
 
     def option(found: re.Match[str]) -> str:
         return f"--{found[1].replace('_', '-')} {found[2] or found[3]}"
 
-    return re.sub(r"\b([a-z_]+)=(?:'([^']*)'|([A-Z]+\b))", option, message)
+    return re.sub(r"(?<![?&])\b([a-z_]+)=(?:'([^']*)'|([A-Z]+\b))", option, message)
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ MOST = 1024
 """Replicas at most: each is checked once a period."""
 
 
-SIDE_CHANNEL = ", and behind it ?bootstrap=PORT if its side channel has another port than bootstrap_port"
+SIDE_CHANNEL = ", followed by ?bootstrap=PORT if its side channel does not have bootstrap_port"
 
 
 class Role(StrEnum):

@@ -28,7 +28,7 @@ async def name_address(
 def _nothing_at(path: str, headers: Mapping[str, str]) -> str:
     found = MISPLACED.fullmatch(path)
     if found is None or found["base"] == "/v1":
-        return "There is nothing at this address; /openapi.json lists those there are."
+        return "There is nothing at this address; /openapi.json lists the addresses."
     meant = f"/v1{found['call']}"
     if meant == PATH or speaks_anthropic(path, headers):
         base = "The base URL of Anthropic's clients is without /v1"

@@ -6,6 +6,7 @@ import pytest
 from specdec.config.base import Settings
 from specdec.config.engine import EngineConfig
 from specdec.config.options import add_settings, at_least, listed, settings_from, settings_table
+from specdec.config.parser import as_typed
 from specdec.config.sampling import SamplingParams
 from specdec.config.structured import Structure
 from specdec.config.thinking import ThinkingSpan
@@ -145,3 +146,9 @@ def test_listed_counts_refuse_what_is_no_count(text: str) -> None:
     with pytest.raises(argparse.ArgumentError) as caught:
         parser.parse_args(["--batch", text])
     assert "read" not in str(caught.value)
+
+
+def test_advice_is_spelt_as_options_but_the_query_of_a_url_is_left_alone() -> None:
+    assert as_typed("give draft='auto' or port=PORT") == "give --draft auto or --port PORT"
+    for address in ("http://a:1?bootstrap=PORT", "http://a:1?x=1&bootstrap=PORT"):
+        assert as_typed(f"give {address}") == f"give {address}"

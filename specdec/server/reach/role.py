@@ -51,6 +51,12 @@ def settle_part(
             f"{_without(config)}.",
             field="prefix_cache",
         )
+    if config.reach_port == config.port != 0:
+        raise ConfigError(
+            f"reach_port: port {config.port} is the API's; choose another one for the side channel with "
+            "`--reach-port N`.",
+            field="reach_port",
+        )
     is_installed = importlib.util.find_spec
     if not (any(map(is_installed, CARRIERS[config.reach_carrier])) and is_installed("cryptography")):
         raise ConfigError(

@@ -47,6 +47,8 @@ def test_the_secret_makes_a_server_do_both_unless_it_is_told_its_role() -> None:
         ({"weights_bytes": "1GiB"}, "weights_bytes"),
         ({"arenas": 1}, "arenas"),
         ({"prefix_cache": False}, "prefix_cache"),
+        ({"port": 8001, "reach_port": 8001}, "reach_port"),
+        ({"port": 5600}, "reach_port"),
         ({"reach_peers": ["10.0.0.1/8"]}, "reach_peers"),
         ({"reach_peers": ["x:70000"]}, "reach_peers"),
         ({"reach_host": "0.0.0.0"}, "reach_host"),
@@ -102,7 +104,9 @@ def test_no_message_repeats_the_secret() -> None:
     assert "a secret with spaces" not in str(caught.value)
 
 
-@pytest.mark.parametrize("settings", [{"max_queued": 3}, {"served_model_name": ["x"]}])
+@pytest.mark.parametrize(
+    "settings", [{"max_queued": 3}, {"served_model_name": ["x"]}, {"port": 0, "reach_port": 0}]
+)
 def test_other_settings_go_with_a_role(settings: dict[str, Any]) -> None:
     assert role(**settings) == "both"
 
