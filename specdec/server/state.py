@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from specdec.server.resident import Resident
 from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import Role, ServerConfig
 from specdec.server.switcher import Switcher
-from specdec.server.threads import Pool
+from specdec.server.threads import LONG_S, Pool
 from specdec.server.turns import Turns
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
@@ -42,7 +43,9 @@ logger = logging.getLogger(__name__)
 
 BUSY = {"Retry-After": "1"}
 LONG = 20_000
-"""Characters, or ids, of prompts whose tokenization takes a while."""
+"""Characters of an answer that take a while to write."""
+LONG_TEXT = 4096
+"""Characters, or ids, of prompts that take milliseconds to tokenize: as many emoji some 9 ms on a Xeon."""
 LARGE = 4096
 """Bytes of a body that takes milliseconds to read: it may hold a hundred messages."""
 KEPT_BYTES = 384 << 20
@@ -281,6 +284,8 @@ class Served:
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
         self._templates = Pool("template", config.max_queued, rests=rests)
         self._workers = Pool("text", config.max_queued, rests=rests)
+        self._is_slow = False
+        """Whether a short text has taken long to tokenize."""
         self._marks_refused = False
         """Whether the log says already that a mark was ignored."""
 
@@ -346,12 +351,25 @@ class Served:
             return [self.engine.read_prompt(prompt, terms) for prompt in prompts]
 
         with _tokenizing():
-            return await self.work(sum(map(len, prompts)) + _size(params), prepare, tenant.flow[0])
+            return await self._tokenize(sum(map(len, prompts)) + _size(params), prepare, tenant.flow[0])
 
     async def work(self, size: int, work: Callable[[], T], caller: str) -> T:
         """Do work of a size in characters: what takes a while in a thread, in its caller's turn."""
         with without_panics():
             return await self._workers.do(work, caller) if size > LONG else work()
+
+    async def _tokenize(self, size: int, work: Callable[[], T], caller: str) -> T:
+        """Do work that tokenizes: in a thread if the text is long, or once a short one has taken long.
+
+        A tokenizer's regex may backtrack for a second over 40 characters.
+        """
+        if size > LONG_TEXT or self._is_slow:
+            return await self.work(LONG + 1, work, caller)
+        start_s = time.thread_time()
+        try:
+            return await self.work(0, work, caller)
+        finally:
+            self._is_slow = time.thread_time() - start_s > LONG_S
 
     async def encode(self, text: str, caller: str, *, special: bool = True) -> list[int]:
         """Tokenize a text."""
@@ -360,7 +378,8 @@ class Served:
             raise Failure(400, "prompt: the model has no tokenizer; send token ids.", param="prompt")
         try:
             with _tokenizing():
-                return await self.work(len(text), partial(tokenizer.encode, text, special=special), caller)
+                encode = partial(tokenizer.encode, text, special=special)
+                return await self._tokenize(len(text), encode, caller)
         except (UnicodeError, TypeError):
             raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
 

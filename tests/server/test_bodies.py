@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,9 @@ from specdec.server.messages import as_read
 from specdec.server.parse import MOST_PARTS, MOST_VALUES, SMALL, parse
 from specdec.server.plain import DetokenizeBody, TokenizeBody
 from specdec.server.responses.bodies import ResponseBody
-from specdec.server.state import LONG, Served
+from specdec.server.state import LONG, LONG_TEXT, Served
 from specdec.server.thinking import template_variables
-from specdec.server.threads import Pool
+from specdec.server.threads import LONG_S, Pool
 from specdec.text.chat_template import ChatTemplate
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
@@ -195,10 +196,29 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
         read_prompt=lambda prompt, terms: prompt,
     )
     served: Any = Served.__new__(Served)
-    served._workers = Pool("text", 1)
+    served._workers, served._is_slow = Pool("text", 1), False
     served.resident, served.config = SimpleNamespace(engine=engine), SimpleNamespace(log_prompts=False)
     assert asyncio.run(served.prepare(["x"] * 64, SamplingParams(**fields), SOLE)) == ["x"] * 64
     assert [own is not threading.main_thread() for own in looked] == [beside]
+
+
+def test_a_text_that_takes_long_is_tokenized_beside_the_event_loop() -> None:
+    """A long text at once; short ones once one of them has taken long, as with a regex that backtracks."""
+    ran: list[bool] = []
+
+    def encode(text: str, *, special: bool) -> list[int]:
+        ran.append(threading.current_thread() is threading.main_thread())
+        end_s = time.thread_time() + (2 * LONG_S if "slow" in text else 0)
+        while time.thread_time() < end_s:
+            pass
+        return [1]
+
+    served: Any = Served.__new__(Served)
+    served._workers, served._is_slow = Pool("text", 1), False
+    served.resident = SimpleNamespace(engine=SimpleNamespace(tokenizer=SimpleNamespace(encode=encode)))
+    for text in ("x", "x" * (LONG_TEXT + 1), "x", "slow", "x"):
+        asyncio.run(served.encode(text, ""))
+    assert ran == [True, False, True, True, False]
 
 
 def listed(beginning: str) -> set[str]:
