@@ -165,7 +165,11 @@ def test_an_output_has_the_form_that_is_asked_for(
         ),
         ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs", "no text"),
         ({"structured_outputs": {"grammar": "root ::= root"}}, "structured_outputs", "no text"),
-        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "no text"),
+        (
+            {"structured_outputs": {"json": {"$ref": "#"}}},
+            "structured_outputs",
+            "give one that xgrammar can read",
+        ),
         (
             {"structured_outputs": {"json": '{"type":"integer","minimum":1e308,"maximum":1e309}'}},
             "structured_outputs",
