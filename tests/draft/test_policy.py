@@ -176,10 +176,10 @@ def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() ->
         looking.policy.hint()
         misled += looking.looks(Proposal.EMPTY)
     assert misled < 20
-    assert Echo().repeats([1, 2, 3, 4, 5, 6, 7, 8] * 2, 99) and not Echo().repeats(range(100), 99)
+    assert Echo().repeats([1, 2, 3, 4, 5, 6, 7, 8] * 2, 1000) and not Echo().repeats(range(100), 1000)
     text, echo, seldom = [*range(50), *range(10, 40)], Echo(), Echo()
-    assert [end for end in range(81) if echo.repeats(text[:end], 99)] == list(range(58, 81))
-    assert [end for end in range(0, 81, 9) if seldom.repeats(text[:end], 99)] == [63, 72]
+    assert [end for end in range(81) if echo.repeats(text[:end], 1000)] == list(range(58, 81))
+    assert [end for end in range(0, 81, 9) if seldom.repeats(text[:end], 1000)] == [63, 72]
 
 
 def test_a_plan_that_drafts_pays_while_no_costs_are_known() -> None:
