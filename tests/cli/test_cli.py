@@ -435,7 +435,7 @@ def test_a_value_behind_a_switch_is_no_prompt(argv: list[str], switch: str, caps
     assert f"{switch}" in (said := capsys.readouterr().err) and "takes no value" in said
 
 
-@pytest.mark.parametrize("option", ["--xyzzy", "--mlock", "--reload"])
+@pytest.mark.parametrize("option", ["--xyzzy", "--quux", "--reload"])
 def test_what_is_near_nothing_is_named_alone(option: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "tiny", option])
