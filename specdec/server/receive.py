@@ -142,7 +142,8 @@ async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Rec
             if _waits(request) and request.version >= (1, 1):
                 await request.writer.write(CONTINUE)
                 request.writer.output_size = 0  # it is no part of the answer
-            async for data, is_chunk_end in request.content.iter_chunks():
+            while request.can_read_body:  # aiohttp's reader of empty bodies, which all share, ends only once
+                data, is_chunk_end = await request.content.readchunk()
                 held.add(len(data))
                 count += is_chunk_end
                 if is_shredded(count, held.num_bytes):

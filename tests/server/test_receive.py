@@ -8,9 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 from aiohttp import web
+from aiohttp.streams import EMPTY_PAYLOAD
+from aiohttp.test_utils import make_mocked_request
 
 from specdec.server.failures import Failure
-from specdec.server.receive import ENCODINGS, BodyBudget, HeldBody, Received
+from specdec.server.receive import ENCODINGS, BodyBudget, HeldBody, Received, read_body
 from tests.server.live import Live
 from tests.server.test_garbage import send
 
@@ -113,3 +115,16 @@ def test_a_connection_goes_on_behind_a_body_that_no_handler_wanted(live: Live) -
         writer.close()
 
     asyncio.run(play())
+
+
+def test_requests_without_a_body_are_read_again_and_again() -> None:
+    """Aiohttp has one reader for all of them."""
+
+    async def read() -> None:
+        budget = BodyBudget(1 << 20, 1 << 20)
+        for _ in range(3):
+            request = make_mocked_request("POST", "/x", payload=EMPTY_PAYLOAD, client_max_size=1 << 20)
+            with budget.holding("") as held:
+                assert (await read_body(request, held, 5.0)).unpack() == b""
+
+    asyncio.run(read())
