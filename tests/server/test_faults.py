@@ -201,6 +201,8 @@ def test_who_trickles_is_not_waited_for(live: Live, text: str, head: bytes) -> N
 
 
 def test_connections_that_say_nothing_are_closed_and_hold_nobody_up(live: Live, text: str) -> None:
+    form = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "ab"}}
+    assert live.ask("/v1/completions", form).status == 200  # its process has files too, and starts when idle
     before = rest(live)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(SILENT, hard - 500)
