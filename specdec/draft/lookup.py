@@ -55,7 +55,7 @@ class Lookup:
         return found
 
     def _feed(self, want: Want, most: int) -> int:
-        """Index at most so many further tokens of a sequence; return how many."""
+        """Index at most `most` further tokens of a sequence; return how many."""
         before = start = self._fed.get(want.key, 0)
         end = min(len(want.tokens), before + most)
         if end and want.key not in self._fed:

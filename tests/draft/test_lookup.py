@@ -75,7 +75,7 @@ def test_who_wants_nothing_is_no_trouble_to_the_index() -> None:
 
 
 def test_long_texts_are_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows wait for that; beside rows that grow in each step, long ones are indexed all the same."""
+    """All rows wait for that. Rows that grow in each step do not keep long ones from being indexed."""
     monkeypatch.setattr(lookup_module, "MOST_INDEXED", 10)
     index = Spy()
     lookup = Lookup(index)

@@ -199,7 +199,7 @@ def test_a_description_downloads_headers_alone(
 def test_a_header_without_an_end_is_given_up(
     repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hub tells any size for nothing, and a hole of that size was read as the rest of the header."""
+    """A hub may claim any size, and a hole of that size was read as the rest of the header."""
     monkeypatch.setattr(headers, "FIRST_GGUF", 64)
     monkeypatch.setattr(headers, "LONGEST", 1000)
     for name in repo.files:
