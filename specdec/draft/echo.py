@@ -15,7 +15,7 @@ class Echo:
         """Number of tokens in the index."""
 
     def repeats(self, tokens: Sequence[int], most: int) -> bool:
-        """Index at most `most` further tokens; return whether the whole text ends in an earlier part of it."""
+        """Index at most `most` further tokens; return whether the text ends in an earlier part of it."""
         end = min(len(tokens), self.indexed + most)
         new = tokens[max(self.indexed - LENGTH + 1, 0) : end]
         gained, self.indexed = end - self.indexed, end
