@@ -55,13 +55,15 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response, and read the rest of its request, which nothing wants.
+        """Send a response, and discard the rest of its request's body.
 
         An error that aiohttp raises before any handler gets our form.
         """
         if isinstance(resp, web.HTTPException):
             resp = failure_of(resp).response()
         finished = await super().finish_response(request, resp, start_time)
+        if finished[1] or self._force_close:  # the client has left, or the server stops
+            return finished
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 pieces = num_bytes = 0
