@@ -533,3 +533,22 @@ def test_many_at_once_from_two_sides(folder: Path) -> None:
                 assert text == await said(reader, ids)
 
     run(test())
+
+
+def test_a_complete_answer_is_used_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it has no new blocks: the other engine may have all of them here, but no state."""
+    slept, opening = list[float](), Peers.open
+
+    async def sleep(time_s: float) -> None:
+        slept.append(time_s)
+
+    async def test() -> None:
+        async with pair(folder) as (reader, writer):
+            ids = prompt(1)
+            lent = await reader.lend(ids)
+            monkeypatch.setattr(Peers, "open", lambda peers, hold, _: opening(peers, hold, len(ids) - 1))
+            await writer.fetcher.fetch(ids, SOLE, lent)
+
+    monkeypatch.setattr("specdec.reach.peers._sleep_until", sleep)
+    run(test())
+    assert not slept
