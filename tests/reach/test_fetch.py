@@ -19,7 +19,7 @@ from specdec.reach.connections import bounded
 from specdec.reach.lease import Lease
 from specdec.reach.leases import Book
 from specdec.reach.messages import Ask, Hidden, Opened
-from specdec.reach.peers import Hold
+from specdec.reach.peers import Hold, Peers
 from specdec.reach.terms import LeaseReference, Refusal, RoomReference
 from tests.models.agreeing import END
 from tests.reach.engines import HOST, Side, side
