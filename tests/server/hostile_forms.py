@@ -151,7 +151,7 @@ def _read(live: Live, over: threading.Event, found: Found) -> None:
     """Read streams, one after another, and note what each piece was waited for."""
     address = urlsplit(live.url)
     while not over.is_set():
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=600)
         body = {"prompt": "def f(x):\n", "max_tokens": 2000, "ignore_eos": True, "stream": True, "seed": 1}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response, last_s = connection.getresponse(), None

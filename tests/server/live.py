@@ -122,7 +122,7 @@ class Live:
             self.url + path, sent, {"Content-Type": "application/json", **named}, method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=120, context=self.tls) as answer:
+            with urllib.request.urlopen(request, timeout=600, context=self.tls) as answer:
                 return Answer(answer.status, dict(answer.headers), answer.read())
         except urllib.error.HTTPError as error:
             return Answer(error.code, dict(error.headers), error.read())
