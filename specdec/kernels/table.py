@@ -1,68 +1,268 @@
 """The operations that an engine runs, chosen by name once and handed to everything that computes."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+import inspect
+import math
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
-from specdec.kernels import operations as op
+from torch import Tensor
+
+from specdec.kernels.delta_net.layer import DeltaLayer
+from specdec.kernels.group import Group, RecordIds, RecurrentMemory
+from specdec.kernels.linear.matrix import Matrix
+from specdec.kernels.mamba.layer import MambaLayer
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.selective_scan.layer import SelectiveLayer
+from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
+
+Packed = Any
+"""A weight as a form's own `pack` or `pack_experts` laid it out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """One form of every operation."""
+class Kernels(Protocol):
+    """One form of every operation. What an operation computes is said in its `reference.py`."""
 
     name: str
-    pack: op.Pack
-    linear: op.Linear
-    pack_heads: op.PackHeads
-    linear_by_head: op.LinearByHead
-    embedding: op.Embedding
-    concat: op.Concat
-    add: op.Add
-    scale: op.Scale
-    scatter_columns: op.ScatterColumns
-    rms_norm: op.RmsNorm
-    add_rms_norm: op.AddRmsNorm
-    gated_norm: op.GatedNorm
-    rope_table: op.RopeTable
-    self_attention: op.SelfAttention
-    gate_heads: op.GateHeads
-    move: op.Move
-    causal_conv: op.CausalConv
-    path_conv: op.PathConv
-    scan_window: op.ScanWindow
-    fold: op.Fold
-    delta_net: op.DeltaNet
-    path_keys: op.PathKeys
-    mamba: op.Mamba
-    mamba_keys: op.MambaKeys
-    selective_scan: op.SelectiveScan
-    fold_selective: op.FoldSelective
-    swiglu: op.Swiglu
-    geglu: op.Geglu
-    relu2: op.Relu2
-    add_gated: op.AddGated
-    route_softmax: op.RouteSoftmax
-    route_sigmoid: op.RouteSigmoid
-    pack_experts: op.PackExperts
-    experts: op.Experts
-    gumbel: op.Gumbel
-    process: op.Process
-    sample: op.Sample
-    topk_with_noise: op.TopkWithNoise
-    topk: op.Topk
-    relations: op.Relations
-    walk: op.Walk
-    synthetic_walk: op.SyntheticWalk
-    promote: op.Promote
-    children: op.Children
-    frontier: op.Frontier
-    prune: op.Prune
-    attach_root: op.AttachRoot
+
+    def pack(self, weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed: ...
+
+    def linear(self, x_TD: Tensor, packed: Packed) -> Tensor: ...
+
+    def pack_heads(self, weight_HNK: Tensor) -> Packed: ...
+
+    def linear_by_head(self, x_THK: Tensor, packed: Packed) -> Tensor: ...
+
+    def embedding(self, table_VD: Tensor, id_T: Tensor) -> Tensor: ...
+
+    def concat(self, *parts_TD: Tensor) -> Tensor: ...
+
+    def add(self, x_TD: Tensor, y_TD: Tensor) -> Tensor: ...
+
+    def scale(self, x_TD: Tensor, by: float) -> Tensor: ...
+
+    def scatter_columns(self, x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor: ...
+
+    def rms_norm(self, x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor: ...
+
+    def gated_norm(
+        self,
+        x_TD: Tensor,
+        gate_TD: Tensor,
+        weight_D: Tensor | None,
+        eps: float,
+        group_size: int,
+        *,
+        gate_first: bool,
+        sigmoid: bool = False,
+    ) -> Tensor: ...
+
+    def rope_table(
+        self,
+        position_T: Tensor,
+        dim: int,
+        theta: float,
+        scaling: Callable[[Tensor], Tensor] | None = None,
+    ) -> Rotation: ...
+
+    def self_attention(
+        self,
+        projected_TN: Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None,
+        pages: Tensor,
+        group: Group,
+    ) -> Tensor: ...
+
+    def gate_heads(self, x_THW: Tensor, gate_TH: Tensor) -> Tensor: ...
+
+    def move(self, pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None: ...
+
+    def causal_conv(
+        self,
+        x_TC: Tensor,
+        weight_CK: Tensor,
+        bias_C: Tensor | None,
+        memory: RecurrentMemory,
+        group: Group,
+        *,
+        silu: bool = True,
+    ) -> Tensor: ...
+
+    def path_conv(
+        self,
+        weight_CK: Tensor,
+        bias_C: Tensor | None,
+        channels: slice,
+        memory: RecurrentMemory,
+        slot_B: Tensor,
+        path: RecordIds,
+        length_B: Tensor,
+    ) -> Tensor: ...
+
+    def scan_window(
+        self,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THW: Tensor,
+        decay_TH: Tensor,
+        beta_TH: Tensor | None,
+        memory: RecurrentMemory,
+        group: Group,
+        k_path_BPGK: Tensor | None,
+    ) -> Tensor: ...
+
+    def fold(
+        self,
+        memory: RecurrentMemory,
+        slot_B: Tensor,
+        path: RecordIds,
+        length_B: Tensor,
+        k_path_BPGK: Tensor | None,
+    ) -> None: ...
+
+    def delta_net(
+        self, projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group
+    ) -> Tensor: ...
+
+    def path_keys(
+        self,
+        layer: DeltaLayer,
+        memory: RecurrentMemory,
+        slot_B: Tensor,
+        path: RecordIds,
+        length_B: Tensor,
+    ) -> Tensor: ...
+
+    def mamba(
+        self, projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group
+    ) -> Tensor: ...
+
+    def mamba_keys(
+        self,
+        layer: MambaLayer,
+        memory: RecurrentMemory,
+        slot_B: Tensor,
+        path: RecordIds,
+        length_B: Tensor,
+    ) -> Tensor: ...
+
+    def selective_scan(
+        self,
+        x_THW: Tensor,
+        gate_THW: Tensor,
+        dt_THW: Tensor,
+        k_THK: Tensor,
+        q_THK: Tensor,
+        layer: SelectiveLayer,
+        memory: RecurrentMemory,
+        group: Group,
+        x_path_BPHW: Tensor | None,
+    ) -> Tensor: ...
+
+    def fold_selective(
+        self,
+        layer: SelectiveLayer,
+        memory: RecurrentMemory,
+        slot_B: Tensor,
+        path: RecordIds,
+        length_B: Tensor,
+        x_path_BPHW: Tensor,
+    ) -> None: ...
+
+    def swiglu(self, gate_up_TI: Tensor, limit: float = math.inf) -> Tensor: ...
+
+    def geglu(self, gate_up_TI: Tensor) -> Tensor: ...
+
+    def relu2(self, x_TI: Tensor) -> Tensor: ...
+
+    def add_gated(self, y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor: ...
+
+    def route_softmax(self, logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]: ...
+
+    def route_sigmoid(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor,
+        top_k: int,
+        *,
+        groups: int,
+        top_groups: int,
+        renormalise: bool,
+        scale: float,
+        eps: float = 1e-20,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def pack_experts(self, weight_END: Matrix) -> Packed: ...
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        up_EID: Packed,
+        down_EDI: Packed,
+        index_TA: Tensor,
+        weight_TA: Tensor,
+        *,
+        gated: bool,
+        limit: float = math.inf,
+    ) -> Tensor: ...
+
+    def gumbel(self, seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor: ...
+
+    def process(self, logits_NV: Tensor, rules: Rules) -> Tensor: ...
+
+    def sample(self, logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor: ...
+
+    def topk_with_noise(
+        self, logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def topk(self, scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
+
+    def relations(self, parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def walk(self, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def synthetic_walk(
+        self,
+        chosen_BM: Tensor,
+        token_BM: Tensor,
+        parent_BM: Tensor,
+        rate_N: Tensor,
+        seed_B: Tensor,
+        position_B: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def promote(
+        self,
+        node_BM: Tensor,
+        count_B: Tensor,
+        record: RecordIds,
+        path: RecordIds,
+        path_length_B: Tensor,
+        length_B: Tensor,
+    ) -> None: ...
+
+    def children(self, share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor: ...
+
+    def frontier(self, score_BN: Tensor, count: int) -> Tensor: ...
+
+    def prune(
+        self,
+        token_BN: Tensor,
+        parent_BN: Tensor,
+        score_BN: Tensor,
+        belief_BN: Tensor,
+        count: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+    def attach_root(self, root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-OPERATIONS = tuple(field.name for field in fields(Kernels) if field.name != "name")
+OPERATIONS = tuple(name for name, _ in inspect.getmembers(Kernels, inspect.isfunction) if name[0] != "_")
 
 _FOLDERS = (
     *("linear", "gather", "norm", "rope", "attention", "conv", "recurrence", "selective_scan"),
@@ -114,7 +314,12 @@ def load_kernels(name: str) -> Kernels:
     Each engine needs a table of its own: a class that is named behind a file is made anew for each.
     """
     found = {operation: function for place in PLACES[name] for operation, function in _defined_at(place)}
-    return Kernels(name, **found)
+    return cast(Kernels, SimpleNamespace(name=name, **found))
+
+
+def replaced(kernels: Kernels, **operations: Callable[..., Any]) -> Kernels:
+    """Return kernels with some operations replaced."""
+    return cast(Kernels, SimpleNamespace(**vars(kernels) | operations))
 
 
 def _defined_at(place: str) -> Iterator[tuple[str, Any]]:

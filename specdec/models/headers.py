@@ -1,12 +1,11 @@
 """Hold what a config makes of a network against the files' headers, before any memory is taken for it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.table import load_kernels
+from specdec.kernels.table import load_kernels, replaced
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import open_weights
@@ -22,7 +21,7 @@ def check_headers(checkpoint: Checkpoint, network: spec.Network, head: HeadSourc
     The network is built as it is when it is loaded, of tensors without elements: whatever asks for a tensor
     is checked, and there is no second list of them.
     """
-    kernels = replace(load_kernels("reference"), rope_table=_no_table)
+    kernels = replaced(load_kernels("reference"), rope_table=_no_table)
     beside = head is not None and head.checkpoint is None
     weights = open_weights(
         checkpoint, network, dtype=torch.float32, mtp=beside, headers_only=True, progress=False

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.cli import main
 from specdec.errors import ConfigError
 from specdec.kernels.group import RecurrentMemory
-from specdec.kernels.table import Kernels
+from specdec.kernels.table import OPERATIONS, replaced
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
 from tests.kernels import problems as networks
 from tests.kernels.problems import NETWORKS
@@ -58,7 +58,7 @@ def test_every_operation_of_a_step_has_a_problem() -> None:
         "relu2", "selective_scan", "fold_selective", "route_softmax", "route_sigmoid", "experts", "gumbel",
         "process", "sample", *ONCE,
     } == measured  # fmt: skip
-    assert planned <= {field.name for field in fields(Kernels)}
+    assert planned <= {*OPERATIONS}
 
 
 def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def test_a_kernel_that_is_wrong_in_one_row_gets_no_figure(shape: str) -> None:
     bench = bench_of("cpu")
     right = bench.kernels
     for problem in problems(bench, shape):
-        mutant = replace(right, **{problem.operation: wrong(getattr(right, problem.operation))})
+        mutant = replaced(right, **{problem.operation: wrong(getattr(right, problem.operation))})
         again = {
             (p.operation, p.detail): p for p in problems(replace(bench, kernels=mutant), shape)
         }[problem.operation, problem.detail]  # fmt: skip
@@ -105,7 +105,7 @@ def test_what_an_operation_leaves_in_memory_is_compared(field: str) -> None:
         getattr(memory, field).copy_(before)
         return out
 
-    mutant = replace(bench, kernels=replace(bench.kernels, delta_net=forgets))
+    mutant = replace(bench, kernels=replaced(bench.kernels, delta_net=forgets))
     rows = [
         measure(mutant, MACHINE, problem, 1)
         for problem in problems(mutant, "experts")
@@ -122,7 +122,7 @@ def test_a_wrong_tree_mask_is_seen() -> None:
         everything = torch.ones_like(group.ancestors_BMM).tril()
         return right(projected, layer, rotation, pages, replace(group, ancestors_BMM=everything))
 
-    mutant = replace(bench, kernels=replace(bench.kernels, self_attention=sees_siblings))
+    mutant = replace(bench, kernels=replaced(bench.kernels, self_attention=sees_siblings))
     (problem,) = (p for p in problems(mutant, "experts") if p.operation == "self_attention")
     assert measure(mutant, MACHINE, problem, 1)["status"] == "WRONG"
 
@@ -142,7 +142,7 @@ def test_an_error_is_told_and_nothing_else_stops() -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such kernel\nmore")
 
-    mutant = replace(bench, kernels=replace(bench.kernels, swiglu=fails))
+    mutant = replace(bench, kernels=replaced(bench.kernels, swiglu=fails))
     problem = next(p for p in problems(mutant, "tiny") if p.operation == "swiglu")
     row = measure(mutant, MACHINE, problem, 1)
     assert (row["status"], row["why"]) == ("FAILED", "RuntimeError: no such kernel")
@@ -233,7 +233,7 @@ def test_command_ends_with_1_where_an_operation_is_wrong(
 
     def mutant(*args: Any) -> Bench:
         bench = of(*args)
-        return replace(bench, kernels=replace(bench.kernels, swiglu=wrong(bench.kernels.swiglu)))
+        return replace(bench, kernels=replaced(bench.kernels, swiglu=wrong(bench.kernels.swiglu)))
 
     monkeypatch.setattr(kernels.Bench, "of", mutant)
     with pytest.raises(SystemExit) as end:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from specdec.core.engine_core import EngineCore
 from specdec.core.outputs import Delta
 from specdec.kernels.linear import triton_integers
 from specdec.kernels.linear.matrix import Matrix
-from specdec.kernels.table import Kernels, load_kernels
+from specdec.kernels.table import OPERATIONS, Kernels, load_kernels, replaced
 from specdec.models import spec
 from specdec.models.formats import WeightFormat
 from specdec.models.weights import Scoped, Weights
@@ -232,4 +232,4 @@ def _steered(name: str) -> Kernels:
 
         return run
 
-    return replace(kernels, **{own.name: both(own.name) for own in fields(kernels) if own.name in STEERING})
+    return replaced(kernels, **{own: both(own) for own in OPERATIONS if own in STEERING})

@@ -1,14 +1,11 @@
-"""Each form of an operation has the signature of its Protocol."""
+"""Each form of an operation has the signature that `Kernels` declares."""
 
 import inspect
-from dataclasses import fields
 from typing import Any, get_type_hints
 
 import pytest
 
-from specdec.kernels.table import PLACES, Kernels, load_kernels
-
-PROTOCOLS = {name: own for name, own in get_type_hints(Kernels).items() if name != "name"}
+from specdec.kernels.table import OPERATIONS, PLACES, Kernels, load_kernels
 
 
 def shape_of(function: Any) -> list[tuple[str, Any, Any]]:
@@ -18,13 +15,13 @@ def shape_of(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize("form", PLACES)
-@pytest.mark.parametrize("operation", [own.name for own in fields(Kernels) if own.name != "name"])
-def test_form_has_the_signature_of_the_protocol(form: str, operation: str) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_form_has_the_declared_signature(form: str, operation: str) -> None:
     if form in ("triton", "flashinfer"):
         pytest.importorskip("triton")
-    found, protocol = getattr(load_kernels(form), operation), PROTOCOLS[operation]
-    assert shape_of(found) == shape_of(protocol.__call__)
-    own, wanted = get_type_hints(found), get_type_hints(protocol.__call__)
+    found, declared = getattr(load_kernels(form), operation), getattr(Kernels, operation)
+    assert shape_of(found) == shape_of(declared)
+    own, wanted = get_type_hints(found), get_type_hints(declared)
     assert {name for name in wanted if wanted[name] is not Any and own[name] != wanted[name]} == set()
 
 

@@ -1,7 +1,6 @@
 """Kernels of plain torch that multiply by whole numbers as specified: by rows that are rounded too."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,7 +11,7 @@ from specdec.kernels.linear import integers, reference
 from specdec.kernels.linear.integers import Integers
 from specdec.kernels.linear.matrix import Matrix, expert_of
 from specdec.kernels.moe import cpu
-from specdec.kernels.table import Kernels, load_kernels
+from specdec.kernels.table import Kernels, load_kernels, replaced
 
 
 def _multiply(x_TD: Tensor, matrix: Matrix) -> Tensor:
@@ -49,6 +48,6 @@ def keep(weight: Matrix) -> Matrix:
 
 
 def rounded_kernels() -> Kernels:
-    return replace(
+    return replaced(
         load_kernels("cpu"), pack=reference.pack, linear=linear, pack_experts=keep, experts=experts
     )

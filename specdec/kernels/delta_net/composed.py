@@ -1,5 +1,6 @@
 """A gated delta net between its projections, composed of operations."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from specdec.kernels.gates import reference as gates_reference
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.norm import cpu as norm_cpu
 from specdec.kernels.norm import reference as norm_reference
-from specdec.kernels.operations import CausalConv, DeltaGates, GatedNorm, L2Normalise, PathConv, ScanWindow
 from specdec.kernels.recurrence import cpu as recurrence_cpu
 from specdec.kernels.recurrence import reference as recurrence_reference
 
@@ -21,12 +21,14 @@ from specdec.kernels.recurrence import reference as recurrence_reference
 class ComposedDeltaNet(NamedTuple):
     """The operations of any one form, and what they make together."""
 
-    causal_conv: CausalConv
-    path_conv: PathConv
-    l2_normalise: L2Normalise
-    delta_gates: DeltaGates
-    scan_window: ScanWindow
-    gated_norm: GatedNorm
+    causal_conv: Callable[[Tensor, Tensor, Tensor | None, RecurrentMemory, Group], Tensor]
+    path_conv: Callable[[Tensor, Tensor | None, slice, RecurrentMemory, Tensor, RecordIds, Tensor], Tensor]
+    l2_normalise: Callable[[Tensor, float | Tensor], Tensor]
+    delta_gates: Callable[[Tensor, Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
+    scan_window: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor | None, RecurrentMemory, Group, Tensor | None], Tensor
+    ]
+    gated_norm: Callable[..., Tensor]
 
     def delta_net(
         self, projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group

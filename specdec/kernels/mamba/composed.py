@@ -1,5 +1,6 @@
 """Mamba-2 between its projections, composed of operations."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.norm import cpu as norm_cpu
 from specdec.kernels.norm import reference as norm_reference
-from specdec.kernels.operations import CausalConv, GatedNorm, MambaStep, PathConv, ScanWindow
 from specdec.kernels.recurrence import cpu as recurrence_cpu
 from specdec.kernels.recurrence import reference as recurrence_reference
 
@@ -21,11 +21,13 @@ from specdec.kernels.recurrence import reference as recurrence_reference
 class ComposedMamba(NamedTuple):
     """The operations of any one form, and what they make together."""
 
-    causal_conv: CausalConv
-    path_conv: PathConv
-    mamba_step: MambaStep
-    scan_window: ScanWindow
-    gated_norm: GatedNorm
+    causal_conv: Callable[[Tensor, Tensor, Tensor | None, RecurrentMemory, Group], Tensor]
+    path_conv: Callable[[Tensor, Tensor | None, slice, RecurrentMemory, Tensor, RecordIds, Tensor], Tensor]
+    mamba_step: Callable[[Tensor, Tensor, tuple[float, float]], Tensor]
+    scan_window: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor | None, RecurrentMemory, Group, Tensor | None], Tensor
+    ]
+    gated_norm: Callable[..., Tensor]
 
     def mamba(self, projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
         """Return the layer's output before its last projection, in the projection's dtype."""

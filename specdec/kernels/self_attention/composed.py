@@ -1,5 +1,6 @@
 """An attention layer between its projections, composed of operations."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ from specdec.kernels.attention import reference as attention_reference
 from specdec.kernels.group import Group
 from specdec.kernels.norm import cpu as norm_cpu
 from specdec.kernels.norm import reference as norm_reference
-from specdec.kernels.operations import Append, Attend, RmsNorm, Rotate
 from specdec.kernels.rope import cpu as rope_cpu
 from specdec.kernels.rope import reference as rope_reference
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
@@ -19,10 +19,10 @@ from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 class ComposedAttention(NamedTuple):
     """The operations of any one form, and what they make together."""
 
-    rms_norm: RmsNorm
-    rotate: Rotate
-    append: Append
-    attend: Attend
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    append: Callable[[Tensor, Tensor | None, Tensor, Group], None]
+    attend: Callable[[Tensor, Tensor, Group, float, int | None, int | None], Tensor]
 
     def self_attention(
         self,

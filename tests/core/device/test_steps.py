@@ -19,6 +19,7 @@ from specdec.core.device.device_batch import EagerSteps
 from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.runner import DeviceDraftRunner
 from specdec.errors import EngineError
+from specdec.kernels.table import replaced
 from tests.lossless.cases import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
 FEATURES = ("greedy", "temperature", "filters", "stop")
@@ -244,7 +245,7 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
 
         step, drafter = batch.step, batch.step.drafter
         assert drafter is not None
-        chooses = replace(
+        chooses = replaced(
             network.kernels,
             sample=lambda logits_NV, *_: logits_NV.argmax(-1),
             topk_with_noise=lambda logits_NV, rules, seed_N, position_N, count: logits_NV.topk(count)[::-1],
