@@ -27,7 +27,7 @@ from specdec.state_slots.prefix.tree import move_blocks
 from specdec.state_slots.prefix.tuner import Tuner
 from specdec.state_slots.slots import Owner
 from specdec.verify.choose import Choice, Node, ask, choose, hear, logprob_of
-from specdec.verify.synthetic import synthetic_walk
+from specdec.verify.synthetic import accept_at_rates
 from specdec.verify.walk import AcceptedPath, walk
 
 UNKNOWN = Choice(NO_TOKEN, None)
@@ -191,12 +191,11 @@ class DecodeLoop:
         if row.slots is None:
             return AcceptedPath(tuple(range(row.num_tokens)), tuple(c.token for c in choices.values()))
         chosen = [choices[node].token for node in range(row.num_tokens)]
-        rates, request = self.speculation.synthetic, row.request
-        if rates is None:
-            path = walk(chosen, row.tree)
-        else:
+        tree, request = row.tree, row.request
+        if (rates := self.speculation.synthetic) is not None:
             seed, position = request.chooser.seed, len(request.tokens)
-            path = synthetic_walk(chosen, row.tree, rates, seed=seed, position=position)
+            chosen, tree = accept_at_rates(chosen, tree, rates, seed=seed, position=position)
+        path = walk(chosen, tree)
         if path.emitted[-1] != NO_TOKEN:
             return path
         # A masked product lets NaN through: it may be a rejected branch's. Or a limit knew too late what is

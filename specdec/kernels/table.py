@@ -226,7 +226,7 @@ class Kernels(Protocol):
 
     def walk(self, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def synthetic_walk(
+    def accept_at_rates(
         self,
         chosen_BM: Tensor,
         token_BM: Tensor,
@@ -234,7 +234,7 @@ class Kernels(Protocol):
         rate_N: Tensor,
         seed_B: Tensor,
         position_B: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]: ...
 
     def promote(
         self,
@@ -258,8 +258,6 @@ class Kernels(Protocol):
         belief_BN: Tensor,
         count: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-
-    def attach_root(self, root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 OPERATIONS = tuple(name for name, _ in inspect.getmembers(Kernels, inspect.isfunction) if name[0] != "_")

@@ -5,9 +5,8 @@ Only for benchmarks. The text is no longer the model's, and every output that co
 
 from collections.abc import Sequence
 
-from specdec.kernels.sampling.reference import splitmix64
+from specdec.kernels.tree.reference import accept_row
 from specdec.state_slots.tree import TokenTree
-from specdec.verify.walk import AcceptedPath
 
 
 def rates_for(length: float, num_steps: int) -> tuple[float, ...]:
@@ -20,21 +19,12 @@ def rates_for(length: float, num_steps: int) -> tuple[float, ...]:
     return (high,) * num_steps
 
 
-def synthetic_walk(
+def accept_at_rates(
     chosen: Sequence[int], tree: TokenTree, rates: Sequence[float], *, seed: int, position: int
-) -> AcceptedPath:
-    """Go to a node's first child with the rate of that depth, drawn from seed and position; else stop.
+) -> tuple[list[int], TokenTree]:
+    """Rewrite choices and a tree so that a walk takes each node's first child at the rate of its depth.
 
-    `position` is that of the token to be chosen at the root. The bonus token is still the target's choice.
+    `position` is that of the token chosen at the root. The bonus token is still the target's choice.
     """
-    children: dict[int, int] = {}
-    for node, parent in enumerate(tree.parents):
-        children.setdefault(parent, node)
-    nodes, emitted = [0], []
-    for depth, rate in enumerate(rates):
-        child = children.get(nodes[-1])
-        if child is None or splitmix64(splitmix64(seed % 2**64) ^ (position + depth)) >= rate * 2**64:
-            break
-        nodes.append(child)
-        emitted.append(tree.tokens[child])
-    return AcceptedPath(tuple(nodes), (*emitted, chosen[nodes[-1]]))
+    own, tokens = accept_row(chosen, tree.tokens, tree.parents, rates, seed=seed, position=position)
+    return own, TokenTree(tuple(tokens), tree.parents)

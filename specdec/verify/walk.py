@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.kernels.tree.reference import walk_row
 from specdec.state_slots.tree import TokenTree
 
 
@@ -16,10 +17,5 @@ class AcceptedPath:
 
 def walk(chosen: Sequence[int], tree: TokenTree) -> AcceptedPath:
     """Follow the chosen token to the child that drafted it, from the root on, until no child did."""
-    children = {
-        (parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
-    }
-    nodes = [0]
-    while (child := children.get((nodes[-1], chosen[nodes[-1]]))) is not None:
-        nodes.append(child)
+    nodes = walk_row(chosen, tree.tokens, tree.parents)
     return AcceptedPath(tuple(nodes), tuple(chosen[node] for node in nodes))

@@ -116,11 +116,11 @@ def grow_on_host(levels: Sequence[Level], row: int, shape: Shape, calibrator: Ca
 def grow(
     ops: ModuleType, levels: Sequence[Level], shape: Shape, table_3DR: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grow all rows together as a captured step does; return what `prune` leaves."""
+    """Grow all rows together as a captured step does, from a root of token 0; return what `prune` leaves."""
     rows, topk = len(levels[0].token_BFK), shape.topk
-    node_BF = torch.full((rows, 1), -1)
+    node_BF = torch.zeros(rows, 1, dtype=torch.int64)
     score_BF = torch.ones(rows, 1, dtype=torch.float64)
-    tokens, parents, scores, beliefs, start = [], [], [], [], 0
+    tokens, parents, scores, beliefs, start = [node_BF], [node_BF - 1], [score_BF], [score_BF], 1
     for depth, level in enumerate(levels, start=1):
         score_BN = ops.children(level.share_BFK, score_BF, depth, table_3DR).flatten(1)
         tokens.append(level.token_BFK.flatten(1))
@@ -131,5 +131,25 @@ def grow(
         node_BF, score_BF = start + index_BF, score_BN.gather(1, index_BF)
         start += score_BN.shape[1]
     return ops.prune(
-        *(torch.cat(parts, 1) for parts in (tokens, parents, scores, beliefs)), shape.num_draft_tokens - 1
+        *(torch.cat(parts, 1) for parts in (tokens, parents, scores, beliefs)), shape.num_draft_tokens
     )
+
+
+def synthetic_walk(
+    ops: ModuleType, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, *draws: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk along rewritten choices; return nodes, counts and the tokens gained."""
+    own_BM, left_BM = ops.accept_at_rates(chosen_BM, token_BM, parent_BM, *draws)
+    node_BM, count_B = ops.walk(own_BM, left_BM, parent_BM)
+    beyond_BM = torch.arange(node_BM.shape[1]) >= count_B[:, None]
+    return node_BM, count_B, own_BM.gather(1, node_BM).masked_fill(beyond_BM, NO_TOKEN)
+
+
+def proposals_of(pruned: Sequence[Tensor]) -> list[Proposal]:
+    """Return what `prune` left as proposals, which leave the root out."""
+    found = []
+    for tokens, parents, scores, beliefs in zip(*(part.tolist() for part in pruned), strict=True):
+        assert (parents[0], scores[0]) == (-1, 1.0)
+        above = tuple(parent - 1 for parent in parents[1:])
+        found.append(Proposal(tuple(tokens[1:]), above, tuple(scores[1:]), tuple(beliefs[1:])))
+    return found

@@ -36,7 +36,7 @@ from specdec.setup.precompile import precompile
 
 TARGET = GPUTarget("cuda", 90, 32)
 STEERING = {
-    *("relations", "walk", "synthetic_walk", "promote", "children", "frontier", "prune"),
+    *("relations", "walk", "accept_at_rates", "promote", "children", "frontier", "prune"),
     *("sample", "topk_with_noise"),
 }
 """What decides which tokens and trees come next."""

@@ -13,7 +13,7 @@ from specdec.kernels.group import RecordIds
 from specdec.kernels.sampling.reference import splitmix64
 from specdec.kernels.tree import cpu, reference
 from specdec.state_slots.tree import TokenTree
-from specdec.verify.synthetic import synthetic_walk
+from specdec.verify.synthetic import accept_at_rates
 from specdec.verify.walk import AcceptedPath, walk
 from tests.kernels import drafted_trees as draws
 
@@ -73,9 +73,8 @@ def test_a_node_that_fills_a_row_up_is_never_walked_to() -> None:
         assert node_BM.tolist() == [[0, 1, 2, 3]] * 2
         one = torch.ones(3, dtype=torch.float64)
         zero_B = torch.zeros(2, dtype=torch.int64)
-        nodes, counts, emitted = ops.synthetic_walk(
-            draws.stack([[9] * 4] * 2), token_BM, parent_BM, one, zero_B, zero_B
-        )
+        nines_BM = draws.stack([[9] * 4] * 2)
+        nodes, counts, emitted = draws.synthetic_walk(ops, nines_BM, token_BM, parent_BM, one, zero_B, zero_B)
         assert nodes.tolist() == [[0, 1, 3, 3], [0, 2, 3, 3]] and counts.tolist() == [3, 3]
         assert emitted.tolist() == [[6, 7, 9, -1]] * 2
 
@@ -103,13 +102,15 @@ def test_synthetic_walk_is_the_hosts(ops: ModuleType, rows: int, width: int) -> 
         starts = [(rng.choice((*SEEDS, rng.getrandbits(62))), rng.choice((1, 131071, 2**40))) for _ in trees]
         expected = [
             draws.padded(
-                draws.kept_part(synthetic_walk(own, tree, rates, seed=seed, position=position)), width
+                draws.kept_part(walk(*accept_at_rates(own, tree, rates, seed=seed, position=position))), width
             )
             for own, tree, (seed, position) in zip(chosen, trees, starts, strict=True)
         ]
         seed_B, position_B = draws.stack(starts).unbind(1)
         rate_N = torch.tensor(rates, dtype=torch.float64)
-        found = ops.synthetic_walk(draws.stack(chosen), *draws.windows(trees), rate_N, seed_B, position_B)
+        found = draws.synthetic_walk(
+            ops, draws.stack(chosen), *draws.windows(trees), rate_N, seed_B, position_B
+        )
         for actual, wanted in zip(found, zip(*expected, strict=True), strict=True):
             assert actual.tolist() == list(wanted)
 
@@ -123,9 +124,10 @@ def test_a_draw_is_compared_with_its_rate_as_whole_numbers_are(ops: ModuleType) 
         near = drawn / 2**64
         smaller, greater = (float(torch.nextafter(*torch.tensor([near, end]).double())) for end in (0, 1))
         for rate in (smaller, near, greater, 2.0**-64, 1 - 2.0**-53, 0.5, 2.0**-32):
-            expected = synthetic_walk((8, 9), tree, (rate,), seed=5, position=position)
+            expected = walk(*accept_at_rates((8, 9), tree, (rate,), seed=5, position=position))
             rate_N = torch.tensor([rate], dtype=torch.float64)
-            node_BM, count_B, emitted_BM = ops.synthetic_walk(
+            node_BM, count_B, emitted_BM = draws.synthetic_walk(
+                ops,
                 draws.stack([[8, 9]]),
                 *draws.windows([tree]),
                 rate_N,
@@ -160,15 +162,6 @@ def draw_shape(rng: random.Random) -> Shape:
     return Shape(rng.randint(1, 5), rng.randint(1, 4), rng.randint(2, 24))
 
 
-def as_proposals(found: tuple[Tensor, ...]) -> list[Proposal]:
-    return [Proposal(*map(tuple, row)) for row in zip(*(part.tolist() for part in found), strict=True)]
-
-
-def columns(proposals: list[Proposal]) -> list[Tensor]:
-    kinds = {"tokens": torch.int64, "parents": torch.int64, "scores": torch.float64, "beliefs": torch.float64}
-    return [torch.tensor([getattr(p, name) for p in proposals], dtype=kind) for name, kind in kinds.items()]
-
-
 def growths_that_differ(ops: ModuleType | SimpleNamespace, cases: int, rows: int) -> int:
     """Grow with the kernels and on the host; count the rows whose nodes or floats differ at all."""
     different = 0
@@ -178,7 +171,7 @@ def growths_that_differ(ops: ModuleType | SimpleNamespace, cases: int, rows: int
         levels = draws.draw_levels(rng, rows, shape)
         table_3DR = torch.tensor(calibrator.table(), dtype=torch.float64)
         try:
-            found = as_proposals(draws.grow(ops, levels, shape, table_3DR))
+            found = draws.proposals_of(draws.grow(ops, levels, shape, table_3DR))
         except AssertionError:  # what a mutant makes may be no tree at all
             found = [Proposal.EMPTY] * rows
         expected = [draws.grow_on_host(levels, b, shape, calibrator) for b in range(rows)]
@@ -203,7 +196,8 @@ def test_growing_otherwise_is_caught(part: str) -> None:
 
     def stale(*arguments: object) -> tuple[Tensor, ...]:
         token_BM, _, *rest = cpu.prune(*arguments)  # type: ignore[arg-type]
-        return token_BM, arguments[1][:, : token_BM.shape[1]], *rest  # type: ignore[index]
+        parent_BM = arguments[1][:, : token_BM.shape[1]]  # type: ignore[index]
+        return token_BM, parent_BM, *rest
 
     right = {name: getattr(cpu, name) for name in ("children", "frontier", "prune")}
     mutant = SimpleNamespace(**right | {part: {"children": narrow, "frontier": later, "prune": stale}[part]})
@@ -215,22 +209,27 @@ def test_pruning_keeps_what_a_proposal_keeps(ops: ModuleType, rows: int) -> None
     """Also of trees that no one grew level by level."""
     rng = random.Random(1)
     for size, count in ((1, 1), (5, 9), (12, 4), (63, 20), (65, 63)):
-        proposals = []
+        trees, weights, proposals = [], [], []
         for _ in range(rows // 10):
             tree = draws.draw_tree(rng, size + 1, vocabulary=80)
             scores = [1.0]
             for parent in tree.parents[1:]:
                 scores.append(scores[parent] * rng.choice((0.5, 1.0)))
-            parents = tuple(parent - 1 for parent in tree.parents[1:])
-            beliefs = tuple(rng.random() for _ in parents)
-            proposals.append(Proposal(tree.tokens[1:], parents, tuple(scores[1:]), beliefs))
-        pruned = ops.prune(*columns(proposals), count)
+            trees.append(tree)
+            weights.append((scores, [1.0, *(rng.random() for _ in tree.parents[1:])]))
+            proposals.append(
+                Proposal(
+                    tree.tokens[1:],
+                    tuple(parent - 1 for parent in tree.parents[1:]),
+                    *(tuple(own[1:]) for own in weights[-1]),
+                )
+            )
+        score_BN, belief_BN = torch.tensor(weights, dtype=torch.float64).unbind(1)
+        pruned = ops.prune(*draws.windows(trees), score_BN, belief_BN, count + 1)
         expected = [own.best(count) for own in proposals]
-        assert as_proposals(pruned) == expected
-        roots = [rng.randrange(99) for _ in proposals]
-        hung = ops.attach_root(torch.tensor(roots), *pruned[:2])
-        trees = [own.tree(root) for own, root in zip(expected, roots, strict=True)]
-        assert [x.tolist() for x in hung] == [x.tolist() for x in draws.windows(trees)]
+        assert draws.proposals_of(pruned) == expected
+        hung = [own.tree(tree.tokens[0]) for own, tree in zip(expected, trees, strict=True)]
+        assert [x.tolist() for x in pruned[:2]] == [x.tolist() for x in draws.windows(hung)]
 
 
 def test_no_tensor_is_ever_asked_what_it_holds() -> None:
@@ -241,15 +240,14 @@ def test_no_tensor_is_ever_asked_what_it_holds() -> None:
         ids_B, record = ids_BM[:, 0], RecordIds(ids_BM, ids_BM)
         cpu.relations(ids_BM, 4)
         node_BM, count_B = cpu.walk(ids_BM, ids_BM, ids_BM)
-        cpu.synthetic_walk(ids_BM, ids_BM, ids_BM, float_B, ids_B, ids_B)
+        cpu.accept_at_rates(ids_BM, ids_BM, ids_BM, float_B, ids_B, ids_B)
         path = RecordIds(torch.zeros_like(ids_BM), torch.zeros_like(ids_BM))
         cpu.promote(node_BM, count_B, record, path, torch.zeros_like(ids_B), torch.zeros_like(ids_B))
         share_BFK = torch.zeros(rows, topk, topk)
         table_3DR = torch.zeros(3, levels, topk, dtype=torch.float64)
         score_BN = cpu.children(share_BFK, float_B[:, None].expand(rows, topk), 2, table_3DR).flatten(1)
         index_BF = cpu.frontier(score_BN, topk)
-        pruned = cpu.prune(score_BN.long(), score_BN.long(), score_BN, score_BN, width - 1)
-        token_BM, parent_BM = cpu.attach_root(ids_B, *pruned[:2])
+        token_BM, parent_BM, *_ = cpu.prune(score_BN.long(), score_BN.long(), score_BN, score_BN, width)
         assert index_BF.shape == (rows, topk) and token_BM.shape == parent_BM.shape == (rows, width)
         with pytest.raises(RuntimeError):
             token_BM.sum().item()

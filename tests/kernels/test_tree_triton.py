@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import Shape
 from specdec.kernels.group import RecordIds
 from specdec.kernels.tree import cpu, triton
 from tests.kernels import drafted_trees as draws
@@ -43,7 +43,7 @@ def test_relations_and_walks_are_those_of_plain_torch(width: int) -> None:
         assert_same(triton.walk(*window), cpu.walk(*window))
         for rates in ((), (1.0,) * 70, (1.0, 0.8, 2.0**-40), (0.9,) * 9):
             place = torch.tensor(rates, dtype=torch.float64), SEEDS, POSITIONS + seed
-            assert_same(triton.synthetic_walk(*window, *place), cpu.synthetic_walk(*window, *place))
+            assert_same(triton.accept_at_rates(*window, *place), cpu.accept_at_rates(*window, *place))
 
 
 def test_a_window_that_is_a_view_is_read_where_it_lies() -> None:
@@ -77,8 +77,9 @@ def test_growing_gives_the_growers_tree_bit_for_bit() -> None:
         table_3DR = torch.tensor(calibrator.table(), dtype=torch.float64)
         found = draws.grow(triton, levels, shape, table_3DR)
         assert_same(found, draws.grow(cpu, levels, shape, table_3DR))
-        grown = [Proposal(*map(tuple, row)) for row in zip(*(part.tolist() for part in found), strict=True)]
-        assert grown == [draws.grow_on_host(levels, b, shape, calibrator) for b in range(3)]
+        assert draws.proposals_of(found) == [
+            draws.grow_on_host(levels, b, shape, calibrator) for b in range(3)
+        ]
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (1, 3), (20, 7), (65, 63), (200, 20)])
@@ -89,9 +90,8 @@ def test_many_equal_scores_are_ranked_alike(size: int, count: int) -> None:
     for parent in tree.parents[1:]:
         for own in scores:
             own.append(own[parent] * rng.choice((0.5, 1.0)))
-    score_BN = torch.tensor(scores, dtype=torch.float64)[:, 1:]
-    token_BN, parent_BN = (draws.stack([row] * ROWS)[:, 1:] for row in (tree.tokens, tree.parents))
-    nodes = token_BN, parent_BN - 1, score_BN, score_BN * 0.5
+    score_BN = torch.tensor(scores, dtype=torch.float64)
+    nodes = *draws.windows([tree] * ROWS), score_BN, score_BN * 0.5
     assert_same((triton.frontier(score_BN, count),), (cpu.frontier(score_BN, count),))
     assert_same(triton.prune(*nodes, count), cpu.prune(*nodes, count))
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.state_slots.tree import TokenTree
-from specdec.verify.synthetic import rates_for, synthetic_walk
+from specdec.verify.synthetic import accept_at_rates, rates_for
+from specdec.verify.walk import walk
 
 STEPS = 20_000
 
@@ -20,7 +21,8 @@ def said_by(
     """Walk as a request does, each step from where the last one ended; return what each emitted."""
     position, said = 1, []
     for _ in range(steps):
-        path = synthetic_walk(range(100, 100 + len(tree)), tree, rates, seed=seed, position=position)
+        choices = range(100, 100 + len(tree))
+        path = walk(*accept_at_rates(choices, tree, rates, seed=seed, position=position))
         said.append(path.emitted)
         position += len(path.emitted)
     return said
@@ -78,7 +80,10 @@ def test_any_seed_of_a_request_will_do(seed: int) -> None:
 def test_neighbouring_seeds_and_positions_are_independent() -> None:
     tree, count = TokenTree.chain(range(2)), 2000
     drawn = [
-        [len(synthetic_walk([1, 2], tree, (0.5,), seed=seed, position=p).emitted) - 1 for p in range(count)]
+        [
+            len(walk(*accept_at_rates([1, 2], tree, (0.5,), seed=seed, position=p)).nodes) - 1
+            for p in range(count)
+        ]
         for seed in (7, 8)
     ]
     pairs = Counter(zip(*drawn, strict=True)) + Counter(zip(drawn[0], drawn[0][1:], strict=False))
@@ -106,5 +111,5 @@ def test_the_first_branch_is_followed_and_the_bonus_is_the_targets(
     rates: Sequence[float], nodes: tuple[int, ...], emitted: tuple[int, ...]
 ) -> None:
     """What the target chose at the nodes before is of no account; at the last one it is said."""
-    path = synthetic_walk([10, 11, 12, 13, 14], TREE, rates, seed=1, position=4)
+    path = walk(*accept_at_rates([10, 11, 12, 13, 14], TREE, rates, seed=1, position=4))
     assert (path.nodes, path.emitted) == (nodes, emitted)

@@ -76,10 +76,11 @@ class DeviceDrafter:
     def _grow(self, rows: Rows, shape: Shape, after_BFD: Tensor) -> None:
         """Grow drafts from what the head wrote after the roots, and make windows of the best nodes."""
         ops, root_B1, m = self.kernels, rows.token_BM[:, :1], width_of(shape)
-        node_BF, score_BF = torch.full_like(root_B1, -1), torch.ones_like(root_B1, dtype=torch.float64)
-        tokens, parents, scores, beliefs = [], [], [], []
-        read = Read(root_B1, node_BF, rows.last_BD[:, None])
-        grown = 0
+        up_B1, one_B1 = torch.full_like(root_B1, -1), torch.ones_like(root_B1, dtype=torch.float64)
+        tokens, parents, scores, beliefs = [root_B1], [up_B1], [one_B1], [one_B1]
+        node_BF, score_BF = torch.zeros_like(root_B1), one_B1
+        read = Read(root_B1, up_B1, rows.last_BD[:, None])
+        grown = 1
         for depth in range(1, shape.num_steps + 1):
             token_BFK, share_BFK = self._guess(after_BFD, rows, shape.topk, depth)
             chance_BFK = ops.children(share_BFK, score_BF, depth, self.table_3DR)
@@ -97,15 +98,11 @@ class DeviceDrafter:
             hidden_BFD = after_BFD.gather(1, above_BF[..., None].expand(-1, -1, after_BFD.shape[-1]))
             level = Read(tokens[-1].gather(1, best_BF), place_BF, hidden_BFD)
             after_BFD, read = self._follow(rows, shape, depth, read, level)
-        token_BN, parent_BN, score_BN, belief_BN = ops.prune(
-            torch.cat(tokens, dim=1),
-            torch.cat(parents, dim=1),
-            torch.cat(scores, dim=1),
-            torch.cat(beliefs, dim=1),
-            m - 1,
-        )
-        rows.token_BM[:, :m], rows.parent_BM[:, :m] = ops.attach_root(root_B1[:, 0], token_BN, parent_BN)
-        rows.score_BM[:, 1:m], rows.belief_BM[:, 1:m] = score_BN, belief_BN
+        token_BN, parent_BN = torch.cat(tokens, dim=1), torch.cat(parents, dim=1)
+        best = ops.prune(token_BN, parent_BN, torch.cat(scores, dim=1), torch.cat(beliefs, dim=1), m)
+        window = rows.token_BM, rows.parent_BM, rows.score_BM, rows.belief_BM
+        for to_BM, best_BM in zip(window, best, strict=True):
+            to_BM[:, :m] = best_BM
 
     def _follow(self, rows: Rows, shape: Shape, depth: int, read: Read, level: Read) -> tuple[Tensor, Read]:
         """Let the head read the frontier; return what it wrote there, and all that it has read of the draft.

@@ -107,13 +107,12 @@ class DeviceStep:
         self, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the kept nodes, how many they are, and the tokens gained; padding keeps nothing."""
-        if self.rate_N is None or token_BM.shape[1] == 1:
-            node_BM, count_B = self.kernels.walk(chosen_BM, token_BM, parent_BM)
-            emitted_BM = chosen_BM.gather(1, node_BM)
-        else:
-            node_BM, count_B, emitted_BM = self.kernels.synthetic_walk(
+        if self.rate_N is not None and token_BM.shape[1] > 1:
+            chosen_BM, token_BM = self.kernels.accept_at_rates(
                 *(chosen_BM, token_BM, parent_BM, self.rate_N, rows.seed_B, rows.length_B + 1)
             )
+        node_BM, count_B = self.kernels.walk(chosen_BM, token_BM, parent_BM)
+        emitted_BM = chosen_BM.gather(1, node_BM)
         count_B = torch.where(rows.length_B > 0, count_B, 0)
         beyond_BM = torch.arange(token_BM.shape[1], device=token_BM.device) >= count_B[:, None]
         return node_BM, count_B, emitted_BM.masked_fill(beyond_BM, NO_TOKEN)

@@ -42,38 +42,37 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
     at which no token was chosen is not kept: the walk ends at it, and may keep nothing.
     """
     wanted_BM = chosen_BM.gather(1, parent_BM.clamp(min=0))
-    agrees_BM = (token_BM == wanted_BM) & (token_BM != NO_TOKEN)
-    node_BM, length_B = _follow(agrees_BM, parent_BM)
-    return _keep(chosen_BM, node_BM, length_B)
+    node_BM, length_B = _follow((token_BM == wanted_BM) & (token_BM != NO_TOKEN), parent_BM)
+    last_B1 = chosen_BM.gather(1, node_BM.gather(1, length_B[:, None] - 1))
+    count_B = length_B - (last_B1[:, 0] == NO_TOKEN).long()
+    node_M = _arange(node_BM)
+    return torch.where(node_M < count_B[:, None], node_BM, node_M), count_B
 
 
-def synthetic_walk(
+def accept_at_rates(
     chosen_BM: Tensor,
     token_BM: Tensor,
     parent_BM: Tensor,
     rate_N: Tensor,
     seed_B: Tensor,
     position_B: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Go to a node's first child with the rate of that depth (float64), drawn from seed and position.
+) -> tuple[Tensor, Tensor]:
+    """Rewrite choices and tokens so that a walk takes each node's first child at the rate of its depth.
 
-    `position` is that of the token to be chosen at the root. Return nodes and counts as `walk` does, and what
-    the row gains: the followed children's tokens, then the one chosen at the last node; -1 beyond.
+    The rate (float64) is compared with a draw from seed and position; `position` is that of the token chosen
+    at the root. A node that is taken becomes its parent's choice; any other loses its token.
     """
     goes_BN = _goes(rate_N, seed_B, position_B)
     deep_BN = F.pad(goes_BN, (0, max(token_BM.shape[1] - goes_BN.shape[1], 1)))
     node_M, is_real_BM = _arange(token_BM), token_BM != NO_TOKEN
     siblings_BMM = (parent_BM[..., None] == parent_BM[:, None]) & is_real_BM[:, None]
-    is_first_BM = ~(siblings_BMM & (node_M < node_M[:, None])).any(-1) & is_real_BM
+    is_first_BM = ~(siblings_BMM & (node_M < node_M[:, None])).any(-1) & is_real_BM & (node_M > 0)
     depth_BM = relations(parent_BM, 1)[0]
     goes_BM = is_first_BM & deep_BN.gather(1, (depth_BM - 1).clamp(min=0))
-    node_BM, length_B = _follow(goes_BM, parent_BM)
-    kept_BM, count_B = _keep(chosen_BM, node_BM, length_B)
-    # The token of each node's follower; the last node's is its choice.
-    next_BM = F.pad(token_BM.gather(1, node_BM)[:, 1:], (0, 1))
-    own_BM = chosen_BM.gather(1, node_BM)
-    emitted_BM = torch.where(node_M == length_B[:, None] - 1, own_BM, next_BM)
-    return kept_BM, count_B, emitted_BM.masked_fill(node_M >= count_B[:, None], NO_TOKEN)
+    # Nodes that are not taken write to a place of their own, which is cut off.
+    to_BM = torch.where(goes_BM, parent_BM, len(node_M))
+    new_BM = F.pad(chosen_BM, (0, 1)).scatter(1, to_BM, token_BM)[:, :-1]
+    return new_BM, token_BM.masked_fill(~goes_BM & (node_M > 0), NO_TOKEN)
 
 
 def promote(
@@ -127,8 +126,8 @@ def prune(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the `count` best nodes by score, in their order; of equals the earlier is better.
 
-    Here the root is no node: parents of -1 hang on it, as in a proposal, and `hang` makes a window of what is
-    kept. A parent scores no less than its children and comes before them, so that it is kept where they are.
+    Node 0 is the root, with score 1. A parent scores no less than its children and comes before them, so that
+    it is kept where they are.
     """
     kept_BM = frontier(score_BN, count).sort(-1).values
     place_BN = torch.zeros_like(parent_BN).scatter(1, kept_BM, _arange(kept_BM).expand_as(kept_BM))
@@ -136,11 +135,6 @@ def prune(
     parent_BM = torch.where(parent_BM < 0, parent_BM, place_BN.gather(1, parent_BM.clamp(min=0)))
     token_BM, score_BM, belief_BM = (x.gather(1, kept_BM) for x in (token_BN, score_BN, belief_BN))
     return token_BM, parent_BM, score_BM, belief_BM
-
-
-def attach_root(root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Hang a proposal's nodes on the root tokens, which become node 0; return tokens and parents."""
-    return torch.cat((root_B[:, None], token_BN), 1), F.pad(parent_BN + 1, (1, 0), value=-1)
 
 
 def _follow(agrees_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,14 +149,6 @@ def _follow(agrees_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
     to_BM = torch.where(on_BM, depth_BM, len(node_M))
     places = F.pad(node_M, (0, 1)).expand(len(parent_BM), -1)
     return places.scatter(1, to_BM, node_M.expand_as(to_BM))[:, :-1], on_BM.sum(-1)
-
-
-def _keep(chosen_BM: Tensor, node_BM: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave the path's last node out where no token was chosen at it; return the path and its length."""
-    last_B1 = chosen_BM.gather(1, node_BM.gather(1, length_B[:, None] - 1))
-    count_B = length_B - (last_B1[:, 0] == NO_TOKEN).long()
-    node_M = _arange(node_BM)
-    return torch.where(node_M < count_B[:, None], node_BM, node_M), count_B
 
 
 def _goes(rate_N: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ comes before its children. Siblings never share a token. A node of token -1 fill
 there.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,10 +43,7 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
     kept, counts = [], []
     rows = zip(chosen_BM.tolist(), token_BM.tolist(), parent_BM.tolist(), strict=True)
     for chosen, tokens, parents in rows:
-        children = _children(tokens, parents)
-        path = [0]
-        while found := [i for i in children[path[-1]] if tokens[i] == chosen[path[-1]]]:
-            path.append(found[0])
+        path = walk_row(chosen, tokens, parents)
         if chosen[path[-1]] == NO_TOKEN:
             path.pop()
         kept.append([*path, *range(len(path), len(tokens))])
@@ -52,40 +51,59 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
     return _ids(kept, chosen_BM.device), _ids(counts, chosen_BM.device)
 
 
-def synthetic_walk(
+def walk_row(chosen: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Walk one tree; return the nodes, also a last one at which no token was chosen."""
+    children = {edge: i for i, edge in enumerate(zip(parents, tokens, strict=True)) if edge[1] != NO_TOKEN}
+    path = [0]
+    while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
+        path.append(child)
+    return path
+
+
+def accept_at_rates(
     chosen_BM: Tensor,
     token_BM: Tensor,
     parent_BM: Tensor,
     rate_N: Tensor,
     seed_B: Tensor,
     position_B: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Go to a node's first child with the rate of that depth (float64), drawn from seed and position.
+) -> tuple[Tensor, Tensor]:
+    """Rewrite choices and tokens so that a walk takes each node's first child at the rate of its depth.
 
-    `position` is that of the token to be chosen at the root. Return nodes and counts as `walk` does, and what
-    the row gains: the followed children's tokens, then the one chosen at the last node; -1 beyond.
+    The rate (float64) is compared with a draw from seed and position; `position` is that of the token chosen
+    at the root. A node that is taken becomes its parent's choice; any other loses its token.
     """
-    kept, counts, gained = [], [], []
-    starts = zip(seed_B.tolist(), position_B.tolist(), strict=True)
-    rows = zip(chosen_BM.tolist(), token_BM.tolist(), parent_BM.tolist(), starts, strict=True)
-    for chosen, tokens, parents, (seed, position) in rows:
-        children = _children(tokens, parents)
-        path, emitted = [0], []
-        for depth, rate in enumerate(rate_N.tolist()):
-            drawn = splitmix64(splitmix64(seed & MASK64) ^ (position + depth))
-            if not children[path[-1]] or drawn >= rate * 2**64:
-                break
-            path.append(children[path[-1]][0])
-            emitted.append(tokens[path[-1]])
-        if chosen[path[-1]] == NO_TOKEN:
-            path.pop()
-        else:
-            emitted.append(chosen[path[-1]])
-        kept.append([*path, *range(len(path), len(tokens))])
-        counts.append(len(path))
-        gained.append([*emitted, *[NO_TOKEN] * (len(tokens) - len(emitted))])
-    device = chosen_BM.device
-    return _ids(kept, device), _ids(counts, device), _ids(gained, device)
+    columns = (x.tolist() for x in (chosen_BM, token_BM, parent_BM, seed_B, position_B))
+    rewritten = [
+        accept_row(chosen, tokens, parents, rate_N.tolist(), seed=seed, position=position)
+        for chosen, tokens, parents, seed, position in zip(*columns, strict=True)
+    ]
+    chosen, tokens = zip(*rewritten, strict=True)
+    return _ids(chosen, chosen_BM.device), _ids(tokens, chosen_BM.device)
+
+
+def accept_row(
+    chosen: Sequence[int],
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    rates: Sequence[float],
+    *,
+    seed: int,
+    position: int,
+) -> tuple[list[int], list[int]]:
+    """Rewrite one tree's choices and tokens."""
+    new_chosen, new_tokens = list(chosen), [tokens[0], *[NO_TOKEN] * (len(tokens) - 1)]
+    has_child, depths = set[int](), [0]
+    for node, parent in list(enumerate(parents))[1:]:
+        depths.append(depths[parent] + 1)
+        if tokens[node] == NO_TOKEN or parent in has_child:
+            continue
+        has_child.add(parent)
+        depth = depths[parent]
+        drawn = splitmix64(splitmix64(seed & MASK64) ^ (position + depth))
+        if depth < len(rates) and drawn < rates[depth] * 2**64:
+            new_chosen[parent] = new_tokens[node] = tokens[node]
+    return new_chosen, new_tokens
 
 
 def promote(
@@ -148,8 +166,8 @@ def prune(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the `count` best nodes by score, in their order; of equals the earlier is better.
 
-    Here the root is no node: parents of -1 hang on it, as in a proposal, and `hang` makes a window of what is
-    kept. A parent scores no less than its children and comes before them, so that it is kept where they are.
+    Node 0 is the root, with score 1. A parent scores no less than its children and comes before them, so that
+    it is kept where they are.
     """
     kept_BM = _ids([sorted(_by_score(scores)[:count]) for scores in score_BN.tolist()], score_BN.device)
     parents = []
@@ -158,22 +176,6 @@ def prune(
         parents.append([place[own[node]] for node in kept])
     token_BM, score_BM, belief_BM = (x.gather(1, kept_BM) for x in (token_BN, score_BN, belief_BN))
     return token_BM, _ids(parents, score_BN.device), score_BM, belief_BM
-
-
-def attach_root(root_B: Tensor, token_BN: Tensor, parent_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Hang a proposal's nodes on the root tokens, which become node 0; return tokens and parents."""
-    rows = zip(root_B.tolist(), token_BN.tolist(), parent_BN.tolist(), strict=True)
-    trees = [([root, *tokens], [-1, *(parent + 1 for parent in own)]) for root, tokens, own in rows]
-    tokens, parents = zip(*trees, strict=True)
-    return _ids(tokens, root_B.device), _ids(parents, root_B.device)
-
-
-def _children(tokens: list[int], parents: list[int]) -> list[list[int]]:
-    """List the children of each node, in order."""
-    return [
-        [i for i, parent in enumerate(parents) if parent == node and tokens[i] != NO_TOKEN]
-        for node in range(len(parents))
-    ]
 
 
 def _by_score(scores: list[float]) -> list[int]:

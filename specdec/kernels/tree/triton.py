@@ -40,35 +40,34 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
     node_BM, count_B = torch.empty_like(_whole(chosen_BM)), _like(chosen_BM, len(chosen_BM))
     _walk[(len(chosen_BM),)](
         *map(_whole, (chosen_BM, token_BM, parent_BM)),
-        *(None, None, None, node_BM, count_B, None, 0, chosen_BM.shape[1]),
+        *(node_BM, count_B, chosen_BM.shape[1]),
         BLOCK=triton.next_power_of_2(chosen_BM.shape[1]),
         num_warps=1,
     )
     return node_BM, count_B
 
 
-def synthetic_walk(
+def accept_at_rates(
     chosen_BM: Tensor,
     token_BM: Tensor,
     parent_BM: Tensor,
     rate_N: Tensor,
     seed_B: Tensor,
     position_B: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Go to a node's first child with the rate of that depth (float64), drawn from seed and position.
+) -> tuple[Tensor, Tensor]:
+    """Rewrite choices and tokens so that a walk takes each node's first child at the rate of its depth.
 
-    `position` is that of the token to be chosen at the root. Return nodes and counts as `walk` does, and what
-    the row gains: the followed children's tokens, then the one chosen at the last node; -1 beyond.
+    The rate (float64) is compared with a draw from seed and position; `position` is that of the token chosen
+    at the root. A node that is taken becomes its parent's choice; any other loses its token.
     """
-    node_BM, count_B = torch.empty_like(_whole(chosen_BM)), _like(chosen_BM, len(chosen_BM))
-    emitted_BM = torch.empty_like(node_BM)
-    _walk[(len(chosen_BM),)](
+    new_chosen_BM, new_token_BM = torch.empty_like(_whole(chosen_BM)), torch.empty_like(_whole(token_BM))
+    _accept_at_rates[(len(chosen_BM),)](
         *map(_whole, (chosen_BM, token_BM, parent_BM, rate_N, seed_B, position_B)),
-        *(node_BM, count_B, emitted_BM, len(rate_N), chosen_BM.shape[1]),
+        *(new_chosen_BM, new_token_BM, len(rate_N), chosen_BM.shape[1]),
         BLOCK=triton.next_power_of_2(chosen_BM.shape[1]),
         num_warps=1,
     )
-    return node_BM, count_B, emitted_BM
+    return new_chosen_BM, new_token_BM
 
 
 def promote(
@@ -134,8 +133,8 @@ def prune(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the `count` best nodes by score, in their order; of equals the earlier is better.
 
-    Here the root is no node: parents of -1 hang on it, as in a proposal, and `hang` makes a window of what is
-    kept. A parent scores no less than its children and comes before them, so that it is kept where they are.
+    Node 0 is the root, with score 1. A parent scores no less than its children and comes before them, so that
+    it is kept where they are.
     """
     rows, nodes = score_BN.shape
     count = min(count, nodes)
@@ -184,12 +183,8 @@ def _relations(parent, depth, ancestors, tap, width, TAPS: tl.constexpr, BLOCK: 
         node = tl.load(parent + node, mask=inside & (node >= 0), other=-1)
 
 
-@kernel(do_not_specialize=["depths", "width"])
-def _walk(
-    chosen, token, parent, rate, seed, position, node, count, emitted, depths, width,
-    BLOCK: tl.constexpr
-):  # fmt: skip
-    """Walk by rates where there are any, else by tokens."""
+@kernel(do_not_specialize=["width"])
+def _walk(chosen, token, parent, node, count, width, BLOCK: tl.constexpr):
     overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -197,41 +192,52 @@ def _walk(
     chosen += row * width
     tokens = tl.load(token + row * width + at, mask=inside, other=-1)
     parents = tl.load(parent + row * width + at, mask=inside, other=-2)
-    nodes, gained, last, length = at.to(tl.int64), tl.full([BLOCK], -1, tl.int64), 0, 1
+    nodes, length = at.to(tl.int64), 1
     own = tl.load(chosen)
-    child = _child(tokens, parents, at, own, rate, seed, position, row, last, length, depths, BLOCK)
+    child = tl.min(tl.where((parents == 0) & (tokens != -1) & (tokens == own), at, BLOCK), 0)
     while child < BLOCK:
         nodes = tl.where(at == length, child, nodes)
-        gained = tl.where(at == length - 1, tl.sum(tl.where(at == child, tokens, 0), 0), gained)
-        last = child
         length += 1
-        own = tl.load(chosen + last)
-        child = _child(tokens, parents, at, own, rate, seed, position, row, last, length, depths, BLOCK)
+        own = tl.load(chosen + child)
+        child = tl.min(tl.where((parents == child) & (tokens != -1) & (tokens == own), at, BLOCK), 0)
     kept = tl.where(own == -1, length - 1, length)
     tl.store(node + row * width + at, tl.where(at < kept, nodes, at), mask=inside)
     tl.store(count + row, kept)
-    if emitted is not None:
-        gained = tl.where(at == length - 1, own, gained)
-        tl.store(emitted + row * width + at, tl.where(at < kept, gained, -1), mask=inside)
 
 
-@triton.jit
-def _child(tokens, parents, at, own, rate, seed, position, row, last, length, depths, BLOCK: tl.constexpr):
-    """Return the child of a node that a walk goes to; BLOCK where there is none."""
-    is_child = (parents == last) & (tokens != -1)
-    if rate is None:
-        is_child &= tokens == own
-    else:
-        depth = length - 1
-        share = tl.load(rate + depth, mask=depth < depths, other=0.0) * 4294967296.0
-        start = splitmix64(tl.load(seed + row).to(tl.uint64))
-        drawn = splitmix64(start ^ (tl.load(position + row) + depth).to(tl.uint64))
-        high, low = (drawn >> 32).to(tl.int64), (drawn & 0xFFFFFFFF).to(tl.int64)
-        bound = tl.floor(share)
-        rest = tl.ceil((share - bound) * 4294967296.0).to(tl.int64)
-        whole = bound.to(tl.int64)
-        is_child &= (high < whole) | ((high == whole) & (low < rest))
-    return tl.min(tl.where(is_child, at, BLOCK), 0)
+@kernel(do_not_specialize=["depths", "width"])
+def _accept_at_rates(
+    chosen, token, parent, rate, seed, position, new_chosen, new_token, depths, width,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    overlap()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    parent += row * width
+    tokens = tl.load(token + row * width + at, mask=inside, other=-1)
+    parents = tl.load(parent + at, mask=inside, other=-2)
+    other_tokens = tl.load(token + row * width + at[None, :], mask=inside[None, :], other=-1)
+    other_parents = tl.load(parent + at[None, :], mask=inside[None, :], other=-2)
+    siblings = (parents[:, None] == other_parents) & (other_tokens != -1) & (at[None, :] < at[:, None])
+    is_first = (tokens != -1) & (parents >= 0) & (tl.sum(siblings.to(tl.int32), 1) == 0)
+    depth, up = tl.zeros([BLOCK], tl.int64), parents
+    while tl.max(up, 0) > 0:
+        depth += (up > 0).to(tl.int64)
+        up = tl.load(parent + up, mask=up > 0, other=-1)
+    # The rate is compared with 64 drawn bits as a whole number.
+    share = tl.load(rate + depth, mask=inside & (depth < depths), other=0.0) * 4294967296.0
+    start = splitmix64(tl.load(seed + row).to(tl.uint64))
+    drawn = splitmix64(start ^ (tl.load(position + row) + depth).to(tl.uint64))
+    high, low = (drawn >> 32).to(tl.int64), (drawn & 0xFFFFFFFF).to(tl.int64)
+    bound = tl.floor(share)
+    rest = tl.ceil((share - bound) * 4294967296.0).to(tl.int64)
+    whole = bound.to(tl.int64)
+    goes = is_first & ((high < whole) | ((high == whole) & (low < rest)))
+    tl.store(new_token + row * width + at, tl.where(goes | (at == 0), tokens, -1), mask=inside)
+    tl.store(new_chosen + row * width + at, tl.load(chosen + row * width + at, mask=inside), mask=inside)
+    tl.debug_barrier()
+    tl.store(new_chosen + row * width + parents, tokens, mask=goes)
 
 
 @kernel(do_not_specialize=["width", "records", "by_row"])
