@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reach": ENGINE - {"kernels", "draft", "verify"} | PUBLIC,
     PACKAGE: {"config", "core", "engine"},
     "bench": ENGINE | PUBLIC | {"reach"},
-    # Training draws its curves as the benchmarks do.
+    # Training plots its curves as the benchmarks do.
     "train": ENGINE | PUBLIC | {"bench"},
     "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"reach"},
     # A router is no engine: of a server it has what any of them needs, from the listening socket to errors.
@@ -109,7 +109,7 @@ def test_imports_stay_within_the_rule(module: str, path: Path) -> None:
         ("specdec.setup.build", "from specdec.engine.thread import Worker"),
         ("specdec.engine.engine", "from specdec.reach.carrier import Carrier"),
         ("specdec.reach.reader", "from specdec.server.app import make_app"),
-        ("specdec.bench.charts.lines", "from specdec.train.card import write_card"),
+        ("specdec.bench.plots", "from specdec.train.card import write_card"),
         ("specdec.server.app", "from specdec.bench.report import table"),
         ("specdec.server.app", "from specdec.route.spans import fields_of"),
         ("specdec.route.run", "from specdec.engine.engine import SpecEngine"),
@@ -134,7 +134,7 @@ def test_imports_against_the_rule_are_caught(module: str, source: str) -> None:
         ("specdec.models.network", "from specdec.state_slots.window import Window"),
         ("specdec.core.loop", "from specdec.verify.choose import choose"),
         ("specdec.text.tokenizer", "from specdec.config.folders import anew"),
-        ("specdec.train.card", "from specdec.bench.charts import Line"),
+        ("specdec.train.card", "from specdec.bench.plots import Line"),
         ("specdec", "from specdec.engine.engine import SpecEngine"),
         ("specdec.cli.commands", "from specdec import SpecEngine"),
     ],

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from specdec.bench.charts import Line, line_chart
+from specdec.bench.plots import Line, line_plot, render
 from specdec.train.corpus import HELD_OUT, HELD_OUT_LICENCES
 from specdec.train.recipe import Recipe
 
@@ -68,7 +68,7 @@ text that what it repeated there is unlikely (sequence-level unlikelihood).
 def write_card(
     out: Path, recipe: Recipe, about: dict[str, object], figures: dict[str, object], work: Path
 ) -> None:
-    """Write README.md and the picture of the losses."""
+    """Write README.md and the plot of the losses."""
     plans = {name: getattr(recipe, name) for name in STAGES}
     times = {"unloop": recipe.rounds}
     minutes = figures["minutes"]
@@ -100,7 +100,7 @@ def write_card(
         **{name: figures[name] for name in ("loss", "first_guess", "tokens")},
     )
     (out / "README.md").write_text(card, "utf-8")
-    (out / "loss.svg").write_text(_curve(work), "utf-8")
+    (out / "loss.svg").write_bytes(_curve(work))
 
 
 def _shares(shares: object) -> str:
@@ -108,12 +108,12 @@ def _shares(shares: object) -> str:
     return ", ".join(f"{share:.1%}" for share in shares)
 
 
-def _curve(work: Path) -> str:
-    """Draw every stage's loss against the tokens it read."""
+def _curve(work: Path) -> bytes:
+    """Plot each stage's loss by training tokens."""
     series = []
     for name in ("trunk", "mtp", "eagle"):
         lines = [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
         series.append(
             Line(STAGES[name], [line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines])
         )
-    return line_chart(series, "Loss while training", "million tokens", "nats a token")
+    return render(line_plot(series, "Training loss", "million tokens", "nats per token"), "svg")

@@ -24,6 +24,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> Run:
+    from specdec.bench.plots import require_matplotlib
     from specdec.config.engine import EngineConfig
     from specdec.setup.devices import pick_device
     from specdec.train.recipe import recipe
@@ -31,6 +32,7 @@ def _train(args: argparse.Namespace) -> Run:
 
     if args.seed < 0:
         raise ConfigError(f"--seed: {args.seed} is below 0; give an integer from 0", field="seed")
+    require_matplotlib()  # for the loss curve, hours later
     plan = recipe(args.recipe).seeded(args.seed)
     device = pick_device(EngineConfig(device=args.device).device)
     out, work = args.out, args.work or args.out / "work"

@@ -1,7 +1,6 @@
-"""A browser without a window, where one is installed: what a page comes to once its script has run."""
+"""A headless browser, where one is installed."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,3 @@ def headless(profile: Path) -> list[str]:
         pytest.skip(f"no browser is installed (one of {', '.join(NAMES)})")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"]
     return [program, *options, f"--user-data-dir={profile}", "--window-size=1280,900"]
-
-
-def dom(page: Path, profile: Path) -> str:
-    """Return a page's document as the browser holds it."""
-    # Time runs on until what the page has begun is done.
-    command = [*headless(profile), "--virtual-time-budget=500", "--dump-dom", page.as_uri()]
-    run = subprocess.run(command, capture_output=True, check=True, timeout=120)
-    return run.stdout.decode("utf-8")

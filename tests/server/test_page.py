@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from specdec.bench.charts.style import COLOURS
 from specdec.server.page import playground
 from tests.server.live import Live, serving
 
@@ -62,11 +61,3 @@ def test_what_others_wrote_is_unchanged_and_has_its_licence() -> None:
         assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == digest
     assert f"marked v{said.split()[1]}" in (VENDOR / "marked.js").read_text("utf-8")
     assert "Permission is hereby granted" in (VENDOR / "marked.LICENSE.txt").read_text("utf-8")
-
-
-def test_the_colours_are_those_of_the_charts() -> None:
-    theme = (WEB / "theme.css").read_text("utf-8")
-    named = {"draft": "c0", "own": "c1"} | {name: name for name in ("paper", "ink", "muted", "rule")}
-    for name, colour in named.items():
-        light, dark = COLOURS[colour]
-        assert f"--{name}: light-dark({light}, {dark});" in theme

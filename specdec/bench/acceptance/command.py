@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
+from specdec.bench.plots import require_matplotlib
 from specdec.bench.report import Output, add_json
 from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE
 from specdec.config.engine import EngineConfig
@@ -83,7 +84,12 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="memory of all engines without the weights (default: half of what is free); one always runs",
     )
-    add("--out", metavar="FOLDER", type=Path, help="folder for measurements and results")
+    add(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for measurements, results and plots (needs matplotlib)",
+    )
     add_json(parser)
     add_settings(parser, EngineConfig, title="engine", without=SWEPT)
 
@@ -163,6 +169,8 @@ def _acceptance(args: argparse.Namespace) -> Run:
 
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ConfigError(f"--out: {args.out} is a file; name a folder", field="out")
+    if args.out is not None:
+        require_matplotlib()
     options = Options(
         model=args.model,
         sweep=_sweep(args),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specdec.bench.acceptance.pictures import Record, field, plain, setting_key
+from specdec.bench.acceptance.names import Record, field, plain, setting_key
 from specdec.bench.acceptance.summary import RESULT
 from specdec.bench.report import Output, publish, table
 from specdec.errors import ConfigError

@@ -250,7 +250,7 @@ def _key(setting: Setting, unit: Unit) -> tuple[Any, ...]:
 
 
 def run(options: Options, config: EngineConfig, out: Output) -> None:
-    """Measure and publish the report; with a folder, keep measurements and pictures there.
+    """Measure and publish the report; with a folder, save measurements, plots and a page there.
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
@@ -267,7 +267,7 @@ def run(options: Options, config: EngineConfig, out: Output) -> None:
 
 
 def write_results(result: Mapping[str, Any], folder: Path) -> None:
-    """Write what is made of a report beside it: its records, one a line, pictures, and a page."""
+    """Write a report's records, one a line, its plots, and a page."""
     lines = "".join(f"{json_line(record)}\n" for record in result["records"])
     (folder / "results.jsonl").write_text(lines, "utf-8")
     write_page(dict(result), folder)

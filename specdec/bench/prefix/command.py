@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from specdec.bench.plots import require_matplotlib
 from specdec.bench.prefix.generate import KINDS, generate
 from specdec.bench.prefix.traces import Trace, read_trace, write_trace
 from specdec.bench.report import Output, add_json
@@ -45,7 +46,12 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
     traces = f"{', '.join(KINDS)} (default: all; with --engine: system-prompts)"
     add("--trace", metavar="NAMES", type=listed(one_of(*KINDS)), help=traces)
     add("--seed", metavar="SEED", type=at_least(0), default=0, help="of what is generated (default: 0)")
-    add("--out", metavar="FOLDER", type=Path, help="keep measurements, results and pictures there")
+    add(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for measurements, results and plots (needs matplotlib)",
+    )
     add_json(parser)
     add("--engine", metavar="MODEL", help=GIVEN)
     # Those of one mode leave no trace where they are not given, so that the other can refuse them.
@@ -76,6 +82,8 @@ def _prefix(args: argparse.Namespace) -> Run:
     _settle(args)
     if args.engine is not None:
         return _engine(args)
+    if args.out is not None:
+        require_matplotlib()
     names = args.trace or ([] if args.file else list(KINDS))
     if args.file and args.file.stem in names:
         raise ConfigError(

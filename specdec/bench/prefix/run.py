@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.prefix.figures import figures
-from specdec.bench.prefix.pictures import write_pictures
+from specdec.bench.prefix.plots import write_plots
 from specdec.bench.prefix.policies import Ground, Nothing, PerBlock, Prefix
 from specdec.bench.prefix.simulate import Policy, Speeds, simulate
 from specdec.bench.prefix.table import render
@@ -129,7 +129,7 @@ def _make(policy: str, ground: Ground) -> Policy[Any]:
 
 
 def run(options: Options, out: Output) -> None:
-    """Simulate and publish the report; with a folder, keep the runs and pictures there.
+    """Simulate and publish the report; with a folder, save the runs and plots there.
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
@@ -139,6 +139,6 @@ def run(options: Options, out: Output) -> None:
     report = whole.report(interrupted=interruption.happened)
     publish(render(report), report, out.within(RESULT))
     if out.path:
-        write_pictures(report["records"], out.path)
+        write_plots(report["records"], out.path)
     if interruption.happened:
         raise KeyboardInterrupt

@@ -1,65 +1,60 @@
-"""The page: every figure is the result's, nothing breaks out of its place, and a browser agrees."""
+"""The page and its plots: every record is shown, text is escaped, nothing is loaded or run."""
 
-import json
-import math
-import re
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Sequence
+from copy import deepcopy
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 
+from specdec.bench.acceptance.names import Record, drafters, setting_key
 from specdec.bench.acceptance.page import COLUMNS, page, write_page
-from specdec.bench.acceptance.pictures import PICTURES, drafters, setting_key
-from tests.bench.acceptance.results import HOSTILE, result
-from tests.server.browser import dom
+from specdec.bench.acceptance.plots import PLOTS, acceptance_by_depth, histogram, speedup_by_shape
+from tests.bench.acceptance.results import CATEGORIES, HOSTILE, result
+from tests.bench.test_plots import PNG, lines_of, texts
 
-VOID = {"meta", "input", "br", "link"}
-SVG = "{http://www.w3.org/2000/svg}"
+VOID = {"meta"}
 
 
 class Shown(HTMLParser):
-    """What a page shows: each row's figures, each example's tokens, the texts of its scripts."""
+    """What a page shows: the cells of its table, the tokens of its examples, the texts of its plots."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.stack: list[tuple[str, dict[str, str]]] = []
-        self.figures: dict[tuple[int, str], float] = {}
-        self.bars: list[tuple[str, dict[str, str]]] = []
-        self.examples: list[list[list[Any]]] = []
-        self.texts: dict[str, list[str]] = {}
+        self.tags: set[str] = set()
         self.ids: list[str] = []
-        self.sort_buttons = 0
-        self.panel = ""
-        self.root: dict[str, str] = {}
+        self.rows: list[list[str]] = []
+        self.examples: list[list[list[Any]]] = []
+        self.plots: dict[str, str] = {}
+        self.words = ""
         self.feed(text)
+        self.close()
         assert not self.stack
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         own = {name: value or "" for name, value in attrs}
-        self.root = own if tag == "html" else self.root
+        self.tags.add(tag)
         self.ids += filter(None, [own.get("id")])
-        self.panel = own.get("data-category", self.panel) if own.get("class") == "panel" else self.panel
-        if tag == "data":
-            row = next(a for t, a in reversed(self.stack) if t == "tr")
-            self.figures[int(row["data-record"]), own["data-field"]] = float(own["value"])
-        if "data-value" in own and "wide" in [a.get("class") for _, a in self.stack]:
-            self.bars.append((self.panel, own))
-        if tag == "pre" and own.get("class") == "example":
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("th", "td"):
+            self.rows[-1].append("")
+        elif tag == "pre":
             self.examples.append([])
-        if "data-origin" in own and "tabindex" in own:
+        elif tag == "svg":
+            self.plots[own["aria-label"]] = ""
+        elif "data-origin" in own and self.stack[-1][0] == "pre":
             self.examples[-1].append(["", int(own["data-origin"])])
-        self.sort_buttons += tag == "button" and self.stack[-1][0] == "th"
         if tag not in VOID:
             self.stack.append((tag, own))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.handle_endtag(tag)
+        self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
         opened, _ = self.stack.pop()
@@ -67,132 +62,150 @@ class Shown(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         tag, own = self.stack[-1] if self.stack else ("", {})
-        self.texts.setdefault(own.get("id") or tag, []).append(data)
-        if "data-origin" in own and "tabindex" in own:
+        self.words += data
+        if tag in ("th", "td"):
+            self.rows[-1][-1] += data
+        elif "data-origin" in own and self.stack[-2][0] == "pre":
             self.examples[-1][-1][0] += data
+        elif "svg" in [tag for tag, _ in self.stack]:
+            self.plots[[*self.plots][-1]] += f"{data}\n"
 
 
-def leaves(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the figures of a record that its row must show."""
-    for column in COLUMNS:
-        for path in column.paths:
-            value: Any = record
-            for key in path.removesuffix(".*").split("."):
-                value = value[int(key)] if isinstance(value, list) else value[key]
-            many = enumerate(value) if path.endswith("*") else [(None, value)]
-            yield from ((path.replace("*", str(i)), v) for i, v in many if v is not None)
+def drafting(records: Sequence[Record], category: str) -> list[Record]:
+    return [r for r in records if r["category"] == category and r["setting"]["draft"] != "none"]
 
 
-def check_figures(html: str, told: dict[str, Any]) -> Shown:
-    """Check every figure of a page's table, pictures and examples against the result's."""
+def check_page(html: str, told: dict[str, Any]) -> Shown:
+    """Check the table, the plots and the examples of a page against the result."""
     shown = Shown(html)
-    assert shown.figures == {
-        (i, path): value for i, record in enumerate(told["records"]) for path, value in leaves(record)
-    }
-    names = drafters(told["records"])
-    drawn = sorted((panel, float(own["data-value"])) for panel, own in shown.bars)
-    assert drawn == sorted(
-        (record["category"], value)
-        for record in told["records"]
-        if record["setting"]["draft"] != "none"
-        for value in (*record["per_depth"], *record["histogram"], record["speedup"]["median"])
-    )
-    groups = {
-        (p, o["data-group"], o["data-series"]): o["data-value"] for p, o in shown.bars if "data-group" in o
-    }
-    for record in told["records"]:
-        if record["setting"]["draft"] != "none":
-            series = f"temperature {record['setting']['temperature']:g}"
-            key = (record["category"], names[setting_key(record)], series)
-            assert float(groups[key]) == record["speedup"]["median"]
+    head, *rows = shown.rows
+    assert head == list(COLUMNS) and len(rows) == len(told["records"])
+    for row, record in zip(rows, told["records"], strict=True):
+        cells = dict(zip(head, row, strict=True))
+        speedup, setting = record["speedup"], record["setting"]
+        low, high = record["spread"]
+        assert cells["setting"] == record["name"] and cells["category"] == record["category"]
+        assert float(cells["temperature"]) == setting["temperature"]
+        assert cells["acceptance length"] == f"{record['acceptance_length']:.2f} ({low:.2f} to {high:.2f})"
+        assert cells["speedup"] == f"{speedup['median']:.2f} ({speedup['p10']:.2f} to {speedup['p90']:.2f})"
+        assert cells["tokens/s"].startswith(f"{record['tokens_per_second']['median']:,.1f} (")
+        shares = cells["accepted at depth 1, 2 …"].split()
+        assert shares == [f"{share:.0%}" for share in record["per_depth"]]
+        assert [int(n.replace(",", "")) for n in cells["steps that accepted 0, 1 …"].split()] == record[
+            "histogram"
+        ]
+        for name in ("prompts", "looping", "tokens", "steps"):
+            assert int(cells[name].replace(",", "")) == record[name]
+        phases = [float(ms) for ms in cells["ms a step: draft, verify, commit, rest, whole"].split(", ")]
+        assert phases == pytest.approx(list(record["ms_per_step"].values()), abs=0.005)
+    categories = dict.fromkeys(record["category"] for record in told["records"])
+    assert list(shown.plots) == [f"{name}: {category}" for category in categories for name in PLOTS]
+    for label, words in shown.plots.items():
+        name, _, category = label.partition(": ")
+        for record in drafting(told["records"], category):
+            assert record["name"] in words
+            if name == "speedup-by-shape":
+                assert f"{record['speedup']['median']:.2f}×" in words
     assert shown.examples == [example["pieces"] for example in told["examples"]]
-    assert json.loads("".join(shown.texts["result"])) == told
-    assert "".join(shown.texts["title"]).startswith("Acceptance: tiny")
     assert len(shown.ids) == len(set(shown.ids))
+    assert all(str(value) in shown.words for value in told["versions"].values())
     return shown
 
 
-def test_the_page_shows_the_results_figures() -> None:
-    told = result()
-    shown = check_figures(page(told), told)
-    assert len(shown.texts["script"]) == 1 and shown.sort_buttons == 0
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    return result()
 
 
-@pytest.mark.parametrize("spoil", ["value", "origin", "text"])
-def test_a_figure_that_is_not_the_results_is_found(spoil: str) -> None:
-    told = result()
-    html = page(told)
-    before, after = {
-        "value": ('data-field="steps" value="', 'data-field="steps" value="1'),
-        "origin": ('data-origin="2" tabindex', 'data-origin="3" tabindex'),
-        "text": ('tabindex="-1"> n<', 'tabindex="-1"> m<'),
-    }[spoil]
-    assert before in html
+@pytest.fixture(scope="module")
+def html(told: dict[str, Any]) -> str:
+    return page(told)
+
+
+def test_the_page_shows_the_results_figures(told: dict[str, Any], html: str) -> None:
+    check_page(html, told)
+
+
+@pytest.mark.parametrize("mutant", ["record", "value", "speedup", "origin", "token"])
+def test_a_figure_that_is_not_the_results_is_found(told: dict[str, Any], html: str, mutant: str) -> None:
+    other = deepcopy(told)
+    match mutant:
+        case "record":
+            other["records"].append(other["records"][-1])
+        case "value":
+            other["records"][-1]["steps"] += 1
+        case "speedup":
+            other["records"][3]["speedup"]["median"] += 0.01
+        case "origin":
+            other["examples"][0]["pieces"][1][1] += 1
+        case "token":
+            other["examples"][0]["pieces"][1][0] = " m"
     with pytest.raises(AssertionError):
-        check_figures(html.replace(before, after, 1), told)
+        check_page(html, other)
 
 
-def test_the_page_needs_no_network() -> None:
-    html = page(result()).replace("http://www.w3.org/2000/svg", "")
-    assert not any(word in html for word in ("http:", "https:", "src=", "href=", "@import", "url("))
+def test_the_page_loads_nothing_and_runs_nothing(html: str) -> None:
+    assert {"script", "link", "img", "iframe", "object", "base", "form"}.isdisjoint(Shown(html).tags)
+    html = html.replace("http://www.w3.org/2000/svg", "").replace("http://www.w3.org/1999/xlink", "")
+    assert not any(word in html for word in ("http:", "https:", "src=", "@import", ' href="'))
+    assert html.count("url(") == html.count("url(#") and html.count('href="') == html.count('xlink:href="#')
     assert "default-src 'none'" in html
 
 
 def test_hostile_texts_stay_texts() -> None:
-    told = result()
+    told = result(prompts=1)
     for record in told["records"]:
         record["name"], record["category"] = record["name"] + HOSTILE, record["category"] + HOSTILE
     told |= {"model": HOSTILE, "commit": HOSTILE, "machine": {HOSTILE: HOSTILE}, HOSTILE: HOSTILE}
     html = page(told)
     shown = Shown(html)
-    assert html.count("<script") == 2 and html.count("</script") == 2 and "<b>" not in html
-    assert json.loads("".join(shown.texts["result"])) == told
+    assert {"script", "b"}.isdisjoint(shown.tags)
+    assert told["records"][0]["name"] in [row[0] for row in shown.rows]
+    assert shown.examples == [example["pieces"] for example in told["examples"]]
 
 
-def test_each_file_is_written_and_a_picture_is_whole_alone(tmp_path: Path) -> None:
-    told = result()
-    write_page(told, tmp_path / "new" / "folder")
-    found = {path.name: path.read_text("utf-8") for path in (tmp_path / "new" / "folder").iterdir()}
-    assert set(found) == {"index.html", *(f"{name}.svg" for name in PICTURES)}
-    everything = [r for r in told["records"] if r["category"] == "all" and r["setting"]["draft"] != "none"]
-    for name, of in (
-        ("acceptance-by-depth", lambda r: r["per_depth"]),
-        ("speedup-by-shape", lambda r: [r["speedup"]["median"]]),
-        ("histogram", lambda r: r["histogram"]),
-    ):
-        nodes = ElementTree.fromstring(found[f"{name}.svg"]).iter()
-        drawn = sorted(float(n.get("data-value", "")) for n in nodes if n.get("data-value"))
-        assert drawn == sorted(value for record in everything for value in of(record))
+def test_each_file_is_written(told: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    write_page(told, folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert files.keys() == {"index.html", *(f"{name}.{kind}" for name in PLOTS for kind in ("svg", "png"))}
+    for name in PLOTS:
+        words = "".join(ElementTree.fromstring(files[f"{name}.svg"]).itertext())
+        assert all(record["name"] in words for record in drafting(told["records"], "all"))
+        assert files[f"{name}.png"].startswith(PNG)
 
 
-def test_the_example_that_stands_open_is_one_with_drafts() -> None:
-    plain = {"setting": "none", "category": "code", "prompt": "x", "pieces": [["a", 0], ["b", 0]]}
-    drafted = plain | {"setting": "mtp 4x1", "pieces": [["a", 0], ["b", 1]]}
-    for examples, opened in (
-        ([plain, drafted], "mtp 4x1"),
-        ([plain, plain], "none"),
-        ([drafted, plain], "mtp 4x1"),
-    ):
-        html = page(result(prompts=1) | {"examples": examples})
-        (found,) = re.findall(r"<details open><summary>([^,<]*)", html)
-        assert found == opened
+def check_depths(figure: Figure, records: Sequence[Record]) -> None:
+    drawn = lines_of(figure)
+    expected = {f"{r['name']}, temperature {r['setting']['temperature']:g}": r["per_depth"] for r in records}
+    assert {name: y for name, (_, y) in drawn.items()} == expected
+    assert all(x == list(range(1, len(x) + 1)) for x, _ in drawn.values())
 
 
-def test_what_is_missing_is_left_open() -> None:
-    bare = {"benchmark": "acceptance", "records": [{"name": "mtp 4x1"}, {"setting": {"draft": "none"}}]}
-    assert Shown(page(bare)).figures == {}
+def test_plots_have_every_value(told: dict[str, Any]) -> None:
+    records = drafting(told["records"], CATEGORIES[0])
+    check_depths(acceptance_by_depth(records), records)
+    with pytest.raises(AssertionError):
+        check_depths(acceptance_by_depth(records[1:]), records)
+    frames = [axes for axes in histogram(records).axes if axes.get_visible()]
+    assert len(frames) == len(records)
+    for axes, r in zip(frames, records, strict=True):
+        assert r["name"] in axes.get_title()
+        shares = [bar.get_height() for bar in axes.patches]
+        assert shares == pytest.approx([count / r["steps"] for count in r["histogram"]])
+    widths = sorted(bar.get_width() for bar in speedup_by_shape(records).axes[0].patches)
+    assert widths == sorted(r["speedup"]["median"] for r in records)
+
+
+def test_missing_values_are_left_out() -> None:
+    assert "no data" in texts(acceptance_by_depth([])) and "no data" in texts(histogram([]))
     told = result(prompts=1)
-    told["records"][3] |= {
-        "speedup": {"median": None},
-        "per_depth": [0.5, None],
-        "seconds": math.nan,
-        "spread": [],
-    }
-    shown = Shown(page(told)).figures
-    assert [
-        path for row, path in shown if row == 3 and path.split(".")[0] in ("speedup", "per_depth", "spread")
-    ] == ["per_depth.0"]
-    assert "".join(Shown(page(told)).texts["result"]).count("NaN") == 0
+    told["records"][3] |= {"acceptance_length": None, "spread": None, "differing_texts": None}
+    told["records"][3]["per_depth"] = []
+    told["examples"] = []
+    shown = Shown(page(told))
+    cells = dict(zip(COLUMNS, shown.rows[4], strict=True))
+    assert cells["acceptance length"] == cells["differing texts"] == "–" and "No examples." in shown.words
 
 
 def test_settings_of_one_name_are_told_apart() -> None:
@@ -201,65 +214,7 @@ def test_settings_of_one_name_are_told_apart() -> None:
         for noise in (True, False)
         for b in (1, 8)
     ]
-    named = drafters([{"name": "mtp 4x1", "setting": shape} for shape in shapes])
+    records = [{"name": "mtp 4x1", "setting": shape} for shape in shapes]
+    named = drafters(records)
+    assert list(named) == [setting_key(record) for record in records]
     assert list(named.values()) == ["mtp 4x1, draft noise True"] * 2 + ["mtp 4x1, draft noise False"] * 2
-
-
-PROBE = """<script>{
-const told = document.documentElement.dataset;
-const all = (what) => [...document.querySelectorAll(what)];
-const rows = () => all("#records tbody tr").map((row) => row.dataset.record).join(" ");
-const heads = all("#records th button");
-const click = (name) => heads.find((head) => head.textContent === name).click();
-click("acceptance length"); told.down = rows();
-click("acceptance length"); told.up = rows();
-click("category"); told.text = rows();
-const shown = (panel) => getComputedStyle(panel).display !== "none";
-const panels = () => all(".panel").filter(shown).map((panel) => panel.dataset.category);
-told.before = panels();
-document.querySelector("label[for=show1]").click(); told.after = panels();
-const tokens = [...document.querySelector("pre.example").querySelectorAll(".from")];
-tokens[0].focus();
-tokens[0].dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
-told.focus = tokens.indexOf(document.activeElement);
-told.hint = getComputedStyle(document.activeElement, "::after").content;
-const inspect = document.getElementById("inspect");
-inspect.addEventListener("toggle", () => { told.inspected = inspect.lastChild.textContent.length; });
-inspect.open = true;
-}</script></body>"""
-
-
-def test_a_browser_shows_the_same_figures_and_the_page_works_in_it(tmp_path: Path) -> None:
-    told, path = result(), tmp_path / "index.html"
-    path.write_text(page(told).replace("</body>", PROBE), "utf-8")
-    shown = check_figures(dom(path, tmp_path / "profile"), told)
-    seen = shown.root
-    assert shown.sort_buttons == 4 + len(COLUMNS)
-    lengths = [record["acceptance_length"] for record in told["records"]]
-    down, up, text = ([int(i) for i in seen[f"data-{name}"].split()] for name in ("down", "up", "text"))
-    assert [lengths[i] for i in down] == sorted(lengths, reverse=True)
-    assert [lengths[i] for i in up] == sorted(lengths)
-    categories = [record["category"] for record in told["records"]]
-    assert [categories[i] for i in text] == sorted(categories)
-    assert (seen["data-before"], seen["data-after"]) == ("all", "code")
-    assert seen["data-focus"] == "1" and seen["data-hint"] == '"drafted at depth 1"'
-    assert int(seen["data-inspected"]) > len(json.dumps(told))
-
-
-NARROW = """<script>
-const root = document.documentElement, told = parent.document.documentElement.dataset;
-told.width = root.clientWidth;
-told.overflow = root.scrollWidth - root.clientWidth;
-const wide = (svg) => svg.getBoundingClientRect().width > 0;
-told.pictures = [...document.querySelectorAll("svg")].filter(wide).map((svg) => svg.getAttribute("width"));
-</script></body>"""
-
-
-def test_on_a_phone_nothing_but_the_table_is_wider_than_the_screen(tmp_path: Path) -> None:
-    inner = escape(page(result()).replace("</body>", NARROW))
-    path = tmp_path / "phone.html"
-    frame = f'<iframe width="390" height="800" style="border:0" srcdoc="{inner}"></iframe>'
-    path.write_text(f"<!doctype html><html><body>{frame}</body></html>", "utf-8")
-    seen = Shown(dom(path, tmp_path / "profile")).root
-    assert (seen["data-width"], seen["data-overflow"]) == ("390", "0")
-    assert seen["data-pictures"] == ",".join(["380"] * len(PICTURES))

@@ -13,6 +13,7 @@ from specdec.bench import agreement
 from specdec.bench.acceptance import run
 from specdec.bench.acceptance.engines import Engines
 from specdec.bench.acceptance.measure import Asked, Length, Measurement, measure, params_for
+from specdec.bench.acceptance.plots import PLOTS
 from specdec.bench.acceptance.settings import Drafting, Group
 from specdec.cli import main
 from specdec.config.engine import EngineConfig
@@ -64,6 +65,8 @@ def test_a_report_has_every_setting_in_every_category(bench: Bench, capsys: Capt
     captured = capsys.readouterr()
     shown, report = captured.err, report_of(captured.out)
     assert json.loads((out / "acceptance.json").read_text()) == report
+    plots = {f"{name}.{kind}" for name in PLOTS for kind in ("svg", "png")}
+    assert plots | {"index.html"} <= {path.name for path in out.iterdir()}
     assert [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()] == report[
         "records"
     ]

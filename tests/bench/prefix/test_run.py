@@ -37,11 +37,13 @@ def test_a_report_has_every_policy_with_every_memory(capsys: Capture, tmp_path: 
     assert {r["tokens"] for r in records} == {records[0]["tokens"]}
     for line in captured.err.splitlines():
         assert len(line) <= 110, line
-    pictures = sorted(path.name for path in (tmp_path / "made").glob("*.svg"))
-    assert pictures == ["system-prompts-by-length.svg", "system-prompts-by-memory.svg"]
-    for name in pictures:
-        text = (tmp_path / "made" / name).read_text()
-        assert ElementTree.fromstring(text).tag.endswith("svg") and "vLLM+" in text
+    for name in ("system-prompts-by-length", "system-prompts-by-memory"):
+        root = ElementTree.fromstring((tmp_path / "made" / f"{name}.svg").read_text())
+        words = {"".join(node.itertext()) for node in root.iter() if node.tag.endswith("}text")}
+        assert {policy for policy in run.POLICIES if policy != "none"} <= words
+        assert (tmp_path / "made" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    plots = [path for path in (tmp_path / "made").iterdir() if path.suffix in (".svg", ".png")]
+    assert len(plots) == 4
 
 
 def test_a_run_that_was_cut_short_goes_on(

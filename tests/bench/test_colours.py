@@ -1,4 +1,4 @@
-"""The palette: told apart by every sight, and readable on its paper in both lights."""
+"""Colours of plots and of token origins: distinct with colour vision deficiencies, and readable."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import specdec
-from specdec.bench.charts.style import COLOURS, DARK, GROUND, LIGHT
+from specdec.bench.plots import PALETTE
 
 SIGHTS = {
     "whole": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -46,13 +46,16 @@ def contrast(one: str, other: str) -> float:
     return (light[1] + 0.05) / (light[0] + 0.05)
 
 
-@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_colours_are_told_apart_by_every_sight(theme: int) -> None:
-    colours, paper = (LIGHT, DARK)[theme], GROUND["paper"][theme]
-    assert min(contrast(colour, paper) for colour in colours) >= 3
-    assert min(contrast(GROUND[name][theme], paper) for name in ("ink", "muted")) >= 4.5
+def theme_colours(text: str) -> dict[str, tuple[str, str]]:
+    """Return the playground's colours by name, for its light and its dark theme."""
+    found = re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\);", text)
+    return {name: (light, dark) for name, light, dark in found}
+
+
+def test_colours_of_plots_are_distinct_with_colour_vision_deficiencies() -> None:
+    assert min(contrast(colour, "#ffffff") for colour in PALETTE) >= 3
     for name, sight in SIGHTS.items():
-        places = [seen(colour, sight) for colour in colours]
+        places = [seen(colour, sight) for colour in PALETTE]
         assert min(math.dist(a, b) for a, b in itertools.combinations(places, 2)) > 0.08, name
     # Red and green of equal lightness, which many cannot tell apart, must not pass.
     assert math.dist(seen("#c04040", SIGHTS["no green"]), seen("#708020", SIGHTS["no green"])) < 0.08
@@ -64,7 +67,11 @@ def test_the_playgrounds_depths_are_a_scale_for_every_sight(theme: int) -> None:
     text = (Path(specdec.__file__).parent / "server" / "web" / "theme.css").read_text("utf-8")
     least, span = map(int, re.findall(r"calc\((\d+)% \+ (\d+)% \* var\(--share\)\)", text)[theme])
     shares = [float(share) for share in re.findall(r"--share: ([\d.]+); }", text)]
-    paper, ink, draft, own = (COLOURS[name][theme] for name in ("paper", "ink", "c0", "c1"))
+    colours = theme_colours(text)
+    paper, ink, muted, draft, own = (
+        colours[name][theme] for name in ("paper", "ink", "muted", "draft", "own")
+    )
+    assert min(contrast(text_colour, paper) for text_colour in (ink, muted)) >= 4.5
     shades = [mixed(draft, paper, (least + span * share) / 100) for share in shares]
     verifier = mixed(own, paper, int(re.findall(r"var\(--own\) (\d+)%", text)[0]) / 100)
     assert len(shades) == 8 and min(contrast(ink, shade) for shade in (*shades, verifier)) >= 4.5

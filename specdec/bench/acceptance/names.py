@@ -1,0 +1,48 @@
+"""Names of settings: the key that identifies one, and labels that distinguish those of one result."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Record = dict[str, Any]
+
+SHARED = ("temperature", "batch")
+"""Fields of a setting that say how it was asked, not what drafts."""
+
+
+def setting_key(record: Record) -> str:
+    """Return what tells a record's setting from all others: fields that hold nothing may be newer than it."""
+    setting = {name: value for name, value in (record.get("setting") or {}).items() if value is not None}
+    return json.dumps(setting or record.get("name"), sort_keys=True)
+
+
+def field(record: Record, name: str) -> Any:
+    return (record.get("setting") or {}).get(name)
+
+
+def plain(value: Any) -> str:
+    """Write what a setting holds as people would: 0, not 0.0."""
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def drafters(records: Iterable[Record]) -> dict[str, str]:
+    """Name what drafts in each setting, whatever the temperature and the batch, by the setting's key.
+
+    Where settings of one name differ in more than those, what differs joins the name.
+    """
+    settings = {setting_key(r): (r.get("name") or "unnamed", r.get("setting") or {}) for r in records}
+    shapes: dict[str, list[dict[str, Any]]] = {}
+    for name, setting in settings.values():
+        shapes.setdefault(name, []).append({k: v for k, v in setting.items() if k not in SHARED})
+    named = {}
+    for key, (name, setting) in settings.items():
+        own = shapes[name]
+        varying = [k for k in setting if k not in SHARED and any(s.get(k) != setting[k] for s in own)]
+        named[key] = ", ".join([name, *(f"{k.replace('_', ' ')} {setting[k]}" for k in varying)])
+    return named
+
+
+def condition(record: Record, records: Sequence[Record]) -> str:
+    """Say how a record was asked, as far as the records differ in it."""
+    varying = [name for name in SHARED if len({field(r, name) for r in records}) > 1]
+    return ", ".join(f"{name} {plain(field(record, name))}" for name in varying)
