@@ -36,14 +36,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reach": ENGINE - {"kernels", "draft", "verify"} | PUBLIC,
     PACKAGE: {"config", "core", "engine"},
     "bench": ENGINE | PUBLIC | {"reach"},
-    # Training plots its curves as the benchmarks do.
-    "train": ENGINE | PUBLIC | {"bench"},
     "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"reach"},
     # A router is no engine: of a server it has what any of them needs, from the listening socket to errors.
     "route": {"config", "server"},
-    # The command line starts servers, benchmarks and training; nothing else may know them.
+    # The command line starts servers and benchmarks; nothing else may know them.
     # A command is imported once it is chosen, and all end where the process does.
-    "cli": ENGINE - PARTS | PUBLIC | {"models", "reach", "bench", "train", "server", "route", "__main__"},
+    "cli": ENGINE - PARTS | PUBLIC | {"models", "reach", "bench", "server", "route", "__main__"},
     "__main__": {"cli"},
 }
 """What each room may import beside itself and `errors`: the layers, from below."""
@@ -109,7 +107,6 @@ def test_imports_stay_within_the_rule(module: str, path: Path) -> None:
         ("specdec.setup.build", "from specdec.engine.thread import Worker"),
         ("specdec.engine.engine", "from specdec.reach.carrier import Carrier"),
         ("specdec.reach.reader", "from specdec.server.app import make_app"),
-        ("specdec.bench.plots", "from specdec.train.card import write_card"),
         ("specdec.server.app", "from specdec.bench.report import table"),
         ("specdec.server.app", "from specdec.route.spans import fields_of"),
         ("specdec.route.run", "from specdec.engine.engine import SpecEngine"),
@@ -134,7 +131,6 @@ def test_imports_against_the_rule_are_caught(module: str, source: str) -> None:
         ("specdec.models.network", "from specdec.state_slots.window import Window"),
         ("specdec.core.loop", "from specdec.verify.choose import choose"),
         ("specdec.text.tokenizer", "from specdec.config.folders import anew"),
-        ("specdec.train.card", "from specdec.bench.plots import Line"),
         ("specdec", "from specdec.engine.engine import SpecEngine"),
         ("specdec.cli.commands", "from specdec import SpecEngine"),
     ],

@@ -20,7 +20,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "chat": ("talk to a model in the terminal", "cli.chat.options:add_chat"),
         "info": ("layers, parameters and memory of a model", "cli.commands:add_info"),
         "bench": ("measure", "cli:add_benchmarks"),
-        "train": ("train the shipped model and its draft heads", "train.commands:add_train"),
         "serve": ("serve models over OpenAI's and Anthropic's APIs", "server.command:add_server"),
         "route": ("route requests to replicas of serve", "route.command:add_router"),
         "top": ("watch a running server: its memory, requests and drafts", "cli.commands:add_top"),

@@ -134,7 +134,6 @@ def test_files_are_complete_and_reproducible(tmp_path: Path) -> None:
     [
         ["bench", "acceptance", "tiny", "--draft", "suffix"],
         ["bench", "prefix"],
-        ["train", "--recipe", "sketch"],
     ],
 )
 def test_missing_matplotlib_is_reported_before_anything_runs(

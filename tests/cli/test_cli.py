@@ -495,7 +495,7 @@ def test_verbose_shows_one_setting_a_line(hybrid: Path, caplog: pytest.LogCaptur
     assert max(map(len, lines)) < 250
 
 
-COMMANDS = ("generate", "info", "bench", "train", "serve", "demo")
+COMMANDS = ("generate", "info", "bench", "serve", "demo")
 BENCHES = ("throughput", "acceptance", "kernels", "model", "serve")
 
 
@@ -535,12 +535,6 @@ def test_info_has_words_for_every_figure(capsys: Capture) -> None:
     for argv in (["--draft", "eagle"], ["--draft", "self-int4", "--dtype", "bfloat16"]):
         assert main(["info", "tiny", *argv]) == 0
         assert "multi-token head    " in capsys.readouterr().out
-
-
-def test_training_into_a_folder_that_cannot_be_made_is_refused(capsys: Capture, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["train", "--recipe", "sketch", "--out", str(tmp_path / "file" / "folder")]) == 2
-    assert "--out" in capsys.readouterr().err
 
 
 def test_a_sweep_that_leaves_nothing_to_measure_is_refused(capsys: Capture) -> None:

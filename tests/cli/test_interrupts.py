@@ -24,7 +24,6 @@ COMMANDS = {
     "serve": ["serve", "tiny", "--port", "0"],
     "demo": ["demo"],
     "throughput": ["bench", "throughput", "tiny"],
-    "train": ["train", "--recipe", "sketch", "--out", "{folder}"],
     "top": ["top", "http://127.0.0.1:9", "--once"],
 }
 
@@ -66,7 +65,6 @@ def run(*argv: str, **more: str) -> "subprocess.CompletedProcess[str]":
             ("serve", "specdec.server.run"),
             ("demo", "specdec.cli.demo"),
             ("throughput", "transformers"),
-            ("train", "specdec.train.run"),
             ("top", "specdec.cli.top.view"),
         ],
     ),

@@ -13,8 +13,8 @@ from specdec.kernels.linear.integers import INT4, INT8, Integers, Rounding
 from specdec.kernels.linear.matrix import widen
 from specdec.models.weights import RandomWeights
 from specdec.setup.footprint import describe_model
-from specdec.train.corpus import collect, split
 from tests.selection import EXHAUSTIVE
+from tools.train_tiny.corpus import collect, split
 
 LOST = {None: 0.0, "int8": 0.001, "int4": 0.02}
 """Loss a token above that of bfloat16, at most."""

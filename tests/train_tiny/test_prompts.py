@@ -4,11 +4,11 @@ import platform
 
 import pytest
 
-from specdec.train.corpus import Document
-from specdec.train.edits import KINDS, edits
-from specdec.train.passages import Passages
-from specdec.train.prompts import FOLDER, LONGEST, SHORTEST, _apart, make, make_here
 from tests.selection import EXHAUSTIVE
+from tools.train_tiny.corpus import Document
+from tools.train_tiny.edits import KINDS, edits
+from tools.train_tiny.passages import Passages
+from tools.train_tiny.prompts import FOLDER, LONGEST, SHORTEST, _apart, make, make_here
 
 SETS = ("code", "edit", "prose", "mixed")
 FUNCTION = """def total(self, values, start=0):

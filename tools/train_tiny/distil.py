@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.train.answers import some
-from specdec.train.heads import Head
-from specdec.train.pretrain import batch
-from specdec.train.stage import Measured, Phase, Plan, Step
-from specdec.train.tokens import Stream
-from specdec.train.trunk import Trunk
+from tools.train_tiny.answers import some
+from tools.train_tiny.heads import Head
+from tools.train_tiny.pretrain import batch
+from tools.train_tiny.stage import Measured, Phase, Plan, Step
+from tools.train_tiny.tokens import Stream
+from tools.train_tiny.trunk import Trunk
 
 FADE = 0.8
 """How much less each deeper step counts: it is reached less often."""

@@ -12,18 +12,18 @@ import numpy as np
 import tokenizers
 import torch
 
-from specdec.train import corpus, tokens
-from specdec.train.answers import answers
-from specdec.train.card import STAGES, write_card
-from specdec.train.distil import agreement, head_step
-from specdec.train.export import EAGLE, export, export_eagle
-from specdec.train.heads import MTP, Eagle3, Head
-from specdec.train.pretrain import held_out_loss, trunk_step
-from specdec.train.recipe import Recipe
-from specdec.train.stage import Plan, digest, run
-from specdec.train.tokens import Stream
-from specdec.train.trunk import Trunk
-from specdec.train.unloop import circling, unloop_step
+from tools.train_tiny import corpus, tokens
+from tools.train_tiny.answers import answers
+from tools.train_tiny.card import STAGES, write_card
+from tools.train_tiny.distil import agreement, head_step
+from tools.train_tiny.export import EAGLE, export, export_eagle
+from tools.train_tiny.heads import MTP, Eagle3, Head
+from tools.train_tiny.pretrain import held_out_loss, trunk_step
+from tools.train_tiny.recipe import Recipe
+from tools.train_tiny.stage import Plan, digest, run
+from tools.train_tiny.tokens import Stream
+from tools.train_tiny.trunk import Trunk
+from tools.train_tiny.unloop import circling, unloop_step
 
 logger = logging.getLogger(__name__)
 

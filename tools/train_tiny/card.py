@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from specdec.bench.plots import Line, line_plot, render
-from specdec.train.corpus import HELD_OUT, HELD_OUT_LICENCES
-from specdec.train.recipe import Recipe
+from tools.train_tiny.corpus import HELD_OUT, HELD_OUT_LICENCES
+from tools.train_tiny.recipe import Recipe
 
 STAGES = {
     "trunk": "target",
@@ -38,7 +38,7 @@ modulo 100, and the licences {licences}. Nothing else was read.
 
 ## Recipe
 
-`specdec train --recipe {name} --out FOLDER` (seed {seed}, torch {torch}, tokenizers {tokenizers}).
+`python -m tools.train_tiny --recipe {name} --out FOLDER` (seed {seed}, torch {torch}, tokenizers {tokenizers}).
 
 | stage | steps | tokens | minutes |
 | --- | --- | --- | --- |

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
-from specdec.train.tokens import Stream
+from tools.train_tiny.tokens import Stream
 
 PROMPT, ANSWER = 128, 128
 

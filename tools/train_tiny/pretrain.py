@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.train.stage import Measured, Phase, Plan, Step
-from specdec.train.tokens import Stream, windows
-from specdec.train.trunk import Trunk
+from tools.train_tiny.stage import Measured, Phase, Plan, Step
+from tools.train_tiny.tokens import Stream, windows
+from tools.train_tiny.trunk import Trunk
 
 
 def batch(stream: Stream, step: int, phase: Phase, *, ahead: int, seed: int, device: torch.device) -> Tensor:

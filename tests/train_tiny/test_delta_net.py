@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.train.delta_net import gated_delta_rule, unit_inverse
+from tools.train_tiny.delta_net import gated_delta_rule, unit_inverse
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 

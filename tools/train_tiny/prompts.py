@@ -1,4 +1,4 @@
-"""Make the prompts that ship, from held-out texts alone: `python -m specdec.train.prompts` writes them.
+"""Make the prompts that ship, from held-out texts alone: `python -m tools.train_tiny.prompts` writes them.
 
 What is taken is decided by hashes of names and places, so that the same texts give the same prompts. The
 files in `specdec/assets/prompts` are its output under Python 3.11.7 and Debian 12, and are committed.
@@ -12,11 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from specdec.train.corpus import Document, collect, split, standard_library
-from specdec.train.edits import KINDS, edits
-from specdec.train.passages import Passages
+from tools.train_tiny.corpus import Document, collect, split, standard_library
+from tools.train_tiny.edits import KINDS, edits
+from tools.train_tiny.passages import Passages
 
-FOLDER = Path(__file__).parents[1] / "assets" / "prompts"
+FOLDER = Path(__file__).parents[2] / "specdec" / "assets" / "prompts"
 PER_SET, PER_SOURCE = 64, 16
 """Prompts in each set, and how many of each kind the mixed one has: others than theirs."""
 SHORTEST, LONGEST = 320, 700

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.train.delta_net import gated_delta_rule
+from tools.train_tiny.delta_net import gated_delta_rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specdec.train.corpus import Document
+from tools.train_tiny.corpus import Document
 
 END = "<|endoftext|>"
 """Stands before every document and ends an answer; its id is 0."""

@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.train.trunk import MLP, Attention, Layer, RMSNorm, Rope, Shape, Trunk, begin, matrix, rope_table
+from tools.train_tiny.trunk import (
+    MLP,
+    Attention,
+    Layer,
+    RMSNorm,
+    Rope,
+    Shape,
+    Trunk,
+    begin,
+    matrix,
+    rope_table,
+)
 
 Keys = tuple[Tensor, Tensor]
 

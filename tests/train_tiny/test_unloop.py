@@ -2,8 +2,8 @@
 
 import torch
 
-from specdec.train import unloop
-from specdec.train.unloop import LEAST, PROMPT, circling
+from tools.train_tiny import unloop
+from tools.train_tiny.unloop import LEAST, PROMPT, circling
 
 
 def _answer(tokens: list[int]) -> torch.Tensor:

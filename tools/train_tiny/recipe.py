@@ -6,9 +6,9 @@ from typing import Any
 
 from specdec.errors import ConfigError
 from specdec.models.shapes import SHAPES
-from specdec.train.answers import ANSWER, PROMPT
-from specdec.train.stage import Phase, Plan
-from specdec.train.trunk import Shape
+from tools.train_tiny.answers import ANSWER, PROMPT
+from tools.train_tiny.stage import Phase, Plan
+from tools.train_tiny.trunk import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import ConfigError
-from specdec.train import stage
-from specdec.train.stage import Measured, Phase, Plan
+from tools.train_tiny import stage
+from tools.train_tiny.stage import Measured, Phase, Plan
 
 PLAN = Plan(
     (Phase(6, 2, 8), Phase(4, 1, 16)), matrix_rate=0.02, embedding_rate=1e-2, other_rate=1e-2, warm_up=3

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.train.answers import PROMPT, some
-from specdec.train.pretrain import batch, cross_entropy
-from specdec.train.stage import Measured, Phase, Plan, Step
-from specdec.train.tokens import Stream
-from specdec.train.trunk import Trunk
+from tools.train_tiny.answers import PROMPT, some
+from tools.train_tiny.pretrain import batch, cross_entropy
+from tools.train_tiny.stage import Measured, Phase, Plan, Step
+from tools.train_tiny.tokens import Stream
+from tools.train_tiny.trunk import Trunk
 
 LONGEST = 48
 """The longest circle that is looked for."""

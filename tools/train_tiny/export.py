@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specdec.train.heads import MTP, Eagle3
-from specdec.train.trunk import Trunk
+from tools.train_tiny.heads import MTP, Eagle3
+from tools.train_tiny.trunk import Trunk
 
 WEIGHTS, EAGLE = "model.safetensors", "eagle3"
 EXACT = ("A_log", "dt_bias")

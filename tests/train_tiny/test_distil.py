@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from specdec.errors import ConfigError
-from specdec.train import answers, distil, run
-from specdec.train.heads import MTP, Eagle3
-from specdec.train.recipe import recipe
-from specdec.train.stage import Phase, Plan, digest
-from specdec.train.trunk import Shape, Trunk
+from tools.train_tiny import answers, distil, run
+from tools.train_tiny.heads import MTP, Eagle3
+from tools.train_tiny.recipe import recipe
+from tools.train_tiny.stage import Phase, Plan, digest
+from tools.train_tiny.trunk import Shape, Trunk
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 PLAN = Plan((Phase(2, 4, 32),), matrix_rate=0.0, embedding_rate=1e-3, other_rate=1e-3)

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from specdec.models.shapes import SHAPES
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
-from specdec.train.export import EAGLE, export, export_eagle
-from specdec.train.heads import MTP, Eagle3, Head
-from specdec.train.recipe import recipe
-from specdec.train.trunk import Shape, Trunk
 from tests.models.runner import CPU, Runner
 from tests.tolerances import LOGITS_RELATIVE
+from tools.train_tiny.export import EAGLE, export, export_eagle
+from tools.train_tiny.heads import MTP, Eagle3, Head
+from tools.train_tiny.recipe import recipe
+from tools.train_tiny.trunk import Shape, Trunk
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 LENGTH, DEPTH = 29, 3

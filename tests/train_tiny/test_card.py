@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-from specdec.train.card import STAGES, _curve
+from tools.train_tiny.card import STAGES, _curve
 
 
 def test_the_loss_of_each_stage_is_plotted(tmp_path: Path) -> None:
