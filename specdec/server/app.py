@@ -228,7 +228,7 @@ async def _ready(request: web.Request, state: State) -> web.Response:
 
 
 async def _metrics(request: web.Request, state: State) -> web.Response:
-    return web.Response(body=state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+    return web.Response(body=await state.metrics.scrape(), headers={"Content-Type": CONTENT_TYPE})
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import resource
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -45,13 +46,13 @@ class Connections:
             )
 
         def make() -> asyncio.BaseProtocol:
-            own = server.connections
+            own = cast(list[Connection], server.connections)
             if len(own) < self.most:
                 return new()
-            idle = next((each for each in own if each.transport and each not in self._busy), None)
+            idle = next((each for each in own if each.can_abort and each not in self._busy), None)
             if idle is None:
                 return _Refused()
-            idle.force_close()  # its descriptor is free when the event loop comes round again
+            idle.abort()
             return new()
 
         return make

@@ -25,12 +25,39 @@ LINGER_S = 2.0
 class Connection(RequestHandler):
     """Reads one client's requests in turn."""
 
-    __slots__ = ()
+    __slots__ = ("_closing",)
 
     def __init__(self, *args: Any, **kw: Any) -> None:
         """Stop reading while two requests wait behind the one that is handled, instead of 32."""
         super().__init__(*args, **kw)
         self._max_msg_queue_size, self._msg_queue_resume_size = 2, 0
+        self._closing: asyncio.Transport | None = None
+
+    @property
+    def can_abort(self) -> bool:
+        """Return whether its descriptor is in use, and not about to be free."""
+        return self.transport is not None or self._closing is not None
+
+    def force_close(self) -> None:
+        """Close the connection; abort it if the client does not take its part in that.
+
+        Closing waits until the client has read what was sent to it, and with TLS for its `close_notify`.
+        """
+        transport = self.transport
+        is_closing = transport is not None and transport.is_closing()
+        super().force_close()
+        if transport is not None:
+            self._closing = transport
+            if not is_closing:
+                self._loop.call_later(LINGER_S, self.abort)
+
+    def abort(self) -> None:
+        """Free the descriptor when the event loop comes round again; discard unsent data."""
+        if self.transport is not None:
+            self.force_close()
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            closing.abort()
 
     def handle_error(
         self,

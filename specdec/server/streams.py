@@ -70,6 +70,7 @@ async def read_within(request: web.Request, stall_s: float) -> AsyncIterator[Non
 
     Its connection is reset: the system, too, is to keep nothing for it.
     """
+    _check_client(request.transport)
     try:
         async with asyncio.timeout(stall_s):
             yield
@@ -79,6 +80,18 @@ async def read_within(request: web.Request, stall_s: float) -> AsyncIterator[Non
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
             transport.abort()
         raise ConnectionResetError("the client does not read") from None
+
+
+def _check_client(transport: asyncio.Transport | None) -> None:
+    """Raise an error if a TLS client has left while its further requests waited.
+
+    asyncio reports that only once reading goes on; until then it drops what is written and logs a warning
+    each time.
+    """
+    tls = getattr(transport, "_ssl_protocol", None)
+    if transport and getattr(tls, "_eof_received", False):
+        transport.abort()
+        raise ConnectionResetError("the client has left")
 
 
 async def send_pieces(

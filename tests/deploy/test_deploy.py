@@ -12,17 +12,19 @@ import subprocess
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
+from aiohttp import web
 
 from specdec.cli import _parser
 from specdec.config.engine import EngineConfig
 from specdec.config.file import fill_in
 from specdec.config.parser import USER_ERROR
 from specdec.errors import ConfigError
-from specdec.server import run
+from specdec.server import run, streams
+from specdec.server.connections import Connections
 from specdec.server.listen import TLS_READ_BYTES, bind, listen
 from specdec.server.settings import ServerConfig
 from specdec.server.tls import tls_context
@@ -217,6 +219,60 @@ def test_a_connection_without_a_handshake_has_a_small_buffer(certificates: Path)
     assert before > TLS_READ_BYTES, "the control"
     try:
         asyncio.run(test())
+    finally:
+        SSLProtocol.max_size = before
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_tls_client_that_leaves_requests_behind_is_noticed(
+    certificates: Path, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asyncio drops what is written to it, and reports nothing while these requests wait."""
+    if not checked:
+        monkeypatch.setattr(streams, "_check_client", lambda transport: None)
+
+    async def test() -> bool:
+        left, ended = asyncio.Event(), asyncio.get_running_loop().create_future()
+        begun = list[asyncio.Transport]()
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await left.wait()
+            assert request.transport
+            begun.append(request.transport)
+            await asyncio.sleep(0.2)  # the server's side
+            try:
+                async with streams.read_within(cast(web.Request, request), 60.0):
+                    await response.write(b"x")
+            except ConnectionError:
+                ended.set_result(True)
+                raise
+            if not ended.done():
+                ended.set_result(False)
+            return response
+
+        files = {f"ssl_{name}file": str(certificates / f"{name}.pem") for name in ("cert", "key")}
+        server = web.Server(handle)
+        factory = Connections(None, 60.0).factory(server)
+        listener, _ = await listen(factory, bind("127.0.0.1", 0), tls_context(ServerConfig(**files)))
+        context = ssl.create_default_context(cafile=files["ssl_certfile"])
+        reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname()[:2], ssl=context)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 8)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.get_extra_info("socket")._sock.shutdown(socket.SHUT_WR)  # without close_notify
+        left.set()
+        found: bool = await asyncio.wait_for(ended, 30)
+        for own in (writer.transport, *begun):
+            own.abort()
+        listener.close()
+        await server.shutdown(1)
+        await asyncio.sleep(0.05)  # the client's side
+        return found
+
+    before = SSLProtocol.max_size
+    try:
+        assert asyncio.run(test()) == checked
     finally:
         SSLProtocol.max_size = before
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -108,6 +109,19 @@ def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics
         watch.said(end(0, 108.0, RequestStats(3, 5, queued_s=1.0, first_token_s=3.0, total_s=7.0)))
     assert [value(metrics, f"{name}_sum") for name in PER_CHOICE] == [8, 1, 2, 4, 6, 1, 3, 5, 9, 3]
     assert all(value(metrics, f"{name}_count") == 1 for name in (*PER_CHOICE, *PER_PROMPT))
+
+
+def test_scrapes_that_come_together_share_a_text_written_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, written = Metrics([]), list[int]()
+    monkeypatch.setattr(metrics, "text", lambda: written.append(1) or b"%d" % len(written))
+
+    async def scrape() -> None:
+        assert await metrics.scrape() == b"1"
+        metrics._rests_until_s = time.monotonic() + 0.1
+        assert set(await asyncio.gather(*(metrics.scrape() for _ in range(100)))) == {b"2"}
+        assert await metrics.scrape() == b"3"
+
+    asyncio.run(scrape())
 
 
 def test_a_choice_of_one_token_has_no_time_between_tokens(metrics: ModelMetrics) -> None:

@@ -1,10 +1,12 @@
 """What a connection keeps of requests that wait behind the one that is handled."""
 
 import asyncio
+import contextlib
 
 import pytest
 from aiohttp import web
 
+from specdec.server import protocol
 from specdec.server.connections import UNREAD_BYTES, Connections
 from specdec.server.failures import Failure
 from specdec.server.protocol import Connection
@@ -90,3 +92,54 @@ def test_few_of_a_bodys_smallest_chunks_are_read(reads: bool, status: bytes) -> 
     head, taken = asyncio.run(chunks_read(reads=reads))
     assert head.startswith(b"HTTP/1.1 " + status)
     assert taken <= 3 * MOST_PIECES + UNREAD_BYTES // 8
+
+
+async def served_beside_unread() -> tuple[int, bytes]:
+    """Let a connection with unsent data become idle, at a limit of one connection.
+
+    Return how many connections are left a moment later, and what the next client receives.
+    """
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        return web.Response()
+
+    server = web.Server(handle)
+    factory = Connections(1, 0.2).factory(server)
+    listener = await asyncio.get_running_loop().create_server(factory, "127.0.0.1", 0)
+    address = listener.sockets[0].getsockname()[:2]
+    _, unread = await asyncio.open_connection(*address, limit=1)
+    while not server.connections:
+        await asyncio.sleep(0.01)
+    (own,) = server.connections
+    transport = own.transport
+    assert isinstance(transport, asyncio.Transport)
+    transport.write(bytes(16 << 20))
+    while own.transport:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    left = len(server.connections)
+    reader, writer = await asyncio.open_connection(*address)
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        said = await reader.read()
+    for each in (unread, writer, transport):
+        each.close()
+    unread.transport.abort()
+    listener.close()
+    while server.connections:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)  # the clients' side
+    return left, said
+
+
+@pytest.mark.parametrize("linger_s", [0.05, 60.0])
+def test_a_client_that_does_not_read_keeps_no_connection(
+    monkeypatch: pytest.MonkeyPatch, linger_s: float
+) -> None:
+    """It is aborted after a while, and at the limit for the next client."""
+    monkeypatch.setattr(protocol, "LINGER_S", linger_s)
+    left, said = asyncio.run(served_beside_unread())
+    assert left == (linger_s > 1) and said.startswith(b"HTTP/1.1 200 OK")
+    monkeypatch.setattr(Connection, "force_close", Connection.__bases__[0].force_close)
+    assert asyncio.run(served_beside_unread()) == (1, b""), "aiohttp waits for the client"
