@@ -1,6 +1,7 @@
 """The server's routes, and the middleware that every request passes."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -116,8 +117,8 @@ async def _pass(
             state.access.admit_preflight(request)
             response: web.StreamResponse = let_through(request)
         else:
-            with state.connections.busy(request.protocol), without_panics():
-                await _admit(request, state)
+            with contextlib.ExitStack() as protected, without_panics():
+                await _admit(request, state, protected)
                 with state.kept.holding(request["caller"] or request.remote or "") as request["kept"]:
                     response = await handler(request)
                     if isinstance(response, web.Response):
@@ -150,14 +151,19 @@ async def _pass(
     return response
 
 
-async def _admit(request: web.Request, state: State) -> None:
-    """Check a request's key, and wait for its turn on the event loop; refusals share one."""
+async def _admit(request: web.Request, state: State, protected: contextlib.ExitStack) -> None:
+    """Check a request's key, and wait for its turn on the event loop; refusals share one.
+
+    At the limit of connections, one with an admitted request is not closed for a new one.
+    """
     is_open = request.path in OPEN or (request.path == "/metrics" and state.config.metrics_open)
     caller = ""
     try:
         request["tenant"] = state.access.admit(request, needs_key=not is_open)
         request["caller"], request["turn"] = request["tenant"].caller, request["tenant"].flow[0]
         caller = request["caller"] or request.remote or ""
+        if not is_open:
+            protected.enter_context(state.connections.busy(request.protocol))
     finally:
         await state.turns.wait(caller)
 

@@ -10,7 +10,7 @@ import socket
 import ssl
 import subprocess
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from specdec.config.engine import EngineConfig
 from specdec.config.file import fill_in
 from specdec.config.parser import USER_ERROR
 from specdec.errors import ConfigError
-from specdec.server import run, streams
+from specdec.server import run, streams, tls
 from specdec.server.connections import Connections
 from specdec.server.listen import TLS_READ_BYTES, bind, listen
 from specdec.server.settings import ServerConfig
@@ -323,3 +323,42 @@ def test_the_container_copies_what_the_wheel_is_made_of() -> None:
     ]
     assert copied and all((ROOT / name).exists() for name in copied)
     assert {"pyproject.toml", "README.md", "LICENSE", "specdec"} == {*copied}
+
+
+def decrypted(context: ssl.SSLContext, records: Sequence[bytes]) -> int:
+    """Send records to a server's TLS in memory; return how many bytes it decrypts."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ssl._create_unverified_context().wrap_bio(to_client, to_server, server_hostname="a")
+    server, done = context.wrap_bio(to_server, to_client, server_side=True), set[ssl.SSLObject]()
+    while len(done) < 2:
+        for own in (client, server):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                own.do_handshake()
+                done.add(own)
+    for record in records:
+        client.write(record)
+    total = 0
+    with contextlib.suppress(ssl.SSLWantReadError):
+        while True:
+            total += len(server.read(1 << 16))
+    return total
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_tls_records_may_take_little_time_without_data(
+    certificates: Path, is_bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KeyUpdate messages, 45 us each, halted all streams; records of a byte stand for them."""
+    context = tls_context(
+        ServerConfig(**{f"ssl_{own}file": str(certificates / f"{own}.pem") for own in ("cert", "key")})
+    )
+    assert context
+    assert decrypted(context, [bytes(1 << 14)] * 300) == 300 << 14
+    assert decrypted(context, [bytes(100)] * 20_000) == 2_000_000
+    monkeypatch.setattr(tls, "ALLOWED_PER_BYTE_S", 0.0)
+    if is_bounded:
+        with pytest.raises(ssl.SSLError, match="too much time for little data"):
+            decrypted(context, [b"x"] * 50_000)
+    else:
+        monkeypatch.setattr(tls._Session, "_take_time", lambda self: None)
+        assert decrypted(context, [b"x"] * 50_000) == 50_000

@@ -1,8 +1,12 @@
 """Bodies that cost their sender little: memory stays, and others are served, whatever path they go to."""
 
 import asyncio
+import contextlib
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -94,3 +98,16 @@ def test_an_edge_that_reads_first_is_noticed(live: Live, of_router: bool) -> Non
         greedy.command[greedy.command.index("specdec.cli")] = GREEDY
     with greedy:
         assert asyncio.run(flood_with(greedy, bomb("/health"), 16)).grown_mb > GROWS_MB
+
+
+def test_unread_answers_that_need_no_key_hold_no_connection() -> None:
+    """They counted as requests in progress, so that no other client was let in for `stall_timeout`."""
+    request = b"GET /web/vendor/marked.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with Live(*PLAIN, "--max-connections", "4") as live, contextlib.ExitStack() as opened:
+        for _ in range(4):
+            client = opened.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", urlsplit(live.url).port))
+            client.sendall(request * 16)
+        time.sleep(1.0)
+        assert [live.ask("/health").status for _ in range(3)] == [200] * 3

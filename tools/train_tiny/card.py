@@ -38,7 +38,8 @@ modulo 100, and the licences {licences}. Nothing else was read.
 
 ## Recipe
 
-`python -m tools.train_tiny --recipe {name} --out FOLDER` (seed {seed}, torch {torch}, tokenizers {tokenizers}).
+`python -m tools.train_tiny --recipe {name} --out FOLDER` (seed {seed}, torch {torch},
+tokenizers {tokenizers}).
 
 | stage | steps | tokens | minutes |
 | --- | --- | --- | --- |
