@@ -11,6 +11,7 @@ from tests.imports import PACKAGE, ROOT, imported, modules, part_of
 MAP = Path(ROOT, "docs", "map.svg")
 ROOMS: Mapping[str, str] = {
     "cli route server bench": "what runs an engine",
+    "http": "connections",
     "reach": "bytes from other engines",
     "engine": "SpecEngine and its thread",
     "setup": "settings to a running loop",

@@ -30,15 +30,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "draft": {"config", "kernels", "state_slots"},
     # How a token is chosen is what a request's parameters say.
     "verify": {"config", "kernels", "state_slots"},
+    "http": set(),
     "core": BELOW_CORE,
     "setup": BELOW_SETUP,
     "engine": BELOW_ENGINE,
-    "reach": ENGINE - {"kernels", "draft", "verify"} | PUBLIC,
+    "reach": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"http"},
     PACKAGE: {"config", "core", "engine"},
     "bench": ENGINE | PUBLIC | {"reach"},
-    "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"reach"},
+    "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"http", "reach"},
     # A router is no engine: of a server it has what any of them needs, from the listening socket to errors.
-    "route": {"config", "server"},
+    "route": {"config", "http", "server"},
     # The command line starts servers and benchmarks; nothing else may know them.
     # A command is imported once it is chosen, and all end where the process does.
     "cli": ENGINE - PARTS | PUBLIC | {"models", "reach", "bench", "server", "route", "__main__"},

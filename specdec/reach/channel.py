@@ -14,7 +14,8 @@ from typing import Self
 from aiohttp import web
 
 from specdec.errors import ConfigError, SpecdecError
-from specdec.reach.connections import SERVER, bounded
+from specdec.http.connection import SERVER
+from specdec.reach.connections import bounded
 from specdec.reach.kept import KeptLog
 from specdec.reach.leases import Book
 from specdec.reach.messages import Agents, Ask, AskSums, Beat, Close, Closed, Sums, write_refusal

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 from aiohttp.http import SERVER_SOFTWARE
 
+from specdec.http.connection import SERVER
 from specdec.route.addresses import Role
 from specdec.route.apart import is_worth_it, pass_on_apart
 from specdec.route.headers import of_request
@@ -23,7 +24,6 @@ from specdec.route.state import SOON, State
 from specdec.route.upstream import Sent
 from specdec.server.anthropic.errors import error_body, speaks_anthropic
 from specdec.server.failures import Failure, failure_of, release_frames, without_panics
-from specdec.server.protocol import SERVER
 from specdec.server.receive import expect_later, read_body
 from specdec.server.streams import send_whole
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from specdec.http.connection import LINGER_S
 from specdec.route.addresses import Address
 from specdec.route.app import build_app
 from specdec.route.settings import RouteConfig
@@ -20,7 +21,6 @@ from specdec.route.state import State
 from specdec.route.upstream import Upstream
 from specdec.route.watch import Watch, open_session
 from specdec.server.listen import SWITCH_S, bind, listen, say
-from specdec.server.protocol import LINGER_S
 from specdec.server.supervisor import READY, STOPPING, tell_supervisor
 from specdec.server.tls import tls_context
 

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from specdec import __version__
 from specdec.core.outputs import EngineStats
+from specdec.http.connection import SERVER
 from specdec.server.addresses import name_address
 from specdec.server.answers import Deadline
 from specdec.server.anthropic.errors import error_body, speaks_anthropic
@@ -27,7 +28,6 @@ from specdec.server.openapi import described, documented
 from specdec.server.origins import is_preflight, let_through
 from specdec.server.page import HEADERS, WEB, playground
 from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
-from specdec.server.protocol import SERVER
 from specdec.server.receive import expect_later
 from specdec.server.responses.handlers import delete, respond, retrieve
 from specdec.server.state import Served, State

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import resource
 from collections.abc import Callable, Iterator
-from typing import cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from specdec.server.protocol import Connection
+from specdec.http.connection import Connection, limited
+from specdec.server.protocol import ApiConnection
 
 MOST_FILES = 1 << 16
 """The limit of open files that the process asks the system for."""
@@ -35,7 +35,7 @@ class Connections:
         """Return the protocol factory; at the limit it closes an idle connection for the new one."""
 
         def new() -> Connection:
-            return Connection(
+            return ApiConnection(
                 server,
                 loop=asyncio.get_running_loop(),
                 access_log=None,  # as its own runner has it: our log says more
@@ -45,17 +45,7 @@ class Connections:
                 auto_decompress=False,  # `read_body` unpacks what a handler wants
             )
 
-        def make() -> asyncio.BaseProtocol:
-            own = cast(list[Connection], server.connections)
-            if len(own) < self.most:
-                return new()
-            idle = next((each for each in own if each.can_abort and each not in self._busy), None)
-            if idle is None:
-                return _Refused()
-            idle.abort()
-            return new()
-
-        return make
+        return limited(server, self.most, new, self._busy.__contains__)
 
     @contextlib.contextmanager
     def busy(self, connection: RequestHandler) -> Iterator[None]:
@@ -65,14 +55,6 @@ class Connections:
             yield
         finally:
             self._busy.discard(connection)
-
-
-class _Refused(asyncio.Protocol):
-    """Closes a connection beyond the limit."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it at once."""
-        transport.close()
 
 
 def _raise_limit() -> int:

@@ -21,10 +21,10 @@ from aiohttp import web
 from specdec.config.engine import EngineConfig
 from specdec.core.stats import Counts
 from specdec.engine.engine import SpecEngine
+from specdec.http.connection import LINGER_S
 from specdec.server.access import Access
 from specdec.server.app import build_app
 from specdec.server.listen import SWITCH_S, bind, listen, say
-from specdec.server.protocol import LINGER_S
 from specdec.server.reach.reach import opened
 from specdec.server.reach.role import Part, settle_part
 from specdec.server.settings import ServerConfig

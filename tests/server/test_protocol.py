@@ -6,10 +6,11 @@ import contextlib
 import pytest
 from aiohttp import web
 
-from specdec.server import protocol
+from specdec.http import connection
+from specdec.http.connection import Connection
 from specdec.server.connections import UNREAD_BYTES, Connections
 from specdec.server.failures import Failure
-from specdec.server.protocol import Connection
+from specdec.server.protocol import ApiConnection
 from specdec.server.receive import MOST_PIECES, BodyBudget, read_body
 
 BODY = b"x" * 60_000
@@ -53,7 +54,7 @@ async def pending_bytes() -> int:
 
 def test_few_bodies_wait_behind_the_one_that_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(pending_bytes()) <= 512 << 10
-    monkeypatch.setattr(Connection, "__init__", Connection.__bases__[0].__init__)
+    monkeypatch.setattr(ApiConnection, "__init__", Connection.__init__)
     assert asyncio.run(pending_bytes()) > 1 << 20, "aiohttp's own limit is noticed"
 
 
@@ -138,7 +139,7 @@ def test_a_client_that_does_not_read_keeps_no_connection(
     monkeypatch: pytest.MonkeyPatch, linger_s: float
 ) -> None:
     """It is aborted after a while, and at the limit for the next client."""
-    monkeypatch.setattr(protocol, "LINGER_S", linger_s)
+    monkeypatch.setattr(connection, "LINGER_S", linger_s)
     left, said = asyncio.run(served_beside_unread())
     assert left == (linger_s > 1) and said.startswith(b"HTTP/1.1 200 OK")
     monkeypatch.setattr(Connection, "force_close", Connection.__bases__[0].force_close)

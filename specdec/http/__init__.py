@@ -1,0 +1,1 @@
+"""Connections of the HTTP servers: the API, the router and the side channel."""
