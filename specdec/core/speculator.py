@@ -113,8 +113,8 @@ class Speculation:
 
         Slots are borrowed from the backing, if `lend` has none.
         """
-        if not all(row.is_decode for row in rows):
-            self.policy.on_new_batch()
+        if new := sum(not row.is_decode for row in rows):
+            self.policy.on_new_batch(new / len(rows))
         elif self.skips_plan([row.request for row in rows]):
             return [None] * len(rows)
         self._forget_drafts()
