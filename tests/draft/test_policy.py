@@ -166,6 +166,21 @@ def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
     assert looking.find_nothing(100) < 20
 
 
+def test_few_new_rows_among_many_are_not_planned_for() -> None:
+    """They cost a server with three keys a fifth of its throughput; an eighth of a batch counts."""
+    policy, rows = Policy(CHAIN, adaptive=True, clock=lambda: 0.0), 64
+    tracks, planned, awake = [TrackRecord() for _ in range(rows)], 0, 0
+    policy.plan(Batch(rows, rows), tracks, [ROOM] * rows, None, grows=False)
+    for _ in range(32):
+        policy.worth.trust, policy.worth.awake, policy._due = 0.0, False, 1000
+        tracks = [*tracks[1:], TrackRecord()]
+        policy.on_new_batch(1 / rows)
+        planned += policy.plans_next
+        policy.plan(Batch(rows, rows), tracks, [ROOM] * rows, None, grows=False)
+        awake += policy.worth.awake
+    assert (planned, awake) == (4, 8)
+
+
 def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() -> None:
     looking = Looking()
     looking.find_nothing(100)
