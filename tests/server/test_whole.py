@@ -76,7 +76,7 @@ class Client:
         monkeypatch.setattr("specdec.server.streams.send_whole", whole)
 
     def read(self, pieces: Iterator[str], *, is_long: bool) -> Any:
-        request: Any = None
+        request: Any = SimpleNamespace(transport=None)
         asyncio.run(send_pieces(request, pieces, 5.0, asyncio.to_thread if is_long else None))
         return json.loads(self.data)
 
