@@ -43,6 +43,6 @@ def drafters(records: Iterable[Record]) -> dict[str, str]:
 
 
 def condition(record: Record, records: Sequence[Record]) -> str:
-    """Say how a record was asked, as far as the records differ in it."""
+    """Return the settings of a record in which the records differ."""
     varying = [name for name in SHARED if len({field(r, name) for r in records}) > 1]
     return ", ".join(f"{name} {plain(field(record, name))}" for name in varying)
