@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -74,11 +75,11 @@ class Connection(RequestHandler):
         response.force_close()
         return response
 
+    @abstractmethod
     def refusal(
         self, request: web.BaseRequest, status: int, error: BaseException | None, message: str | None
     ) -> web.Response:
         """Return the response to an error outside every handler, and log it."""
-        raise NotImplementedError
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Log internal errors only: a malformed request is the client's own and is answered as such."""

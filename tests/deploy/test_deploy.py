@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import time
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -362,3 +363,24 @@ def test_tls_records_may_take_little_time_without_data(
     else:
         monkeypatch.setattr(tls._Session, "_take_time", lambda self: None)
         assert decrypted(context, [b"x"] * 50_000) == 50_000
+
+
+def test_a_pause_while_a_piece_is_decrypted_ends_no_tls_connection(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may run then, for a tenth of a second."""
+    context = tls_context(
+        ServerConfig(**{f"ssl_{own}file": str(certificates / f"{own}.pem") for own in ("cert", "key")})
+    )
+    assert context
+    own, pauses = tls._Session.read, [0.1]
+
+    def paused(self: tls._Session, *args: Any) -> Any:
+        found = own(self, *args)
+        end_s = time.thread_time() + (pauses.pop() if pauses else 0.0)
+        while time.thread_time() < end_s:
+            pass
+        return found
+
+    monkeypatch.setattr(tls._Session, "read", paused)
+    assert decrypted(context, [bytes(100)] * 200) == 20_000 and not pauses

@@ -96,7 +96,7 @@ def test_few_of_a_bodys_smallest_chunks_are_read(reads: bool, status: bytes) -> 
 
 
 async def served_beside_unread() -> tuple[int, bytes]:
-    """Let a connection with unsent data become idle, at a limit of one connection.
+    """Serve one connection that goes idle with unsent data, at a limit of one connection.
 
     Return how many connections are left a moment later, and what the next client receives.
     """
