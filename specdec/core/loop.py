@@ -254,8 +254,8 @@ class DecodeLoop:
                 kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
                 head.read(number, hidden_TD[kept])
 
-    def commit_and_emit(self, result: StepResult) -> Sequence[Request]:
-        """Give requests what a step of the host or the device made for them; return those that are over."""
+    def commit_and_emit(self, result: StepResult) -> None:
+        """Give requests what a step of the host or the device made for them."""
         self.counts.sizes[sum(len(path.nodes) for path in result.paths)] += 1
         for row, path, committed in zip(result.rows, result.paths, result.committed, strict=True):
             row.request.num_computed_tokens += len(path.nodes)
@@ -268,8 +268,8 @@ class DecodeLoop:
                     self._lend(row.request)
         lengths = [len(row.request.tokens) for row in result.rows] if self.observers else []
         ended = [own for i in range(len(result.rows)) if (own := self._emit(result, i))]
-        finished = [request for request, _ in ended]
         if self.observers:
+            finished = [request for request, _ in ended]
             taken = [
                 len(row.request.tokens) - before for row, before in zip(result.rows, lengths, strict=True)
             ]
@@ -277,7 +277,6 @@ class DecodeLoop:
             for observe in self.observers:
                 observe(report)
         self._finish(ended, result)
-        return finished
 
     def _emit(self, result: StepResult, index: int) -> Ended | None:
         """Give a request its tokens and its caller what they make; return both if that was its end."""

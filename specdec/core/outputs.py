@@ -222,14 +222,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self._recent: list[Delta] = []
-        self._text = io.StringIO(newline="")
-        self._ids, self._origins = array("i"), array("i")
-        self._lengths, self._sources = array("i"), array("i")
-        """Of each piece of the text: how long it is, and its token's origin."""
-        self._logprobs: list[TokenLogprob] = []
-        self._drafts: list[DraftTree] = []
-        self._prompt: tuple[TokenLogprob | None, ...] | None = None
-        self._has_columns = False
+        self._columns: _Columns | None = None
         self._last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
@@ -248,9 +241,42 @@ class Gathered:
         """Return all of it as one delta."""
         last = self._last
         assert last
-        if len(self._recent) == 1 and not self._has_columns:
+        if len(self._recent) == 1 and self._columns is None:
             return last
-        self._fold()
+        return self._fold().delta(last)
+
+    def _fold(self) -> "_Columns":
+        if self._columns is None:
+            self._columns = _Columns(self._recent[0].prompt_logprobs)
+        for delta in self._recent:
+            self._columns.add(delta)
+        self._recent.clear()
+        return self._columns
+
+
+class _Columns:
+    """Deltas behind one another."""
+
+    def __init__(self, prompt_logprobs: tuple[TokenLogprob | None, ...] | None) -> None:
+        self._prompt = prompt_logprobs
+        self._text = io.StringIO(newline="")
+        self._ids, self._origins = array("i"), array("i")
+        self._lengths, self._sources = array("i"), array("i")
+        """Of each piece of the text: how long it is, and its token's origin."""
+        self._logprobs: list[TokenLogprob] = []
+        self._drafts: list[DraftTree] = []
+
+    def add(self, delta: Delta) -> None:
+        self._text.write(delta.text)
+        self._ids.extend(delta.token_ids)
+        self._origins.extend(delta.origins)
+        self._lengths.extend([len(piece.text) for piece in delta.pieces])
+        self._sources.extend([piece.origin for piece in delta.pieces])
+        self._logprobs.extend(delta.logprobs or ())
+        self._drafts.extend(delta.drafts)
+
+    def delta(self, last: Delta) -> Delta:
+        """Return all of it as one delta that ends like the last."""
         text, ends = self._text.getvalue(), itertools.accumulate(self._lengths)
         pieces = zip(self._lengths, ends, self._sources, strict=True)
         return replace(
@@ -263,19 +289,6 @@ class Gathered:
             prompt_logprobs=self._prompt,
             drafts=tuple(self._drafts),
         )
-
-    def _fold(self) -> None:
-        if not self._has_columns:
-            self._prompt, self._has_columns = self._recent[0].prompt_logprobs, True
-        for delta in self._recent:
-            self._text.write(delta.text)
-            self._ids.extend(delta.token_ids)
-            self._origins.extend(delta.origins)
-            self._lengths.extend([len(piece.text) for piece in delta.pieces])
-            self._sources.extend([piece.origin for piece in delta.pieces])
-            self._logprobs.extend(delta.logprobs or ())
-            self._drafts.extend(delta.drafts)
-        self._recent.clear()
 
 
 @dataclass(frozen=True, slots=True)

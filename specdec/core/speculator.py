@@ -131,8 +131,8 @@ class Speculation:
         """
         self._forget_drafts()
         if self._skips_draft:
-            self.policy.on_new_batch()
-        elif self.policy.listens and self.looks:
+            return False
+        if self.policy.listens and self.looks:
             spare = MOST_INDEXED
             for own in requests:
                 # Where a text repeats itself, a look-up would find what follows.

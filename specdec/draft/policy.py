@@ -140,15 +140,16 @@ class Policy:
         """Go on from what drafts were worth."""
         self.worth = replace(worth)
 
-    def on_new_batch(self, part: float = 1.0) -> None:
-        """Note that this part of the next batch is new; plan the next step if that adds up."""
+    def on_new_batch(self, part: float) -> None:
+        """Note that this part of the next batch is new; take it for a hint if that adds up."""
         self._new += part
         if self._new >= CHANGED:
-            self._stirred, self._new = True, 0.0
+            self._new = 0.0
+            self.hint()
 
     def hint(self) -> None:
         """Plan the next step, for something may be found now, unless such hints have misled too often."""
-        self._stirred = self._stirred or self.looks.debt < 1
+        self._stirred = self._stirred or self.looks.lends(self._slept)
 
     @property
     def plans_next(self) -> bool:
@@ -262,8 +263,8 @@ class Policy:
         if rows != self._rows:
             known = set(map(id, rows))
             self._changed, self._known = self._changed + len(known ^ self._known), known
-            if self._changed >= CHANGED * len(rows):
-                self.worth.greet()
+            if self._changed >= CHANGED * len(rows) and self.looks.lends(self._slept):
+                self.looks.spend(self.worth.greet())
                 self._changed = 0
         was_stirred, self._stirred, self._rows = self._stirred, False, rows
         if not was_stirred and self.skips_plan():
@@ -271,7 +272,7 @@ class Policy:
         none_s = self.steps.predict(batch.rows, batch.tokens)
         passed, self._slept = 1 + self._slept, 0
         plan.used = (*([self.looks] if look_up else []), *([self.probes] if grows else []))
-        for purse in plan.used:
+        for purse in (self.looks, self.probes):
             purse.earn(passed)
         found = [[0.0]] * len(room)
         if look_up and (self.worth.awake or was_stirred or self.looks.is_open):

@@ -28,9 +28,11 @@ class Worth:
         self.trust = max(min(self.trust + net, max(self.trust, MOST)), 0.0)
         self.awake = self.trust >= PROVEN if not self.awake else self.trust > 0
 
-    def greet(self) -> None:
-        """Trust a batch that has changed, a little."""
-        self.trust, self.awake = max(self.trust, EACH), True
+    def greet(self) -> float:
+        """Trust a batch that has changed, a little; return how much was lent to it for that."""
+        lent = max(EACH - self.trust, 0.0)
+        self.trust, self.awake = self.trust + lent, True
+        return lent
 
 
 @dataclass(slots=True)
@@ -52,6 +54,10 @@ class Budget:
     @property
     def is_open(self) -> bool:
         return self.debt < 0
+
+    def lends(self, steps: int) -> bool:
+        """Return whether it may be overdrawn for what looks promising, so many steps after the last plan."""
+        return self.debt - self.share * steps < 1
 
     def wait(self) -> int:
         """Say in how many steps something can be spent again."""

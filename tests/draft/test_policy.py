@@ -12,6 +12,7 @@ from specdec.draft.acceptance import TrackRecord
 from specdec.draft.echo import Echo
 from specdec.draft.policy import LOOK_SHARE, Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.worth import EACH
 from tests.draft.naive import paths, proposals
 from tests.draft.simulation import ROOM, Costs, Outcome, Rate, World, jitter, neighbour
 
@@ -169,16 +170,25 @@ def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
 def test_few_new_rows_among_many_are_not_planned_for() -> None:
     """They cost a server with three keys a fifth of its throughput; an eighth of a batch counts."""
     policy, rows = Policy(CHAIN, adaptive=True, clock=lambda: 0.0), 64
-    tracks, planned, awake = [TrackRecord() for _ in range(rows)], 0, 0
-    policy.plan(Batch(rows, rows), tracks, [ROOM] * rows, None, grows=False)
-    for _ in range(32):
-        policy.worth.trust, policy.worth.awake, policy._due = 0.0, False, 1000
-        tracks = [*tracks[1:], TrackRecord()]
-        policy.on_new_batch(1 / rows)
-        planned += policy.plans_next
-        policy.plan(Batch(rows, rows), tracks, [ROOM] * rows, None, grows=False)
-        awake += policy.worth.awake
-    assert (planned, awake) == (4, 8)
+    tracks = [TrackRecord() for _ in range(rows)]
+    policy.plan(Batch(rows, rows), [*tracks], [ROOM] * rows, None, grows=False)
+
+    def change(steps: int) -> tuple[int, int]:
+        """Replace a row before each step; return how many steps were planned, and found to be greeted."""
+        planned = awake = 0
+        for _ in range(steps):
+            policy.worth.trust, policy.worth.awake, policy._due = 0.0, False, 10_000
+            tracks.append(TrackRecord())
+            del tracks[0]
+            policy.on_new_batch(1 / rows)
+            planned += policy.plans_next
+            policy.plan(Batch(rows, rows), [*tracks], [ROOM] * rows, None, grows=False)
+            awake += policy.worth.awake
+        return planned, awake
+
+    assert change(7) == (0, 1) and change(1) == (1, 1)
+    planned, awake = change(5000)
+    assert 0 < planned <= 0.01 * 5000 and 0 < EACH * awake <= 0.005 * 5000, "it lives on a budget"
 
 
 def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() -> None:

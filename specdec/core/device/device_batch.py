@@ -126,14 +126,17 @@ class DeviceBatch:
         """List those that still decode."""
         return [held.request for held in self.held if held.request.finish_reason is None]
 
-    def begin(self, requests: Sequence[Request], *, reads: bool) -> bool:
-        """Load requests that all decode; tell whether there was room, and a head that reads near enough."""
+    def begin(self, requests: Sequence[Request], *, reads: bool, drafts: bool) -> bool:
+        """Load requests that all decode; tell whether there was room, and a head that reads near enough.
+
+        Unless it drafts, windows hold a single token until the end.
+        """
         self.reads = reads and self.head is not None
-        wants, most = [want_of(r, None) for r in requests], self.extent.path
-        if self.reads and self.head and not self.head.settle(wants, most=most):
+        wants = [want_of(r, None) for r in requests if self.reads]
+        if wants and self.head and not self.head.settle(wants, most=self.extent.path):
             return False
         for request in requests:
-            held = self._borrow(request)
+            held = self._borrow(request) if drafts else RowSlots(request, (), ())
             if held is None or not self._reserve(request):
                 self.scheduler.limited_by[DEVICE_SLOTS] += 1
                 for own in (*self.held, *filter(None, [held])):

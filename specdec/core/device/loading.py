@@ -54,13 +54,14 @@ def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
     fill(rows.path_length_B, [len(own.path) for own in committed])
     unused = [(0, 0)] * extent.nodes
     paths = [[*own.path, *unused[: extent.path - len(own.path)]] for own in committed]
-    sets = [own.sets or (unused, unused) for own in held]
-    for i, (path_BP, set_B2M) in enumerate(
-        ((rows.path_slab_BP, rows.slab_B2M), (rows.path_place_BP, rows.place_B2M))
-    ):
+    for i, path_BP in enumerate((rows.path_slab_BP, rows.path_place_BP)):
         fill(path_BP, [[slot[i] for slot in path] for path in paths])
-        fill(set_B2M, [[[slot[i] for slot in part] for part in own] for own in sets])
-    fill(rows.snapshot_BM, [own.snapshots or [0] * extent.nodes for own in held])
+    if any(own.sets for own in held):
+        sets = [own.sets or (unused, unused) for own in held]
+        for i, set_B2M in enumerate((rows.slab_B2M, rows.place_B2M)):
+            fill(set_B2M, [[[slot[i] for slot in part] for part in own] for own in sets])
+    if any(own.snapshots for own in held):
+        fill(rows.snapshot_BM, [own.snapshots or [0] * extent.nodes for own in held])
 
 
 def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,16 @@ from specdec.state_slots.tree import TokenTree
 
 
 class Result(NamedTuple):
-    """What became of every row's window, as tensors or as lists; of B rows, and of M nodes."""
+    """What became of every row's window; of B rows, and of M nodes."""
 
-    count_B: Any
+    count_B: Tensor
     """How many nodes were kept."""
-    node_BM: Any
-    emitted_BM: Any
-    token_BM: Any
-    parent_BM: Any
-    score_BM: Any
-    belief_BM: Any
+    node_BM: Tensor
+    emitted_BM: Tensor
+    token_BM: Tensor
+    parent_BM: Tensor
+    score_BM: Tensor
+    belief_BM: Tensor
 
 
 def pack(result: Result) -> Tensor:
@@ -30,17 +30,6 @@ def pack(result: Result) -> Tensor:
     count_B, *whole, score_BM, belief_BM = result
     floats = score_BM.view(torch.int64), belief_BM.view(torch.int64)
     return torch.cat([count_B[:, None], *whole, *floats], dim=1)
-
-
-def unpack(packed_BX: Tensor, nodes: int) -> Result:
-    """Read on the host what `pack` made, as lists."""
-    whole = packed_BX.tolist()
-    floats = packed_BX.view(torch.float64).tolist()  # of which those count that are scores and beliefs
-    fields = [
-        [(floats if i > 3 else whole)[b][1 + i * nodes :][:nodes] for b in range(len(whole))]
-        for i in range(6)
-    ]
-    return Result([own[0] for own in whole], *fields)
 
 
 class Outcome(NamedTuple):
@@ -82,16 +71,20 @@ class Pending:
     def outcomes(self, rows: Iterable[int]) -> Iterator[Outcome]:
         """Read some rows of it. A window that was filled up is read to its last token."""
         m = self.key.nodes
-        counts, nodes, emitted, tokens, parents, scores, beliefs = unpack(self.packed_BX, m)
+        whole = self.packed_BX.tolist()
+        floats = self.packed_BX.view(torch.float64).tolist() if self.as_drafted and m > 1 else []
         for b in rows:
-            width = next((i for i, token in enumerate(tokens[b]) if token < 0), m)
+            row = whole[b]
+            nodes, emitted, tokens, parents = (row[1 + i * m : 1 + (i + 1) * m] for i in range(4))
+            width = next((i for i, token in enumerate(tokens) if token < 0), m)
             proposal = Proposal.EMPTY
-            if self.as_drafted:
+            if floats:
+                scores, beliefs = (floats[b][1 + i * m :][1:width] for i in (4, 5))
                 proposal = Proposal(
-                    tokens=tuple(tokens[b][1:width]),
-                    parents=tuple(parent - 1 for parent in parents[b][1:width]),
-                    scores=tuple(scores[b][1:width]),
-                    beliefs=tuple(beliefs[b][1:width]),
+                    tokens=tuple(tokens[1:width]),
+                    parents=tuple(parent - 1 for parent in parents[1:width]),
+                    scores=tuple(scores),
+                    beliefs=tuple(beliefs),
                 )
-            tree = TokenTree(tuple(tokens[b][:width]), tuple(parents[b][:width]))
-            yield Outcome(tree, proposal, tuple(nodes[b][: counts[b]]), tuple(emitted[b][: counts[b]]))
+            tree = TokenTree(tuple(tokens[:width]), tuple(parents[:width]))
+            yield Outcome(tree, proposal, tuple(nodes[: row[0]]), tuple(emitted[: row[0]]))

@@ -27,13 +27,16 @@ from specdec.verify.walk import AcceptedPath
 
 logger = logging.getLogger(__name__)
 
-Commit = Callable[[StepResult], Sequence[Request]]
-"""Gives requests what a step made for them; returns those that are over."""
+Commit = Callable[[StepResult], None]
+"""Gives requests what a step made for them."""
 
 PLANNED = "drafts for several rows are planned"
 """Refusal reason while drafts are planned; expected, so not logged."""
 FEWEST = 0.5
 """Part of the rows below which those that are left are loaded anew, as a smaller batch."""
+FREED, PATIENCE, PATIENCE_S = 0.125, 16, 0.25
+"""With requests waiting, the batch is loaded anew when such a part of its rows has ended, or so many steps or
+seconds after the first: loading 256 rows anew takes as long as a step of 166."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Runner(ABC):
         """Steps that were left to the host, by why."""
         self._waiting = 0
         self._over = False
+        self._delayed = (0, 0.0)
+        """How many steps have delayed waiting requests that might be admitted, and since when."""
 
     @property
     def outlook(self) -> Outlook | None:
@@ -90,7 +95,9 @@ class Runner(ABC):
         reason = self._refusal(requests)
         if reason is None:
             self._waiting, self._over = len(self.host.scheduler.waiting), False
-            if self.batch.begin(requests, reads=self._reads(requests)) and self._run(first=True):
+            self._delayed = (0, 0.0)
+            reads, drafts = self._reads(requests), not self._drafts_on_host(requests)
+            if self.batch.begin(requests, reads=reads, drafts=drafts) and self._run(first=True):
                 return True
             reason = "there is no room for its rows, or its head has to read on first"
         if reason not in self.refusals:
@@ -149,11 +156,10 @@ class Runner(ABC):
         return self.batch.run.refusal(requests)
 
     def _is_interrupted(self) -> bool:
-        """Return whether an admissible request arrived or one was cancelled."""
+        """Return whether a request came that is to be admitted at once, or one was cancelled."""
         scheduler = self.host.scheduler
-        came = len(scheduler.waiting) != self._waiting and (
-            len(scheduler.running) < scheduler.max_running or scheduler.may_preempt()
-        )
+        has_room = not self._waiting and len(scheduler.running) < scheduler.max_running
+        came = len(scheduler.waiting) != self._waiting and (has_room or scheduler.may_preempt())
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
     def _commit(self, read: Output, seconds: dict[str, float]) -> None:
@@ -163,8 +169,19 @@ class Runner(ABC):
         rows = [_row(*own) for own in zip(read.requests, read.outcomes, strict=True)]
         paths = [self._path(*own, read.key) for own in zip(read.requests, read.outcomes, strict=True)]
         result = StepResult(rows, paths, read.committed, seconds, ahead=read.ahead)
-        # What those held that are over may let others in.
-        self._over |= bool(self.host.commit(result)) and self.host.scheduler.is_short
+        self.host.commit(result)
+        self._over |= self._delays_long()
+
+    def _delays_long(self) -> bool:
+        """Return whether waiting requests have been delayed long enough by the batch on the device."""
+        free = len(self.batch.held) - len(self.batch.requests)
+        scheduler, now_s = self.host.scheduler, self.host.speculation.clock()
+        if not scheduler.is_short or not (free or len(scheduler.waiting) != self._waiting):
+            return False
+        steps, since_s = self._delayed
+        self._delayed = steps + 1, since_s or now_s
+        is_late = steps + 1 >= PATIENCE or now_s >= self._delayed[1] + PATIENCE_S
+        return is_late or free >= max(1, FREED * len(self.batch.held))
 
     def _path(self, request: Request, outcome: Outcome, key: GraphKey) -> AcceptedPath:
         """Return the path that the device has accepted: none where the numbers were NaN at the root."""

@@ -39,7 +39,7 @@ class DeviceStep:
         self.rate_N = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
     def __call__(self, rows: Rows, key: GraphKey) -> Tensor:
-        """Advance every row; return what `unpack` reads on the host."""
+        """Advance every row; return what `Pending` reads on the host."""
         m, before_B = key.nodes, rows.length_B.clone()
         token_BM, parent_BM = rows.token_BM[:, :m].clone(), rows.parent_BM[:, :m].clone()
         if not key.tree:

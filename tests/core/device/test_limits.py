@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec import Completion, SamplingParams, SpecEngine
-from specdec.core.device import device_batch
+from specdec.core.device import device_batch, runner
 from specdec.core.device.device_batch import DeviceBatch
 from specdec.core.device.drafting import DeviceDrafter
 from specdec.errors import EngineError
@@ -145,3 +145,32 @@ def test_a_batch_goes_on_when_a_text_ends(folder: Path, monkeypatch: pytest.Monk
     with SpecEngine(folder, dtype="float64", draft="none", prefix_cache=False, max_model_len=64) as engine:
         assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in found]
     assert begun[0] == 6 and len(begun) <= 4
+
+
+@pytest.mark.parametrize("patience", [3, 10_000])
+def test_a_few_free_places_are_not_worth_loading_the_batch_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, patience: int
+) -> None:
+    """Those that wait get in when an eighth of the rows has ended, or after so many steps."""
+    begun: list[int] = []
+    inner = DeviceBatch.begin
+
+    def begin(self: DeviceBatch, requests: Any, **fields: Any) -> bool:
+        begun.append(engine.stats().device_steps)
+        return inner(self, requests, **fields)
+
+    monkeypatch.setattr(DeviceBatch, "begin", begin)
+    monkeypatch.setattr(runner, "PATIENCE", patience)
+    monkeypatch.setattr(runner, "PATIENCE_S", 60.0)
+    lengths = [10, 30, 30, *[60] * 21, 20]
+    params = [GREEDY.model_copy(update={"max_tokens": length}) for length in lengths]
+    prompts = [[1 + i, 2, 3] for i in range(25)]
+    with SpecEngine(
+        folder, dtype="float64", draft="none", graphs=True, max_running=24, max_model_len=80
+    ) as engine:
+        begun.clear()
+        first = engine.stats().device_steps
+        engine.generate(prompts, params)
+    # With 24 rows, one that ends is no eighth of them; three are.
+    after = begun[1] - first
+    assert (10 <= after < 20) if patience == 3 else (28 <= after < 40)

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from specdec.core.device.extent import Extent
+from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.pack import Packer, spread
-from specdec.core.device.result import Result, pack, unpack
+from specdec.core.device.result import Pending, Result, pack
 from specdec.core.device.rows import Rows
 from specdec.draft.drafter import Want
 from specdec.draft.head import HeadDrafter
+from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.kernels.table import load_kernels
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
@@ -57,9 +59,25 @@ def test_a_row_is_given_the_same_blocks_and_positions_on_the_device() -> None:
                 assert start - size < start - row.length + min(start, last) <= start
 
 
+@pytest.mark.parametrize("as_drafted", [True, False])
 @pytest.mark.parametrize("nodes", [1, 5])
-def test_a_result_comes_back_as_it_was_packed(nodes: int) -> None:
-    whole = [torch.randint(-1, 99, (ROWS, nodes)) for _ in range(4)]
-    floats = [torch.randn(ROWS, nodes, dtype=torch.float64) for _ in range(2)]
-    result = Result(torch.randint(0, 9, (ROWS,)), *whole, *floats)
-    assert unpack(pack(result), nodes) == Result(*(x.tolist() for x in result))
+def test_the_host_reads_what_was_packed(nodes: int, as_drafted: bool) -> None:
+    chain = torch.arange(-1, nodes - 1).repeat(ROWS, 1)
+    token_BM = torch.randint(0, 99, (ROWS, nodes))
+    token_BM[1, 3:] = NO_TOKEN  # which fills a window up
+    score_BM = torch.rand(ROWS, nodes, dtype=torch.float64).cumprod(1)
+    belief_BM = torch.rand(ROWS, nodes, dtype=torch.float64)
+    kept = [nodes, 1, 0]
+    node_BM, emitted_BM = torch.randint(0, nodes, (ROWS, nodes)), torch.randint(0, 99, (ROWS, nodes))
+    result = Result(torch.tensor(kept), node_BM, emitted_BM, token_BM, chain, score_BM, belief_BM)
+    pending = Pending.send(GraphKey.given(nodes, filtered=False), pack(result), as_drafted=as_drafted)
+    for b, outcome in zip((2, 1), pending.outcomes((2, 1)), strict=True):
+        width = min(nodes, 3) if b == 1 else nodes
+        assert outcome.tree == TokenTree.chain(token_BM[b, :width].tolist())
+        assert outcome.nodes == tuple(node_BM[b, : kept[b]].tolist())
+        assert outcome.emitted == tuple(emitted_BM[b, : kept[b]].tolist())
+        drafted = slice(1, width) if as_drafted else slice(0)
+        assert outcome.proposal.tokens == tuple(token_BM[b, drafted].tolist())
+        assert outcome.proposal.parents == tuple(range(-1, len(outcome.proposal) - 1))
+        assert outcome.proposal.scores == tuple(score_BM[b, drafted].tolist())
+        assert outcome.proposal.beliefs == tuple(belief_BM[b, drafted].tolist())
