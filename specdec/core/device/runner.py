@@ -34,9 +34,9 @@ PLANNED = "drafts for several rows are planned"
 """Refusal reason while drafts are planned; expected, so not logged."""
 FEWEST = 0.5
 """Part of the rows below which those that are left are loaded anew, as a smaller batch."""
-FREED, PATIENCE, PATIENCE_S = 0.125, 16, 0.25
-"""With requests waiting, the batch is loaded anew when such a part of its rows has ended, or so many steps or
-seconds after the first: loading 256 rows anew takes as long as a step of 166."""
+RELOAD, PATIENCE_S = 0.65, 1.0
+"""What loading a batch anew takes, in its steps (256 rows of `tiny`): so much of one may be lost to rows that
+have ended, with others waiting, before these are admitted. Beyond that they wait so many seconds at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Runner(ABC):
         """Steps that were left to the host, by why."""
         self._waiting = 0
         self._over = False
-        self._delayed = (0, 0.0)
-        """How many steps have delayed waiting requests that might be admitted, and since when."""
+        self._idle_rows, self._delayed_s = 0, 0.0
+        """Rows left idle, summed over steps, and since when requests wait that might be admitted."""
 
     @property
     def outlook(self) -> Outlook | None:
@@ -95,7 +95,7 @@ class Runner(ABC):
         reason = self._refusal(requests)
         if reason is None:
             self._waiting, self._over = len(self.host.scheduler.waiting), False
-            self._delayed = (0, 0.0)
+            self._idle_rows, self._delayed_s = 0, 0.0
             reads, drafts = self._reads(requests), not self._drafts_on_host(requests)
             if self.batch.begin(requests, reads=reads, drafts=drafts) and self._run(first=True):
                 return True
@@ -175,13 +175,13 @@ class Runner(ABC):
     def _delays_long(self) -> bool:
         """Return whether waiting requests have been delayed long enough by the batch on the device."""
         free = len(self.batch.held) - len(self.batch.requests)
-        scheduler, now_s = self.host.scheduler, self.host.speculation.clock()
+        scheduler, now_s = self.host.scheduler, self.host.scheduler.clock()
         if not scheduler.is_short or not (free or len(scheduler.waiting) != self._waiting):
             return False
-        steps, since_s = self._delayed
-        self._delayed = steps + 1, since_s or now_s
-        is_late = steps + 1 >= PATIENCE or now_s >= self._delayed[1] + PATIENCE_S
-        return is_late or free >= max(1, FREED * len(self.batch.held))
+        self._idle_rows += free
+        self._delayed_s = self._delayed_s or now_s
+        is_late = now_s >= self._delayed_s + PATIENCE_S
+        return is_late or self._idle_rows >= RELOAD * len(self.batch.held)
 
     def _path(self, request: Request, outcome: Outcome, key: GraphKey) -> AcceptedPath:
         """Return the path that the device has accepted: none where the numbers were NaN at the root."""
