@@ -149,11 +149,6 @@ class Fleet:
         together = fitted(added(sums), START, ASSUMED)
         return [fitted(own, together) for own in sums]
 
-    @property
-    def is_apart(self) -> bool:
-        """Tell whether some replicas only read prompts."""
-        return any(own.address.role is Role.PREFILL for own in self.replicas)
-
     def up(self, *roles: Role) -> list[Replica]:
         """List the replicas of these roles that are up."""
         return [own for own in self.replicas if own.is_up and own.address.role in roles]

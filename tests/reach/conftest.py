@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from specdec.reach.copies import Copies
 from specdec.reach.nixl import Nixl
 from specdec.reach.reader import Reader
 from specdec.state_slots.arena import Arena
+from tests.reach.copies import Copies
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: the extra `reach` brings it")

@@ -12,7 +12,6 @@ from specdec import SamplingParams, SpecEngine
 from specdec.reach.allowed import Allowed
 from specdec.reach.carrier import Carrier
 from specdec.reach.channel import Channel, channel_app
-from specdec.reach.copies import Copies
 from specdec.reach.fetch import Fetcher
 from specdec.reach.leases import Book
 from specdec.reach.meeting import Meeting
@@ -20,6 +19,7 @@ from specdec.reach.peers import Peers
 from specdec.reach.terms import LeaseReference, Prompt, RoomReference, Secret, new_id
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.transfer.plan import Plan
+from tests.reach.copies import Copies
 
 SECRET = Secret("a-secret-of-the-tests")
 FACTS = {"model": "small"}

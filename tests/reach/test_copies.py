@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from specdec.errors import ConfigError
 from specdec.reach.carrier import Read, ReadLost
-from specdec.reach.copies import Copies, CopyingLink, CopyingPiece, CopyingWire, Memory
 from specdec.reach.descriptors import PIECE_BYTES
 from specdec.reach.reader import AHEAD, Quarantine, Reader
 from specdec.reach.wire import Uncertain, WireError
+from tests.reach.copies import Copies, CopyingLink, CopyingPiece, CopyingWire, Memory
 from tests.reach.pairs import WholeSlots, arena, num_bytes, pick, until
 
 LONG_S = 60.0
