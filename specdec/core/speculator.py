@@ -132,14 +132,14 @@ class Speculation:
         self._forget_drafts()
         if self._skips_draft:
             return False
-        if self.policy.listens and self.looks:
+        if self.policy.scans and self.looks:
             spare = MOST_INDEXED
             for own in requests:
                 # Where a text repeats itself, a look-up would find what follows.
                 echo = self._echoes.setdefault(own.number, Echo())
                 before = echo.indexed
                 if echo.repeats(own.tokens, spare):
-                    self.policy.hint()
+                    self.policy.request_plan()
                 spare -= echo.indexed - before
         if not self.policy.skips_plan():
             return False

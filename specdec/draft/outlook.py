@@ -16,7 +16,7 @@ class Outlook:
     """What a row is expected to gain by a step in this shape, its own token included; None: it is fixed."""
     cost: float | None = None
     """What such a step takes, in steps without a draft."""
-    awake: bool = True
+    active: bool = True
     """Drafting has paid of late; else it is tried now and then, on a budget."""
 
     @property
@@ -34,7 +34,7 @@ class Outlook:
         )
         if self.drafts:
             return f"{costs} the time of a step without a draft"
-        why = "" if self.tokens < self.cost or self.awake else "; it was to pay before, and did not"
+        why = "" if self.tokens < self.cost or self.active else "; it was to pay before, and did not"
         return f"drafting is off: {costs} the time of one without{why}"
 
     @property

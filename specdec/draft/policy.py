@@ -20,7 +20,7 @@ from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.widths import MARGIN, Curve, Cut, best_cut, counts, gains, highest, rate
 from specdec.draft.worth import Budget, Worth
 
-PROBE_SHARE, LOOK_SHARE = 0.003, 0.004
+PROBE_SHARE, LOOKUP_SHARE = 0.003, 0.004
 """Part of the time that may go into drafts that are not expected to pay, to learn whether they would; and
 into plans and look-ups, where these have not paid of late."""
 
@@ -30,12 +30,12 @@ HICCUP = 3.0
 """How many times as long as expected anything may take before the rest counts as none of its doing."""
 JUDGED = 64
 """Steps without a draft that say what these take on average."""
-LISTENED = 8
+SCANNED = 8
 """Of the steps that are not planned, one in so many is preceded by listening for what repeats itself."""
 CHANGED = 0.125
 """Part of a batch that must have changed before the next step is planned for that alone. With any change, one
 short request among 250 rows cost four planned steps: a fifth of all tokens/s of a server with three keys."""
-SAMPLED = 16
+MEASURED = 16
 """Of the steps that are not planned, one in so many is measured: to know the machine's pace is enough."""
 
 
@@ -101,7 +101,7 @@ class Policy:
         self.drafts = {topk: Costs() for topk in {1, bounds.topk}}
         """Drafts, by levels, at the pace of steps: chains, and trees that are as wide as the bounds."""
         self.worth = Worth()
-        self.probes, self.looks = Budget(PROBE_SHARE), Budget(LOOK_SHARE)
+        self.probe_budget, self.lookup_budget = Budget(PROBE_SHARE), Budget(LOOKUP_SHARE)
         self.outlook = None if adaptive else Outlook(drafts=True, shape=bounds)
         """What the last plan came to."""
         self.current = Plan(bounds)
@@ -115,9 +115,9 @@ class Policy:
         """The last step had no draft, which the next one would have to fold in."""
         self._noting_s = 0.0
         """What it takes to learn from a step."""
-        self._slept = self._due = 0
+        self._skipped = self._to_skip = 0
         """How many steps went without a plan, and how many are to."""
-        self._stirred = True
+        self._plan_requested = True
         self._new = 0.0
         """Part of the batch that has come since a step was planned for that."""
         self._rows: Sequence[TrackRecord] = ()
@@ -145,39 +145,41 @@ class Policy:
         self._new += part
         if self._new >= CHANGED:
             self._new = 0.0
-            self.hint()
+            self.request_plan()
 
-    def hint(self) -> None:
+    def request_plan(self) -> None:
         """Plan the next step, for something may be found now, unless such hints have misled too often."""
-        self._stirred = self._stirred or self.looks.lends(self._slept)
+        self._plan_requested = self._plan_requested or self.lookup_budget.may_overdraw(self._skipped)
 
     @property
     def plans_next(self) -> bool:
         """Whether the next step is planned; while drafting does not pay, most are not."""
-        return self._stirred or self.worth.awake or self._slept >= self._due or not self.adaptive
+        return (
+            self._plan_requested or self.worth.active or self._skipped >= self._to_skip or not self.adaptive
+        )
 
     def skips_plan(self) -> bool:
         """Return whether this step goes without a plan, and count it if so."""
         if self.plans_next:
             return False
-        self._slept += 1
+        self._skipped += 1
         self._drop_plan()
         return True
 
     @property
-    def listens(self) -> bool:
+    def scans(self) -> bool:
         """Whether this step looks for texts that repeat themselves."""
-        return not self.worth.awake and self._slept % LISTENED == 0
+        return not self.worth.active and self._skipped % SCANNED == 0
 
     @property
     def is_idle(self) -> bool:
         """Whether this step is neither planned nor measured."""
-        return self.current.batch is None and self._slept % SAMPLED > 0
+        return self.current.batch is None and self._skipped % MEASURED > 0
 
     def _drop_plan(self) -> None:
         """Drop a plan that was never judged: its step did something for the first time."""
         if self.current.batch and self.current.probe:
-            self.probes.spend(HICCUP)
+            self.probe_budget.spend(HICCUP)
         self.current.batch = None
 
     def observe_draft(self, shape: Shape | None, rows: int, seconds: float) -> None:
@@ -224,19 +226,19 @@ class Policy:
         used = (drafting_s - plan.behind_s + self._noting_s) / plain_s
         drafts, behind, longer = plan.draft_s / plain_s, plan.behind_s / plain_s, seconds / plain_s - 1
         is_probe = plan.probe == 1 or plan.tries
-        if self.worth.awake and is_probe:
+        if self.worth.active and is_probe:
             # A probe has a budget of its own, and says nothing of the drafts that are made without one.
             self.worth.note(drafts - used)
-            self.probes.spend(behind + plan.probe * drafts + max(longer, 0.0) * plan.tries)
-        elif self.worth.awake:
+            self.probe_budget.spend(behind + plan.probe * drafts + max(longer, 0.0) * plan.tries)
+        elif self.worth.active:
             self.worth.note(gained / batch.rows - used + plan.probe * drafts - longer)
-            self.probes.spend(plan.probe * drafts)
+            self.probe_budget.spend(plan.probe * drafts)
         else:
             net = gained / batch.rows - used - longer
             self.worth.note(net)
-            (self.probes if is_probe else self.looks).spend(behind + max(-net, 0.0))
-        waits = [purse.wait() for purse in plan.used]
-        self._slept, self._due = 0, min(waits, default=1) - 1
+            (self.probe_budget if is_probe else self.lookup_budget).spend(behind + max(-net, 0.0))
+        waits = [budget.wait() for budget in plan.used]
+        self._skipped, self._to_skip = 0, min(waits, default=1) - 1
 
     def plan(
         self,
@@ -263,26 +265,26 @@ class Policy:
         if rows != self._rows:
             known = set(map(id, rows))
             self._changed, self._known = self._changed + len(known ^ self._known), known
-            if self._changed >= CHANGED * len(rows) and self.looks.lends(self._slept):
-                self.looks.spend(self.worth.greet())
+            if self._changed >= CHANGED * len(rows) and self.lookup_budget.may_overdraw(self._skipped):
+                self.lookup_budget.spend(self.worth.lend())
                 self._changed = 0
-        was_stirred, self._stirred, self._rows = self._stirred, False, rows
-        if not was_stirred and self.skips_plan():
+        was_requested, self._plan_requested, self._rows = self._plan_requested, False, rows
+        if not was_requested and self.skips_plan():
             return [None] * len(room)
         none_s = self.steps.predict(batch.rows, batch.tokens)
-        passed, self._slept = 1 + self._slept, 0
-        plan.used = (*([self.looks] if look_up else []), *([self.probes] if grows else []))
-        for purse in (self.looks, self.probes):
-            purse.earn(passed)
+        passed, self._skipped = 1 + self._skipped, 0
+        plan.used = (*([self.lookup_budget] if look_up else []), *([self.probe_budget] if grows else []))
+        for budget in (self.lookup_budget, self.probe_budget):
+            budget.earn(passed)
         found = [[0.0]] * len(room)
-        if look_up and (self.worth.awake or was_stirred or self.looks.is_open):
+        if look_up and (self.worth.active or was_requested or self.lookup_budget.is_open):
             found = [gains(proposal) for proposal in look_up()]
         alone = self._best_cut(batch, found)
         drafting, plan.shape = set[int](), self.shapes[0]
         pick: Pick | None = None
-        if grows and (self.worth.awake or self.probes.is_open):
+        if grows and (self.worth.active or self.probe_budget.is_open):
             pick = self._best(batch, rows, room, found, alone)
-            drafting, plan.shape = (pick.rows if self.worth.awake else set()), pick.shape
+            drafting, plan.shape = (pick.rows if self.worth.active else set()), pick.shape
             free = [0 if width else deep for width, deep in zip(alone.widths, room, strict=True)]
             self._probe(plan, drafting, rows, free)
         for i, row in enumerate(rows):
@@ -290,7 +292,7 @@ class Policy:
                 row.planned = self._plans
             else:
                 row.decay(passed)
-        self._look_out(batch, none_s, alone, pick)
+        self._note_outlook(batch, none_s, alone, pick)
         plan.batch = batch if none_s else None
         return [_within(plan.shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
@@ -306,22 +308,22 @@ class Policy:
     ) -> None:
         """Let the row that was planned for longest ago draft too, where a probe is due and one has room."""
         resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting]
-        if resting and self.probes.is_open:
+        if resting and self.probe_budget.is_open:
             probed = min(resting, key=lambda i: rows[i].planned)
             plan.probe, plan.probed_row = 1 / (1 + len(drafting)), probed if drafting else None
             drafting.add(probed)
 
-    def _look_out(self, batch: Batch, none_s: float, alone: Cut, pick: Pick | None) -> None:
+    def _note_outlook(self, batch: Batch, none_s: float, alone: Cut, pick: Pick | None) -> None:
         """Keep what this plan came to for statistics."""
-        awake, found = self.worth.awake, alone.nodes > 0
+        active, found = self.worth.active, alone.nodes > 0
         if pick and (pick.rows or not found):
             tokens = pick.tokens / batch.rows
             self.outlook = Outlook(
-                bool(pick.rows) and awake, pick.shape, tokens, pick.seconds / max(none_s, 1e-9), awake
+                bool(pick.rows) and active, pick.shape, tokens, pick.seconds / max(none_s, 1e-9), active
             )
         elif found or not self.outlook or not self.outlook.shape:
             tokens = alone.rate * alone.seconds / batch.rows
-            self.outlook = Outlook(found and awake, None, tokens, alone.seconds / max(none_s, 1e-9), awake)
+            self.outlook = Outlook(found and active, None, tokens, alone.seconds / max(none_s, 1e-9), active)
 
     def _best(
         self,
@@ -357,7 +359,7 @@ class Policy:
         plan = self.current
         sums = [[0.0] if i == plan.probed_row else gains(p) for i, p in enumerate(proposals)]
         widths = self._best_cut(batch, sums).widths
-        if not any(widths) and (plan.probe or self.probes.is_open):
+        if not any(widths) and (plan.probe or self.probe_budget.is_open):
             most, plan.tries = min(max(map(len, proposals)), 3), True
             (tried,) = highest([own[min(most, len(own) - 1)] for own in sums], 1)
             widths = tuple(most * (i == tried) for i in range(len(sums)))

@@ -20,18 +20,18 @@ class Worth:
     """Trust in planning, earned and lost by what planned steps came to."""
 
     trust: float = START
-    awake: bool = True
+    active: bool = True
     """Plans are made for every step; else only as a budget allows."""
 
     def note(self, net: float) -> None:
         """Hear how many plain steps a planned one has saved, or cost."""
         self.trust = max(min(self.trust + net, max(self.trust, MOST)), 0.0)
-        self.awake = self.trust >= PROVEN if not self.awake else self.trust > 0
+        self.active = self.trust >= PROVEN if not self.active else self.trust > 0
 
-    def greet(self) -> float:
+    def lend(self) -> float:
         """Trust a batch that has changed, a little; return how much was lent to it for that."""
         lent = max(EACH - self.trust, 0.0)
-        self.trust, self.awake = self.trust + lent, True
+        self.trust, self.active = self.trust + lent, True
         return lent
 
 
@@ -55,7 +55,7 @@ class Budget:
     def is_open(self) -> bool:
         return self.debt < 0
 
-    def lends(self, steps: int) -> bool:
+    def may_overdraw(self, steps: int) -> bool:
         """Return whether it may be overdrawn for what looks promising, so many steps after the last plan."""
         return self.debt - self.share * steps < 1
 

@@ -49,7 +49,7 @@ def test_reasons_by_hand() -> None:
         "drafting is off: a chain of 2 is expected to give 1.10 tokens a step, which takes 1.30 x the time "
         "of one without",
     )
-    assert Outlook(False, chain, 2.0, 1.3, awake=False).reason.endswith("it was to pay before, and did not")
+    assert Outlook(False, chain, 2.0, 1.3, active=False).reason.endswith("it was to pay before, and did not")
 
 
 @pytest.mark.parametrize(("cost", "pays"), [(1.2, True), (9.0, False)])

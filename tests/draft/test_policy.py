@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.echo import Echo
-from specdec.draft.policy import LOOK_SHARE, Batch, Policy
+from specdec.draft.policy import LOOKUP_SHARE, Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.worth import EACH
 from tests.draft.naive import paths, proposals
@@ -152,7 +152,7 @@ def test_plans_rest_only_while_they_do_not_pay() -> None:
     looking = Looking()
     assert all(looking.looks(GOOD if step % 8 == 0 else Proposal.EMPTY) for step in range(200))
     looking.find_nothing(100)
-    assert 0 < looking.find_nothing(2000) <= 2000 * LOOK_SHARE / 0.1 + 1
+    assert 0 < looking.find_nothing(2000) <= 2000 * LOOKUP_SHARE / 0.1 + 1
     while not looking.looks(GOOD):
         pass
     assert looking.looks(GOOD)  # one that is worth drafting wakes the policy up
@@ -175,30 +175,30 @@ def test_few_new_rows_among_many_are_not_planned_for() -> None:
 
     def change(steps: int) -> tuple[int, int]:
         """Replace a row before each step; return how many steps were planned, and found to be greeted."""
-        planned = awake = 0
+        planned = active = 0
         for _ in range(steps):
-            policy.worth.trust, policy.worth.awake, policy._due = 0.0, False, 10_000
+            policy.worth.trust, policy.worth.active, policy._to_skip = 0.0, False, 10_000
             tracks.append(TrackRecord())
             del tracks[0]
             policy.on_new_batch(1 / rows)
             planned += policy.plans_next
             policy.plan(Batch(rows, rows), [*tracks], [ROOM] * rows, None, grows=False)
-            awake += policy.worth.awake
-        return planned, awake
+            active += policy.worth.active
+        return planned, active
 
     assert change(7) == (0, 1) and change(1) == (1, 1)
-    planned, awake = change(5000)
-    assert 0 < planned <= 0.01 * 5000 and 0 < EACH * awake <= 0.005 * 5000, "it lives on a budget"
+    planned, active = change(5000)
+    assert 0 < planned <= 0.01 * 5000 and 0 < EACH * active <= 0.005 * 5000, "it lives on a budget"
 
 
 def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() -> None:
     looking = Looking()
     looking.find_nothing(100)
-    looking.policy.hint()
+    looking.policy.request_plan()
     assert looking.looks(Proposal.EMPTY)
     misled = 0
     for _ in range(100):
-        looking.policy.hint()
+        looking.policy.request_plan()
         misled += looking.looks(Proposal.EMPTY)
     assert misled < 20
     assert Echo().repeats([1, 2, 3, 4, 5, 6, 7, 8] * 2, 1000) and not Echo().repeats(range(100), 1000)
@@ -211,7 +211,7 @@ def test_a_plan_that_drafts_pays_while_no_costs_are_known() -> None:
     policy = Policy(CHAIN, adaptive=True)
     for _ in range(5):
         assert policy.plan(Batch(1, 1), [TrackRecord()], [ROOM]) == [CHAIN]
-    assert policy.worth.awake
+    assert policy.worth.active
 
 
 SMALL = Costs(step=0.8, token=0.1, level=0.15, plan=0.06)
@@ -247,7 +247,7 @@ def test_drafts_that_pay_are_found_in_bounded_steps(noise: str, seed: int) -> No
     )
     turns.run(1000)
     before = turns.steps
-    while turns.steps < before + 3000 and not turns.policy.worth.awake:
+    while turns.steps < before + 3000 and not turns.policy.worth.active:
         turns.run(20)
     found = turns.run(300)
     assert found.tokens > 3 * found.steps
@@ -289,12 +289,12 @@ def test_a_probe_is_paid_for_and_what_a_head_reads_for_it() -> None:
     for width in (1, 2, 4, 8):
         policy.steps.observe(1, width, 50.0)
     policy.observe_draft(CHAIN, 1, 40.0)
-    policy.worth.trust, policy.worth.awake, policy.probes.debt = 0.0, False, -1.0
+    policy.worth.trust, policy.worth.active, policy.probe_budget.debt = 0.0, False, -1.0
     policy._rows = tracks
     assert policy.plan(Batch(1, 1), tracks, [ROOM]) == [CHAIN]
     policy.observe_draft(None, 1, 520.0)
     policy.observe_step(1, 1, 50.0, 0, 520.0)
-    assert policy.probes.debt == pytest.approx(520 / 50 - 1, rel=0.01)
+    assert policy.probe_budget.debt == pytest.approx(520 / 50 - 1, rel=0.01)
     assert policy.plan(Batch(1, 1), tracks, [ROOM]) == [None]
 
 
