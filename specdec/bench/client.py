@@ -18,7 +18,7 @@ DONE = "[DONE]"
 
 
 def is_url(name: str) -> bool:
-    """Tell whether a name is the address of a server."""
+    """Return whether a name is the address of a server."""
     try:
         parts = urlsplit(name)
         has_host = bool(re.fullmatch(r"\S*[^\d\s]\S*", parts.hostname or ""))
@@ -82,7 +82,7 @@ def _data(line: bytes) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Say in words what went wrong with a server; some errors have none of their own."""
+    """Describe in words what went wrong with a server; some errors have no text."""
     match error:
         case aiohttp.ClientSSLError():
             return f"no encrypted connection: {error}"

@@ -176,7 +176,7 @@ def _name(bare: str, layers: int, known: "TensorNameMap") -> str | None:
 
 
 def _form(bare: str, shape: tuple[int, ...], kind: FileType, stored: torch.dtype) -> str:
-    """Say how a tensor is stored: as this engine holds it, with the same things wide."""
+    """Return how a tensor is stored: as this engine holds it, with the same things wide."""
     if len(shape) < 2 or bare.endswith("conv1d.weight"):
         return "F32"
     if kind not in ("Q8_0", "Q4_0"):
@@ -215,7 +215,7 @@ def _reader(
 
 
 def _head_orders(network: Network) -> dict[str, tuple[int, Tensor]]:
-    """Say along which axis, and in which order, value heads lie in the tensors of a delta net.
+    """Return along which axis, and in which order, value heads are stored in the tensors of a delta net.
 
     transformers has the heads of a key head beside each other; llama.cpp repeats the key heads in turn.
     """

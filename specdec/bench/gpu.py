@@ -302,7 +302,7 @@ def largest(device: Device) -> tuple[str, bool]:
 
 
 def fits(device: Device, name: str, *, fp8: bool) -> bool:
-    """Say whether a shape's weights, and the last matrix while it is drawn, leave room for some rows."""
+    """Return whether a shape's weights, and the last matrix while it is drawn, leave room for some rows."""
     from specdec.bench.random_model import shape_config
     from specdec.bench.time_model import TimeModel
     from specdec.models.families import network
@@ -341,7 +341,7 @@ def summary(
 
 
 def render(outcomes: Sequence[Outcome], *, planned: int) -> str:
-    """Say what passed, and show the end of what did not."""
+    """List what passed, and show the end of what did not."""
     if not outcomes:
         return "INTERRUPTED before the first stage"
     rows = [

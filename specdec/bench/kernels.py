@@ -171,7 +171,7 @@ def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> d
 
 
 def _settle(options: KernelOptions) -> tuple[torch.device, str, torch.dtype]:
-    """Let the engine's own rules choose device and kernels; the model asked about does not matter."""
+    """Choose device and kernels by the engine's own rules; the model does not matter."""
     config = EngineConfig.of(
         EngineConfig(draft="none", memory_bytes=1 << 30, max_model_len=16),
         {"device": options.device, "kernels": options.kernels, "dtype": options.dtype},

@@ -205,7 +205,7 @@ class LlamaCppPeer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Say which build runs, what it found of the processor, and how."""
+        """Describe the build, what it found of the processor, and how it runs."""
         build = self.settings.program or f"{PACKAGE} {metadata.version(PACKAGE)}"
         kind, threads = self.settings.kind, self.settings.threads
         found = features(self._said())

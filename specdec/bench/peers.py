@@ -51,7 +51,7 @@ class Contestant(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Say what must be known beside this contestant's figures."""
+        """Describe what must be known beside this contestant's figures."""
         ...
 
 

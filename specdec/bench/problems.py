@@ -80,7 +80,7 @@ class Bench:
         return flat.view(shape)
 
     def sets(self, num_bytes: int) -> int:
-        """Say how many sets of buffers keep their weights and states out of the caches."""
+        """Return how many sets of buffers keep their weights and states out of the caches."""
         return max(1, min(MOST_SETS, -(-self.cold_bytes // max(num_bytes, 1))))
 
 

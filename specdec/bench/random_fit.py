@@ -55,7 +55,7 @@ class Fit:
         return own + extent.records * layout.record_bytes
 
     def rows(self, tokens: int, slots: str) -> int:
-        """Say how many rows of so many tokens an arena holds."""
+        """Return how many rows of so many tokens an arena holds."""
         return max(self.arena_bytes - 4 * self.settings.layout.slab_bytes, 0) // self.row_bytes(tokens, slots)
 
     def memory_for(self, rows: int, tokens: int) -> int:

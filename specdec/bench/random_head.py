@@ -45,7 +45,7 @@ def add_random_head(folder: Path, config: Mapping[str, Any], *, seed: int) -> No
 
 
 def _places(folder: Path) -> Iterator[tuple[str, str]]:
-    """Say in which file each tensor of the body lies."""
+    """Yield each tensor of the body and its file."""
     if (folder / INDEX).exists():
         yield from json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].items()
         return

@@ -123,7 +123,7 @@ def _measure(
     runners: Sequence[EngineRunner],
     cases: Sequence[Case],
 ) -> Iterator[dict[str, Any]]:
-    """Let the runners take turns at each case, and compare their tokens where numbers are exact."""
+    """Run each case on all runners in turn, and compare their tokens where numbers are exact."""
     with tqdm(total=len(cases) * (options.warmup + options.repeats), leave=False, disable=None) as progress:
         for case in cases:
             progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
@@ -205,7 +205,7 @@ def _figures(
 
 
 def _memory(found: Fit, batch: int, tokens: int) -> dict[str, Any]:
-    """Say what a row takes with either kind of draft slot, and how many rows the arena would hold."""
+    """Return what a row takes with either kind of draft slot, and how many rows the arena would hold."""
     rows = {slots: found.rows(tokens, slots) for slots in ("record", "snapshot")}
     return {
         "batch": batch,

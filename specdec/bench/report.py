@@ -55,7 +55,7 @@ def until_interrupted(results: Sized) -> Iterator[Interruption]:
 
 
 def environment() -> dict[str, Any]:
-    """Say what a figure was measured on and with."""
+    """Describe the machine and the versions of a measurement."""
     import torch  # imported late: without torch the other benchmarks still explain what is missing
 
     versions = {name: _version(name) for name in ("specdec", "torch", "transformers", "triton")}

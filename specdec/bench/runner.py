@@ -93,7 +93,7 @@ class EngineRunner:
         return [core.add_request(request) for request in requests]
 
     def describe(self) -> dict[str, Any]:
-        """Say which kernels ran and who drafted."""
+        """Describe which kernels ran and which drafter."""
         settings = self.model.settings
         return {
             "kernels": describe_kernels(self.model.network.kernels.name),

@@ -348,7 +348,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _shown(checked: Sequence[Mapping[str, float]], oracle: str) -> str:
-    """Say how many tokens of all cases agree, and how far the others lie off."""
+    """Return how many tokens of all cases agree, and how far off the others are."""
     tokens, equal = (sum(case[key] for case in checked) for key in ("tokens", "equal"))
     worst = max(case["largest_gap"] for case in checked)
     mean = sum(case["mean_gap"] * case["tokens"] for case in checked) / tokens
@@ -360,7 +360,7 @@ def _shown(checked: Sequence[Mapping[str, float]], oracle: str) -> str:
 
 
 def legend(ratio: str, *, synthetic: bool) -> list[str]:
-    """Say what the columns are made of, those of quotients as the table has them."""
+    """Explain the columns; those with quotients as the table has them."""
     lines = [
         "ms/step: median of steps; decode tok/s: batch over a row's mean time per token, median of repeats",
         f"tokens/step: what a step gave a row, mean of a repeat; {ratio} in the same repeat, median",

@@ -317,7 +317,7 @@ def _pick(bench: Bench, tokens: int, vocab: int) -> Problem:
     rows, checked = sample(tokens), min(vocab, CHECKED_VOCAB)
 
     def error() -> float:
-        """Say how far under the best, of what is compared, the chosen token lies."""
+        """Return how far the chosen token is below the best of those compared."""
         excerpt_NV = logits_NV[:, :checked].contiguous()
         found_R = pick(excerpt_NV, own, number_N, number_N)[rows].cpu()
         few = Rules(temperature_N=own.temperature_N[rows].cpu())

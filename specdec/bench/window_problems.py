@@ -90,7 +90,7 @@ def problem(
 
 
 def path_length(window: int) -> int:
-    """Say how many records each row has to fold in: what half a window of this width leaves behind."""
+    """Return how many records each row has to fold in: what half a window of this width leaves behind."""
     return max(1, window // 2)
 
 

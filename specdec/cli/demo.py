@@ -42,7 +42,7 @@ def demo() -> None:
 
 
 def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> str:
-    """Let both write the same text in turn; say how much faster drafts made it, how sure that is, and why."""
+    """Write the same text with both in turn; report the speedup by drafts, its uncertainty and the reason."""
     ratios, texts = [], set[tuple[int, ...]]()
     for number in range(ROUNDS):
         seconds = {}

@@ -198,7 +198,7 @@ def _pieces(engine: SpecEngine, delta: Delta) -> Iterable[Piece]:
 
 
 def _ended(deltas: list[Delta]) -> bool:
-    """Tell whether a choice has finished: its statistics come with its end."""
+    """Return whether a choice has finished: its statistics come with its end."""
     return bool(deltas) and deltas[-1].stats is not None
 
 

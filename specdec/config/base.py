@@ -119,7 +119,7 @@ def _number(value: Any) -> Any:
 
 
 def contradiction(field: str, message: str) -> ConfigError:
-    """Say why two settings do not go together; the field is the one to change."""
+    """Return the error for two settings that exclude each other; `field` is the one to change."""
     return ConfigError(f"{field}: {message}", field=field)
 
 

@@ -36,7 +36,7 @@ def known_drafter(name: str) -> str:
 
 
 def only_chains(name: str) -> bool:
-    """Tell whether a drafter drafts no trees."""
+    """Return whether a drafter drafts chains only."""
     return name in DRAFTER_OPTIONS and DRAFTER_OPTIONS[name].chains
 
 

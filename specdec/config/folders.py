@@ -36,7 +36,7 @@ def model_name(folder: Path) -> str:
 
 
 def anew(folder: Path, otherwise: str = "download it again") -> str:
-    """Say how a damaged model comes back whole: what we wrote or downloaded we do again."""
+    """Explain how to restore a damaged model: what specdec wrote or downloaded can be made again."""
     if repo := repo_of(folder):
         return f"delete {folder.parents[1]}: {repo} is then downloaded again"
     if folder.resolve().parent.parent == descriptions().resolve():
@@ -47,7 +47,7 @@ def anew(folder: Path, otherwise: str = "download it again") -> str:
 
 
 def has_file(path: Path) -> bool:
-    """Tell whether a model's folder has a file; a folder of that name, or a link to nothing, is an error."""
+    """Return whether a model's folder has a file; a folder of that name or a dangling link is an error."""
     if path.is_file():
         return True
     if os.path.lexists(path):

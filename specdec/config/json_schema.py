@@ -58,7 +58,7 @@ Place = tuple[str, Any]
 
 
 def unread(schema: Any) -> str | None:
-    """Say what of a schema would not bind an output, and what to do about it; None: all of it binds."""
+    """Return which part of a schema would not constrain the output, and the remedy; None: all of it does."""
     left: list[Place] = [("#", schema)]
     passed: dict[int, Any] = {}
     while left:
@@ -76,7 +76,7 @@ def unread(schema: Any) -> str | None:
 
 
 def unread_form(kind: str, form: Any) -> str | None:
-    """Say what of the schemas in a form would not bind; what is no JSON is refused elsewhere."""
+    """Return which part of a form's schemas would not constrain the output; None also for invalid JSON."""
     if kind not in ("json_schema", "structural_tag"):
         return None
     try:
@@ -112,7 +112,7 @@ def _unread(own: Mapping[str, Any], root: Any) -> str | None:
 
 
 def _is_idle(word: str, value: Any) -> bool:
-    """Tell whether a word asks for nothing at this value."""
+    """Return whether a word asks for nothing at this value."""
     if word == "format":
         return not isinstance(value, str) or value not in FORMATS | UNREAD_FORMATS
     return (not value and word in IDLE) or (value is True and word not in NEVER)
@@ -154,7 +154,7 @@ def _types_of(own: Mapping[str, Any]) -> set[str]:
 
 
 def _all_are(types: set[str], own: Mapping[str, Any], head: str, root: Any) -> bool:
-    """Tell whether all that the head lets through is of these types anyhow."""
+    """Return whether all that the head lets through is of these types anyhow."""
     options = own[head] if head in ("anyOf", "oneOf", "allOf") and isinstance(own[head], list) else [own]
     meant = {id(one): one for one in (_meant(option, root) for option in options)}
     return all(_is_of(types, one) for one in meant.values())

@@ -81,7 +81,7 @@ class _AliasAction(argparse.Action):
 
 
 class _Refused(argparse.Action):
-    """Say what is given instead of this option."""
+    """An option that is refused; the text names the replacement."""
 
     def __init__(self, *, advice: str, **settings: Any) -> None:
         super().__init__(**settings)
@@ -223,7 +223,7 @@ def _reader(field: FieldInfo) -> Callable[[str], object]:
 
 
 def means_none(field: FieldInfo, value: object) -> bool:
-    """Tell whether the word says that a setting has no value. It may be one of several texts that stop."""
+    """Return whether the word stands for no value. It may be one of several stop strings."""
     kinds = kinds_of(field.annotation)
     may_be_none = types.NoneType in kinds and not {str, list} <= kinds
     return may_be_none and isinstance(value, str) and value.lower() == "none"

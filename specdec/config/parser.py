@@ -44,7 +44,7 @@ class HelpAll(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Say what is wrong in one line, and take options by their whole name only.
+    """A parser that reports errors in one line and takes options by their whole name only.
 
     Every command's is one, so that what all of them take may stand before a command or after it. `fill` adds
     a command's own options once it is chosen: what they are made of is imported for that command alone.
@@ -175,7 +175,7 @@ class Parser(argparse.ArgumentParser):
                 yield word.partition("=")[0]
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
-        """Let output that cannot be written fail, which argparse drops in silence."""
+        """Raise where output cannot be written, which argparse ignores."""
         if file is not None and file is sys.stdout:
             file.write(message)
         else:
@@ -216,14 +216,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"specdec: {message}{more} {self.prog} --help\n")
 
     def _missing(self, names: Sequence[str]) -> str:
-        """Say what is missing behind an option; a word that begins with - is taken for one itself."""
+        """Describe what is missing behind an option; a word that begins with - is taken for an option."""
         option = next((own for own in names if own in self._words), names[-1])
         action = self._option_string_actions.get(option)
         value = (action and action.metavar) or "VALUE"
         return f"{option} needs a value: {option} {value}, or {option}={value} where it begins with -"
 
     def _unknown_word(self, name: str, word: str, known: Sequence[str]) -> str:
-        """Say what there is instead of a word that is none of an option's, or no command."""
+        """List what is possible instead of an unknown word."""
         if name.startswith("-"):
             return f"{name} cannot be {word!r}; give {', '.join(known[:-1])} or {known[-1]}"
         if word in self._instead:

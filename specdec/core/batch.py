@@ -50,7 +50,7 @@ class ScheduledRequest:
         return self.slots is not None
 
     def row(self, backing: Backing) -> Row:
-        """Tell the window what to read and where."""
+        """Return the row of the window: what to read and where."""
         request, held = self.request, self.request.committed or Committed(0)
         row = Row(self.tree, request.num_computed_tokens, request.table_N, held.state, held.path)
         return row if self.slots is None else backing.dress(row, self.slots)
@@ -63,7 +63,7 @@ class ScheduledRequest:
         return Node(request.chooser, len(request.tokens) + len(path), tokens)
 
     def origins(self, path: AcceptedPath) -> list[int]:
-        """Say where each token that the path emits came from: the depth of its draft, or 0, the target."""
+        """Return the origin of each emitted token: the depth of its draft, or 0 for the target."""
         accepted = 0 if self.slots is None else len(path.nodes) - 1
         return [i + 1 if i < accepted else 0 for i in range(len(path.emitted))]
 

@@ -20,7 +20,7 @@ class DraftRecord:
     merged: Proposal
 
     def shared(self, tokens: Sequence[int]) -> list[bool]:
-        """Tell of the tokens of a text, as far as they were proposed, which only finished outputs had."""
+        """Return for each token of a text, as far as proposed, whether only finished outputs had it."""
         told: list[bool] = []
         for _, proposal in self.parts:
             for depth, node in enumerate(proposal.follow(tokens)):
@@ -30,7 +30,7 @@ class DraftRecord:
 
 
 def want_of(request: Request, shape: Shape | None) -> Want:
-    """Say what a drafter may know of a request: up to the token behind what the target has read."""
+    """Return what a drafter may know of a request: up to the token behind what the target has read."""
     tokens = (
         request.tokens
         if request.num_uncomputed_tokens == 1

@@ -76,7 +76,7 @@ class EngineCore:
         return (int(ends[0]), int(ends[-1])) if len(ends) else ()
 
     def add_request(self, request: Request) -> Request:
-        """Let a request take part from the next step on that has room for it."""
+        """Submit a request; it takes part from the first step that has room for it."""
         self.loop.scheduler.submit(request)
         return request
 
@@ -164,7 +164,7 @@ class EngineCore:
         self.loop.close()
 
     def stats(self) -> EngineStats:
-        """Say what the steps have done since the start, and what is held now; any thread may ask."""
+        """Return what the steps have done since the start, and what is held now; any thread may ask."""
         loop = self.loop
         counts, scheduler = loop.counts, loop.scheduler
         return EngineStats(

@@ -48,7 +48,7 @@ class Landing(Fixed):
 
     @property
     def is_clear(self) -> bool:
-        """Tell whether the device no longer uses its memory for what was there before."""
+        """Return whether the device no longer uses its memory for what was there before."""
         return self._clear.passed()
 
 
@@ -139,13 +139,13 @@ class Landings:
         self.advance()
 
     def begin_afresh(self) -> Collection[Landing]:
-        """Hear that the arena takes memory back; return those whose own it must leave alone."""
+        """Forget all landings, as the arena frees everything; return those whose memory stays taken."""
         for landing in self.live:
             landing.is_void = True
         return self.live
 
     def close(self) -> None:
-        """Let nothing wait any more, of what is begun later too."""
+        """End all waiting, also for what begins later."""
         self.is_closed = True
         while self.waiting:
             found = self.waiting.pop().found
@@ -160,7 +160,7 @@ class Landings:
         return len(requests.running) + len(self.live) < requests.max_running
 
     def _is_worth(self, tenant: Tenant, ids: Ids) -> bool:
-        """Tell whether to fetch takes less time than to read what is missing."""
+        """Return whether fetching takes less time than computing what is missing."""
         length, known = len(ids), self.cache.longest(tenant, ids)
         work, layout = self.cache.score.work, self.arena.layout
         fetched = layout.state_bytes + layout.blocks_for(length - known) * layout.block_bytes

@@ -41,17 +41,17 @@ class Lent(Fixed):
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether all of it is ready, its state too."""
+        """Return whether all of it is ready, its state too."""
         return self.ready == self.length
 
     def publish(self, tokens: int, moment: Mark) -> None:
-        """Have so many tokens ready as soon as the device has passed a moment."""
+        """Make so many tokens available once the device has passed a moment."""
         self._published += ((tokens, moment),)
         if self.on_change:
             self.on_change(self)
 
     def withdraw(self) -> None:
-        """Have nothing ready any more: what is lent will lie elsewhere, which its readers can see."""
+        """Make nothing available any more: what is lent will move, which its readers can see."""
         self._published = self._published[:1]
         self.blocks, self.generations = (), ()
 
@@ -82,14 +82,14 @@ class Lending:
         lent.publish(lent.length, mark(self.arena))
 
     def give_back(self, lent: Lent) -> None:
-        """Let go of what was lent; a second call does nothing."""
+        """Give back what was lent; a second call does nothing."""
         lent.intact = False
         if lent in self.lent:
             self.lent.remove(lent)
             self.arena.release_owner(lent)
 
     def withdraw(self, lent: Lent) -> None:
-        """Let go of what a request lends that is preempted: its memory is wanted, and read anew."""
+        """Take back what a preempted request lends: its memory is wanted, and computed anew."""
         if lent in self.lent:
             self.lent.remove(lent)
             self.arena.release_owner(lent)
@@ -101,7 +101,7 @@ class Lending:
             self.give_back(lent)
 
     def forget(self) -> None:
-        """Hear that the arena has taken all memory back."""
+        """Forget everything, as the arena has taken all memory back."""
         for lent in self.lent:
             lent.intact = False
         self.lent.clear()

@@ -180,7 +180,7 @@ class DecodeLoop:
                     request.prompt_logprobs.append(TokenLogprob(token, found.chosen, found.top))
 
     def _check_lent(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
-        """Look whether what is lent has given numbers, as no token is chosen of it."""
+        """Note whether the hidden state of what is lent is finite, as no token is sampled from it."""
         for row, first in zip(rows, forward.first_B, strict=True):
             if row.request.lent and row.num_tokens == row.request.num_uncomputed_tokens - 1:
                 last_D = forward.hidden_TD[first + row.num_tokens - 1]
@@ -402,7 +402,7 @@ class DecodeLoop:
             self.arena.check_owners()
 
     def keep_apart(self) -> None:
-        """Let no request serve a later one: measurements must not look up what they wrote, nor skip it."""
+        """Share nothing between requests: measurements must not look up their outputs, or skip prefill."""
         self.close()
         self.flush()
         self._shares, self.prefixes = False, None
@@ -422,7 +422,7 @@ class DecodeLoop:
         return self.runner.batch.run.prepare()
 
     def may_move(self) -> bool:
-        """Tell whether tables are the host's alone."""
+        """Return whether tables are the host's alone."""
         return not (self.runner and self.runner.batch.held)
 
     def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
@@ -444,7 +444,7 @@ class DecodeLoop:
         self.runner = runner
 
     def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
-        """Let what a request has read serve later ones."""
+        """Share computed prefixes with later requests."""
         self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation, tuner)
         self.scheduler.keep_prefixes(cache)
         self.scheduler.park = self.prefixes.keep_running
@@ -460,7 +460,7 @@ class DecodeLoop:
 
 
 def _refusal(fault: tuple[str, str]) -> RequestError:
-    """Say why a limit does not let a request go on."""
+    """Return the error for a request that a limit does not let go on."""
     return RequestError(": ".join(fault) + ".", field=fault[0])
 
 

@@ -95,7 +95,7 @@ class Prefixes:
             self.cache.keep(node, left.request.number, committed.state, hidden_1D)
 
     def _left(self, request: Request, ahead: Ahead | None) -> "Left":
-        """Say what an ended request leaves, once what is under way on the device has run.
+        """Return what an ended request leaves, once the steps under way have run.
 
         The last token was not read, but by a device that was ahead. A stop may have cut some off.
         """
@@ -116,7 +116,7 @@ class Prefixes:
             self.tuner.observe(request.tokens[:count], request.tokens[count:], request.lease.tenant)
 
     def stats(self) -> PrefixStats:
-        """Say what was saved; any thread may ask. What is used and kept as well counts as used."""
+        """Return what was saved; any thread may ask. What is used and kept as well counts as used."""
         kept, alpha = self.arena.usage().kept_bytes, self.cache.score.alpha
         return PrefixStats(**asdict(self.cache.counts), cached_bytes=kept, alpha=alpha)
 

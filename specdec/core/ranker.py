@@ -25,7 +25,7 @@ class Ranker:
         return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
 
     def goes_straight(self, want: Want) -> bool:
-        """Tell whether a chain's guesses for a request can be ranked before it is known what they are.
+        """Return whether a chain's guesses for a request can be ranked before it is known what they are.
 
         Without the noise a guess's share is a probability by the request's whole rule, as it is in trees.
         """

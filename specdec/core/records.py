@@ -54,11 +54,11 @@ class Records:
         return deepcopy(self._kinds)
 
     def recall(self, kinds: Mapping[int, TrackRecord]) -> None:
-        """Know this and nothing else."""
+        """Replace everything known by this."""
         self._kinds = deepcopy(dict(kinds))
         self._requests.clear()
 
 
 def _kind(params: SamplingParams) -> int:
-    """Tell apart whose acceptance says little of another's: 0 greedy, 1 nearly so, 2 drawn."""
+    """Classify requests by how their acceptance compares: 0 greedy, 1 nearly greedy, 2 sampled."""
     return 0 if params.temperature == 0 else 1 if params.temperature <= NEARLY_GREEDY else 2

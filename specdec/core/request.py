@@ -130,7 +130,7 @@ class Request:
 
     @property
     def has_lent(self) -> bool:
-        """Tell whether it has read all that it lends, which ends it."""
+        """Return whether it has read all that it lends, which ends it."""
         return self.lent is not None and self.num_uncomputed_tokens == 1
 
     @property
@@ -139,7 +139,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Tell whether only the token sampled last is uncomputed: the root of a tree that may be drafted."""
+        """Return whether only the last token is uncomputed: the root of a tree that may be drafted."""
         return self.num_uncomputed_tokens == 1 and self.output_length > 0
 
     @property

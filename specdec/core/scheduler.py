@@ -138,12 +138,12 @@ class Scheduler:
 
     @property
     def _is_held_for_others(self) -> bool:
-        """Tell whether other engines have yet to read from memory, or to write into it."""
+        """Return whether other engines have yet to read from memory, or to write into it."""
         return bool((self.lending and self.lending.lent) or (self.landings and self.landings.live))
 
     @property
     def is_short(self) -> bool:
-        """Tell whether anything waits, perhaps for memory."""
+        """Return whether anything waits, perhaps for memory."""
         return bool(self.waiting or (self.landings and self.landings.waiting))
 
     @property
@@ -165,7 +165,7 @@ class Scheduler:
         self.is_paused = False
 
     def _note_catching_up(self) -> None:
-        """Look whether all have caught up but those for which there is no memory: these wait for others."""
+        """Note whether all have caught up except those that lack memory: these wait for others."""
         waits = self._last_limit in ("", CHUNK, PREFIXES)
         self.is_catching_up = any(
             own.finish_reason is None and not own.is_decoding and (waits or own in self.running)
@@ -473,7 +473,7 @@ class Scheduler:
         return sum(own.num_schedulable_tokens for own in before) >= self.chunk_tokens
 
     def _is_being_read(self, request: Request, lease: Lease) -> bool:
-        """Tell whether another computes much of what this one would; have its state cached where they part.
+        """Return whether another computes much of what this one would; cache its state where the two part.
 
         To wait for it costs nothing: prompts share a step's budget in order.
         """
@@ -531,7 +531,7 @@ class Scheduler:
             self.cache.keep_copy(node, state, hit.hidden_1D)
 
     def _lease(self, request: Request) -> Lease | None:
-        """Look up what is known of a request's tokens, unless each of them has to be read."""
+        """Look up the cached prefix of a request, unless each of its tokens has to be computed."""
         if self.cache is None or request.params.prompt_logprobs is not None:
             return None
         marks = request.params.cache_marks or ()

@@ -188,7 +188,7 @@ class Speculation:
         return drafts
 
     def _room(self, request: Request) -> int:
-        """Say how deep a draft for a request may go."""
+        """Return how deep a draft for a request may be."""
         held = request.number in self._skips_draft or request.chooser.is_slow
         return 0 if held or not request.params.speculate else request.num_remaining_tokens - 1
 
@@ -264,7 +264,7 @@ class Speculation:
         return wholes
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """Let the head read what it has of requests that draft nothing, before that grows too large."""
+        """Let the head read a backlog of requests that draft nothing before it grows too large."""
         if self.head is None:
             return
         full = [request for request in requests if self._is_full(request)]
@@ -379,15 +379,15 @@ class Speculation:
             drafter.calibrator.recall(tallies)
 
     def skip_draft_once(self, request: Request) -> None:
-        """Let a request decode by itself in the next step: its last draft made the target's numbers NaN."""
+        """Decode a request without a draft in the next step: its last draft made the target's numbers NaN."""
         self._skips_draft.add(request.number)
 
     def skips_draft(self, request: Request) -> bool:
-        """Tell whether its next token is to be tried without a draft."""
+        """Return whether its next token is to be tried without a draft."""
         return request.number in self._skips_draft
 
     def propose(self, request: Request, record: DraftRecord | None) -> None:
-        """Hear what was drafted elsewhere for a request, and verified; None: nothing to learn from."""
+        """Note what was drafted elsewhere for a request, and verified; None: nothing to learn from."""
         self._drafted.pop(request.number, None)
         if record:
             self._drafted[request.number] = record
@@ -401,7 +401,7 @@ class Speculation:
             self.head.restore(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
 
     def read_on(self, requests: Sequence[Request]) -> None:
-        """Have the head read what it has of some requests, up to what hangs on the next token."""
+        """Let the head read all that requests have computed, except what depends on the next token."""
         if self.head and requests:
             while not self.head.settle([want_of(request, None) for request in requests], most=1):
                 pass
@@ -443,7 +443,7 @@ class Speculation:
             drafter.on_preempt(request.number)
 
     def end(self, request: Request, *, shared: bool = True) -> None:
-        """Hear that a request is over; what it said serves its tenant's later ones, unless none is to be."""
+        """Forget an ended request; its output serves the tenant's later ones if `shared`."""
         self.records.end(request)
         self._told.pop(request.number, None)
         self._skips_draft.discard(request.number)

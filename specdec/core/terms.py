@@ -65,7 +65,7 @@ def make_limits(
     *,
     has_form: bool,
 ) -> tuple[Limit, ...]:
-    """Say what may not be chosen beside what the form allows; what comes first yields to nothing."""
+    """Return the limits beside the form's; earlier ones take precedence."""
     limits: list[Limit] = []
     if params.allowed_token_ids:
         limits.append(Allowed(params.allowed_token_ids, vocab))

@@ -111,7 +111,7 @@ class Assumed(Calibrator):
         return [rate, *[0.0] * (len(beliefs) - 1)][: len(beliefs)]
 
     def table(self) -> list[list[list[float]]]:
-        """Let the belief count for nothing: both bounds are the rate."""
+        """Ignore the belief: both bounds are the rate."""
         chances = [[rate, 0.0] for rate in (*self.rates, 0.0)]
         return [[[0.0, 0.0] for _ in chances], chances, chances]
 

@@ -100,7 +100,7 @@ class Costs:
         return lambda width: scale * at(work(width), slope)
 
     def knows(self, rows: int, width: int) -> bool:
-        """Tell whether this very work was done often enough to trust what is known of it."""
+        """Return whether this work was measured often enough to trust the estimate."""
         line = self._lines.get((bucket(rows), 1))
         return line is not None and line.settled(width) is not None
 
@@ -180,5 +180,5 @@ def bucket(count: int) -> int:
 
 
 def _width_key(width: int) -> int:
-    """Tell narrow widths apart, for one token more may cost a tile more; put wide ones together."""
+    """Return a key that separates narrow widths, where a token may cost a tile, and groups wide ones."""
     return width if width <= EXACT else EXACT + bucket(width)

@@ -116,7 +116,7 @@ class HeadDrafter:
         window: int | None = None,
         straight: Straight | None = None,
     ) -> None:
-        """Let the head's attention read `window` tokens before what it reads at once; None: all."""
+        """Limit the head's attention to `window` tokens before what it reads at once; None: no limit."""
         self.head, self.arena, self.rank, self.device = head, arena, rank, device
         self.straight = straight
         self.chunk_tokens, self.window = chunk_tokens, window

@@ -26,7 +26,7 @@ class Outlook:
 
     @property
     def reason(self) -> str:
-        """Say in a sentence why."""
+        """Explain the decision in a sentence."""
         if self.tokens is None or self.cost is None:
             return f"{self._what} is what was asked for, whether it pays or not: adaptive is off"
         costs = (

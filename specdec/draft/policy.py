@@ -249,7 +249,7 @@ class Policy:
         *,
         grows: bool = True,
     ) -> list[Shape | None]:
-        """Say which rows should draft, and in what shape; `room` is how deep a row's output can still go.
+        """Choose which rows draft, and in what shape; `room` is how deep a row's output can still go.
 
         What `look_up` finds is there for nothing: drafting must earn more than that would alone. It is not
         asked in steps that are to be without any draft. Unless drafts can be grown, there is only that. Where
@@ -297,7 +297,7 @@ class Policy:
         return [_within(plan.shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
     def _refreshes(self) -> bool:
-        """Tell whether this step goes without drafts, so that what such steps cost is known as it is now."""
+        """Return whether this step goes without drafts, to measure anew what such steps cost."""
         if self._drafted < REFRESH:
             return False
         self._drafted = self._drafted + 1 if self._drafted < REFRESH + TIMES - 1 else 0
@@ -306,7 +306,7 @@ class Policy:
     def _probe(
         self, plan: Plan, drafting: set[int], rows: Sequence[TrackRecord], room: Sequence[int]
     ) -> None:
-        """Let the row that was planned for longest ago draft too, where a probe is due and one has room."""
+        """Add the row that was planned for longest ago, if a probe is due and one has room."""
         resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting]
         if resting and self.probe_budget.is_open:
             probed = min(resting, key=lambda i: rows[i].planned)
@@ -333,7 +333,7 @@ class Policy:
         found: Sequence[Sequence[float]],
         alone: Cut,
     ) -> Pick:
-        """Say what the best drafts beside what was found give, for which rows and in what shape."""
+        """Return the best drafts beside what was found: for which rows, in what shape, and what they give."""
         sure = [own[min(width, len(own) - 1)] for own, width in zip(found, alone.widths, strict=True)]
         tokens, worth = batch.tokens + alone.nodes, batch.rows + sum(sure)
         some, every = (self.steps.curve(batch.rows, alone.groups + more) for more in (1, 0))
@@ -367,7 +367,7 @@ class Policy:
         return [own.best(width) for own, width in zip(proposals, widths, strict=True)]
 
     def _best_cut(self, batch: Batch, sums: Sequence[Sequence[float]]) -> Cut:
-        """Say how many of its best nodes each row should verify."""
+        """Return how many of its best nodes each row should verify."""
 
         def curve(groups: int) -> Curve:
             known = self.steps.curve(batch.rows, groups)
@@ -394,7 +394,7 @@ def _gains(
     found: Sequence[Sequence[float]],
     sure: Sequence[float],
 ) -> list[float]:
-    """Say how many more tokens than are sure without it each row is expected to accept in this shape."""
+    """Return how many more tokens each row is expected to accept in this shape than without it."""
     return [
         max(row.expected(shape, min(shape.num_steps, deep)), own[-1]) - known if deep > 0 else 0.0
         for row, deep, own, known in zip(rows, room, found, sure, strict=True)

@@ -81,17 +81,17 @@ class UniformPolicy:
         return self._left
 
     def _lasts(self, shape: Shape | None, key: int) -> int:
-        """Say how many steps a trial takes."""
+        """Return how many steps a trial takes."""
         # What all shapes are compared with must not be measured cold.
         dearness = self._dearness(shape, key) or float(shape is None)
         return 1 + max(TRIES, round(WARM / dearness) if dearness else 0)
 
     def cost(self, shape: Shape | None, rows: int) -> float:
-        """Say what a step of this shape takes, as far as that is known."""
+        """Return what a step of this shape takes, as far as that is known."""
         return self._cost(shape, bucket(rows)) or LEAST_S
 
     def cost_of_found(self, shape: Shape | None, rows: int) -> float:
-        """Say what one takes that verifies windows as wide as the bounds: at most as if it drafted so too."""
+        """Return the cost of verifying windows as wide as the bounds: at most that of drafting them too."""
         known = self.costs.get((FOUND, shape, bucket(rows)))
         return known or max(self.cost(shape, rows), self.cost(self.shapes[-1], rows))
 
@@ -154,7 +154,7 @@ class UniformPolicy:
         return best if pays else None
 
     def _dearness(self, shape: Shape | None, key: int) -> float:
-        """Say how many of the cheapest steps one of this shape takes: what is dear is tried less often."""
+        """Return how many of the cheapest steps one of this shape costs: expensive ones are tried less."""
         known = [self._cost(own, key) or 0.0 for own in self.shapes]
         return (self._cost(shape, key) or 0.0) / max(min(known), 1e-9)
 

@@ -119,13 +119,13 @@ def _spend(
 
 
 def _cut(widths: Sequence[int], tokens: float, curve: Callable[[int], Curve]) -> Cut:
-    """Say what rows of these widths give that bring so many tokens."""
+    """Return what rows of these widths give, with so many tokens."""
     took_s = curve(len(set(widths)))(sum(widths))
     return Cut(tuple(widths), rate(tokens, took_s), took_s)
 
 
 def gains(proposal: Proposal) -> list[float]:
-    """Say how many tokens the best 0, 1, 2 … nodes are expected to bring."""
+    """Return how many tokens the best 0, 1, 2 … nodes are expected to bring."""
     return list(accumulate(sorted(proposal.scores, reverse=True), initial=0.0))
 
 

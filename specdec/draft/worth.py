@@ -24,7 +24,7 @@ class Worth:
     """Plans are made for every step; else only as a budget allows."""
 
     def note(self, net: float) -> None:
-        """Hear how many plain steps a planned one has saved, or cost."""
+        """Add how many plain steps a planned one has saved, or cost."""
         self.trust = max(min(self.trust + net, max(self.trust, MOST)), 0.0)
         self.active = self.trust >= PROVEN if not self.active else self.trust > 0
 
@@ -44,7 +44,7 @@ class Budget:
     """Spent, and not made up for by the steps since."""
 
     def earn(self, steps: int) -> None:
-        """Hear that so many steps were made; what is saved up is one at most."""
+        """Earn the share of so many steps; at most one step is saved up."""
         self.debt = max(self.debt - self.share * steps, -1.0)
 
     def spend(self, steps: float) -> None:
@@ -60,5 +60,5 @@ class Budget:
         return self.debt - self.share * steps < 1
 
     def wait(self) -> int:
-        """Say in how many steps something can be spent again."""
+        """Return in how many steps the budget is open again."""
         return math.floor(max(self.debt, 0.0) / self.share) + 1

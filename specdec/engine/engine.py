@@ -124,7 +124,7 @@ class SpecEngine:
     def read_terms(
         self, params: SamplingParams, grammar: Form | None = None, *, tenant: Tenant = SOLE
     ) -> Terms:
-        """Look at parameters, once for all prompts that share them, and refuse what cannot be served.
+        """Check parameters, once for all prompts that share them.
 
         `grammar` is what `begin_form` has made of the output's form, if that was waited for. Parameters are
         read anew: a value that no check has seen would fail a step, and all requests that share it. `tenant`
@@ -192,7 +192,7 @@ class SpecEngine:
         self._grammars.release()
 
     def begin_form(self, params: SamplingParams, *, tenant: Tenant = SOLE) -> "Future[Form] | None":
-        """Have the form of an output compiled meanwhile, if it has one; the result raises what is wrong."""
+        """Start compiling the form of an output, if it has one; the result raises any error."""
         self._worker.check_process()
         form = params.structured_outputs
         return self._grammars.begin(form.kind, form.source, _salted(tenant, params)) if form else None
@@ -223,7 +223,7 @@ class SpecEngine:
         self.begin_flush().result()
 
     def begin_flush(self, caller: str | None = None) -> "Future[None]":
-        """Have that done between two steps; of all, or of one caller."""
+        """Flush between two steps: all, or one caller's prefixes and texts."""
         return self._worker.flush(caller)
 
     def rest(self) -> None:
@@ -235,7 +235,7 @@ class SpecEngine:
         self.begin_rest().result()
 
     def begin_rest(self) -> "Future[None]":
-        """Have that done between two steps."""
+        """Give the arena back between two steps."""
         if not self.model.loop.arena.can_rest:
             raise ConfigError(
                 "device: only an engine on a CPU under Linux can give its arena back for a while; close it "
@@ -249,7 +249,7 @@ class SpecEngine:
         self.begin_wake().result()
 
     def begin_wake(self) -> "Future[None]":
-        """Have that done between two steps."""
+        """Take the arena again between two steps."""
         return self._worker.wake()
 
     @property
@@ -308,7 +308,7 @@ class SpecEngine:
         self.close()
 
     def _longer(self) -> str:
-        """Say what would let a longer prompt in, by what bounds it: the model, the setting or the memory."""
+        """Explain what would admit a longer prompt: the model, the setting or the memory is its bound."""
         settings, most = self.model.settings, self.model.network.spec.max_length
         if settings.max_model_len == most:
             return "the model supports no more: shorten the prompt"
@@ -379,7 +379,7 @@ class SpecEngine:
         return TextStream(tokenizer, stops, keeps_stop=params.include_stop_str_in_output)
 
     def _limits(self, terms: Terms) -> list[Limit]:
-        """Say what one choice may not choose."""
+        """Return the limits of one choice."""
         return terms.begin_limits(self._grammars.guide(terms.grammar) if terms.grammar else None)
 
 

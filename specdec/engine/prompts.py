@@ -13,7 +13,7 @@ Prompt = str | Sequence[int]
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt, a text or token ids, from many."""
+    """Return a list of prompts for one prompt, a text or token ids, or for many."""
     if isinstance(prompts, str):
         return [prompts]
     try:
@@ -26,7 +26,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_number(item: object) -> bool:
-    """Tell a token id, of whatever library, from a prompt."""
+    """Return whether this is a token id, of whatever library, and no prompt."""
     try:
         operator.index(item)  # type: ignore[arg-type]
     except TypeError:
@@ -46,7 +46,7 @@ def as_ids(prompt: object) -> list[int]:
 
 
 def of_prompt(index: int, error: RequestError) -> RequestError:
-    """Say which of several prompts an error is about."""
+    """Return an error that names which of several prompts it is about."""
     return RequestError(f"prompts[{index}]: {str(error).removeprefix('prompt: ')}", field=error.field)
 
 

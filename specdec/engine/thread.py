@@ -89,7 +89,7 @@ class Worker:
 
     @property
     def is_copy(self) -> bool:
-        """Tell whether this process was forked from the one whose thread runs the model."""
+        """Return whether this process was forked from the one whose thread runs the model."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
@@ -126,11 +126,11 @@ class Worker:
         return self.between_steps(lambda: self._core.flush(caller))
 
     def rest(self) -> "Future[None]":
-        """Have what runs preempted between two steps, and the arena's bytes given back."""
+        """Preempt what runs between two steps, and give the arena's bytes back."""
         return self.between_steps(self._rest)
 
     def wake(self) -> "Future[None]":
-        """Have requests run again."""
+        """Run requests again."""
         return self.between_steps(lambda: self._core.wake())
 
     def between_steps(self, work: Callable[[], T]) -> "Future[T]":

@@ -117,7 +117,7 @@ class Transfers:
         return [_sum(bytes_X) for bytes_X in (*map(arena.block_bytes_X, blocks), *states)]
 
     def look(self, work: Callable[[PrefixCache], T]) -> "Future[T]":
-        """Look at what is cached, between two steps."""
+        """Inspect the cache between two steps."""
         return self._worker.between_steps(lambda: work(self._landings().cache))
 
     def fits(self, hidden_1D: Tensor) -> bool:

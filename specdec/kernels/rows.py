@@ -10,7 +10,7 @@ RecordIndex = tuple[int | Tensor, Index]
 
 
 def on_host(ids: Tensor) -> bool:
-    """Say whether looking at ids is cheap; on any device but the CPU it would wait for all that is queued."""
+    """Return whether looking at ids is cheap; on any device but the CPU it would wait for the queue."""
     return ids.device.type == "cpu"
 
 

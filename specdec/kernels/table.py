@@ -302,7 +302,7 @@ PLACES["flashinfer"] = (*PLACES["triton"], "self_attention.flashinfer:Attention"
 
 
 def on_gpu(name: str) -> bool:
-    """Tell whether these kernels are a GPU's: they never ask the host, and read 8-bit weights as they are."""
+    """Return whether these are a GPU's kernels: they never ask the host, and read 8-bit weights as stored."""
     return name in ("triton", "flashinfer")
 
 

@@ -138,7 +138,7 @@ def _limits(fields: Fields, name: str, forwards: tuple[str, ...]) -> tuple[float
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie: as published, and as the modules of transformers name them.
+    """Return where the tensors are: as published, and as the modules of transformers name them.
 
     Layers behind the last are a multi-token head, which is not read.
     """

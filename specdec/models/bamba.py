@@ -61,7 +61,7 @@ def _attention(fields: Fields) -> Attention:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     return Layout(
         rules=(*NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
         prefixes=rules.PREFIXES,

@@ -53,7 +53,7 @@ def layer_kinds(
 
 
 def has_window(fields: Fields) -> bool:
-    """Tell whether layers may slide: with `use_sliding_window`, and a window that is not null."""
+    """Return whether layers may slide: with `use_sliding_window`, and a window that is not null."""
     return not fields.null("sliding_window") and fields.flag("use_sliding_window", default=False)
 
 
@@ -270,7 +270,7 @@ def softmax_moe(
 
 
 def is_sparse(fields: Fields, layer: int) -> bool:
-    """Tell whether a layer has experts: one of each `decoder_sparse_step`, but for `mlp_only_layers`."""
+    """Return whether a layer has experts: one of each `decoder_sparse_step`, but for `mlp_only_layers`."""
     step, dense = fields.integer("decoder_sparse_step", default=1), fields.integers("mlp_only_layers")
     return (layer + 1) % step == 0 and layer not in dense
 
@@ -368,7 +368,7 @@ def assemble(
 
 
 def head_wanted(fields: Fields, *, default: bool) -> bool:
-    """Tell whether a config announces a multi-token head."""
+    """Return whether a config announces a multi-token head."""
     count = fields.integer("mtp_num_hidden_layers", "num_nextn_predict_layers", default=int(default), least=0)
     if count:
         fields.only("mtp_use_dedicated_embeddings", False)

@@ -77,7 +77,7 @@ def _attention(fields: Fields, kind: str) -> Attention:
 
 
 def _rotates(fields: Fields, kind: str) -> tuple[bool, ...]:
-    """Tell which layers have rotary positions: by `no_rope_layers`, or all but one of an interval."""
+    """Return which layers have rotary positions: by `no_rope_layers`, or all but one of an interval."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     if kind != "smollm3":
         return (True,) * count
@@ -105,7 +105,7 @@ def _kinds(fields: Fields, kind: str, rotates: tuple[bool, ...]) -> tuple[str, .
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     return Layout(
         rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE),
         prefixes=rules.PREFIXES,

@@ -82,7 +82,7 @@ class EagleFolder:
         return EagleHead(self.spec, target, weights, self.ids_C, max_length=max_length)
 
     def finish(self, weights: CheckpointWeights) -> None:
-        """Say of what is wrong with its tensors that they are the head's."""
+        """Name the head in errors about its tensors."""
         try:
             weights.finish()
         except CheckpointError as error:
@@ -91,7 +91,7 @@ class EagleFolder:
 
 
 def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | None:
-    """Say where the head lies that is to draft: where it is said to, or, for eagle, in the model's folder."""
+    """Return where the draft head is: where the setting says, or, for eagle, in the model's folder."""
     if draft_model is not None:
         return Path(draft_model)
     own = (Path(model) / name for name in HEAD_FOLDERS)
@@ -198,7 +198,7 @@ def _table(layer: str, *, fuses: bool) -> Layout:
 
 
 def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Say which residual streams are fused, as the numbers of the layers that they enter.
+    """Return which residual streams are fused, by the numbers of the layers that they enter.
 
     Two ways of counting are published. A list that begins with 1 names layers by what they put out; any
     other by what they take in, as the unnamed choice does: layers 2, N // 2 and N - 3. What layer 0 puts
@@ -231,7 +231,7 @@ def _ids(checkpoint: Checkpoint, fields: Fields, ranked: int, vocab: int) -> Ten
 
 
 def _compare(checkpoint: Checkpoint, name: str, ids_C: Tensor) -> None:
-    """Say so where the mask of a head's tokens marks others: training reads it, drafting does not."""
+    """Warn where the mask of a head's tokens marks others: training reads it, drafting does not."""
     if name not in checkpoint.names():
         return
     mask = checkpoint.tensor(name)

@@ -67,7 +67,7 @@ def _mamba(fields: Fields, eps: float) -> Mamba2:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     return Layout(
         rules=(*NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
         prefixes=rules.PREFIXES,

@@ -96,7 +96,7 @@ def unread_fields(config: Mapping[str, Any]) -> list[str]:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where a network's tensors lie on disk."""
+    """Return where a network's tensors lie on disk."""
     return next(family for family in _FAMILIES if network.family == family.NAME).layout(network)
 
 
@@ -159,7 +159,7 @@ def open_weights(
 
 
 def stored_format(config: Mapping[str, Any]) -> Announced | None:
-    """Tell how a config says that large matrices are stored; None: in the model's dtype."""
+    """Return how a config says that large matrices are stored; None: in the model's dtype."""
     outer = Fields(config)
     return announced(outer, text_fields(outer))
 

@@ -27,7 +27,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def null(self, name: str) -> bool:
-        """Tell whether the field is there and null, for the few in which that differs from its absence."""
+        """Return whether the field is there and null, for the few in which that differs from its absence."""
         return name in self._values and self._values[name] is None
 
     def get(self, *names: str) -> Any:
@@ -35,7 +35,7 @@ class Fields:
         return next((self._values[name] for name in names if name in self), None)
 
     def refuse(self, name: str, supported: str) -> NoReturn:
-        """Say that the field's value is not one that specdec can run."""
+        """Raise an error: specdec cannot run this value of the field."""
         where = f"{self._where}.{name}" if self._where else name
         found = f"is {reprlib.repr(self._values[name])}" if name in self._values else "is missing"
         raise CheckpointError(f"{self._file}: {where} {found}; specdec needs {supported}", field=where)

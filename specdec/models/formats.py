@@ -61,7 +61,7 @@ class Announced:
 
 
 def announced(*levels: Fields) -> Announced | None:
-    """Tell how a config, on any of its levels, says that matrices are stored; refuse what cannot be read.
+    """Return how a config, on any level, says that matrices are stored; refuse what cannot be read.
 
     How FP8 would round activations is not asked: they stay in the model's dtype, which is more exact.
     """

@@ -81,7 +81,7 @@ def _feed_forward(fields: Fields) -> FeedForward:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     return Layout(
         rules=(
             *rules.OUTER,

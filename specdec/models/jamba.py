@@ -80,7 +80,7 @@ def _experts(fields: Fields) -> MoE | None:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     own = (
         *layer_rules(r"mixer\.(x|dt)\.weight", r"mamba.\2_proj.weight"),
         *layer_rules(r"mixer\.dt_bias", "mamba.dt_proj.bias"),

@@ -97,7 +97,7 @@ def latent_attention(fields: Fields) -> LatentAttention:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie: as published, as transformers saves them, and as its modules name them."""
+    """Return where the tensors are: as published, as transformers saves them and as its modules name them."""
     widths = {mixer.width for mixer in network.mixers() if isinstance(mixer, KimiDeltaAttention)}
     return Layout(
         rules=(

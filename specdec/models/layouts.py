@@ -29,7 +29,7 @@ class Reader(Protocol):
 
     @property
     def unused(self) -> bool:
-        """Tell whether what the recipe makes is not used: it only names what it would read."""
+        """Return whether what the recipe makes is not used: it only names what it would read."""
         ...
 
     def read(self, disk: str, shape: Shape) -> Matrix: ...
@@ -170,7 +170,7 @@ def numbered(template: str, expert: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Say where a canonical tensor lies.
+    """Where a canonical tensor is.
 
     `ours` is a regular expression for canonical names; `disk` the names that its groups expand to: `~`
     stands for the prefix of the model's body, `{e}` for each expert's number. Of several rules for one
@@ -190,7 +190,7 @@ class Source:
     recipe: Recipe
 
     def present(self, names: Collection[str], experts: int) -> bool:
-        """Tell whether any of the source's tensors is there."""
+        """Return whether any of the source's tensors is there."""
         spread = range(min(experts, len(names))) if "{e}" in self.disk[0] else range(1)
         return any(numbered(template, e) in names for template in self.disk for e in spread)
 

@@ -102,7 +102,7 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> Rope:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie; the gate has another name as published than in transformers."""
+    """Return where the tensors are; the gate has another name as published than in transformers."""
     return Layout(
         rules=(
             *lfm2.NAMES,

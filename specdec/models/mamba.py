@@ -51,7 +51,7 @@ def _mixer(fields: Fields) -> Mamba1:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     own = (
         *layer_rules(r"mixer\.(x|dt)\.weight", r"mixer.\2_proj.weight"),
         *layer_rules(r"mixer\.dt_bias", "mixer.dt_proj.bias"),

@@ -72,5 +72,5 @@ PREFIXES = ("backbone.", "model.", "")
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     return Layout(NAMES, PREFIXES, "embeddings.weight", ignored=rules.ignored(network))

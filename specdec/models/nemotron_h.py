@@ -154,7 +154,7 @@ def _experts(fields: Fields) -> MoE:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     last = len(network.mtp) - 1
     return Layout(
         rules=(

@@ -31,7 +31,7 @@ def memory_layout(
     state_dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
 ) -> Layout:
-    """Say what the arena must hold for one token and one sequence of this network and its head's layers."""
+    """Return what the arena must hold for a token and a sequence of this network and its head's layers."""
     mixers = [mixer for layer in (*network.layers, *head) for mixer in layer.mixers]
     kv = tuple(kept for mixer in mixers if (kept := mixer.kv_shape()))
     states = tuple(shape for mixer in mixers if (shape := mixer.state_shape()))
@@ -99,7 +99,7 @@ def first_place(behind: Sequence[spec.Layer], writes: int, *, reads: int | None 
 
 
 def begin_step(window: Window, memory: Memory, tables: Rotations, kernels: Kernels) -> Step:
-    """Look the rotations of a window's positions up."""
+    """Look up the rotations of a window's positions."""
     at_T = window.position_T
     rope = {
         key: (kernels.embedding(cos_LR, at_T), kernels.embedding(sin_LR, at_T))

@@ -78,7 +78,7 @@ def _delta_net(fields: Fields) -> GatedDeltaNet:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie; transformers names some norms otherwise when it saves them again."""
+    """Return where the tensors are; transformers names some norms otherwise when it saves them again."""
     return Layout(
         rules=(
             *rules.OUTER,

@@ -65,7 +65,7 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     return Layout(
         rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE, *rules.GATED_EXPERTS),
         prefixes=rules.PREFIXES,

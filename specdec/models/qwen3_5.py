@@ -64,7 +64,7 @@ def _feed_forward(text: Fields, kind: str) -> FeedForward:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     return Layout(
         rules=(
             *rules.OUTER,

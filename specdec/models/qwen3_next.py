@@ -58,7 +58,7 @@ def _experts(fields: Fields) -> MoE | None:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie."""
+    """Return where the tensors are."""
     nets = {mixer for mixer in network.mixers() if isinstance(mixer, GatedDeltaNet)}
     return Layout(
         rules=(

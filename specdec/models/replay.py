@@ -81,7 +81,7 @@ class Recorded:
 
 
 def _comes_again(group: Group) -> bool:
-    """Tell whether a form is needed often, for it decodes: others, parts of prompts, must come twice."""
+    """Return whether a form is needed often because it decodes; others, parts of prompts, must come twice."""
     return group.width == 1 or group.record is not None or group.snapshot_BM is not None
 
 
@@ -97,7 +97,7 @@ def _with_path(window: Window) -> Window:
 
 
 def _form(group: Group) -> tuple[int, ...]:
-    """Say what must be alike for two windows to make the same calls of the same memory."""
+    """Return what must be equal for two windows to make the same calls on the same memory."""
     path = 0 if group.path is None else room(group.path.slab_BN.shape[1], 8)
     taps = 0 if group.tap_BMC is None else group.tap_BMC.shape[2]
     has = group.record is not None, group.snapshot_BM is not None, group.ancestors_BMM is not None, taps

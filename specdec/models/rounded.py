@@ -82,7 +82,7 @@ class CopiedWeights:
         return self._weights.output(name, weight_ND)
 
     def has(self, name: str) -> bool:
-        """Tell whether the tensor is there."""
+        """Return whether the tensor is there."""
         return self._weights.has(name)
 
     def within(self, prefix: str) -> Weights:

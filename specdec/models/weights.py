@@ -53,7 +53,7 @@ class Scoped:
         return self._weights.output(f"{self._prefix}.{name}", weight_ND)
 
     def has(self, name: str) -> bool:
-        """Tell whether the tensor is there."""
+        """Return whether the tensor is there."""
         return self._weights.has(f"{self._prefix}.{name}")
 
     def within(self, prefix: str) -> Weights:

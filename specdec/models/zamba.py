@@ -58,7 +58,7 @@ def _mamba(fields: Fields) -> Mamba1:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie: inputs and gates in turn, row by row, and the heads' parameters apart."""
+    """Return where the tensors are: inputs and gates interleaved by row, and the heads' parameters apart."""
     heads, channels = next(
         (mixer.heads, mixer.inner) for mixer in network.mixers() if isinstance(mixer, Mamba1)
     )

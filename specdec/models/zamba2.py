@@ -129,7 +129,7 @@ def _mamba(fields: Fields) -> Mamba2:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Say where the tensors lie; adapters stand where their block does, by the number of its use."""
+    """Return where the tensors are; adapters are named after their block by the number of its use."""
     own = (*_feed_forward(network), *_adapters(network))
     return Layout(
         rules=(*own, *outer_rules(network, "shared_transformer"), *rules.MAMBA),

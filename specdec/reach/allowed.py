@@ -95,6 +95,6 @@ def _network(text: str) -> IPNetwork | None:
 
 
 def _is_name(host: str) -> bool:
-    """Tell whether it is a name, which the forms of addresses that only some programs read are not."""
+    """Return whether it is a name: forms of addresses that only some programs read are not."""
     last = host.rpartition(".")[2]
     return len(host) <= MOST_HOST and bool(NAME.fullmatch(host)) and not re.match(r"[0-9]+$|0x", last)

@@ -42,7 +42,7 @@ class Routes:
         self._book, self._agents, self._kept = book, agents, kept
 
     async def agents(self, request: web.Request, body: bytes) -> bytes:
-        """Say how to reach the arenas; it is asked each time, since agents may be made anew."""
+        """Return how to reach the arenas; it is asked each time, since agents may be made anew."""
         return self._agents().write()
 
     async def open(self, request: web.Request, body: bytes) -> bytes:
@@ -233,7 +233,7 @@ async def _send(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
-    """Tell no versions."""
+    """Send no versions."""
     response.headers["Server"] = SERVER
 
 

@@ -34,7 +34,7 @@ class Descriptors:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def holds(self, indices: NDArray[np.int32]) -> bool:
-        """Tell whether every index is one of the rows as given."""
+        """Return whether every index is one of the rows as given."""
         return not len(indices) or bool(indices.min() >= 0 and indices.max() < len(self))
 
     def lengths(self, indices: NDArray[np.int32]) -> NDArray[np.int64]:

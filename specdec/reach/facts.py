@@ -19,7 +19,7 @@ DIGITS = 16
 
 
 def facts_of(folder: Path, network: spec.Network, settings: Resolved) -> dict[str, str]:
-    """Say what an engine runs, in words that are compared and shown."""
+    """Describe an engine in words that are compared and shown."""
     heads = find_heads(folder, network, settings.config)
     head = next((heads[name] for name in settings.drafters if name in heads), None)
     if head is None:

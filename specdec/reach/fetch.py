@@ -119,7 +119,7 @@ class Fetcher:
         self.figures = FetchFigures()
 
     async def fetch(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
-        """Have a prompt's beginning cached here, if that is quicker than to read it."""
+        """Cache a prompt's beginning here, if fetching is quicker than computing it."""
         start_s = time.perf_counter()
         self.figures.under_way += 1
         try:
@@ -134,7 +134,7 @@ class Fetcher:
         return fetched
 
     async def decline(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> None:
-        """Let the other engine have its memory back: the prompt is read here whatever it holds."""
+        """Release the other engine's memory: the prompt is computed here whatever it holds."""
         if self._declining >= MOST_DECLINING:
             return
         self._declining += 1
@@ -266,7 +266,7 @@ class Fetcher:
         self._under_way -= num_bytes
 
     def _wants_check(self, pair: Pair[Plan]) -> bool:
-        """Tell whether what came is to be compared: a path that alters bytes does so from the start."""
+        """Return whether what came is to be compared: a path that alters bytes does so from the start."""
         return self._check == "always" or (self._check == "first" and self._checked.get(pair.at) is not pair)
 
     async def _is_same(self, hold: Hold[Plan], landing: Landing) -> bool:

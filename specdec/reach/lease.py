@@ -97,13 +97,13 @@ class Lease:
 
     @property
     def is_intact(self) -> bool:
-        """Tell whether all that the reader was told is still where it was."""
+        """Return whether all that the reader was told is still where it was."""
         lent, (blocks, generations) = self.loan.lent, self._told
         now = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
         return lent.intact and now == (blocks, generations)
 
     def tell(self, have: int) -> Opened:
-        """Say where lies what is ready, from the first block on of which the reader has not all tokens."""
+        """Return where what is ready is stored, from the first block on that the reader lacks."""
         lent, size, ready = self.loan.lent, self.block_tokens, self.ready
         is_whole = ready == self.prompt.length
         blocks = lent.blocks if is_whole else lent.blocks[: ready // size]
@@ -123,6 +123,6 @@ class Lease:
 
     @property
     def _is_pending(self) -> bool:
-        """Tell whether the engine has begun more than the device has done."""
+        """Return whether the engine has begun more than the device has done."""
         lent = self.loan.lent
         return self.is_read or len(lent.blocks) * self.block_tokens > lent.ready

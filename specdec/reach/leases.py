@@ -98,7 +98,7 @@ class Book:
     def lend(
         self, submit: Submit, prompt: Prompt, *, num_bytes: int, room: int | None = None, caller: str = ""
     ) -> Lease:
-        """Have a prompt read for a reader elsewhere; `num_bytes` is the memory that it will hold."""
+        """Prefill a prompt for a reader elsewhere; `num_bytes` is the memory that it will hold."""
         if self._is_closed:
             raise Refusal("busy", "The server stops; send the request to another one.")
         self.sweep()
@@ -152,7 +152,7 @@ class Book:
         return max(0.0, lease.seen_s + SILENCE_S - self._clock()) if lease.is_read else SILENCE_S
 
     async def open(self, lease_id: str, ask: Ask) -> Opened:
-        """Say where a prompt's memory lies, once there is more of it than the reader knows."""
+        """Return where a prompt's memory is, once there is more of it than the reader knows."""
         self._check_engine(ask.engine)
         return await self._open(self._find(lease_id), ask)
 
@@ -200,7 +200,7 @@ class Book:
         return sums
 
     def beat(self, beat: Beat) -> Live:
-        """Hear that readers are alive; tell which of what they want is."""
+        """Note that readers are alive; return which of the leases they want are."""
         self._check_engine(beat.engine)
         self.sweep()
         now = self._clock()

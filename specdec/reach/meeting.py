@@ -23,7 +23,7 @@ class Meeting:
         )
 
     def agents(self) -> Agents:
-        """Say how this arena is reached, by the agent that there is now."""
+        """Return how this arena is reached, by the current agent."""
         own = Agent(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.numbers())
         return Agents(
             engine=self.engine,

@@ -131,7 +131,7 @@ class Hidden(Body):
 
 
 class Opened(Body):
-    """Say where the memory of a prompt's beginning lies, as far as it has been read."""
+    """Where the memory of a prompt's beginning is, as far as it has been computed."""
 
     lease: Id = Field(description=HEX_32)
     length: int = Field(ge=1, le=MOST_TOKENS, description=TOKENS)

@@ -74,7 +74,7 @@ def load_nixl() -> Any:
 
 
 def _route_logs() -> None:
-    """Have what NIXL warns of in the log of the process; it prints to stdout, and what all goes well."""
+    """Write NIXL's warnings to the log of the process; it prints to stdout, also when all goes well."""
     log = logging.getLogger("nixl")
     log.handlers.clear()
     log.propagate = True
@@ -136,7 +136,7 @@ class AgentWire:
         raise WireError(why)
 
     def is_gone(self, name: bytes | None, error: Exception) -> bool:
-        """Tell whether an error says that an agent is gone, and with it all that was begun with it."""
+        """Return whether an error means that an agent is gone, and all that was begun with it."""
         if name and isinstance(error, self.errors.nixlRemoteDisconnectError):
             self.disconnected.add(name)
         return name in self.disconnected

@@ -247,7 +247,7 @@ class Peers(Generic[P]):
             raise
 
     async def close(self, hold: Hold[P], *, read: bool) -> bool:
-        """Let P take its memory back; tell whether what was read may be used."""
+        """Release P's memory; return whether what was read may be used."""
         if hold.lease is None:
             return False
         body = Close(engine=hold.pair.engine, reader=hold.reader, read=read)
@@ -261,7 +261,7 @@ class Peers(Generic[P]):
         return closed.intact
 
     def lost(self, pair: Pair[P]) -> None:
-        """Hear that a pair's memory can no longer be read: the next request meets the peer anew."""
+        """Note that a pair's memory can no longer be read: the next request meets the peer anew."""
         link = self._links.get(pair.at)
         if link and link.pair is pair:
             self._forget(link)

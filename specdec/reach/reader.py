@@ -35,7 +35,7 @@ CLOSED = "the carrier is closed"
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Say how much memory may wait for reads that were given up before the agent is deleted to end them."""
+    """How much memory may wait for abandoned reads before the agent is deleted to end them."""
 
     part: float = 0.1
     """Of the arena's bytes."""
@@ -345,7 +345,7 @@ class Reader:
             self._settle(going)
 
     def _settle(self, going: _Going) -> None:
-        """Let go of a read if it is over; at its deadline it is given up."""
+        """Drop a read if it is over; at its deadline it is abandoned."""
         if going.read.id not in self._going:
             return
         now_s = time.monotonic()
@@ -412,7 +412,7 @@ class Reader:
         self._all_over()
 
     def _all_over(self) -> None:
-        """Let go of all reads once the wire is closed."""
+        """Drop all reads once the wire is closed."""
         going = {*self._going}
         self._going.clear()
         self._count_quarantine()
@@ -426,7 +426,7 @@ class Reader:
 
 
 def _misfit(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
-    """Say why these cannot be read, before a byte moves."""
+    """Return why these cannot be read, before a byte moves."""
     local, remote = indices
     if len(local) != len(remote):
         return f"{len(local)} descriptors cannot be read from {len(remote)}"

@@ -37,7 +37,7 @@ class Rooms(Generic[T]):
                 self._expected.pop(room, None)
 
     def is_left(self, room: int) -> bool:
-        """Tell whether the reader of an expected room has asked for it, and does not ask now.
+        """Return whether the reader of an expected room has asked for it, and does not ask now.
 
         One that is about to ask again hears that its prompt is not read. To wait for it would let those
         behind it leave as well.
@@ -58,7 +58,7 @@ class Rooms(Generic[T]):
         self._wake(room)
 
     def fail(self, room: int) -> None:
-        """Let a room's reader know at once, or when it comes, that its prompt is not read here.
+        """Tell a room's reader at once, or when it comes, that its prompt is not prefilled here.
 
         It is for a request that was refused before it was lent.
         """

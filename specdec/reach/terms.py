@@ -76,7 +76,7 @@ STATUSES: Mapping[Reason, int] = {
 
 
 class Refusal(SpecdecError):
-    """Say why one side does not do what the other asks; the fetching side then reads the prompt itself."""
+    """Why one side does not do what the other asks; the fetching side then prefills the prompt itself."""
 
     def __init__(self, reason: Reason, message: str, *, field: str | None = None) -> None:
         super().__init__(message, field=field)
@@ -156,7 +156,7 @@ class Secret:
         return self.digest("lease", json.dumps(claim)).hex()
 
     def verifies(self, reference: LeaseReference, prompt: Prompt) -> bool:
-        """Tell whether a lease was signed with this secret, for this prompt."""
+        """Return whether a lease was signed with this secret, for this prompt."""
         mac = self.sign(reference.engine, reference.lease, prompt)
         return hmac.compare_digest(mac.encode(), reference.mac.encode(errors="surrogateescape"))
 

@@ -25,7 +25,7 @@ class Piece(Protocol):
     """A part of a read that is on its way."""
 
     def has_landed(self) -> bool:
-        """Tell whether all of it is there. Raises PeerLost or Uncertain."""
+        """Return whether all of it has arrived. Raises PeerLost or Uncertain."""
         ...
 
     def release(self) -> None:

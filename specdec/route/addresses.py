@@ -84,7 +84,7 @@ def read_file(path: str, bootstrap_port: int) -> list[Address]:
 
 
 async def look_up(url: str, bootstrap_port: int) -> list[Address]:
-    """Look up the addresses of a name; where it has none, now, that is a `ConfigError`."""
+    """Resolve the addresses of a name; a name without any is a `ConfigError`."""
     host, port = _named(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def is_worth_it(call: Call) -> bool:
-    """Tell whether another replica is to read a prompt, and can."""
+    """Return whether another replica is to prefill a prompt, and can."""
     config, fleet, prompt = call.state.config, call.state.fleet, call.prompt
     if call.sent.method != "POST" or call.request.path not in PATHS or not prompt.fields:
         return False
@@ -60,7 +60,7 @@ def is_worth_it(call: Call) -> bool:
 
 
 async def pass_on_apart(call: Call) -> web.StreamResponse:
-    """Have one replica read the prompt and another one write the answer."""
+    """Prefill the prompt on one replica and write the answer with another."""
     if call.state.config.pd_protocol == "sglang":
         return await _at_once(call)
     return await _in_turn(call)
@@ -83,7 +83,7 @@ async def _in_turn(call: Call) -> web.StreamResponse:
 
 
 async def _read_first(call: Call) -> bytes | web.StreamResponse | None:
-    """Have the prompt read; return where it lies, or the answer that says what is wrong with it."""
+    """Prefill the prompt; return where it is, or the response that says what is wrong with it."""
     state = call.state
     attempts = Attempts(state, call.prompt, Role.PREFILL)
     sent = call.sent._replace(body=_reading(call.prompt), headers=call.sent.headers.copy())
@@ -175,7 +175,7 @@ async def _both(
 
 
 async def _drain(call: Call, reader: Choice, sent: Sent) -> Unreached | Lost | None:
-    """Have the prompt read, and read what is said of it to its end; return why that did not begin."""
+    """Prefill the prompt, and read the response to its end; return why that did not begin."""
     try:
         async with asked(call.state, reader, call.prompt, sent) as (answer, _):
             if answer.status in REFUSED or answer.status >= 500:

@@ -42,7 +42,7 @@ class Prompt:
 
 
 def look_at(body: bytes, headers: Mapping[str, str]) -> Prompt:
-    """Look at a body; nothing in it is changed, and nothing of it is refused."""
+    """Parse a body for routing; nothing is changed or refused."""
     try:
         fields = fields_of(body)
         short = {name: fields[name] for name in LOOKED_AT if name in fields and _is_short(fields[name])}

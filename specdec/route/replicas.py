@@ -55,7 +55,7 @@ class Replica:
             logger.warning("%s is down: %s", self.url, why)
 
     def note_role(self, told: str, *, suits_both: bool) -> None:
-        """Say in the log, once, that a replica does not do what it was given for.
+        """Log once that a replica does not do what its role demands.
 
         `told` is the role that it says it has, if any; `suits_both`: one of role both does either.
         """
@@ -155,5 +155,5 @@ class Fleet:
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether any replica can write an answer."""
+        """Return whether any replica can write an answer."""
         return bool(self.up(Role.BOTH, Role.DECODE))

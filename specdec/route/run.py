@@ -104,7 +104,7 @@ async def routing(
 
 
 async def drain(state: State, hurried: asyncio.Event) -> None:
-    """Let requests under way end within the limit; then cut them off."""
+    """Wait for requests under way within the limit; then cut them off."""
     state.draining = True
     seconds, start_s = state.config.drain_seconds, time.monotonic()
     if state.tasks:

@@ -50,7 +50,7 @@ def _cards(told: Told) -> list[dict[str, Any]]:
 
 
 async def flush_all(state: State, sent: Sent) -> web.Response:
-    """Have all replicas flush; the first that does not says why."""
+    """Flush all replicas; the first failure is the response."""
     told = await _ask_all(state, sent)
     return next((own for own in told if own.status != 200), told[0]).response
 

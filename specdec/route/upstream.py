@@ -129,7 +129,7 @@ class Upstream:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """Tell the errors of a connection apart."""
+    """Translate the errors of a connection."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

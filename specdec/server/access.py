@@ -44,7 +44,7 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the server is open: no key is required, from any machine."""
+        """Return whether the server is open: no key is required, from any machine."""
         return not self._keys and not self._local
 
     @property
@@ -54,7 +54,7 @@ class Access:
 
     @property
     def is_open_to_pages(self) -> bool:
-        """Tell whether pages of every origin may send requests."""
+        """Return whether pages of every origin may send requests."""
         return not self._keys and self.origins.takes_any
 
     def admit(self, request: web.Request, *, needs_key: bool = True) -> Tenant:

@@ -221,7 +221,7 @@ class Answers:
             self.until.end(failure)
 
     def rung(self) -> None:
-        """Have the event loop read what waits; what is over keeps no engine from being unloaded."""
+        """Make the event loop read what waits; what is over does not keep an engine from being unloaded."""
         self.came.set()
         if self.is_over and self._ticket:
             self._ticket = None

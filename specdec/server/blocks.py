@@ -50,7 +50,7 @@ class Blocks(ABC):
 
     @property
     def has_called(self) -> bool:
-        """Tell whether the answer ended with calls, and was not cut off."""
+        """Return whether the answer ended with calls, and was not cut off."""
         return self.delta is not None and self._events.finish_reason(self.delta.finish_reason) == "tool_calls"
 
     def _take(self, event: Event) -> list[Json]:

@@ -145,7 +145,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _garbled(error: HttpProcessingError) -> Failure:
-    """Say what is wrong with what could not be read as HTTP, and repeat nothing of it: keys may be in it."""
+    """Describe bytes that are not HTTP, and repeat none of them: they may hold keys."""
     match error:
         case LineTooLong():
             return Failure(431, "The first line or a header is longer than the server reads; send less.")

@@ -60,7 +60,7 @@ class Gate:
             self._on_change()
 
     def open(self, engine: SpecEngine) -> None:
-        """Let all in that wait; they count as inside at once."""
+        """Admit all that wait; they count as inside at once."""
         for entry in self._taken():
             entry.set_result(engine)
 

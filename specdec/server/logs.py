@@ -27,7 +27,7 @@ LOGGED_MODEL: ContextVar[LoggedModel | None] = ContextVar("LOGGED_MODEL", defaul
 
 @contextlib.contextmanager
 def naming_model(name: str, *, again: bool) -> Iterator[None]:
-    """Have what an engine that is built in here logs, in its own thread too, name its model."""
+    """Name the model in what an engine that is built in the block logs, in its own thread too."""
     model = LoggedModel(name, again)
     token = LOGGED_MODEL.set(model)
     try:

@@ -115,7 +115,7 @@ class Message(TextAlone):
 
     @property
     def marks(self) -> list[int]:
-        """Say after how many of its parts there is a mark of what other chats begin with too."""
+        """Return after how many of its parts there is a mark of what other chats begin with too."""
         parts = self.content if isinstance(self.content, list) else [Part()]
         found = [i + 1 for i, part in enumerate(parts) if part.cache_control]
         return [*found, len(parts)] if self.cache_control else found
@@ -126,7 +126,7 @@ class Message(TextAlone):
 
 
 def unread(kind: str, *, lacks: bool) -> str:
-    """Say why a part is refused: it has a type that is not read, or lacks its text."""
+    """Return why a part is refused: its type is unknown, or it lacks its text."""
     return f"a part of type {kind!r:.40} " + (
         "lacks its text; give it" if lacks else "is not read; send text alone"
     )

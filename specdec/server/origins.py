@@ -31,7 +31,7 @@ class Origins:
 
     @property
     def takes_any(self) -> bool:
-        """Tell whether every origin is allowed."""
+        """Return whether every origin is allowed."""
         return ANY in self._allowed
 
     def allow(self, origin: str) -> bool:
@@ -100,7 +100,7 @@ def is_local(host: str) -> bool:
 
 
 def is_preflight(request: web.Request) -> bool:
-    """Tell whether a request is a CORS preflight, which carries no key."""
+    """Return whether a request is a CORS preflight, which carries no key."""
     asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
     return request.method == "OPTIONS" and asks
 

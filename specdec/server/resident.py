@@ -188,7 +188,7 @@ class Resident:
             raise self._unloadable()
 
     def block(self, why: str | None) -> None:
-        """Say why it cannot have memory, if it cannot: what waits for that ends with this error."""
+        """Note why it cannot have memory; what waits for that ends with this error."""
         if self.blocked == why:
             return
         self.blocked = why
@@ -307,7 +307,7 @@ class Resident:
         return self.engine is None
 
     def stay(self) -> None:
-        """Let requests enter again: nothing wants the memory any more that they were to make free."""
+        """Admit requests again: the memory that they were to free is not wanted any more."""
         self.is_draining = False
         if self.engine and not self.engine.fault:
             self.gate.open(self.engine)
@@ -342,7 +342,7 @@ class Resident:
         self.is_draining = self.is_unloading = False
 
     async def rest(self) -> None:
-        """Have the engine give its arena back; requests that run are preempted."""
+        """Give the arena back; requests that run are preempted."""
         assert self.engine
         await self._done(self.engine, self.engine.begin_rest)
         self.is_resting = self.engine.fault is None

@@ -204,7 +204,7 @@ def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.
 
 
 def _log_if_failed(task: "asyncio.Task[None]") -> None:
-    """Say that something beside the server is no longer done: it goes on without."""
+    """Log that something beside the server has failed: it goes on without."""
     if not task.cancelled() and (error := task.exception()):
         logger.error("%s has failed and is not done any more", task.get_name(), exc_info=error)
 

@@ -265,7 +265,7 @@ class Served:
     def __init__(
         self, resident: Resident, config: ServerConfig, metrics: ModelMetrics, *, rests: bool
     ) -> None:
-        """Let callers rest after long work where they are several (`rests`)."""
+        """Make callers rest after long work if there are several (`rests`)."""
         self.resident, self.config, self.metrics = resident, config, metrics
         self.names, folder = resident.names, resident.folder
         self.choices = Counter[str]()
@@ -412,7 +412,7 @@ class Served:
     async def marks(
         self, ids: Sequence[int], messages: Sequence[Message], variables: Mapping[str, Any], caller: str
     ) -> list[int]:
-        """Say how many of a chat's tokens each of its marked beginnings has in common with it."""
+        """Return how many of a chat's tokens each of its marked beginnings shares with it."""
 
         def render() -> list[str]:
             texts = (self._begun(plain, variables) for plain in beginnings(messages))

@@ -111,7 +111,7 @@ class Switcher:
         changes.create_task(changing())
 
     def _end(self, own: Resident, changes: asyncio.TaskGroup) -> float | None:
-        """Let go of an engine that has failed, unload what is no longer kept; return how long it is kept."""
+        """Drop an engine that has failed, unload what is no longer kept; return how long it is kept."""
         if own.engine and own.engine.fault:
             if not own.gate.inside:
                 self._begin(own, own.let_go(), changes)
@@ -176,7 +176,7 @@ class Switcher:
         return min((self._served_s.get(name, 0.0) for name in own.callers), default=0.0), own.wanted_s or 0.0
 
     def _has_room(self) -> bool:
-        """Tell whether an arena is free."""
+        """Return whether an arena is free."""
         return sum(own.holds_arena for own in self.residents) < self.arenas
 
     def _turn_left(self, own: Resident) -> float:
@@ -233,7 +233,7 @@ class Switcher:
         return not own.is_unused, own.used_s if own.is_unused else own.turn_s
 
     def _why_blocked(self, own: Resident) -> str | None:
-        """Say why a model cannot have memory before the process is restarted, if it cannot."""
+        """Return why a model cannot have memory before the process is restarted, if it cannot."""
         stuck = [other for other in self.residents if other.is_stuck and other is not own]
         if not stuck or own.is_warm or own.is_changing:
             return None

@@ -153,7 +153,7 @@ def _check_readable(field: str, path: str | None) -> None:
 
 
 def _refusal(config: Files, error: Exception, *, is_encrypted: bool) -> ConfigError:
-    """Say which of the files is at fault, and what to give."""
+    """Return the error that names the file at fault, and the remedy."""
     if is_encrypted:
         wrong = "does not open" if config.ssl_keyfile_password else "is missing for"
         return _unfit("ssl_keyfile_password", f"it {wrong} the key, which is encrypted; give the key's own")

@@ -127,7 +127,7 @@ def cells() -> Iterator[Cell]:
 
 
 def refusal(cell: Cell) -> Refusal | None:
-    """Say why a combination is refused; None: it is supported."""
+    """Return why a combination is refused; None: it is supported."""
     own = dict(zip((field.name for field in fields(cell)), astuple(cell), strict=True))
     return next((why for where, why in RULES if where.items() <= own.items()), None)
 

@@ -60,7 +60,7 @@ class DrafterSpec:
 
     @property
     def has_weights(self) -> bool:
-        """Tell whether it runs a network, and so always has something to offer."""
+        """Return whether it runs a network, and so always has something to offer."""
         return self.has_head or self.has_copy
 
 
@@ -148,17 +148,17 @@ def head_of(drafters: Collection[str], heads: Mapping[str, HeadSource]) -> HeadS
 
 
 def has_head(drafters: Collection[str]) -> bool:
-    """Tell whether one of these drafters has a head."""
+    """Return whether one of these drafters has a head."""
     return any(DRAFTERS[name].has_head for name in drafters)
 
 
 def has_weights(drafters: Collection[str]) -> bool:
-    """Tell whether one of these drafters runs a network."""
+    """Return whether one of these drafters runs a network."""
     return any(DRAFTERS[name].has_weights for name in drafters)
 
 
 def has_copy(drafters: Collection[str]) -> bool:
-    """Tell whether a rounded copy of the network drafts."""
+    """Return whether a rounded copy of the network drafts."""
     return any(DRAFTERS[name].has_copy for name in drafters)
 
 

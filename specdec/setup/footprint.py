@@ -57,7 +57,7 @@ class Parameter:
 
 
 def token_work(network: spec.Network) -> Callable[[int], float]:
-    """Say what a step over so many tokens adds to one over none, in what one token adds.
+    """Return a function: what a step over so many tokens adds to one over none, in the work of one token.
 
     With experts most of that is to read those that are met: many are new to the second token, few to the
     fiftieth. Without any, it is the number of tokens.
@@ -76,7 +76,7 @@ def token_work(network: spec.Network) -> Callable[[int], float]:
 
 
 def _share_met(chosen: int, total: int, tokens: int) -> float:
-    """Say which part of the experts so many tokens are expected to meet that choose at random."""
+    """Return which part of the experts so many tokens are expected to use that choose at random."""
     return 1.0 - (1 - chosen / total) ** tokens
 
 
@@ -289,7 +289,7 @@ def measure_stored(
 
 
 def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[int]) -> dict[str, Any]:
-    """Say what a checkpoint is made of and what an engine with this configuration would need for it.
+    """Describe a checkpoint and what an engine with this configuration would need for it.
 
     `sequences` counts how many of each length fit in the arena, of those that the engine would take, or of
     its longest. `record_share` is a draft token's record over a state, of which a window alone

@@ -51,7 +51,7 @@ def _windows(loop: DecodeLoop, max_length: int) -> Iterator[list[Row]]:
     chunk = min(scheduler.chunk_tokens, max_length)
 
     def rows(tree: TokenTree, slots: Sequence[Any] = (), count: int = 1) -> Iterator[list[Row]]:
-        """Let a window begin a text, then follow on a long one, and on a path if one may lie before it."""
+        """Yield windows that begin a text, follow a long one, and follow a path if one may come before."""
         for length in (0, max_length - len(tree)):
             path = [(0, 0)] if length and widest > 1 and (slots or len(tree) == 1) else []
             if not _keeps_records(loop):
@@ -79,7 +79,7 @@ def _choose(loop: DecodeLoop, logits_1V: Tensor) -> None:
 
 
 def _grow(loop: DecodeLoop, network: Network, max_length: int) -> None:
-    """Let the head read the trees that it grows: they may be wider than what is verified of them."""
+    """Run the head on the trees that it grows: they may be wider than what is verified of them."""
     drafter, bounds = loop.speculation.head, loop.speculation.policy.bounds
     assert drafter
     read = min(1 + bounds.topk * (bounds.num_steps - 1), max_length)
@@ -124,7 +124,7 @@ def _take_back(loop: DecodeLoop, network: Network, max_length: int) -> None:
 
 
 def _keeps_records(loop: DecodeLoop) -> bool:
-    """Tell whether what is accepted waits as records beside a state."""
+    """Return whether what is accepted waits as records beside a state."""
     return bool(loop.arena.layout.states) and isinstance(loop.speculation.backing, RecordBacking)
 
 

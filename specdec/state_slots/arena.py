@@ -23,7 +23,7 @@ SlotId = int | RecordSlot
 
 @dataclass(frozen=True, slots=True)
 class ArenaUsage:
-    """Say where an arena's bytes are. A shared block counts once; the dummy slab is in no figure."""
+    """Where an arena's bytes are. A shared block counts once; the dummy slab is in no figure."""
 
     capacity_bytes: int
     block_bytes: int
@@ -64,7 +64,7 @@ class BlockTables(Protocol):
     """Block tables that are updated when blocks move."""
 
     def may_move(self) -> bool:
-        """Tell whether every table can be updated now."""
+        """Return whether every table can be updated now."""
         ...
 
     def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
@@ -124,7 +124,7 @@ class Arena:
         """Counted by the networks that pass over this memory."""
 
     def attach_evictor(self, evictor: Evictor) -> None:
-        """Let this one evict when memory is short."""
+        """Attach what evicts when memory is short."""
         self._evictor = evictor
 
     def attach_tables(self, tables: BlockTables) -> None:
@@ -163,11 +163,11 @@ class Arena:
         return [divmod(slot, self.layout.records_per_slab) for slot in slots]
 
     def share_block(self, owner: Owner, block: int) -> None:
-        """Let `owner` hold a live block too; its bytes stay until the last owner lets go."""
+        """Make `owner` hold a live block too; its bytes stay until the last owner releases it."""
         self._blocks.share(owner, block)
 
     def share_state(self, owner: Owner, state: int) -> None:
-        """Let `owner` hold a live state too, which nothing writes from now on."""
+        """Make `owner` hold a live state too, which nothing writes from now on."""
         self._states.share(owner, state)
 
     def release_blocks(self, owner: Owner, blocks: Sequence[int]) -> None:
@@ -223,7 +223,7 @@ class Arena:
         return self._slab_bytes_SX[slab, place * size : (place + 1) * size]
 
     def can_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
-        """Tell whether all of these can be taken now, in any order; evict until they can."""
+        """Return whether all of these can be taken now, in any order; evict until they can."""
 
         def fits() -> bool:
             while not self._fits(blocks, states, records):
@@ -244,7 +244,7 @@ class Arena:
         return sum(len(pool.owners) for pool in self._pools.values())
 
     def might_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
-        """Tell whether all of these could be taken, perhaps after evicting, and evict nothing."""
+        """Return whether all of these could be taken, perhaps after evicting, and evict nothing."""
         return self._fits(blocks, states, records) or self._could_fit(blocks, states, records)
 
     @property

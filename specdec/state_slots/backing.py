@@ -34,11 +34,11 @@ class Backing(Protocol):
     arena: Arena
 
     def bytes_per_token(self) -> int:
-        """Say what one node of a window borrows."""
+        """Return what one node of a window borrows."""
         ...
 
     def has_room(self, nodes: int) -> bool:
-        """Say whether so many slots could be borrowed now."""
+        """Return whether so many slots could be borrowed now."""
         ...
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[Any] | None:
@@ -46,7 +46,7 @@ class Backing(Protocol):
         ...
 
     def dress(self, row: Row, slots: Sequence[Any]) -> Row:
-        """Tell a row which slots its nodes write."""
+        """Put the slots that its nodes write into a row."""
         ...
 
     def promote(
@@ -63,11 +63,11 @@ class RecordBacking:
         self.arena = arena
 
     def bytes_per_token(self) -> int:
-        """Say what one node of a window borrows."""
+        """Return what one node of a window borrows."""
         return self.arena.layout.record_bytes
 
     def has_room(self, nodes: int) -> bool:
-        """Say whether so many records could be borrowed now."""
+        """Return whether so many records could be borrowed now."""
         return not self.arena.layout.states or self.arena.can_take(records=nodes)
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[RecordSlot] | None:
@@ -75,7 +75,7 @@ class RecordBacking:
         return self.arena.take_records(owner, nodes) if self.arena.layout.states else ()
 
     def dress(self, row: Row, slots: Sequence[RecordSlot]) -> Row:
-        """Tell a row which records its nodes write."""
+        """Put the records that its nodes write into a row."""
         return row.writing(records=slots) if slots else row
 
     def promote(
@@ -94,11 +94,11 @@ class SnapshotBacking:
         self.arena = arena
 
     def bytes_per_token(self) -> int:
-        """Say what one node of a window borrows: a state has a slab to itself."""
+        """Return what one node of a window borrows: a state has a slab to itself."""
         return self.arena.layout.states_per_slab * self.arena.layout.slab_bytes
 
     def has_room(self, nodes: int) -> bool:
-        """Say whether so many states could be borrowed now."""
+        """Return whether so many states could be borrowed now."""
         return not self.arena.layout.states or self.arena.can_take(states=nodes)
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[int] | None:
@@ -106,7 +106,7 @@ class SnapshotBacking:
         return self.arena.take_snapshots(owner, nodes) if self.arena.layout.states else ()
 
     def dress(self, row: Row, slots: Sequence[int]) -> Row:
-        """Tell a row which states its nodes write."""
+        """Put the states that its nodes write into a row."""
         return row.writing(snapshots=slots) if slots else row
 
     def promote(

@@ -63,14 +63,14 @@ class KVRegion(NamedTuple):
 
 
 class PageParts(NamedTuple):
-    """Say where the layers' keys and values lie within a block, and what they take together, in bytes."""
+    """Where the layers' keys and values are within a block, and what they take together, in bytes."""
 
     regions: tuple[KVRegion, ...]
     size: int
 
 
 class StateOffsets(NamedTuple):
-    """Say where a layer's state [H, K, W] and its window [C, I] start within a slot, in bytes."""
+    """Where a layer's state [H, K, W] and its window [C, I] start within a slot, in bytes."""
 
     state: int
     window: int

@@ -12,7 +12,7 @@ CAN_RELEASE = sys.platform == "linux"
 
 
 def release_heap() -> None:
-    """Have the C library give back what it keeps of freed memory: most of an unloaded model's weights.
+    """Make the C library give freed memory back to the system: most of an unloaded model's weights.
 
     Another library than glibc is left alone.
     """

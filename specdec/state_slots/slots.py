@@ -53,7 +53,7 @@ class SlabList:
         self.free = list(range(1, len(self.kinds)))
 
     def reopen(self, slab: int, kind: Kind) -> None:
-        """Let a slab serve a class again after `forget`."""
+        """Assign a slab to a class again after `forget`."""
         if self.kinds[slab] is None:
             self.free.remove(slab)
             heapify(self.free)
@@ -99,7 +99,7 @@ class SlotPool:
         """Free slots in partly used slabs."""
 
     def hold_again(self, owner: Owner, slots: Sequence[int]) -> None:
-        """Let an owner hold the slots after `forget` that were its own before, of the same generation."""
+        """Make an owner hold slots after `forget` that were its own before, of the same generation."""
         for slot in slots:
             slab, place = divmod(slot, self.per_slab)
             self.slabs.reopen(slab, self.kind)

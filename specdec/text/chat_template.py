@@ -68,7 +68,7 @@ class ChatTemplate:
             ) from error
 
     def takes(self, variable: str) -> bool:
-        """Tell whether the template has a variable, such as `tools`."""
+        """Return whether the template has a variable, such as `tools`."""
         return variable in self._variables
 
     def check_roles(self, messages: Sequence[Message]) -> None:

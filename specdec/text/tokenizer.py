@@ -101,7 +101,7 @@ class Tokenizer:
         return other
 
     def is_silent(self, token: int) -> bool:
-        """Tell whether a token has no text: a special one, or an id that only the model's table has."""
+        """Return whether a token has no text: a special one, or an id that only the model's table has."""
         return token in self._special or self.inner.id_to_token(token) is None
 
 

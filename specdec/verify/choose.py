@@ -112,7 +112,7 @@ class Chooser:
         return bool(self.limits) and any(limit.is_slow for limit in self.limits)
 
     def knows(self, path: tuple[int, ...] = ()) -> bool:
-        """Tell whether a token can be chosen behind a path: what limits allow there is known."""
+        """Return whether a token can be chosen behind a path: what limits allow there is known."""
         return not self.limits or all(limit.knows(path) for limit in self.limits)
 
 
@@ -270,7 +270,7 @@ def _joined(columns: Sequence["array[Any]"], device: torch.device) -> Tensor:
 
 
 def ask(nodes: Iterable[Node]) -> list[Chooser]:
-    """Have it found out what limits allow at some nodes, and return whose they are."""
+    """Start computing what limits allow at some nodes, and return whose they are."""
     paths: dict[Chooser, list[tuple[int, ...]]] = {}
     for node in nodes:
         if node.chooser.limits:

@@ -23,24 +23,24 @@ class Limit(Protocol):
 
     @property
     def fault(self) -> str | None:
-        """Tell why the output cannot go on: it is where nothing may follow and is no end, for instance."""
+        """Return why the output cannot go on: nothing may follow and it is no end, for instance."""
 
     @property
     def is_over(self) -> bool:
-        """Tell whether no token may follow, as far as that is known: the output has reached its end."""
+        """Return whether no token may follow, as far as that is known: the output has reached its end."""
 
     @property
     def is_slow(self) -> bool:
-        """Tell whether it was late of late, so that drafts had better not ask it more."""
+        """Return whether it was late recently, so that drafts had better not ask it more."""
 
     def ask(self, paths: Collection[tuple[int, ...]]) -> None:
-        """Have it found out what may follow the output and paths of drafted tokens."""
+        """Start computing what may follow the output and paths of drafted tokens."""
 
     def wait(self, until_s: float, *, always: bool) -> None:
         """Wait for what was asked until then (`time.monotonic`): `always`, or unless it was late of late."""
 
     def knows(self, path: tuple[int, ...]) -> bool:
-        """Tell whether it is known what may follow a path."""
+        """Return whether it is known what may follow a path."""
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
         """Return what may follow the output and a path of drafted tokens, as int32 [W]; None: everything.
@@ -59,10 +59,10 @@ class Ready:
     fault: str | None = None
 
     def ask(self, paths: Collection[tuple[int, ...]]) -> None:
-        """Have nothing to find out."""
+        """Do nothing: there is nothing to compute."""
 
     def wait(self, until_s: float, *, always: bool) -> None:
-        """Have nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def knows(self, path: tuple[int, ...]) -> bool:
         return True

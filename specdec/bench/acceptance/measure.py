@@ -109,7 +109,7 @@ class Measurement:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Tell whether an output's last half repeats with a period of at most a third of it.
+    """Return whether an output's last half repeats with a period of at most a third of it.
 
     Such a text is easy to draft, and says nothing of a drafter.
     """
@@ -156,7 +156,7 @@ def measure(model: Model, batch: Sequence[Asked], params: Sequence[SamplingParam
 
 
 def measure_peer(peer: TransformersPeer, asked: Asked, count: int) -> Measurement:
-    """Let `transformers` write as many tokens as the engine did to one prompt, each the likeliest."""
+    """Write as many tokens with `transformers` as the engine wrote to one prompt, each the likeliest."""
     sample = peer.run([asked.ids], count - 1)
     assert sample.token_ids is not None
     answer = Answer(

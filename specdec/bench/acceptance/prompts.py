@@ -44,7 +44,7 @@ class Prompt:
 
 
 class NotAPromptError(Exception):
-    """Say what is wrong with one line of a file."""
+    """One line of a file is not a prompt."""
 
 
 def choose(path: Path | None, categories: Sequence[str] = (), limit: int | None = None) -> list[Prompt]:
@@ -142,7 +142,7 @@ def _prompt(value: Any, where: str, category: str) -> Prompt:
 
 
 def _content(value: Any, field: str) -> tuple[str | None, tuple[int, ...] | None, tuple[Message, ...]]:
-    """Tell by its kind what a field holds: a text, token ids, turns of the user, or messages."""
+    """Read a field by its kind: a text, token ids, turns of the user, or messages."""
     match value:
         case str():
             return value, None, ()

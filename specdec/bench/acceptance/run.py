@@ -159,7 +159,7 @@ class Run:
         }
 
     def _units(self) -> Iterator[Unit]:
-        """Let categories and groups take turns, so that what was done by any time is some of each."""
+        """Alternate categories and groups: whatever is done by a deadline has some of each."""
         for_group = [
             [Unit(group, number, batch) for number, batch in enumerate(self._batches(group.batch))]
             for group in self.settings

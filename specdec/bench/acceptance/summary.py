@@ -80,7 +80,7 @@ def _record(setting: Setting, category: str, pairs: Sequence[Pair]) -> dict[str,
 
 
 def _prompt(answer: Answer) -> dict[str, Any]:
-    """Say of one prompt what tells a difference of two runs from their noise."""
+    """Describe one prompt, with what tells a difference between two runs from their noise."""
     return {
         "name": answer.name,
         "category": answer.category,
@@ -94,7 +94,7 @@ def _prompt(answer: Answer) -> dict[str, Any]:
 
 
 def _batch(pair: Pair) -> dict[str, Any]:
-    """Say how fast one batch was: what two runs have of the same prompts can be compared in pairs."""
+    """Return how fast one batch was: figures of two runs for the same prompts can be compared in pairs."""
     return {
         "prompts": [f"{answer.category}/{answer.name}" for answer in pair.own.answers],
         "tokens_per_second": pair.own.tokens_per_second,

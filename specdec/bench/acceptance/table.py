@@ -50,7 +50,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _checked(report: Mapping[str, Any]) -> str:
-    """Say what came of the comparison of texts."""
+    """Return what came of the comparison of texts."""
     whole = [r for r in report["records"] if r["category"] == ALL and r["differing_texts"] is not None]
     drafted = [r for r in whole if r["setting"]["draft"] not in (NONE, TRANSFORMERS)]
     texts, other = sum(r["prompts"] for r in drafted), sum(r["differing_texts"] for r in drafted)
@@ -132,7 +132,7 @@ def _twin(record: Record) -> str:
 
 
 def _steps(records: Sequence[Record]) -> Iterator[str]:
-    """Say of each setting that drafts, over all prompts, what its steps did and took."""
+    """Summarise, for each setting that drafts, what its steps did and took over all prompts."""
     whole = [r for r in records if r["category"] == ALL and r["drafted_per_step"]]
     for record in whole:
         spent = ", ".join(f"{phase} {ms:.2f}" for phase, ms in record["ms_per_step"].items() if ms)

@@ -79,7 +79,7 @@ class Engines:
         return Trace(name, whole.turns[:count])
 
     def warm_up(self, trace: Trace) -> None:
-        """Let both answer what nothing that counts begins with."""
+        """Send both requests whose beginnings do not count."""
         for turn in trace.turns[:WARMUP]:
             prompt = [(token + 1) % self.vocab for token in turn.prompt.tolist()]
             for engine in (self.off, self.on):

@@ -138,7 +138,7 @@ class _Run(Generic[A]):
         self._admit()
 
     def _leave(self, number: int) -> None:
-        """Let the session's next turn come, if it has been waiting for this one."""
+        """Start the session's next turn, if it was waiting for this one."""
         self.on_turn()
         own = self._of_session[self.turns[number].session]
         own.popleft()

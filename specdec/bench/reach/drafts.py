@@ -69,7 +69,7 @@ def head_layers(engine: SpecEngine) -> range:
 def hand_over(
     reader: SpecEngine, writer: SpecEngine, prompt: list[int], *, forget: Sequence[int] = ()
 ) -> None:
-    """Let one engine read a prompt and another go on, but for what these layers and the head know of it."""
+    """Prefill a prompt on one engine and decode on another, without these layers' memory or the head's."""
     landing = writer.transfers.begin_landing(prompt[:-1], SOLE).result(LIMIT_S)
     loan = reader.transfers.lend(reader.prepare(prompt, SamplingParams(max_tokens=1)))
     lent = loan.done.result(LIMIT_S)

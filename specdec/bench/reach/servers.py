@@ -67,7 +67,7 @@ def surroundings(environment: Mapping[str, str], around: Mapping[str, str]) -> d
 
 @contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Let what this thread starts run on one core; a child has its parent's cores from its first moment."""
+    """Run what this thread starts on one core; a child has its parent's cores from its first moment."""
     before = os.sched_getaffinity(0) if core is not None else None
     if core is not None:
         os.sched_setaffinity(0, {core})

@@ -96,7 +96,7 @@ class Rooms:
         return reply
 
     async def _read(self, session: aiohttp.ClientSession, body: Body) -> str | None:
-        """Let the prompt be read; return what went wrong."""
+        """Prefill the prompt; return what went wrong."""
         try:
             async with session.post(
                 f"{self._prefill}/v1/completions", json={**body, "stream": False}

@@ -89,7 +89,7 @@ def _arena_bytes(layout: Layout, tokens: int) -> int:
 
 
 def view_of(arena: Arena) -> ArenaView:
-    """Tell of an arena what a peer has to know."""
+    """Describe an arena to a peer."""
     return ArenaView(arena.data.data_ptr(), arena.data.nbytes, Cut.of(arena.layout), 1, 0, 0)
 
 

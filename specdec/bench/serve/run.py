@@ -136,7 +136,7 @@ def _refuse_useless(base: str, outcomes: Sequence[Outcome]) -> None:
 
 
 def _asked(options: ServeOptions, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Say what was sent."""
+    """Describe what was sent."""
     return {
         "endpoint": "chat" if options.chat else "completions",
         "prompts": {

@@ -63,7 +63,7 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
 
 
 def has_gauge(metrics: Metrics) -> bool:
-    """Tell whether a server shows a length worth reading while it works."""
+    """Return whether a server shows a length worth reading while it works."""
     return any((name, None) in metrics for name in GAUGES)
 
 

@@ -57,7 +57,7 @@ class Outcome:
 
 
 class Fault(Exception):
-    """Say in words why an answer cannot be used."""
+    """Why an answer cannot be used."""
 
 
 @dataclass(slots=True)

@@ -134,7 +134,7 @@ class Chat:
         return True
 
     def remark(self, answer: "Answer") -> str | None:
-        """Say why an answer ended, unless the model ended it, and what to do about it.
+        """Explain why an answer ended, unless the model ended it, and what to do about it.
 
         Where nothing else can be typed, as after `--message`, that is an option.
         """
@@ -149,7 +149,7 @@ class Chat:
 
     @property
     def make_room(self) -> str:
-        """Say how a chat gets shorter, or the context longer."""
+        """Explain how to shorten a chat or lengthen the context."""
         most = self.engine.model.network.spec.max_length
         longer = f"; --max-model-len takes up to {most:,}" if most > self.max_model_len else ""
         return f"{'/undo or /clear' if self.is_talk else 'a shorter message'} makes room{longer}"

@@ -111,7 +111,7 @@ class Keyboard:
 
     @contextlib.contextmanager
     def _keeping_history(self) -> Iterator[None]:
-        """Say once why no history is kept, where none can be."""
+        """Warn once if the history cannot be kept."""
         try:
             yield
         except OSError as error:
@@ -128,7 +128,7 @@ class Keyboard:
 
 @contextlib.contextmanager
 def handling_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have Ctrl-C handled so meanwhile, unless it is ignored: whatever started us wanted that."""
+    """Handle Ctrl-C in the block, unless it is ignored: that is what the caller of this process wanted."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         yield

@@ -43,15 +43,15 @@ class View:
         self._is_line_open = self._is_thinking = False
 
     def say(self, text: str) -> None:
-        """Say what was asked for."""
+        """Print what was asked for."""
         self._say(text, "")
 
     def notice(self, text: str) -> None:
-        """Say what is no answer."""
+        """Print what is not part of an answer."""
         self._say(text, DIM)
 
     def error(self, text: str) -> None:
-        """Say what is wrong."""
+        """Print an error."""
         self._say(text, ALARM)
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:

@@ -38,11 +38,11 @@ class Run(Protocol):
         ...
 
     def size(self, count: int) -> int:
-        """Say how many rows run for so many."""
+        """Return how many rows run for so many requests."""
         ...
 
     def refusal(self, requests: Sequence[Request]) -> str | None:
-        """Say why steps of these are better left to the host; None: they are worth running here."""
+        """Return why steps of these are better left to the host; None: they are worth running here."""
         ...
 
     def prepare(self) -> bool:
@@ -52,7 +52,7 @@ class Run(Protocol):
     def __call__(self, key: GraphKey, size: int) -> Tensor: ...
 
     def prefill_drafter(self, key: GraphKey, size: int) -> None:
-        """Let the head read what it has yet to, and draft the first windows."""
+        """Read all that the head has not read, and draft the first windows."""
         ...
 
 

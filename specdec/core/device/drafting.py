@@ -48,7 +48,7 @@ class DeviceDrafter:
         window: int | None,
         noise: bool = True,
     ) -> None:
-        """Let the head's attention read `window` tokens before what it reads at once; None: all."""
+        """Limit the head's attention to `window` tokens before what it reads at once; None: no limit."""
         self.head, self.kernels, self.arena, self.pack = head, kernels, arena, pack
         self.window, self.noise = window, noise
         self.table_3DR = torch.tensor(table, dtype=torch.float64, device=arena.data.device)
@@ -59,7 +59,7 @@ class DeviceDrafter:
 
     @torch.inference_mode()
     def draft(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor, most: int) -> None:
-        """Let the head read what it has yet to, from position `start` on, and grow the next windows.
+        """Read all that the head has not read, from position `start` on, and grow the next windows.
 
         `count` says how many hidden states are to be read, `most` how many that can be. Where it is none, as
         in a row whose numbers were NaN, what is drafted is of no use and does no harm.
@@ -105,7 +105,7 @@ class DeviceDrafter:
             to_BM[:, :m] = best_BM
 
     def _follow(self, rows: Rows, shape: Shape, depth: int, read: Read, level: Read) -> tuple[Tensor, Read]:
-        """Let the head read the frontier; return what it wrote there, and all that it has read of the draft.
+        """Read the frontier with the head; return what it wrote there, and all that it has read of the draft.
 
         A chain goes on where it ended; a tree is read again from its root.
         """

@@ -65,7 +65,7 @@ def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
 
 
 def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:
-    """Tell the device of the blocks that it does not know yet."""
+    """Send the device the blocks that it does not know yet."""
     width = rows.table_BN.shape[1]
     places: list[int] = []
     blocks: list[int] = []

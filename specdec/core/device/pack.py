@@ -95,7 +95,7 @@ def spread(x_B: Tensor, count: int) -> Tensor:
 
 
 def rules(rows: Rows, count: int, *, filtered: bool) -> Rules:
-    """Say how each of a row's nodes chooses: by its temperature, or by every number of its rule."""
+    """Return the sampling rules of each row's nodes: the temperature alone, or all of them."""
     if not filtered:
         return Rules(spread(rows.temperature_B, count))
     return Rules.of(spread(x_B, count) for x_B in rows.rule_B)

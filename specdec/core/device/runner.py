@@ -75,7 +75,7 @@ class Runner(ABC):
 
     @abstractmethod
     def _reads(self, requests: Sequence[Request]) -> bool:
-        """Tell whether a head is to read what these requests accept, so that it can draft."""
+        """Return whether a head is to read what these requests accept, so that it can draft."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -144,7 +144,7 @@ class Runner(ABC):
         return any(own.params.speculate for own in requests)
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
-        """Say why a step of these is the host's, if it is."""
+        """Return why the host runs this step, if it does."""
         if self._drafts_on_host(requests) and self.host.speculation.policy.plans_next:
             return PLANNED
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
@@ -363,10 +363,10 @@ class HostDraftRunner(Runner):
         return False
 
     def _start(self) -> None:
-        """Have nothing to do: the windows come with each step."""
+        """Do nothing: the windows come with each step."""
 
     def _drain(self) -> None:
-        """Have nothing to read: every step was."""
+        """Do nothing: every step was read."""
 
     def _advance(self) -> bool:
         clock, speculation, requests = Clock(), self.host.speculation, self.batch.requests

@@ -77,7 +77,7 @@ class DeviceStep:
             self.drafter.draft(rows, key, rows.start_B, rows.count_B, rows.follows_BP.shape[1])
 
     def _slots(self, rows: Rows, nodes: int) -> Slots | None:
-        """Say where the windows start from; nodes that may be taken back leave records or states."""
+        """Return where the windows start from; nodes that may be rejected leave records or states."""
         if not self.has_states:
             return None
         if self.snapshots:

@@ -55,7 +55,7 @@ class TapedSteps:
         return result_BX.clone()
 
     def prefill_drafter(self, key: GraphKey, size: int) -> None:
-        """Let the head read what it has yet to, and draft the first windows."""
+        """Read all that the head has not read, and draft the first windows."""
         self._run(("prefill", key, size), partial(self.step.prefill_drafter, self.rows.part(0, size), key))
 
     def _run(self, form: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:

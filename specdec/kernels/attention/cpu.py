@@ -44,7 +44,7 @@ def attend(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Let each node see its row's committed tokens, its ancestors and itself, or the last `window` of them.
+    """Attend from each node to its row's committed tokens, its ancestors and itself; `window` limits these.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order. Where
     keys hold their values, torch's kernel gets whole keys for these: it takes no narrower ones.
@@ -152,7 +152,7 @@ def _attend(q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, mask_ML: Tensor | Non
 
 
 def _fold_pays(width: int, sharing: int, dtype: torch.dtype) -> bool:
-    """Tell whether reading the keys once for all query heads that share them is measured to be faster."""
+    """Return whether reading the keys once for all query heads that share them is measured to be faster."""
     if width >= FOLD_BELOW:
         return False
     return sharing > 2 or (sharing == 2 and width == 1 and dtype != torch.bfloat16)

@@ -41,7 +41,7 @@ class Scratch(NamedTuple):
 
 
 def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
-    """Say whether XQA takes a group's windows: those of one token, and those that may be taken back.
+    """Return whether XQA takes a group's windows: those of one token, and those that may be taken back.
 
     Others come in any width, those of prompts among them. It counts strides in whole heads, and reads values
     that are their own. Layers that see a part of the past are not handed over: what it would make of a tree
@@ -62,7 +62,7 @@ def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
 
 
 def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, scratch: Scratch) -> Tensor:
-    """Let each node see its row's committed tokens, its ancestors and itself.
+    """Attend from each node to its row's committed tokens, its ancestors and itself.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """

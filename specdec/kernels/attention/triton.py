@@ -36,7 +36,7 @@ def attend(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Let each node see its row's committed tokens, its ancestors and itself, or the last `window` of them.
+    """Attend from each node to its row's committed tokens, its ancestors and itself; `window` limits these.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """

@@ -82,7 +82,7 @@ def chunk_scan(
 
 @triton.jit
 def _over(above, b, M, to, by, TREE: tl.constexpr):
-    """Say which of the nodes `by` are ancestors of the nodes `to`, or these themselves."""
+    """Return which of the nodes `by` are ancestors of the nodes `to`, or these themselves."""
     there = (to < M)[:, None] & (by < M)[None, :]
     if TREE:
         return tl.load(above + (b * M + to[:, None]) * M + by[None, :], mask=there, other=0) != 0

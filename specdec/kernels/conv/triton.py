@@ -107,7 +107,7 @@ _TILE = {"BLOCK": CHANNELS, "BM": TOKENS, "num_warps": 4}
 
 
 def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | None]:
-    """Say where a group's windows, path, records and taps are, in the kernels' words."""
+    """Return a group's windows, path, records and taps as kernel arguments."""
     path = group.path
     window, window_by_slot, slots, record, by_slab, by_place = inputs_of(memory, group.state_B)
     path_slab, path_place = record_ids(path)
@@ -131,7 +131,7 @@ def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | Non
 
 
 def inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[Tensor, int, Tensor, Tensor, int, int]:
-    """Say where windows, which lie [C, I], and the records' inputs are, and which windows are meant."""
+    """Return where windows, stored [C, I], and the records' inputs are, and which windows are meant."""
     window, record = memory.window_SIC, memory.input_SRC
     by_slab, by_place = outer_strides(record, 1)
     return window, window_stride(window), dense(slot_B), record, by_slab, by_place

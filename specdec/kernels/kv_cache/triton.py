@@ -52,7 +52,7 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
 
 
 def page_strides(pages_NPXJD: Tensor) -> dict[str, int]:
-    """Say how far blocks, parts, tokens and heads lie apart, in the kernels' words.
+    """Return the strides of blocks, parts, tokens and heads as kernel arguments.
 
     Blocks in sixteens of entries: so a kernel knows how they are aligned.
     """

@@ -106,7 +106,7 @@ def experts(
 def mix(
     x_TD: Tensor, up: Multiply, activate: Activate, down: Multiply, index_TA: Tensor, weight_TA: Tensor
 ) -> Tensor:
-    """Let each expert answer all of its tokens at once.
+    """Compute each expert for all of its tokens at once.
 
     A token's answers are added in the order of its experts, whatever else is in the batch. An answer is
     rounded to the model's dtype, its product with the weight to the wider of their two, and the sum once.

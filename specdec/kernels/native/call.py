@@ -67,7 +67,7 @@ def _function(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
 
 
 def serves(x_T: Tensor) -> bool:
-    """Tell whether a packed tensor is small, on a CPU, and of a type that the C functions support."""
+    """Return whether a packed tensor is small, on a CPU, and of a type that the C functions support."""
     return x_T.shape[0] <= TOKENS and x_T.is_cpu and x_T.dtype in SUFFIX
 
 
@@ -92,7 +92,7 @@ def path_width(group: Group) -> int:
 
 
 def has_room(group: Group) -> bool:
-    """Tell whether a thread's stack holds what is undecided."""
+    """Return whether a thread's stack holds what is undecided."""
     undecided = group.record is not None or group.snapshot_BM is not None
     return path_width(group) <= MOST and not (undecided and group.width > MOST)
 

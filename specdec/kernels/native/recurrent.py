@@ -207,12 +207,12 @@ MAMBA = ComposedMamba(causal_conv, path_conv, mamba_step, scan_window, gated_nor
 
 
 def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...]:
-    """Say where the convolution finds and leaves its inputs."""
+    """Return where the convolution reads and writes its inputs."""
     return *_inputs_of(memory, group.state_B), *ids(group), pointer(group.tap_BMC)
 
 
 def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int | None, ...]:
-    """Say where the windows and the records' inputs lie."""
+    """Return where the windows and the records' inputs are."""
     window = memory.window_SIC
     return window.data_ptr(), window_stride(window), pointer(slot_B), *strided(memory.input_SRC, 1)
 

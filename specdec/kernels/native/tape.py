@@ -246,7 +246,7 @@ def _place(x: Tensor) -> int:
 
 
 def _shares(result: Any, source: Any) -> bool:
-    """Tell whether a result lies where its source does, as some views do where nothing is converted."""
+    """Return whether a result lies where its source does, as some views do where nothing is converted."""
     return isinstance(source, Tensor) and all(_place(part) == _place(source) for part in _tensors([result]))
 
 

@@ -30,7 +30,7 @@ _QUICK = "-O2"
 
 
 def _x86(name: str, title: str, needs: tuple[str, ...], *flags: str) -> Target:
-    """Tell the compiler of the features one by one: older ones know no name for all of them together."""
+    """Pass the compiler each feature by name: older ones have no name for all of them together."""
     features = (f"-m{feature.replace('amx_', 'amx-').replace('_', '')}" for feature in needs)
     return Target(name, title, "x86_64", needs, (*features, *flags))
 

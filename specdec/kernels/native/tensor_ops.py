@@ -42,7 +42,7 @@ class TensorOps:
 
     @classmethod
     def knows(cls, name: str) -> bool:
-        """Tell whether an operation of torch, in place or not, may be recorded."""
+        """Return whether an operation of torch, in place or not, may be recorded."""
         return name in BINARY or hasattr(cls, f"_do_{name}")
 
     def record(self, name: str, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def fold_state(
 def path_arguments(
     memory: RecurrentMemory, path: RecordIds | None, length_B: Tensor | None, k_path_BPGK: Tensor | None
 ) -> dict[str, Tensor | int | None]:
-    """Say where updates and decays of records are, and which of them stand on the paths."""
+    """Return where updates and decays of records are, and which of them are on the paths."""
     update, decays = memory.update_SRHW, memory.decay_SRH
     update_by_slab, update_by_place = outer_strides(update, 2)
     decay_by_slab, decay_by_place = outer_strides(decays, decays.ndim - 2)
@@ -57,7 +57,7 @@ def path_arguments(
 
 @triton.jit
 def inside(w, first, W: tl.constexpr, BW: tl.constexpr):
-    """Say which columns of a block there are; where blocks fit, the compiler knows that all are."""
+    """Return which columns of a block exist; where blocks fit, the compiler knows that all do."""
     if W % BW == 0:
         return w < BW
     return w < W - first

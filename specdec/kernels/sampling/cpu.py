@@ -178,7 +178,7 @@ def _cut_tail(scores_NV: Tensor, rules: Rules, warm_N: Tensor) -> None:
 
 
 def _cut(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor | None) -> Tensor:
-    """Tell which tokens of each row go: those below the last score that stays, and all but its first equals.
+    """Return which tokens of each row are cut: those below the last score that stays, and its later equals.
 
     What is no number is neither, and stays for the choice to see.
     """

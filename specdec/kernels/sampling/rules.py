@@ -80,7 +80,7 @@ class RowRule(NamedTuple):
 
     @property
     def is_filtered(self) -> bool:
-        """Tell whether more than the temperature counts."""
+        """Return whether more than the temperature counts."""
         return self.temperature > 0 and self[1:] != type(self)()[1:]
 
 
@@ -125,5 +125,5 @@ class Rules:
 
     @property
     def is_uniform(self) -> bool:
-        """Tell whether they treat all tokens alike but for their logits."""
+        """Return whether they treat all tokens alike but for their logits."""
         return self.bias is None and self.penalties is None and self.mask is None

@@ -56,12 +56,12 @@ def without_user(text: object) -> str:
 
 
 def explain(error: Exception, name: HubName) -> CheckpointError:
-    """Say what went wrong with a model, and the remedy."""
+    """Return an error that says what went wrong with a model, and the remedy."""
     return CheckpointError(without_user(_explain(error, name)), field="model")
 
 
 def in_part(name: HubName, folder: Path, lacks: Iterable[str], error: Exception) -> CheckpointError:
-    """Say that the cache does not have all of a model, and why the rest cannot be downloaded."""
+    """Return the error for a model of which the cache lacks a part that cannot be downloaded."""
     return CheckpointError(
         f"{name} is in the cache only in part: {folder} lacks {few(lacks)}, and {_why_no_more(error, name)}; "
         "or give the path of that folder, if it is whole without",
@@ -70,7 +70,7 @@ def in_part(name: HubName, folder: Path, lacks: Iterable[str], error: Exception)
 
 
 def begun(name: HubName, folder: Path, error: Exception) -> CheckpointError:
-    """Say that a download was interrupted, why it cannot go on, and that it would where it stopped."""
+    """Return the error for an interrupted download that cannot go on now, but would where it stopped."""
     return CheckpointError(
         f"{name} is in the cache only in part: its download to {folder} was interrupted, and would go on "
         f"where it stopped, but {_why_no_more(error, name)}",
@@ -79,7 +79,7 @@ def begun(name: HubName, folder: Path, error: Exception) -> CheckpointError:
 
 
 def refusal_of(error: Exception) -> str | None:
-    """Say how the hub refuses a model, if that is why it does not say what it is."""
+    """Return how the hub refuses a model, if that is why it does not describe it."""
     if not isinstance(error, errors.HfHubHTTPError) or error.response.status_code not in REFUSALS:
         return None
     return f"{without_user(constants.ENDPOINT)} {REFUSALS[error.response.status_code]}"
@@ -92,7 +92,7 @@ def _why_no_more(error: Exception, name: HubName) -> str:
 
 
 def no_room(name: HubName, needed: int, free: int) -> CheckpointError:
-    """Say that the disk cannot hold a download."""
+    """Return the error for a disk that is too small for a download."""
     return CheckpointError(
         f"{name} needs {size_of(needed)} more in {cache_folder()}, where {size_of(free)} are free; make room "
         "(`hf cache rm` deletes models), or set HF_HOME to a folder on a larger disk",

@@ -266,7 +266,7 @@ class _Partial:
             raise self.damage("does not have the SHA-256 that the hub promises")
 
     def damage(self, what: str) -> CheckpointError:
-        """Say that what the server sent is not the file."""
+        """Return the error for bytes from the server that are not the file."""
         return CheckpointError(
             f"what came from {without_user(self.blob.url)} {what}; run this again, and look for a proxy or a "
             "mirror that changes files",

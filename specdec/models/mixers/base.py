@@ -94,11 +94,11 @@ class Mixer(ABC):
     """The forms of draft slots that it can take tokens back in; one without a state supports any."""
 
     def kv_shape(self) -> KVShape | None:
-        """Say what it keeps of each token, if it attends."""
+        """Return what it keeps of each token, if it attends."""
         return None
 
     def state_shape(self) -> StateShape | None:
-        """Say what it keeps of a whole sequence, if it is recurrent."""
+        """Return what it keeps of a whole sequence, if it is recurrent."""
         return None
 
     def ropes(self) -> tuple[Rope, ...]:
@@ -118,7 +118,7 @@ class Mixer(ABC):
         return 0.0
 
     def reach(self) -> int | None:
-        """Say to how many tokens one attends at most, itself included; None: to all before it."""
+        """Return to how many tokens one attends at most, itself included; None: to all before it."""
         return None
 
     @abstractmethod

@@ -112,7 +112,7 @@ class _Layers:
         self.all = _LINEAR in listed
 
     def match(self, name: str) -> bool:
-        """Tell whether an expression describes a layer."""
+        """Return whether an expression describes a layer."""
         return any(pattern.match(name) for pattern in self.patterns)
 
 

@@ -26,5 +26,5 @@ def error_body(failure: Failure) -> dict[str, Any]:
 
 
 def speaks_anthropic(path: str, headers: Mapping[str, str]) -> bool:
-    """Tell whether a request is one of Anthropic's API, in whose form its error is."""
+    """Return whether a request uses Anthropic's API, in whose form its error is."""
     return VERSION in headers or path == PATH or path.startswith(f"{PATH}/")

@@ -67,7 +67,7 @@ class Lender:
         self.book = book
 
     async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[Loaned]:
-        """Have prompts read for another server, which finds them by their rooms or by what `told` says.
+        """Prefill prompts for another server, which finds them by their rooms or by what `told` returns.
 
         They begin together, once what is held for others leaves room: none waits while it holds another.
         Where all who asked for the rooms have given up meanwhile, nothing is read: it would be held in vain,
@@ -112,7 +112,7 @@ class Lender:
         return int(self._share(caller) * self._most_bytes)
 
     def _has_room(self, num_bytes: int, caller: str) -> bool:
-        """Tell whether so much may be held now: what one key had read leaves room for what others will."""
+        """Return whether so much may be held now: what one key had prefilled leaves room for others."""
         if self.book.held_by(caller) + num_bytes > self._most_of(caller):
             return False
         return self.book.figures.held_bytes + num_bytes <= self._most_bytes
@@ -174,14 +174,14 @@ class Lender:
         return {"lease": lease.id, "mac": mac, "tokens": lease.prompt.length}
 
     def refuse(self, rooms: Sequence[int | None]) -> None:
-        """Let whoever waits in a room know at once that nothing will be in it."""
+        """Tell the readers that wait in a room at once that nothing will be in it."""
         for room in rooms:
             if room is not None:
                 self.book.rooms.fail(room)
 
     @contextlib.contextmanager
     def heard(self, asked: Asked | None) -> Iterator[None]:
-        """Let whoever waits in a request's rooms know at once if it fails in here."""
+        """Tell the readers that wait in a request's rooms at once if it fails in the block."""
         try:
             yield
         except BaseException:

@@ -52,7 +52,7 @@ class Lending:
             self._until.end(failure)
 
     async def __aiter__(self) -> AsyncIterator[Said]:
-        """Say of each prompt, once it has been read, that it has; at the end, by what it is fetched."""
+        """Yield each prompt once it has been prefilled; at the end, by what it is fetched."""
         async with self._until.held():
             self._loaned = await self._lend()
         keeping = asyncio.create_task(self._keep(), name="leases to be handed on")

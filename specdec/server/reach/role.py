@@ -104,5 +104,5 @@ def _check_nothing_given(config: ServerConfig) -> None:
 
 
 def _without(config: ServerConfig) -> str:
-    """Say how a server is started without a part."""
+    """Explain how a server is started without a part."""
     return f"unset {VARIABLE}" if config.role is None else f"leave role out and unset {VARIABLE}"

@@ -89,14 +89,14 @@ class Rates:
         return self._copied_s
 
     def pays(self, copied_bytes: int, work: float) -> bool:
-        """Tell whether to copy takes less time than to read; until both were measured it is tried."""
+        """Return whether copying takes less time than computing; until both were measured it is tried."""
         copied_s = self.copied_s
         if copied_s is None or self.read_s is None:
             return True
         return copied_bytes * copied_s < work * self.read_s
 
     def observe_copy(self, copied_bytes: int, seconds: float) -> None:
-        """Hear of a copy that another has made and timed."""
+        """Add a copy that another has made and timed."""
         self._copied_s = _mean(self._copied_s, seconds / max(copied_bytes, 1))
 
     def doubt(self) -> None:
@@ -105,7 +105,7 @@ class Rates:
             self._copied_s *= 1 - RECENT
 
     def observe_reading(self, work: float, seconds: float) -> None:
-        """Hear of a step that did nothing but read prompts."""
+        """Add the time of a step that only prefilled."""
         if work > 0:
             self.read_s = _mean(self.read_s, seconds / work)
 

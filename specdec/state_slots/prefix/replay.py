@@ -82,7 +82,7 @@ class Replay:
         self.cache.leave(live.lease)
 
     def serve(self, prompt: Ids, whole: Ids, tenant: Tenant = SOLE) -> int:
-        """Let a request live with no other beside it; return the tokens that it need not read."""
+        """Serve a request alone; return the tokens that it need not compute."""
         live = self.admit(prompt, len(whole) - len(prompt), tenant)
         if live is None:
             return 0

@@ -202,7 +202,7 @@ class Tier:
             self.lower.forget()
 
     def _is_evictable(self, node: Node, caller: str | None = None) -> bool:
-        """Tell whether evicting a node frees anything: its state, or all of it when it is a leaf."""
+        """Return whether evicting a node frees anything: its state, or all of it when it is a leaf."""
         if caller is not None and node.tenant.caller != caller:
             return False
         if node.is_root or len(node.children) > 1 or node in self.tree.pinned:

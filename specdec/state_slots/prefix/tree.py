@@ -157,7 +157,7 @@ class Tree:
         node.parent = None
 
     def holds(self, node: Node) -> bool:
-        """Tell whether a node is in the tree, and not on a branch that was cut off."""
+        """Return whether a node is in the tree, and not on a branch that was cut off."""
         path = node.path()
         return all(own.parent and own.parent.children.get(int(own.edge[0])) is own for own in path)
 
@@ -183,7 +183,7 @@ class Tree:
         return child
 
     def _may_grow(self, node: Node, table: list[int]) -> bool:
-        """Tell whether a node is a leaf without a state, and `table` continues in its last block."""
+        """Return whether a node is a leaf without a state, and `table` continues in its last block."""
         if node.is_root or node.children or node.state is not None:
             return False
         return not self.pages or table[(node.end - 1) // self.size] == node.blocks[-1]

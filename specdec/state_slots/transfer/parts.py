@@ -18,7 +18,7 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Say where a rank keeps its units of one tensor: `length` bytes of each unit in every row."""
+    """Where a rank keeps its units of one tensor: `length` bytes of each unit in every row."""
 
     units: range
     offset: int

@@ -19,7 +19,7 @@ MAX_DESCRIPTORS = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class ArenaView:
-    """Say where one rank's arena lies and how it is laid out, for a peer that reads from it."""
+    """Where one rank's arena is and how it is laid out, for a peer that reads from it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 

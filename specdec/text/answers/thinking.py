@@ -118,7 +118,7 @@ def overruns(end: str, spelled: Iterable[str]) -> dict[str, list[int]]:
 
 
 class ThinkingTrack:
-    """Tell by an output's tokens, spelled out, where its thinking begins and ends; markers may be several."""
+    """Finds where the thinking in an output's tokens, spelled out, begins and ends; several markers work."""
 
     def __init__(self, start: str, end: str, spell: Callable[[int], str], *, opened: bool) -> None:
         self._start, self._end, self._spell = start, end, spell

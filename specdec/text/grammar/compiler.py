@@ -155,7 +155,7 @@ class Grammars:
         return Form(link, first, width=width, compile_again=partial(self._again, wanted))
 
     def _ask(self, link: Link, wanted: Wanted, until_s: float) -> Place:
-        """Have a process compile its grammar; return the mask of the first token."""
+        """Start compiling its grammar in a process; return the mask of the first token."""
         _, kind, source = wanted
         link.send(json.dumps([kind, source]).encode())
         answer = b""

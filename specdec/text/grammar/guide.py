@@ -72,7 +72,7 @@ class Form:
         self.numbers = itertools.count()
 
     def ask(self, guide: "Guide") -> None:
-        """Have a guide's questions answered."""
+        """Answer a guide's questions."""
         if guide not in self._guides:
             self._guides.add(guide)
             weakref.finalize(guide, self._ended.append, guide.number).atexit = False
@@ -160,7 +160,7 @@ class Guide:
 
     @property
     def fault(self) -> str | None:
-        """Tell why the output cannot go on, if so."""
+        """Return why the output cannot go on, if so."""
         here = self._known.get(())
         return NOWHERE if here and here.kind == Kind.DEAD else self._fault
 
@@ -171,7 +171,7 @@ class Guide:
 
     @property
     def is_slow(self) -> bool:
-        """Tell whether it was late or takes long, so that nothing is drafted for it for a while."""
+        """Return whether it was late or takes long, so that nothing is drafted for it for a while."""
         return self._patience > 0
 
     @property
@@ -187,7 +187,7 @@ class Guide:
         return torch.frombuffer(bounded, dtype=torch.int32) if bounded else None
 
     def ask(self, paths: Collection[Path]) -> None:
-        """Have it found out what may follow some paths. A fault ends all asking."""
+        """Start computing what may follow some paths. A fault ends all asking."""
         new = [path for path in paths if path not in self._known and path not in self._wanted]
         if self.fault or not new:
             return
@@ -214,7 +214,7 @@ class Guide:
         return True
 
     def job(self) -> Job:
-        """Tell the form's process what it has not heard of."""
+        """Return what the form's process does not know yet."""
         job = Job(self.number, self._taken[self._told :], self._unsent)
         self._told, self._unsent = len(self._taken), []
         return job
@@ -238,7 +238,7 @@ class Guide:
         self._wanted.clear()
 
     def begin_again(self) -> None:
-        """Have the whole output followed by another process."""
+        """Follow the whole output in another process."""
         self._told, self._unsent = 0, list(self._wanted)
 
 

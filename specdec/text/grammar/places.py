@@ -44,7 +44,7 @@ class Places:
         self._returned.put(caller)
 
     def has_share(self, caller: str) -> bool:
-        """Tell whether a caller has fewer than are its own at most."""
+        """Return whether a caller has fewer places than its own at most."""
         with self._changed:
             self._take_in()
             return self._taken[caller] < self._most
