@@ -255,7 +255,7 @@ class Gathered:
 
 
 class _Columns:
-    """Deltas behind one another."""
+    """Concatenated deltas, one array for each field."""
 
     def __init__(self, prompt_logprobs: tuple[TokenLogprob | None, ...] | None) -> None:
         self._prompt = prompt_logprobs

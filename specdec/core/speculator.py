@@ -113,15 +113,15 @@ class Speculation:
 
         Slots are borrowed from the backing, if `lend` has none.
         """
-        if new := sum(not row.is_decode for row in rows):
-            self.policy.on_new_batch(new / len(rows))
-        elif self.skips_plan([row.request for row in rows]):
+        if all(row.is_decode for row in rows) and self.skips_plan([row.request for row in rows]):
             return [None] * len(rows)
         self._forget_drafts()
         start_s = self.clock()
         drafts = self._draft(rows, lend)
         self._mark_s = self.clock()
         self._took_s = self._mark_s - start_s
+        if new := sum(not row.is_decode and bool(row.sample_at) for row in rows):
+            self.policy.on_new_rows(new / len(rows))
         return drafts
 
     def skips_plan(self, requests: Sequence[Request]) -> bool:
@@ -130,7 +130,7 @@ class Speculation:
         All its requests decode. Skipping costs next to nothing; every few steps it looks for repeated text.
         """
         self._forget_drafts()
-        if self._skips_draft:
+        if any(map(self.skips_draft, requests)):
             return False
         if self.policy.scans and self.looks:
             spare = MOST_INDEXED

@@ -20,9 +20,9 @@ from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.widths import MARGIN, Curve, Cut, best_cut, counts, gains, highest, rate
 from specdec.draft.worth import Budget, Worth
 
-PROBE_SHARE, LOOKUP_SHARE = 0.003, 0.004
-"""Part of the time that may go into drafts that are not expected to pay, to learn whether they would; and
-into plans and look-ups, where these have not paid of late."""
+PROBE_SHARE, LOOKUP_SHARE, TRIAL_SHARE = 0.003, 0.004, 0.005
+"""Parts of the time for drafts that are not expected to pay, to learn whether they would; for plans and
+look-ups where these have not paid recently; and for trials on new rows, beside what drafts have earned."""
 
 REFRESH, TIMES = STALE + 50, 3
 """After so many steps with drafts, some without: what these cost must be known as it is now."""
@@ -102,6 +102,7 @@ class Policy:
         """Drafts, by levels, at the pace of steps: chains, and trees that are as wide as the bounds."""
         self.worth = Worth()
         self.probe_budget, self.lookup_budget = Budget(PROBE_SHARE), Budget(LOOKUP_SHARE)
+        self.trial_budget = Budget(TRIAL_SHARE)
         self.outlook = None if adaptive else Outlook(drafts=True, shape=bounds)
         """What the last plan came to."""
         self.current = Plan(bounds)
@@ -119,11 +120,7 @@ class Policy:
         """How many steps went without a plan, and how many are to."""
         self._plan_requested = True
         self._new = 0.0
-        """Part of the batch that has come since a step was planned for that."""
-        self._rows: Sequence[TrackRecord] = ()
-        self._known: set[int] = set()
-        self._changed = 0
-        """Rows that have come and gone since the worth was last given credit."""
+        """Part of the batch that is new since a step was last planned for new rows."""
         deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
@@ -140,12 +137,14 @@ class Policy:
         """Go on from what drafts were worth."""
         self.worth = replace(worth)
 
-    def on_new_batch(self, part: float) -> None:
-        """Note that this part of the next batch is new; take it for a hint if that adds up."""
+    def on_new_rows(self, part: float) -> None:
+        """Note that this part of the next batch decodes for the first time."""
         self._new += part
-        if self._new >= CHANGED:
-            self._new = 0.0
-            self.request_plan()
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether enough of the batch is new to plan for it, within the budget for that."""
+        return self._new >= CHANGED and self.trial_budget.may_overdraw(self._skipped)
 
     def request_plan(self) -> None:
         """Plan the next step, for something may be found now, unless such hints have misled too often."""
@@ -154,9 +153,8 @@ class Policy:
     @property
     def plans_next(self) -> bool:
         """Whether the next step is planned; while drafting does not pay, most are not."""
-        return (
-            self._plan_requested or self.worth.active or self._skipped >= self._to_skip or not self.adaptive
-        )
+        is_due = self._skipped >= self._to_skip or self._plan_requested or self._is_new
+        return is_due or self.worth.active or not self.adaptive
 
     def skips_plan(self) -> bool:
         """Return whether this step goes without a plan, and count it if so."""
@@ -231,8 +229,10 @@ class Policy:
             self.worth.note(drafts - used)
             self.probe_budget.spend(behind + plan.probe * drafts + max(longer, 0.0) * plan.tries)
         elif self.worth.active:
-            self.worth.note(gained / batch.rows - used + plan.probe * drafts - longer)
+            net = gained / batch.rows - used + plan.probe * drafts - longer
+            self.worth.note(net)
             self.probe_budget.spend(plan.probe * drafts)
+            self.trial_budget.spend(-max(net, 0.0))
         else:
             net = gained / batch.rows - used - longer
             self.worth.note(net)
@@ -262,19 +262,16 @@ class Policy:
             return [_within(self.bounds, deep) for deep in room]
         if not any(deep > 0 for deep in room) or self._refreshes():
             return [None] * len(room)
-        if rows != self._rows:
-            known = set(map(id, rows))
-            self._changed, self._known = self._changed + len(known ^ self._known), known
-            if self._changed >= CHANGED * len(rows) and self.lookup_budget.may_overdraw(self._skipped):
-                self.lookup_budget.spend(self.worth.lend())
-                self._changed = 0
-        was_requested, self._plan_requested, self._rows = self._plan_requested, False, rows
+        if self._is_new:
+            self.trial_budget.spend(self.worth.lend())
+            self._new, self._plan_requested = 0.0, True
+        was_requested, self._plan_requested = self._plan_requested, False
         if not was_requested and self.skips_plan():
             return [None] * len(room)
         none_s = self.steps.predict(batch.rows, batch.tokens)
         passed, self._skipped = 1 + self._skipped, 0
         plan.used = (*([self.lookup_budget] if look_up else []), *([self.probe_budget] if grows else []))
-        for budget in (self.lookup_budget, self.probe_budget):
+        for budget in (self.lookup_budget, self.probe_budget, self.trial_budget):
             budget.earn(passed)
         found = [[0.0]] * len(room)
         if look_up and (self.worth.active or was_requested or self.lookup_budget.is_open):

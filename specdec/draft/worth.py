@@ -10,7 +10,7 @@ from dataclasses import dataclass
 MOST = 4.0
 """What drafts can have earned at most: so much is lost before it shows that they pay no more."""
 START, EACH = 6.0, 0.5
-"""What an engine lends its first drafts, and each new request's: its text may be another kind."""
+"""What an engine lends its first drafts, and those of new rows: their text may be of another kind."""
 PROVEN = 1.0
 """What drafts must have earned on their budget before they are made without one."""
 
@@ -29,7 +29,7 @@ class Worth:
         self.active = self.trust >= PROVEN if not self.active else self.trust > 0
 
     def lend(self) -> float:
-        """Trust a batch that has changed, a little; return how much was lent to it for that."""
+        """Raise the trust to `EACH` for a batch with new rows; return by how much."""
         lent = max(EACH - self.trust, 0.0)
         self.trust, self.active = self.trust + lent, True
         return lent
@@ -49,15 +49,15 @@ class Budget:
 
     def spend(self, steps: float) -> None:
         """Spend as much time as so many plain steps take."""
-        self.debt += steps
+        self.debt = max(self.debt + steps, -1.0)
 
     @property
     def is_open(self) -> bool:
         return self.debt < 0
 
-    def may_overdraw(self, steps: int) -> bool:
-        """Return whether it may be overdrawn for what looks promising, so many steps after the last plan."""
-        return self.debt - self.share * steps < 1
+    def may_overdraw(self, steps_since_plan: int) -> bool:
+        """Return whether it can be overdrawn for what may pay: by one step at most."""
+        return self.debt - self.share * steps_since_plan < 1
 
     def wait(self) -> int:
         """Return in how many steps the budget is open again."""

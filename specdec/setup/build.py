@@ -181,7 +181,6 @@ def assemble(
         max_running=settings.config.max_running,
         chunk_tokens=settings.config.chunk_tokens,
         work=ReadingWork.of(network.spec),
-        clock=clock,
     )
     policy = Policy(
         settings.bounds,

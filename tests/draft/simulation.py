@@ -112,9 +112,15 @@ class World:
                 policy.observe_draft(shape, 1, self._jitter(costs.draft(shape)))
 
     def resize(self, rows: int) -> None:
-        """Let requests come, or the last ones go."""
-        self.tracks = [*self.tracks, *(TrackRecord(self.track) for _ in range(rows - len(self.tracks)))]
-        del self.tracks[rows:]
+        """Add new requests, or end the last ones."""
+        new = max(rows - len(self.tracks), 0)
+        self.tracks = [*self.tracks[:rows], *(TrackRecord(self.track) for _ in range(new))]
+        self.policy.on_new_rows(new / rows)
+
+    def renew(self) -> None:
+        """End all requests, and begin as many others."""
+        rows, self.tracks = len(self.tracks), []
+        self.resize(rows)
 
     def run(self, steps: int) -> Outcome:
         outcome = Outcome()

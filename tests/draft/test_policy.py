@@ -12,7 +12,6 @@ from specdec.draft.acceptance import TrackRecord
 from specdec.draft.echo import Echo
 from specdec.draft.policy import LOOKUP_SHARE, Batch, Policy
 from specdec.draft.proposal import Proposal, Shape
-from specdec.draft.worth import EACH
 from tests.draft.naive import paths, proposals
 from tests.draft.simulation import ROOM, Costs, Outcome, Rate, World, jitter, neighbour
 
@@ -163,32 +162,48 @@ def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
     looking.find_nothing(100)
     assert looking.find_nothing(10) == 0
     looking.tracks = [TrackRecord()]
+    looking.policy.on_new_rows(1.0)
     assert looking.looks(Proposal.EMPTY) and looking.looks(Proposal.EMPTY)
     assert looking.find_nothing(100) < 20
 
 
 def test_few_new_rows_among_many_are_not_planned_for() -> None:
     """They cost a server with three keys a fifth of its throughput; an eighth of a batch counts."""
-    policy, rows = Policy(CHAIN, adaptive=True, clock=lambda: 0.0), 64
-    tracks = [TrackRecord() for _ in range(rows)]
-    policy.plan(Batch(rows, rows), [*tracks], [ROOM] * rows, None, grows=False)
+    looking = Looking()
+    looking.find_nothing(200)
 
-    def change(steps: int) -> tuple[int, int]:
-        """Replace a row before each step; return how many steps were planned, and found to be greeted."""
-        planned = active = 0
+    def change(steps: int) -> int:
+        """Replace a row of 64 before each step; return how many steps were planned."""
+        planned = 0
         for _ in range(steps):
-            policy.worth.trust, policy.worth.active, policy._to_skip = 0.0, False, 10_000
-            tracks.append(TrackRecord())
-            del tracks[0]
-            policy.on_new_batch(1 / rows)
-            planned += policy.plans_next
-            policy.plan(Batch(rows, rows), [*tracks], [ROOM] * rows, None, grows=False)
-            active += policy.worth.active
-        return planned, active
+            looking.policy.on_new_rows(1 / 64)
+            planned += looking.looks(Proposal.EMPTY)
+        return planned
 
-    assert change(7) == (0, 1) and change(1) == (1, 1)
-    planned, active = change(5000)
-    assert 0 < planned <= 0.01 * 5000 and 0 < EACH * active <= 0.005 * 5000, "it lives on a budget"
+    assert change(7) == 0 and change(1) == 1
+    assert 0 < change(5000) <= 0.15 * 5000, "a plan takes a tenth of a step: it lives on a budget"
+    waited = 0
+    while not change(1):
+        waited += 1
+    assert waited < 200, "what is not planned for at once is planned for later"
+
+
+SURE = [0.9**depth for depth in range(1, 8)]
+
+
+@pytest.mark.parametrize(("rows", "found", "least"), [(1, None, 4.0), (1, SURE, 5.5), (4, SURE, 5.0)])
+def test_drafts_that_pay_for_one_short_request_in_five_are_found(
+    rows: int, found: list[float] | None, least: float
+) -> None:
+    own = World(Policy(CHAIN, adaptive=True), SMALL, always(0.0), rows, found=found, grows=found is None)
+    own.run(200)
+    tokens = 0
+    for i in range(100):
+        pays = i % 5 == 4
+        own.rate = always(0.95 if pays else 0.02)
+        own.renew()
+        tokens += own.run(60).tokens * pays
+    assert tokens > least * rows * 20 * 60
 
 
 def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() -> None:

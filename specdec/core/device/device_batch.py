@@ -117,6 +117,8 @@ class DeviceBatch:
         self.held: list[RowSlots] = []
         self.reads = False
         """Whether the head reads on the device; else what it has yet to read waits on the host."""
+        self.drafts = True
+        """Whether windows may hold drafts."""
         self.on_gpu = on_gpu(step.kernels.name)
         self.filtered = self.on_gpu
         self._pending: deque[Pending] = deque()
@@ -127,12 +129,12 @@ class DeviceBatch:
         return [held.request for held in self.held if held.request.finish_reason is None]
 
     def begin(self, requests: Sequence[Request], *, reads: bool, drafts: bool) -> bool:
-        """Load requests that all decode; tell whether there was room, and a head that reads near enough.
+        """Load requests that all decode; return False without room, or if the head has too much to catch up.
 
-        Unless it drafts, windows hold a single token until the end.
+        Without `drafts`, no draft slots are borrowed, and windows hold one token until the end.
         """
-        self.reads = reads and self.head is not None
-        wants = [want_of(r, None) for r in requests if self.reads]
+        self.reads, self.drafts = reads and self.head is not None, drafts
+        wants = [want_of(request, None) for request in requests] if self.reads else []
         if wants and self.head and not self.head.settle(wants, most=self.extent.path):
             return False
         for request in requests:
@@ -156,6 +158,7 @@ class DeviceBatch:
         self, key: GraphKey, *, trees: Sequence[TokenTree | None] = (), as_drafted: bool = True
     ) -> bool:
         """Start a step, of the windows that were drafted or of these; False: there are no blocks for it."""
+        assert key.nodes == 1 or self.drafts, "no slots were borrowed for drafts"
         self._drop_ended()
         if not all(self._reserve(own.request) for own in self.held if not own.gone):
             return False

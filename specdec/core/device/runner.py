@@ -1,6 +1,7 @@
 """When steps are decided on the device, and what comes of them on the host."""
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
@@ -34,9 +35,9 @@ PLANNED = "drafts for several rows are planned"
 """Refusal reason while drafts are planned; expected, so not logged."""
 FEWEST = 0.5
 """Part of the rows below which those that are left are loaded anew, as a smaller batch."""
-RELOAD, PATIENCE_S = 0.65, 1.0
-"""What loading a batch anew takes, in its steps (256 rows of `tiny`): so much of one may be lost to rows that
-have ended, with others waiting, before these are admitted. Beyond that they wait so many seconds at most."""
+RELOAD, PATIENCE_S = 4.0, 0.5
+"""While others wait for places, rows that have ended stay idle until that has cost as much as a reload of the
+batch: so many times what loading took, for the unload, the schedule and a step on the host; or this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,13 @@ class Runner(ABC):
         """Steps that were left to the host, by why."""
         self._waiting = 0
         self._over = False
-        self._idle_rows, self._delayed_s = 0, 0.0
-        """Rows left idle, summed over steps, and since when requests wait that might be admitted."""
+        self._was_full = False
+        """Whether the batch began with every place taken."""
+        self._free = 0
+        """Rows of the batch whose requests have ended."""
+        self._free_since_s: float | None = None
+        self._load_s = self._idle_s = 0.0
+        """What loading the batch took, and what idle rows have cost since, by the clock of steps."""
 
     @property
     def outlook(self) -> Outlook | None:
@@ -94,10 +100,15 @@ class Runner(ABC):
         requests = [row.request for row in rows]
         reason = self._refusal(requests)
         if reason is None:
-            self._waiting, self._over = len(self.host.scheduler.waiting), False
-            self._idle_rows, self._delayed_s = 0, 0.0
+            scheduler, clock = self.host.scheduler, self.host.speculation.clock
+            self._waiting, self._over = len(scheduler.waiting), False
+            self._was_full = len(scheduler.running) >= scheduler.max_running
+            self._free, self._free_since_s, self._idle_s = 0, None, 0.0
             reads, drafts = self._reads(requests), not self._drafts_on_host(requests)
-            if self.batch.begin(requests, reads=reads, drafts=drafts) and self._run(first=True):
+            start_s = clock()
+            is_loaded = self.batch.begin(requests, reads=reads, drafts=drafts)
+            self._load_s = clock() - start_s
+            if is_loaded and self._run(first=True):
                 return True
             reason = "there is no room for its rows, or its head has to read on first"
         if reason not in self.refusals:
@@ -139,9 +150,11 @@ class Runner(ABC):
 
     def _drafts_on_host(self, requests: Sequence[Request]) -> bool:
         """Return whether planned drafts for these requests must run on the host."""
-        if len(requests) == 1 or self.batch.run.pads or not self.host.speculation.drafters:
-            return False
-        return any(own.params.speculate for own in requests)
+        if self.batch.held:
+            drafts = self.batch.drafts
+        else:
+            drafts = len(requests) == 1 or self.batch.run.pads or not self.host.speculation.drafters
+        return not drafts and any(own.params.speculate for own in requests)
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Return why the host runs this step, if it does."""
@@ -156,9 +169,9 @@ class Runner(ABC):
         return self.batch.run.refusal(requests)
 
     def _is_interrupted(self) -> bool:
-        """Return whether a request came that is to be admitted at once, or one was cancelled."""
+        """Return whether a request has arrived that can be admitted now, or one was cancelled."""
         scheduler = self.host.scheduler
-        has_room = not self._waiting and len(scheduler.running) < scheduler.max_running
+        has_room = len(scheduler.running) < scheduler.max_running and not (self._was_full and self._waiting)
         came = len(scheduler.waiting) != self._waiting and (has_room or scheduler.may_preempt())
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
@@ -170,18 +183,21 @@ class Runner(ABC):
         paths = [self._path(*own, read.key) for own in zip(read.requests, read.outcomes, strict=True)]
         result = StepResult(rows, paths, read.committed, seconds, ahead=read.ahead)
         self.host.commit(result)
-        self._over |= self._delays_long()
+        self._note_free_rows(seconds.get("whole", 0.0))
 
-    def _delays_long(self) -> bool:
-        """Return whether waiting requests have been delayed long enough by the batch on the device."""
-        free = len(self.batch.held) - len(self.batch.requests)
-        scheduler, now_s = self.host.scheduler, self.host.scheduler.clock()
-        if not scheduler.is_short or not (free or len(scheduler.waiting) != self._waiting):
-            return False
-        self._idle_rows += free
-        self._delayed_s = self._delayed_s or now_s
-        is_late = now_s >= self._delayed_s + PATIENCE_S
-        return is_late or self._idle_rows >= RELOAD * len(self.batch.held)
+    def _note_free_rows(self, step_s: float) -> None:
+        """End the batch once idle rows have cost enough while others wait for their places."""
+        scheduler, free = self.host.scheduler, len(self.batch.held) - len(self.batch.requests)
+        if free > self._free and scheduler.landings and scheduler.landings.waiting:
+            scheduler.landings.advance()
+        self._free = free
+        if not (free and scheduler.waiting):
+            return
+        now_s = time.monotonic()
+        self._free_since_s = now_s if self._free_since_s is None else self._free_since_s
+        self._idle_s += step_s * free / len(self.batch.held)
+        is_late = now_s >= self._free_since_s + PATIENCE_S
+        self._over |= is_late or self._idle_s >= RELOAD * self._load_s
 
     def _path(self, request: Request, outcome: Outcome, key: GraphKey) -> AcceptedPath:
         """Return the path that the device has accepted: none where the numbers were NaN at the root."""

@@ -1,9 +1,12 @@
 """Steps on the device at the edges: little memory, narrow windows, windows filled up, a start that fails."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,10 +14,16 @@ import torch
 from torch import Tensor
 
 from specdec import Completion, SamplingParams, SpecEngine
+from specdec.config.tenant import Tenant
 from specdec.core.device import device_batch, runner
 from specdec.core.device.device_batch import DeviceBatch
 from specdec.core.device.drafting import DeviceDrafter
+from specdec.core.device.taped import TapedSteps
+from specdec.core.request import Request
+from specdec.core.scheduler import BLOCKS, Scheduler
+from specdec.draft.policy import Policy
 from specdec.errors import EngineError
+from specdec.state_slots.prefix.lease import Lease
 from tests.selection import EXHAUSTIVE
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -147,28 +156,81 @@ def test_a_batch_goes_on_when_a_text_ends(folder: Path, monkeypatch: pytest.Monk
     assert begun[0] == 6 and len(begun) <= 4
 
 
-@pytest.mark.parametrize("patience_s", [0.0, 60.0])
-def test_a_free_place_is_not_worth_loading_the_batch_anew(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
+@pytest.mark.parametrize(
+    ("reload", "patience_s", "admitted"),
+    [(0.0, 60.0, [9, 23]), (math.inf, 0.0, [9, 23]), (math.inf, 60.0, [])],
+)
+def test_waiting_requests_are_admitted_once_idle_rows_have_cost_enough_or_after_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reload: float, patience_s: float, admitted: list[int]
 ) -> None:
-    """Those that wait get in when idle rows have cost as much as that would, or after some time."""
     begun: list[int] = []
     inner = DeviceBatch.begin
 
     def begin(self: DeviceBatch, requests: Any, **fields: Any) -> bool:
-        begun.append(engine.stats().device_steps)
+        begun.append(engine.stats().device_steps - first)
         return inner(self, requests, **fields)
 
     monkeypatch.setattr(DeviceBatch, "begin", begin)
+    monkeypatch.setattr(runner, "RELOAD", reload)
     monkeypatch.setattr(runner, "PATIENCE_S", patience_s)
-    lengths = [10, 15, *[60] * 22, 20]
+    lengths = [10, 25, *[60] * 22, 50, 50]  # of which 24 run
     params = [GREEDY.model_copy(update={"max_tokens": length}) for length in lengths]
-    prompts = [[1 + i, 2, 3] for i in range(25)]
+    prompts = [[1 + i, 2, 3] for i in range(26)]
     with SpecEngine(
         folder, dtype="float64", draft="none", graphs=True, max_running=24, max_model_len=80
     ) as engine:
         begun.clear()
         first = engine.stats().device_steps
         engine.generate(prompts, params)
-    # A row is idle from step 10, another from step 15: 5 and 2 x 6 steps of a row are 0.65 x 24.
-    assert begun[1] - first in (range(9, 14) if patience_s == 0 else range(19, 24))
+    assert [step for step in begun[1:] if step < 50] == admitted
+
+
+def test_one_callers_blocked_request_does_not_delay_another_caller(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, ends = Scheduler._limit, Queue[str]()
+
+    def limit(self: Scheduler, request: Request, lease: Lease | None) -> str:
+        """Let a long prompt wait for memory as long as anything runs."""
+        return BLOCKS if len(request.tokens) == 30 and self.running else inner(self, request, lease)
+
+    monkeypatch.setattr(Scheduler, "_limit", limit)
+    monkeypatch.setattr(runner, "PATIENCE_S", 60.0)
+    with SpecEngine(folder, dtype="float64", draft="none", graphs=True, max_model_len=250) as engine:
+        runs = Event()
+
+        def ask(caller: str, prompt: list[int], max_tokens: int) -> None:
+            def emit(_: int, item: Any) -> None:
+                runs.set()
+                if isinstance(item, Exception) or item.finish_reason:
+                    ends.put(f"{caller} {max_tokens}")
+
+            params = GREEDY.model_copy(update={"max_tokens": max_tokens})
+            engine.submit([engine.prepare(prompt, params, tenant=Tenant(caller))], emit)
+
+        ask("alice", [1, 2, 3], 240)
+        ask("alice", [*range(30)], 1)
+        assert runs.wait(60)
+        ask("bob", [4, 5, 6], 3)
+        assert [ends.get(timeout=60) for _ in range(3)] == ["bob 3", "alice 240", "alice 1"]
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_no_slots_are_borrowed_where_the_host_drafts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, plans: bool
+) -> None:
+    borrowed: dict[int, bool] = {}
+    inner = DeviceBatch.begin
+
+    def begin(self: DeviceBatch, requests: Any, **fields: Any) -> bool:
+        loaded = inner(self, requests, **fields)
+        borrowed[len(requests)] = any(own.sets or own.snapshots for own in self.held)
+        return loaded
+
+    monkeypatch.setattr(DeviceBatch, "begin", begin)
+    monkeypatch.setattr(Policy, "plans_next", False)
+    monkeypatch.setattr(TapedSteps, "pads", plans)
+    with SpecEngine(folder, draft="mtp", dtype="float32", max_model_len=64) as engine:
+        engine.generate([[1, 2, 3], [4, 5]], GREEDY)
+        engine.generate([[1, 2, 3]], GREEDY)
+    assert borrowed == {2: plans, 1: True}
