@@ -65,6 +65,10 @@ class Request:
         """Lengths at which the prompt's first and last turn end."""
         self.last_length = min(len(prompt) + params.max_tokens, max_length)
         self.arrived_s = time.perf_counter()
+        self.since_s = 0.0
+        """When it was last submitted, admitted or preempted, by the scheduler's clock."""
+        self.turn_until_s = 0.0
+        """Until when it is not preempted for a caller that runs nothing."""
         self.queued_s = self.first_token_s = 0.0
         self.preemptions = 0
         self.charged_tokens = 0

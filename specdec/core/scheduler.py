@@ -7,7 +7,7 @@ refused before.
 
 Several callers share the engine fairly. Waiting requests and prefills are served in the order of `FairQueue`.
 If a caller within its share waits for a place or for memory, the most recently admitted request of the caller
-furthest above its share is preempted.
+furthest above its share is preempted. With more callers than places they take turns of `TURN_S`.
 """
 
 import logging
@@ -46,6 +46,9 @@ ADMITTING_S = 0.03
 longer its cached prefix, and where its memory is touched for the first time."""
 MOST_PARKED = 4
 """Requests preempted per step for other callers' shares: a head reads up to `chunk_tokens` of each."""
+TURN_S = 2.0
+"""How long a caller waits for a place before another's only request may be preempted for it, which has run as
+long since its prefill, and at least as long as that took."""
 WORTH_WAITING = 64
 """So many tokens that another reads are better waited for than read again."""
 
@@ -125,6 +128,7 @@ class Scheduler:
         self.cache = cache
 
     def submit(self, request: Request) -> None:
+        request.since_s = self.clock()
         self.waiting.append(request)
 
     def charge(self, requests: Iterable[Request]) -> None:
@@ -228,8 +232,9 @@ class Scheduler:
 
     def _chunks(self) -> dict[Request, int]:
         """Divide `chunk_tokens` among prefills; return the number of tokens that each computes."""
-        budget, chunks = self.chunk_tokens, {}
+        budget, chunks, now_s = self.chunk_tokens, {}, self.clock()
         for request in self._prefills():
+            request.turn_until_s = now_s + max(TURN_S, now_s - request.since_s)
             chunks[request] = min(request.num_schedulable_tokens, budget)
             budget -= chunks[request]
         return chunks
@@ -339,6 +344,7 @@ class Scheduler:
         self._take_back(request)
         self._events.preempted.append(request)
         self.waiting.appendleft(request)
+        request.since_s = self.clock()
         request.preemptions += 1
         self.preemptions += 1
 
@@ -406,6 +412,8 @@ class Scheduler:
         self._last_limit = ""
         self.waiting.remove(request)
         self.running.append(request)
+        request.since_s = self.clock()
+        request.turn_until_s = request.since_s + TURN_S
         request.start()
         self._equip(request, lease)
 
@@ -431,7 +439,23 @@ class Scheduler:
         shares, more = self._shares(limit), 1 if limit == RUNNING else self._num_bytes(request)
         if self._num_parked >= MOST_PARKED or not shares.is_entitled(request.tenant, more):
             return None
-        return self._youngest(shares.above)
+        victim = self._youngest(shares.above)
+        return victim or (self._turn_over(request) if limit == RUNNING else None)
+
+    def may_take_turn(self) -> bool:
+        """Return whether a waiting request is to run instead of one whose turn is over."""
+        self._known.clear()
+        return any(map(self._turn_over, self.waiting.heads()))
+
+    def _turn_over(self, request: Request) -> Request | None:
+        """Return the request whose turn is over for one that has waited, of the caller served most."""
+        now_s, caller = self.clock(), request.tenant.flow[0]
+        if now_s < request.since_s + TURN_S or self._shares(RUNNING).held.get(caller):
+            return None
+        rank = self.waiting.rank
+        others = [own for own in self.running if own.is_decoding and own.turn_until_s <= now_s]
+        victim = max(others, key=lambda own: rank(own.tenant), default=None)
+        return victim if victim and rank(victim.tenant) > rank(request.tenant) else None
 
     def _shares(self, limit: str) -> Shares:
         """Compare what callers hold, running requests or bytes of the arena, with their shares."""

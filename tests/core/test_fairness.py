@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specdec.config.tenant import Tenant
 from specdec.core.fairness import MOST_IDLE, FairQueue, VirtualClock
 from specdec.core.request import Request
-from specdec.core.scheduler import ADMITTING_S, MOST_PARKED, Scheduler
+from specdec.core.scheduler import ADMITTING_S, MOST_PARKED, TURN_S, Scheduler
 from tests.core.test_scheduler import LONGEST, Bench
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
@@ -75,6 +75,49 @@ def test_without_preemption_a_latecomer_waits_for_a_place(monkeypatch: pytest.Mo
     monkeypatch.setattr(Scheduler, "_youngest", lambda *_: None)
     with pytest.raises(AssertionError, match="Bob waits"):
         serves_a_latecomer()
+
+
+def test_more_callers_than_places_take_turns() -> None:
+    now_s, callers = 0.0, [Tenant(f"{number}") for number in range(10)]
+    crowd = Crowd(slabs=40)
+    crowd.scheduler.clock = lambda: now_s
+    for caller in callers:
+        crowd.ask(caller, max_tokens=50)
+    ran = set[Tenant]()
+    for _ in range(40):
+        crowd.advance()
+        now_s += TURN_S / 4
+        ran |= {own.tenant for own in crowd.scheduler.running}
+        assert len(crowd.scheduler.running) == 8
+    assert ran == set(callers)
+    assert max(crowd.served.values()) - min(crowd.served.values()) <= 12, crowd.served
+    assert 2 <= crowd.scheduler.preemptions <= 2 * 40 / 4
+
+
+def test_a_turn_lasts_as_long_as_its_prefill_took() -> None:
+    """Else two long prompts could preempt each other for ever, and neither be answered."""
+    now_s = 0.0
+    crowd = Crowd(slabs=40, max_running=1, chunk_tokens=4)
+    crowd.scheduler.clock = lambda: now_s
+    (first,) = crowd.ask(ALICE, prompt=32, max_tokens=30)
+    crowd.ask(BOB)
+    for _ in range(14):  # eight of them prefill, each as long as a turn
+        crowd.advance()
+        now_s += TURN_S
+        assert first in crowd.scheduler.running
+    crowd.advance()
+    assert first not in crowd.scheduler.running and crowd.running(BOB)
+
+
+def test_one_callers_requests_take_no_turns() -> None:
+    now_s = 0.0
+    crowd = Crowd(slabs=40)
+    crowd.scheduler.clock = lambda: now_s
+    crowd.ask(ALICE, 12, max_tokens=50)
+    for _ in range(20):
+        crowd.advance()
+        now_s += TURN_S
+    assert not crowd.scheduler.preemptions
 
 
 def test_places_are_divided_however_a_caller_cuts_its_work() -> None:
@@ -212,7 +255,7 @@ def test_a_step_admits_a_bounded_number_beside_another_caller(others: int) -> No
     crowd.ask(ALICE, others, max_tokens=50)
     crowd.advance()
     crowd.ask(ALICE, 60, max_tokens=50)
-    crowd.scheduler.clock = partial(next, count(step=ADMITTING_S / 40))  # each request takes a part of it
+    crowd.scheduler.clock = partial(next, count(step=ADMITTING_S / 80))  # each request takes two parts of it
     crowd.advance()
     assert crowd.running(ALICE) == others + (40 if others else 60)
     crowd.advance()

@@ -67,6 +67,8 @@ class Runner(ABC):
         self._free = 0
         """Rows of the batch whose requests have ended."""
         self._free_since_s: float | None = None
+        self._next_turn_s = 0.0
+        """When to look again whether a waiting caller's turn has come."""
         self._load_s = self._idle_s = 0.0
         """What loading the batch took, and what idle rows have cost since, by the clock of steps."""
 
@@ -173,6 +175,9 @@ class Runner(ABC):
         scheduler = self.host.scheduler
         has_room = len(scheduler.running) < scheduler.max_running and not (self._was_full and self._waiting)
         came = len(scheduler.waiting) != self._waiting and (has_room or scheduler.may_preempt())
+        if scheduler.waiting and (now_s := time.monotonic()) >= self._next_turn_s:
+            self._next_turn_s = now_s + PATIENCE_S
+            came = came or scheduler.may_take_turn()
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
     def _commit(self, read: Output, seconds: dict[str, float]) -> None:
