@@ -99,7 +99,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: FileType) -> None:
 
 
 def _refuse_full_disk(num_bytes: int, path: Path) -> None:
-    """Refuse to write so many bytes more where the disk has less."""
+    """Refuse to write more bytes than the disk has."""
     free = shutil.disk_usage(path.parent).free
     if num_bytes > free:
         raise CapacityError(

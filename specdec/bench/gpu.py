@@ -264,7 +264,7 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
         once = ["--new-tokens", str(new_tokens), "--batch", "1", "--repeats", "3", "--profile"]
         bench(f"{chosen}-length-{name}", limit_s, *base, *_drafts(name, *CHAINS[name]), *once)
 
-    # So many tokens that reading the prompt and loading the row are a small part of the figure.
+    # Enough tokens that the prefill and loading the row are a small part of the figure.
     length(GOAL, 170, 512)
     bench("kernels-goal", 60, "kernels", "--shape", chosen, "--batch", "1", "--window", "4", "--no-peers")
     large = "qwen3-next-80b-a3b"

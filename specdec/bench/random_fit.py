@@ -42,7 +42,7 @@ class Fit:
         return sum(p.count for p in held) * self.stored.itemsize
 
     def row_bytes(self, tokens: int, slots: str) -> int:
-        """Count what a row of so many tokens takes, with its window's slots and, of records, the path's."""
+        """Count what a row of this many tokens takes, with its window's slots and, of records, the path's."""
         layout, bounds = self.settings.layout, self.settings.bounds
         own = layout.sequence_bytes(tokens)
         if not self.settings.drafters:
@@ -55,11 +55,11 @@ class Fit:
         return own + extent.records * layout.record_bytes
 
     def rows(self, tokens: int, slots: str) -> int:
-        """Return how many rows of so many tokens an arena holds."""
+        """Return how many rows of this many tokens an arena holds."""
         return max(self.arena_bytes - 4 * self.settings.layout.slab_bytes, 0) // self.row_bytes(tokens, slots)
 
     def memory_for(self, rows: int, tokens: int) -> int:
-        """Return the arena that so many rows need, slabs that are partly used included."""
+        """Return the arena that this many rows need, slabs that are partly used included."""
         layout = self.settings.layout
         needed = (
             (rows * self.row_bytes(tokens, self.settings.config.slots) + 4 * layout.slab_bytes) * 21 // 20

@@ -133,7 +133,7 @@ class TimeModel:
 
 
 def read_bytes(parameter: Parameter, tokens: float) -> float:
-    """Count what so many tokens, on average, read of a parameter: all of it, or the experts they chose."""
+    """Count what this many tokens, on average, read of a parameter: all of it, or the experts they chose."""
     if parameter.experts is None:
         return parameter.expected_bytes(1)
     chosen, total = parameter.experts

@@ -87,12 +87,12 @@ def move(mixer: Attention, rows: int, path: int, item: int) -> int:
 
 
 def linear(tokens: int, out: int, inner: int, item: int, weight: int) -> int:
-    """Count a product: the weight, of so many bytes, the tokens, the result."""
+    """Count a product's bytes: the weight, the tokens, the result."""
     return weight + tokens * (out + inner) * item
 
 
 def experts(inner: int, tokens: int, distinct: int, item: int, expert: int) -> int:
-    """Count the distinct experts that were chosen, of so many bytes each, and the tokens in and out."""
+    """Count the bytes of the distinct experts that were chosen, and of the tokens in and out."""
     return distinct * expert + 2 * tokens * inner * item
 
 

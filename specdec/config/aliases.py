@@ -67,7 +67,7 @@ def _switch(engine: str, field: str, *, on: bool, off: bool | None) -> Alias:
 
 
 def _speculative_config(value: object) -> Meaning:
-    """Read vLLM's object, or the JSON of one: chains of so many drafted tokens."""
+    """Read vLLM's object, or the JSON of one: chains of that many drafted tokens."""
     try:
         given = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -119,7 +119,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             "vLLM",
             ("draft", "draft_model", "num_steps", "topk"),
             _speculative_config,
-            note=f"a JSON object with {', '.join(f'`{key}`' for key in KEYS)}; so many drafted tokens are a "
+            note=f"a JSON object with {', '.join(f'`{key}`' for key in KEYS)}; that many draft tokens are a "
             "chain at most as long, `topk` 1",
         ),
         "speculative_algorithm": _value("SGLang", "draft", ALGORITHMS),

@@ -154,7 +154,7 @@ def _types_of(own: Mapping[str, Any]) -> set[str]:
 
 
 def _all_are(types: set[str], own: Mapping[str, Any], head: str, root: Any) -> bool:
-    """Return whether all that the head lets through is of these types anyhow."""
+    """Return whether all that the head admits is of these types in any case."""
     options = own[head] if head in ("anyOf", "oneOf", "allOf") and isinstance(own[head], list) else [own]
     meant = {id(one): one for one in (_meant(option, root) for option in options)}
     return all(_is_of(types, one) for one in meant.values())

@@ -68,12 +68,12 @@ class ScheduledRequest:
         return [i + 1 if i < accepted else 0 for i in range(len(path.emitted))]
 
     def draft_tree(self, path: AcceptedPath, tokens: int) -> DraftTree:
-        """Show the tree and what came of it to a request that took so many of the path's tokens."""
+        """Show the tree and what came of it to a request that took the first `tokens` of the path."""
         bonus = path.emitted[-1] if tokens == len(path.emitted) else None
         return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[1:][:tokens], bonus)
 
     def count(self, counts: Counts, path: AcceptedPath, tokens: int, shared: Sequence[bool]) -> None:
-        """Note what came of the draft, of whose tokens the request has taken so many; which were `shared`."""
+        """Note what came of the draft, of whose path the request has taken `tokens`; which were `shared`."""
         accepted = len(path.nodes) - 1
         deeper = self.slots is not None and path.nodes[-1] in self.tree.parents
         counts.note(

@@ -121,7 +121,7 @@ class Landings:
                 self._free(landing)
 
     def land(self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None) -> bool:
-        """Keep what has come as a cached prefix, in so many seconds; tell whether it could be."""
+        """Keep what has come as a cached prefix, after `seconds`; return whether it could be."""
         layout = self.arena.layout
         if seconds is not None:
             self.rates.observe_copy(layout.state_bytes + len(landing.blocks) * layout.block_bytes, seconds)

@@ -45,7 +45,7 @@ class Lent(Fixed):
         return self.ready == self.length
 
     def publish(self, tokens: int, moment: Mark) -> None:
-        """Make so many tokens available once the device has passed a moment."""
+        """Make this many tokens available once the device has passed a moment."""
         self._published += ((tokens, moment),)
         if self.on_change:
             self.on_change(self)

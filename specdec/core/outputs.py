@@ -352,7 +352,7 @@ def collect(
     *,
     use_tqdm: bool,
 ) -> list[Completion]:
-    """Read what the choices of some prompts say, each so many, until all have ended; then raise an error.
+    """Read what the choices of some prompts say until all have ended; then raise an error.
 
     The error is the first prompt's that failed, and has all completions.
     """

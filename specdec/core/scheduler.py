@@ -50,7 +50,7 @@ TURN_S = 2.0
 """How long a caller waits for a place before another's only request may be preempted for it, which has run as
 long since its prefill, and at least as long as that took."""
 WORTH_WAITING = 64
-"""So many tokens that another reads are better waited for than read again."""
+"""From this many tokens on, waiting for another's prefill is better than repeating it."""
 
 
 @dataclass(slots=True)
@@ -265,7 +265,7 @@ class Scheduler:
         return spoilt
 
     def reserve(self, request: Request, positions: int) -> bool:
-        """Get the blocks of so many positions for a draft, if they are free."""
+        """Get the blocks of `positions` for a draft, if they are free."""
         missing = self.arena.layout.blocks_for(positions) - request.table_N.numel()
         if missing <= 0:
             return True

@@ -32,7 +32,7 @@ from specdec.state_slots.prefix.lease import Hit
 logger = logging.getLogger(__name__)
 
 Lend = Callable[[Hashable, int], Sequence[Any] | None]
-"""Gives an owner so many slots, or None."""
+"""Gives an owner a number of slots, or None."""
 
 MOST_LOOKED_UP = 32
 """Requests of several callers that are looked up per step, round-robin: each takes up to 1 ms of Python."""

@@ -69,7 +69,7 @@ class Counts(Sums):
         context: int,
         from_outputs: int = 0,
     ) -> None:
-        """Count one row of one step: a draft of so many nodes and such depth, and what came of it.
+        """Count one row of one step: a draft of a number of nodes and a depth, and what came of it.
 
         It went on from a text of `context` tokens.
         """

@@ -20,7 +20,7 @@ GROUP = 0.01
 """What rows of one more width are taken to cost, of a step, until that was measured."""
 
 Work = Callable[[int], float]
-"""Says what so many tokens are beside one, where a step that is twice as wide is not twice the work."""
+"""Gives the work of a number of tokens beside one's: a step that is twice as wide is not twice the work."""
 
 
 def quiet(times: Collection[float]) -> float:
@@ -50,7 +50,7 @@ class Samples:
 
 
 class Costs:
-    """Predict the seconds of work on so many rows that is so wide: a verify step's tokens, a draft's levels.
+    """Predict the seconds of work on rows, by its width: a verify step's tokens, a draft's levels.
 
     Work on about as many rows, of as many widths, shares a line through what each total was found to take.
     Where none was done, the line of the nearest number of rows serves; a line of one point has the slope of
@@ -70,7 +70,7 @@ class Costs:
         """How the machine is now: what everything takes beside what it took while multiples were learnt."""
 
     def observe(self, rows: int, width: int, seconds: float, groups: int = 1) -> None:
-        """Note what some work took; of a step: of so many rows, tokens, and groups of rows of one width."""
+        """Note what some work took; of a step: by its rows, tokens, and groups of rows of one width."""
         line = self._lines.setdefault((bucket(rows), groups), Line())
         seconds = max(seconds, TICK_S)
         if known := line.settled(width):
@@ -164,7 +164,7 @@ class Line:
         return (high_s - low_s) / (high - low)
 
     def at(self, work: float, slope: float) -> float:
-        """Return the time of so much work."""
+        """Return the time of an amount of work."""
         points = self._points
         i = bisect_left(points, (work, 0.0))
         if 0 < i < len(points):

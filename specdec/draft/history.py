@@ -115,7 +115,7 @@ class History:
         """Find the longest end of `context` that something followed here.
 
         Return its length, 0 for none, and the indices in `tokens` of what followed, latest first, at most
-        `most` of them. A chain is followed for so many steps, so that the oldest places may be missed.
+        `most` of them. A chain is followed for a limited number of steps: the oldest places may be missed.
         """
         for table in self.tables:
             if table.length <= len(context):

@@ -32,7 +32,7 @@ class Share:
 
 
 class Outputs:
-    """Keeps outputs up to so many tokens of all; `of` shows a tenant's own, as one history.
+    """Keeps outputs up to a number of tokens in all; `of` shows a tenant's own, as one history.
 
     Where there are too many, the caller that has most loses its oldest output: of n callers each keeps an
     n-th, however much the others write. The salts of one caller share its part, the latest output first.

@@ -25,18 +25,18 @@ PROBE_SHARE, LOOKUP_SHARE, TRIAL_SHARE = 0.003, 0.004, 0.005
 look-ups where these have not paid recently; and for trials on new rows, beside what drafts have earned."""
 
 REFRESH, TIMES = STALE + 50, 3
-"""After so many steps with drafts, some without: what these cost must be known as it is now."""
+"""After this many steps with drafts, some without, to measure anew what these cost."""
 HICCUP = 3.0
 """How many times as long as expected anything may take before the rest counts as none of its doing."""
 JUDGED = 64
 """Steps without a draft that say what these take on average."""
 SCANNED = 8
-"""Of the steps that are not planned, one in so many is preceded by listening for what repeats itself."""
+"""Of the steps that are not planned, one in this many looks for repeated text first."""
 CHANGED = 0.125
 """Part of a batch that must have changed before the next step is planned for that alone. With any change, one
 short request among 250 rows cost four planned steps: a fifth of all tokens/s of a server with three keys."""
 MEASURED = 16
-"""Of the steps that are not planned, one in so many is measured: to know the machine's pace is enough."""
+"""Of the steps that are not planned, one in this many is measured, to follow the machine's pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Policy:
         self.current.batch = None
 
     def observe_draft(self, shape: Shape | None, rows: int, seconds: float) -> None:
-        """Note what drafting a shape for so many rows took; None: several, or some of it was catching up."""
+        """Note what drafting a shape for `rows` took; None: several, or some of it was catching up."""
         if shape:
             self.drafts[shape.topk].observe(rows, shape.num_steps, seconds / self.steps.pace)
         # What a hiccup adds, or a head that has to catch up, is not what a draft costs.
@@ -201,7 +201,7 @@ class Policy:
     ) -> None:
         """Note what a step took beside its drafting, which took `drafting_s` from its plan to its cut.
 
-        It gave `gained` tokens beside one for each row; its rows were of so many widths.
+        It gave `gained` tokens beside one for each row; its rows had `groups` widths.
         """
         planned, self.current.batch = self.current.batch, None
         is_plain = planned is None or tokens == planned.tokens

@@ -21,7 +21,7 @@ class Shape:
         assert self.num_steps >= 1 and self.topk >= 1 and self.num_draft_tokens >= 1
 
     def within(self, num_draft_tokens: int) -> "Shape | None":
-        """Return the same with so many nodes; None where no draft is left."""
+        """Return the same with this many nodes; None where no draft is left."""
         if num_draft_tokens < 2:
             return None
         return Shape(min(self.num_steps, num_draft_tokens - 1), self.topk, num_draft_tokens)

@@ -21,7 +21,7 @@ APART = 2
 """How far the widths of one step lie apart in that list: a factor of about two."""
 
 Curve = Callable[[int], float]
-"""Says what a step takes that verifies so many nodes."""
+"""Gives the time of a step by the nodes that it verifies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _spend(
 
 
 def _cut(widths: Sequence[int], tokens: float, curve: Callable[[int], Curve]) -> Cut:
-    """Return what rows of these widths give, with so many tokens."""
+    """Return the cut of rows to these widths, which bring this many tokens."""
     took_s = curve(len(set(widths)))(sum(widths))
     return Cut(tuple(widths), rate(tokens, took_s), took_s)
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 MOST = 4.0
-"""What drafts can have earned at most: so much is lost before it shows that they pay no more."""
+"""What drafts can have earned at most: that is lost before it shows that they no longer pay."""
 START, EACH = 6.0, 0.5
 """What an engine lends its first drafts, and those of new rows: their text may be of another kind."""
 PROVEN = 1.0
@@ -44,11 +44,11 @@ class Budget:
     """Spent, and not made up for by the steps since."""
 
     def earn(self, steps: int) -> None:
-        """Earn the share of so many steps; at most one step is saved up."""
+        """Earn the share of this many steps; at most one step is saved up."""
         self.debt = max(self.debt - self.share * steps, -1.0)
 
     def spend(self, steps: float) -> None:
-        """Spend as much time as so many plain steps take."""
+        """Spend the time of this many plain steps."""
         self.debt = max(self.debt + steps, -1.0)
 
     @property

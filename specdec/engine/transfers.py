@@ -104,7 +104,7 @@ class Transfers:
     def land(
         self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None
     ) -> "Future[bool]":
-        """Keep what has come as a cached prefix, in so many seconds; tell whether it could be."""
+        """Keep what has come as a cached prefix, after `seconds`; return whether it could be."""
         return self._worker.between_steps(lambda: self._landings().land(landing, hidden_1D, seconds=seconds))
 
     def sums(self, blocks: Sequence[int], state: int | None) -> list[int]:

@@ -68,7 +68,7 @@ class Fields:
         return float(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """Read so many finite numbers; where the field is absent all are one."""
+        """Read `count` finite numbers; where the field is absent all are one."""
         value = self.get(name)
         value = [1.0] * count if value is None else value
         fits = isinstance(value, list | tuple) and len(value) == count

@@ -41,7 +41,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _every(fields: Fields, kind: str, period: int, offset: int) -> Callable[[int], bool]:
-    """Read which layers are of a kind, one in so many."""
+    """Read which layers are of a kind: one of each period."""
     period = fields.integer(f"{kind}_layer_period", default=period)
     offset = fields.integer(f"{kind}_layer_offset", default=offset, least=0)
     if offset >= period:

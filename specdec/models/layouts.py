@@ -72,7 +72,7 @@ squeeze_conv = stored_as(lambda shape: (shape[0], 1, shape[1]))
 
 
 def join_convs(*heights: int) -> Recipe:
-    """Join depthwise convolutions [C, 1, K] to one of so many channels each, or cut anywhere else."""
+    """Join depthwise convolutions [C, 1, K] into one, each with its channels, or cut anywhere else."""
 
     def join(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         found = [reader.height(name) for name in disk]
@@ -101,7 +101,7 @@ def join_heads(*heights: int) -> Recipe:
 def rows(order: Callable[[], Tensor], total: int) -> Recipe:
     """Choose rows of a larger projection, in the order given; an FP8 one stays so if whole blocks move.
 
-    The order is listed once the files are known to have so many rows.
+    The order is listed once the files are known to have that number of rows.
     """
 
     def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:

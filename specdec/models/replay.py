@@ -20,7 +20,7 @@ Pass = Callable[..., tuple[Tensor, ...]]
 WIDEST = 32
 """Tokens of a pass that is recorded: beyond it arithmetic outweighs calls."""
 BLOCKS = 16
-"""A table has room for so many at least."""
+"""The smallest size of a table."""
 
 
 class Replays:

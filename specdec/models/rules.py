@@ -78,7 +78,7 @@ BETWEEN_ONES = stored_as(lambda shape: (1, 1, *shape, 1))
 
 
 def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[Rule]:
-    """Name Kimi's delta attention of so many channels; a module of its own may make the decays."""
+    """Name Kimi's delta attention with these channels; a module of its own may make the decays."""
     each = (f"{home}.{name}_conv1d.weight" for name in "qkv")
     yield from layer_rules(r"mixer\.conv\.weight", *each, recipe=join_convs(width, width, width))
     yield from layer_rules(r"mixer\.conv\.weight", f"{home}.conv1d.weight", recipe=squeeze_conv)

@@ -65,7 +65,7 @@ def read_kinds(fields: Fields, hybrid: Sequence[int]) -> tuple[str, ...]:
 def hybrid_layers(
     kinds: Sequence[str], block: SharedBlock, mamba: Mixer, *, blocks: int
 ) -> Iterator[spec.Layer]:
-    """Make the layers, of which the hybrid ones use so many blocks in turn."""
+    """Make the layers, of which the hybrid ones use the shared blocks in turn."""
     hybrid = [i for i, kind in enumerate(kinds) if kind == HYBRID]
     for i, kind in enumerate(kinds):
         if kind == LINEAR:

@@ -61,7 +61,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _sampled(header: dict[str, dict[str, list[int]]]) -> list[int]:
-    """Return where tensors begin, in order, of so many at most."""
+    """Return where tensors begin, in order; of a limited number."""
     starts = sorted(own["data_offsets"][0] for own in header.values() if "data_offsets" in own)
     return starts[:: -(-len(starts) // SAMPLES) or 1]
 

@@ -63,7 +63,7 @@ class Lease:
                 waiter.set_result(None)
 
     async def wait_for_more(self, tokens: int, limit_s: float) -> None:
-        """Wait until more than so many tokens are ready, or all, until the lease is over, or for so long."""
+        """Wait until more than `tokens` or all are ready, the lease is over, or the time is."""
         await self._wait(lambda: self.is_whole or self.ready > tokens, limit_s, with_device=True)
 
     async def wait_until_read(self) -> None:

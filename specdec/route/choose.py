@@ -14,7 +14,7 @@ from specdec.route.replicas import Fleet, Replica
 
 CLOSE = 1.05
 CLOSE_S = 0.001
-"""Times that differ by this factor and so many seconds count as equal."""
+"""Times within this factor and this many seconds of each other count as equal."""
 SHARE = 0.1
 """Parts of an arena in use that differ by less than this count as equal."""
 

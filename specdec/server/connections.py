@@ -24,7 +24,7 @@ class Connections:
     """Keeps descriptors free: without any the server could not even refuse. Owned by the event loop."""
 
     def __init__(self, most: int | None, idle_s: float, *, files: int = 1) -> None:
-        """Take so many connections at most, each of which needs so many descriptors."""
+        """Accept at most this many connections, each of which needs `files` descriptors."""
         limit = _raise_limit()
         self.idle_s = idle_s
         self.most = min(most or limit, max(limit - SPARE, limit // 2) // files)

@@ -28,7 +28,7 @@ async def apart(work: Callable[[], T], name: str) -> T:
 
 
 class Pool:
-    """At most `COUNT` daemon threads for what clients ask; so much of it may wait. Owned by the event loop.
+    """At most `COUNT` daemon threads for what clients ask, with a bounded queue. Owned by the event loop.
 
     Callers take turns, so that what one has waiting holds another up by what a thread is at alone. With
     `rests`, after long work a caller's next waits in proportion, so that streams go on between the two.

@@ -57,7 +57,7 @@ class Parameter:
 
 
 def token_work(network: spec.Network) -> Callable[[int], float]:
-    """Return a function: what a step over so many tokens adds to one over none, in the work of one token.
+    """Return a function: what a step over some tokens adds to one over none, in the work of one token.
 
     With experts most of that is to read those that are met: many are new to the second token, few to the
     fiftieth. Without any, it is the number of tokens.
@@ -76,7 +76,7 @@ def token_work(network: spec.Network) -> Callable[[int], float]:
 
 
 def _share_met(chosen: int, total: int, tokens: int) -> float:
-    """Return which part of the experts so many tokens are expected to use that choose at random."""
+    """Return which part of the experts this many tokens are expected to use that choose at random."""
     return 1.0 - (1 - chosen / total) ** tokens
 
 

@@ -33,7 +33,7 @@ def arena_bytes(
     weights: int,
     copied: bool = False,
 ) -> int:
-    """Return the arena's size: what is given, or what all sequences and drafts want, if so much is free."""
+    """Return the arena's size: what is given, or what all sequences and drafts want, if that is free."""
     if config.memory_bytes is not None:
         return config.memory_bytes
     # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and the drafts.

@@ -17,7 +17,7 @@ from specdec.draft.widths import WIDTHS
 logger = logging.getLogger(__name__)
 
 ROUNDS = 16
-"""The first times of a form are not counted: after so many rounds what is known must do."""
+"""The first times of a form are not counted: the warm-up ends after this many rounds."""
 EVERY = 5
 """Chains up to this deep are all timed: those that are drafted by default."""
 ENOUGH, LONGEST_S = 10, 0.2

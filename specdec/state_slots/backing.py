@@ -38,7 +38,7 @@ class Backing(Protocol):
         ...
 
     def has_room(self, nodes: int) -> bool:
-        """Return whether so many slots could be borrowed now."""
+        """Return whether `count` slots could be borrowed now."""
         ...
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[Any] | None:
@@ -67,7 +67,7 @@ class RecordBacking:
         return self.arena.layout.record_bytes
 
     def has_room(self, nodes: int) -> bool:
-        """Return whether so many records could be borrowed now."""
+        """Return whether `count` records could be borrowed now."""
         return not self.arena.layout.states or self.arena.can_take(records=nodes)
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[RecordSlot] | None:
@@ -98,7 +98,7 @@ class SnapshotBacking:
         return self.arena.layout.states_per_slab * self.arena.layout.slab_bytes
 
     def has_room(self, nodes: int) -> bool:
-        """Return whether so many states could be borrowed now."""
+        """Return whether `count` states could be borrowed now."""
         return not self.arena.layout.states or self.arena.can_take(states=nodes)
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[int] | None:

@@ -86,7 +86,7 @@ class SlotPool:
         self.held: dict[Owner, dict[int, int]] = {}
         self.handed_out = sum(self.generations)
         self.owners: dict[int, Owner | Sharers] = {}
-        """Owners of each live slot. A list for each of so many would keep the garbage collector busy."""
+        """Owners of each live slot. A list for each would keep the garbage collector busy."""
         self.in_use = 0
         """Slots with at least one owner that is not evictable."""
         self.used: dict[int, int] = {}

@@ -16,7 +16,7 @@ from specdec.state_slots.prefix.tree import NO_IDS, Ids
 SECONDS_A_TOKEN = 0.5
 """How fast people type: 90 words a minute, three quarters of a word a token."""
 COLLAPSED = 5
-"""An agent that shortens what it has seen keeps so many of the last observations."""
+"""How many of the last observations an agent keeps that shortens its context."""
 LONGEST = 32768
 """Tokens that a request has at most, with its answer."""
 FEWEST_SHARES = 4
@@ -40,7 +40,7 @@ class Kind:
     """What sessions of one kind are like."""
 
     sessions: int
-    """So many make a trace of two to three thousand requests."""
+    """How many make a trace of two to three thousand requests."""
     per_second: float
     """Sessions that begin, by chance."""
     asked: Length

@@ -1,4 +1,4 @@
-"""The load: so many requests at a time, the next as soon as one has been answered, or arrivals by chance."""
+"""The load: a fixed number of requests at a time, or random arrivals."""
 
 import asyncio
 import random

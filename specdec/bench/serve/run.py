@@ -21,7 +21,7 @@ from specdec.bench.serve.stream import KEY, SALT, Outcome, Request, Server
 from specdec.errors import ConfigError, EngineError
 
 FEWEST, PER_PLACE = 16, 4
-"""Requests of a level where their number is not given: so many for each at a time, and never fewer."""
+"""Requests of a level where their number is not given: for each at a time, and at least."""
 
 
 def run(options: ServeOptions, prompts: Sequence[Prompt], key: str | None, out: Output) -> None:

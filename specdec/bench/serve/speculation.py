@@ -84,7 +84,7 @@ def told(
 
 
 def _streamed(outcomes: Sequence[Outcome]) -> Speculation | None:
-    """Add up what the streams said. A step gives one token that was not drafted: so many there were."""
+    """Add up what the streams said. A step gives one token that was not drafted, so those count the steps."""
     whole = [own for own in outcomes if own.failure is None and own.counted_by != "chunks"]
     drafts = [outcome.drafts for outcome in whole if outcome.drafts]
     drafted, accepted = (sum(getattr(own, name) for own in drafts) for name in ("drafted", "accepted"))

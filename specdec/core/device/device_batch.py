@@ -38,7 +38,7 @@ class Run(Protocol):
         ...
 
     def size(self, count: int) -> int:
-        """Return how many rows run for so many requests."""
+        """Return how many rows run for this many requests."""
         ...
 
     def refusal(self, requests: Sequence[Request]) -> str | None:

@@ -12,7 +12,7 @@ def width_of(shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """A step that verifies windows of so many nodes, and drafts the next ones."""
+    """A step that verifies windows of a width, and drafts the next ones."""
 
     nodes: int
     tree: bool

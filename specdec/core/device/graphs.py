@@ -36,7 +36,7 @@ class Graphs:
         self._graphs: dict[tuple[GraphKey, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def size(self, count: int) -> int:
-        """Return the captured number of rows that so many run as."""
+        """Return the captured number of rows as which this many run."""
         return next(size for size in self.sizes if size >= count)
 
     def refusal(self, requests: Sequence[Request]) -> str | None:

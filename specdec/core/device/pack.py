@@ -44,10 +44,10 @@ class Packer:
         *,
         last: int | None = None,
     ) -> Window:
-        """Make a window behind so many tokens of each row; without parents it is a chain.
+        """Make a window behind each row's tokens; without parents it is a chain.
 
         What lies beyond the model's length is thrown away: the texts end before they get there. `last` leaves
-        out the blocks of all but so many of the tokens before it.
+        out the blocks of all but the `last` tokens before it.
         """
         b, m = token_BM.shape
         ancestors_BMM = tap_BMC = None

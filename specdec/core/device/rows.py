@@ -58,7 +58,7 @@ class Rows:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """Make rows that are all padding, with room for so many blocks and hidden states of this width."""
+        """Make rows that are all padding, with room for this many blocks and hidden states of this width."""
         rows, nodes, path = extent.rows, extent.nodes, extent.path
 
         def ids(*shape: int) -> Tensor:

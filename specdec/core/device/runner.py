@@ -36,8 +36,8 @@ PLANNED = "drafts for several rows are planned"
 FEWEST = 0.5
 """Part of the rows below which those that are left are loaded anew, as a smaller batch."""
 RELOAD, PATIENCE_S = 4.0, 0.5
-"""While others wait for places, rows that have ended stay idle until that has cost as much as a reload of the
-batch: so many times what loading took, for the unload, the schedule and a step on the host; or this long."""
+"""While requests wait, rows that have ended stay idle until that has cost `RELOAD` times what loading the
+batch took, for the unload, the schedule and a step on the host, or for `PATIENCE_S`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class Integers(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounds a matrix to whole numbers of so many bits, each to the nearest."""
+    """Rounds a matrix to integers of a given number of bits, each to the nearest."""
 
     bits: int
     rounds_fp8: ClassVar[bool] = True

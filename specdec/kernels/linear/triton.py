@@ -124,7 +124,7 @@ def whole_tiling(x_TD: Tensor, rows: int) -> Tiling:
 
 
 def whole_warps(height: int, dtype: torch.dtype) -> int:
-    """Return how many warps have the registers that so many tokens need, and float32 for three products."""
+    """Return how many warps have the registers that this many tokens need, and float32 for three products."""
     return max(2, height // 16) if dtype.itemsize == 2 else 8
 
 

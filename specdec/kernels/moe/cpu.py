@@ -136,7 +136,7 @@ def multiply(weight_END: Tensor, expert: int, x_PD: Tensor) -> Tensor:
     """Multiply as `F.linear` does.
 
     oneDNN lays out the second factor of a bfloat16 product at every call, so the weight goes first: with cold
-    weights that is 1.4 times as fast, unless the tokens are so many that their layout costs more.
+    weights that is 1.4 times as fast, unless laying out a large number of tokens costs more.
     """
     weight_ND = weight_END[expert]
     if x_PD.dtype != torch.bfloat16 or len(x_PD) >= WIDE:

@@ -184,7 +184,7 @@ def linear_by_head(x_THK: Tensor, packed: Panels | Tensor) -> Tensor:
 
 
 def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
-    """Write the outputs to an address, rows so many entries apart."""
+    """Write the outputs to an address, with a stride between rows."""
     (tokens, inputs), (at, by_token) = x_TD.shape, strided(x_TD, 1)
     function("linear", packed.dtype)(
         *(at, tokens, by_token, inputs),

@@ -23,9 +23,9 @@ class AttentionLayer:
     wide_rotation: bool = False
     """Heads are rotated in float32 and rounded once; otherwise each product is."""
     window: int | None = None
-    """A token sees the last so many of its path, itself included. None: all of it."""
+    """How many tokens of its path one sees at most, itself included. None: all."""
     value_dim: int | None = None
-    """The last so many entries of a key are its value; None: values are projected, as wide as keys."""
+    """How many of a key's last entries are its value; None: values are projected, as wide as keys."""
 
     def __post_init__(self) -> None:
         assert self.value_dim is None or not self.gated, "a gate is as wide as a query"

@@ -83,7 +83,7 @@ def promote(
     path_length_B: Tensor,
     length_B: Tensor,
 ) -> None:
-    """Make the kept nodes' records the row's path and its committed length by so much longer, in place.
+    """Make the kept nodes' records the row's path and add their number to its committed length, in place.
 
     What lies behind a path in its table is not touched. A row of length 0 is padding, and stays as it is.
     """

@@ -192,7 +192,7 @@ class GgufFile:
         return end
 
     def _count(self, field: str, *, least: int) -> int:
-        """Read how many items follow, of so many bytes at least: more than the file holds are refused."""
+        """Read how many items follow, of at least this size: more than the file holds are refused."""
         count: int = self._scalar(10, field)
         if count > (len(self._data) - self._at) // least:
             self._refuse(

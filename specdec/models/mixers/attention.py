@@ -35,7 +35,7 @@ class Attention(Mixer):
     norm_whole: bool = False
     """The norm is of all query heads together, and of all key heads."""
     window: int | None = None
-    """A token attends to the last so many, itself included. None: to all."""
+    """How many tokens one attends to at most, itself included. None: all."""
     head_gate: bool = False
     """A projection of its own gives each head a number, by whose sigmoid its output is multiplied."""
 

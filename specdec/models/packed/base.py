@@ -82,7 +82,7 @@ class Numbers:
         return -(-inputs // self.group) if self.group else 1
 
     def words(self, count: int) -> int:
-        """Count the words that so many numbers are packed in."""
+        """Count the words that pack this many numbers."""
         return -(-count * self.bits // WORD)
 
     def num_bytes(self, shape: Shape) -> int:

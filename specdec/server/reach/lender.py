@@ -112,7 +112,7 @@ class Lender:
         return int(self._share(caller) * self._most_bytes)
 
     def _has_room(self, num_bytes: int, caller: str) -> bool:
-        """Return whether so much may be held now: what one key had prefilled leaves room for others."""
+        """Return whether this much may be held now: what one key had prefilled leaves room for others."""
         if self.book.held_by(caller) + num_bytes > self._most_of(caller):
             return False
         return self.book.figures.held_bytes + num_bytes <= self._most_bytes
@@ -191,7 +191,7 @@ class Lender:
 
 
 def _begun(prepared: Prepared, length: int) -> Prepared:
-    """Return a prompt of which so many tokens are lent: all but the last one."""
+    """Return a prompt of which `length` tokens are lent: all but the last one."""
     return prepared._replace(ids=prepared.ids[: length + 1])
 
 

@@ -48,7 +48,7 @@ class Replay:
         self._admitted = 0
 
     def admit(self, prompt: Ids, output: int, tenant: Tenant = SOLE) -> Live | None:
-        """Begin a request that will write so many tokens; None: there is no memory for all of it now."""
+        """Begin a request that will write `output` tokens; None: there is no memory for all of it now."""
         arena, cache = self.arena, self.cache
         lease = cache.lease(prompt, tenant)
         blocks = arena.layout.blocks_for(len(prompt) + output)

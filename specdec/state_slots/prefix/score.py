@@ -10,7 +10,7 @@ from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.tree import Node
 
 Work = Callable[[int], float]
-"""Return the work of prefilling so many tokens from the first on."""
+"""Returns the work of prefilling a number of tokens from the first on."""
 
 
 @dataclass(frozen=True, slots=True)

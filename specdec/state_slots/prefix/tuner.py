@@ -31,11 +31,11 @@ WINDOW = 512
 EVIDENCE = 256
 """Requests that must have been tried before any other value is taken."""
 MARGIN = 0.05
-"""Another value must hit so much more than the one in use, as a part of that, and twice in a row."""
+"""By which part of its hits another value must exceed the one in use, twice in a row."""
 MOST_TOKENS = 1 << 24
-"""What waits to be tried may hold so many; requests beyond it are left out."""
+"""Bound on what waits to be tried; requests beyond it are left out."""
 IDLE = 9.0
-"""The thread rests so many times as long as it worked: a tenth of a core is the most it takes."""
+"""How many times as long as it worked the thread rests: a tenth of a core is the most it takes."""
 COARSE = 0.02
 """Blocks of more tokens make trying cheaper; slabs may grow by this part for it."""
 

@@ -97,7 +97,7 @@ class Plan:
         return local, remote
 
     def num_bytes(self, blocks: int, states: int) -> int:
-        """Count the bytes that so many blocks and states take on the wire."""
+        """Count the bytes that blocks and states take on the wire."""
         lengths = self.local[:, 1]
         return blocks * int(lengths[: self.block_rows].sum()) + states * int(lengths[self.block_rows :].sum())
 

@@ -147,7 +147,7 @@ class ThinkingTrack:
 
 
 def _last(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:
-    """Return as many of the last pieces as hold so many characters."""
+    """Return as many of the last pieces as hold this many characters."""
     at = len(pieces)
     while length > 0:
         at -= 1

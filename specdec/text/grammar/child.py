@@ -230,7 +230,7 @@ class Allowance:
         self.cover(1)
 
     def cover(self, num_tokens: int) -> None:
-        """Allow what so many tokens may take. It is never lowered: freed memory stays the process's."""
+        """Allow what this many tokens may take. It is never lowered: freed memory stays the process's."""
         if num_tokens > self._covered:
             self._covered = num_tokens + TOKENS_AHEAD
             _limit_memory(self._base + self._covered * TOKEN_BYTES)
