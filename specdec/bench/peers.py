@@ -47,7 +47,7 @@ class Contestant(Protocol):
     name: str
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
-        """Read prompts of one length and continue each greedily by 1 + `new_tokens` tokens, past any end."""
+        """Prefill prompts of one length and decode greedily by 1 + `new_tokens` tokens each, past any end."""
         ...
 
     def describe(self) -> dict[str, Any]:

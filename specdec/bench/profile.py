@@ -16,7 +16,7 @@ TOP = 25
 
 
 def profile_steps(runner: EngineRunner, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Read the prompts, then watch some steps in which every row decodes."""
+    """Prefill the prompts, then profile some steps in which every row decodes."""
     core, on_gpu = runner.model.core, runner.model.settings.device.type == "cuda"
     requests = runner.submit(prompts, room(runner.model.settings.bounds.num_steps))
     while not all(request.output_length for request in requests):

@@ -24,7 +24,7 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch
 
 
 class Probe:
-    """One sequence that has read a prompt, and windows behind it; a step promotes the first token alone."""
+    """A prefilled sequence, and windows behind it; a step promotes the first token alone."""
 
     def __init__(self, model: Model, arena: Arena, slots: str, widest: int) -> None:
         self.model, self.arena, self.owner = model, arena, slots

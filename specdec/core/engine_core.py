@@ -52,7 +52,7 @@ class EngineCore:
 
         `turns` is what `turns_of` returns, for all choices of a prompt.
 
-        With `lent` it reads its prompt for another engine and chooses nothing.
+        With `lent` it prefills for another engine and samples nothing.
         """
         request = Request(
             next(self._numbers),

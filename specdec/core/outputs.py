@@ -44,8 +44,8 @@ class TokenLogprob:
 class RequestStats:
     """What one request's steps did.
 
-    A verify step begins with the token chosen last and chooses what follows; the step that read the prompt's
-    end is none, nor is one that reads what a preemption took back.
+    A verify step begins with the token chosen last and chooses what follows; the last step of a
+    prefill is none, nor is one that recomputes what a preemption dropped.
     """
 
     prompt_tokens: int

@@ -163,7 +163,7 @@ class Request:
         if not self.first_token_s:
             self.first_token_s = time.perf_counter() - self.arrived_s
         if not self.num_remaining_tokens:
-            # It was asked to read its prompt alone: what is sampled after that is dropped.
+            # Only a prefill was asked for: what is sampled after that is dropped.
             self.finish_reason = "length"
             return 0
         for said in chosen:

@@ -127,7 +127,7 @@ class Speculation:
     def skips_plan(self, requests: Sequence[Request]) -> bool:
         """Return whether a step goes without a plan, as most steps do while drafting does not pay.
 
-        All its requests decode. Skipping costs next to nothing; every few steps it looks for repeated text.
+        All its requests decode. Skipping is nearly free; every few steps it looks for repeated text.
         """
         self._forget_drafts()
         if any(map(self.skips_draft, requests)):

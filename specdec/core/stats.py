@@ -16,7 +16,7 @@ SHORTEST = 1024
 class Sums:
     """Sums over verify steps: steps that began with the last certain token and chose what follows.
 
-    The step that reads a prompt's last chunk chooses a token too, but had nothing to verify; it is not here.
+    The last step of a prefill samples a token too, but had nothing to verify; it is not counted.
     """
 
     steps: int = 0

@@ -46,7 +46,7 @@ class Batch:
     rows: int
     """Rows that decode."""
     tokens: int
-    """One for each of them, and those of the rows that read a prompt."""
+    """One for each of them, and those of rows in prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class Policy:
     ) -> list[Shape | None]:
         """Choose which rows draft, and in what shape; `room` is how deep a row's output can still go.
 
-        What `look_up` finds is there for nothing: drafting must earn more than that would alone. It is not
+        What `look_up` finds is free: drafting must earn more than that would alone. It is not
         asked in steps that are to be without any draft. Unless drafts can be grown, there is only that. Where
         no row has room, nothing is planned.
         """

@@ -32,7 +32,7 @@ class Loan:
         self.stats: RequestStats | None = None
         """What its steps did; None before it is done."""
         self.give_back = give_back
-        """Stop reading, and let go of the memory between two steps; a second call does nothing."""
+        """Stop the prefill, and release the memory between two steps; a second call does nothing."""
 
 
 class Transfers:
@@ -47,7 +47,7 @@ class Transfers:
         return self._model.loop.arena
 
     def lend(self, prepared: Prepared, on_change: Callable[[Lent], None] | None = None) -> Loan:
-        """Read a prompt, all but its last token, and keep what came of it where it is until it is given back.
+        """Prefill a prompt, all but its last token, and keep its memory in place until it is given back.
 
         Of the prompt's parameters only the tenant counts. `on_change` is called in the engine's thread.
         """

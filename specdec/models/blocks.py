@@ -85,7 +85,7 @@ def rope_parameters(fields: Fields) -> Fields:
 def rope_theta(fields: Fields, *, default: float, types: tuple[str, ...] = ("default", "mrope")) -> float:
     """Read the base of rotary positions, nested or at the top level; refuse other `types` of them.
 
-    The sections of a multimodal rope are all the same for text, so "mrope" is plain here.
+    The sections of a multimodal rope are equal for text, so "mrope" is plain here.
     """
     nested = rope_parameters(fields)
     for kind in ("rope_type", "type"):

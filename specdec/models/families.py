@@ -170,7 +170,7 @@ def open_tensors(checkpoint: Checkpoint) -> Tensors:
 
 
 def stored_numbers(checkpoint: Checkpoint, network: spec.Network) -> Callable[[str], Numbers | None]:
-    """Return a function that tells how whole numbers are stored of a matrix, by our name, if any are."""
+    """Return a function that tells how integers are stored of a matrix, by our name, if any are."""
     table, tensors = layout(network), open_tensors(checkpoint)
     prefix = table.prefix(tensors.names)
 

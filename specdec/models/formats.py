@@ -45,7 +45,7 @@ class WeightFormat(Protocol):
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType({"fp8": fp8, "int8": INT8, "int4": INT4})
 """By the names that `quantize` knows."""
 WHOLE = ("int8", "int4")
-"""Those of whole numbers."""
+"""Those of integers."""
 
 _FIELD = "quantization_config"
 _PACKED = MappingProxyType({own.NAME: own.read_format for own in (gptq, awq, compressed, gguf)})

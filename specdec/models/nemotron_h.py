@@ -106,7 +106,7 @@ def _mamba(fields: Fields, eps: float) -> Mamba2:
     heads, groups = fields.integer("mamba_num_heads"), fields.integer("n_groups", "mamba_n_groups", default=8)
     if heads % groups:
         fields.refuse("mamba_num_heads", f"a multiple of n_groups ({groups})")
-    # The reference bounds the step from below where it reads a prompt and forgets to where it decodes. We
+    # The reference bounds the step from below in prefill and forgets to in decode. We
     # bound it in both: a token's step must not depend on how it entered.
     least = fields.number("time_step_min", "mamba_dt_min", default=1e-3)
     return Mamba2(

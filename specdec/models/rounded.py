@@ -19,7 +19,7 @@ COPIED_IN = "int4"
 
 @dataclass(frozen=True, slots=True)
 class Nibbles:
-    """A matrix of whole numbers of 4 bits, two in a byte: for as long as it waits to be laid out."""
+    """A matrix of 4-bit integers, two in a byte: for as long as it waits to be laid out."""
 
     pair_X: Tensor
     matrix: Integers
@@ -99,7 +99,7 @@ class CopiedWeights:
 
 
 class _Kept:
-    """Hand out what was kept, and let go of it."""
+    """Return what was kept, and release it."""
 
     def __init__(
         self, shared: Mapping[str, Tensor], rounded: dict[str, Nibbles], outputs: Mapping[str, Integers]

@@ -1,4 +1,4 @@
-"""How much arithmetic a network does while it reads a prompt: what a cached prefix saves."""
+"""The arithmetic of a prefill: what a cached prefix saves."""
 
 from collections import defaultdict
 from dataclasses import dataclass

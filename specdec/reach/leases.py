@@ -124,7 +124,7 @@ class Book:
         return lease
 
     async def finish(self, lease: Lease) -> None:
-        """Wait until the engine has read the prompt, or its reader wants it no more; raise why it has not.
+        """Wait until the prompt is prefilled, or its reader no longer wants it; raise why it has not.
 
         The client that had it read waits here: if it leaves before that, the lease is over.
         """

@@ -28,7 +28,7 @@ from specdec.reach.wire import PeerLost, Uncertain, WireError
 from specdec.state_slots.arena import Arena
 
 AGENT_SLEEP_US = 10_000
-"""It wakes when something comes, and after this long all the same: some ways do not tell."""
+"""It wakes when something comes, and at least this often: some transports do not notify."""
 INSTALL = "install the extra: pip install 'specdec[reach]' (Linux, x86-64 or ARM)"
 
 

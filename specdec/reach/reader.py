@@ -1,4 +1,4 @@
-"""A carrier's thread: it posts reads by turns, polls them, and keeps those given up until they end."""
+"""A carrier's thread: it posts reads round-robin, polls them, and keeps abandoned ones until they end."""
 
 import atexit
 import contextlib
@@ -40,7 +40,7 @@ class Quarantine:
     part: float = 0.1
     """Of the arena's bytes."""
     part_s: float = 1.0
-    """A read has this long all the same: most of those that are given up end by themselves at once."""
+    """The least time of a read: most abandoned ones end by themselves at once."""
     age_s: float = 120.0
 
 

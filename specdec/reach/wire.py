@@ -18,7 +18,7 @@ class PeerLost(WireError):
 
 
 class Uncertain(WireError):
-    """A piece failed, and its bytes may come all the same until the wire is closed."""
+    """A piece failed, and its bytes may still arrive until the wire is closed."""
 
 
 class Piece(Protocol):

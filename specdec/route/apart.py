@@ -71,7 +71,7 @@ def decoders(call: Call) -> Attempts:
 
 
 async def _in_turn(call: Call) -> web.StreamResponse:
-    """Ask by vLLM's protocol. Where no replica reads the prompt, the one that writes reads it itself."""
+    """Ask by vLLM's protocol. Where no replica prefills the prompt, the decode replica does."""
     read = await _read_first(call)
     if isinstance(read, web.StreamResponse):
         return read
@@ -139,7 +139,7 @@ async def _at_once(call: Call) -> web.StreamResponse:
             writer = writers.next()
     if writer is None:
         return writers.failure()
-    writers.tried.remove(writer.replica)  # nothing was wrong with it: it reads the prompt itself
+    writers.tried.remove(writer.replica)  # nothing was wrong with it: it prefills the prompt itself
     call.state.metrics.apart.labels(reader="decode").inc()
     return await pass_on(call, writers)
 

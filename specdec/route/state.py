@@ -35,7 +35,7 @@ class State:
         self.metrics, self.upstream = RouteMetrics(self.fleet), upstream
         self.connections = Connections(config.max_connections, config.idle_timeout, files=3)
         self.large = Pool("looking", config.max_requests)
-        """Threads that look at large bodies, by turns of their clients."""
+        """Threads that parse large bodies, round-robin over clients."""
         self.guard = PageGuard(Origins(None), config.host)
         """For the router's own figures; replicas check what goes on to them."""
         self.draining = False

@@ -49,7 +49,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     ),
     "batch": ("alone", "mixed", "preempted"),
 }
-"""`filters` are top-k, top-p and min-p; a `mixed` step reads prompts beside decoding rows. With graphs, the
+"""`filters` are top-k, top-p and min-p; a `mixed` step prefills beside decoding rows. With graphs, the
 `device` decides the steps in which it can. Prefixes that others have read are `kept`, or read again."""
 TITLES: Mapping[str, str] = {
     "host": "no graphs",

@@ -116,7 +116,7 @@ class ShapeWeights:
         quantize: WeightFormat | None,
         numbers: Callable[[str], Numbers | None] = lambda name: None,
     ) -> None:
-        """Count large matrices in `quantize`, but those stored in whole numbers as `numbers` says."""
+        """Count large matrices in `quantize`, but those stored in integers as `numbers` says."""
         self.network, self.dtype, self.quantize, self.numbers = network, dtype, quantize, numbers
         self.parameters: list[Parameter] = []
 
@@ -248,7 +248,7 @@ def measure(
 ) -> Footprint:
     """List every parameter of a network without holding any; large matrices are counted in `quantize`.
 
-    Those that a checkpoint stores in whole numbers are counted as `numbers` says. With `copied` a rounded
+    Those that a checkpoint stores in integers are counted as `numbers` says. With `copied` a rounded
     copy is counted too, as it is kept: `copied_in` a format, or (None) widened.
     """
     weights = ShapeWeights(network, dtype, quantize=quantize, numbers=numbers)

@@ -71,7 +71,7 @@ def weight_bytes(
 ) -> int:
     """Count what the weights will take, from what a checkpoint stores of them.
 
-    `narrow_bytes` are those of 8-bit floats. Whole numbers, `packed`, will take `packed_bytes`.
+    `narrow_bytes` are those of 8-bit floats. Integers, `packed`, will take `packed_bytes`.
     """
     if packed:
         return packed_bytes + (stored_bytes - packed.stored) // stored.itemsize * dtype.itemsize

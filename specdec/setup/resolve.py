@@ -105,7 +105,7 @@ def resolve(
 ) -> Resolved:
     """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is narrower.
 
-    `narrow_bytes` are those of 8-bit floats, `packed` what is stored in whole numbers.
+    `narrow_bytes` are those of 8-bit floats, `packed` what is stored in integers.
     `heads` are those that were found, by their drafters' names; None: what a network of drawn weights has.
     """
     heads = find_heads(None, network, config) if heads is None else heads
@@ -354,7 +354,7 @@ def copied_in(kernels: str) -> WeightFormat | None:
 
 
 def _packed_bytes(packed: PackedSizes, kernels: str, dtype: torch.dtype) -> int:
-    """Count what published whole numbers take: a GPU keeps those that fit its tiles, the plain form none."""
+    """Count what published integers take: a GPU keeps those that fit its tiles, the plain form none."""
     if on_gpu(kernels):
         return packed.tiled + packed.untiled * dtype.itemsize
     return packed.numbers * dtype.itemsize if kernels == "cpu" else packed.multiplied

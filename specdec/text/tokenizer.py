@@ -32,7 +32,7 @@ SPOKEN = {
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "｜DSML｜"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
 }
-"""Special tokens that are detokenized all the same: calls and thinking are found by them."""
+"""Special tokens that are detokenized nevertheless: calls and thinking are found by them."""
 
 
 class Tokenizer:

@@ -121,8 +121,8 @@ class Sweep:
     def settings(self, group: Group, draftings: Sequence[Drafting]) -> list[Setting]:
         """Return what takes turns in a group: `none` first, `transformers` last.
 
-        Without a temperature there is no noise to leave out. `transformers` reads prompts of one length, and
-        takes the likeliest tokens: it has none of our noise.
+        Without a temperature there is no noise to leave out. `transformers` takes prompts of one length and
+        the likeliest tokens: it has none of our noise.
         """
         heard = (replace(d, noise=d.noise or not group.temperature) for d in draftings)
         own = [Drafting(NONE), *dict.fromkeys(heard)]

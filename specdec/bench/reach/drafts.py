@@ -93,7 +93,7 @@ def hand_over(
 def first_steps(engine: SpecEngine, prompt: list[int]) -> tuple[tuple[int, ...], float, int]:
     """Complete a prompt greedily; return its tokens, what its first verify steps gained each, and the hit.
 
-    The step that reads the prompt's end is no verify step.
+    The last step of a prefill is no verify step.
     """
     params = SamplingParams(max_tokens=1 + STEPS * LONG_STEP, temperature=0.0, ignore_eos=True, trees=True)
     done = engine.generate([prompt], params)[0]

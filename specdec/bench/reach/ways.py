@@ -22,7 +22,7 @@ LENT: Body = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What vLLM's proxies ask of the engine that reads prompts."""
+"""What vLLM's proxies ask of the prefill engine."""
 
 
 class Way(Protocol):

@@ -48,7 +48,7 @@ class Slots:
 
 
 def measure_wire(options: ReachOptions) -> dict[str, Any]:
-    """Read prompts of two lengths over and over; compare every byte before anything is timed."""
+    """Fetch prompts of two lengths repeatedly; compare every byte before anything is timed."""
     layout = _layout(options)
     lengths = sorted({options.prompt_tokens, options.long_tokens})
     num_bytes = _arena_bytes(layout, lengths[-1])

@@ -1,7 +1,7 @@
 """A batch whose steps decide on the device: the host loads it, launches steps, reads what came, unloads it.
 
 While a step runs the host deals with the one before it. So a text ends one step late: what was computed for
-it meanwhile is thrown away. Its memory goes back at once all the same: whatever is put there is written by
+it meanwhile is dropped. Its memory is still released at once: whatever is put there is written by
 later operations of the same device, which take their turn.
 """
 

@@ -64,7 +64,7 @@ class Graphs:
     def capture(self, keys: Sequence[GraphKey]) -> None:
         """Capture every key in every size, the smallest first: those are what launches weigh on most.
 
-        A key that fails ends itself alone. What is not captured is run all the same, so that nothing is
+        A key that fails ends itself alone. What is not captured still runs, so that nothing is
         compiled while others wait.
         """
         device = self.rows.length_B.device

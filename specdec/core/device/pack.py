@@ -46,7 +46,7 @@ class Packer:
     ) -> Window:
         """Make a window behind each row's tokens; without parents it is a chain.
 
-        What lies beyond the model's length is thrown away: the texts end before they get there. `last` leaves
+        What is beyond the model's length is dropped: the texts end before they get there. `last` leaves
         out the blocks of all but the `last` tokens before it.
         """
         b, m = token_BM.shape

@@ -165,7 +165,7 @@ class Runner(ABC):
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
             return "prefill"
         if not all(own.chooser.runs_on_device for own in requests):
-            return "penalties, biases, forms of output or log-probabilities are asked for"
+            return "penalties, biases, structured output or log-probabilities are asked for"
         if any(map(self.host.speculation.skips_draft, requests)):
             return "a token is tried again without a draft"
         return self.batch.run.refusal(requests)

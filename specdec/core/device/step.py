@@ -32,7 +32,7 @@ class DeviceStep:
         snapshots: bool,
         rates: Sequence[float] | None,
     ) -> None:
-        """Write states of their own for the nodes, or records; accept drafts at `rates`, or as is due."""
+        """Write states of their own for the nodes, or records; accept drafts at `rates`, or by sampling."""
         self.network, self.drafter, self.arena, self.pack = network, drafter, arena, pack
         self.kernels, self.snapshots, self.has_states = network.kernels, snapshots, bool(arena.layout.states)
         device = arena.data.device
@@ -43,7 +43,7 @@ class DeviceStep:
         m, before_B = key.nodes, rows.length_B.clone()
         token_BM, parent_BM = rows.token_BM[:, :m].clone(), rows.parent_BM[:, :m].clone()
         if not key.tree:
-            # What was drafted as a tree is tried as a chain: its tokens are guesses all the same.
+            # What was drafted as a tree is tried as a chain: its tokens are still guesses.
             parent_BM = torch.arange(-1, m - 1, device=token_BM.device).expand_as(token_BM)
         slots = self._slots(rows, m)
         window = self.pack(rows, token_BM, parent_BM if key.tree else None, before_B, slots)

@@ -2,7 +2,7 @@
 
 What is rounded here is symmetric; what others rounded and published may have zero points beside its scales,
 offsets (GGUF's Q4_1, Q4_K and Q5_K), or scales of 16 inputs (its Q6_K).
-On a CPU they are multiplied with whole numbers too: a row of activations is rounded to 8 bits in groups of
+On a CPU they are multiplied with integers too: a row of activations is rounded to 8 bits in groups of
 32. The sum of a group is then exact in any order: a row's numbers need not depend on how many rows are read
 with it. On a GPU activations are not rounded.
 """
@@ -140,7 +140,7 @@ class Rounding:
 
     bits: int
     rounds_fp8: ClassVar[bool] = True
-    """What is asked for is given: whole numbers take less, and no CPU multiplies FP8."""
+    """What is asked for is given: integers take less, and no CPU multiplies FP8."""
 
     @property
     def output(self) -> "Rounding":
@@ -206,7 +206,7 @@ def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply(x_TD: Tensor, matrix: Integers) -> Tensor:
-    """Multiply rounded activations in float64, where every sum of whole numbers is exact."""
+    """Multiply rounded activations in float64, where every sum of integers is exact."""
     number_TGI, step_TG = round_rows(x_TD)
     x_TD = (number_TGI.double() * step_TG[..., None].double()).flatten(1)[:, : matrix.shape[1]]
     scale = matrix.scale.double()

@@ -110,7 +110,7 @@ def tiling(tokens: int, rows: int, columns: int) -> Tiling:
 
 
 def whole_tiling(x_TD: Tensor, rows: int) -> Tiling:
-    """Choose it for whole numbers, where up to 64 tokens the order of sums depends on the weight alone.
+    """Choose it for integers, where up to 64 tokens the order of sums depends on the weight alone.
 
     Tiles of 32 rows are multiplied by one instruction (mma) at each height; those of 64 rows and four warps
     would be by another one (wgmma).

@@ -1,9 +1,9 @@
-"""Weights of whole numbers as a GPU's programs read them; what they are multiplied with stays in 16 bits.
+"""Weights of integers as a GPU's programs read them; what they are multiplied with stays in 16 bits.
 
 A matrix is cut into tiles of 16 outputs by 64 inputs; those of the same outputs follow each other in memory.
 With 4 bits a byte holds the same place of two neighbouring groups: in its lower half the first one's number
 plus 8, in its upper half the second one's, which is sixteen times itself there; a mask takes either out where
-it is. Whole numbers times activations are summed in float32, and a scale multiplies what its group adds.
+it is. Integers times activations are summed in float32, and a scale multiplies what its group adds.
 """
 
 from typing import NamedTuple

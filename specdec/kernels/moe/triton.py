@@ -112,7 +112,7 @@ def tiling(height: int, *, gated: bool) -> Tiling:
 
 
 def whole_tiling(height: int, dtype: torch.dtype, *, gated: bool) -> Tiling:
-    """Choose it for whole numbers: up to 64 tokens all heights are multiplied by the same instructions."""
+    """Choose it for integers: up to 64 tokens all heights are multiplied by the same instructions."""
     halves = 2 if gated else 1
     if height > 64:
         return Tiling(128 // halves, 8, 3)
@@ -255,7 +255,7 @@ def _multiply_whole(
     x, own_T, number, scale, expert, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the same of whole numbers; both halves' rows are in one product."""
+    """Return the same of integers; both halves' rows are in one product."""
     HALVES: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
     at_N = tl.arange(0, HALVES * BLOCK_N)
     row_N = row + at_N % BLOCK_N

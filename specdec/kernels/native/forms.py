@@ -25,7 +25,7 @@ class Forms:
     """Whether units multiply pairs of bfloat16; without, they are multiplied in float32, to the same bits but
     for numbers below 2^-126, which the units take for 0."""
     integers: str
-    """What whole numbers are multiplied by."""
+    """What integers are multiplied by."""
     tiles: bool
     """Whether matrix units multiply bfloat16; they sum in an order of their own."""
 

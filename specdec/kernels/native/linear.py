@@ -45,7 +45,7 @@ class Panels(NamedTuple):
 
 
 class WholePanels(NamedTuple):
-    """Weights of whole numbers, as integer.inc has them."""
+    """Weights of integers, as integer.inc has them."""
 
     weight: Tensor
     scale: Tensor

@@ -1,6 +1,6 @@
 """Make the same calls again: what a GPU does with a graph, for windows whose calls are short.
 
-While a tape is recorded everything runs as ever. Every call of a C form is noted with its arguments, and so
+While a tape is recorded everything runs normally. Every call of a C form is noted with its arguments, and so
 is what torch does to small tensors in between (tensor_ops.py). All memory that was made is kept, so that
 the same calls can be made of the same memory from one list in C. What they read must be put where it lay.
 Anything else that computes cannot be played again, and is refused. So is whatever asks on the host what a

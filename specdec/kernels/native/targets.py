@@ -26,7 +26,7 @@ class Target:
 
 
 _QUICK = "-O2"
-"""Where whole numbers are multiplied without units: -O3 takes a compiler up to 37 s there, and this 7."""
+"""Where integers are multiplied without units: -O3 takes a compiler up to 37 s there, and this 7."""
 
 
 def _x86(name: str, title: str, needs: tuple[str, ...], *flags: str) -> Target:

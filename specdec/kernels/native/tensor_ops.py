@@ -22,7 +22,7 @@ MOST_DIMS = 8
 BINARY = NAMES[1:18]
 COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 WHOLE = ("floor_divide", "remainder", "bitwise_and", "bitwise_or", "bitwise_xor")
-"""Of whole numbers alone."""
+"""Of integers alone."""
 LARGE = 1 << 16
 """Entries of which torch computes faster than these lists; what only copies is as fast."""
 COPIES = ("copy", "gather", "scatter")

@@ -60,7 +60,7 @@ def gated_norm(
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
-    Mamba-2 gates first and rounds last, as its reference reads a prompt. The gated delta net gates last; x,
+    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last; x,
     what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. With a
     sigmoid in silu's place, which gates last, x and the result alone are rounded. A weight of `group_size`
     entries serves every run; without one x is gated alone.

@@ -1,7 +1,7 @@
 """Choosing tokens on a GPU: the logits are read once where no row filters, and nothing waits for the host.
 
 A vocabulary is cut into parts, a program each. It computes its part's scores and noise in registers and
-leaves its best tokens; a second kernel makes one row of them. What is compared is one whole number for score
+leaves its best tokens; a second kernel makes one row of them. What is compared is one integer for score
 and token together, which puts the smaller id before its equals and what is no number before all.
 
 The random words are those of reference.py bit for bit. The noise is made of them in float32, as cpu.py makes
@@ -275,7 +275,7 @@ def _load(logits, heat, vocab, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ceil(number, most):
-    """Round up to a whole number between 1 and `most`."""
+    """Round up to an integer between 1 and `most`."""
     return tl.ceil(tl.minimum(tl.maximum(number, 1.0), most.to(tl.float64))).to(tl.int32)
 
 

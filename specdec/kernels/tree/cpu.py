@@ -152,7 +152,7 @@ def _follow(agrees_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _goes(rate_N: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return for each depth whether 64 random bits, as a whole number, are below rate times 2^64.
+    """Return for each depth whether 64 random bits, as an integer, are below rate times 2^64.
 
     int64 has no place for such a number: its halves are compared with those of the bound, rounded up. Each
     step of their computation is exact.

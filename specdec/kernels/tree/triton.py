@@ -225,7 +225,7 @@ def _accept_at_rates(
     while tl.max(up, 0) > 0:
         depth += (up > 0).to(tl.int64)
         up = tl.load(parent + up, mask=up > 0, other=-1)
-    # The rate is compared with 64 drawn bits as a whole number.
+    # The rate is compared with 64 drawn bits as an integer.
     share = tl.load(rate + depth, mask=inside & (depth < depths), other=0.0) * 4294967296.0
     start = splitmix64(tl.load(seed + row).to(tl.uint64))
     drawn = splitmix64(start ^ (tl.load(position + row) + depth).to(tl.uint64))

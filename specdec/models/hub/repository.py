@@ -160,7 +160,7 @@ class Repository:
         ref = kept_as(cache_folder(), self.name.repo) / "refs" / self.name.revision
         if ref.is_file() and ref.read_text("utf-8") == self.commit:
             return
-        with contextlib.suppress(OSError):  # a cache that is read-only serves all the same
+        with contextlib.suppress(OSError):  # a read-only cache still serves
             ref.parent.mkdir(parents=True, exist_ok=True)
             fresh = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
             fresh.write_text(self.commit, "utf-8")

@@ -1,1 +1,1 @@
-"""Folders of whole numbers as they are published: GPTQ, AWQ and compressed-tensors, one file each."""
+"""Folders of integers as they are published: GPTQ, AWQ and compressed-tensors, one file each."""

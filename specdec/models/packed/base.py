@@ -1,4 +1,4 @@
-"""What published formats of whole numbers share: the tensors of a matrix, and how words are unpacked.
+"""What published formats of integers share: the tensors of a matrix, and how words are unpacked.
 
 A layer's matrix `NAME.weight` lies in several tensors, such as `NAME.qweight` and `NAME.scales`. Here it goes
 by the name that it had before it was quantised, so that the families' names and recipes serve as they are.
@@ -204,7 +204,7 @@ class PackedFormat:
     """What is done otherwise than the config announces."""
 
     def find(self, checkpoint: Checkpoint) -> tuple[dict[str, PackedMatrix], list[str]]:
-        """List the matrices stored in whole numbers, by the names that they had before.
+        """List the matrices stored in integers, by the names that they had before.
 
         Also name those that are stored so and that the config leaves out.
         """

@@ -1,4 +1,4 @@
-"""compressed-tensors: whole numbers packed in words along the inputs, or as they are in int8."""
+"""compressed-tensors: integers packed in words along the inputs, or as they are in int8."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

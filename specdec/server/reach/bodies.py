@@ -45,7 +45,7 @@ class TransferParams(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     do_remote_decode: StrictBool | None = Field(
-        None, description="read the prompt, keep it, and answer with what another server fetches it by"
+        None, description="prefill the prompt, keep it, and answer with what another server needs to fetch it"
     )
     do_remote_prefill: StrictBool | None = Field(
         None, description="fetch the prompt, by what the server that read it has answered"
@@ -78,7 +78,7 @@ class Fetch(NamedTuple):
 
 
 class Lend(NamedTuple):
-    """Read the prompts for another server."""
+    """Prefill the prompts for another server."""
 
     rooms: tuple[int, ...] | None
     """Where that server asks for them, one for each prompt; None: by what this one answers."""
@@ -94,7 +94,7 @@ Asked = Lend | Fetch
 def asked_of(
     params: TransferParams | None, rooms: Sequence[Bootstrap] | None, role: Role | None
 ) -> Asked | None:
-    """Settle what this server is to do by its role; None: answer as ever. What cannot be is refused."""
+    """Settle what this server is to do by its role; None: answer normally. What is impossible is refused."""
     if params is None and rooms is None:
         return None
     field = "bootstrap_room" if params is None else "kv_transfer_params"
@@ -118,7 +118,7 @@ def _by_rooms(rooms: Sequence[Bootstrap], role: Role) -> Asked:
     if role == "both":
         raise Failure(
             400,
-            "bootstrap_room: the server that reads the prompt and the one that writes get it alike, and this "
+            "bootstrap_room: the prefill server and the decode server get it alike, and this "
             "one's role is both; start it with --role prefill or --role decode.",
             param="bootstrap_room",
         )

@@ -19,7 +19,7 @@ from specdec.server.reach.bodies import VERSION, Asked, Lend
 
 BUSY = {"Retry-After": "1"}
 POLL_S = 0.02
-"""Between two looks whether others have let go of what is held for them."""
+"""Between two checks whether others have released what is held for them."""
 
 
 class Loaned:
@@ -149,7 +149,7 @@ class Lender:
         return Loaned(self.book, prepared, lease, loans[0])
 
     def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:
-        """Return what a router hands on as `kv_transfer_params`, signed: nobody else could have said it."""
+        """Return what a router hands on as `kv_transfer_params`, signed by this server."""
         held = [own.lease for own in loaned if own.lease]
         return {
             "do_remote_prefill": True,

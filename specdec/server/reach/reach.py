@@ -69,7 +69,7 @@ class Reach:
         return self._fetcher.figures
 
     async def fetch(self, prepared: Sequence[Prepared], asked: Asked) -> None:
-        """Fetch what another server has; what cannot be had is read here as ever, unless that fails.
+        """Fetch what another server has; what cannot be fetched is prefilled here, unless that fails.
 
         A server that is to lend reads it in any case: that is what it is asked for.
         """

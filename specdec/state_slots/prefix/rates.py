@@ -67,7 +67,7 @@ class Copied(NamedTuple):
 
 
 class Rates:
-    """Measured on the way, of copies in either direction and of steps that read prompts alone.
+    """Measured on the way, of copies in either direction and of steps that only prefill.
 
     A copy is begun and not waited for: all that touches the memory of either tier is work of one stream, in
     order. Its time is read when it is over.
@@ -78,7 +78,7 @@ class Rates:
         self._begun: deque[Copied] = deque(maxlen=UNREAD)
         self._copied_s: float | None = None
         self.read_s: float | None = None
-        """Seconds for an operation of the model while it reads prompts."""
+        """Seconds for an operation of the model in prefill."""
 
     @property
     def copied_s(self) -> float | None:

@@ -28,7 +28,7 @@ class Live:
 class Replay:
     """Owns a cache and an arena on the `meta` device, and asks of them what a scheduler asks.
 
-    A request is admitted, reads its prompt at once, and ends; between its steps others may take theirs.
+    A request is admitted, prefilled at once, and ends; between its steps others may take theirs.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ class Grammars:
             )
         if importlib.util.find_spec("xgrammar") is None:
             raise RequestError(
-                "structured_outputs: forms of output need xgrammar, which is not installed here; "
+                "structured_outputs: grammars need xgrammar, which is not installed here; "
                 "run: pip install 'specdec[structured]'.",
                 field="structured_outputs",
             )

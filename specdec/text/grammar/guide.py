@@ -1,4 +1,4 @@
-"""One form of output as the engine sees it: the process that follows its outputs, and each of these."""
+"""A grammar as the engine sees it: the process that follows its outputs, and each of these."""
 
 import itertools
 import time

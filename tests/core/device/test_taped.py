@@ -324,7 +324,7 @@ def test_what_the_host_makes_is_counted_by_why_and_logged_once(
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     asked = {
         "top_k, top_p and min_p are the host's on a CPU": {"top_k": 5, "temperature": 1.0},
-        "penalties, biases, forms of output or log-probabilities are asked for": {"logprobs": 1},
+        "penalties, biases, structured output or log-probabilities are asked for": {"logprobs": 1},
     }
     with SpecEngine(folder, draft="mtp", dtype="float32", max_model_len=LONGEST) as engine:
         assert not engine.stats().device_steps and not engine.stats().host_steps
