@@ -9,9 +9,9 @@ from specdec.server.anthropic.errors import PATH, speaks_anthropic
 from specdec.server.failures import Failure
 
 MISPLACED = re.compile(
-    r"(?P<base>(?:/v1)*)(?P<call>/(?:chat/completions|completions|models|responses|messages|embeddings))(?:/.*)?"
+    r"(?P<base>(?:/v1)*)(?P<call>/(?:chat/completions?|completions?|models|responses|messages|embeddings))(?:/.*)?"
 )
-"""The ends of this server's addresses, behind any number of `/v1`."""
+"""The ends of this server's addresses, and llama.cpp's `/completion`, after any number of `/v1`."""
 
 
 @web.middleware
@@ -27,9 +27,9 @@ async def name_address(
 
 def _nothing_at(path: str, headers: Mapping[str, str]) -> str:
     found = MISPLACED.fullmatch(path)
-    if found is None or found["base"] == "/v1":
+    meant = found and f"/v1{re.sub('completion$', 'completions', found['call'])}"
+    if found is None or path.startswith(f"{meant}/") or path == meant:
         return "There is nothing at this address; /openapi.json lists the addresses."
-    meant = f"/v1{found['call']}"
     if meant == PATH or speaks_anthropic(path, headers):
         base = "The base URL of Anthropic's clients is without /v1"
     else:

@@ -301,6 +301,8 @@ def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
     assert live.ask("/v1/nowhere").status == 404
     for path, says in (
         ("/models", "did you mean /v1/models? The base URL of OpenAI's clients ends with /v1."),
+        ("/completion", "did you mean /v1/completions? The base URL of OpenAI's clients ends with /v1."),
+        ("/v1/chat/completion", "mean /v1/chat/completions? The base URL of OpenAI's clients ends with /v1."),
         (
             "/v1/v1/messages",
             "mean /v1/messages? The base URL of Anthropic's clients is without /v1.",
