@@ -46,7 +46,7 @@ class Family(Protocol):
     NAME: str
     MODEL_TYPES: tuple[str, ...]
     TITLES: Mapping[str, str]
-    """The model types that tests tell apart, and what the README calls them."""
+    """The model types that tests tell apart, and what the documents call them."""
     HAS_MTP: bool
     """Whether checkpoints may hold a multi-token head."""
 

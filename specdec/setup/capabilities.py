@@ -1,4 +1,4 @@
-"""What can be combined with what: one table, from which refusals, the README and the tests take theirs.
+"""What can be combined with what: one table, from which refusals, docs/families.md and the tests take theirs.
 
 Supported is the product of the axes, less what a rule refuses.
 """
@@ -67,9 +67,9 @@ TITLES: Mapping[str, str] = {
     "alone": "one row",
     "mixed": "prompts beside decoding rows",
 }
-"""What the README calls them, where that is something else."""
+"""What the documents call them, where that is something else."""
 LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling", "batch": "batches"}
-"""The axes that the README names as lists, and what it calls them."""
+"""The axes that the table names as lists, and what it calls them."""
 
 
 NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
@@ -166,8 +166,8 @@ def check_request(params: SamplingParams, *, synthetic: bool) -> None:
             raise RequestError(str(refused), field=refused.field)
 
 
-def readme_table() -> str:
-    """Render what is supported as the README shows it; drafters that can do the same share a row."""
+def capability_table() -> str:
+    """Render what is supported as docs/families.md shows it; drafters that can do the same share a row."""
     heads = [f"{title}: {', '.join(TITLES.get(v, v) for v in AXES[axis])}" for axis, title in LISTED.items()]
     marked = [(axis, value) for axis in ("shape", "backing", "steps", "prefixes") for value in AXES[axis]]
     sharing: dict[tuple[str, ...], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Why something is refused: the words that errors, the README and the tests share."""
+"""Why something is refused: the words that errors, documents and tests share."""
 
 from dataclasses import dataclass
 

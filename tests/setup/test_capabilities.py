@@ -12,29 +12,23 @@ from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.config.drafters import DRAFTER_OPTIONS
 from specdec.errors import ConfigError, RequestError
 from specdec.models.families import TITLES, family_of, supported
-from specdec.setup.capabilities import AXES, Cell, cells, readme_table, refusal
+from specdec.setup.capabilities import AXES, Cell, capability_table, cells, refusal
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from tests.lossless.cases import FEATURES, SHAPES
 from tests.models.agreeing import CONFIGS
 
-README = Path(__file__).parents[2] / "README.md"
+FAMILIES = Path(__file__).parents[2] / "docs/families.md"
 
 
-def test_the_readme_shows_the_table() -> None:
-    _, after = README.read_text("utf-8").split("<!-- capabilities -->\n")
+def test_the_documents_show_the_table() -> None:
+    _, after = FAMILIES.read_text("utf-8").split("<!-- capabilities -->\n")
     shown, _ = after.split("\n<!-- /capabilities -->")
-    assert shown == readme_table(), "put the output of specdec.setup.capabilities.readme_table() there"
+    assert shown == capability_table(), "put the output of capability_table() there"
 
 
-def test_the_documents_name_every_family() -> None:
-    text = (README.parent / "docs/families.md").read_text("utf-8")
-    assert [kind for kind in TITLES if f"`{kind}`" not in text] == []
-
-
-def test_the_readme_names_every_model_type() -> None:
-    (row,) = (line for line in README.read_text("utf-8").splitlines() if line.startswith("| checkpoints |"))
-    listed, _ = row.split(" ([docs/families.md]")
-    assert set(re.findall("`(.*?)`", listed)) == set(supported())
+def test_the_documents_name_every_family_and_model_type() -> None:
+    named = set(re.findall("`(.*?)`", FAMILIES.read_text("utf-8")))
+    assert {*TITLES, *supported()} - named - {f"{kind}_text" for kind in named} == set()
 
 
 def test_the_axes_are_what_there_is() -> None:
@@ -51,7 +45,7 @@ def test_the_axes_are_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("drafter", AXES["drafter"])
-def test_a_row_of_the_readme_hides_nothing(drafter: str) -> None:
+def test_a_row_of_the_table_hides_nothing(drafter: str) -> None:
     """What a drafter supports is a product of what its row lists: no cell of it is refused."""
     found = {cell for cell in cells() if cell.drafter == drafter and not refusal(cell)}
     held = [[v for v in AXES[axis] if any(getattr(cell, axis) == v for cell in found)] for axis in AXES]
