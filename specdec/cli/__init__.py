@@ -50,6 +50,27 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 """Commands of other programs, and what does here what they do there."""
 
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "generate": 'tiny "def fib(n):" --max-tokens 64 --temperature 0',
+        "chat": "Qwen/Qwen3.5-0.8B",
+        "info": "Qwen/Qwen3.5-0.8B",
+        "bench": "throughput tiny --batch 1",
+        "serve": "tiny --port 8080",
+        "route": "--replicas http://127.0.0.1:8000,http://127.0.0.1:8001",
+        "top": "http://127.0.0.1:8000",
+        "demo": "",
+        "bench throughput": "tiny --batch 1,4",
+        "bench acceptance": "tiny --out report",
+        "bench kernels": "--only linear --batch 1",
+        "bench model": "--shape qwen3-next-80b-a3b --quantize int4",
+        "bench prefix": "--engine tiny",
+        "bench reach": "tiny",
+        "bench serve": "http://127.0.0.1:8000",
+    }
+)
+"""One command line for the help of each command."""
+
 BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "throughput": (
@@ -115,7 +136,10 @@ def add_benchmarks(parser: Parser) -> None:
 def _add(parser: Parser, commands: Mapping[str, tuple[str, str]], metavar: str) -> None:
     chosen = parser.add_subparsers(title=f"{metavar.lower()}s", required=True, metavar=metavar)
     for name, (says, home) in commands.items():
-        chosen.add_parser(name, help=says, fill=partial(_fill, home))
+        _, *above = parser.prog.split()
+        command = " ".join((*above, name))
+        example = f"example: specdec {command} {EXAMPLES[command]}".rstrip()
+        chosen.add_parser(name, help=says, fill=partial(_fill, home), epilog=example)
 
 
 def _fill(home: str, parser: Parser) -> None:

@@ -79,7 +79,7 @@ class SamplingParams(Settings):
     top_k: int = Field(
         0,
         ge=-1,
-        title="sample from this many of the likeliest tokens",
+        title="sample from this many likeliest tokens",
         description="an integer of at least 1, or 0 or -1 to switch it off",
     )
     min_p: float = Field(
@@ -172,7 +172,7 @@ class SamplingParams(Settings):
         1,
         ge=1,
         le=128,
-        title="number of choices, each with its own seed derived from `seed`",
+        title="choices, with seeds derived from `seed`",
         description="an integer from 1 to 128",
     )
     min_tokens: int = Field(

@@ -243,9 +243,8 @@ class ServerConfig(Settings):
     )
     role: Role | None = Field(
         None,
-        title="role in disaggregated serving: prefill, decode, or both, as each request asks. "
-        "Servers share SPECDEC_REACH_SECRET of the environment. None: both with that secret, "
-        "else none",
+        title="disaggregated serving: prefill, decode, or both, as each request asks. "
+        "None: both if SPECDEC_REACH_SECRET is set",
         description=f"{describe_choices(Role)}, or None",
     )
     reach_host: str = Field(

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
-from specdec.cli import main
+from specdec.cli import EXAMPLES, _parser, main
 from specdec.draft.lookup import Lookup
 from specdec.draft.suffix import SuffixDrafter
 
@@ -614,3 +615,14 @@ def test_usage_has_the_text_that_may_follow_the_model(command: str, usage: str, 
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert capsys.readouterr().out.splitlines()[0] == f"usage: specdec {command} [options] {usage}"
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_each_command_shows_an_example_that_it_accepts(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*command.split(), "--help"])
+    shown = " ".join(capsys.readouterr().out.split("example: specdec ")[1].split())
+    assert shown == f"{command} {EXAMPLES[command]}".strip()
+    assert callable(_parser().parse_args(shlex.split(shown)).command)
