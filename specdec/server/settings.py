@@ -76,7 +76,7 @@ class ServerConfig(Settings):
     )
     allowed_origins: list[str] | None = Field(
         None,
-        title="origins whose pages may use the server from a browser (CORS); * is every one. None: "
+        title="origins whose pages may use the server (CORS); * is every one. None: "
         "this server's own pages only",
         description="a list of origins such as https://app.example, or None",
     )
