@@ -112,7 +112,7 @@ def _unread(own: Mapping[str, Any], root: Any) -> str | None:
 
 
 def _is_idle(word: str, value: Any) -> bool:
-    """Return whether a word asks for nothing at this value."""
+    """Return whether a keyword has no effect at this value."""
     if word == "format":
         return not isinstance(value, str) or value not in FORMATS | UNREAD_FORMATS
     return (not value and word in IDLE) or (value is True and word not in NEVER)

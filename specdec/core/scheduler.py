@@ -555,7 +555,7 @@ class Scheduler:
             self.cache.keep_copy(node, state, hit.hidden_1D)
 
     def _lease(self, request: Request) -> Lease | None:
-        """Look up the cached prefix of a request, unless each of its tokens has to be computed."""
+        """Return a lease on the cached prefix of a request, unless each of its tokens has to be computed."""
         if self.cache is None or request.params.prompt_logprobs is not None:
             return None
         marks = request.params.cache_marks or ()

@@ -264,7 +264,7 @@ class Speculation:
         return wholes
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """Let the head read a backlog of requests that draft nothing before it grows too large."""
+        """Run the head on requests that draft nothing before their backlog grows too large."""
         if self.head is None:
             return
         full = [request for request in requests if self._is_full(request)]
@@ -401,7 +401,7 @@ class Speculation:
             self.head.restore(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
 
     def read_on(self, requests: Sequence[Request]) -> None:
-        """Let the head read all that requests have computed, except what depends on the next token."""
+        """Run the head on all that requests have computed, except what depends on the next token."""
         if self.head and requests:
             while not self.head.settle([want_of(request, None) for request in requests], most=1):
                 pass

@@ -99,7 +99,7 @@ def first_place(behind: Sequence[spec.Layer], writes: int, *, reads: int | None 
 
 
 def begin_step(window: Window, memory: Memory, tables: Rotations, kernels: Kernels) -> Step:
-    """Look up the rotations of a window's positions."""
+    """Return the rotations of a window's positions."""
     at_T = window.position_T
     rope = {
         key: (kernels.embedding(cos_LR, at_T), kernels.embedding(sin_LR, at_T))

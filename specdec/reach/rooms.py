@@ -58,7 +58,7 @@ class Rooms(Generic[T]):
         self._wake(room)
 
     def fail(self, room: int) -> None:
-        """Tell a room's reader at once, or when it comes, that its prompt is not prefilled here.
+        """Notify a room's reader at once, or when it comes, that its prompt is not prefilled here.
 
         It is for a request that was refused before it was lent.
         """

@@ -171,7 +171,7 @@ def told_of(body: ChatBody, offer: Offer | None, served: Served) -> tuple[dict[s
 
 
 def _heard(state: State, asked: Asked | None) -> AbstractContextManager[None]:
-    """Tell a server that waits for a prompt at once if it is not prefilled."""
+    """Notify a server that waits for a prompt at once if it is not prefilled."""
     return state.reach.lender.heard(asked) if state.reach else nullcontext()
 
 

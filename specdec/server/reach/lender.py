@@ -174,14 +174,14 @@ class Lender:
         return {"lease": lease.id, "mac": mac, "tokens": lease.prompt.length}
 
     def refuse(self, rooms: Sequence[int | None]) -> None:
-        """Tell the readers that wait in a room at once that nothing will be in it."""
+        """Notify the readers that wait in a room at once that nothing will be in it."""
         for room in rooms:
             if room is not None:
                 self.book.rooms.fail(room)
 
     @contextlib.contextmanager
     def heard(self, asked: Asked | None) -> Iterator[None]:
-        """Tell the readers that wait in a request's rooms at once if it fails in the block."""
+        """Notify the readers that wait in a request's rooms at once if it fails in the block."""
         try:
             yield
         except BaseException:
