@@ -191,7 +191,7 @@ def test_one_callers_blocked_request_does_not_delay_another_caller(
     inner, ends = Scheduler._limit, Queue[str]()
 
     def limit(self: Scheduler, request: Request, lease: Lease | None) -> str:
-        """Let a long prompt wait for memory as long as anything runs."""
+        """Make a long prompt wait for memory as long as anything runs."""
         return BLOCKS if len(request.tokens) == 30 and self.running else inner(self, request, lease)
 
     monkeypatch.setattr(Scheduler, "_limit", limit)
