@@ -146,11 +146,6 @@ class Scheduler:
         return bool((self.lending and self.lending.lent) or (self.landings and self.landings.live))
 
     @property
-    def is_short(self) -> bool:
-        """Return whether anything waits, perhaps for memory."""
-        return bool(self.waiting or (self.landings and self.landings.waiting))
-
-    @property
     def has_work(self) -> bool:
         can_wait = self.waiting and not self._waits_for_others
         # Those that wait to land begin in a step; behind one that is landing they begin with its end.
@@ -443,9 +438,10 @@ class Scheduler:
         return victim or (self._turn_over(request) if limit == RUNNING else None)
 
     def may_take_turn(self) -> bool:
-        """Return whether a waiting request is to run instead of one whose turn is over."""
+        """Return whether a waiting request is to get the place of one whose turn is over."""
         self._known.clear()
-        return any(map(self._turn_over, self.waiting.heads()))
+        is_full = len(self.running) >= self.max_running
+        return is_full and any(map(self._turn_over, self.waiting.heads()))
 
     def _turn_over(self, request: Request) -> Request | None:
         """Return the request whose turn is over for one that has waited, of the caller served most."""

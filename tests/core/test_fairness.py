@@ -109,6 +109,23 @@ def test_a_turn_lasts_as_long_as_its_prefill_took() -> None:
     assert first not in crowd.scheduler.running and crowd.running(BOB)
 
 
+def test_a_batch_is_not_interrupted_for_a_turn_while_places_are_free() -> None:
+    """What waits then waits for memory, which a turn would not give it."""
+    now_s = 0.0
+    crowd = Crowd(slabs=40)
+    crowd.scheduler.clock = lambda: now_s
+    for number in range(8):
+        crowd.ask(Tenant(f"{number}"), max_tokens=50)
+    crowd.advance()
+    crowd.ask(BOB)
+    crowd.advance()
+    assert not crowd.scheduler.may_take_turn()
+    now_s = 2 * TURN_S
+    assert crowd.scheduler.may_take_turn()
+    crowd.scheduler.max_running = 9
+    assert not crowd.scheduler.may_take_turn()
+
+
 def test_one_callers_requests_take_no_turns() -> None:
     now_s = 0.0
     crowd = Crowd(slabs=40)
