@@ -19,7 +19,7 @@ define new_python
        "Name another with: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; exit 1; }
 endef
 
-.PHONY: help demo serve quick test test-all isa parity check map bench gpu clean
+.PHONY: help demo serve quick test test-all isa parity check map docs bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make parity  set up, then compare one configuration per family with the oldest and newest transformers"
 	@echo "make check   ruff, mypy --strict and the import rule"
 	@echo "make map     draw docs/map.svg, the package's rooms, from its imports"
+	@echo "make docs    build the documentation as a site, in site/"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
 	@echo "make gpu     on a machine with an NVIDIA GPU: all checks and benchmarks, 9 minutes, PYTHON's own packages"
 	@echo "make clean   remove the environment and what tools left behind"
@@ -79,6 +80,11 @@ check: $(stamp)
 map: $(stamp)
 	@$(bin)/python -m tests.map
 
+# --strict: a broken link, a missing anchor or a page without a place in the navigation is an error.
+docs: $(stamp)
+	@$(bin)/python -c 'import mkdocs, material' 2>/dev/null || $(bin)/python -m pip install -q -e '.[docs]'
+	$(bin)/python -m mkdocs build --strict
+
 bench: $(stamp)
 	@$(bin)/specdec bench throughput $(BENCH)
 
@@ -90,7 +96,7 @@ gpu:
 	@$(gpu_python) -m specdec.bench.gpu $(GPU)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find specdec tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(bin)/python:
