@@ -156,9 +156,9 @@ def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tenso
         return best_of(logits_NV)
     parts: dict[bool, list[int]] = {}
     for n, node in enumerate(nodes):
-        parts.setdefault(node.chooser.runs_on_device, []).append(n)
+        parts.setdefault(node.chooser.ignores_history, []).append(n)
     if len(parts) == 1:
-        if not nodes[0].chooser.runs_on_device:
+        if not nodes[0].chooser.ignores_history:
             return best_of(perturb(logits_NV, nodes, kernels))
         picked_N: Tensor = kernels.sample(logits_NV, *places(logits_NV.device, nodes))
         return picked_N

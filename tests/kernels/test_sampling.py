@@ -1,6 +1,7 @@
 """Noise by counter and the processing of logits: exact against the specification, and right as a law."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -257,14 +258,42 @@ def test_process_leaves_rows_that_ask_for_nothing_bit_for_bit() -> None:
 
 
 def keep(logits: list[float], **rules: Tensor) -> list[int]:
-    """The ids that processing keeps, which both forms must agree on."""
-    logits_NV = torch.tensor([logits])
-    kept = [
-        form.process(logits_NV, Rules(torch.ones(1), **rules)).isfinite()[0].nonzero()[:, 0].tolist()
-        for form in (cpu, reference)
-    ]
-    assert kept[0] == kept[1]
+    """The ids that processing keeps, which all forms must agree on."""
+    logits_NV, own = torch.tensor([logits], dtype=torch.float32), Rules(torch.ones(1), **rules)
+    forms = [cpu.process(logits_NV, own), reference.process(logits_NV, own)]
+    if compiled():
+        zero_N = torch.zeros(1, dtype=torch.int64)
+        forms.append(native._perturb(logits_NV, own, zero_N, zero_N))
+    kept = [scores_NV.isfinite()[0].nonzero()[:, 0].tolist() for scores_NV in forms]
+    assert all(own == kept[0] for own in kept)
     return kept[0]
+
+
+@pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 63, 65, 700, 5000])
+def test_native_filters_keep_what_the_reference_keeps(vocab: int, dtype: torch.dtype) -> None:
+    """What stays has the same bits as without filters, whatever other rows ask for."""
+    for seed in range(24):
+        logits_NV = torch.randn(5, vocab, generator=generator(seed)) * (1 + seed % 3)
+        logits_NV = (logits_NV.round() if seed % 2 else logits_NV).to(dtype)
+        logits_NV[seed % 5, seed % vocab] = (torch.nan, -torch.inf, torch.inf)[seed % 3]
+        rules = replace(random_rules(5, vocab, seed), bias=None, penalties=None, mask=None)
+        seed_N, position_N = torch.arange(5) % 2, torch.arange(5) // 2
+        found_NV = native._perturb(logits_NV, rules, seed_N, position_N)
+        bare_NV = native._perturb(logits_NV, Rules(rules.temperature_N), seed_N, position_N)
+        plain_NV = reference.process(logits_NV.double(), rules)
+        is_number_N = ~logits_NV.isnan().any(-1) & ~(logits_NV == torch.inf).any(-1)
+        assert torch.equal((found_NV == -torch.inf)[is_number_N], (plain_NV == -torch.inf)[is_number_N]), seed
+        kept_NV = found_NV > -torch.inf
+        assert torch.equal(found_NV[kept_NV], bare_NV[kept_NV])
+        token_N = native.sample(logits_NV, rules, seed_N, position_N)
+        assert torch.equal(token_N, reference.sample(logits_NV, rules, seed_N, position_N)), seed
+        alone = [
+            native._perturb(logits_NV[n : n + 1], take_row(rules, n), seed_N[n:], position_N[n:])
+            for n in range(5)
+        ]
+        assert torch.equal(torch.cat(alone).nan_to_num(7.0), found_NV.nan_to_num(7.0))
 
 
 def test_filters_break_ties_for_the_smaller_id() -> None:
@@ -297,6 +326,9 @@ def test_top_p_finds_nuclei_wider_than_its_first_guess() -> None:
     rules = Rules(torch.ones(3), top_p_N=torch.tensor([0.95, 0.8, 0.7]))
     kept_NV = cpu.process(logits_NV, rules).isfinite()
     assert torch.equal(kept_NV, reference.process(logits_NV, rules).isfinite())
+    if compiled():
+        place_N = torch.zeros(3, dtype=torch.int64)
+        assert torch.equal(kept_NV, native._perturb(logits_NV, rules, place_N, place_N).isfinite())
     assert kept_NV[0].sum() > 8 * cpu.GUESS > kept_NV[1].sum() > cpu.GUESS > kept_NV[2].sum()
 
 

@@ -4,7 +4,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,22 +43,23 @@ class TapedSteps:
 
     def refusal(self, requests: Sequence[Request]) -> str | None:
         """Refuse what cannot be taped."""
-        if any(own.chooser.rule.is_filtered for own in requests):
-            return "top_k, top_p and min_p are the host's on a CPU"
         return f"steps of {len(requests)} rows cannot be taped" if len(requests) in self._refused else None
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows."""
-        result_BX = self._run(("step", key, size), partial(self.step, self.rows.part(0, size), key))
+        result_BX = self._run(("step", key, size), lambda: self.step(self.rows.part(0, size), key))
         assert result_BX is not None
         return result_BX.clone()
 
     def prefill_drafter(self, key: GraphKey, size: int) -> None:
         """Read all that the head has not read, and draft the first windows."""
-        self._run(("prefill", key, size), partial(self.step.prefill_drafter, self.rows.part(0, size), key))
+        self._run(("prefill", key, size), lambda: self.step.prefill_drafter(self.rows.part(0, size), key))
 
     def _run(self, form: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:
-        """Play what was recorded of a form, or record it; an observer of calls sees each of them."""
+        """Play what was recorded of a form, or record it; an observer of calls sees each of them.
+
+        Only `run` makes views of the rows: making and freeing them took 0.3 ms of each step.
+        """
         if listening.recorder:
             return run()
         known = self._tapes.of(form)

@@ -88,18 +88,19 @@ def _top(scores_NV: Tensor, count: int, share_NC: Tensor | None) -> Tensor:
 
 
 def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return what is compared, as `cpu.perturb` does; where the rules at most warm rows, in one pass."""
-    is_single = logits_NV.is_cpu and logits_NV.dtype in SUFFIX
-    if not (is_single and rules.is_uniform) or any(own is not None for own in rules.filters):
+    """Return what is compared, as `cpu.perturb` does; without biases, penalties and masks in one call."""
+    if not (logits_NV.is_cpu and logits_NV.dtype in SUFFIX and rules.is_uniform):
         return cpu.perturb(logits_NV, rules, seed_N, position_N, gumbel)
-    logits_NV, vocab = logits_NV.contiguous(), logits_NV.shape[1]
-    own_V, scores_NV = (
-        torch.empty(vocab, dtype=torch.float32),
-        torch.empty(logits_NV.shape, dtype=torch.float32),
-    )
-    columns = rules.temperature_N.contiguous(), seed_N.contiguous(), position_N.contiguous()
+    logits_NV, filters = logits_NV.contiguous(), rules.filters
+    scratch = 1 if all(own is None for own in filters) else 4
+    scratch_XV = torch.empty(scratch, logits_NV.shape[1], dtype=torch.float32)
+    scores_NV = torch.empty(logits_NV.shape, dtype=torch.float32)
+    columns = [
+        None if own is None else own.contiguous()
+        for own in (rules.temperature_N, *filters, seed_N, position_N)
+    ]
     function("perturb", logits_NV.dtype)(
         *(pointer(logits_NV), *logits_NV.shape, *map(pointer, columns)),
-        *(pointer(own_V), pointer(scores_NV)),
+        *(pointer(scratch_XV), pointer(scores_NV)),
     )
     return scores_NV

@@ -13,7 +13,7 @@ ARGUMENTS = {
     "linear_by_head": "p nnn nn pp n",
     "linear_integer": "p nnn ii ppp p nn",
     "gumbel": "pp nn p",
-    "perturb": "p nn ppp p p",
+    "perturb": "p nn pppp pp p p",
     "adjust": "p nn n pppp n ppppppp p",
     "topk": "p nnn pp",
     "scatter_columns": "p nn p n p",
