@@ -1,4 +1,4 @@
-"""All GPU checks and benchmarks, unattended and within a time budget: `python -m specdec.bench.gpu`.
+"""All GPU checks and benchmarks, unattended and within a time budget: `make gpu`.
 
 Most important first: whether the kernels are right at real sizes, how fast the large model is, what each
 kernel takes, what taking back costs. Each stage is a process with a limit of its own, and is packed at once.
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.report import Output, commit, publish, table
-from specdec.bench.stages import Outcome, Stage, run_stages
 from specdec.errors import ConfigError
+from tools.gpu.stages import Outcome, Stage, run_stages
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = ROOT / "specdec" / "bench" / "results"
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "tokenizers", "tqdm", "aiohttp")
 TESTING = ("pytest", "hypothesis")
 BUDGET_S = 560.0
@@ -131,7 +131,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m specdec.bench.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
     add = parser.add_argument
     add("--out", metavar="DIR", type=Path, default=RESULTS, help="where reports go (default: bench/results)")
     add(
@@ -371,7 +371,3 @@ def _planned(stage: Stage) -> str:
     """Show a stage as a shell reads it: what it is, as a comment, and its command."""
     without = f"; left out here, for it needs {stage.absent}" if stage.absent else ""
     return f"# {stage.name}, at most {stage.limit_s:.0f} s{without}\n{shlex.join(stage.command)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
