@@ -242,7 +242,7 @@ def test_what_serves_or_measures_does_not_import_transformers() -> None:
     script = (
         "import sys, specdec.server.run, specdec.setup.footprint\n"
         "import specdec.bench.kernels, specdec.bench.acceptance.run, specdec.bench.throughput\n"
-        "import specdec.bench.prefix.run, specdec.bench.prefix.engine, specdec.bench.time_model\n"
+        "import specdec.bench.prefix.engine, specdec.bench.time_model\n"
         "from specdec import SpecEngine, SamplingParams, Structure\n"
         "with SpecEngine('tiny', memory_bytes='64MiB', max_model_len=256) as engine:\n"
         "    engine.generate('x', SamplingParams(max_tokens=2))\n"
