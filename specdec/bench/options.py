@@ -63,24 +63,6 @@ class ThroughputOptions(Settings):
     profile: bool = switch("with --random: time by kernel, and the share of idle time")
 
 
-class KernelOptions(Settings):
-    """What `specdec bench kernels` measures; None is the default for the device."""
-
-    shape: list[str] | None = names(None, "named sizes (default: two real ones, tiny on a CPU)")
-    batch: Counts | None = numbers(None, "rows (default: 1,64, with 16,256 to verify; 1,4 on a CPU)")
-    window: Counts | None = numbers(None, "tokens (default: 1,8, with 4,16 to verify)")
-    context: int | None = number(None, "tokens before a window (default: 1024; 64 on a CPU)")
-    only: list[str] | None = names(
-        None,
-        "measure these operations alone, such as causal_conv,linear; peers: those that other packages have",
-    )
-    repeats: int = number(20, "counted runs")
-    device: str = text("auto", "auto, cpu, cuda or cuda:<number>")
-    kernels: str = text("auto", "auto, reference, cpu, native or triton")
-    dtype: str = text("auto", "bfloat16 on a GPU, float32 on a CPU")
-    peers: bool = switch("beside other packages", default=True)
-
-
 class ModelOptions(Settings):
     """The step whose bytes `specdec bench model` counts."""
 

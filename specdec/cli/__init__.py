@@ -62,7 +62,6 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "demo": "",
         "bench throughput": "tiny --batch 1,4",
         "bench acceptance": "tiny --out report",
-        "bench kernels": "--only linear --batch 1",
         "bench model": "--shape qwen3-next-80b-a3b --quantize int4",
         "bench prefix": "tiny",
         "bench reach": "tiny",
@@ -81,7 +80,6 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "acceptance length and speedup by drafter and shape",
             "bench.acceptance.command:add_acceptance",
         ),
-        "kernels": ("check each operation, then time it", "bench.commands:add_kernels"),
         "model": ("compute the bytes of a step and the speed they allow", "bench.commands:add_model"),
         "prefix": (
             "time to first token with and without the prefix cache",

@@ -173,11 +173,13 @@ def test_shapes_are_those_that_fit() -> None:
 def test_every_planned_command_is_one_that_is_understood(device: Device, tmp_path: Path) -> None:
     """Parse what the command line would; run nothing."""
     from specdec.cli import _parser
+    from tools.kernels.__main__ import parser
 
+    parsers = {"specdec.cli": _parser(), "tools.kernels": parser()}
     for own in plan(device, tmp_path, "today"):
         words = list(own.command[1:])
-        if words[:2] == ["-m", "specdec.cli"]:
-            args = _parser().parse_args(words[2:])
+        if words[1] in parsers:
+            args = parsers[words[1]].parse_args(words[2:])
             assert args.device == device.kind and str(args.out) == str(own.report)
         else:
             assert words[:2] == ["-m", "pytest"]

@@ -50,6 +50,8 @@ CHAINS = {GOAL: (3, 1, 4), "2.709": (2, 1, 3), "4.231": (4, 4, 8)}
 with a goal first."""
 LOSSLESS = "mtp-tree-record or mtp-chain-record or oracle-tree-snapshot"
 """Of the capability table's cells those that differ most: each engine captures its graphs anew."""
+KERNELS, THROUGHPUT = "tools.kernels", ("specdec.cli", "bench", "throughput")
+"""The programs that stages run."""
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
@@ -210,7 +212,7 @@ def plan(device: Device, folder: Path, prefix: str) -> list[Stage]:
 
     def bench(name: str, limit_s: float, *words: str) -> None:
         report = folder / f"{prefix}-{name}.json"
-        command = (sys.executable, "-m", "specdec.cli", "bench", *words, "--device", device.kind)
+        command = (sys.executable, "-m", *words, "--device", device.kind)
         log = folder / f"{prefix}-{name}.log"
         made.append(Stage(name, (*command, "--out", str(report)), limit_s, log, report))
 
@@ -241,9 +243,9 @@ Add = Callable[..., None]
 
 def _plan_cpu(bench: Add, tests: Add) -> None:
     tests("kernels-right", 120, "tests/lossless/test_cells.py", "-k", "cases")
-    bench("verify", 60, "kernels", "--shape", "tiny", "--only", "delta_net", "--batch", "4", "--window", "8")
+    bench("verify", 60, KERNELS, "--shape", "tiny", "--only", "delta_net", "--batch", "4", "--window", "8")
     small = ["--random", "--shape", "tiny", "--prompt-tokens", "16", "--new-tokens", "16", "--repeats", "1"]
-    bench("tiny-length-2", 60, "throughput", *small, *_drafts("2", 2, 1, 3), "--batch", "1", "--profile")
+    bench("tiny-length-2", 60, *THROUGHPUT, *small, *_drafts("2", 2, 1, 3), "--batch", "1", "--profile")
 
 
 def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
@@ -251,7 +253,7 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
     tests("kernels-right", 200, "-m", "gpu", "tests/gpu/test_gpu_kernels.py", "-k", "real")
     chosen, fp8 = largest(device)
     base = [
-        "throughput",
+        *THROUGHPUT,
         "--random",
         "--shape",
         chosen,
@@ -266,10 +268,10 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
 
     # Enough tokens that the prefill and loading the row are a small part of the figure.
     length(GOAL, 170, 512)
-    bench("kernels-goal", 60, "kernels", "--shape", chosen, "--batch", "1", "--window", "4", "--no-peers")
+    bench("kernels-goal", 60, KERNELS, "--shape", chosen, "--batch", "1", "--window", "4", "--no-peers")
     large = "qwen3-next-80b-a3b"
     bench(
-        "verify", 60, "kernels", "--shape", large, "--only", "delta_net", "--batch", "64", "--window", "8",
+        "verify", 60, KERNELS, "--shape", large, "--only", "delta_net", "--batch", "64", "--window", "8",
         "--no-peers",
     )  # fmt: skip
     tests("lossless", 150, "-m", "gpu", "tests/gpu/test_gpu_lossless.py", "-k", LOSSLESS)
@@ -281,12 +283,12 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
     once = ["--new-tokens", "128", "--batch", "1,4,16,64", "--repeats", "1", "--warmup", "1"]
     bench(f"{chosen}-batches", 180, *base, *drafts, *once)
     tests("kernels-odd", 150, "-m", "gpu", "tests/gpu/test_gpu_kernels.py", "-k", "small")
-    bench("kernels", 200, "kernels", "--no-peers")
-    bench("peers", 60, "kernels", "--shape", large, "--only", "peers,recur", "--batch", "64", "--window", "8")
+    bench("kernels", 200, KERNELS, "--no-peers")
+    bench("peers", 60, KERNELS, "--shape", large, "--only", "peers,recur", "--batch", "64", "--window", "8")
     for name in OTHERS:
         if name != chosen and fits(device, name, fp8=False):
             load = ["--batch", "1,16", "--new-tokens", "64", "--prompt-tokens", "128", "--repeats", "1"]
-            bench(name, 60, "throughput", "--random", "--shape", name, *load)
+            bench(name, 60, *THROUGHPUT, "--random", "--shape", name, *load)
 
 
 def _drafts(length: str, steps: int, topk: int, window: int, *, adaptive: bool = False) -> list[str]:
