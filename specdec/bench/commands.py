@@ -42,8 +42,6 @@ def _throughput(args: argparse.Namespace) -> Run:
         raise ConfigError(f"llama_server: it belongs to --peers {LLAMA_CPP}; give it too", field="peers")
     if options.model is not None and "shape" in options.model_fields_set:
         raise ConfigError("shape: a model is named too; measure either of them", field="shape")
-    if options.fp8:
-        config = EngineConfig.of(config, {"quantize": "fp8"})
     out = out_file(args)
     if options.model is not None:
         _, config = find_models(options.model, config)

@@ -47,9 +47,6 @@ class ThroughputOptions(Settings):
     batch: Counts = numbers([1, 4, 16], "rows, with commas")
     prompt_tokens: Counts = numbers([32, 512], "tokens of a prompt, with commas")
     new_tokens: int = number(32, "decode steps")
-    window: Counts = Field(
-        [], title="also time windows of these widths, as in 4,8", description="widths from 1 on, with commas"
-    )
     peers: list[str] = names([], "transformers, llama.cpp, URLs of servers, with commas")
     llama_server: Path | None = Field(
         None,
@@ -59,7 +56,6 @@ class ThroughputOptions(Settings):
     repeats: int = number(5, "counted runs")
     warmup: int = number(1, "uncounted runs", least=0)
     random: bool = switch("draw the weights of --shape on the device; nothing is written")
-    fp8: bool = switch("the same as --quantize fp8")
     profile: bool = switch("with --random: time by kernel, and the share of idle time")
 
 
@@ -115,7 +111,7 @@ class ServeOptions(PromptOptions):
     timeout: float = seconds(600.0, "seconds of a request")
 
 
-ReachPart = Literal["wire", "serve", "steady", "drafts"]
+ReachPart = Literal["wire", "serve", "steady"]
 
 
 class ReachOptions(Settings):
@@ -123,10 +119,10 @@ class ReachOptions(Settings):
 
     model: str = "tiny"
     only: list[ReachPart] = Field(
-        ["wire", "serve", "steady", "drafts"],
+        ["wire", "serve", "steady"],
         min_length=1,
         title="measure these alone, with commas",
-        description="wire, serve, steady or drafts, with commas",
+        description="wire, serve or steady, with commas",
     )
     shape: str | None = text(None, "wire: the layout of a named size (default: MODEL's)")
     prompt_tokens: int = number(1024, "tokens of a prompt", least=65)

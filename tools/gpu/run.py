@@ -257,7 +257,7 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
         "--random",
         "--shape",
         chosen,
-        *(["--fp8"] if fp8 else []),
+        *(["--quantize", "fp8"] if fp8 else []),
         "--prompt-tokens",
         "128",
     ]
