@@ -93,7 +93,7 @@ bench: $(stamp)
 gpu: gpu_python = $(if $(and $(wildcard $(bin)/python),$(filter file,$(origin PYTHON))),$(bin)/python,$(PYTHON))
 gpu:
 	$(new_python)
-	@$(gpu_python) -m specdec.bench.gpu $(GPU)
+	@$(gpu_python) -m tools.gpu $(GPU)
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

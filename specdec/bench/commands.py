@@ -10,7 +10,6 @@ from pathlib import Path
 from specdec.bench.acceptance.prompts import choose
 from specdec.bench.options import (
     LLAMA_CPP,
-    KernelOptions,
     ModelOptions,
     ReachOptions,
     ServeOptions,
@@ -43,8 +42,6 @@ def _throughput(args: argparse.Namespace) -> Run:
         raise ConfigError(f"llama_server: it belongs to --peers {LLAMA_CPP}; give it too", field="peers")
     if options.model is not None and "shape" in options.model_fields_set:
         raise ConfigError("shape: a model is named too; measure either of them", field="shape")
-    if options.fp8:
-        config = EngineConfig.of(config, {"quantize": "fp8"})
     out = out_file(args)
     if options.model is not None:
         _, config = find_models(options.model, config)
@@ -56,21 +53,6 @@ def _throughput(args: argparse.Namespace) -> Run:
     from specdec.bench.throughput import run
 
     return partial(run, options, config, out)
-
-
-def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the benchmark of single operations."""
-    parser.set_defaults(command=_kernels)
-    add_options(parser, KernelOptions)
-    add_out(parser)
-
-
-def _kernels(args: argparse.Namespace) -> Run:
-    options, out = settings_from(args, KernelOptions), out_file(args)
-    EngineConfig.model_validate(options.model_dump(include={"device", "kernels", "dtype"}))  # or refuse them
-    from specdec.bench.kernels import run
-
-    return partial(run, options, out)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

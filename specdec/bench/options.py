@@ -47,9 +47,6 @@ class ThroughputOptions(Settings):
     batch: Counts = numbers([1, 4, 16], "rows, with commas")
     prompt_tokens: Counts = numbers([32, 512], "tokens of a prompt, with commas")
     new_tokens: int = number(32, "decode steps")
-    window: Counts = Field(
-        [], title="also time windows of these widths, as in 4,8", description="widths from 1 on, with commas"
-    )
     peers: list[str] = names([], "transformers, llama.cpp, URLs of servers, with commas")
     llama_server: Path | None = Field(
         None,
@@ -59,26 +56,7 @@ class ThroughputOptions(Settings):
     repeats: int = number(5, "counted runs")
     warmup: int = number(1, "uncounted runs", least=0)
     random: bool = switch("draw the weights of --shape on the device; nothing is written")
-    fp8: bool = switch("the same as --quantize fp8")
     profile: bool = switch("with --random: time by kernel, and the share of idle time")
-
-
-class KernelOptions(Settings):
-    """What `specdec bench kernels` measures; None is the default for the device."""
-
-    shape: list[str] | None = names(None, "named sizes (default: two real ones, tiny on a CPU)")
-    batch: Counts | None = numbers(None, "rows (default: 1,64, with 16,256 to verify; 1,4 on a CPU)")
-    window: Counts | None = numbers(None, "tokens (default: 1,8, with 4,16 to verify)")
-    context: int | None = number(None, "tokens before a window (default: 1024; 64 on a CPU)")
-    only: list[str] | None = names(
-        None,
-        "measure these operations alone, such as causal_conv,linear; peers: those that other packages have",
-    )
-    repeats: int = number(20, "counted runs")
-    device: str = text("auto", "auto, cpu, cuda or cuda:<number>")
-    kernels: str = text("auto", "auto, reference, cpu, native or triton")
-    dtype: str = text("auto", "bfloat16 on a GPU, float32 on a CPU")
-    peers: bool = switch("beside other packages", default=True)
 
 
 class ModelOptions(Settings):
@@ -133,7 +111,7 @@ class ServeOptions(PromptOptions):
     timeout: float = seconds(600.0, "seconds of a request")
 
 
-ReachPart = Literal["wire", "serve", "steady", "drafts"]
+ReachPart = Literal["wire", "serve", "steady"]
 
 
 class ReachOptions(Settings):
@@ -141,10 +119,10 @@ class ReachOptions(Settings):
 
     model: str = "tiny"
     only: list[ReachPart] = Field(
-        ["wire", "serve", "steady", "drafts"],
+        ["wire", "serve", "steady"],
         min_length=1,
         title="measure these alone, with commas",
-        description="wire, serve, steady or drafts, with commas",
+        description="wire, serve or steady, with commas",
     )
     shape: str | None = text(None, "wire: the layout of a named size (default: MODEL's)")
     prompt_tokens: int = number(1024, "tokens of a prompt", least=65)

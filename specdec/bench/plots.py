@@ -85,9 +85,8 @@ def line_plot(
     y_label: str,
     *,
     percent: bool = False,
-    log_x: bool = False,
 ) -> "Figure":
-    """Draw lines on common axes: y from 0 to 100 % if `percent`, a tick at each x if `log_x`."""
+    """Draw lines on common axes: y from 0 to 100 % if `percent`."""
     figure = new_figure(title, 4.0, [line.name for line in lines])
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -111,11 +110,7 @@ def line_plot(
         )
     axes.set(xlabel=plain_text(x_label), ylabel=plain_text(y_label))
     axes.grid(visible=True, alpha=0.3)
-    if log_x and xs:
-        axes.set_xscale("log")
-        axes.set_xticks(xs, [f"{x:g}" for x in xs])
-        axes.set_xticks([], minor=True)
-    elif all(float(x).is_integer() for x in xs):
+    if all(float(x).is_integer() for x in xs):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if percent:
         axes.set_ylim(0, 1.05)

@@ -13,10 +13,9 @@ from specdec.bench.peers import Sample
 from specdec.bench.random_fit import Fit, fit, fitting
 from specdec.bench.report import Output, environment, publish, setup_line, summarise, table, until_interrupted
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.throughput import RANDOM_DRAFTS, WINDOW_ROUNDS, Case, legend, longest
+from specdec.bench.throughput import RANDOM_DRAFTS, Case, legend, longest
 from specdec.bench.time_model import Work
 from specdec.bench.timing import Machine, measure_machine
-from specdec.bench.windows import window_costs, window_table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
 from specdec.setup.build import build_random
@@ -109,9 +108,6 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
         "interrupted": interrupted,
         "cases": measured,
         "memory": [_memory(found, batch, tokens) for batch in batches],
-        "windows": window_costs(model, options.window, WINDOW_ROUNDS)
-        if options.window and not interrupted
-        else [],
         "profiles": {r.name: profiling.profile_steps(r, prompts) for r in runners} if profiled else {},
     }
 
@@ -241,8 +237,6 @@ def render(report: Mapping[str, Any]) -> str:
     if report["left_out"]:
         lines.append(f"do not fit: batches {', '.join(map(str, report['left_out']))}")
     lines += ["", table(list(_rows(report))), "", table(list(_memory_rows(report)))]
-    if report["windows"]:
-        lines += ["", window_table(report["windows"])]
     lines += ["", *legend("x none: speed over draft none's, above 1 is faster", synthetic=rates is not None)]
     lines += [f"\n{name}: {profiling.render(own)}" for name, own in report["profiles"].items()]
     return "\n".join(lines)

@@ -30,14 +30,12 @@ from specdec.bench.report import (
 )
 from specdec.bench.runner import ENGINE, EngineRunner
 from specdec.bench.timing import BandwidthProbe, cache_bytes
-from specdec.bench.windows import PROMPT, window_costs, window_table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import stored_format
 from specdec.setup.footprint import Footprint, measure_stored
 
-WINDOW_ROUNDS = 30
 RANDOM_DRAFTS = (
     "random weights: drafts cannot gain here, since few are accepted; use --synthetic-acceptance "
     "to time accepted drafts"
@@ -116,14 +114,7 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
     rounded = rounding(settings, stored_format(checkpoint.config))
     results, bandwidth = _measure(options, engine, plain, oracle, contestants, exact=not rounded)
     footprint = measure_stored(checkpoint, spec, settings)
-    windows: list[dict[str, Any]] = []
     interrupted = len(results) < len(_cases(options))
-    # The window steps come last, on their own: they have no counterpart to take turns with.
-    if options.window and not interrupted:
-        try:
-            windows = window_costs(engine.model, options.window, WINDOW_ROUNDS)
-        except KeyboardInterrupt:
-            interrupted = True
     return {
         "benchmark": "throughput",
         **environment(),
@@ -145,7 +136,6 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
         "oracle": oracle.name,
         "weight_bytes": footprint.weight_bytes,
         "cache_bytes": cache_bytes(settings.device),
-        "windows": windows,
         "cases": [_case_report(result, footprint, bandwidth.median) for result in results],
     }
 
@@ -226,17 +216,15 @@ def _with_room(config: EngineConfig, options: ThroughputOptions) -> EngineConfig
 
 
 def longest(options: ThroughputOptions, config: EngineConfig, *, watched: int = 0) -> int:
-    """Return the length that the largest case and the widest window need; refuse one given that is less.
+    """Return the length that the largest case needs; refuse one given that is less.
 
     `watched` tokens are written where steps are watched after the cases.
     """
     needed = max(options.prompt_tokens) + max(options.new_tokens, watched) + 1
-    if options.window:
-        needed = max(needed, PROMPT + max(options.window))
     if config.max_model_len is not None and config.max_model_len < needed:
         raise ConfigError(
             f"max_model_len: {config.max_model_len} is less than the {needed} tokens that are measured "
-            f"(prompt, new tokens and one more, or {PROMPT} and the widest window); raise it or measure less",
+            "(prompt, new tokens and one more); raise it or measure less",
             field="max_model_len",
         )
     return needed
@@ -341,8 +329,6 @@ def render(report: Mapping[str, Any]) -> str:
     if report["interrupted"]:
         lines.append(f"INTERRUPTED: these {len(report['cases'])} cases were finished by then")
     lines += ["", table(list(_rows(report)))]
-    if report["windows"]:
-        lines += ["", window_table(report["windows"])]
     lines += ["", *legend("speedup: speed over specdec's, above 1 is faster", synthetic=rates is not None)]
     return "\n".join(lines)
 

@@ -62,9 +62,8 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "demo": "",
         "bench throughput": "tiny --batch 1,4",
         "bench acceptance": "tiny --out report",
-        "bench kernels": "--only linear --batch 1",
         "bench model": "--shape qwen3-next-80b-a3b --quantize int4",
-        "bench prefix": "--engine tiny",
+        "bench prefix": "tiny",
         "bench reach": "tiny",
         "bench serve": "http://127.0.0.1:8000",
     }
@@ -81,10 +80,9 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "acceptance length and speedup by drafter and shape",
             "bench.acceptance.command:add_acceptance",
         ),
-        "kernels": ("check each operation, then time it", "bench.commands:add_kernels"),
         "model": ("compute the bytes of a step and the speed they allow", "bench.commands:add_model"),
         "prefix": (
-            "prefix cache hit rates and savings, simulated or timed",
+            "time to first token with and without the prefix cache",
             "bench.prefix.command:add_prefix",
         ),
         "reach": ("disaggregated prefill: transfers, latencies, steadiness", "bench.commands:add_reach"),

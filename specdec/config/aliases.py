@@ -241,12 +241,3 @@ SHORT: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 """Further names of these options."""
-
-
-def alias_table() -> str:
-    """Render the aliases as docs/settings.md shows them."""
-    rows = [["option", "of", "the same as", ""], ["---"] * 4]
-    for name, own in ALIASES.items():
-        fields = ", ".join(f"`{field}`" for field in own.fields)
-        rows.append([f"`--{name.replace('_', '-')}`", own.engine, fields, own.note])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

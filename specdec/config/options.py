@@ -124,14 +124,6 @@ def settings_from(args: argparse.Namespace, settings: type[S]) -> S:
     return settings.model_validate({name: None if x == [None] else x for name, x in given.items()})
 
 
-def settings_table(settings: type[Settings]) -> str:
-    """Render the fields as docs/settings.md shows them."""
-    rows = [["field", "what it does", "values", "default"], ["---"] * 4]
-    for name, field in settings.model_fields.items():
-        rows.append([f"`{name}`", field.title or "", field.description or "", f"`{field.default!r}`"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("<", "&lt;")
-
-
 def option_of(name: str) -> str:
     """Spell a setting's name as an option."""
     return f"--{name.replace('_', '-')}"

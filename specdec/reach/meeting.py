@@ -37,8 +37,9 @@ class Meeting:
         """Make a peer's arena readable by a name; return what reads of it are planned with."""
         if agents.carrier != self._carrier.name:
             raise ConfigError(
-                f"reach_carrier: it is {agents.carrier} there and {self._carrier.name} here; give both one.",
-                field="reach_carrier",
+                f"role: bytes are moved by {agents.carrier} there and by {self._carrier.name} here; install "
+                "the same release of specdec on both.",
+                field="role",
             )
         if len(agents.agents) != 1:
             raise ConfigError(

@@ -285,9 +285,6 @@ class ServerConfig(Settings):
         title="which fetched prompts are compared with their checksums; first: the first from each server",
         description=describe_choices(Check),
     )
-    reach_carrier: Literal["nixl"] = Field(
-        "nixl", title="what moves the bytes between servers", description='"nixl"'
-    )
     log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
     log_format: Literal["text", "json"] = Field(
         "text",

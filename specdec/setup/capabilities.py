@@ -51,25 +51,6 @@ AXES: Mapping[str, tuple[str, ...]] = {
 }
 """`filters` are top-k, top-p and min-p; a `mixed` step prefills beside decoding rows. With graphs, the
 `device` decides the steps in which it can. Prefixes that others have read are `kept`, or read again."""
-TITLES: Mapping[str, str] = {
-    "host": "no graphs",
-    "device": "graphs",
-    "read": "no prefix cache",
-    "kept": "prefix cache",
-    **families.TITLES,
-    "temperature": "temperature with a seed",
-    "filters": "top-k, top-p and min-p",
-    "logit_bias": "bias",
-    "logprobs": "log-probabilities",
-    "stop": "stop strings",
-    "structured": "structured output and least lengths",
-    "words": "allowed tokens and bad words",
-    "alone": "one row",
-    "mixed": "prompts beside decoding rows",
-}
-"""What the documents call them, where that is something else."""
-LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling", "batch": "batches"}
-"""The axes that the table names as lists, and what it calls them."""
 
 
 NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
@@ -164,29 +145,3 @@ def check_request(params: SamplingParams, *, synthetic: bool) -> None:
     ):
         if synthetic and given:
             raise RequestError(str(refused), field=refused.field)
-
-
-def capability_table() -> str:
-    """Render what is supported as docs/families.md shows it; drafters that can do the same share a row."""
-    heads = [f"{title}: {', '.join(TITLES.get(v, v) for v in AXES[axis])}" for axis, title in LISTED.items()]
-    marked = [(axis, value) for axis in ("shape", "backing", "steps", "prefixes") for value in AXES[axis]]
-    sharing: dict[tuple[str, ...], list[str]] = {}
-    for drafter in AXES["drafter"]:
-        found = [cell for cell in cells() if cell.drafter == drafter and not refusal(cell)]
-        marks = ["yes" if any(getattr(c, axis) == v for c in found) else "–" for axis, v in marked]
-        lists = [_listed(axis, {getattr(cell, axis) for cell in found}) for axis in LISTED]
-        sharing.setdefault((*marks, *lists), []).append(f"`{drafter}`")
-    rows = [
-        ["drafter", *(TITLES.get(value, value) for _, value in marked), *heads],
-        ["---"] * (1 + len(marked) + len(heads)),
-    ]
-    rows += [[", ".join(drafters), *own] for own, drafters in sharing.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _listed(axis: str, held: Collection[str]) -> str:
-    """Name the values of an axis that are supported, in few words."""
-    missing = [TITLES.get(value, value) for value in AXES[axis] if value not in held]
-    if not held:
-        return "–"
-    return f"all but {', '.join(missing)}" if missing else "all"

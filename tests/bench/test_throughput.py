@@ -14,7 +14,6 @@ from specdec.bench.random_model import shape_config, write_random_checkpoint
 from specdec.bench.runner import EngineRunner
 from specdec.bench.throughput import EXCUSED_GAP
 from specdec.bench.timing import BandwidthProbe, cache_bytes
-from specdec.bench.windows import Probe
 from specdec.cli import main
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
@@ -109,9 +108,7 @@ def test_bandwidth_probe_reads_what_it_says() -> None:
     assert BandwidthProbe(torch.device("cpu"), 1 << 16).bytes_per_second() > 0
 
 
-@pytest.mark.parametrize("phase", ["cases", "windows"])
 def test_interrupt_keeps_what_was_finished(
-    phase: str,
     hybrid: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -124,21 +121,15 @@ def test_interrupt_keeps_what_was_finished(
             raise KeyboardInterrupt
         return right(self, prompts, new_tokens)
 
-    def stop_windows(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if phase == "cases":
-        monkeypatch.setattr(EngineRunner, "run", stop)
-    monkeypatch.setattr(throughput, "window_costs", stop_windows)
+    monkeypatch.setattr(EngineRunner, "run", stop)
     kept = tmp_path / "report.json"
-    assert run(hybrid, "--window", "2", "--out", str(kept)) == 130
+    assert run(hybrid, "--out", str(kept)) == 130
     captured = capsys.readouterr()
     report = report_of(captured.out)
     assert json.loads(kept.read_text()) == report
-    finished = CASES[:2] if phase == "cases" else CASES
-    assert [(case["batch"], case["prompt_tokens"]) for case in report["cases"]] == finished
-    assert report["interrupted"] and report["windows"] == []
-    assert f"INTERRUPTED: these {len(finished)} cases" in captured.err
+    assert [(case["batch"], case["prompt_tokens"]) for case in report["cases"]] == CASES[:2]
+    assert report["interrupted"]
+    assert "INTERRUPTED: these 2 cases" in captured.err
     assert "Traceback" not in captured.err
 
 
@@ -185,25 +176,6 @@ def test_last_level_cache_is_found_or_none() -> None:
     assert cache_bytes(torch.device("cpu")) >= 0
 
 
-def test_windows_are_checked_and_timed(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(hybrid, "--window", "2,8") == 0
-    windows = report_of(capsys.readouterr().out)["windows"]
-    shown = [(figures["slots"], figures["width"]) for figures in windows]
-    assert shown == [(slots, width) for slots in ("record", "snapshot") for width in (1, 2, 8)]
-    assert windows[0]["ratio"]["median"] == 1
-    assert windows[2]["borrowed_bytes"] < windows[5]["borrowed_bytes"]
-
-
-def test_a_wrong_window_shows_no_figure(
-    hybrid: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = Probe.run
-    monkeypatch.setattr(Probe, "run", lambda self, row: right(self, row) + len(row.tree))
-    assert run(hybrid, "--window", "8") == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and "off by" in captured.err
-
-
 def test_a_run_does_not_draft_what_the_last_one_said(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, shape_config("tiny"), seed=0)
     runner = EngineRunner.load(tmp_path, EngineConfig(draft="suffix", adaptive=False, max_model_len=64))
@@ -224,7 +196,7 @@ def test_a_batch_of_more_prompt_tokens_than_a_chunk_decodes_together(hybrid: Pat
     assert run(hybrid, "--batch", "9", "--prompt-tokens", "120", "--new-tokens", "1") == 0
 
 
-@pytest.mark.parametrize("eight_bit", [["--quantize", "fp8"], ["--fp8"], ["--kv-dtype", "fp8"]], ids=str)
+@pytest.mark.parametrize("eight_bit", [["--quantize", "fp8"], ["--kv-dtype", "fp8"]], ids=str)
 def test_what_was_rounded_on_request_is_shown_and_not_refused(
     eight_bit: list[str],
     hybrid: Path,
@@ -235,7 +207,7 @@ def test_what_was_rounded_on_request_is_shown_and_not_refused(
         return torch.full((len(outputs), len(outputs[0])), 0.25)
 
     monkeypatch.setattr(TransformersPeer, "judge", judge)
-    assert run(hybrid, *eight_bit, "--window", "4") == 0
+    assert run(hybrid, *eight_bit) == 0
     captured = capsys.readouterr()
     report = report_of(captured.out)
     assert (
@@ -253,17 +225,13 @@ def test_rounding_is_named_where_there_is_some(hybrid: Path) -> None:
     assert rounding(replace(settings, dtype=torch.bfloat16, quantize="int4")) == "bfloat16 and 4-bit weights"
 
 
-@pytest.mark.parametrize(("more", "needed"), [([], 38), (["--window", "8"], 72)])
 def test_a_length_below_what_is_measured_is_refused_by_name(
-    more: list[str], needed: int, hybrid: Path, capsys: pytest.CaptureFixture[str]
+    hybrid: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(hybrid, *more, "--max-model-len", str(needed - 1)) == 2
+    assert run(hybrid, "--max-model-len", "37") == 2
     captured = capsys.readouterr()
-    assert (
-        captured.out == ""
-        and f"--max-model-len: {needed - 1} is less than the {needed} tokens" in captured.err
-    )
-    assert run(hybrid, *more, "--max-model-len", str(needed)) == 0
+    assert captured.out == "" and "--max-model-len: 37 is less than the 38 tokens" in captured.err
+    assert run(hybrid, "--max-model-len", "38") == 0
 
 
 def test_a_model_and_a_shape_are_not_measured_at_once(

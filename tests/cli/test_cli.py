@@ -241,8 +241,8 @@ def test_garbage_is_collected_from_the_beginning_of_a_command_and_not_among_impo
 def test_what_serves_or_measures_does_not_import_transformers() -> None:
     script = (
         "import sys, specdec.server.run, specdec.setup.footprint\n"
-        "import specdec.bench.kernels, specdec.bench.acceptance.run, specdec.bench.throughput\n"
-        "import specdec.bench.prefix.run, specdec.bench.prefix.engine, specdec.bench.time_model\n"
+        "import specdec.bench.acceptance.run, specdec.bench.throughput\n"
+        "import specdec.bench.prefix.engine, specdec.bench.time_model\n"
         "from specdec import SpecEngine, SamplingParams, Structure\n"
         "with SpecEngine('tiny', memory_bytes='64MiB', max_model_len=256) as engine:\n"
         "    engine.generate('x', SamplingParams(max_tokens=2))\n"
@@ -448,7 +448,7 @@ def test_what_is_near_nothing_is_named_alone(option: str, capsys: Capture) -> No
 @pytest.mark.parametrize(
     "argv",
     [
-        *(["bench", "model", "tiny"], ["bench", "kernels", "-x"], ["info", "tiny", "tiny"]),
+        *(["bench", "model", "tiny"], ["bench", "model", "-x"], ["info", "tiny", "tiny"]),
         ["serve", "--port", "1", "tiny", "--served-model-name", "a", "b", "--port", "2", "c"],
     ],
 )
@@ -497,7 +497,7 @@ def test_verbose_shows_one_setting_a_line(hybrid: Path, caplog: pytest.LogCaptur
 
 
 COMMANDS = ("generate", "info", "bench", "serve", "demo")
-BENCHES = ("throughput", "acceptance", "kernels", "model", "serve")
+BENCHES = ("throughput", "acceptance", "model", "serve")
 
 
 @pytest.mark.parametrize("command", [*map(str.split, COMMANDS), *(["bench", name] for name in BENCHES)])

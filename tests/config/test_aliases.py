@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdec.config.aliases import ALIASES, INSTEAD, SHORT, alias_table
+from specdec.config.aliases import ALIASES, INSTEAD, SHORT
 from specdec.config.base import Settings
 from specdec.config.engine import EngineConfig
 from specdec.config.options import add_settings, settings_from
@@ -170,8 +170,3 @@ def test_short_help_leaves_them_out_and_long_help_names_them() -> None:
     assert isinstance(made, argparse.ArgumentParser)
     assert "--max-num-seqs" not in short and "--max-num-seqs" in long
     assert "--gpu-memory-utilization" not in long
-
-
-def test_the_documentation_has_every_alias() -> None:
-    shown = SETTINGS.read_text("utf-8").split("<!-- aliases -->\n")[1].split("\n<!-- /aliases -->")[0]
-    assert shown == alias_table(), "put the output of specdec.config.aliases.alias_table() there"

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from specdec.bench import attention_problems, token_problems, window_problems
-from specdec.bench.problems import Bench, Planned, Sizes
 from specdec.models import spec
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
+from tools.kernels import attention_problems, token_problems, window_problems
+from tools.kernels.problems import Bench, Planned, Sizes
 
 _EXPERTS: Mapping[str, Any] = {
     **SHAPES["qwen3.5-35b-a3b"],

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.bench.kernels import TOLERANCE
-from specdec.bench.problems import Planned
 from specdec.kernels import native
 from specdec.kernels.conv import triton as conv_triton
 from specdec.kernels.group import RecurrentMemory
@@ -23,6 +21,8 @@ from specdec.kernels.strides import StrideError, dense, outer_strides, window_st
 from specdec.state_slots import arena
 from tests.kernels.problems import bench_of, problems
 from tests.selection import only
+from tools.kernels.bench import TOLERANCE
+from tools.kernels.problems import Planned
 
 needs_c = pytest.mark.skipif(not compiled(), reason="no C compiler")
 FORMS = ["reference", "cpu", pytest.param("native", marks=needs_c), "triton"]

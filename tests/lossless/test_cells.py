@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench.kernels import measure
 from specdec.bench.timing import Machine
 from specdec.core.batch import ScheduledRequest
 from specdec.core.loop import DecodeLoop
@@ -13,6 +12,7 @@ from specdec.verify.walk import AcceptedPath
 from tests.kernels.problems import LOADS, bench_of, problems
 from tests.lossless.cells import Family
 from tests.tolerances import FLOAT32_GAP, TENSOR_CORE_GAP
+from tools.kernels.bench import measure
 
 
 @pytest.fixture(scope="module")

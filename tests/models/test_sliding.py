@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from specdec.bench import traffic
 from specdec.bench.time_model import TimeModel, Work
 from specdec.errors import CheckpointError
 from specdec.kernels.native.compiled import compiled
@@ -24,6 +23,7 @@ from tests.models.random_checkpoints import Sample, save
 from tests.models.runner import Runner
 from tests.models.test_network import relative
 from tests.tolerances import LOGITS_RELATIVE
+from tools.kernels import traffic
 
 LENGTH = 70
 NATIVE = "native" if compiled() else "cpu"

@@ -12,18 +12,12 @@ from specdec import EngineConfig, SamplingParams, SpecEngine
 from specdec.config.drafters import DRAFTER_OPTIONS
 from specdec.errors import ConfigError, RequestError
 from specdec.models.families import TITLES, family_of, supported
-from specdec.setup.capabilities import AXES, Cell, capability_table, cells, refusal
+from specdec.setup.capabilities import AXES, Cell, cells, refusal
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
 from tests.lossless.cases import FEATURES, SHAPES
 from tests.models.agreeing import CONFIGS
 
 FAMILIES = Path(__file__).parents[2] / "docs/families.md"
-
-
-def test_the_documents_show_the_table() -> None:
-    _, after = FAMILIES.read_text("utf-8").split("<!-- capabilities -->\n")
-    shown, _ = after.split("\n<!-- /capabilities -->")
-    assert shown == capability_table(), "put the output of capability_table() there"
 
 
 def test_the_documents_name_every_family_and_model_type() -> None:

@@ -41,8 +41,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_acceptance)
     parser.description, parser.formatter_class = ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help=GIVEN)
-    add("--compare", metavar="FILE", type=Path, nargs=2, help="compare two results")
+    add("model", metavar="MODEL", help=GIVEN)
     _add_sweep(parser.add_argument_group("swept settings, with commas"))
     asked = parser.add_argument_group("prompts").add_argument
     asked(
@@ -154,13 +153,6 @@ def _add_sweep(group: argparse._ArgumentGroup) -> None:
 
 
 def _acceptance(args: argparse.Namespace) -> Run:
-    if args.compare:
-        from specdec.bench.acceptance import compare
-
-        first, second = args.compare
-        return partial(compare.run, first, second, Output(as_json=args.json))
-    if args.model is None:
-        raise ConfigError("MODEL: name a checkpoint's folder, or tiny, which ships", field="model")
     _, config = find_models(args.model, _engine(args))
     # Imported late: no other command waits for torch and what the benchmark needs.
     from specdec.bench.acceptance.measure import Length
@@ -222,7 +214,7 @@ def _shapes(args: argparse.Namespace) -> list[Shape]:
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return what was asked for, all defaults filled in, as a report can hold it."""
-    left = {"command", "verbose", "out", "json", "model", "compare", "num_steps", "topk", "num_draft_tokens"}
+    left = {"command", "verbose", "out", "json", "model", "num_steps", "topk", "num_draft_tokens"}
     shown = {name: value for name, value in vars(args).items() if name not in left}
     shown["shape"] = [_written(shape) for shape in _shapes(args)]
     shown["adaptive"] = _written(args.adaptive) if args.adaptive else None

@@ -1,4 +1,4 @@
-"""`specdec bench prefix --engine`: first tokens of an engine that keeps prefixes beside one that does not."""
+"""`specdec bench prefix`: first tokens of an engine that keeps prefixes beside one that does not."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,11 +9,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
 from specdec.bench.agreement import EXACT, require_rounding
-from specdec.bench.prefix.generate import KINDS, LONGEST, generate
-from specdec.bench.prefix.traces import Trace, Turn
+from specdec.bench.prefix.generate import LONGEST, Trace, Turn, generate
 from specdec.bench.report import Output, environment, percentile, publish, table, until_interrupted
 from specdec.config.engine import PREFIX_FIELDS
-from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
 
 RESULT = "prefix-engine.json"
@@ -166,12 +164,6 @@ def run(options: Options, config: EngineConfig, out: Output) -> None:
 
     Ctrl-C ends it as it ends anything, once what was done is shown.
     """
-    if collapsing := [name for name in options.names if KINDS[name].collapses]:
-        raise ConfigError(
-            f"--trace: {collapsing[0]} takes back what was said, and an engine's own answers have other "
-            "lengths; leave it out with --engine",
-            field="trace",
-        )
     if out.path:
         out.path.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

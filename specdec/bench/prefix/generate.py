@@ -4,23 +4,40 @@ What is assumed of each, and where it is from, stands in docs/prefix-cache.md.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
-from specdec.bench.prefix.traces import Trace, Turn, trace_of
 from specdec.state_slots.prefix.tree import NO_IDS, Ids
 
 SECONDS_A_TOKEN = 0.5
 """How fast people type: 90 words a minute, three quarters of a word a token."""
-COLLAPSED = 5
-"""How many of the last observations an agent keeps that shortens its context."""
 LONGEST = 32768
 """Tokens that a request has at most, with its answer."""
 FEWEST_SHARES = 4
 """Beginnings that sessions have in common in a short trace, where a long one has more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One request: the whole prompt, earlier turns included, and its answer."""
+
+    session: str
+    turn: int
+    ts: float
+    """Seconds after the trace's start; a turn never begins before the session's last one has ended."""
+    prompt: Ids
+    output: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Turns in the order of their times."""
+
+    name: str
+    turns: Sequence[Turn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +70,6 @@ class Kind:
     """What the first turn asks beside, such as an issue that is to be solved."""
     pause_s: float | None = None
     """Between an answer and the next turn, Poisson; None: as long as it takes to type it."""
-    collapses: bool = False
-    """What was seen goes from the history, all but the last few of it."""
 
     def scaled(self, scale: float) -> "Kind":
         """Make all lengths a part of what they are."""
@@ -75,22 +90,20 @@ def _at_least_ten(more: float) -> Callable[[np.random.Generator], int]:
     return lambda rng: 9 + int(rng.geometric(1 / (more + 1)))
 
 
-AGENTS = Kind(
-    sessions=110,
-    per_second=0.5,
-    asked=Length(350, 1.2),
-    answered=Length(130, 0.7, 2048),
-    turns=lambda rng: int(np.clip(rng.lognormal(math.log(20), 0.5), 3, 50)),
-    shared=Length(1800, 0.0),
-    first=Length(500, 0.8),
-    pause_s=5.0,
-)
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "lmsys": Kind(200, 1.0, Length(35, 1.1), Length(150, 0.9, 2048), _at_least_ten(4)),
         "sharegpt": Kind(150, 1.0, Length(70, 1.3), Length(220, 0.95, 2048), _at_least_ten(8)),
-        "agents": AGENTS,
-        "agents-collapsed": replace(AGENTS, collapses=True),
+        "agents": Kind(
+            sessions=110,
+            per_second=0.5,
+            asked=Length(350, 1.2),
+            answered=Length(130, 0.7, 2048),
+            turns=lambda rng: int(np.clip(rng.lognormal(math.log(20), 0.5), 3, 50)),
+            shared=Length(1800, 0.0),
+            first=Length(500, 0.8),
+            pause_s=5.0,
+        ),
         "system-prompts": Kind(
             sessions=3000,
             per_second=4.0,
@@ -108,17 +121,16 @@ def generate(
     name: str,
     seed: int,
     *,
-    sessions: int | None = None,
-    vocab: int = 32000,
+    sessions: int,
+    vocab: int,
     scale: float = 1.0,
-    most: int = 32768,
+    most: int = LONGEST,
 ) -> Trace:
     """Make a trace; no request, its answer included, has more than `most` tokens.
 
     Fewer sessions have fewer beginnings in common, so that each is as common as in the whole trace.
     """
     kind = KINDS[name].scaled(scale)
-    sessions = sessions or kind.sessions
     shares = max(kind.shares * sessions // kind.sessions, min(kind.shares, FEWEST_SHARES))
     rng = np.random.default_rng([seed, sorted(KINDS).index(name)])
     shared = [_tokens(rng, kind.shared.draw(rng), vocab) for _ in range(shares)] if kind.shared else [NO_IDS]
@@ -129,7 +141,7 @@ def generate(
         begun = shared[rng.choice(len(shared), p=weights / weights.sum())]
         turns += _session(kind, rng, str(number), at_s, begun, vocab, most)
         at_s += rng.exponential(1 / kind.per_second)
-    return trace_of(name, turns)
+    return Trace(name, sorted(turns, key=lambda turn: (turn.ts, turn.session, turn.turn)))
 
 
 def _session(
@@ -147,8 +159,6 @@ def _session(
         if len(prompt) + len(output) > most:
             return
         yield Turn(name, turn, at_s, prompt, output)
-        if kind.collapses and turn >= COLLAPSED:
-            parts[1 + 2 * (turn - COLLAPSED)] = NO_IDS
         parts += [asked, output]
 
 

@@ -9,8 +9,6 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.options import ReachOptions
 from specdec.bench.reach.check import check_texts
-from specdec.bench.reach.drafts import PROMPTS as PAIRS
-from specdec.bench.reach.drafts import STEPS, draft_rows, measure_drafts
 from specdec.bench.reach.fleet import Fleet, started
 from specdec.bench.reach.requests import Requests
 from specdec.bench.reach.serve import measure_serving, serving_report, serving_rows
@@ -39,9 +37,6 @@ def run(options: ReachOptions, config: EngineConfig, out: Output) -> None:
     }
     if "wire" in options.only:
         report["wire"] = measure_wire(options)
-    if "drafts" in options.only:
-        with tqdm(total=PAIRS, desc="drafts", unit="prompt", leave=False, disable=None) as progress:
-            report["drafts"] = measure_drafts(options, config, _requests(options), progress.update)
     if {"serve", "steady"} & {*options.only}:
         with started(options, config) as fleet:
             report["cores"] = fleet.cores
@@ -119,19 +114,6 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         )
         yield table([*steady_rows(steady)])
         yield from _failures(steady)
-    if "drafts" in report:
-        yield from _drafts(report, asked)
-
-
-def _drafts(report: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[str]:
-    if report["drafts"] is None:
-        yield f"\nDrafts: {report['model']} has no head of its own, so nothing of one is handed over."
-        return
-    yield (
-        f"\nTokens gained by each of the first {STEPS} steps after a prompt of {asked['prompt_tokens']:,}, "
-        "the head always drafting, one text from all:"
-    )
-    yield table([*draft_rows(report["drafts"])])
 
 
 def _failures(part: Mapping[str, Any]) -> Iterator[str]:

@@ -11,10 +11,8 @@ from specdec.reach.allowed import Allowed
 from specdec.reach.terms import SHORTEST_SECRET, VARIABLE, Secret
 from specdec.server.settings import Role, ServerConfig
 
-CARRIERS = {"nixl": ("nixl_cu12", "nixl_cu13")}
-"""The packages of which a carrier wants one."""
-
-
+NIXL = ("nixl_cu12", "nixl_cu13")
+"""The packages of which one is needed."""
 USUAL_PORT = ServerConfig.model_fields["reach_port"].default
 LOOPBACK = "127.0.0.1"
 """Where side channels listen by default. Any user of the machine may listen at other loopback addresses,
@@ -58,11 +56,11 @@ def settle_part(
             field="reach_port",
         )
     is_installed = importlib.util.find_spec
-    if not (any(map(is_installed, CARRIERS[config.reach_carrier])) and is_installed("cryptography")):
+    if not (any(map(is_installed, NIXL)) and is_installed("cryptography")):
         raise ConfigError(
-            f"reach_carrier: {config.reach_carrier} or cryptography is not installed; "
-            f"pip install 'specdec[reach]', or {_without(config)}.",
-            field="reach_carrier",
+            "role: NIXL or cryptography is not installed; pip install 'specdec[reach]', or "
+            f"{_without(config)}.",
+            field="role",
         )
     return Part(config.role or "both", secret, allowed_peers(config))
 

@@ -13,14 +13,14 @@ SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def result(*, seed: int = 0, gain: float = 0.0, prompts: int = 6) -> dict[str, Any]:
-    """Make a result in which each draft is accepted with a chance that `gain` raises."""
+def result(*, seed: int = 0, prompts: int = 6) -> dict[str, Any]:
+    """Make a result."""
     rng = random.Random(seed)
     records = [
         record
         for temperature in (0.0, 1.0)
         for name, shape in SHAPES
-        for record in _records(rng, name, shape | {"temperature": temperature, "batch": 1}, gain, prompts)
+        for record in _records(rng, name, shape | {"temperature": temperature, "batch": 1}, prompts)
     ]
     return {
         "benchmark": "acceptance",
@@ -43,21 +43,19 @@ def result(*, seed: int = 0, gain: float = 0.0, prompts: int = 6) -> dict[str, A
     }
 
 
-def _records(
-    rng: random.Random, name: str, setting: dict[str, Any], gain: float, prompts: int
-) -> list[dict[str, Any]]:
+def _records(rng: random.Random, name: str, setting: dict[str, Any], prompts: int) -> list[dict[str, Any]]:
     setting = {**setting, "chosen": False, "draft_noise": True}
     own = {
-        category: [_prompt(rng, f"{category}/{i}", setting, gain) for i in range(prompts)]
+        category: [_prompt(rng, f"{category}/{i}", setting) for i in range(prompts)]
         for category in CATEGORIES
     }
     everything = {"all": [prompt for found in own.values() for prompt in found], **own}
     return [_record(name, setting, category, found) for category, found in everything.items()]
 
 
-def _prompt(rng: random.Random, name: str, setting: dict[str, Any], gain: float) -> dict[str, Any]:
+def _prompt(rng: random.Random, name: str, setting: dict[str, Any]) -> dict[str, Any]:
     depth = setting["num_steps"]
-    chance = 0.72 - 0.15 * setting["temperature"] + gain + rng.uniform(-0.1, 0.1)
+    chance = 0.72 - 0.15 * setting["temperature"] + rng.uniform(-0.1, 0.1)
     accepted = [0] * (depth + 1)
     tokens = steps = 0
     while tokens < 128:

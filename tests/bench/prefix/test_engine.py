@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specdec.bench.prefix import engine
-from specdec.bench.prefix.traces import Turn
+from specdec.bench.prefix.generate import Turn
 from specdec.cli import main
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.lease import Hit, Lease
@@ -25,9 +25,7 @@ def turn(session: str) -> Turn:
 def bench(hybrid: Path) -> Bench:
     def call(*more: str) -> int:
         settings = ["--dtype", "float64", "--max-model-len", "256", "--draft", "none", "--max-running", "4"]
-        return main(
-            ["bench", "prefix", "--engine", str(hybrid), "--requests", "16", *settings, "--json", *more]
-        )
+        return main(["bench", "prefix", str(hybrid), "--requests", "16", *settings, "--json", *more])
 
     return call
 

@@ -3,8 +3,7 @@
 import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, closing
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -14,7 +13,6 @@ from aiohttp.test_utils import TestServer
 
 from specdec.bench.options import ReachOptions
 from specdec.bench.reach.check import check_texts
-from specdec.bench.reach.drafts import first_steps, hand_over, head_layers, measure_drafts
 from specdec.bench.reach.reply import Reply
 from specdec.bench.reach.requests import Requests, salted
 from specdec.bench.reach.run import render
@@ -23,8 +21,6 @@ from specdec.bench.reach.servers import surroundings, two_cores
 from specdec.bench.reach.steady import Case, measure_steadiness
 from specdec.bench.reach.ways import Plain, Proxied, Rooms, Way
 from specdec.bench.reach.wire import Slots, measure_wire
-from specdec.config.engine import EngineConfig
-from specdec.engine.engine import SpecEngine
 from specdec.errors import ConfigError, EngineError
 from specdec.models.folder import SHIPPED
 from specdec.state_slots.layout import KVShape, Layout, StateShape
@@ -265,25 +261,3 @@ def test_a_report_is_laid_out_for_people() -> None:
     shown = render(report)
     assert "1.00 / 2.50" in shown and "2/4" in shown and "50%" in shown
     assert "two: 2 failed: HTTP 500" in shown
-
-
-@EXHAUSTIVE
-def test_a_prompt_that_is_handed_over_is_drafted_as_by_one_engine() -> None:
-    own = EngineConfig.of(EngineConfig(), {"draft": "mtp", "adaptive": False, "topk": 1, "dtype": "float64"})
-    prompt = requests().draw(200, 1)["prompt"]
-    with closing(SpecEngine("tiny", own)) as reader, closing(SpecEngine("tiny", own)) as writer:
-        one = first_steps(writer, prompt)
-        found = {}
-        for name, forget in (("warm", ()), ("cold", head_layers(writer))):
-            reader.flush()
-            writer.flush()
-            hand_over(reader, writer, prompt, forget=forget)
-            found[name] = first_steps(writer, prompt)
-    assert one[2] == 0 and found["warm"] == (*one[:2], len(prompt) - 1)
-    # What the head has forgotten changes no text, but what it drafts.
-    assert found["cold"][0] == one[0] and found["cold"][1] != one[1]
-
-
-def test_models_without_a_head_have_no_drafts_to_compare(checkpoint: Callable[..., Path]) -> None:
-    options = ReachOptions(model=str(checkpoint(mtp_num_hidden_layers=0)))
-    assert measure_drafts(options, EngineConfig(), requests(), lambda: None) is None

@@ -6,16 +6,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specdec.bench import traffic
-from specdec.bench.excerpt import excerpt_pages, tokens_of
-from specdec.bench.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
-from specdec.bench.window_problems import path_length, tree
 from specdec.kernels.group import Group
 from specdec.models.mixers import Attention, Place
 from specdec.models.weights import RandomWeights
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
 from specdec.state_slots.window import Row, build_window
+from tools.kernels import traffic
+from tools.kernels.excerpt import excerpt_pages, tokens_of
+from tools.kernels.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
+from tools.kernels.window_problems import path_length, tree
 
 
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:

@@ -1,4 +1,4 @@
-"""All GPU checks and benchmarks, unattended and within a time budget: `python -m specdec.bench.gpu`.
+"""All GPU checks and benchmarks, unattended and within a time budget: `make gpu`.
 
 Most important first: whether the kernels are right at real sizes, how fast the large model is, what each
 kernel takes, what taking back costs. Each stage is a process with a limit of its own, and is packed at once.
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.bench.report import Output, commit, publish, table
-from specdec.bench.stages import Outcome, Stage, run_stages
 from specdec.errors import ConfigError
+from tools.gpu.stages import Outcome, Stage, run_stages
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = ROOT / "specdec" / "bench" / "results"
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "tokenizers", "tqdm", "aiohttp")
 TESTING = ("pytest", "hypothesis")
 BUDGET_S = 560.0
@@ -50,6 +50,8 @@ CHAINS = {GOAL: (3, 1, 4), "2.709": (2, 1, 3), "4.231": (4, 4, 8)}
 with a goal first."""
 LOSSLESS = "mtp-tree-record or mtp-chain-record or oracle-tree-snapshot"
 """Of the capability table's cells those that differ most: each engine captures its graphs anew."""
+KERNELS, THROUGHPUT = "tools.kernels", ("specdec.cli", "bench", "throughput")
+"""The programs that stages run."""
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
@@ -131,7 +133,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m specdec.bench.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
     add = parser.add_argument
     add("--out", metavar="DIR", type=Path, default=RESULTS, help="where reports go (default: bench/results)")
     add(
@@ -210,7 +212,7 @@ def plan(device: Device, folder: Path, prefix: str) -> list[Stage]:
 
     def bench(name: str, limit_s: float, *words: str) -> None:
         report = folder / f"{prefix}-{name}.json"
-        command = (sys.executable, "-m", "specdec.cli", "bench", *words, "--device", device.kind)
+        command = (sys.executable, "-m", *words, "--device", device.kind)
         log = folder / f"{prefix}-{name}.log"
         made.append(Stage(name, (*command, "--out", str(report)), limit_s, log, report))
 
@@ -241,9 +243,9 @@ Add = Callable[..., None]
 
 def _plan_cpu(bench: Add, tests: Add) -> None:
     tests("kernels-right", 120, "tests/lossless/test_cells.py", "-k", "cases")
-    bench("verify", 60, "kernels", "--shape", "tiny", "--only", "delta_net", "--batch", "4", "--window", "8")
+    bench("verify", 60, KERNELS, "--shape", "tiny", "--only", "delta_net", "--batch", "4", "--window", "8")
     small = ["--random", "--shape", "tiny", "--prompt-tokens", "16", "--new-tokens", "16", "--repeats", "1"]
-    bench("tiny-length-2", 60, "throughput", *small, *_drafts("2", 2, 1, 3), "--batch", "1", "--profile")
+    bench("tiny-length-2", 60, *THROUGHPUT, *small, *_drafts("2", 2, 1, 3), "--batch", "1", "--profile")
 
 
 def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
@@ -251,11 +253,11 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
     tests("kernels-right", 200, "-m", "gpu", "tests/gpu/test_gpu_kernels.py", "-k", "real")
     chosen, fp8 = largest(device)
     base = [
-        "throughput",
+        *THROUGHPUT,
         "--random",
         "--shape",
         chosen,
-        *(["--fp8"] if fp8 else []),
+        *(["--quantize", "fp8"] if fp8 else []),
         "--prompt-tokens",
         "128",
     ]
@@ -266,10 +268,10 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
 
     # Enough tokens that the prefill and loading the row are a small part of the figure.
     length(GOAL, 170, 512)
-    bench("kernels-goal", 60, "kernels", "--shape", chosen, "--batch", "1", "--window", "4", "--no-peers")
+    bench("kernels-goal", 60, KERNELS, "--shape", chosen, "--batch", "1", "--window", "4", "--no-peers")
     large = "qwen3-next-80b-a3b"
     bench(
-        "verify", 60, "kernels", "--shape", large, "--only", "delta_net", "--batch", "64", "--window", "8",
+        "verify", 60, KERNELS, "--shape", large, "--only", "delta_net", "--batch", "64", "--window", "8",
         "--no-peers",
     )  # fmt: skip
     tests("lossless", 150, "-m", "gpu", "tests/gpu/test_gpu_lossless.py", "-k", LOSSLESS)
@@ -281,12 +283,12 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
     once = ["--new-tokens", "128", "--batch", "1,4,16,64", "--repeats", "1", "--warmup", "1"]
     bench(f"{chosen}-batches", 180, *base, *drafts, *once)
     tests("kernels-odd", 150, "-m", "gpu", "tests/gpu/test_gpu_kernels.py", "-k", "small")
-    bench("kernels", 200, "kernels", "--no-peers")
-    bench("peers", 60, "kernels", "--shape", large, "--only", "peers,recur", "--batch", "64", "--window", "8")
+    bench("kernels", 200, KERNELS, "--no-peers")
+    bench("peers", 60, KERNELS, "--shape", large, "--only", "peers,recur", "--batch", "64", "--window", "8")
     for name in OTHERS:
         if name != chosen and fits(device, name, fp8=False):
             load = ["--batch", "1,16", "--new-tokens", "64", "--prompt-tokens", "128", "--repeats", "1"]
-            bench(name, 60, "throughput", "--random", "--shape", name, *load)
+            bench(name, 60, *THROUGHPUT, "--random", "--shape", name, *load)
 
 
 def _drafts(length: str, steps: int, topk: int, window: int, *, adaptive: bool = False) -> list[str]:
@@ -371,7 +373,3 @@ def _planned(stage: Stage) -> str:
     """Show a stage as a shell reads it: what it is, as a comment, and its command."""
     without = f"; left out here, for it needs {stage.absent}" if stage.absent else ""
     return f"# {stage.name}, at most {stage.limit_s:.0f} s{without}\n{shlex.join(stage.command)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

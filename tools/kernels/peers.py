@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.bench import traffic
-from specdec.bench.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
-from specdec.bench.recurrent_layers import DECAY
 from specdec.kernels.gates.reference import delta_gates, l2_normalise
 from specdec.models.mixers import GatedDeltaNet
+from tools.kernels import traffic
+from tools.kernels.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
+from tools.kernels.recurrent_layers import DECAY
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from specdec.bench import gpu
-from specdec.bench.gpu import Device, largest, main, plan
-from specdec.bench.stages import Outcome, Stage, run_stages
+from tools.gpu import run as gpu
+from tools.gpu.run import Device, largest, main, plan
+from tools.gpu.stages import Outcome, Stage, run_stages
 
 H200 = Device("NVIDIA H200", 150_000_000_000)
 H100 = Device("NVIDIA H100 80GB HBM3", 84_900_000_000)
@@ -45,7 +45,7 @@ def is_alive(pid: int) -> bool:
 def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.bench.stages.GRACE_S", 0.5)
+    monkeypatch.setattr("tools.gpu.stages.GRACE_S", 0.5)
     stages = [
         stage(tmp_path, "fails", "print('so it is'); raise SystemExit(3)"),
         stage(tmp_path, "hangs", HANGING, limit_s=1.5),
@@ -173,11 +173,13 @@ def test_shapes_are_those_that_fit() -> None:
 def test_every_planned_command_is_one_that_is_understood(device: Device, tmp_path: Path) -> None:
     """Parse what the command line would; run nothing."""
     from specdec.cli import _parser
+    from tools.kernels.__main__ import parser
 
+    parsers = {"specdec.cli": _parser(), "tools.kernels": parser()}
     for own in plan(device, tmp_path, "today"):
         words = list(own.command[1:])
-        if words[:2] == ["-m", "specdec.cli"]:
-            args = _parser().parse_args(words[2:])
+        if words[1] in parsers:
+            args = parsers[words[1]].parse_args(words[2:])
             assert args.device == device.kind and str(args.out) == str(own.report)
         else:
             assert words[:2] == ["-m", "pytest"]
@@ -217,7 +219,7 @@ def test_what_cannot_run_is_said_in_a_line(capsys: pytest.CaptureFixture[str], t
 
 def test_missing_packages_are_named_before_they_are_imported() -> None:
     """Where none of them is found: -S leaves out what is installed."""
-    command = [sys.executable, "-S", "-m", "specdec.bench.gpu"]
+    command = [sys.executable, "-S", "-m", "tools.gpu"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
@@ -227,7 +229,7 @@ def test_missing_packages_are_named_before_they_are_imported() -> None:
 def test_ctrl_c_ends_the_stage_and_sums_up_what_ran(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.bench.stages.GRACE_S", 0.5)
+    monkeypatch.setattr("tools.gpu.stages.GRACE_S", 0.5)
     # The stage presses it for its parent, once its own child stands.
     pressing = HANGING.replace("time.sleep(600)\n", "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n")
     stages = [

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.bench import traffic
-from specdec.bench.problems import (
+from specdec.kernels.linear.matrix import Matrix, expert_of, widen
+from specdec.kernels.sampling.rules import Rules
+from specdec.kernels.table import Kernels, on_gpu
+from specdec.models import spec
+from specdec.models.feed_forward import MLP, FeedForward, MoE
+from specdec.models.formats import FORMATS, WHOLE
+from specdec.models.mixers import GatedDeltaNet, KimiDeltaAttention, Lightning, Mamba2, Mixer
+from tools.kernels import traffic
+from tools.kernels.problems import (
     SAMPLED,
     Bench,
     Planned,
@@ -20,13 +27,6 @@ from specdec.bench.problems import (
     row_error,
     sample,
 )
-from specdec.kernels.linear.matrix import Matrix, expert_of, widen
-from specdec.kernels.sampling.rules import Rules
-from specdec.kernels.table import Kernels, on_gpu
-from specdec.models import spec
-from specdec.models.feed_forward import MLP, FeedForward, MoE
-from specdec.models.formats import FORMATS, WHOLE
-from specdec.models.mixers import GatedDeltaNet, KimiDeltaAttention, Lightning, Mamba2, Mixer
 
 MOST_CHOSEN = 256
 """Tokens whose logits the loop holds at once."""

@@ -9,10 +9,16 @@ from functools import partial
 
 import torch
 
-from specdec.bench import traffic
-from specdec.bench.excerpt import excerpt, tokens_of
-from specdec.bench.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
-from specdec.bench.recurrent_layers import (
+from specdec.kernels.group import Group, RecurrentMemory
+from specdec.models.mixers import Mamba1
+from specdec.state_slots.arena import Arena
+from specdec.state_slots.layout import Layout
+from specdec.state_slots.tree import TokenTree
+from specdec.state_slots.window import Row, build_window
+from tools.kernels import traffic
+from tools.kernels.excerpt import excerpt, tokens_of
+from tools.kernels.problems import Bench, Planned, Problem, Sizes, on_cpu, row_error, sample
+from tools.kernels.recurrent_layers import (
     DECAY,
     OPERATIONS,
     Load,
@@ -22,12 +28,6 @@ from specdec.bench.recurrent_layers import (
     draw_layer,
     shape_of,
 )
-from specdec.kernels.group import Group, RecurrentMemory
-from specdec.models.mixers import Mamba1
-from specdec.state_slots.arena import Arena
-from specdec.state_slots.layout import Layout
-from specdec.state_slots.tree import TokenTree
-from specdec.state_slots.window import Row, build_window
 
 BACKINGS = ("plain", "record", "snapshot")
 """`plain`: certain tokens, no draft; what the other two hold can be taken back."""

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.bench import traffic
-from specdec.bench.problems import Bench
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.layer import MambaLayer
@@ -29,6 +27,8 @@ from specdec.models.mixers.lightning import LoadedLightning
 from specdec.models.mixers.mamba1 import LoadedMamba1
 from specdec.models.mixers.mamba2 import LoadedMamba2
 from specdec.models.weights import RandomWeights
+from tools.kernels import traffic
+from tools.kernels.problems import Bench
 
 DECAY = 0.1
 """Scale of log-decays, and of the step sizes in records."""

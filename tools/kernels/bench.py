@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench import attention_problems, kernel_peers, token_problems, window_problems
-from specdec.bench.options import KernelOptions
-from specdec.bench.problems import Bench, Planned, Sizes
 from specdec.bench.random_model import quiet_transformers, shape_config
 from specdec.bench.report import Output, environment, publish, setup_line, table
 from specdec.bench.timing import Machine, measure_machine, time_calls
@@ -21,6 +18,9 @@ from specdec.kernels.table import OPERATIONS
 from specdec.models import families, spec
 from specdec.setup.devices import free_memory
 from specdec.setup.resolve import resolve
+from tools.kernels import attention_problems, peers, token_problems, window_problems
+from tools.kernels.options import KernelOptions
+from tools.kernels.problems import Bench, Planned, Sizes
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 """Of a row, as a norm: roundings of the type, and in float32 those of tensor cores. A wrong row is off by 0.1
@@ -114,7 +114,7 @@ def benchmark(options: KernelOptions) -> dict[str, Any]:
         "cold_bytes": cold,
         "planned": len(planned),
         "interrupted": len(rows) < len(planned),
-        "absent_peers": kernel_peers.absent() if options.peers else None,
+        "absent_peers": peers.absent() if options.peers else None,
         "not_measured": sorted(operations - known) if options.only is None else None,
         "rows": rows,
         "verify": list(_ratios(rows)),
@@ -229,7 +229,7 @@ def _all(
         if options.peers:
             for batch in options.batch or grid.batches:
                 for window in options.window or grid.windows:
-                    yield from kernel_peers.plan(bench, Sizes(name, network, batch, window, context))
+                    yield from peers.plan(bench, Sizes(name, network, batch, window, context))
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,106 @@
+"""The tables that documents show, made from the code: `python -m tests.doc_tables` writes them there."""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from specdec.config.aliases import ALIASES
+from specdec.config.base import Settings
+from specdec.config.engine import EngineConfig
+from specdec.config.sampling import SamplingParams
+from specdec.config.structured import Structure
+from specdec.config.thinking import ThinkingSpan
+from specdec.models import families
+from specdec.route.settings import RouteConfig
+from specdec.server.settings import ServerConfig
+from specdec.setup.capabilities import AXES, cells, refusal
+
+TABLES: tuple[type[Settings], ...] = (
+    EngineConfig,
+    SamplingParams,
+    Structure,
+    ThinkingSpan,
+    ServerConfig,
+    RouteConfig,
+)
+DOCS = Path(__file__).parents[1] / "docs"
+TITLES: Mapping[str, str] = {
+    "host": "no graphs",
+    "device": "graphs",
+    "read": "no prefix cache",
+    "kept": "prefix cache",
+    **families.TITLES,
+    "temperature": "temperature with a seed",
+    "filters": "top-k, top-p and min-p",
+    "logit_bias": "bias",
+    "logprobs": "log-probabilities",
+    "stop": "stop strings",
+    "structured": "structured output and least lengths",
+    "words": "allowed tokens and bad words",
+    "alone": "one row",
+    "mixed": "prompts beside decoding rows",
+}
+"""What the documents call them, where that is something else."""
+LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling", "batch": "batches"}
+"""The axes that the table names as lists, and what it calls them."""
+
+
+def tables() -> Iterator[tuple[Path, str, str]]:
+    """Yield each table's page, the name of its markers there, and its text."""
+    yield DOCS / "families.md", "capabilities", capability_table()
+    yield DOCS / "settings.md", "aliases", alias_table()
+    for settings in TABLES:
+        yield DOCS / "settings.md", settings.__name__, settings_table(settings)
+
+
+def shown(page: str, marker: str) -> str:
+    """Return what a page has between two markers."""
+    return page.split(f"<!-- {marker} -->\n")[1].split(f"\n<!-- /{marker} -->")[0]
+
+
+def alias_table() -> str:
+    """Render the aliases as settings.md shows them."""
+    rows = [["option", "of", "the same as", ""], ["---"] * 4]
+    for name, own in ALIASES.items():
+        fields = ", ".join(f"`{field}`" for field in own.fields)
+        rows.append([f"`--{name.replace('_', '-')}`", own.engine, fields, own.note])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def settings_table(settings: type[Settings]) -> str:
+    """Render the fields as docs/settings.md shows them."""
+    rows = [["field", "what it does", "values", "default"], ["---"] * 4]
+    for name, field in settings.model_fields.items():
+        rows.append([f"`{name}`", field.title or "", field.description or "", f"`{field.default!r}`"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("<", "&lt;")
+
+
+def capability_table() -> str:
+    """Render what is supported as docs/families.md shows it; drafters that can do the same share a row."""
+    heads = [f"{title}: {', '.join(TITLES.get(v, v) for v in AXES[axis])}" for axis, title in LISTED.items()]
+    marked = [(axis, value) for axis in ("shape", "backing", "steps", "prefixes") for value in AXES[axis]]
+    sharing: dict[tuple[str, ...], list[str]] = {}
+    for drafter in AXES["drafter"]:
+        found = [cell for cell in cells() if cell.drafter == drafter and not refusal(cell)]
+        marks = ["yes" if any(getattr(c, axis) == v for c in found) else "–" for axis, v in marked]
+        lists = [_listed(axis, {getattr(cell, axis) for cell in found}) for axis in LISTED]
+        sharing.setdefault((*marks, *lists), []).append(f"`{drafter}`")
+    rows = [
+        ["drafter", *(TITLES.get(value, value) for _, value in marked), *heads],
+        ["---"] * (1 + len(marked) + len(heads)),
+    ]
+    rows += [[", ".join(drafters), *own] for own, drafters in sharing.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _listed(axis: str, held: Collection[str]) -> str:
+    """Name the values of an axis that are supported, in few words."""
+    missing = [TITLES.get(value, value) for value in AXES[axis] if value not in held]
+    if not held:
+        return "–"
+    return f"all but {', '.join(missing)}" if missing else "all"
+
+
+if __name__ == "__main__":
+    for path, marker, table in tables():
+        page = path.read_text("utf-8")
+        path.write_text(page.replace(shown(page, marker), table), "utf-8")

@@ -1,0 +1,1 @@
+"""All GPU checks and benchmarks, unattended and within a time budget."""

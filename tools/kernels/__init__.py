@@ -1,0 +1,1 @@
+"""Check every operation of a decode step against its reference, then time it."""
