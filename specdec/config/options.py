@@ -30,6 +30,14 @@ COMMON = frozenset(
     }
 )
 """The settings that --help shows, in a line or two each; --help-all shows all, at length."""
+TERSE = (
+    (r"an? (?:integer|number) of at least (\S+)\b", r"≥ \1"),
+    (r"an? (?:integer|number) above (\S+)\b", r"> \1"),
+    (r"an? (?:integer|number) (?:from |(?=[-\d]))", ""),
+    (r"a number of bytes such as \d+ or", "bytes, or such as"),
+    (r"True or False(, or None)?", "bool"),
+)
+"""Shorter forms of what fits a setting, for tables."""
 TEXTS = r'"\n\n", or ["\n\n", "END"] for several'
 """How texts are typed, as JSON."""
 SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": False})
@@ -128,7 +136,10 @@ def settings_table(settings: type[Settings]) -> str:
     """Render the fields as docs/settings.md shows them."""
     rows = [["field", "what it does", "values", "default"], ["---"] * 4]
     for name, field in settings.model_fields.items():
-        rows.append([f"`{name}`", field.title or "", field.description or "", f"`{field.default!r}`"])
+        values = field.description or ""
+        for pattern, terse in TERSE:
+            values = re.sub(pattern, terse, values)
+        rows.append([f"`{name}`", field.title or "", values, f"`{field.default!r}`"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("<", "&lt;")
 
 
