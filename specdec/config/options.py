@@ -34,7 +34,7 @@ TERSE = (
     (r"an? (?:integer|number) of at least (\S+)\b", r"≥ \1"),
     (r"an? (?:integer|number) above (\S+)\b", r"> \1"),
     (r"an? (?:integer|number) (?:from |(?=[-\d]))", ""),
-    (r"a number of bytes such as \d+ or", "bytes, or such as"),
+    (r"a number of bytes such as \d+ or", "bytes or"),
     (r"True or False(, or None)?", "bool"),
 )
 """Shorter forms of what fits a setting, for tables."""

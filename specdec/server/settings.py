@@ -184,7 +184,7 @@ class ServerConfig(Settings):
         ge=1,
         le=MAX_BYTES,
         title="memory for the weights of all models; those that do not fit are loaded on demand. None: "
-        "one model all, several 60 % of free memory, on a GPU all",
+        "of several models 60 % of free memory, on a GPU all of it",
         description='a number of bytes such as 8589934592 or "8GiB", or None',
     )
     switch_after: float = Field(
