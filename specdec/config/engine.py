@@ -148,7 +148,7 @@ class EngineConfig(Settings):
     max_model_len: int | None = Field(
         None,
         ge=2,
-        title="maximum tokens of a sequence, prompt and output; None: the model's limit, or what "
+        title="maximum tokens per sequence, prompt and output; None: the model's limit, or what "
         "memory_bytes holds",
         description="an integer of at least 2, or None",
     )

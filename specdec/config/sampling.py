@@ -73,7 +73,7 @@ class SamplingParams(Settings):
         1.0,
         gt=0,
         le=1,
-        title="sample from the likeliest tokens up to this cumulative probability",
+        title="sample from tokens up to this cumulative probability, likeliest first",
         description="a number above 0 and at most 1; 1 switches it off",
     )
     top_k: int = Field(
@@ -112,7 +112,7 @@ class SamplingParams(Settings):
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None,
-        title="strings that end the output, which ends before them",
+        title="strings that end the output; it ends before them",
         description=f"a string or a list of at most {MAX_STOPS} strings of 1 to 1024 characters",
     )
     stop_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
@@ -139,7 +139,7 @@ class SamplingParams(Settings):
         None,
         ge=-(2**63),
         lt=2**63,
-        title="the same seed gives the same text, with and without drafts; None: random",
+        title="random seed; the same one gives the same text, with and without drafts. None: random",
         description="an integer of 64 bits, or None",
     )
     logprobs: int | None = Field(
@@ -170,7 +170,7 @@ class SamplingParams(Settings):
         1,
         ge=1,
         le=128,
-        title="number of choices, with seeds derived from seed",
+        title="number of choices; their seeds are derived from seed",
         description="an integer from 1 to 128",
     )
     min_tokens: int = Field(
