@@ -1,5 +1,6 @@
 """The tables that documents show, made from the code: `python -m tests.doc_tables` writes them there."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +23,14 @@ TABLES: tuple[type[Settings], ...] = (
     ServerConfig,
     RouteConfig,
 )
+TERSE = (
+    (r"an? (?:integer|number) of at least (\S+)\b", r"≥ \1"),
+    (r"an? (?:integer|number) above (\S+)\b", r"> \1"),
+    (r"an? (?:integer|number) (?:from |(?=[-\d]))", ""),
+    (r"a number of bytes such as \d+ or", "bytes or"),
+    (r"True or False(, or None)?", "bool"),
+)
+"""Shorter forms of what fits a setting, for tables."""
 DOCS = Path(__file__).parents[1] / "docs"
 TITLES: Mapping[str, str] = {
     "host": "no graphs",
@@ -70,7 +79,10 @@ def settings_table(settings: type[Settings]) -> str:
     """Render the fields as docs/settings.md shows them."""
     rows = [["field", "what it does", "values", "default"], ["---"] * 4]
     for name, field in settings.model_fields.items():
-        rows.append([f"`{name}`", field.title or "", field.description or "", f"`{field.default!r}`"])
+        values = field.description or ""
+        for pattern, terse in TERSE:
+            values = re.sub(pattern, terse, values)
+        rows.append([f"`{name}`", field.title or "", values, f"`{field.default!r}`"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("<", "&lt;")
 
 

@@ -99,9 +99,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
         "max_num_seqs": _value("vLLM", "max_running"),
         "max_running_requests": _value("SGLang", "max_running"),
-        "max_num_batched_tokens": _value(
-            "vLLM", "chunk_tokens", note="sequences that decode count beside it"
-        ),
+        "max_num_batched_tokens": _value("vLLM", "chunk_tokens", note="decoding sequences are not counted"),
         "chunked_prefill_size": _value("SGLang", "chunk_tokens"),
         "context_length": _value("SGLang", "max_model_len"),
         "enable_prefix_caching": _switch("vLLM", "prefix_cache", on=True, off=False),
@@ -113,14 +111,13 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             "vLLM and SGLang",
             ("quantize",),
             _quantization,
-            note="what a folder is stored in is read from it: leave it out",
+            note="a checkpoint's own format is detected: leave it out",
         ),
         "speculative_config": Alias(
             "vLLM",
             ("draft", "draft_model", "num_steps", "topk"),
             _speculative_config,
-            note=f"a JSON object with {', '.join(f'`{key}`' for key in KEYS)}; that many draft tokens are a "
-            "chain at most as long, `topk` 1",
+            note=f"a JSON object with {', '.join(f'`{key}`' for key in KEYS)}; drafts are chains",
         ),
         "speculative_algorithm": _value("SGLang", "draft", ALGORITHMS),
         "speculative_draft_model_path": _value("SGLang", "draft_model"),

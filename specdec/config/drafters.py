@@ -16,12 +16,10 @@ class DrafterOption:
 
 DRAFTER_OPTIONS: dict[str, DrafterOption] = {
     "mtp": DrafterOption("the model's own multi-token head"),
-    "eagle": DrafterOption("an EAGLE head in a folder of its own", reads_folder=True),
-    "ngram": DrafterOption("what followed the last few tokens before"),
-    "suffix": DrafterOption("what most often followed the longest match, in finished outputs too"),
-    "self-int4": DrafterOption(
-        "the model itself with its large matrices in 4 bits, in chains, on a CPU", chains=True
-    ),
+    "eagle": DrafterOption("an EAGLE head (draft_model)", reads_folder=True),
+    "ngram": DrafterOption("what followed the last few tokens earlier"),
+    "suffix": DrafterOption("what most often followed the longest match, also in earlier outputs"),
+    "self-int4": DrafterOption("the model's own 4-bit copy, in chains, on a CPU", chains=True),
 }
 """By the names that `draft` takes beside `auto` and `none`."""
 

@@ -56,161 +56,157 @@ class EngineConfig(Settings):
         Literal["auto", "float32", "bfloat16", "float16", "float64"], BeforeValidator(_whole_dtype)
     ] = Field(
         "auto",
-        title="compute dtype; auto: the checkpoint's, but on a CPU float32 instead of float16, and instead "
-        "of bfloat16 without C kernels, if there is no AVX-512 or at most 64 MiB of weights",
+        title="compute dtype; auto: the checkpoint's. On a CPU auto is float32 for float16, and for "
+        "bfloat16 without C kernels, or without AVX-512, or up to 64 MiB of weights",
         description="auto, float32 (or float), bfloat16, float16 (or half) or float64",
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        title="dtype of the KV cache; auto: that of dtype; fp8: e4m3 without a scale",
+        title="dtype of the KV cache; auto: as dtype; fp8: e4m3 without a scale",
         description="auto or fp8",
     )
     quantize: Literal["fp8", "int8", "int4"] | None = Field(
         None,
         title="quantize large matrices at load; int8: a scale per output; int4: a scale per 32 inputs, "
-        "and the output matrix in int8; fp8: blocks of 128, for GPUs: a CPU widens it again",
+        "output matrix int8; fp8: blocks of 128; a CPU widens it",
         description="fp8, int8, int4 or None",
     )
     draft: Annotated[str, AfterValidator(known_drafter)] = Field(
         AUTO,
-        title="the drafter; auto: the head of draft_model, else the model's multi-token head if it has one, "
-        "and suffixes on a CPU; " + "; ".join(f"{name}: {own.help}" for name, own in DRAFTER_OPTIONS.items()),
+        title="the drafter; auto: the head of draft_model, else the model's multi-token head, and on a CPU "
+        "suffix; " + "; ".join(f"{name}: {own.help}" for name, own in DRAFTER_OPTIONS.items()),
         description=f"{', '.join(_FIRST)} or {_LAST}",
     )
     draft_model: NonEmpty | None = Field(
         None,
-        title="weights of an EAGLE head (1 to 3) in safetensors; None: for eagle the folder eagle3 or eagle "
-        "in the model's own",
+        title="weights of an EAGLE head (1 to 3); None: eagle3 or eagle in the model's folder",
         description="a draft head's folder, OWNER/NAME of one on the hub, or None",
     )
     draft_vocab: int | None = Field(
         None,
         ge=1,
-        title="number of tokens that a head may draft; the most frequent by token_counts.json in the model's "
-        "folder, without it the first by id; fewer rows of its output matrix are read",
+        title="tokens that a head may draft: the most frequent by token_counts.json, else the first by id",
         description="an integer of at least 1, or None for all",
     )
     draft_window: int | None = Field(
         None,
         ge=1,
-        title="number of last tokens that a head attends to; extended to the start of a block of 16",
+        title="tokens that a head attends to, rounded up to a block of 16",
         description="an integer of at least 1, or None for all",
     )
     num_steps: int | None = Field(
         None,
         ge=1,
-        title="maximum depth of a draft; None: 5, or what num_draft_tokens implies",
+        title="maximum depth of a draft; None: 5, or as num_draft_tokens implies",
         description="an integer of at least 1, or None",
     )
     topk: int | None = Field(
         None,
         ge=1,
-        title="maximum children of a draft token; None: 4, but 1 if num_steps or num_draft_tokens "
-        "leave no room for a tree",
+        title="maximum children of a draft token; None: 4, or 1 if there is no room for a tree",
         description="an integer of at least 1 (1 drafts a chain), or None",
     )
     num_draft_tokens: int | None = Field(
         None,
         ge=2,
         le=MAX_WINDOW,
-        title="maximum tokens verified in a step, the root included; None: 8, or num_steps + 1 for "
-        "a chain and for a deeper tree",
+        title="maximum tokens verified in a step, root included; None: 8, or num_steps + 1 if larger or "
+        "a chain",
         description=f"an integer from 2 (the root and one draft) to {MAX_WINDOW}, or None",
     )
     adaptive: bool = Field(
         True,
-        title="choose the draft of each step by measured cost and acceptance, none included; False: "
-        "always the largest draft",
+        title="choose each step's draft, or none, by measured cost and acceptance; False: always the "
+        "largest draft",
         description="True or False",
     )
     draft_noise: bool = Field(
         True,
-        title="rank a head's or a copy's guesses with the noise by which the target will choose; False: by "
-        "its logits alone, to measure what the noise is worth; it changes no text",
+        title="rank draft tokens with the target's sampling noise; False: by logits alone. Texts do not "
+        "change",
         description="True or False",
     )
     slots: Literal["record", "snapshot"] = Field(
         "record",
-        title="what a draft token keeps: the record of what it adds to the state, or the whole state",
+        title="what a draft token stores: a record of its state update, or the whole state",
         description="record or snapshot",
     )
     memory_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         None,
         ge=1,
         le=MAX_BYTES,
-        title="memory for KV cache, states and drafts, without the weights; None: what max_running "
-        "sequences of max_model_len need, at most 40 % of what is free beside the weights, on "
-        "a GPU 80 %",
+        title="memory for KV cache, states and drafts, without the weights; None: enough for "
+        "max_running sequences of max_model_len, at most 40 % of free memory, on a GPU 80 %",
         description='a number of bytes such as 2147483648 or "2GiB", or None',
     )
     max_running: int = Field(
         256,
         ge=1,
-        title="maximum number of running sequences; others wait",
+        title="maximum running sequences; others wait",
         description="an integer of at least 1",
     )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        title="maximum tokens of a sequence, prompt and output; None: the model's own limit, or "
-        "less if memory_bytes holds less",
+        title="maximum tokens per sequence, prompt and output; None: the model's limit, or what "
+        "memory_bytes holds",
         description="an integer of at least 2, or None",
     )
     chunk_tokens: int = Field(
         512,
         ge=1,
-        title="maximum prefill tokens of a step, beside the decoding sequences",
+        title="maximum prefill tokens per step, beside decoding sequences",
         description="an integer of at least 1",
     )
     prefix_cache: bool = Field(
         True,
-        title="reuse KV cache and states of shared prefixes, in memory that is otherwise free",
+        title="reuse KV cache and states of shared prefixes; uses memory that is otherwise free",
         description="True or False",
     )
     prefix_policy: Literal["tuned", "lru", "flops"] = Field(
         "tuned",
-        title="prefixes evicted first; lru: the least recently used; flops: adds prefix_alpha times the "
-        "prefill work saved per byte; tuned: finds that weight by trying",
+        title="which prefixes are evicted first; lru: least recently used; flops: adds prefix_alpha × "
+        "prefill work saved per byte; tuned: finds that weight",
         description="tuned, lru or flops",
     )
     prefix_alpha: float | None = Field(
         None,
         ge=0,
         le=1000,
-        title="weight of the work saved beside recency, for prefix_policy flops; None: 1",
+        title="weight of saved work against recency, for flops; None: 1",
         description="a number from 0 to 1000, or None",
     )
     host_cache_bytes: Annotated[int, BeforeValidator(parse_bytes)] = Field(
         0,
         ge=0,
         le=MAX_BYTES,
-        title="host memory for evicted prefixes, fetched again if that is faster than prefill; 0: none",
+        title="host memory for evicted prefixes, loaded again where that beats prefill; 0: none",
         description='a number of bytes such as 2147483648 or "2GiB"; 0 for none',
     )
     kernels: Literal["auto", "reference", "cpu", "native", "triton", "flashinfer"] = Field(
         "auto",
-        title="how operations are computed; auto: on a CPU native (C) in float32 and bfloat16 where there is "
-        "a C compiler, on a GPU triton, else cpu (plain torch); flashinfer: triton's, but FlashInfer attends "
-        "where it can; reference is the slow specification",
+        title="implementation of operations; auto: triton on a GPU; on a CPU native (C) for float32 and "
+        "bfloat16 if a compiler is found, else cpu (torch); flashinfer: triton with FlashInfer's "
+        "attention; reference: slow",
         description="auto, reference, cpu, native, triton or flashinfer",
     )
     graphs: bool | None = Field(
         None,
-        title="let the device decide the steps in which every row decodes: captured as graphs on a GPU, "
-        "played from tapes on a CPU; None: on a GPU, and with native kernels unless 'self-int4' drafts",
+        title="run all-decode steps on the device: CUDA graphs, or tapes on a CPU; None: on a GPU, and "
+        "with native kernels unless self-int4 drafts",
         description="True, False, or None",
     )
     seed: int | None = Field(
         None,
         ge=-(2**63),
         lt=2**63,
-        title="seed from which requests without one draw theirs; None: from the system",
+        title="seed from which requests without one derive theirs; None: random",
         description="an integer of 64 bits, or None",
     )
     synthetic_acceptance: Annotated[float, Field(ge=1)] | list[Rate] | None = Field(
         None,
-        title="for benchmarks on random weights: accept drafts at this length or these rates, whatever they "
-        "say; the text is then no model's",
+        title="for benchmarks on random weights: accept drafts at this length or these rates. The text "
+        "is then no model's",
         description="an acceptance length of at least 1, a list of rates by depth from 0 to 1, or None",
     )
 

@@ -22,9 +22,9 @@ Run = Callable[[], None]
 
 COMMON = frozenset(
     {
-        *("device", "dtype", "draft", "num_steps", "topk", "num_draft_tokens"),
+        *("device", "dtype", "draft", "num_steps", "topk"),
         *("memory_bytes", "max_running", "max_model_len", "prefix_cache"),
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "ignore_eos", "seed", "n"),
+        *("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "n"),
         *("host", "port", "served_model_name", "api_key", "allowed_origins", "role"),
         *("replicas", "replicas_file", "replicas_dns", "prefill", "decode", "pd_protocol"),
     }

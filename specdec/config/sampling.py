@@ -60,20 +60,20 @@ class SamplingParams(Settings):
         16,
         ge=0,
         le=MOST_TOKENS,
-        title="maximum number of generated tokens; fewer if max_model_len ends the sequence",
+        title="maximum generated tokens, within max_model_len",
         description="an integer from 1 to 2147483648, or 0 with prompt_logprobs",
     )
     temperature: Annotated[float, BeforeValidator(_round_to_greedy)] = Field(
         1.0,
         ge=0,
-        title="sampling temperature: logits are divided by it",
+        title="sampling temperature",
         description="a number of at least 0; 0 is greedy decoding",
     )
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        title="sample from the smallest set of likeliest tokens with this cumulative probability",
+        title="sample from tokens up to this cumulative probability, likeliest first",
         description="a number above 0 and at most 1; 1 switches it off",
     )
     top_k: int = Field(
@@ -86,14 +86,14 @@ class SamplingParams(Settings):
         0.0,
         ge=0,
         le=1,
-        title="minimum probability of a token, relative to the likeliest one",
+        title="minimum probability relative to the likeliest token",
         description="a number from 0 to 1; 0 switches it off",
     )
     repetition_penalty: float = Field(
         1.0,
         ge=0.01,
         le=100,
-        title="positive logits of tokens in the prompt or output are divided by it, negative ones multiplied",
+        title="divides positive logits of tokens in prompt or output, multiplies negative ones",
         description="a number from 0.01 to 100; 1 switches it off",
     )
     presence_penalty: float = Field(
@@ -107,48 +107,46 @@ class SamplingParams(Settings):
         0.0,
         ge=-2,
         le=2,
-        title="subtracted from a token's logit for each occurrence in the output",
+        title="subtracted from a token's logit per occurrence in the output",
         description="a number from -2 to 2; 0 switches it off",
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None,
-        title="strings that end the output; it ends before the first of them",
+        title="strings that end the output; it ends before them",
         description=f"a string or a list of at most {MAX_STOPS} strings of 1 to 1024 characters",
     )
     stop_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
         None,
-        title="tokens that end the output, beside the model's EOS tokens; they have no text",
+        title="tokens that end the output, beside EOS; left out of the text",
         description=f"a list of at most {MAX_IDS} token ids (integers from 0)",
     )
     include_stop_str_in_output: bool = Field(
         False,
-        title="end the text after the stop string, or the text of the stop token, not before it",
+        title="keep the stop string or stop token in the text",
         description="True or False",
     )
     skip_special_tokens: bool = Field(
         True,
-        title="leave special tokens out of the text; False spells them out, but for an end that is left out",
+        title="leave special tokens out of the text",
         description="True or False",
     )
     ignore_eos: bool = Field(
         False,
-        title="continue after the model's EOS tokens, up to max_tokens",
+        title="continue after EOS tokens, up to max_tokens",
         description="True or False",
     )
     seed: int | None = Field(
         None,
         ge=-(2**63),
         lt=2**63,
-        title="with the same seed the text is the same, with drafts and without; None: a random one "
-        "for each request",
+        title="random seed; the same one gives the same text, with and without drafts. None: random",
         description="an integer of 64 bits, or None",
     )
     logprobs: int | None = Field(
         None,
         ge=0,
         le=20,
-        title="log-probabilities of the chosen token and of the likeliest, of the model's raw logits: before "
-        "bias, penalties, temperature and filters",
+        title="log-probabilities of the chosen and the likeliest tokens, from raw logits",
         description="how many alternatives to show beside the chosen token, 0 to 20, or None",
     )
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = Field(
@@ -159,69 +157,66 @@ class SamplingParams(Settings):
     allowed_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
         None,
         min_length=1,
-        title="restrict the output to these tokens; the EOS tokens may be left out",
+        title="restrict the output to these tokens; EOS need not be listed",
         description=f"a list of at most {MAX_IDS} token ids (integers from 0), or None",
     )
     bad_words: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None,
-        title="words whose token sequences are blocked, as tokenized at a text's start and after a space; a "
-        "word that begins with a line break, a tab or two spaces is tokenized as it is",
+        title="blocked words, as tokenized at a text's start and after a space; words that begin with a "
+        "line break, tab or two spaces as they are",
         description=f"a list of at most {MAX_STOPS} strings of 1 to 1024 characters and 128 tokens, or None",
     )
     n: int = Field(
         1,
         ge=1,
         le=128,
-        title="choices, with seeds derived from `seed`",
+        title="number of choices; their seeds are derived from seed",
         description="an integer from 1 to 128",
     )
     min_tokens: int = Field(
         0,
         ge=0,
-        title="number of tokens before any may end the output; a stop string that is complete within them "
-        "does not end it, one that ends later does",
+        title="no end token or stop string ends the output within this many tokens",
         description="an integer from 0 to max_tokens",
     )
     prompt_logprobs: int | None = Field(
         None,
         ge=0,
         le=20,
-        title="log-probabilities, as `logprobs` has them, of the prompt's tokens; the first has none",
+        title="log-probabilities of the prompt's tokens; the first has none",
         description="how many alternatives to show beside each, 0 to 20, or None",
     )
     cache_salt: Annotated[str | None, BeforeValidator(_refuse_surrogates)] = Field(
         None,
         min_length=1,
         max_length=256,
-        title="share cached prefixes and earlier outputs only with requests of the same salt",
+        title="share cached prefixes and earlier outputs only within this salt",
         description="a text of 1 to 256 characters, or None",
     )
     cache_marks: list[Annotated[int, Field(ge=1)]] | None = Field(
         None,
         max_length=16,
-        title="lengths in tokens of prefixes that later prompts will share, such as a system prompt's: the "
-        "first request caches its state there",
+        title="prefix lengths in tokens that later prompts will share; states are cached there",
         description="a list of at most 16 integers of at least 1, or None",
     )
     structured_outputs: InstanceOf[Structure] | None = Field(
         None,
-        title="structure that the output must have, drafts included",
+        title="grammar of the output",
         description="a Structure (a JSON schema, a regular expression, ...), or None",
     )
     thinking: InstanceOf[ThinkingSpan] | None = Field(
         None,
-        title="markers and budget of thinking; structured output applies after it",
+        title="markers and budget of thinking; a grammar applies after it",
         description="a ThinkingSpan, or None",
     )
     speculate: bool = Field(
         True,
-        title="allow drafts for this request; without them the text is the same by design, only slower",
+        title="use drafts for this request; the text does not depend on it",
         description="True or False",
     )
     trees: bool = Field(
         False,
-        title="return each verify step's draft and what was accepted of it, as drafts of deltas and "
-        "completions",
+        title="return each verify step's draft tree and what was accepted",
         description="True or False",
     )
 

@@ -39,24 +39,24 @@ class Structure(Settings):
 
     json_schema: Json = Field(
         None,
-        title="JSON that fits this schema",
+        title="JSON that matches this schema",
         description="a JSON schema, as a mapping or a text, or None",
     )
     json_object: bool = Field(False, title="any JSON object", description="True or False")
     regex: Text | None = Field(
-        None, title="a text that matches this regular expression", description="a regular expression, or None"
+        None, title="text that matches this regular expression", description="a regular expression, or None"
     )
     choice: list[Text] | None = Field(
         None, min_length=1, fail_fast=True, title="one of these texts", description="a list of texts, or None"
     )
     grammar: Text | None = Field(
         None,
-        title="a text of this grammar, whose first rule is `root`",
+        title="text of this grammar; its first rule is `root`",
         description="a grammar in EBNF (root ::= …), or None",
     )
     structural_tag: Json = Field(
         None,
-        title="texts and schemas between tags, as xgrammar describes them",
+        title="texts and schemas between tags, in xgrammar's format",
         description="a structural tag, as a mapping or a text, or None",
     )
 

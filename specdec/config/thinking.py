@@ -13,21 +13,16 @@ Marker = Annotated[str, Field(min_length=1, max_length=LONGEST_MARKER)]
 class ThinkingSpan(Settings):
     """The markers around an output's thinking. `structured_outputs` bounds only what follows it."""
 
-    start: Marker = Field(
-        "<think>", title="what thinking begins with", description="a text of 1 to 64 characters"
-    )
-    end: Marker = Field(
-        "</think>", title="what thinking ends with", description="a text of 1 to 64 characters"
-    )
+    start: Marker = Field("<think>", title="start marker", description="a text of 1 to 64 characters")
+    end: Marker = Field("</think>", title="end marker", description="a text of 1 to 64 characters")
     opened: bool = Field(
         True,
-        title="the prompt ends with the start, so that the output begins within thinking; False: it thinks "
-        "if it begins with the start",
+        title="the prompt ends with the start marker; False: the output thinks if it begins with it",
         description="True or False",
     )
     budget: int | None = Field(
         None,
         ge=0,
-        title="tokens of thinking after which it is ended; None: no limit",
+        title="maximum tokens of thinking; None: no limit",
         description="an integer of at least 0, or None",
     )

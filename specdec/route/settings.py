@@ -13,51 +13,47 @@ URLS = "a list of addresses such as http://10.0.0.7:8000, or None"
 class RouteConfig(Settings):
     """Where the router listens, which replicas it knows, and when it tries another one."""
 
-    replicas: list[str] | None = Field(
-        None, title="replicas that prefill and decode, separated by commas", description=URLS
-    )
+    replicas: list[str] | None = Field(None, title="replicas that prefill and decode", description=URLS)
     replicas_file: str | None = Field(
         None,
-        title="a file with a replica on each line, read again when it changes; prefill or decode before an "
-        "address is its role, # begins a comment",
+        title="a file with one replica per line, after prefill or decode if it has a role; read again "
+        "when it changes",
         description="a path, or None",
     )
     replicas_dns: str | None = Field(
         None,
-        title="a host name whose addresses are replicas, such as that of a headless service; it is looked up "
-        "every check_period",
+        title="a host name whose addresses are replicas; looked up every check_period",
         description="an address with a port such as http://replicas.example:8000, or None",
     )
     prefill: list[str] | None = Field(
         None,
-        title="prefill instances; ?bootstrap=PORT after an address is its side channel, if not that of "
-        "bootstrap_port",
+        title="prefill instances; ?bootstrap=PORT after an address overrides bootstrap_port",
         description=URLS,
     )
     decode: list[str] | None = Field(None, title="decode instances", description=URLS)
     pd_protocol: Protocol = Field(
         "vllm",
         title="how prefill and decode instances are paired; vllm: one after the other, by "
-        "kv_transfer_params; sglang: both at once, by a room at the side channel of the first",
+        "kv_transfer_params; sglang: both at once, by room",
         description=describe_choices(Protocol),
     )
     bootstrap_port: int = Field(
         5600,
         ge=1,
         le=65535,
-        title="port of the side channels of prefill, for sglang",
+        title="side channel port of prefill instances, for sglang",
         description="1 to 65535",
     )
     prefill_min_bytes: int = Field(
         1024,
         ge=0,
-        title="minimum bytes of a prompt, beyond what decode has cached, to send it to prefill",
+        title="minimum uncached bytes of a prompt to send it to a prefill instance",
         description="an integer of at least 0",
     )
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        title="address to listen on; 0.0.0.0: all of this machine's",
+        title="address to listen on; 0.0.0.0: all of this machine",
         description="an address or a host name",
     )
     port: int = Field(
@@ -65,23 +61,23 @@ class RouteConfig(Settings):
     )
     ssl_certfile: str | None = Field(
         None,
-        title="certificate chain in PEM: the router then speaks HTTPS only",
+        title="certificate chain in PEM; the router then speaks HTTPS only",
         description="a path, or None",
     )
     ssl_keyfile: str | None = Field(
         None,
-        title="the certificate's private key in PEM; None: it stands in ssl_certfile",
+        title="private key in PEM; None: it is in ssl_certfile",
         description="a path, or None",
     )
     ssl_keyfile_password: str | None = Field(
         None,
         repr=False,
         min_length=1,
-        title="the password of an encrypted key",
+        title="password of an encrypted key",
         description="a text, or None",
     )
     check_period: float = Field(
-        1.0, gt=0, title="seconds between two checks of a replica's /ready", description="a number above 0"
+        1.0, gt=0, title="seconds between two checks of /ready", description="a number above 0"
     )
     check_timeout: float = Field(
         5.0, gt=0, title="maximum seconds of a check", description="a number above 0"
@@ -89,19 +85,19 @@ class RouteConfig(Settings):
     failures: int = Field(
         3,
         ge=1,
-        title="failed checks or refused connections in a row after which a replica is down",
+        title="failures in a row after which a replica is down",
         description="an integer of at least 1",
     )
     successes: int = Field(
         1,
         ge=1,
-        title="successful checks in a row after which a replica is up",
+        title="successes in a row after which a replica is up",
         description="an integer of at least 1",
     )
     attempts: int = Field(
         3,
         ge=1,
-        title="maximum replicas that a request is sent to, one after the other",
+        title="maximum replicas tried for a request",
         description="an integer of at least 1",
     )
     connect_timeout: float = Field(
@@ -116,52 +112,52 @@ class RouteConfig(Settings):
     load_factor: float = Field(
         1.25,
         ge=1,
-        title="maximum requests of a replica, as a multiple of the mean",
+        title="maximum requests of a replica as a multiple of the mean",
         description="a number of at least 1",
     )
     max_requests: int = Field(
         4096,
         ge=1,
-        title="maximum requests in flight, half as many from one address; beyond, requests get 429",
+        title="maximum requests in flight, half of them from one address; beyond, 429",
         description="an integer of at least 1",
     )
     max_body_bytes: int = Field(
-        16 << 20, ge=1024, title="maximum bytes of a request", description="an integer of at least 1024"
+        16 << 20, ge=1024, title="maximum bytes of a request body", description="an integer of at least 1024"
     )
     body_timeout: float = Field(
         60.0,
         gt=0,
-        title="maximum seconds for receiving a request's body",
+        title="maximum seconds for receiving a body",
         description="a number above 0",
     )
     stall_timeout: float = Field(
         60.0,
         gt=0,
-        title="seconds that a stream waits for a client that does not read",
+        title="seconds to wait for a client that does not read",
         description="a number above 0",
     )
     idle_timeout: float = Field(
         75.0,
         gt=0,
-        title="seconds after which an idle connection is closed, and that a request's head may take",
+        title="seconds until an idle connection, or one with an incomplete request head, is closed",
         description="a number above 0",
     )
     max_connections: int | None = Field(
         None,
         ge=1,
-        title="maximum client connections; beyond, the oldest idle one is closed for a new one. None: a "
-        "third of what the limit of open files leaves",
+        title="maximum client connections; beyond, the oldest idle one is closed. None: a third of what "
+        "the limit of open files allows",
         description="an integer of at least 1, or None",
     )
     drain_seconds: float = Field(
         30.0,
         ge=0,
-        title="seconds that requests in flight have to finish at shutdown",
+        title="seconds for running requests at shutdown",
         description="a number of at least 0",
     )
     log_format: Literal["text", "json"] = Field(
         "text",
-        title="format of the log: lines of text, or one JSON object per line",
+        title="log format; lines of text, or one JSON object per line",
         description='"text" or "json"',
     )
 

@@ -51,7 +51,7 @@ class ServerConfig(Settings):
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        title="address to listen on; 0.0.0.0: all of this machine's",
+        title="address to listen on; 0.0.0.0: all of this machine",
         description="an address or a host name",
     )
     port: int = Field(
@@ -59,51 +59,48 @@ class ServerConfig(Settings):
     )
     served_model_name: list[str] | None = Field(
         None,
-        title="model names that requests may use; None: the folder's name",
+        title="model names for requests; None: the folder's name",
         description="a list of names, or None",
     )
     api_key: list[str] | None = Field(
         None,
         repr=False,
-        title="accepted API keys (Authorization: Bearer KEY); SPECDEC_API_KEY and the lines of "
-        "api_key_file are keys too. A key may be followed by weight=2, its share of the "
-        "engine beside others with 1, and max_queued=64, the most choices it may have in "
-        "flight",
+        title="accepted API keys, beside SPECDEC_API_KEY and api_key_file. weight=2 after a key doubles "
+        "its share of the engine; max_queued=64 limits its choices in flight",
         description="a list of keys, or None; in a file of settings quote one that looks like a number",
     )
     api_key_file: str | None = Field(
-        None, title="a file with one key on each line; # begins a comment", description="a path, or None"
+        None, title="a file with one key per line; # begins a comment", description="a path, or None"
     )
     allowed_origins: list[str] | None = Field(
         None,
-        title="origins whose pages may use the server (CORS); * is every one. None: "
-        "this server's own pages only",
+        title="origins whose pages may use the server (CORS); *: all; None: only its own pages",
         description="a list of origins such as https://app.example, or None",
     )
     metrics_open: bool = Field(
         False,
-        title="answer /metrics without a key, for scrapers and routers that have none",
+        title="answer /metrics without a key",
         description="True or False",
     )
     ssl_certfile: str | None = Field(
         None,
-        title="certificate chain in PEM: the server then speaks HTTPS only",
+        title="certificate chain in PEM; the server then speaks HTTPS only",
         description="a path, or None",
     )
     ssl_keyfile: str | None = Field(
         None,
-        title="the certificate's private key in PEM; None: it stands in ssl_certfile",
+        title="private key in PEM; None: it is in ssl_certfile",
         description="a path, or None",
     )
     ssl_keyfile_password: str | None = Field(
         None,
         repr=False,
         min_length=1,
-        title="the password of an encrypted key; in a file of settings other users do not see it",
+        title="password of an encrypted key; put it into a file of settings to hide it from other users",
         description="a text, or None; in a file of settings quote one that looks like a number",
     )
     max_body_bytes: int = Field(
-        16 << 20, ge=1024, title="maximum bytes of a request", description="an integer of at least 1024"
+        16 << 20, ge=1024, title="maximum bytes of a request body", description="an integer of at least 1024"
     )
     max_prompts: int = Field(
         256, ge=1, title="maximum prompts of a request", description="an integer of at least 1"
@@ -111,22 +108,20 @@ class ServerConfig(Settings):
     max_answer_values: int = Field(
         1 << 22,
         ge=1,
-        title="maximum tokens and log-probabilities of an answer: choices times tokens times one "
-        "more than their log-probabilities",
+        title="maximum values of an answer: choices × tokens × (1 + log-probabilities)",
         description="an integer of at least 1",
     )
     default_max_tokens: int | None = Field(
         None,
         ge=1,
         le=MOST_TOKENS,
-        title="max_tokens of chats that give none; None: max_new_tokens of the folder's "
-        "generation_config.json, else 4096",
+        title="max_tokens of chats that give none; None: max_new_tokens of generation_config.json, else 4096",
         description=f"an integer from 1 to {MOST_TOKENS}, or None",
     )
     max_queued: int = Field(
         1024,
         ge=1,
-        title="maximum choices of each model in flight or waiting; beyond, requests get 429",
+        title="maximum choices per model in flight or waiting; beyond, 429",
         description="an integer of at least 1",
     )
     request_timeout: float = Field(
@@ -138,84 +133,81 @@ class ServerConfig(Settings):
     stall_timeout: float = Field(
         60.0,
         gt=0,
-        title="seconds that a stream waits for a client that does not read",
+        title="seconds to wait for a client that does not read",
         description="a number above 0",
     )
     body_timeout: float = Field(
         60.0,
         gt=0,
-        title="maximum seconds for receiving a request's body",
+        title="maximum seconds for receiving a body",
         description="a number above 0",
     )
     idle_timeout: float = Field(
         75.0,
         gt=0,
-        title="seconds after which an idle connection is closed, and that a request's head may take",
+        title="seconds until an idle connection, or one with an incomplete request head, is closed",
         description="a number above 0",
     )
     max_connections: int | None = Field(
         None,
         ge=1,
-        title="maximum connections; beyond, the oldest idle one is closed for a new one. None: what "
-        "the limit of open files leaves",
+        title="maximum connections; beyond, the oldest idle one is closed. None: as the limit of open "
+        "files allows",
         description="an integer of at least 1, or None",
     )
     step_timeout: float = Field(
         300.0,
         gt=0,
-        title="seconds after which a step of the engine counts as hung: all requests end with an error",
+        title="seconds until an engine step counts as hung; all requests then end with an error",
         description="a number above 0",
     )
     exit_on_failure: bool = Field(
         True,
-        title="exit with code 70 when the engine hangs or has stopped, so that a supervisor "
-        "restarts it; False: stay, and answer 503",
+        title="exit with code 70 when the engine hangs or stops; False: stay and answer 503",
         description="True or False",
     )
     drain_seconds: float = Field(
         30.0,
         ge=0,
-        title="seconds that running requests have to finish at shutdown",
+        title="seconds for running requests at shutdown",
         description="a number of at least 0",
     )
     arenas: int | None = Field(
         None,
         ge=1,
-        title="number of models that may run at once, each in an equal part of memory_bytes; the others wait "
-        "for their turn. None: 1, on a GPU one for each model",
+        title="models that may run at once, each in an equal part of memory_bytes; others take turns. "
+        "None: 1, on a GPU one per model",
         description="an integer of at least 1, or None",
     )
     weights_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         None,
         ge=1,
         le=MAX_BYTES,
-        title="memory for the weights of all models; those that do not fit are loaded when they are asked "
-        "for, in place of others. None: of several 60 % of what is free at the start, on a GPU all of it",
+        title="memory for the weights of all models; those that do not fit are loaded on demand. None: "
+        "of several models 60 % of free memory, on a GPU all of it",
         description='a number of bytes such as 8589934592 or "8GiB", or None',
     )
     switch_after: float = Field(
         3.0,
         ge=0,
-        title="seconds that a model runs while others wait for its arena, on average where keys have weights",
+        title="seconds that a model runs while others wait for its arena",
         description="a number of at least 0",
     )
     keep_alive: float = Field(
         -1.0,
         ge=-1,
-        title="seconds that a model stays loaded after its last request; -1: for good; a request's "
-        "own keep_alive takes precedence",
+        title="seconds that a model stays loaded after its last request; -1: forever. Requests may "
+        "override it",
         description="a number of at least 0, or -1",
     )
     tool_call_parser: ToolCallParser = Field(
         "auto",
-        title="format of the model's tool calls; auto: detected in its chat template; none: tools "
-        "are refused",
+        title="format of tool calls; auto: detected in the chat template; none: refuse tools",
         description=describe_choices(ToolCallParser),
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",
-        title="markers of the model's thinking; auto: detected in its chat template; none: thinking "
-        "stays in the text",
+        title="markers of thinking; auto: detected in the chat template; none: thinking stays in the text",
         description=describe_choices(ReasoningParser),
     )
     chat_template_kwargs: str | None = Field(
@@ -226,46 +218,44 @@ class ServerConfig(Settings):
     max_stored_responses: int = Field(
         1000,
         ge=0,
-        title="maximum stored responses of /v1/responses, for previous_response_id; 0: none",
+        title="maximum stored responses of /v1/responses; 0: none",
         description="an integer of at least 0",
     )
     stored_responses_bytes: int = Field(
         64 << 20,
         ge=0,
-        title="bytes that they may take together; beyond, the oldest of the caller that has most are evicted",
+        title="maximum bytes of stored responses; beyond, the largest caller loses its oldest",
         description="an integer of at least 0",
     )
     stored_responses_seconds: float = Field(
         3600.0,
         gt=0,
-        title="seconds after its last use for which a response is kept",
+        title="seconds after its last use that a response is stored",
         description="a number above 0",
     )
     role: Role | None = Field(
         None,
-        title="disaggregated serving: prefill, decode, or both, as each request asks. "
-        "None: both if SPECDEC_REACH_SECRET is set",
+        title="disaggregated serving; prefill, decode, or both, as each request asks. None: both if "
+        "SPECDEC_REACH_SECRET is set",
         description=f"{describe_choices(Role)}, or None",
     )
     reach_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        title="address of the side channel, by which other servers reach this one: they are told it, so it "
-        "is to be one of this machine and theirs",
+        title="address of the side channel, as other servers reach it",
         description="an address or a host name, no wildcard",
     )
     reach_port: int = Field(
         5600,
         ge=0,
         le=65535,
-        title="port of the side channel; SGLang's routers call it the bootstrap port",
+        title="port of the side channel (SGLang: bootstrap port)",
         description="0 to 65535; 0: any free one",
     )
     reach_peers: list[str] | None = Field(
         None,
-        title="servers from which prompts may be fetched, by their side channels. "
-        "Without a port of their own they have this reach_port. None: 127.0.0.1, at this reach_port and "
-        "at 5600",
+        title="side channels from which prompts may be fetched; the default port is this reach_port. "
+        "None: 127.0.0.1, at this reach_port and 5600",
         description="a list of networks such as 10.1.0.0/16, addresses and host names, each with :PORT or "
         "without, or None",
     )
@@ -277,18 +267,18 @@ class ServerConfig(Settings):
     reach_lease_max: float = Field(
         300.0,
         gt=0,
-        title="maximum seconds that a prefilled prompt is held for the server that fetches it",
+        title="maximum seconds that a prefilled prompt is held for a decode instance",
         description="a number above 0",
     )
     reach_check: Check = Field(
         "first",
-        title="which fetched prompts are compared with their checksums; first: the first from each server",
+        title="which fetched prompts are checked against their checksums; first: the first from each server",
         description=describe_choices(Check),
     )
     log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
     log_format: Literal["text", "json"] = Field(
         "text",
-        title="format of the log: lines of text, or one JSON object per line",
+        title="log format; lines of text, or one JSON object per line",
         description='"text" or "json"',
     )
 

@@ -470,7 +470,7 @@ def test_help_fits_a_screen(command: str, capsys: Capture, monkeypatch: pytest.M
         assert ended.value.code == 0
         shown[option] = capsys.readouterr().out
     lines = shown["--help"].splitlines()
-    assert 24 <= len(lines) <= {"generate": 56}.get(command, 42) and max(map(len, lines)) <= 80
+    assert 24 <= len(lines) <= {"generate": 50}.get(command, 42) and max(map(len, lines)) <= 80
     named = {option: set(re.findall(r"^  (--[\w-]+)", text, re.M)) for option, text in shown.items()}
     assert named["--help"] < named["--help-all"] and "--help-all" in named["--help"]
 
