@@ -167,16 +167,16 @@ class Speculation:
 
         def look_up() -> list[Proposal]:
             self._look_up(requests, rooms, answers)
-            return [merged(own) for own in answers]
+            return list(map(merged, requests, answers))
 
         grows = self.planned is not None
         planned = self.policy.plan(batch, tracks, rooms, look_up if self.looks else None, grows=grows)
-        if not any(planned) and not any(len(proposal) for own in answers for _, proposal in own):
+        if not any(planned) and not any(proposal.num_drafted for own in answers for _, proposal in own):
             # As most steps are while nothing pays: what follows would take longer than the plan.
             self.catch_up([row.request for row in rows])
             self.policy.cut(batch, [])
             return drafts
-        wanted = [widened(shape, merged(own)) for shape, own in zip(planned, answers, strict=True)]
+        wanted = list(map(widened, planned, map(merged, requests, answers)))
         shapes = self._fitting(requests, planned, wanted, lends=lend is not None)
         self.catch_up([row.request for row in rows if not row.is_decode])
         self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], answers)
@@ -257,7 +257,9 @@ class Speculation:
         """Make one proposal of all answers for each request, as large as there is room for."""
         wholes = []
         for request, plan, shape, own in zip(requests, planned, shapes, answers, strict=True):
-            proposal = merged(own, shape.num_draft_tokens - 1) if shape else Proposal.EMPTY
+            proposal = (
+                merged(request, own, shape.num_draft_tokens) if shape else Proposal.bare(request.tokens[-1])
+            )
             if shape and own:
                 self._drafted[request.number] = DraftRecord(plan, tuple(own), proposal)
             wholes.append(proposal)
@@ -319,12 +321,12 @@ class Speculation:
 
     def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> Draft | None:
         """Take a slot for each node; where there are too few, shrink the draft before a request must wait."""
-        while len(proposal):
-            slots = lend(request.number, 1 + len(proposal))
+        while proposal.num_drafted:
+            slots = lend(request.number, len(proposal.tree))
             if slots is not None:
-                return Draft(proposal.tree(request.tokens[-1]), slots)
+                return Draft(proposal.tree, slots)
             self.scheduler.limited_by[DRAFT_SLOTS] += 1
-            proposal = proposal.best(len(proposal) // 2)
+            proposal = proposal.best(1 + proposal.num_drafted // 2)
         return None
 
     def learn(self, request: Request, emitted: Sequence[int]) -> Sequence[bool]:
@@ -335,11 +337,11 @@ class Speculation:
             return ()
         for drafter, proposal in asked.parts:
             judged = proposal.above(len(emitted))
-            drafter.calibrator.observe(judged, judged.follow(emitted))
+            drafter.calibrator.observe(judged, judged.tree.follow(emitted))
         if asked.shape:
             # What was looked up may go deeper than was planned: that is no merit of a draft in this shape.
             judged = asked.merged.above(min(asked.shape.num_steps, len(emitted)))
-            depth, followed = max(judged.depths, default=0), len(judged.follow(emitted))
+            depth, followed = max(judged.tree.depths), len(judged.tree.follow(emitted)) - 1
             self.records.of(request).observe(asked.shape, depth, followed)
         return asked.shared(emitted)
 

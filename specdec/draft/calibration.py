@@ -85,10 +85,10 @@ class Calibrator:
 
         Nodes whose parent was rejected say nothing: what they were guessed to follow never came.
         """
-        reached = {-1, *accepted_nodes}
-        depths, ranks = proposal.depths, proposal.ranks
-        for node, parent in enumerate(proposal.parents):
-            if parent in reached:
+        reached = {0, *accepted_nodes}
+        depths, ranks, parents = proposal.tree.depths, proposal.ranks, proposal.tree.parents
+        for node in range(1, len(parents)):
+            if parents[node] in reached:
                 self._tally(depths[node], ranks[node]).add(
                     _belief(proposal, node), node in reached, self.fade
                 )
@@ -120,6 +120,5 @@ def _belief(proposal: Proposal, node: int) -> float:
     """Return what its drafter believed of a node; where it did not say, what the scores imply."""
     if proposal.beliefs:
         return proposal.beliefs[node]
-    parent = proposal.parents[node]
-    above = proposal.scores[parent] if parent >= 0 else 1.0
+    above = proposal.scores[proposal.tree.parents[node]]
     return proposal.scores[node] / above if above else 0.0

@@ -42,7 +42,7 @@ class Filler(Stateless):
     def _chain(self, want: Want) -> Proposal:
         count = want.shape.num_steps if want.shape else 0
         tokens = [(want.tokens[-1] + STRIDE * i) % self.vocab for i in range(1, count + 1)]
-        return Proposal.chain(tokens, [0.5] * count)
+        return Proposal.chain(want.tokens[-1], tokens, [0.5] * count)
 
 
 def warm_up(core: EngineCore) -> None:

@@ -16,6 +16,7 @@ class TokenTree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents)
         assert self.parents[0] == -1 and min(self.parents[1:], default=0) >= 0
         assert all(map(lt, self.parents, range(len(self)))), "a parent comes first"
 
@@ -45,6 +46,17 @@ class TokenTree:
         for i, parent in enumerate(self.parents):
             masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
         return tuple(masks)
+
+    def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the nodes that a text passes from the root on, both included, as far as drafted."""
+        children = {edge: i for i, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
+        nodes = [0]
+        for token in tokens:
+            node = children.get((nodes[-1], token))
+            if node is None:
+                break
+            nodes.append(node)
+        return tuple(nodes)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes from the root to `node`, both included."""

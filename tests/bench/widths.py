@@ -23,7 +23,7 @@ def drafts_at(engine: SpecEngine, temperature: float) -> list[Draft]:
     def note(report: StepReport) -> None:
         for row, path in zip(report.result.rows, report.result.paths, strict=True):
             asked = speculation._drafted.get(row.request.number)
-            if row.is_drafted and asked and len(asked.merged) == DEPTH:
+            if row.is_drafted and asked and asked.merged.num_drafted == DEPTH:
                 kept.append((asked.merged, len(path.nodes) - 1))
 
     prompts = [prompt.text for prompt in bundled() if prompt.text][:48]

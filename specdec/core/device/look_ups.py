@@ -29,9 +29,12 @@ class LookUps:
             return nothing
         self._waited = 0
         answers = self.speculation.look_up(requests)
-        proposals = [merged(own).best(bounds.num_draft_tokens - 1) for own in answers]
+        proposals = [
+            merged(request, own, bounds.num_draft_tokens)
+            for request, own in zip(requests, answers, strict=True)
+        ]
         drafted = [self._expected(request, shape) for request in requests]
-        gains = [max(sum(own.scores), known) for own, known in zip(proposals, drafted, strict=True)]
+        gains = [max(sum(own.scores[1:]), known) for own, known in zip(proposals, drafted, strict=True)]
         rows = len(requests)
         before = (rows + sum(drafted)) / self.policy.cost(shape, rows)
         pays = (rows + sum(gains)) / self.policy.cost_of_found(shape, rows) > MARGIN * before
@@ -39,7 +42,7 @@ class LookUps:
         if not pays:
             return nothing
         return [
-            DraftRecord(None, tuple(own), proposal) if sum(proposal.scores) > known else None
+            DraftRecord(None, tuple(own), proposal) if sum(proposal.scores[1:]) > known else None
             for own, proposal, known in zip(answers, proposals, drafted, strict=True)
         ]
 

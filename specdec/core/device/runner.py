@@ -19,7 +19,7 @@ from specdec.core.scheduler import Scheduler
 from specdec.core.speculator import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import WIDTHS
 from specdec.kernels.sampling.rules import NO_TOKEN
@@ -327,8 +327,8 @@ class DeviceDraftRunner(Runner):
         for b, own in enumerate(self.batch.held):
             if self._found and own.request in requests:
                 record = self._found.get(own.request)
-                proposal = record.merged if record else Proposal.EMPTY
-                trees[b] = proposal.tree(own.request.tokens[-1]) if record or bare else None
+                root = TokenTree.chain(own.request.tokens[-1:])
+                trees[b] = record.merged.tree if record else bare and root
         return trees if self._found else []
 
     def _drain(self) -> None:
@@ -363,7 +363,7 @@ class DeviceDraftRunner(Runner):
     def _drafted(self, read: Output, outcome: Outcome) -> DraftRecord | None:
         """Return what the head has drafted of a window that was verified in its shape."""
         head, shape = self.host.speculation.head, read.key.shape
-        if head is None or shape is None or not read.as_drafted:
+        if head is None or shape is None or outcome.proposal is None:
             return None
         return DraftRecord(shape, ((head, outcome.proposal),), outcome.proposal)
 
