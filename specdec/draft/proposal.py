@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import le
 
+from specdec.kernels.tree.row import by_score, renumber
 from specdec.state_slots.tree import TokenTree
 
 
@@ -67,7 +68,7 @@ class Proposal:
         """The rank of each node among its siblings by score; of equals the earlier is first."""
         parents = self.tree.parents
         ranks, seen = [0] * len(parents), dict[int, int]()
-        for node in self._by_score():
+        for node in by_score(self.scores):
             ranks[node] = seen.get(parents[node], 0)
             seen[parents[node]] = ranks[node] + 1
         return tuple(ranks)
@@ -77,7 +78,7 @@ class Proposal:
 
         A parent comes before its children and scores no less, so that it is kept wherever they are.
         """
-        return self._take(sorted(self._by_score()[: max(limit, 1)]))
+        return self._take(sorted(by_score(self.scores)[: max(limit, 1)]))
 
     def above(self, depth: int) -> "Proposal":
         """Keep the nodes down to a depth."""
@@ -91,16 +92,12 @@ class Proposal:
         if kept[-1] == count - 1:  # as in every chain: its beginning
             tree = TokenTree(tokens[:count], parents[:count])
             return Proposal(tree, self.scores[:count], self.beliefs[:count], self.shared[:count])
-        place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         return Proposal(
-            TokenTree(tuple(tokens[node] for node in kept), tuple(place[parents[node]] for node in kept)),
+            TokenTree(tuple(tokens[node] for node in kept), tuple(renumber(parents, kept))),
             scores=tuple(self.scores[node] for node in kept),
             beliefs=tuple(self.beliefs[node] for node in kept) if self.beliefs else (),
             shared=tuple(self.shared[node] for node in kept) if self.shared else (),
         )
-
-    def _by_score(self) -> list[int]:
-        return sorted(range(len(self.scores)), key=lambda node: -self.scores[node])
 
 
 def merge(root: int, proposals: Sequence[Proposal], limit: int | None = None) -> Proposal:

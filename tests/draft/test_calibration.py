@@ -68,7 +68,7 @@ def test_scores_become_the_rates_that_are_observed() -> None:
 
 def test_without_observations_beliefs_stay() -> None:
     calibrator = Calibrator()
-    assert calibrator.calibrated(0.4, 1, 0) == 0.4
+    assert calibrator.siblings([0.4], 1) == [0.4]
     assert calibrator.siblings([0.5, 0.3], 2) == [0.5, 0.3]
 
 
@@ -76,7 +76,7 @@ def test_few_observations_weigh_against_the_prior() -> None:
     calibrator = Calibrator(prior=24, memory=1e9)
     for _ in range(24):
         calibrator.observe(Proposal.chain(0, [1], [0.8]), ())
-    assert calibrator.calibrated(0.8, 1, 0) == pytest.approx(0.4)
+    assert calibrator.siblings([0.8], 1) == pytest.approx([0.4])
 
 
 def test_what_is_long_past_is_forgotten() -> None:
@@ -84,7 +84,7 @@ def test_what_is_long_past_is_forgotten() -> None:
     for accepted, rate in (((), 0.1), ((1,), 0.9)):
         for _ in range(1000):
             calibrator.observe(Proposal.chain(0, [1], [0.5]), accepted)
-        assert abs(calibrator.calibrated(0.5, 1, 0) - rate) <= 0.1
+        assert calibrator.siblings([0.5], 1) == pytest.approx([rate], abs=0.1)
         assert calibrator.tallies[0][0].seen <= 100
 
 
@@ -103,7 +103,8 @@ def test_places_beyond_the_caps_share_the_last() -> None:
     calibrator.observe(wide, ())
     calibrator.observe(Proposal.chain(0, [1, 2, 3, 4], [0.9] * 4), (1, 2, 3, 4))
     assert [[tally.seen > 0 for tally in row] for row in calibrator.tallies] == [[True, True], [True, False]]
-    assert calibrator.calibrated(0.1, 9, 9) == calibrator.calibrated(0.1, 2, 1)
+    first, *later = calibrator.siblings([0.1] * 9, 9)
+    assert [first, *later[:1]] == calibrator.siblings([0.1] * 2, 2) and len(set(later)) == 1
 
 
 @given(
@@ -118,7 +119,7 @@ def test_probabilities_stay_within_bounds_and_in_order(
     for proposal, last in history:
         if last < proposal.num_drafted:
             calibrator.observe(proposal, proposal.tree.path(last + 1))
-    assert all(LOWEST <= calibrator.calibrated(belief, depth, 2) <= HIGHEST for belief in beliefs)
+    assert all(LOWEST <= calibrator.siblings([belief], depth)[0] <= HIGHEST for belief in beliefs)
     siblings = calibrator.siblings(sorted(beliefs, reverse=True), depth)
     assert all(0 < chance < 1 for chance in siblings) and sum(siblings) <= 1 + 1e-9
     assert siblings == sorted(siblings, reverse=True)

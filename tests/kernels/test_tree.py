@@ -34,12 +34,12 @@ def test_relations_are_those_of_the_token_tree(ops: ModuleType, rows: int, width
     for taps in (1, 4, 7):
         depth_BM, ancestors_BMM, tap_BMC = ops.relations(parent_BM, taps)
         assert ancestors_BMM.dtype == torch.bool
-        assert depth_BM.tolist() == [list(tree.depths) for tree in trees]
-        assert tap_BMC.tolist() == [[list(own) for own in tree.taps(taps)] for tree in trees]
-        masks = [
-            [sum(bit << j for j, bit in enumerate(row)) for row in own] for own in ancestors_BMM.tolist()
-        ]
-        assert masks == [list(tree.ancestor_masks) for tree in trees]
+        for b, tree in enumerate(trees):
+            paths = [tree.path(node) for node in range(width)]
+            assert depth_BM[b].tolist() == tree.depths == [len(path) - 1 for path in paths]
+            assert ancestors_BMM[b].tolist() == [[j in path for j in range(width)] for path in paths]
+            inputs = [(*range(taps - 1), *(taps - 1 + j for j in path))[-taps:] for path in paths]
+            assert tap_BMC[b].tolist() == list(map(list, inputs))
 
 
 @FORMS

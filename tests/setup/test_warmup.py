@@ -134,7 +134,7 @@ def test_what_was_made_up_is_no_experience(engine: Open) -> None:
         assert own.records.kinds() == {}
         assert own.drafters[0] is own.head and len(own.drafters) == 2
         for drafter in own.drafters:
-            assert drafter.calibrator.calibrated(0.4, 1, 0) == 0.4
+            assert drafter.calibrator.siblings([0.4], 1) == [0.4]
         lookup = own.drafters[1]
         made_up = [token % 64 for token in range(8)]
         want = Want("own", 1, [63, *made_up[:3]], torch.empty(0, dtype=torch.int64), shape)
