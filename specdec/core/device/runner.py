@@ -193,8 +193,8 @@ class Runner(ABC):
     def _note_free_rows(self, step_s: float) -> None:
         """End the batch once idle rows have cost enough while others wait for their places."""
         scheduler, free = self.host.scheduler, len(self.batch.held) - len(self.batch.requests)
-        if free > self._free and scheduler.landings and scheduler.landings.waiting:
-            scheduler.landings.advance()
+        if free > self._free:
+            scheduler.connector.advance()
         self._free = free
         if not (free and scheduler.waiting):
             return
