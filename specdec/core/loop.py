@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
-from torch import Tensor
 
 from specdec.core.batch import ScheduledRequest, StepReport, StepResult
 from specdec.core.device.runner import Runner
@@ -13,7 +12,7 @@ from specdec.core.outputs import TokenLogprob
 from specdec.core.prefix_keeper import Prefixes
 from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Events, Scheduler
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
 from specdec.errors import EngineError, RequestError, SpecdecError
@@ -79,16 +78,14 @@ class DecodeLoop:
         rows = self._draft(plan.rows)
         clock.lap("draft")
         windows = [row.row(self.speculation.backing) for row in rows]
-        head = self.speculation.head.head if self.speculation.head else None
-        forward = self.executor.forward(windows, head.aux_hidden_layers if head else ())
+        forward = self.executor.forward(windows, self.speculation.head_state.aux_layers)
         choices = self._choose(rows, forward)
         self._score_prompts(rows, forward)
         self._check_prefills(rows, forward)
         clock.lap("verify")
         paths = [self._walk(row, own) for row, own in zip(rows, choices, strict=True)]
         committed = self._promote(rows, paths)
-        read_TD = head.combine_hidden_states(forward.hidden_TD, forward.aux) if head else forward.hidden_TD
-        self._keep_hidden(rows, paths, forward.first_B, read_TD)
+        self.speculation.head_state.read(rows, paths, forward)
         clock.lap("commit")
         self.commit_and_emit(StepResult(rows, paths, committed, clock.seconds, choices))
         clock.lap("rest")
@@ -127,7 +124,7 @@ class DecodeLoop:
             self.speculation.end(request, shared=False)
         for request, hit in events.admitted:
             if hit:
-                self.speculation.restore(request, hit)
+                self.speculation.head_state.restore(request, hit)
         # All of it may have been cached.
         self._finish([end for request, _ in events.admitted if (end := self._end_of_prefill(request))])
 
@@ -227,26 +224,6 @@ class DecodeLoop:
         from_BP = length_B1 + torch.tensor([[*nodes, *range(len(nodes), longest)] for _, nodes in moves])
         self.executor.move(table_BN, from_BP, length_B1 + torch.arange(longest))
 
-    def _keep_hidden(
-        self,
-        rows: Sequence[ScheduledRequest],
-        paths: Sequence[AcceptedPath],
-        first_B: Sequence[int],
-        hidden_TD: Tensor,
-    ) -> None:
-        """Give a head the hidden states of each accepted path to read."""
-        head = self.speculation.head
-        if head is None:
-            return
-        for row, path, first in zip(rows, paths, first_B, strict=True):
-            number, nodes = row.request.number, path.nodes
-            if len(nodes) == len(hidden_TD):
-                head.read(number, hidden_TD, whole=True)
-            elif nodes:
-                straight = nodes[-1] == len(nodes) - 1
-                kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
-                head.read(number, hidden_TD[kept])
-
     def commit_and_emit(self, result: StepResult) -> None:
         """Give requests what a step of the host or the device made for them."""
         self.counts.sizes[sum(len(path.nodes) for path in result.paths)] += 1
@@ -279,7 +256,7 @@ class DecodeLoop:
             return self._end_of_prefill(request)
         if NO_TOKEN in path.emitted:
             return self._end_with_nan(request)
-        shared = self.speculation.learn(request, path.emitted)
+        shared = self.speculation.acceptance.learn(request, path.emitted)
         choices = result.choices[index] if result.choices else {}
         logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
         kept = request.accept(
@@ -323,7 +300,9 @@ class DecodeLoop:
             self.prefixes.keep([request for request, _ in ended], result.ahead if result else None)
         for request, error in ended:
             if request.has_prefilled and not error:
-                self.scheduler.connector.request_finished(request, self.speculation.last_hidden(request))
+                self.scheduler.connector.request_finished(
+                    request, self.speculation.head_state.last_hidden(request)
+                )
             self.speculation.end(request, shared=self._shares)
             self.scheduler.release(request)
             if error:
@@ -421,7 +400,7 @@ class DecodeLoop:
 
     def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
         """Share computed prefixes with later requests."""
-        self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation, tuner)
+        self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation.head_state, tuner)
         self.scheduler.keep_prefixes(cache)
         self.scheduler.park = self.prefixes.keep_running
 

@@ -77,7 +77,7 @@ def warm_up(core: EngineCore) -> None:
     if request:
         _end(core, request)
     speculation.draft_by(drafters, policy)
-    speculation.forget_experience()
+    speculation.recall(None)
     core.loop.reset_counts()
     costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
     logger.info("a step of one row takes, in ms by width: %s", costs)

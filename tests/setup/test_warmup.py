@@ -131,7 +131,7 @@ def test_what_was_made_up_is_no_experience(engine: Open) -> None:
     shape = Shape(3, 1, 4)
     with engine("auto") as warm:
         own = warm.model.loop.speculation
-        assert own.records.kinds() == {}
+        assert own.acceptance.kinds() == {}
         assert own.drafters[0] is own.head and len(own.drafters) == 2
         for drafter in own.drafters:
             assert drafter.calibrator.siblings([0.4], 1) == [0.4]
@@ -211,7 +211,7 @@ def test_an_experience_holds_whether_plans_paid(folder: Path) -> None:
         speculation.recall(tired)
         speculation.policy.worth.trust = 1.5
         assert tired.worth.trust == Worth().trust - 2  # a copy, either way
-        speculation.forget_experience()
+        speculation.recall(None)
         assert speculation.policy.worth == Worth()
 
 

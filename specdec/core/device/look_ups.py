@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from specdec.core.draft_record import DraftRecord, merged
 from specdec.core.request import Request
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import MARGIN
@@ -47,4 +47,4 @@ class LookUps:
         ]
 
     def _expected(self, request: Request, shape: Shape | None) -> float:
-        return self.speculation.records.of(request).expected(shape, shape.num_steps) if shape else 0.0
+        return self.speculation.acceptance.of(request).expected(shape, shape.num_steps) if shape else 0.0

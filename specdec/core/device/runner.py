@@ -16,7 +16,7 @@ from specdec.core.device.result import Outcome
 from specdec.core.draft_record import DraftRecord
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
 from specdec.draft.proposal import Shape
@@ -287,7 +287,7 @@ class DeviceDraftRunner(Runner):
     def _choose(self, requests: Sequence[Request]) -> Shape | None:
         if self._drafts_on_host(requests) or not all(own.params.speculate for own in requests):
             return None
-        return self.policy.choose([self.host.speculation.records.of(own) for own in requests])
+        return self.policy.choose([self.host.speculation.acceptance.of(own) for own in requests])
 
     def _advance(self) -> bool:
         requests = self.batch.requests
@@ -351,11 +351,11 @@ class DeviceDraftRunner(Runner):
                 self.policy.observe(read.key.shape, len(read.requests), seconds["whole"])
         for request, outcome in zip(read.requests, read.outcomes, strict=True):
             record = self._found.get(request) or self._drafted(read, outcome)
-            self.host.speculation.propose(request, record)
+            self.host.speculation.acceptance.note(request, record)
         self._found = {}
         self._commit(read, seconds)
         if not self.batch.reads:
-            self.host.speculation.catch_up(self.batch.requests)
+            self.host.speculation.head_state.catch_up(self.batch.requests)
         if self._drafts_on_host(read.requests):
             self.host.speculation.observe_step([1] * len(read.requests), len(read.requests))
         return True
