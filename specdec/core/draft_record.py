@@ -23,7 +23,7 @@ class DraftRecord:
         """Return for each token of a text, as far as proposed, whether only finished outputs had it."""
         told: list[bool] = []
         for _, proposal in self.parts:
-            for depth, node in enumerate(proposal.follow(tokens)):
+            for depth, node in enumerate(proposal.tree.follow(tokens)[1:]):
                 told += [True] * (depth == len(told))
                 told[depth] &= bool(proposal.shared) and proposal.shared[node]
         return told
@@ -48,18 +48,15 @@ def want_of(request: Request, shape: Shape | None) -> Want:
     )
 
 
-def merged(answers: Sequence[Answer], limit: int | None = None) -> Proposal:
-    """Make one proposal of several; that of one alone keeps its beliefs."""
-    proposals = [proposal for _, proposal in answers]
-    if len(proposals) == 1:
-        return proposals[0] if limit is None else proposals[0].best(limit)
-    return merge(proposals, sum(map(len, proposals)) if limit is None else limit)
+def merged(request: Request, answers: Sequence[Answer], limit: int | None = None) -> Proposal:
+    """Make one proposal of all drafters' for a request."""
+    return merge(request.tokens[-1], [proposal for _, proposal in answers], limit)
 
 
 def widened(shape: Shape | None, found: Proposal) -> Shape | None:
     """Make room in a shape for what was found beside it, or for that alone."""
-    if not len(found):
+    if not found.num_drafted:
         return shape
     if shape is None:
-        return Shape(max(found.depths), 1, 1 + len(found))
-    return replace(shape, num_draft_tokens=max(shape.num_draft_tokens, 1 + len(found)))
+        return Shape(max(found.tree.depths), 1, len(found.tree))
+    return replace(shape, num_draft_tokens=max(shape.num_draft_tokens, len(found.tree)))

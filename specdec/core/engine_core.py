@@ -7,7 +7,6 @@ import numpy as np
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
-from specdec.core.lending import Lent
 from specdec.core.loop import DecodeLoop
 from specdec.core.outputs import Delta, EngineStats
 from specdec.core.request import Emit, Request
@@ -45,14 +44,14 @@ class EngineCore:
         stop_ids: Mapping[int, int | None] | None = None,
         index: int = 0,
         tenant: Tenant = SOLE,
-        lent: Lent | None = None,
+        prefill_only: bool = False,
         turns: Sequence[int] | None = None,
     ) -> Request:
         """Make a request, of choice `index`; without `stop_ids` those of the parameters end it.
 
         `turns` is what `turns_of` returns, for all choices of a prompt.
 
-        With `lent` it prefills for another engine and samples nothing.
+        With `prefill_only` it prefills for another engine and samples nothing.
         """
         request = Request(
             next(self._numbers),
@@ -67,7 +66,8 @@ class EngineCore:
             synthetic=self.loop.speculation.synthetic is not None,
             tenant=tenant,
         )
-        request.lent, request.turns = lent, self.turns_of(prompt) if turns is None else turns
+        request.is_prefill_only = prefill_only
+        request.turns = self.turns_of(prompt) if turns is None else turns
         return request
 
     def turns_of(self, prompt: Sequence[int]) -> tuple[int, ...]:
@@ -113,8 +113,7 @@ class EngineCore:
 
     def check_may_rest(self) -> None:
         """Refuse to give the arena's bytes back while another engine's are on their way into it."""
-        landings = self.loop.scheduler.landings
-        if landings and (landings.live or landings.waiting):
+        if self.loop.scheduler.connector.is_receiving:
             raise EngineError("Prompts are being fetched into this engine's arena; rest when they have come.")
 
     def rest(self) -> None:

@@ -3,18 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
-from torch import Tensor
 
 from specdec.core.batch import ScheduledRequest, StepReport, StepResult
 from specdec.core.device.runner import Runner
 from specdec.core.executor import Executor, Forward
-from specdec.core.landing import Landings
-from specdec.core.lending import Lending
+from specdec.core.kv_connector import KVConnector
 from specdec.core.outputs import TokenLogprob
 from specdec.core.prefix_keeper import Prefixes
 from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Events, Scheduler
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
 from specdec.errors import EngineError, RequestError, SpecdecError
@@ -55,11 +53,6 @@ class DecodeLoop:
         arena.attach_tables(self)
 
     @property
-    def lending(self) -> Lending | None:
-        """What is lent to other engines."""
-        return self.scheduler.lending
-
-    @property
     def outlook(self) -> Outlook | None:
         """Which drafts run now, and why; None where there are no drafters, or nothing was decided yet."""
         if not self.speculation.drafters:
@@ -76,8 +69,7 @@ class DecodeLoop:
         if self.prefixes:
             # What was read and written until a caller left is asked again where it was stopped by hand.
             self.prefixes.keep_running([r for r in self.scheduler.running if r.cancelled])
-        if self.scheduler.landings:
-            self.scheduler.landings.advance()
+        self.scheduler.connector.advance()
         plan = self.scheduler.schedule()
         self._follow(plan.events)
         if not plan.rows or (self.runner and not plan.has_more and self.runner.begin(plan.rows)):
@@ -86,16 +78,14 @@ class DecodeLoop:
         rows = self._draft(plan.rows)
         clock.lap("draft")
         windows = [row.row(self.speculation.backing) for row in rows]
-        head = self.speculation.head.head if self.speculation.head else None
-        forward = self.executor.forward(windows, head.aux_hidden_layers if head else ())
+        forward = self.executor.forward(windows, self.speculation.head_state.aux_layers)
         choices = self._choose(rows, forward)
         self._score_prompts(rows, forward)
-        self._check_lent(rows, forward)
+        self._check_prefills(rows, forward)
         clock.lap("verify")
         paths = [self._walk(row, own) for row, own in zip(rows, choices, strict=True)]
         committed = self._promote(rows, paths)
-        read_TD = head.combine_hidden_states(forward.hidden_TD, forward.aux) if head else forward.hidden_TD
-        self._keep_hidden(rows, paths, forward.first_B, read_TD)
+        self.speculation.head_state.read(rows, paths, forward)
         clock.lap("commit")
         self.commit_and_emit(StepResult(rows, paths, committed, clock.seconds, choices))
         clock.lap("rest")
@@ -134,9 +124,9 @@ class DecodeLoop:
             self.speculation.end(request, shared=False)
         for request, hit in events.admitted:
             if hit:
-                self.speculation.restore(request, hit)
+                self.speculation.head_state.restore(request, hit)
         # All of it may have been cached.
-        self._finish([end for request, _ in events.admitted if (end := self._end_of_lending(request))])
+        self._finish([end for request, _ in events.admitted if (end := self._end_of_prefill(request))])
 
     def _draft(self, rows: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Widen rows by what is drafted for them, and have it compiled what may follow each node."""
@@ -179,12 +169,12 @@ class DecodeLoop:
                     found = logprob_of(logits_V, token, wanted)
                     request.prompt_logprobs.append(TokenLogprob(token, found.chosen, found.top))
 
-    def _check_lent(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
-        """Note whether the hidden state of what is lent is finite, as no token is sampled from it."""
+    def _check_prefills(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
+        """Note whether the hidden state of a prefill is finite, where no token is sampled from it."""
         for row, first in zip(rows, forward.first_B, strict=True):
-            if row.request.lent and row.num_tokens == row.request.num_uncomputed_tokens - 1:
+            if row.request.is_prefill_only and row.num_tokens == row.request.num_uncomputed_tokens - 1:
                 last_D = forward.hidden_TD[first + row.num_tokens - 1]
-                row.request.lent.is_sound = bool(last_D.isfinite().all())
+                row.request.is_finite = bool(last_D.isfinite().all())
 
     def _walk(self, row: ScheduledRequest, choices: Mapping[int, Choice]) -> AcceptedPath:
         """Return the nodes that a request keeps and the tokens it gains. What was certain is kept whole."""
@@ -234,26 +224,6 @@ class DecodeLoop:
         from_BP = length_B1 + torch.tensor([[*nodes, *range(len(nodes), longest)] for _, nodes in moves])
         self.executor.move(table_BN, from_BP, length_B1 + torch.arange(longest))
 
-    def _keep_hidden(
-        self,
-        rows: Sequence[ScheduledRequest],
-        paths: Sequence[AcceptedPath],
-        first_B: Sequence[int],
-        hidden_TD: Tensor,
-    ) -> None:
-        """Give a head the hidden states of each accepted path to read."""
-        head = self.speculation.head
-        if head is None:
-            return
-        for row, path, first in zip(rows, paths, first_B, strict=True):
-            number, nodes = row.request.number, path.nodes
-            if len(nodes) == len(hidden_TD):
-                head.read(number, hidden_TD, whole=True)
-            elif nodes:
-                straight = nodes[-1] == len(nodes) - 1
-                kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
-                head.read(number, hidden_TD[kept])
-
     def commit_and_emit(self, result: StepResult) -> None:
         """Give requests what a step of the host or the device made for them."""
         self.counts.sizes[sum(len(path.nodes) for path in result.paths)] += 1
@@ -264,8 +234,8 @@ class DecodeLoop:
         if self.prefixes:
             self.prefixes.note(result.rows)
             for row in result.rows:
-                if row.request.lent and not row.request.has_lent:
-                    self._lend(row.request)
+                if row.request.is_prefill_only and not row.request.has_prefilled:
+                    self.scheduler.connector.request_computed(row.request)
         lengths = [len(row.request.tokens) for row in result.rows] if self.observers else []
         ended = [own for i in range(len(result.rows)) if (own := self._emit(result, i))]
         if self.observers:
@@ -283,10 +253,10 @@ class DecodeLoop:
         row, path = result.rows[index], result.paths[index]
         request = row.request
         if not path.emitted:
-            return self._end_of_lending(request)
+            return self._end_of_prefill(request)
         if NO_TOKEN in path.emitted:
             return self._end_with_nan(request)
-        shared = self.speculation.learn(request, path.emitted)
+        shared = self.speculation.acceptance.learn(request, path.emitted)
         choices = result.choices[index] if result.choices else {}
         logprobs = [_logprob(choices.get(node)) for node in path.nodes[-len(path.emitted) :]]
         kept = request.accept(
@@ -313,24 +283,14 @@ class DecodeLoop:
             self.prefixes.cut(request)
         return request, EngineError("The model's logits for this request are not numbers (NaN).")
 
-    def _end_of_lending(self, request: Request) -> Ended | None:
-        """End a request that has read all that it lends."""
-        if not (request.lent and request.has_lent):
+    def _end_of_prefill(self, request: Request) -> Ended | None:
+        """End a request that only prefills and has read all that it is to."""
+        if not request.has_prefilled:
             return None
-        if not request.lent.is_sound:
+        if not request.is_finite:
             return self._end_with_nan(request)
-        request.end_lending()
+        request.end_prefill()
         return request, None
-
-    def _lend(self, request: Request) -> None:
-        """Lend what a request has read, if it does; once it has ended, the state behind it as well."""
-        lent, table = request.lent, request.table_N.tolist()
-        if lent is None or self.lending is None:
-            return
-        if not request.has_lent:
-            return self.lending.extend(lent, table, request.num_computed_tokens)
-        state = request.committed.state if request.committed else None
-        self.lending.complete(lent, table, state, self.speculation.last_hidden(request))
 
     def _finish(self, ended: Sequence[Ended], result: StepResult | None = None) -> None:
         """Cache what ended requests leave; give their memory back, then send their last delta."""
@@ -339,8 +299,10 @@ class DecodeLoop:
         if self.prefixes:
             self.prefixes.keep([request for request, _ in ended], result.ahead if result else None)
         for request, error in ended:
-            if not error:
-                self._lend(request)
+            if request.has_prefilled and not error:
+                self.scheduler.connector.request_finished(
+                    request, self.speculation.head_state.last_hidden(request)
+                )
             self.speculation.end(request, shared=self._shares)
             self.scheduler.release(request)
             if error:
@@ -361,8 +323,7 @@ class DecodeLoop:
             self.prefixes.keep_running(self.scheduler.running)
         self.scheduler.pause()
         self._follow(self.scheduler.schedule().events)
-        if self.lending:
-            self.lending.void()
+        self.scheduler.connector.withdraw_all()
         if self.scheduler.cache:
             self.scheduler.cache.move_down()
         self.check_idle()
@@ -381,11 +342,7 @@ class DecodeLoop:
         if self.runner:
             self.runner.abandon()
         self.speculation.forget_requests()
-        landing = self.scheduler.landings.begin_afresh() if self.scheduler.landings else ()
-        if self.lending:
-            self.lending.forget()
-        # Another process may be writing what is landing: no one else is to get that memory.
-        self.arena.forget(keeping=landing)
+        self.arena.forget(keeping=self.scheduler.connector.reset())
         if self.scheduler.cache:
             self.scheduler.cache.forget()
         if self.device.type == "cuda":
@@ -394,10 +351,8 @@ class DecodeLoop:
 
     def check_idle(self) -> None:
         """Prove, while no request runs, that memory is whole and holds prefixes alone, kept or lent."""
-        landings = self.scheduler.landings
         if self.scheduler.cache:
-            lent = self.lending.lent if self.lending else ()
-            self.scheduler.cache.check(others=[*lent, *(landings.live if landings else ())])
+            self.scheduler.cache.check(others=self.scheduler.connector.owners)
         else:
             self.arena.check_owners()
 
@@ -406,7 +361,7 @@ class DecodeLoop:
         self.close()
         self.flush()
         self._shares, self.prefixes = False, None
-        self.scheduler.lending = self.scheduler.landings = None
+        self.scheduler.connector = KVConnector()
         self.scheduler.keep_prefixes(None)
 
     def flush(self, caller: str | None = None) -> None:
@@ -445,18 +400,15 @@ class DecodeLoop:
 
     def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
         """Share computed prefixes with later requests."""
-        self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation, tuner)
+        self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation.head_state, tuner)
         self.scheduler.keep_prefixes(cache)
         self.scheduler.park = self.prefixes.keep_running
-        self.scheduler.lending = Lending(self.arena, has_head=cache.has_head)
-        self.scheduler.landings = Landings(self.arena, cache, self.scheduler)
 
     def close(self) -> None:
         """End what runs beside the loop."""
         if self.prefixes and self.prefixes.tuner:
             self.prefixes.tuner.close()
-        if self.scheduler.landings:
-            self.scheduler.landings.close()
+        self.scheduler.connector.close()
 
 
 def _refusal(fault: tuple[str, str]) -> RequestError:

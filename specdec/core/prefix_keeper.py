@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from specdec.core.batch import Ahead, ScheduledRequest
 from specdec.core.executor import Executor
+from specdec.core.head_state import HeadState
 from specdec.core.outputs import PrefixStats
 from specdec.core.request import Request
-from specdec.core.speculator import Speculation
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.cache import PrefixCache
@@ -27,21 +27,21 @@ class Prefixes:
         cache: PrefixCache,
         executor: Executor,
         arena: Arena,
-        speculation: Speculation,
+        head_state: HeadState,
         tuner: Tuner | None = None,
     ) -> None:
         self.cache, self.executor, self.arena = cache, executor, arena
-        self.speculation, self.tuner = speculation, tuner
+        self.head_state, self.tuner = head_state, tuner
 
     def note(self, rows: Sequence[ScheduledRequest]) -> None:
         """Share what prompts have been read of, and keep the states that were to be kept on the way."""
         reading = [row.request for row in rows if row.request.lease and not row.is_decode]
         # Later requests share these blocks: the head must have read as far.
-        self.speculation.read_on(reading)
+        self.head_state.read_on(reading)
         for request in reading:
             node = self._share(request, request.num_computed_tokens)
             if request.lease and request.committed:
-                hidden_1D = self.speculation.last_hidden(request)
+                hidden_1D = self.head_state.last_hidden(request)
                 self.cache.keep_chunk(request.lease, node, request.committed.state, hidden_1D)
 
     def cut(self, request: Request) -> None:
@@ -80,7 +80,7 @@ class Prefixes:
         done.sort(key=lambda left: -left.length)
         if ahead is None:
             # Later requests share these blocks: the head must have read as far.
-            read = self.speculation.read_ended([(left.request, left.skipped) for left in done])
+            read = self.head_state.read_ended([(left.request, left.skipped) for left in done])
             done = [left for left in done if left.request.number in read]
         nodes = [self._share(left.request, left.length) for left in done]
         kept = [
@@ -91,7 +91,7 @@ class Prefixes:
         accepted = [Committed(c.state, c.path[: len(c.path) - left.skipped]) for left, c, _ in kept]
         self._fold([own for own in accepted if own.path])
         for left, committed, node in kept:
-            hidden_1D = self.speculation.last_hidden(left.request) if ahead is None else None
+            hidden_1D = self.head_state.last_hidden(left.request) if ahead is None else None
             self.cache.keep(node, left.request.number, committed.state, hidden_1D)
 
     def _left(self, request: Request, ahead: Ahead | None) -> "Left":

@@ -14,7 +14,6 @@ import torch
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
-from specdec.core.lending import Lent
 from specdec.core.outputs import Delta, DraftTree, FinishReason, RequestStats, TokenLogprob
 from specdec.core.stats import Counts
 from specdec.errors import SpecdecError
@@ -92,8 +91,10 @@ class Request:
         self._cutter = Cutter()
         self.cached_tokens = 0
         """Of the prompt, which an earlier request had read."""
-        self.lent: Lent | None = None
-        """What it lends of its prompt: all but the last token, which it does not read; it chooses none."""
+        self.is_prefill_only = False
+        """Whether it prefills all but the last token of its prompt for another engine, and samples none."""
+        self.is_finite = True
+        """Whether the last hidden state of such a prefill is free of NaN and Inf."""
         self.forget_memory()
 
     def forget_memory(self) -> None:
@@ -129,13 +130,13 @@ class Request:
     def num_schedulable_tokens(self) -> int:
         """How many of the uncomputed tokens may be read in one step."""
         stop = self.lease.until_stop(self.num_computed_tokens) if self.lease else None
-        count = self.num_uncomputed_tokens - (self.lent is not None)
+        count = self.num_uncomputed_tokens - self.is_prefill_only
         return count if stop is None else min(count, stop)
 
     @property
-    def has_lent(self) -> bool:
-        """Return whether it has read all that it lends, which ends it."""
-        return self.lent is not None and self.num_uncomputed_tokens == 1
+    def has_prefilled(self) -> bool:
+        """Return whether it only prefills and has read all that it is to, which ends it."""
+        return self.is_prefill_only and self.num_uncomputed_tokens == 1
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -187,8 +188,8 @@ class Request:
                 break
         return len(self._unsent)
 
-    def end_lending(self) -> None:
-        """Note that all has been read that is lent."""
+    def end_prefill(self) -> None:
+        """End a request that only prefills."""
         self.first_token_s = time.perf_counter() - self.arrived_s
         self.finish_reason = "length"
 

@@ -20,8 +20,7 @@ from typing import Protocol
 from specdec.config.tenant import Tenant
 from specdec.core.batch import ScheduledRequest
 from specdec.core.fairness import FairQueue, Shares, by_caller
-from specdec.core.landing import Landings
-from specdec.core.lending import Lending
+from specdec.core.kv_connector import KVConnector
 from specdec.core.request import Request
 from specdec.core.work import WorkBudget
 from specdec.errors import CapacityError
@@ -109,9 +108,8 @@ class Scheduler:
         """Whether what the last pause took back is still to be computed anew; any thread may ask."""
         self._paused: list[Request] = []
         """Those that it took back."""
-        self.lending: Lending | None = None
-        self.landings: Landings | None = None
-        """What is lent to other engines, and what is fetched from them, if prefixes are kept."""
+        self.connector = KVConnector()
+        """Moves KV cache between engines, where more than one serves a prompt."""
         self._waits_for_others = False
         """Whether nothing can run before another engine has read, or written, what it is to."""
         self._last_limit = ""
@@ -141,16 +139,11 @@ class Scheduler:
         self.waiting.charge(computed)
 
     @property
-    def _is_held_for_others(self) -> bool:
-        """Return whether other engines have yet to read from memory, or to write into it."""
-        return bool((self.lending and self.lending.lent) or (self.landings and self.landings.live))
-
-    @property
     def has_work(self) -> bool:
         can_wait = self.waiting and not self._waits_for_others
-        # Those that wait to land begin in a step; behind one that is landing they begin with its end.
-        can_land = self.landings and self.landings.waiting and not (self.waiting or self.landings.live)
-        return not self.is_paused and bool(can_wait or self.running or can_land)
+        # Transfers that wait for memory get it in a step.
+        can_transfer = not self.waiting and self.connector.can_start
+        return not self.is_paused and bool(can_wait or self.running or can_transfer)
 
     def pause(self) -> None:
         """Preempt all that run, and admit none until `resume`; the order of requests stays."""
@@ -334,8 +327,8 @@ class Scheduler:
         self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
-        if request.lent and self.lending:
-            self.lending.withdraw(request.lent)
+        if request.is_prefill_only:
+            self.connector.request_preempted(request)
         self._take_back(request)
         self._events.preempted.append(request)
         self.waiting.appendleft(request)
@@ -362,7 +355,7 @@ class Scheduler:
             if not limit:
                 self._start(request, lease)
                 return True
-            self._waits_for_others = not self.running and self._is_held_for_others
+            self._waits_for_others = not self.running and bool(self.connector.owners)
             if not self.running and not self._waits_for_others:
                 self._refuse(request, limit)
                 return False

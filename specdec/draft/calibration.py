@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, repeat
 
 from specdec.draft.proposal import Proposal
+from specdec.kernels.tree.row import siblings
 
 LOWEST, HIGHEST = 0.001, 0.999
 """No guess is hopeless, and none is certain."""
@@ -53,24 +55,14 @@ class Calibrator:
         """Go on from a copy of what was observed once."""
         self.tallies = [[replace(tally) for tally in row] for row in tallies]
 
-    def calibrated(self, belief: float, depth: int, rank: int) -> float:
-        """Return the probability that a node is accepted given that its parent is."""
-        return min(max(belief * self._tally(depth, rank).ratio(self.prior), LOWEST), HIGHEST)
-
     def siblings(self, beliefs: Sequence[float], depth: int) -> list[float]:
-        """Return the probabilities of the children of one node, given by descending belief.
+        """Return the probabilities of one node's children, given by descending belief.
 
-        At most one of them is accepted, so they sum to at most 1; and their order stays, so that the rank by
-        score under which a node is observed is the rank under which it was calibrated.
+        Their order stays, so that the rank by score under which a node is observed is the rank under which
+        it was calibrated.
         """
-        probabilities: list[float] = []
-        bound, total = HIGHEST, 0.0
-        for rank, belief in enumerate(beliefs):
-            bound = min(bound, self.calibrated(belief, depth, rank))
-            probabilities.append(bound)
-            # One after the other, as a device adds: some Pythons' `sum` rounds otherwise.
-            total += bound
-        return probabilities if total <= 1 else [p / total for p in probabilities]
+        gains = (self._tally(depth, rank).ratio(self.prior) for rank in count())
+        return siblings(beliefs, gains, repeat(LOWEST), repeat(HIGHEST))
 
     def table(self) -> list[list[list[float]]]:
         """Return by depth and rank what a belief is multiplied by, and the bounds of the product.
@@ -85,10 +77,10 @@ class Calibrator:
 
         Nodes whose parent was rejected say nothing: what they were guessed to follow never came.
         """
-        reached = {-1, *accepted_nodes}
-        depths, ranks = proposal.depths, proposal.ranks
-        for node, parent in enumerate(proposal.parents):
-            if parent in reached:
+        reached = {0, *accepted_nodes}
+        depths, ranks, parents = proposal.tree.depths, proposal.ranks, proposal.tree.parents
+        for node in range(1, len(parents)):
+            if parents[node] in reached:
                 self._tally(depths[node], ranks[node]).add(
                     _belief(proposal, node), node in reached, self.fade
                 )
@@ -120,6 +112,5 @@ def _belief(proposal: Proposal, node: int) -> float:
     """Return what its drafter believed of a node; where it did not say, what the scores imply."""
     if proposal.beliefs:
         return proposal.beliefs[node]
-    parent = proposal.parents[node]
-    above = proposal.scores[parent] if parent >= 0 else 1.0
+    above = proposal.scores[proposal.tree.parents[node]]
     return proposal.scores[node] / above if above else 0.0

@@ -5,12 +5,14 @@ from heapq import heappop, heappush
 
 from specdec.draft.calibration import Calibrator
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.tree import TokenTree
 
 Believe = Callable[[Sequence[int], int], list[float]]
 """From how often each token followed, the latest first, and the length of the match: each one's chance."""
 
 
 def grow_tree(
+    root: int,
     continuations: Sequence[Sequence[int]],
     *,
     matched: int,
@@ -27,11 +29,7 @@ def grow_tree(
     of them are other requests' outputs: a node that only these pass is marked.
     """
     num_own = len(continuations) - shared
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
-    beliefs: list[float] = []
-    found: list[bool] = []
+    tokens, parents, scores, beliefs, found, depths = [root], [-1], [1.0], [1.0], [False], [0]
     # Of equal scores the one met first is taken: the serial number, unique, decides before the rest is read.
     heap: list[tuple[float, int, int, int, float, Sequence[int]]] = []
     serial = 0
@@ -52,16 +50,15 @@ def grow_tree(
             heappush(heap, (-score * probability, serial, node, token, belief, followers[token]))
             serial += 1
 
-    depths: list[int] = []
-    open_node(-1, 1.0, 0, range(len(continuations)))
-    while heap and len(tokens) < shape.num_draft_tokens - 1:
+    open_node(0, 1.0, 0, range(len(continuations)))
+    while heap and len(tokens) < shape.num_draft_tokens:
         negative, _, parent, token, belief, passing = heappop(heap)
         tokens.append(token)
         parents.append(parent)
         scores.append(-negative)
         beliefs.append(belief)
         found.append(passing[0] >= num_own)
-        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        depths.append(depths[parent] + 1)
         open_node(len(tokens) - 1, -negative, depths[-1], passing)
-    marked = tuple(found) if shared else ()
-    return Proposal(tuple(tokens), tuple(parents), tuple(scores), tuple(beliefs), marked)
+    tree, marked = TokenTree(tuple(tokens), tuple(parents)), tuple(found) if shared else ()
+    return Proposal(tree, tuple(scores), tuple(beliefs), marked)

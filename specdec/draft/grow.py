@@ -5,33 +5,30 @@ from itertools import pairwise
 
 from specdec.draft.calibration import Calibrator
 from specdec.draft.proposal import Proposal, Shape
-
-ROOT = -1
+from specdec.state_slots.tree import TokenTree
 
 
 class Grower:
     """The draft tree of one row while a model grows it.
 
-    While there is a `frontier`, the model says what may follow each of its nodes (`add`), the root being
-    node -1. When the last of them has been told, the best `topk` nodes of the new level by cumulative score
-    are the next frontier. `finish` keeps the best nodes of all levels; it may be called at any level.
+    While there is a `frontier`, the model says what may follow each of its nodes (`add`), at first the root.
+    When the last of them has been expanded, the best `topk` nodes of the new level by cumulative score are
+    the next frontier. `finish` keeps the best nodes of all levels; it may be called at any level.
 
     With a calibrator, cumulative scores are made of calibrated probabilities.
     """
 
-    def __init__(self, shape: Shape, calibrator: Calibrator | None = None) -> None:
+    def __init__(self, root: int, shape: Shape, calibrator: Calibrator | None = None) -> None:
         self.shape = shape
         self.calibrator = calibrator
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.scores: list[float] = []
-        self.beliefs: list[float] = []
+        self.tokens, self.parents = [root], [-1]
+        self.scores, self.beliefs = [1.0], [1.0]
         self.depth = 0
         """How many levels are complete: the frontier's depth."""
-        self.frontier: list[int] = [ROOT]
+        self.frontier: list[int] = [0]
         """The nodes to expand next; replaced, never changed in place. Empty: grown as deep as asked."""
-        self._waiting = {ROOT}
-        self._level_start = 0
+        self._waiting = {0}
+        self._level_start = 1
 
     def add(self, node: int, tokens: Sequence[int], probabilities: Sequence[float]) -> None:
         """Give a node of the frontier its children, likeliest first; those beyond `topk` are left out.
@@ -43,7 +40,7 @@ class Grower:
         assert len(tokens) == len(probabilities) and all(0 <= p <= 1.001 for p in probabilities[:topk])
         assert all(first >= second for first, second in pairwise(beliefs))
         self._waiting.remove(node)
-        above = self.scores[node] if node != ROOT else 1.0
+        above = self.scores[node]
         chances = self.calibrator.siblings(beliefs, self.depth + 1) if self.calibrator else beliefs
         for token, chance, belief in zip(tokens[:topk], chances, beliefs, strict=True):
             self.tokens.append(int(token))
@@ -63,6 +60,7 @@ class Grower:
         self._waiting = set(self.frontier)
 
     def finish(self) -> Proposal:
-        """Return the best nodes, as many as are verified beside the root."""
-        grown = Proposal(tuple(self.tokens), tuple(self.parents), tuple(self.scores), tuple(self.beliefs))
-        return grown.best(self.shape.num_draft_tokens - 1)
+        """Return the best nodes, as many as are verified."""
+        tree = TokenTree(tuple(self.tokens), tuple(self.parents))
+        grown = Proposal(tree, tuple(self.scores), tuple(self.beliefs))
+        return grown.best(self.shape.num_draft_tokens)

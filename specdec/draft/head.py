@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
-from specdec.draft.grow import ROOT, Grower
+from specdec.draft.grow import Grower
 from specdec.draft.levels import Growth, Rank, expand
 from specdec.draft.proposal import Proposal
 from specdec.kernels.sampling.rules import Rules
@@ -96,7 +96,7 @@ class HeadGrowth(Growth):
 
     root_D: Tensor
     """The hidden state that is read with the root token."""
-    ran: list[int] = field(default_factory=lambda: [ROOT])
+    ran: list[int] = field(default_factory=lambda: [0])
 
 
 class HeadDrafter:
@@ -205,12 +205,15 @@ class HeadDrafter:
             if growing[0].grower.depth > 0:
                 self._run(growing)
             expand(growing, self.head.logits, self.rank)
-        return [growth.grower.finish() if growth else Proposal.EMPTY for growth in grown]
+        return [
+            growth.grower.finish() if growth else Proposal.bare(want.tokens[-1])
+            for want, growth in zip(wants, grown, strict=True)
+        ]
 
     def _begin(self, want: Want, root_D: Tensor, after_D: Tensor) -> HeadGrowth:
         assert want.shape
-        grower = Grower(want.shape, self.calibrator)
-        return HeadGrowth(want=want, grower=grower, after={ROOT: after_D}, root_D=root_D)
+        grower = Grower(want.tokens[-1], want.shape, self.calibrator)
+        return HeadGrowth(want=want, grower=grower, after={0: after_D}, root_D=root_D)
 
     def _catch_up(self, wants: Sequence[Want], *, keep: int = 0) -> list[tuple[Tensor, Tensor] | None]:
         """Read each sequence up to its root; return the last hidden state read there and the head's own.
@@ -246,7 +249,7 @@ class HeadDrafter:
                 self._row(TokenTree.chain(want.tokens[-1:]), len(want.tokens) - 1, want) for want in wants
             ]
             window = build_window(rows, 1, self.device)
-            after_BD = torch.stack([chain.after[ROOT] for chain in alike])
+            after_BD = torch.stack([chain.after[0] for chain in alike])
             asked = how.rules(wants, self.device)
             guesses = how.unrolled(window, self.arena, after_BD, *asked, levels)
             for chain, *guessed in zip(alike, *(part_BL.tolist() for part_BL in guesses), strict=True):
@@ -261,14 +264,13 @@ class HeadDrafter:
             draft.ran += grower.frontier
             ran = draft.ran if draft.grower.shape.topk > 1 else draft.ran[-1:]
             place = {node: i for i, node in enumerate(ran)}
-            root = draft.want.tokens[-1]
             tree = TokenTree(
-                tuple(root if node == ROOT else grower.tokens[node] for node in ran),
+                tuple(grower.tokens[node] for node in ran),
                 tuple(-1 if i == 0 else place[grower.parents[node]] for i, node in enumerate(ran)),
             )
             skipped = len(draft.ran) - len(ran)
             rows.append(self._row(tree, start + skipped, draft.want))
-            own = [draft.root_D if node == ROOT else draft.after[grower.parents[node]] for node in ran]
+            own = [draft.after[grower.parents[node]] if node else draft.root_D for node in ran]
             inputs.append(torch.stack(own))
             nodes.append(ran)
         for draft, ran, out_MD in zip(drafts, nodes, self._forward(rows, inputs), strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.draft.drafter import Want
-from specdec.draft.grow import ROOT, Grower
+from specdec.draft.grow import Grower
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Growth:
 
     def path(self, node: int) -> tuple[int, ...]:
         tokens: list[int] = []
-        while node != ROOT:
+        while node:
             tokens.append(self.grower.tokens[node])
             node = self.grower.parents[node]
         return tuple(reversed(tokens))

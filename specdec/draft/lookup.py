@@ -46,7 +46,7 @@ class Lookup:
         """Propose what may follow each sequence; a long text is indexed over several steps before that."""
         found, spare = [], MOST_INDEXED
         for want in wants:
-            proposal = Proposal.EMPTY
+            proposal = Proposal.bare(want.tokens[-1])
             if want.shape:
                 spare -= self._feed(want, spare)
                 if self._fed.get(want.key) == len(want.tokens):

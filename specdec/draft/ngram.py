@@ -62,6 +62,7 @@ class NgramDrafter:
         context = text.tokens[-text.depth :]
         length, places = text.search(context, most=1 if shape.topk == 1 else MAX_PLACES)
         return grow_tree(
+            context[-1],
             [text.continuation(place, shape.num_steps) for place in places],
             matched=length,
             shape=shape,

@@ -350,18 +350,18 @@ class Policy:
 
     def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Keep what is worth verifying: the best nodes of each row, in few widths."""
-        if not self.adaptive or not any(map(len, proposals)):
+        if not self.adaptive or not any(own.num_drafted for own in proposals):
             self._drafted = self._drafted if self._drafted >= REFRESH else 0
             return list(proposals)
         plan = self.current
         sums = [[0.0] if i == plan.probed_row else gains(p) for i, p in enumerate(proposals)]
         widths = self._best_cut(batch, sums).widths
         if not any(widths) and (plan.probe or self.probe_budget.is_open):
-            most, plan.tries = min(max(map(len, proposals)), 3), True
+            most, plan.tries = min(max(own.num_drafted for own in proposals), 3), True
             (tried,) = highest([own[min(most, len(own) - 1)] for own in sums], 1)
             widths = tuple(most * (i == tried) for i in range(len(sums)))
         self._drafted = self._drafted + 1 if any(widths) else 0
-        return [own.best(width) for own, width in zip(proposals, widths, strict=True)]
+        return [own.best(1 + width) for own, width in zip(proposals, widths, strict=True)]
 
     def _best_cut(self, batch: Batch, sums: Sequence[Sequence[float]]) -> Cut:
         """Return how many of its best nodes each row should verify."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Memory, Stateless, Want
-from specdec.draft.grow import ROOT, Grower
+from specdec.draft.grow import Grower
 from specdec.draft.levels import Growth, Rank, expand
 from specdec.draft.proposal import Proposal
 from specdec.state_slots.arena import Arena
@@ -46,10 +46,9 @@ class Continuation(Growth):
 
     def row(self) -> Row:
         """Read the token that the chain ends with."""
-        (node,), depth, tokens = self.grower.frontier, self.grower.depth, self.want.tokens
-        token = tokens[-1] if node == ROOT else self.grower.tokens[node]
-        length = len(tokens) - 1 + depth
-        return Row(TokenTree.chain([token]), length, self.memory.table_N, self.held.state, self.held.path)
+        (node,), length = self.grower.frontier, len(self.want.tokens) - 1 + self.grower.depth
+        tree = TokenTree.chain([self.grower.tokens[node]])
+        return Row(tree, length, self.memory.table_N, self.held.state, self.held.path)
 
 
 class RoundedDrafter(Stateless):
@@ -71,7 +70,10 @@ class RoundedDrafter(Stateless):
         for draft in drafts:
             if self.arena.layout.states:
                 self.arena.release_state(draft.want.key, draft.held.state)
-        return [growth.grower.finish() if growth else Proposal.EMPTY for growth in grown]
+        return [
+            growth.grower.finish() if growth else Proposal.bare(want.tokens[-1])
+            for want, growth in zip(wants, grown, strict=True)
+        ]
 
     def _begin(self, want: Want) -> Continuation | None:
         """Copy a sequence's state, if it has one."""
@@ -85,7 +87,7 @@ class RoundedDrafter(Stateless):
                 return None
             held = replace(committed, state=slots[0])
             self.arena.state_bytes_X(held.state).copy_(self.arena.state_bytes_X(committed.state))
-        grower = Grower(want.shape, self.calibrator)
+        grower = Grower(want.tokens[-1], want.shape, self.calibrator)
         return Continuation(want=want, grower=grower, memory=want.memory, held=held)
 
     def _run(self, drafts: Sequence[Continuation]) -> None:

@@ -89,6 +89,7 @@ class SuffixDrafter:
         num_steps = min(shape.num_steps, max(int(self.length_factor * matched), 1))
         longest = [(text, places) for text, length, places in found if length == matched]
         return grow_tree(
+            context[-1],
             [text.continuation(place, num_steps) for text, places in longest for place in places],
             matched=matched,
             shape=shape,

@@ -126,7 +126,7 @@ def _cut(widths: Sequence[int], tokens: float, curve: Callable[[int], Curve]) ->
 
 def gains(proposal: Proposal) -> list[float]:
     """Return how many tokens the best 0, 1, 2 … nodes are expected to bring."""
-    return list(accumulate(sorted(proposal.scores, reverse=True), initial=0.0))
+    return list(accumulate(sorted(proposal.scores[1:], reverse=True), initial=0.0))
 
 
 def highest(values: Sequence[float], count: int) -> set[int]:

@@ -19,12 +19,12 @@ from specdec.core.outputs import Completion, Delta, EngineStats, collect
 from specdec.core.request import Emit, Request
 from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limits
 from specdec.core.thinking import ThinkingMarks, ThinkingTerms
+from specdec.engine.kv_transfer import build_connected
 from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.engine.thread import Worker
 from specdec.engine.transfers import Transfers
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.models.folder import find_models
-from specdec.setup.build import build
 from specdec.setup.capabilities import check_request
 from specdec.text.grammar.compiler import Grammars
 from specdec.text.grammar.guide import Form
@@ -45,7 +45,7 @@ class SpecEngine:
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None, **fields: object) -> None:
         self.config = EngineConfig.of(config, fields)
-        self._worker = Worker(partial(build, *find_models(model, self.config)))
+        self._worker = Worker(partial(build_connected, *find_models(model, self.config)))
         self.model = self._worker.model
         self.tokenizer = self.model.tokenizer
         self.transfers = Transfers(self._worker, self.model)

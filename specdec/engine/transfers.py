@@ -10,10 +10,10 @@ from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import Tenant
-from specdec.core.landing import Landing, Landings
-from specdec.core.lending import Lending, Lent
 from specdec.core.outputs import Delta, RequestStats
 from specdec.core.terms import Prepared
+from specdec.engine.kv_transfer import KVTransfer, Lent
+from specdec.engine.landing import Landing
 from specdec.engine.thread import Worker
 from specdec.errors import ConfigError, EngineError, SpecdecError
 from specdec.setup.build import Model
@@ -51,7 +51,7 @@ class Transfers:
 
         Of the prompt's parameters only the tenant counts. `on_change` is called in the engine's thread.
         """
-        lending = self._lending()
+        transfer = self._transfer()
         lent, done = Lent(len(prepared.ids) - 1, on_change), Future[Lent]()
 
         def emit(item: Delta | SpecdecError) -> None:
@@ -59,7 +59,7 @@ class Transfers:
                 loan.stats = item.stats
                 done.set_result(lent)
                 return
-            lending.give_back(lent)
+            transfer.give_back(number)
             ended = EngineError("This prompt is not wanted any more.")
             done.set_exception(item if isinstance(item, SpecdecError) else ended)
 
@@ -70,14 +70,15 @@ class Transfers:
                 seed=0,
                 emit=emit,
                 tenant=prepared.terms.tenant,
-                lent=lent,
+                prefill_only=True,
             )
             number = request.number
+            transfer.lend(number, lent)
 
             def give_back() -> None:
                 self._worker.cancel([number])
                 with contextlib.suppress(EngineError):  # an engine that has ended holds nothing
-                    self._worker.between_steps(lambda: lending.give_back(lent))
+                    self._worker.between_steps(lambda: transfer.give_back(number))
 
             loan = Loan(lent, done, give_back)
             self._worker.submit([request])
@@ -92,7 +93,7 @@ class Transfers:
 
         Until there is memory the future can be cancelled. What it gives has to be landed or dropped.
         """
-        landings, found = self._landings(), Future[Landing | None]()
+        landings, found = self._transfer().landings, Future[Landing | None]()
 
         def tell(begun: "Future[None]") -> None:
             if (error := begun.exception()) and not found.done() and found.set_running_or_notify_cancel():
@@ -105,7 +106,9 @@ class Transfers:
         self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None
     ) -> "Future[bool]":
         """Keep what has come as a cached prefix, after `seconds`; return whether it could be."""
-        return self._worker.between_steps(lambda: self._landings().land(landing, hidden_1D, seconds=seconds))
+        return self._worker.between_steps(
+            lambda: self._transfer().landings.land(landing, hidden_1D, seconds=seconds)
+        )
 
     def sums(self, blocks: Sequence[int], state: int | None) -> list[int]:
         """Add up the 64-bit words of blocks and of a state, each by itself: what a copy of them is known by.
@@ -118,7 +121,7 @@ class Transfers:
 
     def look(self, work: Callable[[PrefixCache], T]) -> "Future[T]":
         """Inspect the cache between two steps."""
-        return self._worker.between_steps(lambda: work(self._landings().cache))
+        return self._worker.between_steps(lambda: work(self._transfer().cache))
 
     def fits(self, hidden_1D: Tensor) -> bool:
         """Return whether the draft head can read a hidden state; another size or type fails whole steps."""
@@ -127,31 +130,23 @@ class Transfers:
 
     def drop(self, landing: Landing) -> "Future[None]":
         """Give a landing's memory back, into which nothing writes any more."""
-        return self._worker.between_steps(lambda: self._landings().drop(landing))
+        return self._worker.between_steps(lambda: self._transfer().landings.drop(landing))
 
     def _cached(self, prepared: Prepared) -> int:
-        cache = self._landings().cache
+        cache = self._transfer().cache
         lease = cache.lease(prepared.ids, prepared.terms.tenant)
         cache.leave(lease)
         return lease.length
 
-    def _lending(self) -> Lending:
-        if self._model.loop.lending is None:
-            raise _no_cache()
-        return self._model.loop.lending
-
-    def _landings(self) -> Landings:
-        if self._model.loop.scheduler.landings is None:
-            raise _no_cache()
-        return self._model.loop.scheduler.landings
+    def _transfer(self) -> KVTransfer:
+        connector = self._model.loop.scheduler.connector
+        if not isinstance(connector, KVTransfer):
+            raise ConfigError(
+                "prefix_cache: what is read for another engine is a prefix that is kept; switch it on.",
+                field="prefix_cache",
+            )
+        return connector
 
 
 def _sum(bytes_X: Tensor) -> int:
     return int(bytes_X.view(torch.int64).sum())
-
-
-def _no_cache() -> ConfigError:
-    return ConfigError(
-        "prefix_cache: what is read for another engine is a prefix that is kept; switch it on.",
-        field="prefix_cache",
-    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from specdec.config.tenant import Tenant
-from specdec.core.landing import Landing
+from specdec.engine.landing import Landing
 from specdec.engine.transfers import Transfers
 from specdec.errors import ConfigError, EngineError
 from specdec.reach.allowed import Endpoint

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from specdec.core.lending import Lent
+from specdec.engine.kv_transfer import Lent
 from specdec.engine.transfers import Loan
 from specdec.reach.lease import Lease
 from specdec.reach.messages import Ask, AskSums, Beat, Close, Live, Opened

@@ -24,7 +24,7 @@ from specdec.core.engine_core import EngineCore
 from specdec.core.executor import LocalExecutor
 from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.draft.head import Head
 from specdec.draft.policy import Policy
 from specdec.draft.rounded import Copy

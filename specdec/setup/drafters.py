@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specdec.config.drafters import DRAFTER_OPTIONS
 from specdec.config.engine import EngineConfig
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.draft.drafter import Drafter
 from specdec.draft.head import Head, HeadDrafter, Straight
 from specdec.draft.lookup import Lookup

@@ -42,7 +42,7 @@ class Filler(Stateless):
     def _chain(self, want: Want) -> Proposal:
         count = want.shape.num_steps if want.shape else 0
         tokens = [(want.tokens[-1] + STRIDE * i) % self.vocab for i in range(1, count + 1)]
-        return Proposal.chain(tokens, [0.5] * count)
+        return Proposal.chain(want.tokens[-1], tokens, [0.5] * count)
 
 
 def warm_up(core: EngineCore) -> None:
@@ -77,7 +77,7 @@ def warm_up(core: EngineCore) -> None:
     if request:
         _end(core, request)
     speculation.draft_by(drafters, policy)
-    speculation.forget_experience()
+    speculation.recall(None)
     core.loop.reset_counts()
     costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
     logger.info("a step of one row takes, in ms by width: %s", costs)

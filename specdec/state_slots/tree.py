@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import lt
 
+from specdec.kernels.tree import row
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
@@ -16,6 +18,7 @@ class TokenTree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents)
         assert self.parents[0] == -1 and min(self.parents[1:], default=0) >= 0
         assert all(map(lt, self.parents, range(len(self)))), "a parent comes first"
 
@@ -32,19 +35,19 @@ class TokenTree:
         return self.parents == tuple(range(-1, len(self) - 1))
 
     @property
-    def depths(self) -> tuple[int, ...]:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return tuple(depths)
+    def depths(self) -> list[int]:
+        return row.depths(self.parents)
 
-    @property
-    def ancestor_masks(self) -> tuple[int, ...]:
-        """Bit j of entry i is set when node j is an ancestor of i, or i itself."""
-        masks: list[int] = []
-        for i, parent in enumerate(self.parents):
-            masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
-        return tuple(masks)
+    def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the nodes that a text passes from the root on, both included, as far as drafted."""
+        children = {edge: i for i, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
+        nodes = [0]
+        for token in tokens:
+            node = children.get((nodes[-1], token))
+            if node is None:
+                break
+            nodes.append(node)
+        return tuple(nodes)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes from the root to `node`, both included."""
@@ -53,16 +56,3 @@ class TokenTree:
             nodes.append(node)
             node = self.parents[node]
         return tuple(reversed(nodes))
-
-    def taps(self, width: int) -> tuple[tuple[int, ...], ...]:
-        """Return, per node, where a convolution of `width` finds its inputs, oldest first.
-
-        Indices count the width-1 inputs before the window and then the window's own, so that a path which
-        leaves the tree at its root goes on into what came before.
-        """
-        before = width - 1
-        taps: list[tuple[int, ...]] = []
-        for i, parent in enumerate(self.parents):
-            above = taps[parent][1:] if parent >= 0 else tuple(range(before))
-            taps.append((*above, before + i))
-        return tuple(taps)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.kernels.group import Group, RecordIds
+from specdec.kernels.tree.row import ancestor_masks, taps
 from specdec.state_slots.tree import TokenTree
 
 RecordSlot = tuple[int, int]
@@ -102,7 +103,7 @@ def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.devic
         record=_records([row.records or () for row in rows], device) if recorded else None,
         snapshot_BM=_ids([row.snapshots for row in rows], device) if whole else None,
         ancestors_BMM=None if chains else _ancestors(trees, device),
-        tap_BMC=None if chains else _ids([tree.taps(conv_width) for tree in trees], device),
+        tap_BMC=None if chains else _ids([taps(tree.parents, conv_width) for tree in trees], device),
         table_BN=_tables([row.table_N for row in rows]).to(device),
         length_B=_ids(lengths, device),
         max_length=max(lengths),
@@ -134,7 +135,7 @@ def _records(slots: Sequence[Sequence[RecordSlot]], device: torch.device) -> Rec
 
 def _ancestors(trees: Sequence[TokenTree], device: torch.device) -> Tensor:
     """Unpack the trees' masks, eight bytes each, into booleans."""
-    packed = b"".join(mask.to_bytes(8, "little") for tree in trees for mask in tree.ancestor_masks)
+    packed = b"".join(mask.to_bytes(8, "little") for tree in trees for mask in ancestor_masks(tree.parents))
     bytes_BM8 = torch.frombuffer(bytearray(packed), dtype=torch.uint8).view(len(trees), -1, 8)
     bits_BM88 = bytes_BM8[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits_BM88.flatten(2)[..., : len(trees[0])].bool().to(device)

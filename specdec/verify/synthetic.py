@@ -5,7 +5,7 @@ Only for benchmarks. The text is no longer the model's, and every output that co
 
 from collections.abc import Sequence
 
-from specdec.kernels.tree.reference import accept_row
+from specdec.kernels.tree import row
 from specdec.state_slots.tree import TokenTree
 
 
@@ -26,5 +26,5 @@ def accept_at_rates(
 
     `position` is that of the token chosen at the root. The bonus token is still the target's choice.
     """
-    own, tokens = accept_row(chosen, tree.tokens, tree.parents, rates, seed=seed, position=position)
+    own, tokens = row.accept_at_rates(chosen, tree.tokens, tree.parents, rates, seed=seed, position=position)
     return own, TokenTree(tuple(tokens), tree.parents)

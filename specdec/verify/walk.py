@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.kernels.tree.reference import walk_row
+from specdec.kernels.tree import row
 from specdec.state_slots.tree import TokenTree
 
 
@@ -17,5 +17,5 @@ class AcceptedPath:
 
 def walk(chosen: Sequence[int], tree: TokenTree) -> AcceptedPath:
     """Follow the chosen token to the child that drafted it, from the root on, until no child did."""
-    nodes = walk_row(chosen, tree.tokens, tree.parents)
+    nodes = row.walk(chosen, tree.tokens, tree.parents)
     return AcceptedPath(tuple(nodes), tuple(chosen[node] for node in nodes))

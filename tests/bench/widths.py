@@ -22,13 +22,13 @@ def drafts_at(engine: SpecEngine, temperature: float) -> list[Draft]:
 
     def note(report: StepReport) -> None:
         for row, path in zip(report.result.rows, report.result.paths, strict=True):
-            asked = speculation._drafted.get(row.request.number)
-            if row.is_drafted and asked and len(asked.merged) == DEPTH:
+            asked = speculation.acceptance._drafted.get(row.request.number)
+            if row.is_drafted and asked and asked.merged.num_drafted == DEPTH:
                 kept.append((asked.merged, len(path.nodes) - 1))
 
     prompts = [prompt.text for prompt in bundled() if prompt.text][:48]
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
-    speculation.forget_experience()
+    speculation.recall(None)
     engine.generate(prompts, params)
     engine.model.loop.observers.append(note)
     engine.generate(prompts, params)

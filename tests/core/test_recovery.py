@@ -75,13 +75,13 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
         case "committed in part":
             return loop.speculation.backing, "promote", 3
         case "learnt":
-            return loop.speculation, "learn", 4
+            return loop.speculation.acceptance, "learn", 4
         case "said in part":
             return loop, "_emit", 3
         case "ended":
             return loop.speculation, "end", 1
         case "forgotten":
-            return loop.speculation.records, "end", 1
+            return loop.speculation.acceptance, "end", 1
         case "inside the arena":
             return loop.arena._blocks, "_file", 3
         case "noted":
@@ -180,7 +180,7 @@ def settled(engine: SpecEngine) -> None:
     loop = engine.model.loop
     loop.check_idle()
     speculation = loop.speculation
-    assert not (len(speculation.records) or speculation._told or speculation._skips_draft)
+    assert not (len(speculation.acceptance) or speculation._told or speculation._skips_draft)
     for drafter in speculation.drafters[:1]:
         assert not drafter._fed and not len(drafter.index)
     assert loop.runner is None or not loop.runner.batch.held

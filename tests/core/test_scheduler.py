@@ -17,7 +17,7 @@ from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import Delta
 from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Scheduler
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.draft.policy import Policy
 from specdec.draft.proposal import Shape
 from specdec.errors import CapacityError, SpecdecError

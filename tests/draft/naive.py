@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.tree import TokenTree
 
 END = -1
 
@@ -20,7 +21,7 @@ class Candidate:
 
 def tokens(vocabulary: int = 3, max_size: int = 60) -> st.SearchStrategy[list[int]]:
     """Draw texts over few tokens, so that contexts come again."""
-    return st.lists(st.integers(0, vocabulary - 1), max_size=max_size)
+    return st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=max_size)
 
 
 @st.composite
@@ -33,19 +34,20 @@ def proposals(draw: st.DrawFn, vocabulary: int = 4, max_size: int = 12) -> Propo
     """Draw trees whose scores often tie."""
     edges: dict[tuple[int, int], float] = {}
     for _ in range(draw(st.integers(0, max_size))):
-        edge = (draw(st.integers(-1, len(edges) - 1)), draw(st.integers(0, vocabulary - 1)))
+        edge = (draw(st.integers(0, len(edges))), draw(st.integers(0, vocabulary - 1)))
         edges.setdefault(edge, draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])))
-    scores: list[float] = []
+    scores = [1.0]
     for (parent, _), chance in edges.items():
-        scores.append(chance * (scores[parent] if parent >= 0 else 1.0))
-    return Proposal(tuple(token for _, token in edges), tuple(parent for parent, _ in edges), tuple(scores))
+        scores.append(chance * scores[parent])
+    tree = TokenTree((0, *(token for _, token in edges)), (-1, *(parent for parent, _ in edges)))
+    return Proposal(tree, tuple(scores))
 
 
 def paths(proposal: Proposal) -> list[tuple[int, ...]]:
-    """Return the tokens from the root's child to each node."""
-    found: list[tuple[int, ...]] = []
-    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
-        found.append(((*found[parent], token)) if parent >= 0 else (token,))
+    """Return the tokens from the root's child to each node; none for the root."""
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in list(zip(proposal.tree.tokens, proposal.tree.parents, strict=True))[1:]:
+        found.append((*found[parent], token))
     return found
 
 

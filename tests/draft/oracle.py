@@ -6,6 +6,7 @@ from random import Random
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Stateless, Want
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.tree import TokenTree
 
 DECAY = 0.9
 """A node's score over its parent's."""
@@ -26,38 +27,36 @@ class Oracle(Stateless):
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
         """Propose for each sequence; one that is no known text gets decoys only."""
-        return [self._propose(w.tokens, w.shape) if w.shape else Proposal.EMPTY for w in wants]
+        return [self._propose(w.tokens, w.shape) if w.shape else Proposal.bare(w.tokens[-1]) for w in wants]
 
     def _propose(self, said: Sequence[int], shape: Shape) -> Proposal:
         said = tuple(said)
         rng = Random(repr(said[-6:]) + str(len(said)))
         if rng.random() < SILENT:
-            return Proposal.EMPTY
+            return Proposal.bare(said[-1])
         known = next((text for text in self.texts if text[: len(said)] == said), ())
         truth = known[len(said) : len(said) + shape.num_steps]
-        tokens: list[int] = []
-        parents: list[int] = []
-        scores: list[float] = []
-        level, spine = [-1], -1
+        tokens, parents, scores = [said[-1]], [-1], [1.0]
+        level, spine = [0], 0
         for depth in range(shape.num_steps):
             right = truth[depth] if depth < len(truth) and rng.random() < self.rate else None
             below: list[int] = []
             on_spine = None
             for parent in level:
-                if len(tokens) >= shape.num_draft_tokens - 1:
+                if len(tokens) >= shape.num_draft_tokens:
                     break
                 children = rng.sample(range(self.vocab), shape.topk if parent == spine else 1)
                 if parent == spine and right is not None and right not in children:
                     children[rng.randrange(len(children))] = right
-                for token in children[: shape.num_draft_tokens - 1 - len(tokens)]:
+                for token in children[: shape.num_draft_tokens - len(tokens)]:
                     if parent == spine and token == right:
                         on_spine = len(tokens)
                     below.append(len(tokens))
-                    scores.append((scores[parent] if parent >= 0 else 1.0) * DECAY)
+                    scores.append(scores[parent] * DECAY)
                     tokens.append(token)
                     parents.append(parent)
             # A spoilt spine goes on below its last node, which no text reaches.
             spine = on_spine if on_spine is not None else (below[-1] if below else spine)
             others = [node for node in below if node != spine][: shape.topk - 1]
             level = sorted([spine, *others]) if below else []
-        return Proposal(tuple(tokens), tuple(parents), tuple(scores))
+        return Proposal(TokenTree(tuple(tokens), tuple(parents)), tuple(scores))

@@ -98,7 +98,7 @@ class World:
         """Let a look-up find a chain with these scores for every row, in every step that asks it."""
         self.grows, self.noise = grows, noise
         self.policy, self.costs, self.rate = policy, costs, rate
-        self.found = None if found is None else Proposal.chain([0] * len(found), found)
+        self.found = None if found is None else Proposal.chain(0, [0] * len(found), found)
         self.rng, self.calibrator = Random(seed), Calibrator()
         self.track = TrackRecord()
         self.tracks: list[TrackRecord] = []
@@ -134,7 +134,7 @@ class World:
         found: list[Proposal] = []
 
         def look_up() -> Sequence[Proposal]:
-            found.extend([self.found or Proposal.EMPTY] * rows)
+            found.extend([self.found or Proposal.bare(0)] * rows)
             return found
 
         looks = look_up if self.found else None
@@ -143,10 +143,10 @@ class World:
         if asked := [shape for shape in shapes if shape]:
             draft_ms = self._jitter(self.costs.draft(asked[0]))
             self.policy.observe_draft(asked[0], len(asked), draft_ms)
-        looked_up = found[0] if found else Proposal.EMPTY
+        looked_up = found[0] if found else Proposal.bare(0)
         proposals = [self._draft(shape) if shape else looked_up for shape in shapes]
         kept = self.policy.cut(batch, proposals)
-        width = rows + sum(map(len, kept))
+        width = sum(len(own.tree) for own in kept)
         verify_ms = self._jitter(self.costs.verify(width))
         gained = 0
         for row, (shape, proposal, own) in enumerate(zip(shapes, proposals, kept, strict=True)):
@@ -154,12 +154,12 @@ class World:
             outcome.tokens += len(emitted)
             gained += len(emitted) - 1
             outcome.asked[shape.num_steps if shape else 0] += 1
-            outcome.verified[row] += len(own)
+            outcome.verified[row] += own.num_drafted
             if shape:
-                nodes = proposal.follow(emitted)
+                nodes = proposal.tree.follow(emitted)
                 self.calibrator.observe(proposal.above(len(emitted)), nodes)
-                depth = min(max(proposal.depths, default=0), len(emitted))
-                self.tracks[row].observe(shape, depth, len(nodes))
+                depth = min(max(proposal.tree.depths), len(emitted))
+                self.tracks[row].observe(shape, depth, len(nodes) - 1)
         self.policy.observe_step(rows, width, verify_ms, gained, plan_ms + draft_ms)
         outcome.total_ms += plan_ms + draft_ms + verify_ms
         wider_ms = self.costs.verify(width) - self.costs.verify(rows)
@@ -173,7 +173,7 @@ class World:
 
     def _draft(self, shape: Shape) -> Proposal:
         """Grow a draft whose drafter always says the same: what that is worth, its calibrator finds out."""
-        grower = Grower(shape, self.calibrator)
+        grower = Grower(0, shape, self.calibrator)
         beliefs = [0.5**rank for rank in range(1, shape.topk + 1)]
         while grower.frontier:
             for node in grower.frontier:
@@ -183,9 +183,9 @@ class World:
     def _emit(self, proposal: Proposal, kept: Proposal, rate: float) -> Sequence[int]:
         """Say what the target says, as far as the verified nodes let it out."""
         text: list[int] = []
-        while len(proposal.follow(text)) == len(text):
+        while len(proposal.tree.follow(text)) > len(text):
             text.append(self._say(rate))
-        return text[: len(kept.follow(text)) + 1]
+        return text[: len(kept.tree.follow(text))]
 
     def _say(self, rate: float) -> int:
         """Draw the target's token: 0 at the rate, and else each further one at a part of it."""

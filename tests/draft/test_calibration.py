@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from specdec.draft.calibration import HIGHEST, LOWEST, Assumed, Calibrator
 from specdec.draft.grow import Grower
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.tree import TokenTree
 from tests.draft.naive import proposals
 
 SHAPE = Shape(num_steps=3, topk=2, num_draft_tokens=9)
@@ -17,7 +18,7 @@ SHAPE = Shape(num_steps=3, topk=2, num_draft_tokens=9)
 
 def draft(random: Random, calibrator: Calibrator) -> Proposal:
     """Grow a tree from beliefs that are drawn anew for each node."""
-    grower = Grower(SHAPE, calibrator)
+    grower = Grower(0, SHAPE, calibrator)
     while grower.frontier:
         for node in grower.frontier:
             first = random.uniform(0.5, 0.9)
@@ -27,11 +28,11 @@ def draft(random: Random, calibrator: Calibrator) -> Proposal:
 
 def accept(random: Random, proposal: Proposal, bias: dict[tuple[int, int], float]) -> tuple[int, ...]:
     """Draw the accepted path, where a node's chance is what was believed times the bias of its place."""
-    ranks, depths = proposal.ranks, proposal.depths
-    path = [-1]
+    ranks, depths = proposal.ranks, proposal.tree.depths
+    path = [0]
     while True:
         draw = random.random()
-        for node, parent in enumerate(proposal.parents):
+        for node, parent in enumerate(proposal.tree.parents):
             if parent == path[-1]:
                 draw -= proposal.beliefs[node] * bias[depths[node], ranks[node]]
                 if draw < 0:
@@ -52,10 +53,10 @@ def test_scores_become_the_rates_that_are_observed() -> None:
         proposal = draft(random, calibrator)
         nodes = accept(random, proposal, bias)
         if step >= 4000:
-            expected += sum(proposal.scores)
+            expected += sum(proposal.scores[1:])
             accepted += len(nodes)
-            places = list(zip(proposal.depths, proposal.ranks, strict=True))
-            for node, place in enumerate(places):
+            places = list(zip(proposal.tree.depths, proposal.ranks, strict=True))
+            for node, place in list(enumerate(places))[1:]:
                 predicted[place] += proposal.scores[node]
                 observed[place] += node in nodes
         calibrator.observe(proposal, nodes)
@@ -67,29 +68,30 @@ def test_scores_become_the_rates_that_are_observed() -> None:
 
 def test_without_observations_beliefs_stay() -> None:
     calibrator = Calibrator()
-    assert calibrator.calibrated(0.4, 1, 0) == 0.4
+    assert calibrator.siblings([0.4], 1) == [0.4]
     assert calibrator.siblings([0.5, 0.3], 2) == [0.5, 0.3]
 
 
 def test_few_observations_weigh_against_the_prior() -> None:
     calibrator = Calibrator(prior=24, memory=1e9)
     for _ in range(24):
-        calibrator.observe(Proposal.chain([1], [0.8]), ())
-    assert calibrator.calibrated(0.8, 1, 0) == pytest.approx(0.4)
+        calibrator.observe(Proposal.chain(0, [1], [0.8]), ())
+    assert calibrator.siblings([0.8], 1) == pytest.approx([0.4])
 
 
 def test_what_is_long_past_is_forgotten() -> None:
     calibrator = Calibrator(memory=100)
-    for accepted, rate in (((), 0.1), ((0,), 0.9)):
+    for accepted, rate in (((), 0.1), ((1,), 0.9)):
         for _ in range(1000):
-            calibrator.observe(Proposal.chain([1], [0.5]), accepted)
-        assert abs(calibrator.calibrated(0.5, 1, 0) - rate) <= 0.1
+            calibrator.observe(Proposal.chain(0, [1], [0.5]), accepted)
+        assert calibrator.siblings([0.5], 1) == pytest.approx([rate], abs=0.1)
         assert calibrator.tallies[0][0].seen <= 100
 
 
 def test_only_nodes_whose_parent_was_accepted_count() -> None:
     calibrator = Calibrator()
-    calibrator.observe(Proposal((1, 2, 3, 4), (-1, -1, 0, 1), (0.6, 0.3, 0.5, 0.2)), accepted_nodes=(1,))
+    tree = TokenTree((0, 1, 2, 3, 4), (-1, 0, 0, 1, 2))
+    calibrator.observe(Proposal(tree, (1.0, 0.6, 0.3, 0.5, 0.2)), accepted_nodes=(2,))
     seen = [[tally.seen for tally in row[:3]] for row in calibrator.tallies[:2]]
     assert seen == [[1, 1, 0], [1, 0, 0]]
     assert calibrator.tallies[0][1].accepted == 1 and calibrator.tallies[1][0].accepted == 0
@@ -97,11 +99,12 @@ def test_only_nodes_whose_parent_was_accepted_count() -> None:
 
 def test_places_beyond_the_caps_share_the_last() -> None:
     calibrator = Calibrator(max_depth=2, max_rank=2)
-    wide = Proposal(tuple(range(4)), (-1,) * 4, (0.4, 0.3, 0.2, 0.1))
+    wide = Proposal(TokenTree((9, 0, 1, 2, 3), (-1, 0, 0, 0, 0)), (1.0, 0.4, 0.3, 0.2, 0.1))
     calibrator.observe(wide, ())
-    calibrator.observe(Proposal.chain([1, 2, 3, 4], [0.9] * 4), (0, 1, 2, 3))
+    calibrator.observe(Proposal.chain(0, [1, 2, 3, 4], [0.9] * 4), (1, 2, 3, 4))
     assert [[tally.seen > 0 for tally in row] for row in calibrator.tallies] == [[True, True], [True, False]]
-    assert calibrator.calibrated(0.1, 9, 9) == calibrator.calibrated(0.1, 2, 1)
+    first, *later = calibrator.siblings([0.1] * 9, 9)
+    assert [first, *later[:1]] == calibrator.siblings([0.1] * 2, 2) and len(set(later)) == 1
 
 
 @given(
@@ -114,20 +117,20 @@ def test_probabilities_stay_within_bounds_and_in_order(
 ) -> None:
     calibrator = Calibrator(memory=10)
     for proposal, last in history:
-        if last < len(proposal):
-            calibrator.observe(proposal, [node - 1 for node in proposal.tree(0).path(last + 1)[1:]])
-    assert all(LOWEST <= calibrator.calibrated(belief, depth, 2) <= HIGHEST for belief in beliefs)
+        if last < proposal.num_drafted:
+            calibrator.observe(proposal, proposal.tree.path(last + 1))
+    assert all(LOWEST <= calibrator.siblings([belief], depth)[0] <= HIGHEST for belief in beliefs)
     siblings = calibrator.siblings(sorted(beliefs, reverse=True), depth)
     assert all(0 < chance < 1 for chance in siblings) and sum(siblings) <= 1 + 1e-9
     assert siblings == sorted(siblings, reverse=True)
 
 
 def test_assumed_rates_keep_the_first_branch_whole() -> None:
-    grower = Grower(Shape(3, 4, 6), Assumed((0.9, 0.8)))
+    grower = Grower(0, Shape(3, 4, 6), Assumed((0.9, 0.8)))
     while grower.frontier:
         for node in grower.frontier:
             grower.add(node, [4, 3, 2, 1], [0.3, 0.3, 0.2, 0.1])
     proposal = grower.finish()
-    assert proposal.follow([4, 4, 4]) and proposal.scores[0] == pytest.approx(0.9)
-    assert max(proposal.depths) >= 2 and len(proposal) == 5
-    assert sum(proposal.scores) == pytest.approx(0.9 + 0.9 * 0.8)
+    assert len(proposal.tree.follow([4, 4, 4])) > 1 and proposal.scores[1] == pytest.approx(0.9)
+    assert max(proposal.tree.depths) >= 2 and proposal.num_drafted == 5
+    assert sum(proposal.scores[1:]) == pytest.approx(0.9 + 0.9 * 0.8)

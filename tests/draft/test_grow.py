@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.draft.calibration import Calibrator
-from specdec.draft.grow import ROOT, Grower
+from specdec.draft.grow import Grower
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.tree import TokenTree
 from tests.draft.naive import paths, shapes
 
 VOCABULARY = 6
@@ -24,7 +25,7 @@ def say(path: tuple[int, ...], seed: int, topk: int) -> tuple[list[int], list[fl
 
 
 def grow(shape: Shape, seed: int, calibrator: Calibrator | None = None) -> Proposal:
-    grower = Grower(shape, calibrator)
+    grower = Grower(0, shape, calibrator)
     while grower.frontier:
         for node in grower.frontier:
             path = path_to(grower, node)
@@ -34,7 +35,7 @@ def grow(shape: Shape, seed: int, calibrator: Calibrator | None = None) -> Propo
 
 
 def path_to(grower: Grower, node: int) -> tuple[int, ...]:
-    return () if node == ROOT else (*path_to(grower, grower.parents[node]), grower.tokens[node])
+    return () if node == 0 else (*path_to(grower, grower.parents[node]), grower.tokens[node])
 
 
 def by_brute_force(shape: Shape, seed: int) -> tuple[list[tuple[int, ...]], list[float]]:
@@ -56,26 +57,26 @@ def by_brute_force(shape: Shape, seed: int) -> tuple[list[tuple[int, ...]], list
 def test_growing_keeps_the_best_of_the_full_set_of_candidates(shape: Shape, seed: int) -> None:
     grown = grow(shape, seed)
     best, scores = by_brute_force(shape, seed)
-    assert sorted(paths(grown)) == sorted(best)
-    assert sorted(grown.scores, reverse=True) == scores
+    assert sorted(paths(grown)[1:]) == sorted(best)
+    assert sorted(grown.scores[1:], reverse=True) == scores
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 1000))
 def test_one_child_per_node_makes_a_chain(num_steps: int, num_draft_tokens: int, seed: int) -> None:
     grown = grow(Shape(num_steps, 1, num_draft_tokens), seed)
-    assert grown.tree(0).is_chain
-    assert len(grown) == min(num_steps, num_draft_tokens - 1)
+    assert grown.tree.is_chain
+    assert grown.num_drafted == min(num_steps, num_draft_tokens - 1)
 
 
 def test_growing_makes_as_many_candidates_as_the_configuration_counts() -> None:
     shape = Shape(num_steps=4, topk=3, num_draft_tokens=100)
-    assert len(grow(shape, 0)) == shape.topk + shape.topk**2 * (shape.num_steps - 1)
+    assert grow(shape, 0).num_drafted == shape.topk + shape.topk**2 * (shape.num_steps - 1)
 
 
 def test_nodes_of_a_level_may_come_in_any_order() -> None:
     def grown(order: Sequence[int]) -> set[tuple[tuple[int, ...], float]]:
-        grower = Grower(Shape(2, 2, 5))
-        grower.add(ROOT, [1, 2], [0.6, 0.3])
+        grower = Grower(9, Shape(2, 2, 5))
+        grower.add(0, [1, 2], [0.6, 0.3])
         for i in order:
             grower.add(grower.frontier[i], [3 + i, 5], [0.5, 0.2])
         proposal = grower.finish()
@@ -85,11 +86,11 @@ def test_nodes_of_a_level_may_come_in_any_order() -> None:
 
 
 def test_a_node_is_told_once_and_only_on_the_frontier() -> None:
-    grower = Grower(Shape(3, 2, 8))
-    grower.add(ROOT, [1, 2, 3], [0.5, 0.3, 0.2])
-    assert grower.tokens == [1, 2], "children beyond topk are left out"
-    grower.add(0, [4], [1.0])
-    for node in (0, 2, ROOT):
+    grower = Grower(9, Shape(3, 2, 8))
+    grower.add(0, [1, 2, 3], [0.5, 0.3, 0.2])
+    assert grower.tokens == [9, 1, 2], "children beyond topk are left out"
+    grower.add(1, [4], [1.0])
+    for node in (1, 3, 0):
         with pytest.raises(KeyError):
             grower.add(node, [5], [0.5])
 
@@ -97,19 +98,19 @@ def test_a_node_is_told_once_and_only_on_the_frontier() -> None:
 @pytest.mark.parametrize("chances", [[0.2, 0.5], [1.1], [-0.1], [float("nan")]])
 def test_chances_that_are_none_or_out_of_order_are_refused(chances: list[float]) -> None:
     with pytest.raises(AssertionError):
-        Grower(Shape(1, 2, 3)).add(ROOT, list(range(len(chances))), chances)
+        Grower(9, Shape(1, 2, 3)).add(0, list(range(len(chances))), chances)
 
 
 def test_a_level_without_children_ends_the_tree() -> None:
-    grower = Grower(Shape(3, 2, 8))
-    grower.add(ROOT, [], [])
-    assert grower.frontier == [] and grower.finish() == Proposal.EMPTY
+    grower = Grower(9, Shape(3, 2, 8))
+    grower.add(0, [], [])
+    assert grower.frontier == [] and grower.finish().num_drafted == 0
 
 
 def test_finishing_early_keeps_what_there_is() -> None:
-    grower = Grower(Shape(5, 1, 9))
-    grower.add(ROOT, [4], [0.5])
-    assert grower.finish() == Proposal((4,), (-1,), (0.5,), (0.5,))
+    grower = Grower(9, Shape(5, 1, 9))
+    grower.add(0, [4], [0.5])
+    assert grower.finish() == Proposal(TokenTree.chain((9, 4)), (1.0, 0.5), (1.0, 0.5))
 
 
 def test_a_calibrator_sets_the_scores_and_not_the_beliefs() -> None:
@@ -119,4 +120,4 @@ def test_a_calibrator_sets_the_scores_and_not_the_beliefs() -> None:
         calibrator.observe(grow(shape, 3), ())
     plain, calibrated = grow(shape, 3), grow(shape, 3, calibrator)
     assert paths(calibrated) == paths(plain) and calibrated.beliefs == plain.beliefs
-    assert max(calibrated.scores) < 0.1 * min(plain.scores[:2])
+    assert max(calibrated.scores[1:]) < 0.1 * min(plain.scores[1:3])

@@ -130,7 +130,7 @@ def test_every_node_reads_its_own_path(bench: Bench, shapes: Sequence[Shape]) ->
     for shape, more in zip(shapes, (1, 4, 1), strict=True):
         bench.logits.clear()
         proposal = bench.propose("a", own, shape)
-        assert len(proposal) == shape.num_draft_tokens - 1
+        assert len(proposal.tree) == shape.num_draft_tokens
         assert {len(place.path) for place in bench.logits} == set(range(shape.num_steps))
         for place, logits_V in bench.logits.items():
             assert close(logits_V, bench.alone(TEXT[: own.length + 1], place.path)), place
@@ -154,7 +154,7 @@ def test_proposals_are_what_was_ranked(bench: Bench) -> None:
     own = bench.begin("a", 9)
     chain = bench.propose("a", own, CHAIN)
     path: tuple[int, ...] = ()
-    for token, belief in zip(chain.tokens, chain.beliefs, strict=True):
+    for token, belief in zip(chain.tree.tokens[1:], chain.beliefs[1:], strict=True):
         share_V = bench.logits[Ranked("a", path)].softmax(-1)
         assert token == share_V.argmax() and belief == pytest.approx(float(share_V.max()))
         path = (*path, token)
@@ -181,7 +181,7 @@ def test_sequences_that_draft_together_draft_as_alone(bench: Bench) -> None:
         together = bench.drafter.propose(wants)
         for found, own_asked in zip(together, order, strict=True):
             expected = alone[asked.index(own_asked)]
-            assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
+            assert found.tree == expected.tree
             assert found.scores == pytest.approx(expected.scores, rel=EXACT)
         for key, *_ in order:
             bench.drafter.end(key, (), None, SOLE)
@@ -215,14 +215,14 @@ def test_what_is_too_much_to_keep_is_read_without_a_draft(bench: Bench) -> None:
     assert not bench.drafter.is_full("a") and not bench.drafter.is_full("nobody")
     bench.read("a", own, TEXT[3:6])
     assert bench.drafter.is_full("a")
-    assert bench.propose("a", own, None) == Proposal.EMPTY
+    assert bench.propose("a", own, None).num_drafted == 0
     assert not bench.drafter.is_full("a") and not bench.logits
     bench.drafter.chunk_tokens = 64
     # What was read early was read alike.
     bench.read("a", own, TEXT[6:8])
     late = bench.begin("b", 8)
     early_found, late_found = (bench.propose(key, s, TREE) for key, s in (("a", own), ("b", late)))
-    assert early_found.tokens == late_found.tokens
+    assert early_found.tree == late_found.tree
     assert early_found.scores == pytest.approx(late_found.scores, rel=EXACT)
     bench.drafter.on_preempt("b")
     assert not bench.drafter.is_full("b")
@@ -237,11 +237,11 @@ def test_a_long_text_is_read_in_parts_and_drafted_from_when_all_is_read(bench: B
     own, near = bench.begin("b", 11), bench.begin("c", 2)
     wants = [want("b", own, TREE), want("c", near, TREE)]
     first = bench.drafter.propose(wants)
-    assert first[0] == Proposal.EMPTY and len(first[1]) > 0
+    assert first[0].num_drafted == 0 < first[1].num_drafted
     assert len(bench.head.read[0][0]) <= 4
     parts = [bench.propose("b", own, TREE) for _ in range(3)]
-    assert parts[:2] == [Proposal.EMPTY] * 2
-    assert parts[2].tokens == expected.tokens
+    assert [own.num_drafted for own in parts[:2]] == [0, 0]
+    assert parts[2].tree == expected.tree
     assert parts[2].scores == pytest.approx(expected.scores, rel=EXACT)
 
 

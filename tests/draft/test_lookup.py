@@ -42,7 +42,7 @@ class Spy:
 
     def propose(self, key: Hashable, shape: Shape) -> Proposal:
         latest = self.texts[key][-shape.num_steps :]
-        return Proposal.chain(latest, [0.5**n for n in range(len(latest))])
+        return Proposal.chain(self.texts[key][-1], latest, [0.5**n for n in range(len(latest))])
 
     def end(self, key: Hashable) -> None:
         del self.texts[key]
@@ -62,7 +62,7 @@ def test_what_was_said_since_the_last_question_is_told_once() -> None:
     for length in (6, 7, 7, 12, 30):
         proposal = lookup.propose([want(text[:length], 5)])[0]
         assert index.texts["a"] == text[:length]
-        assert proposal.tokens == tuple(text[length - SHAPE.num_steps : length])
+        assert proposal.tree.tokens[1:] == tuple(text[length - SHAPE.num_steps : length])
     assert index.prompts == {"a": 5}
 
 
@@ -70,7 +70,7 @@ def test_who_wants_nothing_is_no_trouble_to_the_index() -> None:
     index = Spy()
     lookup = Lookup(index)
     found = lookup.propose([want([1, 2, 3], 2, None), want([4, 5, 6, 7], 2, key="b")])
-    assert found[0] == Proposal.EMPTY and found[1].tokens == (5, 6, 7)
+    assert found[0].num_drafted == 0 and found[1].tree.tokens[1:] == (5, 6, 7)
     assert list(index.texts) == ["b"]
 
 
@@ -83,7 +83,7 @@ def test_long_texts_are_indexed_over_several_steps(monkeypatch: pytest.MonkeyPat
     proposed = []
     for _ in range(12):
         wants = [want(list(range(length)), 2, key=i) for i, length in enumerate(lengths)]
-        proposed.append([len(own) > 0 for own in lookup.propose(wants)])
+        proposed.append([own.num_drafted > 0 for own in lookup.propose(wants)])
         before, indexed = indexed, sum(map(len, index.texts.values()))
         assert indexed - before <= 10
         lengths = [length + 1 for length in lengths]
@@ -153,8 +153,8 @@ def test_an_output_serves_the_next_request_whether_it_was_asked_about_or_not() -
         if asked:
             lookup.propose([want([1, 2, 3], 2)])
         lookup.end("a", [1, 2], [3, 4, 5, 6], ALICE)
-        assert lookup.propose([want([9, 3, 4], 1, Shape(2, 1, 3), "b")])[0].tokens == (5, 6)
+        assert lookup.propose([want([9, 3, 4], 1, Shape(2, 1, 3), "b")])[0].tree.tokens[1:] == (5, 6)
         # What a cancelled request was told serves nobody.
         lookup.propose([want([30, 31, 32, 33], 1, SHAPE, "c")])
         lookup.end("c", [30], None, ALICE)
-        assert lookup.propose([want([9, 31, 32], 1, SHAPE, "d")])[0] == Proposal.EMPTY
+        assert lookup.propose([want([9, 31, 32], 1, SHAPE, "d")])[0].num_drafted == 0

@@ -12,7 +12,7 @@ from specdec.config.tenant import SOLE, Tenant
 from specdec.draft import outputs as outputs_module
 from specdec.draft.history import END
 from specdec.draft.outputs import Outputs
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import Shape
 from specdec.draft.suffix import NGRAMS, SuffixDrafter
 from tests.draft.naive import tokens
 
@@ -71,7 +71,7 @@ def test_a_request_feeds_its_own_tenant() -> None:
     for tenant in TENANTS:
         drafter.begin(tenant, [9, 5, 6], tenant)
         expected = (7,) if tenant == SALTED else ()
-        assert drafter.propose(tenant, Shape(1, 1, 2)).tokens == expected
+        assert drafter.propose(tenant, Shape(1, 1, 2)).tree.tokens[1:] == expected
 
 
 @given(
@@ -131,6 +131,6 @@ def test_flushing_forgets_all_or_one_callers() -> None:
     drafter.share([1, 2, 3], ALICE)
     drafter.begin("request", [1, 2], ALICE)
     drafter.flush("bob")
-    assert drafter.propose("request", Shape(1, 1, 2)).tokens == (3,)
+    assert drafter.propose("request", Shape(1, 1, 2)).tree.tokens[1:] == (3,)
     drafter.flush("alice")
-    assert drafter.propose("request", Shape(1, 1, 2)) == Proposal.EMPTY
+    assert drafter.propose("request", Shape(1, 1, 2)).num_drafted == 0

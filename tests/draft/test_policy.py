@@ -134,22 +134,22 @@ class Looking:
 
         self.policy.plan(Batch(1, 1), self.tracks, [ROOM], look_up, grows=False)
         looked = self.asked > before
-        (kept,) = self.policy.cut(Batch(1, 1), [found if looked else Proposal.EMPTY])
-        verify_ms, plan_ms = BETWEEN.verify(1 + len(kept)), 0.1 * BETWEEN.verify(1)
-        self.policy.observe_step(1, 1 + len(kept), verify_ms, len(kept), plan_ms if looked else 0.0)
+        (kept,) = self.policy.cut(Batch(1, 1), [found if looked else Proposal.bare(0)])
+        verify_ms, plan_ms = BETWEEN.verify(len(kept.tree)), 0.1 * BETWEEN.verify(1)
+        self.policy.observe_step(1, len(kept.tree), verify_ms, kept.num_drafted, plan_ms if looked else 0.0)
         return looked
 
     def find_nothing(self, steps: int) -> int:
-        return sum(self.looks(Proposal.EMPTY) for _ in range(steps))
+        return sum(self.looks(Proposal.bare(0)) for _ in range(steps))
 
 
-GOOD = Proposal.chain([1, 2, 3], [0.9, 0.8, 0.7])
+GOOD = Proposal.chain(0, [1, 2, 3], [0.9, 0.8, 0.7])
 
 
 def test_plans_rest_only_while_they_do_not_pay() -> None:
     """Plans that save more than they take are made for every step; others live on their budget."""
     looking = Looking()
-    assert all(looking.looks(GOOD if step % 8 == 0 else Proposal.EMPTY) for step in range(200))
+    assert all(looking.looks(GOOD if step % 8 == 0 else Proposal.bare(0)) for step in range(200))
     looking.find_nothing(100)
     assert 0 < looking.find_nothing(2000) <= 2000 * LOOKUP_SHARE / 0.1 + 1
     while not looking.looks(GOOD):
@@ -163,7 +163,7 @@ def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
     assert looking.find_nothing(10) == 0
     looking.tracks = [TrackRecord()]
     looking.policy.on_new_rows(1.0)
-    assert looking.looks(Proposal.EMPTY) and looking.looks(Proposal.EMPTY)
+    assert looking.looks(Proposal.bare(0)) and looking.looks(Proposal.bare(0))
     assert looking.find_nothing(100) < 20
 
 
@@ -177,7 +177,7 @@ def test_few_new_rows_among_many_are_not_planned_for() -> None:
         planned = 0
         for _ in range(steps):
             looking.policy.on_new_rows(1 / 64)
-            planned += looking.looks(Proposal.EMPTY)
+            planned += looking.looks(Proposal.bare(0))
         return planned
 
     assert change(7) == 0 and change(1) == 1
@@ -210,11 +210,11 @@ def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() ->
     looking = Looking()
     looking.find_nothing(100)
     looking.policy.request_plan()
-    assert looking.looks(Proposal.EMPTY)
+    assert looking.looks(Proposal.bare(0))
     misled = 0
     for _ in range(100):
         looking.policy.request_plan()
-        misled += looking.looks(Proposal.EMPTY)
+        misled += looking.looks(Proposal.bare(0))
     assert misled < 20
     assert Echo().repeats([1, 2, 3, 4, 5, 6, 7, 8] * 2, 1000) and not Echo().repeats(range(100), 1000)
     text, echo, seldom = [*range(50), *range(10, 40)], Echo(), Echo()
@@ -291,12 +291,12 @@ def test_a_row_whose_look_up_pays_is_not_probed_beside_another() -> None:
         policy.steps.observe(2, width, BETWEEN.verify(width))
     for shape in policy.shapes:
         policy.observe_draft(shape, 2, BETWEEN.draft(shape))
-    found = [Proposal.EMPTY, Proposal.chain([1, 2, 3, 4, 5], [0.99, 0.98, 0.97, 0.96, 0.95])]
+    found = [Proposal.bare(0), Proposal.chain(0, [1, 2, 3, 4, 5], [0.99, 0.98, 0.97, 0.96, 0.95])]
     for _ in range(50):
         shapes = policy.plan(Batch(2, 2), tracks, [ROOM, ROOM], lambda: found)
         assert shapes[1] is None
-        drafted = Proposal.chain([7], [0.8]) if shapes[0] else Proposal.EMPTY
-        assert len(policy.cut(Batch(2, 2), [drafted, found[1]])[1]) == 5
+        drafted = Proposal.chain(0, [7], [0.8]) if shapes[0] else Proposal.bare(0)
+        assert len(policy.cut(Batch(2, 2), [drafted, found[1]])[1].tree) == 6
 
 
 def test_a_probe_is_paid_for_and_what_a_head_reads_for_it() -> None:
@@ -390,7 +390,7 @@ def test_a_cut_keeps_the_best_part_of_each_proposal(
     kept = policy.cut(Batch(len(offered), len(offered)), offered)
     for own, whole in zip(kept, offered, strict=True):
         assert set(paths(own)) <= set(paths(whole))
-        assert sorted(own.scores) == sorted(whole.scores)[len(whole) - len(own) :]
+        assert sorted(own.scores) == sorted(whole.scores)[len(whole.tree) - len(own.tree) :]
 
 
 @given(shapes, st.lists(proposals(), min_size=1, max_size=5), st.randoms(use_true_random=False))
@@ -408,7 +408,7 @@ def test_what_is_not_adaptive_is_always_the_bounds(
 
 
 def test_a_policy_that_knows_no_costs_drafts() -> None:
-    policy, chain = Policy(CHAIN, adaptive=True), Proposal.chain([1, 2], [0.5, 0.4])
+    policy, chain = Policy(CHAIN, adaptive=True), Proposal.chain(0, [1, 2], [0.5, 0.4])
     assert policy.plan(Batch(1, 1), [TrackRecord()], [9]) == [CHAIN]
     assert policy.cut(Batch(1, 1), [chain]) == [chain]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec import SamplingParams, SpecEngine
 from specdec.draft.drafter import Want
 from specdec.draft.levels import Place
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import Shape
 from specdec.draft.rounded import Continuation, RoundedDrafter
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import BACKINGS, Backing, Committed
@@ -99,8 +99,8 @@ def test_each_token_is_guessed_behind_those_before_it(
     shape, shorter = CHAIN, replace(CHAIN, num_steps=2)
     wants = [replace(first, shape=shape), replace(second, shape=shorter), second]
     proposals = bench.drafter.propose(wants)
-    assert [len(own) for own in proposals] == [shape.num_steps, 2, 0]
-    assert [max(own.depths, default=0) for own in proposals] == [shape.num_steps, 2, 0]
+    assert [own.num_drafted for own in proposals] == [shape.num_steps, 2, 0]
+    assert [max(own.tree.depths) for own in proposals] == [shape.num_steps, 2, 0]
     assert len(bench.ranked) == shape.num_steps + 2
     for (key, path), logits_V in bench.ranked.items():
         want = first if key == first.key else second
@@ -183,9 +183,9 @@ def test_without_a_state_to_spare_nothing_is_drafted(folder: Path) -> None:
     arena = bench.runner.arena
     while arena.take_snapshots("others", 1):
         pass
-    assert bench.drafter.propose(asked) == [Proposal.EMPTY]
+    assert [own.num_drafted for own in bench.drafter.propose(asked)] == [0]
     arena.release_owner("others")
-    assert len(*bench.drafter.propose(asked)) == 4
+    assert [own.num_drafted for own in bench.drafter.propose(asked)] == [4]
 
 
 def test_blocks_may_move_while_states_are_borrowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,8 @@ def by_counting(outputs: Sequence[Sequence[int]], text: Sequence[int], shape: Sh
 def assert_is_best_of(proposal: Proposal, candidates: list[Candidate], shape: Shape) -> None:
     expected = {candidate.path: candidate.score for candidate in candidates}
     best = sorted(expected.values(), reverse=True)[: shape.num_draft_tokens - 1]
-    assert sorted(proposal.scores, reverse=True) == pytest.approx(best)
-    assert [expected[path] for path in paths(proposal)] == pytest.approx(list(proposal.scores))
+    assert sorted(proposal.scores[1:], reverse=True) == pytest.approx(best)
+    assert [expected[path] for path in paths(proposal)[1:]] == pytest.approx(list(proposal.scores[1:]))
 
 
 @given(st.lists(tokens(max_size=25).filter(bool), max_size=4), tokens(max_size=50), shapes())
@@ -74,18 +74,18 @@ def test_what_followed_more_often_scores_higher() -> None:
         finish(drafter, [1, 2, 3, follower])
     drafter.begin("request", [1, 2, 3])
     proposal = drafter.propose("request", Shape(1, 4, 8))
-    assert proposal.tokens == (8, 9, 7), "of equals the latest comes first"
-    assert proposal.beliefs == (3 / 8, 1 / 8, 1 / 8)
-    assert drafter.propose("request", Shape(1, 1, 2)).tokens == (8,)
+    assert proposal.tree.tokens[1:] == (8, 9, 7), "of equals the latest comes first"
+    assert proposal.beliefs[1:] == (3 / 8, 1 / 8, 1 / 8)
+    assert drafter.propose("request", Shape(1, 1, 2)).tree.tokens[1:] == (8,)
 
 
 def test_the_longest_match_decides_wherever_it_is() -> None:
     drafter = SuffixDrafter()
     finish(drafter, [1, 2, 3, 4, 50])
     drafter.begin("request", [3, 4, 60, 1, 2, 3, 4])
-    assert drafter.propose("request", Shape(1, 4, 8)).tokens == (50,)
+    assert drafter.propose("request", Shape(1, 4, 8)).tree.tokens[1:] == (50,)
     drafter.begin("second", [9, 1, 2, 3, 4, 60, 9, 1, 2, 3, 4])
-    assert drafter.propose("second", Shape(1, 4, 8)).tokens == (60,)
+    assert drafter.propose("second", Shape(1, 4, 8)).tree.tokens[1:] == (60,)
 
 
 def test_matches_of_one_length_are_counted_together() -> None:
@@ -94,7 +94,7 @@ def test_matches_of_one_length_are_counted_together() -> None:
     finish(drafter, [3, 4, 50])
     drafter.begin("request", [3, 4, 60, 3, 4])
     proposal = drafter.propose("request", Shape(1, 4, 8))
-    assert proposal.tokens == (50, 60) and proposal.beliefs == (2 / 5, 1 / 5)
+    assert proposal.tree.tokens[1:] == (50, 60) and proposal.beliefs[1:] == (2 / 5, 1 / 5)
 
 
 def test_counts_are_of_the_latest_places() -> None:
@@ -103,7 +103,7 @@ def test_counts_are_of_the_latest_places() -> None:
         finish(drafter, [1, follower])
     drafter.begin("request", [1])
     proposal = drafter.propose("request", Shape(1, 4, 8))
-    assert proposal.tokens == (8, 7) and proposal.beliefs == (100 / 130, 28 / 130)
+    assert proposal.tree.tokens[1:] == (8, 7) and proposal.beliefs[1:] == (100 / 130, 28 / 130)
 
 
 @pytest.mark.parametrize(("length", "drafted"), [(1, 2), (2, 4), (3, 6), (20, 16)])
@@ -112,7 +112,7 @@ def test_a_longer_match_allows_a_longer_draft(length: int, drafted: int) -> None
     finish(drafter, list(range(100)))
     drafter.begin("request", list(range(length)))
     proposal = drafter.propose("request", Shape(16, 1, 17))
-    assert proposal.tokens == tuple(range(length, length + drafted))
+    assert proposal.tree.tokens[1:] == tuple(range(length, length + drafted))
 
 
 @given(tokens(max_size=50), shapes())
@@ -120,7 +120,7 @@ def test_one_child_per_node_makes_a_chain(text: list[int], shape: Shape) -> None
     drafter = SuffixDrafter()
     drafter.begin("request", text)
     proposal = drafter.propose("request", replace(shape, topk=1))
-    assert proposal.tree(0).is_chain and len(proposal) <= min(shape.num_steps, shape.num_draft_tokens - 1)
+    assert proposal.tree.is_chain and proposal.num_drafted <= min(shape.num_steps, shape.num_draft_tokens - 1)
 
 
 def test_only_the_outputs_of_finished_requests_are_shared() -> None:
@@ -132,9 +132,9 @@ def test_only_the_outputs_of_finished_requests_are_shared() -> None:
     finish(drafter, [], prompt=[1, 2, 3])
     assert drafter.num_shared_tokens == 3
     drafter.begin("request", [1, 2, 3])
-    assert drafter.propose("request", Shape(2, 2, 8)) == Proposal.EMPTY
+    assert drafter.propose("request", Shape(2, 2, 8)).num_drafted == 0
     drafter.extend("request", [5])
-    assert drafter.propose("request", Shape(2, 2, 8)).tokens == (6,)
+    assert drafter.propose("request", Shape(2, 2, 8)).tree.tokens[1:] == (6,)
 
 
 def test_ending_forgets_a_request_wholly() -> None:
@@ -144,7 +144,7 @@ def test_ending_forgets_a_request_wholly() -> None:
         drafter.end(key)
     assert len(drafter) == drafter.num_shared_tokens == 0
     drafter.begin(3, [3])
-    assert drafter.propose(3, Shape(1, 1, 2)) == Proposal.EMPTY
+    assert drafter.propose(3, Shape(1, 1, 2)).num_drafted == 0
     with pytest.raises(KeyError):
         drafter.propose(4, Shape(1, 1, 2))
 
@@ -179,9 +179,9 @@ def test_an_output_longer_than_the_limit_keeps_its_last_part() -> None:
     finish(drafter, list(range(30)))
     assert drafter.num_shared_tokens == 10
     drafter.begin("request", [21])
-    assert drafter.propose("request", Shape(2, 1, 3)).tokens == (22, 23)
+    assert drafter.propose("request", Shape(2, 1, 3)).tree.tokens[1:] == (22, 23)
     drafter.begin("second", [20])
-    assert drafter.propose("second", Shape(2, 1, 3)) == Proposal.EMPTY
+    assert drafter.propose("second", Shape(2, 1, 3)).num_drafted == 0
 
 
 def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
@@ -193,10 +193,10 @@ def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
     drafter.share([1, 2, 3])
     drafter.begin("c", [1, 2])
     shape = Shape(1, 1, 2)
-    assert drafter.propose("c", shape).tokens == (3,)
+    assert drafter.propose("c", shape).tree.tokens[1:] == (3,)
     drafter.flush()
-    assert drafter.num_shared_tokens == 0 and not drafter.propose("c", shape)
-    assert drafter.propose("b", shape).tokens == (5,)
+    assert drafter.num_shared_tokens == 0 and not drafter.propose("c", shape).num_drafted
+    assert drafter.propose("b", shape).tree.tokens[1:] == (5,)
     drafter.end("c")
     assert len(drafter) == 1
 
@@ -207,8 +207,8 @@ def test_nodes_that_only_earlier_outputs_had_are_marked() -> None:
     drafter.begin("known", [9, 1, 2])
     drafter.begin("own", [1, 2, 3, 7, 1, 2])
     known, own = (drafter.propose(key, Shape(4, 2, 8)) for key in ("known", "own"))
-    assert known.tokens[:3] == (3, 4, 5) and all(known.shared)
-    assert {own.tokens[node] for node, shared in enumerate(own.shared) if shared} <= {4, 5}
-    assert own.tokens[0] == 3 and not own.shared[0], "it follows in the request's own text too"
+    assert known.tree.tokens[1:4] == (3, 4, 5) and all(known.shared[1:])
+    assert {own.tree.tokens[node] for node, shared in enumerate(own.shared) if shared} <= {4, 5}
+    assert own.tree.tokens[1] == 3 and not own.shared[1], "it follows in the request's own text too"
     drafter.flush()
     assert drafter.propose("own", Shape(4, 2, 8)).shared == ()

@@ -48,7 +48,9 @@ def drafts(
         def watched(wants: Sequence[Want]) -> list[Proposal]:
             found = propose(wants)
             for want, proposal in zip(wants, found, strict=True):
-                made.setdefault(want.key, []).append((proposal.tokens, proposal.parents, proposal.beliefs))
+                made.setdefault(want.key, []).append(
+                    (proposal.tree.tokens, proposal.tree.parents, proposal.beliefs)
+                )
             return found
 
         def counted(window: Window, *given: Any) -> Any:

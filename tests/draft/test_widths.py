@@ -31,7 +31,7 @@ def chains(seed: int, rows: int) -> list[Proposal]:
     for _ in range(rows):
         sure = rng.betavariate(0.8, 0.8)
         each = [min(max(rng.gauss(sure, 0.15), 0.02), 0.98) for _ in range(DEPTH)]
-        found.append(Proposal.chain(range(DEPTH), list(accumulate(each, mul))))
+        found.append(Proposal.chain(0, range(DEPTH), list(accumulate(each, mul))))
     return found
 
 
@@ -66,9 +66,9 @@ def test_what_is_said_of_a_cut_is_what_its_widths_give(
     for cut in (one, several):
         assert cut.rate == pytest.approx(rate_of(cut.widths, sums, curve))
         assert cut.seconds == pytest.approx(curve(cut.groups)(cut.nodes))
-        assert all(0 <= width <= len(own) for width, own in zip(cut.widths, drafted, strict=True))
+        assert all(0 <= width <= own.num_drafted for width, own in zip(cut.widths, drafted, strict=True))
         assert cut.rate >= none and (cut.nodes == 0 or cut.rate > MARGIN * none)
-    assert several.rate >= one.rate and one.groups <= 2 + len({len(own) for own in drafted})
+    assert several.rate >= one.rate and one.groups <= 2 + len({own.num_drafted for own in drafted})
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 64])
@@ -126,7 +126,7 @@ def planned(rows: int, token: float, *, mixed: bool = True, group: float = 0.0) 
 
 def kept_rate(policy: Policy, drafted: Sequence[Proposal], token: float) -> float:
     kept = policy.cut(Batch(len(drafted), len(drafted)), drafted)
-    return rate_of([len(own) for own in kept], sums_of(drafted), straight(len(drafted), token))
+    return rate_of([own.num_drafted for own in kept], sums_of(drafted), straight(len(drafted), token))
 
 
 def test_a_batch_is_cut_to_widths_by_row() -> None:
@@ -138,15 +138,15 @@ def test_a_batch_is_cut_to_widths_by_row() -> None:
         )
         assert several > one
         kept = planned(rows, token).cut(Batch(rows, rows), drafted)
-        assert len({len(own) for own in kept}) > 2
+        assert len({len(own.tree) for own in kept}) > 2
         for own, whole in zip(kept, drafted, strict=True):
-            assert own == whole.best(len(own))
+            assert own == whole.best(len(own.tree))
         # Better drafts are cut no shorter: with another row's width some would be.
         best, worst = (
             max(drafted, key=lambda own: min(own.scores)),
-            min(drafted, key=lambda own: own.scores[0]),
+            min(drafted, key=lambda own: own.scores[1]),
         )
-        assert len(kept[drafted.index(best)]) > len(kept[drafted.index(worst)])
+        assert len(kept[drafted.index(best)].tree) > len(kept[drafted.index(worst)].tree)
 
 
 def test_a_row_that_got_another_rows_width_gives_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +167,13 @@ def test_what_groups_cost_is_learnt_from_steps() -> None:
     rows, token = 16, 1 / 32
     drafted = chains(1, rows)
     policy = planned(rows, token)
-    assert len(set(map(len, policy.cut(Batch(rows, rows), drafted)))) > 2
+    assert len({own.num_drafted for own in policy.cut(Batch(rows, rows), drafted)}) > 2
     for groups in (2, 3, 4):
         for tokens in range(20, 60, 3):
             for _ in range(40):
                 seconds = straight(0, token, 1.0)(groups)(tokens)
                 policy.observe_step(rows, tokens, seconds, groups=groups)
-    assert len(set(map(len, policy.cut(Batch(rows, rows), drafted)))) == 1
+    assert len({own.num_drafted for own in policy.cut(Batch(rows, rows), drafted)}) == 1
 
 
 def test_widths_that_are_tried_have_neighbours_that_differ_by_a_factor() -> None:
@@ -206,7 +206,7 @@ def test_experts_that_tokens_meet_are_reckoned_with(
             policy = Policy(Shape(DEPTH, 1, DEPTH + 1), adaptive=True, work=work)
             for rows, tokens in (*((1, n) for n in (1, 2, 3, 4, 6, 8)), *known):
                 policy.steps.observe(rows, tokens, time(tokens))
-            widths = [len(own) for own in policy.cut(Batch(8, 8), drafted)]
+            widths = [own.num_drafted for own in policy.cut(Batch(8, 8), drafted)]
             true = rate_of(widths, sums_of(drafted), lambda groups: lambda nodes: time(8 + nodes))
             rates[name].append(true / (8 / time(8)))
     assert min(rates["bent"]) >= 1.0

@@ -105,7 +105,7 @@ def draw_levels(rng: random.Random, rows: int, shape: Shape) -> list[Level]:
 
 
 def grow_on_host(levels: Sequence[Level], row: int, shape: Shape, calibrator: Calibrator) -> Proposal:
-    grower = Grower(shape, calibrator)
+    grower = Grower(0, shape, calibrator)
     for level in levels:
         for f, node in enumerate(grower.frontier):
             grower.add(node, level.token_BFK[row, f].tolist(), level.share_BFK[row, f].tolist())
@@ -146,10 +146,9 @@ def synthetic_walk(
 
 
 def proposals_of(pruned: Sequence[Tensor]) -> list[Proposal]:
-    """Return what `prune` left as proposals, which leave the root out."""
+    """Return what `prune` left as proposals."""
     found = []
     for tokens, parents, scores, beliefs in zip(*(part.tolist() for part in pruned), strict=True):
-        assert (parents[0], scores[0]) == (-1, 1.0)
-        above = tuple(parent - 1 for parent in parents[1:])
-        found.append(Proposal(tuple(tokens[1:]), above, tuple(scores[1:]), tuple(beliefs[1:])))
+        tree = TokenTree(tuple(tokens), tuple(parents))
+        found.append(Proposal(tree, tuple(scores), tuple(beliefs)))
     return found

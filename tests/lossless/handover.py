@@ -6,8 +6,8 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import SOLE
-from specdec.core.landing import Landing
-from specdec.core.lending import Lent
+from specdec.engine.kv_transfer import Lent
+from specdec.engine.landing import Landing
 
 Copy = Callable[[SpecEngine, Lent, SpecEngine, Landing], None]
 LIMIT_S = 60

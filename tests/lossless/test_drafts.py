@@ -200,7 +200,7 @@ def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str
         asyncio.run(run())
         # `drafting_engine` proves on the way out that every slab is free.
         assert differences(cases[:1], generate(engine, cases[:1])) == []
-        assert not len(engine.model.loop.speculation.records)
+        assert not len(engine.model.loop.speculation.acceptance)
 
 
 @EXHAUSTIVE

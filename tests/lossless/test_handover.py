@@ -17,9 +17,9 @@ import torch
 from specdec import Completion, SamplingParams, SpecEngine
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.fairness import FairQueue
-from specdec.core.landing import Landing
-from specdec.core.lending import Lent
 from specdec.core.scheduler import Scheduler, StepPlan
+from specdec.engine.kv_transfer import KVTransfer, Lent
+from specdec.engine.landing import Landing
 from specdec.errors import ConfigError, EngineError
 from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
@@ -479,8 +479,9 @@ def test_landings_and_requests_have_memory_in_the_order_of_their_coming(
 ) -> None:
     """Else either might wait for as long as others of the other kind come."""
     with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
-        landings = engine.model.loop.scheduler.landings
-        assert landings
+        connector = engine.model.loop.scheduler.connector
+        assert isinstance(connector, KVTransfer)
+        landings = connector.landings
         waiting: Any = FairQueue()
         for _ in range(count):
             waiting.append(SimpleNamespace(arrived_s=arrived_s, tenant=SOLE))

@@ -11,6 +11,7 @@ from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Stateless, Want
 from specdec.draft.proposal import Proposal
 from specdec.errors import EngineError
+from specdec.state_slots.tree import TokenTree
 from tests.models.representatives import REPRESENTATIVES
 
 POISON = 62
@@ -26,13 +27,14 @@ class Poisoner(Stateless):
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
         """Offer the true token last, so that the poison stands before it in the window."""
-        return [self._propose(w) if w.shape else Proposal.EMPTY for w in wants]
+        return [self._propose(w) if w.shape else Proposal.bare(w.tokens[-1]) for w in wants]
 
     def _propose(self, want: Want) -> Proposal:
         self.drafts += 1
         said = len(want.tokens) - want.prompt_length
         right = self.text[said] if said < len(self.text) else 1
-        return Proposal((POISON, right, POISON), (-1, -1, 1), (0.5, 0.4, 0.3))
+        tree = TokenTree((want.tokens[-1], POISON, right, POISON), (-1, 0, 0, 2))
+        return Proposal(tree, (1.0, 0.5, 0.4, 0.3))
 
 
 @pytest.fixture(scope="module", params=REPRESENTATIVES)

@@ -17,6 +17,7 @@ from specdec.draft.drafter import Stateless, Want
 from specdec.draft.proposal import Proposal, Shape
 from specdec.errors import ConfigError
 from specdec.setup.drafters import DRAFTERS, DrafterSpec
+from specdec.state_slots.tree import TokenTree
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 3, "topk": 1, "num_draft_tokens": 4},
@@ -41,8 +42,11 @@ class Followers(Stateless):
         self.flushed.append(caller)
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        found = [self._grow(want.tokens, want.shape) if want.shape else Proposal.EMPTY for want in wants]
-        self.proposed += sum(map(len, found))
+        found = [
+            self._grow(want.tokens, want.shape) if want.shape else Proposal.bare(want.tokens[-1])
+            for want in wants
+        ]
+        self.proposed += sum(own.num_drafted for own in found)
         return found
 
     def _grow(self, tokens: Sequence[int], shape: Shape) -> Proposal:
@@ -50,8 +54,8 @@ class Followers(Stateless):
         for before, after in zip(reversed(tokens[:-1]), reversed(tokens[1:]), strict=True):
             if after not in followers[before]:
                 followers[before].append(after)
-        nodes: list[tuple[int, int, float]] = []
-        level = [(-1, tokens[-1], 1.0)]
+        nodes = [(tokens[-1], -1, 1.0)]
+        level = [(0, tokens[-1], 1.0)]
         for _ in range(shape.num_steps):
             below = []
             for parent, token, score in level:
@@ -59,8 +63,8 @@ class Followers(Stateless):
                     below.append((len(nodes), child, score * 0.8))
                     nodes.append((child, parent, score * 0.8))
             level = below
-        drafted = [*zip(*nodes, strict=True)] or [(), (), ()]
-        return Proposal(*drafted).best(shape.num_draft_tokens - 1)
+        drafted, parents, scores = zip(*nodes, strict=True)
+        return Proposal(TokenTree(drafted, parents), scores).best(shape.num_draft_tokens)
 
 
 @pytest.fixture

@@ -232,7 +232,7 @@ def test_a_tree_reads_what_each_of_its_paths_reads() -> None:
 
     q_THK, k_THK, g_THK, v_THW = layer.split(projected_TN, torch.float64)
     for i in range(len(tree)):
-        path = [j for j in range(i + 1) if tree.ancestor_masks[i] >> j & 1]
+        path = list(tree.path(i))
         sum_PHK = g_THK[path].cumsum(0)
         weight_PH = (q_THK[i] * k_THK[path] * (sum_PHK[-1] - sum_PHK).exp()).sum(-1)
         expected_HW = (weight_PH[..., None] * v_THW[path]).sum(0)

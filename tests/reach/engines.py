@@ -65,10 +65,8 @@ class Side:
     async def settle(self) -> None:
         """Prove, once nothing is under way, that memory is whole and all of it can be had back."""
         for _ in range(1500):
-            landings = self.engine.model.loop.scheduler.landings
-            if not (
-                self.book.figures.held or self.carrier.figures.quarantined or (landings and landings.live)
-            ):
+            connector = self.engine.model.loop.scheduler.connector
+            if not (self.book.figures.held or self.carrier.figures.quarantined or connector.is_receiving):
                 break
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self.engine.generate, [[1]], SamplingParams(max_tokens=1))

@@ -12,7 +12,7 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
-from specdec.core.landing import Landings
+from specdec.engine.landing import Landings
 from specdec.reach import calls, fetch
 from specdec.reach.allowed import Allowed
 from specdec.reach.connections import bounded
@@ -382,14 +382,14 @@ def test_a_peer_that_stalls_costs_a_deadline_and_its_late_bytes_land_nowhere(fol
             fetched = await writer.fetcher.fetch(ids, SOLE, reference)
             assert fetched.outcome == "read_lost"
             assert writer.carrier.figures.quarantined > 0
-            landings = writer.engine.model.loop.scheduler.landings
-            assert landings and landings.live, "memory that may still be written to is nobody else's"
+            connector = writer.engine.model.loop.scheduler.connector
+            assert connector.is_receiving, "memory that may still be written to is nobody else's"
             want = await said(reader, ids)
             assert await said(writer, ids) == want
             reader.carrier.go_on()
             for _ in range(200):
                 await asyncio.sleep(0.01)
-                if not landings.live:
+                if not connector.is_receiving:
                     break
             assert await said(writer, ids) == want
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from specdec.cli import main
+from specdec.core.acceptance_stats import AcceptanceStats
 from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.draft.lookup import Lookup
 from specdec.engine.engine import SpecEngine
 from specdec.models.frame import Half
@@ -35,7 +36,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "inside the network": (Half, "run"),
     "chosen": (DecodeLoop, "_choose"),
     "committed in part": (RecordBacking, "promote"),
-    "learnt": (Speculation, "learn"),
+    "learnt": (AcceptanceStats, "learn"),
     "said in part": (DecodeLoop, "_emit"),
     "ended": (Speculation, "end"),
     "inside the arena": (SlotPool, "_file"),

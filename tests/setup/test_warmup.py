@@ -84,8 +84,8 @@ def test_what_is_timed_are_different_tokens(engine: Open, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Filler, "propose", propose)
     with engine("ngram", num_steps=9, num_draft_tokens=10):
-        assert max(map(len, drafted)) == 9
-        assert all(len(set(own.tokens)) == len(own) for own in drafted)
+        assert max(own.num_drafted for own in drafted) == 9
+        assert all(len(set(own.tree.tokens)) == len(own.tree) for own in drafted)
 
 
 def test_learning_ends_when_all_is_known(engine: Open, seen: Counter[tuple[int, int]]) -> None:
@@ -131,14 +131,14 @@ def test_what_was_made_up_is_no_experience(engine: Open) -> None:
     shape = Shape(3, 1, 4)
     with engine("auto") as warm:
         own = warm.model.loop.speculation
-        assert own.records.kinds() == {}
+        assert own.acceptance.kinds() == {}
         assert own.drafters[0] is own.head and len(own.drafters) == 2
         for drafter in own.drafters:
-            assert drafter.calibrator.calibrated(0.4, 1, 0) == 0.4
+            assert drafter.calibrator.siblings([0.4], 1) == [0.4]
         lookup = own.drafters[1]
         made_up = [token % 64 for token in range(8)]
         want = Want("own", 1, [63, *made_up[:3]], torch.empty(0, dtype=torch.int64), shape)
-        assert lookup.propose([want]) == [Proposal.EMPTY]
+        assert [own.num_drafted for own in lookup.propose([want])] == [0]
         lookup.end("own", (), None, SOLE)
 
 
@@ -211,7 +211,7 @@ def test_an_experience_holds_whether_plans_paid(folder: Path) -> None:
         speculation.recall(tired)
         speculation.policy.worth.trust = 1.5
         assert tired.worth.trust == Worth().trust - 2  # a copy, either way
-        speculation.forget_experience()
+        speculation.recall(None)
         assert speculation.policy.worth == Worth()
 
 

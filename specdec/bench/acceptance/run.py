@@ -33,7 +33,7 @@ from specdec.bench.report import Output, environment, json_line, publish, until_
 from specdec.bench.store import ResultStore
 from specdec.config.drafters import NONE
 from specdec.config.engine import EngineConfig
-from specdec.core.records import Experience
+from specdec.core.acceptance_stats import Experience
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network, stored_format
@@ -183,14 +183,14 @@ class Run:
         model = self.engines.open(setting.drafting)
         speculation = model.loop.speculation
         if setting not in self._experience:
-            speculation.forget_experience()
+            speculation.recall(None)
             # One at least: the first steps of a setting are its set-up too.
             warm = [batch[0] for batch in islice(self._batches(1), max(self.options.warmup, 1))]
             for at in range(0, len(warm), unit.group.batch):
                 batch = warm[at : at + unit.group.batch]
                 measure(model, batch, [self._params(asked, unit.group, "warm-up") for asked in batch])
             if not self.options.warmup:
-                speculation.forget_experience()
+                speculation.recall(None)
             self._experience[setting] = speculation.experience()
         # Each batch finds what the warm-up left: its figures hang on no other batch, nor on their order.
         speculation.recall(self._experience[setting])

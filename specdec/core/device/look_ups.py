@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from specdec.core.draft_record import DraftRecord, merged
 from specdec.core.request import Request
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import MARGIN
@@ -29,9 +29,12 @@ class LookUps:
             return nothing
         self._waited = 0
         answers = self.speculation.look_up(requests)
-        proposals = [merged(own).best(bounds.num_draft_tokens - 1) for own in answers]
+        proposals = [
+            merged(request, own, bounds.num_draft_tokens)
+            for request, own in zip(requests, answers, strict=True)
+        ]
         drafted = [self._expected(request, shape) for request in requests]
-        gains = [max(sum(own.scores), known) for own, known in zip(proposals, drafted, strict=True)]
+        gains = [max(sum(own.scores[1:]), known) for own, known in zip(proposals, drafted, strict=True)]
         rows = len(requests)
         before = (rows + sum(drafted)) / self.policy.cost(shape, rows)
         pays = (rows + sum(gains)) / self.policy.cost_of_found(shape, rows) > MARGIN * before
@@ -39,9 +42,9 @@ class LookUps:
         if not pays:
             return nothing
         return [
-            DraftRecord(None, tuple(own), proposal) if sum(proposal.scores) > known else None
+            DraftRecord(None, tuple(own), proposal) if sum(proposal.scores[1:]) > known else None
             for own, proposal, known in zip(answers, proposals, drafted, strict=True)
         ]
 
     def _expected(self, request: Request, shape: Shape | None) -> float:
-        return self.speculation.records.of(request).expected(shape, shape.num_steps) if shape else 0.0
+        return self.speculation.acceptance.of(request).expected(shape, shape.num_steps) if shape else 0.0

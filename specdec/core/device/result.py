@@ -36,7 +36,8 @@ class Outcome(NamedTuple):
     """One row's."""
 
     tree: TokenTree
-    proposal: Proposal
+    proposal: Proposal | None
+    """What the device drafted of the tree; None where it did not, or not in the step's shape."""
     nodes: tuple[int, ...]
     """The nodes that were kept, the root first; none where the target's numbers were NaN at the root."""
     emitted: tuple[int, ...]
@@ -77,14 +78,8 @@ class Pending:
             row = whole[b]
             nodes, emitted, tokens, parents = (row[1 + i * m : 1 + (i + 1) * m] for i in range(4))
             width = next((i for i, token in enumerate(tokens) if token < 0), m)
-            proposal = Proposal.EMPTY
+            tree, proposal = TokenTree(tuple(tokens[:width]), tuple(parents[:width])), None
             if floats:
                 scores, beliefs = (floats[b][1 + i * m :][1:width] for i in (4, 5))
-                proposal = Proposal(
-                    tokens=tuple(tokens[1:width]),
-                    parents=tuple(parent - 1 for parent in parents[1:width]),
-                    scores=tuple(scores),
-                    beliefs=tuple(beliefs),
-                )
-            tree = TokenTree(tuple(tokens[:width]), tuple(parents[:width]))
+                proposal = Proposal(tree, (1.0, *scores), (1.0, *beliefs))
             yield Outcome(tree, proposal, tuple(nodes[: row[0]]), tuple(emitted[: row[0]]))

@@ -16,10 +16,10 @@ from specdec.core.device.result import Outcome
 from specdec.core.draft_record import DraftRecord
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.core.stats import Clock, Counts
 from specdec.draft.outlook import Outlook
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import Shape
 from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import WIDTHS
 from specdec.kernels.sampling.rules import NO_TOKEN
@@ -193,8 +193,8 @@ class Runner(ABC):
     def _note_free_rows(self, step_s: float) -> None:
         """End the batch once idle rows have cost enough while others wait for their places."""
         scheduler, free = self.host.scheduler, len(self.batch.held) - len(self.batch.requests)
-        if free > self._free and scheduler.landings and scheduler.landings.waiting:
-            scheduler.landings.advance()
+        if free > self._free:
+            scheduler.connector.advance()
         self._free = free
         if not (free and scheduler.waiting):
             return
@@ -287,7 +287,7 @@ class DeviceDraftRunner(Runner):
     def _choose(self, requests: Sequence[Request]) -> Shape | None:
         if self._drafts_on_host(requests) or not all(own.params.speculate for own in requests):
             return None
-        return self.policy.choose([self.host.speculation.records.of(own) for own in requests])
+        return self.policy.choose([self.host.speculation.acceptance.of(own) for own in requests])
 
     def _advance(self) -> bool:
         requests = self.batch.requests
@@ -327,8 +327,8 @@ class DeviceDraftRunner(Runner):
         for b, own in enumerate(self.batch.held):
             if self._found and own.request in requests:
                 record = self._found.get(own.request)
-                proposal = record.merged if record else Proposal.EMPTY
-                trees[b] = proposal.tree(own.request.tokens[-1]) if record or bare else None
+                root = TokenTree.chain(own.request.tokens[-1:])
+                trees[b] = record.merged.tree if record else bare and root
         return trees if self._found else []
 
     def _drain(self) -> None:
@@ -351,11 +351,11 @@ class DeviceDraftRunner(Runner):
                 self.policy.observe(read.key.shape, len(read.requests), seconds["whole"])
         for request, outcome in zip(read.requests, read.outcomes, strict=True):
             record = self._found.get(request) or self._drafted(read, outcome)
-            self.host.speculation.propose(request, record)
+            self.host.speculation.acceptance.note(request, record)
         self._found = {}
         self._commit(read, seconds)
         if not self.batch.reads:
-            self.host.speculation.catch_up(self.batch.requests)
+            self.host.speculation.head_state.catch_up(self.batch.requests)
         if self._drafts_on_host(read.requests):
             self.host.speculation.observe_step([1] * len(read.requests), len(read.requests))
         return True
@@ -363,7 +363,7 @@ class DeviceDraftRunner(Runner):
     def _drafted(self, read: Output, outcome: Outcome) -> DraftRecord | None:
         """Return what the head has drafted of a window that was verified in its shape."""
         head, shape = self.host.speculation.head, read.key.shape
-        if head is None or shape is None or not read.as_drafted:
+        if head is None or shape is None or outcome.proposal is None:
             return None
         return DraftRecord(shape, ((head, outcome.proposal),), outcome.proposal)
 

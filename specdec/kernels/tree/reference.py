@@ -1,18 +1,11 @@
-"""Trees as tensors, row by row and node by node.
-
-A window's nodes stand in topological order: node 0 is the root, whose parent is -1, and every other parent
-comes before its children. Siblings never share a token. A node of token -1 fills a row up: no walk goes
-there.
-"""
-
-from collections.abc import Sequence
+"""Trees as tensors, row by row: `row.py` says what a tree is, and has each operation once."""
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds
-from specdec.kernels.sampling.reference import MASK64, splitmix64
 from specdec.kernels.sampling.rules import NO_TOKEN
+from specdec.kernels.tree import row
 
 
 def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,17 +13,11 @@ def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Those are indices into the taps-1 inputs before the window followed by the window's own, oldest first.
     """
-    depths, ancestors, inputs = [], [], []
-    for parents in parent_BM.tolist():
-        paths: list[list[int]] = []
-        for i, parent in enumerate(parents):
-            paths.append([*(paths[parent] if parent >= 0 else []), i])
-        before = list(range(taps - 1))
-        depths.append([len(path) - 1 for path in paths])
-        ancestors.append([[j in path for j in range(len(parents))] for path in paths])
-        inputs.append([[*before, *(taps - 1 + j for j in path)][-taps:] for path in paths])
+    trees, node_M = parent_BM.tolist(), range(parent_BM.shape[1])
+    ancestors = [[[mask >> j & 1 for j in node_M] for mask in row.ancestor_masks(own)] for own in trees]
+    depths, inputs = list(map(row.depths, trees)), [row.taps(own, taps) for own in trees]
     device = parent_BM.device
-    return _ids(depths, device), torch.tensor(ancestors, device=device), _ids(inputs, device)
+    return _ids(depths, device), torch.tensor(ancestors, device=device).bool(), _ids(inputs, device)
 
 
 def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,21 +30,12 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
     kept, counts = [], []
     rows = zip(chosen_BM.tolist(), token_BM.tolist(), parent_BM.tolist(), strict=True)
     for chosen, tokens, parents in rows:
-        path = walk_row(chosen, tokens, parents)
+        path = row.walk(chosen, tokens, parents)
         if chosen[path[-1]] == NO_TOKEN:
             path.pop()
         kept.append([*path, *range(len(path), len(tokens))])
         counts.append(len(path))
     return _ids(kept, chosen_BM.device), _ids(counts, chosen_BM.device)
-
-
-def walk_row(chosen: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Walk one tree; return the nodes, also a last one at which no token was chosen."""
-    children = {edge: i for i, edge in enumerate(zip(parents, tokens, strict=True)) if edge[1] != NO_TOKEN}
-    path = [0]
-    while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
-        path.append(child)
-    return path
 
 
 def accept_at_rates(
@@ -75,35 +53,11 @@ def accept_at_rates(
     """
     columns = (x.tolist() for x in (chosen_BM, token_BM, parent_BM, seed_B, position_B))
     rewritten = [
-        accept_row(chosen, tokens, parents, rate_N.tolist(), seed=seed, position=position)
+        row.accept_at_rates(chosen, tokens, parents, rate_N.tolist(), seed=seed, position=position)
         for chosen, tokens, parents, seed, position in zip(*columns, strict=True)
     ]
     chosen, tokens = zip(*rewritten, strict=True)
     return _ids(chosen, chosen_BM.device), _ids(tokens, chosen_BM.device)
-
-
-def accept_row(
-    chosen: Sequence[int],
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    rates: Sequence[float],
-    *,
-    seed: int,
-    position: int,
-) -> tuple[list[int], list[int]]:
-    """Rewrite one tree's choices and tokens."""
-    new_chosen, new_tokens = list(chosen), [tokens[0], *[NO_TOKEN] * (len(tokens) - 1)]
-    has_child, depths = set[int](), [0]
-    for node, parent in list(enumerate(parents))[1:]:
-        depths.append(depths[parent] + 1)
-        if tokens[node] == NO_TOKEN or parent in has_child:
-            continue
-        has_child.add(parent)
-        depth = depths[parent]
-        drawn = splitmix64(splitmix64(seed & MASK64) ^ (position + depth))
-        if depth < len(rates) and drawn < rates[depth] * 2**64:
-            new_chosen[parent] = new_tokens[node] = tokens[node]
-    return new_chosen, new_tokens
 
 
 def promote(
@@ -136,29 +90,20 @@ def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor)
     last depth and the last rank stand for all beyond. At most one child is accepted and their order stays: no
     chance is above the one before it, and together they come to 1 at most.
     """
-    rows, nodes, ranks = share_BFK.shape
-    table = table_3DR.tolist()
-    score_BFK = torch.empty(share_BFK.shape, dtype=torch.float64, device=share_BFK.device)
-    for b in range(rows):
-        for f in range(nodes):
-            chances: list[float] = []
-            for rank, share in enumerate(share_BFK[b, f].tolist()):
-                gain, least, most = (part[min(depth, len(part)) - 1] for part in table)
-                at = min(rank, len(gain) - 1)
-                chance = min(max(min(share, 1.0) * gain[at], least[at]), most[at])
-                chances.append(min([chance, *chances]))
-            total = 0.0
-            for chance in chances:
-                total += chance
-            for rank in range(ranks):
-                chance = chances[rank] if total <= 1 else chances[rank] / total
-                score_BFK[b, f, rank] = float(score_BF[b, f]) * chance
-    return score_BFK
+    ranks = share_BFK.shape[2]
+    known = [part[min(depth, len(part)) - 1] for part in table_3DR.tolist()]
+    gains, least, most = ([*part, *[part[-1]] * ranks] for part in known)
+    chances = [
+        [row.siblings([min(share, 1.0) for share in shares], gains, least, most) for shares in nodes]
+        for nodes in share_BFK.tolist()
+    ]
+    chance_BFK = torch.tensor(chances, dtype=torch.float64, device=share_BFK.device)
+    return score_BF.double()[..., None] * chance_BFK
 
 
 def frontier(score_BN: Tensor, count: int) -> Tensor:
     """Return the `count` best of a level by score, the best first; of equals the earlier is better."""
-    return _ids([_by_score(scores)[:count] for scores in score_BN.tolist()], score_BN.device)
+    return _ids([row.by_score(scores)[:count] for scores in score_BN.tolist()], score_BN.device)
 
 
 def prune(
@@ -169,17 +114,10 @@ def prune(
     Node 0 is the root, with score 1. A parent scores no less than its children and comes before them, so that
     it is kept where they are.
     """
-    kept_BM = _ids([sorted(_by_score(scores)[:count]) for scores in score_BN.tolist()], score_BN.device)
-    parents = []
-    for kept, own in zip(kept_BM.tolist(), parent_BN.tolist(), strict=True):
-        place = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        parents.append([place[own[node]] for node in kept])
+    kept_BM = frontier(score_BN, count).sort(-1).values
+    parents = list(map(row.renumber, parent_BN.tolist(), kept_BM.tolist()))
     token_BM, score_BM, belief_BM = (x.gather(1, kept_BM) for x in (token_BN, score_BN, belief_BN))
     return token_BM, _ids(parents, score_BN.device), score_BM, belief_BM
-
-
-def _by_score(scores: list[float]) -> list[int]:
-    return sorted(range(len(scores)), key=lambda node: -scores[node])
 
 
 def _ids(values: object, device: torch.device) -> Tensor:

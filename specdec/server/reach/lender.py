@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from specdec.core.landing import WORTH_FETCHING
-from specdec.core.lending import Lent
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
+from specdec.engine.kv_transfer import Lent
+from specdec.engine.landing import WORTH_FETCHING
 from specdec.engine.transfers import Loan, Transfers
 from specdec.reach.lease import Lease
 from specdec.reach.leases import Book

@@ -17,7 +17,7 @@ from specdec.bench.acceptance.plots import PLOTS
 from specdec.bench.acceptance.settings import Drafting, Group
 from specdec.cli import main
 from specdec.config.engine import EngineConfig
-from specdec.core.speculator import Speculation
+from specdec.core.speculation import Speculation
 from specdec.draft.proposal import Shape
 from specdec.draft.rounded import RoundedDrafter
 from specdec.setup.build import Model

@@ -1,23 +1,21 @@
-"""What stands between the loop and the drafters: which to ask, for what shape, and what was accepted."""
+"""Draft planning: which drafters to ask, for which requests, and in what shape."""
 
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
-
+from specdec.core.acceptance_stats import AcceptanceStats, Experience
 from specdec.core.batch import ScheduledRequest
 from specdec.core.draft_record import Answer, DraftRecord, merged, want_of, widened
+from specdec.core.head_state import HeadState
 from specdec.core.ranker import Ranker
-from specdec.core.records import Experience, Records
 from specdec.core.request import Request
 from specdec.core.scheduler import DRAFT_SLOTS, Scheduler
 from specdec.draft.calibration import Assumed
-from specdec.draft.drafter import Drafter, Want
+from specdec.draft.drafter import Drafter
 from specdec.draft.echo import Echo
 from specdec.draft.head import HeadDrafter
 from specdec.draft.lookup import MOST_INDEXED
@@ -27,7 +25,6 @@ from specdec.draft.rounded import RoundedDrafter
 from specdec.draft.worth import Worth
 from specdec.kernels.table import Kernels
 from specdec.state_slots.backing import Backing, Draft
-from specdec.state_slots.prefix.lease import Hit
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +38,7 @@ CLOSE = 64
 
 
 class Speculation:
-    """Owns the drafters, the choice of shape, and every request's track record."""
+    """Owns the drafters and the policy that picks shapes; plans and borrows the drafts of each step."""
 
     def __init__(
         self,
@@ -59,8 +56,7 @@ class Speculation:
         self.ranker = Ranker(kernels, noise=noise)
         """Ranks what a head guesses."""
         self.drafters: list[Drafter] = []
-        self.head: HeadDrafter | None = None
-        """The drafter that reads the target's hidden states, if there is one."""
+        self.head_state = HeadState()
         self.planned: HeadDrafter | RoundedDrafter | None = None
         """The drafter that runs a network, for what was planned; all others look text up."""
         self.synthetic = synthetic
@@ -73,14 +69,11 @@ class Speculation:
         """What that took."""
         self.learns = learns
         """Whether the choice of shapes has a use for what steps take."""
-        self.records = Records()
-        self._drafted: dict[int, DraftRecord] = {}
+        self.acceptance = AcceptanceStats()
         self._told: dict[int, int] = {}
         """How many of a request's tokens its drafters have read."""
         self._skips_draft: set[int] = set()
         self._echoes: dict[int, Echo] = {}
-        self._gained = 0
-        """Drafted tokens that this step's requests took."""
         self._looked_up = 0
         """Round-robin offset into the decoding requests."""
 
@@ -90,13 +83,18 @@ class Speculation:
         if self.synthetic:
             drafter.calibrator = Assumed(self.synthetic)
         if isinstance(drafter, HeadDrafter):
-            self.head = drafter
+            self.head_state.head = drafter
         if isinstance(drafter, HeadDrafter | RoundedDrafter):
             self.planned = drafter
 
     def draft_by(self, drafters: Sequence[Drafter], policy: Policy) -> None:
         """Ask these alone from now on, in the shapes of this policy."""
         self.drafters, self.policy = list(drafters), policy
+
+    @property
+    def head(self) -> HeadDrafter | None:
+        """The drafter that reads the target's hidden states, if there is one."""
+        return self.head_state.head
 
     @property
     def looks(self) -> bool:
@@ -115,7 +113,7 @@ class Speculation:
         """
         if all(row.is_decode for row in rows) and self.skips_plan([row.request for row in rows]):
             return [None] * len(rows)
-        self._forget_drafts()
+        self.acceptance.begin_step()
         start_s = self.clock()
         drafts = self._draft(rows, lend)
         self._mark_s = self.clock()
@@ -129,7 +127,7 @@ class Speculation:
 
         All its requests decode. Skipping is nearly free; every few steps it looks for repeated text.
         """
-        self._forget_drafts()
+        self.acceptance.begin_step()
         if any(map(self.skips_draft, requests)):
             return False
         if self.policy.scans and self.looks:
@@ -144,47 +142,43 @@ class Speculation:
         if not self.policy.skips_plan():
             return False
         if not self.policy.is_idle:
-            self.catch_up(requests)
+            self.head_state.catch_up(requests)
             self._mark_s = self.clock()
         return True
-
-    def _forget_drafts(self) -> None:
-        self._drafted.clear()
-        self._gained = 0
 
     def _draft(self, rows: Sequence[ScheduledRequest], lend: Lend | None) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(rows)
         decoding = [i for i, row in enumerate(rows) if row.is_decode]
         if not self.drafters or not decoding:
-            self.catch_up([row.request for row in rows])
+            self.head_state.catch_up([row.request for row in rows])
             return drafts
         requests = [rows[i].request for i in decoding]
         batch = Batch(len(decoding), sum(row.num_tokens for row in rows))
-        tracks = [self.records.of(request) for request in requests]
+        tracks = [self.acceptance.of(request) for request in requests]
         rooms = [self._room(request) for request in requests]
         self._skips_draft.difference_update(request.number for request in requests)
         answers: list[list[Answer]] = [[] for _ in requests]
 
         def look_up() -> list[Proposal]:
             self._look_up(requests, rooms, answers)
-            return [merged(own) for own in answers]
+            return list(map(merged, requests, answers))
 
         grows = self.planned is not None
         planned = self.policy.plan(batch, tracks, rooms, look_up if self.looks else None, grows=grows)
-        if not any(planned) and not any(len(proposal) for own in answers for _, proposal in own):
+        if not any(planned) and not any(proposal.num_drafted for own in answers for _, proposal in own):
             # As most steps are while nothing pays: what follows would take longer than the plan.
-            self.catch_up([row.request for row in rows])
+            self.head_state.catch_up([row.request for row in rows])
             self.policy.cut(batch, [])
             return drafts
-        wanted = [widened(shape, merged(own)) for shape, own in zip(planned, answers, strict=True)]
+        wanted = list(map(widened, planned, map(merged, requests, answers)))
         shapes = self._fitting(requests, planned, wanted, lends=lend is not None)
-        self.catch_up([row.request for row in rows if not row.is_decode])
+        self.head_state.catch_up([row.request for row in rows if not row.is_decode])
         self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], answers)
         wholes = self._merge(requests, planned, shapes, answers)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
             drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
             if self.synthetic and drafts[i] is None:
-                self._drafted.pop(request.number, None)  # it was not put to the test
+                self.acceptance.note(request, None)  # it was not put to the test
         return drafts
 
     def _room(self, request: Request) -> int:
@@ -225,7 +219,7 @@ class Speculation:
         answers: Sequence[list[Answer]],
     ) -> None:
         """Ask the drafters that have not answered yet for drafts in these shapes."""
-        wanted = [i for i, shape in enumerate(shapes) if shape or self._is_full(requests[i])]
+        wanted = [i for i, shape in enumerate(shapes) if shape or self.head_state.is_full(requests[i])]
         if not wanted:
             return
         wants = [want_of(requests[i], shapes[i]) for i in wanted]
@@ -257,26 +251,13 @@ class Speculation:
         """Make one proposal of all answers for each request, as large as there is room for."""
         wholes = []
         for request, plan, shape, own in zip(requests, planned, shapes, answers, strict=True):
-            proposal = merged(own, shape.num_draft_tokens - 1) if shape else Proposal.EMPTY
+            proposal = (
+                merged(request, own, shape.num_draft_tokens) if shape else Proposal.bare(request.tokens[-1])
+            )
             if shape and own:
-                self._drafted[request.number] = DraftRecord(plan, tuple(own), proposal)
+                self.acceptance.note(request, DraftRecord(plan, tuple(own), proposal))
             wholes.append(proposal)
         return wholes
-
-    def catch_up(self, requests: Sequence[Request]) -> None:
-        """Run the head on requests that draft nothing before their backlog grows too large."""
-        if self.head is None:
-            return
-        full = [request for request in requests if self._is_full(request)]
-        # Those that the head has no time for would copy what they hold.
-        behind = accumulate(self.head.num_unread(request.number) for request in full)
-        now = [own for own, count in zip(full, behind, strict=True) if count <= self.head.chunk_tokens]
-        if full:
-            # The last is left: the next draft begins with it, on the device or here.
-            self.head.settle([want_of(request, None) for request in now or full[:1]], most=1)
-
-    def _is_full(self, request: Request) -> bool:
-        return self.head is not None and self.head.is_full(request.number)
 
     def _fitting(
         self,
@@ -319,64 +300,44 @@ class Speculation:
 
     def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> Draft | None:
         """Take a slot for each node; where there are too few, shrink the draft before a request must wait."""
-        while len(proposal):
-            slots = lend(request.number, 1 + len(proposal))
+        while proposal.num_drafted:
+            slots = lend(request.number, len(proposal.tree))
             if slots is not None:
-                return Draft(proposal.tree(request.tokens[-1]), slots)
+                return Draft(proposal.tree, slots)
             self.scheduler.limited_by[DRAFT_SLOTS] += 1
-            proposal = proposal.best(len(proposal) // 2)
+            proposal = proposal.best(1 + proposal.num_drafted // 2)
         return None
-
-    def learn(self, request: Request, emitted: Sequence[int]) -> Sequence[bool]:
-        """Compare what was proposed, verified or not, with what came; tell what only finished outputs had."""
-        asked = self._drafted.get(request.number)
-        self._gained += len(emitted) - 1
-        if asked is None:
-            return ()
-        for drafter, proposal in asked.parts:
-            judged = proposal.above(len(emitted))
-            drafter.calibrator.observe(judged, judged.follow(emitted))
-        if asked.shape:
-            # What was looked up may go deeper than was planned: that is no merit of a draft in this shape.
-            judged = asked.merged.above(min(asked.shape.num_steps, len(emitted)))
-            depth, followed = max(judged.depths, default=0), len(judged.follow(emitted))
-            self.records.of(request).observe(asked.shape, depth, followed)
-        return asked.shared(emitted)
 
     def observe_step(self, widths: Sequence[int], tokens: int) -> None:
         """Learn what a step has taken since it was drafted for; `widths` are those of the decoding rows."""
         if self.learns and widths and not self.policy.is_idle:
             took_s, groups = self.clock() - self._mark_s, len(set(widths))
-            self.policy.observe_step(len(widths), tokens, took_s, self._gained, self._took_s, groups=groups)
-
-    def forget_experience(self) -> None:
-        """Forget what was accepted so far, and of whom."""
-        self.policy.recall(Worth())
-        self.records.recall({})
-        self._drafted.clear()
-        for drafter in self.drafters:
-            drafter.calibrator.forget()
+            self.policy.observe_step(
+                len(widths), tokens, took_s, self.acceptance.gained, self._took_s, groups=groups
+            )
 
     def forget_requests(self) -> None:
         """Forget all requests, whatever was half done; those that go on are drafted for anew."""
-        for known in (self._drafted, self._told, self._skips_draft, self._echoes):
+        for known in (self._told, self._skips_draft, self._echoes):
             known.clear()
-        self.records.forget_requests()
+        self.acceptance.forget_requests()
         for drafter in self.drafters:
             drafter.forget()
 
     def experience(self) -> Experience:
         """Copy what was accepted so far."""
         tallies = tuple(deepcopy(drafter.calibrator.tallies) for drafter in self.drafters)
-        return Experience(self.records.kinds(), tallies, replace(self.policy.worth))
+        return Experience(self.acceptance.kinds(), tallies, replace(self.policy.worth))
 
-    def recall(self, experience: Experience) -> None:
-        """Go on as after this experience, whatever has come since."""
-        self.forget_experience()
-        self.records.recall(experience.kinds)
-        self.policy.recall(experience.worth)
-        for drafter, tallies in zip(self.drafters, experience.tallies, strict=True):
-            drafter.calibrator.recall(tallies)
+    def recall(self, experience: Experience | None) -> None:
+        """Go on as after this experience, whatever has come since; None: as if nothing was accepted yet."""
+        self.acceptance.recall(experience.kinds if experience else {})
+        self.policy.recall(experience.worth if experience else Worth())
+        for i, drafter in enumerate(self.drafters):
+            if experience:
+                drafter.calibrator.recall(experience.tallies[i])
+            else:
+                drafter.calibrator.forget()
 
     def skip_draft_once(self, request: Request) -> None:
         """Decode a request without a draft in the next step: its last draft made the target's numbers NaN."""
@@ -386,56 +347,6 @@ class Speculation:
         """Return whether its next token is to be tried without a draft."""
         return request.number in self._skips_draft
 
-    def propose(self, request: Request, record: DraftRecord | None) -> None:
-        """Note what was drafted elsewhere for a request, and verified; None: nothing to learn from."""
-        self._drafted.pop(request.number, None)
-        if record:
-            self._drafted[request.number] = record
-
-    def restore(self, request: Request, hit: Hit) -> None:
-        """Start behind a cache hit: of the tokens that the target need not prefill the head has read all too.
-
-        At the last of them it has to be told what follows, unless the target reads that one again.
-        """
-        if self.head and hit.length:
-            self.head.restore(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
-
-    def read_on(self, requests: Sequence[Request]) -> None:
-        """Run the head on all that requests have computed, except what depends on the next token."""
-        if self.head and requests:
-            while not self.head.settle([want_of(request, None) for request in requests], most=1):
-                pass
-
-    def read_ended(self, ended: Sequence[tuple[Request, int]]) -> set[int]:
-        """Catch the head up on requests, except for the last hidden state; return the numbers of those.
-
-        Of each, the given number of computed tokens that were not accepted is dropped. At most `chunk_tokens`
-        are read, the smallest backlog first, and always one request.
-        """
-        head = self.head
-        if head is None:
-            return {request.number for request, _ in ended}
-        spare, known = head.chunk_tokens, set[int]()
-        wants: list[Want] = []
-        for request, skipped in sorted(ended, key=lambda own: head.num_unread(own[0].number)):
-            if head.num_unread(request.number) <= skipped:
-                continue  # a draft with NaN left none
-            spare -= head.num_unread(request.number) - skipped - 1
-            if spare < 0 and wants:
-                break
-            if skipped:
-                head.drop(request.number, skipped)
-            tokens = request.tokens[: request.num_computed_tokens + 1 - skipped]
-            wants.append(Want(request.number, request.prompt_length, tokens, request.table_N, None))
-            known.add(request.number)
-        while wants and not head.settle(wants, most=1):
-            pass
-        return known
-
-    def last_hidden(self, request: Request) -> Tensor | None:
-        """Return the hidden state that the head has kept of what a request has read last."""
-        return self.head.last(request.number) if self.head else None
-
     def on_preempt(self, request: Request) -> None:
         """Forget what lay in a request's memory, which went back to the arena."""
         self._told.pop(request.number, None)
@@ -444,7 +355,7 @@ class Speculation:
 
     def end(self, request: Request, *, shared: bool = True) -> None:
         """Forget an ended request; its output serves the tenant's later ones if `shared`."""
-        self.records.end(request)
+        self.acceptance.end(request)
         self._told.pop(request.number, None)
         self._skips_draft.discard(request.number)
         self._echoes.pop(request.number, None)

@@ -1,0 +1,102 @@
+"""What a draft head has read of each request, and has yet to read."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from specdec.core.batch import ScheduledRequest
+from specdec.core.draft_record import want_of
+from specdec.core.executor import Forward
+from specdec.core.request import Request
+from specdec.draft.drafter import Want
+from specdec.draft.head import HeadDrafter
+from specdec.state_slots.prefix.lease import Hit
+from specdec.verify.walk import AcceptedPath
+
+
+class HeadState:
+    """Keeps a head's view of every request up to date. Without a head there is nothing to do."""
+
+    def __init__(self) -> None:
+        self.head: HeadDrafter | None = None
+
+    @property
+    def aux_layers(self) -> Sequence[int]:
+        """List the layers whose inputs the head reads."""
+        return self.head.head.aux_hidden_layers if self.head else ()
+
+    def read(self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath], forward: Forward) -> None:
+        """Give the head the hidden states of each accepted path."""
+        head = self.head
+        if head is None:
+            return
+        hidden_TD = head.head.combine_hidden_states(forward.hidden_TD, forward.aux)
+        for row, path, first in zip(rows, paths, forward.first_B, strict=True):
+            number, nodes = row.request.number, path.nodes
+            if len(nodes) == len(hidden_TD):
+                head.read(number, hidden_TD, whole=True)
+            elif nodes:
+                straight = nodes[-1] == len(nodes) - 1
+                kept = slice(first, first + len(nodes)) if straight else [first + node for node in nodes]
+                head.read(number, hidden_TD[kept])
+
+    def is_full(self, request: Request) -> bool:
+        """Return whether the head should read a request's hidden states even if no draft is wanted."""
+        return self.head is not None and self.head.is_full(request.number)
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Run the head on requests that draft nothing before their backlog grows too large."""
+        if self.head is None:
+            return
+        full = [request for request in requests if self.is_full(request)]
+        # Those that the head has no time for would copy what they hold.
+        behind = accumulate(self.head.num_unread(request.number) for request in full)
+        now = [own for own, count in zip(full, behind, strict=True) if count <= self.head.chunk_tokens]
+        if full:
+            # The last is left: the next draft begins with it, on the device or here.
+            self.head.settle([want_of(request, None) for request in now or full[:1]], most=1)
+
+    def restore(self, request: Request, hit: Hit) -> None:
+        """Start behind a cache hit: of the tokens that the target need not prefill the head has read all too.
+
+        At the last of them it has to be told what follows, unless the target reads that one again.
+        """
+        if self.head and hit.length:
+            self.head.restore(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
+
+    def read_on(self, requests: Sequence[Request]) -> None:
+        """Run the head on all that requests have computed, except what depends on the next token."""
+        if self.head and requests:
+            while not self.head.settle([want_of(request, None) for request in requests], most=1):
+                pass
+
+    def read_ended(self, ended: Sequence[tuple[Request, int]]) -> set[int]:
+        """Catch the head up on requests, except for the last hidden state; return the numbers of those.
+
+        Of each, the given number of computed tokens that were not accepted is dropped. At most `chunk_tokens`
+        are read, the smallest backlog first, and always one request.
+        """
+        head = self.head
+        if head is None:
+            return {request.number for request, _ in ended}
+        spare, known = head.chunk_tokens, set[int]()
+        wants: list[Want] = []
+        for request, skipped in sorted(ended, key=lambda own: head.num_unread(own[0].number)):
+            if head.num_unread(request.number) <= skipped:
+                continue  # a draft with NaN left none
+            spare -= head.num_unread(request.number) - skipped - 1
+            if spare < 0 and wants:
+                break
+            if skipped:
+                head.drop(request.number, skipped)
+            tokens = request.tokens[: request.num_computed_tokens + 1 - skipped]
+            wants.append(Want(request.number, request.prompt_length, tokens, request.table_N, None))
+            known.add(request.number)
+        while wants and not head.settle(wants, most=1):
+            pass
+        return known
+
+    def last_hidden(self, request: Request) -> Tensor | None:
+        """Return the hidden state that the head has kept of what a request has read last."""
+        return self.head.last(request.number) if self.head else None
