@@ -37,6 +37,13 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
         raise CheckpointError(f"model: {model!r} is no path; give a folder", field="model")
     folder = SHIPPED.get(str(model), Path(model))
     if not os.path.isdir(folder) and not _is_gguf(folder):  # Path's own raise OSError for some names
+        path, _, tag = str(model).rpartition(":")
+        if _is_gguf(Path(path)):
+            raise CheckpointError(
+                f"{short(model)}: a tag chooses among the files of a repository on the hub, and "
+                f"{short(path)} is one file; leave out :{short(tag)}",
+                field="model",
+            )
         name = HubName.read(str(model))
         if name is None:
             raise CheckpointError(f"{short(model)} {_unknown(str(model))}", field="model")
@@ -75,7 +82,7 @@ def _described(file: Path, scratch: Path | None) -> Path:
 def _unknown(model: str) -> str:
     """Explain why a name is no model, and what to give instead."""
     hub_name = "OWNER/NAME of a checkpoint or of GGUF files on the Hugging Face hub"
-    if model.endswith(".gguf"):
+    if re.fullmatch(r".+\.gguf(:[^/]*)?", model, re.DOTALL):
         return "is no file; give the path of a GGUF file, or of the first part of one that is split"
     if _OLLAMA.fullmatch(model):
         return (

@@ -101,7 +101,10 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row(form: Rounding) -> 
     assert found[[1, 3]].isnan().all() and torch.equal(found[[0, 2]], right[[0, 2]])
 
 
-OTHERS = [(8, "symmetric"), (4, "offsets"), (6, "offsets"), (6, "symmetric"), (6, "halves"), (4, "halves")]
+OTHERS = [
+    *((8, "symmetric"), (6, "symmetric"), (6, "offsets"), (4, "offsets")),
+    *((8, "halves"), (6, "halves"), (4, "halves")),
+]
 """Kinds that GGUF files have."""
 
 

@@ -24,6 +24,8 @@ from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, 
 from specdec.kernels.native.forms import forms
 from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
 from specdec.kernels.native.targets import Target, features, named
+from specdec.models.gguf.blocks import KEPT
+from specdec.models.gguf.codebooks import codebook
 from specdec.models.gguf.file import KINDS
 from tests.kernels.sums import by_matrix_units
 from tests.kernels.test_integers import OTHERS, of_file, published
@@ -244,10 +246,14 @@ def test_blocks_and_layouts_have_the_same_bits(target: Target, folder: Path) -> 
     for kind in (own for own in KINDS.values() if own.numbers > 1):
         data = torch.randint(0, 0x7C, (3 * kind.bytes,), dtype=torch.uint8)  # no NaN: their bits may differ
         parts = {"number": poisoned(3 * kind.numbers, dtype=torch.int8), "scale": poisoned(3, 16)}
-        parts |= {"offset": poisoned(3, 16)} if "_1" in kind.name or kind.name in ("Q4_K", "Q5_K") else {}
+        parts |= {"offset": poisoned(3, 16)} if kind.name in KEPT and KEPT[kind.name].middle else {}
+        book = codebook(kind.name)
+        book_CN = None if book is None else torch.from_numpy(book)
         for part, out in {**parts, "wide": poisoned(3 * kind.numbers)}.items():
             outs = (out if own == part else None for own in PARTS)
-            calls.call("unpack_blocks", kind.number, data, 3, *outs, results=(3 + PARTS.index(part),))
+            calls.call(
+                "unpack_blocks", kind.number, data, 3, *outs, book_CN, results=(3 + PARTS.index(part),)
+            )
     for bits in (4, 6, 8):
         number_ND = torch.randint(-8, 8, (18, 70), dtype=torch.int8)
         laid, halves = poisoned(2, 3, bits, 64, dtype=torch.uint8), poisoned(2, 2, 2, 16, dtype=torch.int16)

@@ -32,11 +32,13 @@ from specdec.models.gguf import file as gguf_file
 from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.blocks import KEPT, integers, offsets, scales, widen
-from specdec.models.gguf.file import KINDS, MOST_BYTES, MOST_STRINGS, GgufFile
+from specdec.models.gguf.codebooks import codebook
+from specdec.models.gguf.file import KINDS, MOST_BYTES, MOST_STRINGS, Entry, GgufFile, Kind
 from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
 from tests.models.random_checkpoints import edit_config
+from tests.models.runner import Runner
 from tests.selection import EXHAUSTIVE
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -50,34 +52,65 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 BLOCKS = [kind for kind in KINDS.values() if kind.numbers > 1]
 SCALES = {
     **{"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)},
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()},
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)},
+    **{"MXFP4": (), "NVFP4": (), "IQ1_M": ()},
 }
 """Where a block's float16 numbers lie, if not at its beginning alone."""
 KEPT_BLOCKS = [kind for kind in BLOCKS if kind.name in KEPT]
 
 
-@pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
-def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: Any) -> None:
-    rng = np.random.default_rng(0)
-    block_BX = rng.integers(0, 256, (50, kind.bytes), dtype=np.uint8)
+def random_blocks(kind: Kind, count: int, seed: int, size: float = 1.0) -> Any:
+    """Draw blocks whose scales are moderate numbers, of this size where they are float16."""
+    rng = np.random.default_rng(seed)
+    block_BX = rng.integers(0, 256, (count, kind.bytes), dtype=np.uint8)
     for at in SCALES.get(kind.name, (0,)):
-        block_BX[:, at : at + 2] = rng.normal(size=(50, 1)).astype(np.float16).view(np.uint8)
+        block_BX[:, at : at + 2] = (size * rng.normal(size=(count, 1))).astype(np.float16).view(np.uint8)
     if kind.name == "MXFP4":  # products beyond float32's range are a warning in gguf
-        block_BX[:, 0] = np.minimum(block_BX[:, 0], 250)
-    expected = gguf.quants.dequantize(block_BX, gguf.GGMLQuantizationType[kind.name])
+        block_BX[:, 0] = rng.integers(0, 250, count)
+    if kind.name == "IQ1_M":  # four bits in each of four words
+        own_B = (size * rng.normal(size=count)).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            block_BX[:, 49 + 2 * i] = block_BX[:, 49 + 2 * i] & 15 | (own_B >> 4 * i & 15) << 4
+    return block_BX
+
+
+def dequantize(block_BX: Any, kind: Kind) -> Tensor:
+    """Return what gguf makes of blocks; of two types, which it does not know, what llama.cpp defines."""
+    bits = {"Q1_0": 1, "Q2_0": 2}.get(kind.name)
+    if bits is None:
+        found = gguf.quants.dequantize(block_BX, gguf.GGMLQuantizationType[kind.name])
+        return torch.from_numpy(found)
+    rows = []
+    for block in block_BX:
+        own = struct.unpack("<e", block[:2].tobytes())[0]
+        packed = int.from_bytes(block[2:].tobytes(), "little")
+        digits = [packed >> bits * i & (1 << bits) - 1 for i in range(kind.numbers)]
+        rows.append([own * (2 * digit - 1 if bits == 1 else digit - 1) for digit in digits])
+    return torch.tensor(rows)
+
+
+def test_codebooks_are_those_of_gguf() -> None:
+    for name, found in ((name, codebook(name)) for name in gguf.GGMLQuantizationType.__members__):
+        own = getattr(gguf.quants, name, None)
+        if found is None:
+            assert not getattr(own, "grid_hex", None) or name == "IQ2_XXS", name
+            continue
+        own = gguf.quants.IQ1_S if name == "IQ1_M" else own
+        own.init_grid()
+        assert found.dtype == np.int8 and np.array_equal(found, own.grid.reshape(own.grid_shape))
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
+def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: Kind) -> None:
+    block_BX = random_blocks(kind, 50, 0)
     found = widen(block_BX.reshape(-1), kind, (50, kind.numbers))
-    assert torch.equal(found, torch.from_numpy(expected))
+    assert torch.equal(found, dequantize(block_BX, kind))
 
 
 @pytest.mark.parametrize("kind", KEPT_BLOCKS, ids=[kind.name for kind in KEPT_BLOCKS])
-def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: Any) -> None:
+def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: Kind) -> None:
     """But for the last bit of a sum of two numbers."""
-    rng = np.random.default_rng(1)
-    block_BX = rng.integers(0, 256, (60, kind.bytes), dtype=np.uint8)
-    for at in SCALES.get(kind.name, (0,)):
-        block_BX[:, at : at + 2] = rng.normal(size=(60, 1)).astype(np.float16).view(np.uint8)
-    if kind.name == "MXFP4":
-        block_BX[:, 0] = rng.integers(0, 250, 60)
+    block_BX = random_blocks(kind, 60, 1)
     form, data, shape = KEPT[kind.name], block_BX.reshape(-1), (20, 3 * kind.numbers)
     number_ND = integers(data, kind, shape)
     assert -(1 << form.bits - 1) <= int(number_ND.min()) and int(number_ND.max()) < 1 << form.bits - 1
@@ -87,6 +120,109 @@ def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: Any) -> 
     size_NG = scale_NG.float().abs() * (1 << form.bits) + (0 if offset_NG is None else offset_NG.abs())
     limit_ND = 2**-23 * size_NG.repeat_interleave(form.group, 1)
     assert ((own.wide() - wide_ND).abs() <= (limit_ND if form.middle else 0)).all()
+
+
+WIDER = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4")
+
+
+def blocks_file(path: Path, kind: Kind, *, wide: bool) -> Path:
+    """Write a llama of random blocks, or (wide) of the weights that they stand for.
+
+    NVFP4's scales are brought to a moderate size by a number beside each matrix.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    hidden, size = 256, 0.06 / float(dequantize(random_blocks(kind, 50, 0), kind).std())
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(hidden)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    table = np.random.default_rng(7).normal(size=(61, hidden)).astype(np.float32)
+    writer.add_tensor("token_embd.weight", table)
+    writer.add_tensor("output.weight", table[::-1].copy())
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    for seed, part in enumerate(parts):
+        block_BX = random_blocks(kind, hidden * hidden // kind.numbers, seed, size)
+        factor, name = size if kind.name == "NVFP4" else 1.0, f"blk.0.{part}"
+        if wide:
+            own = factor * dequantize(block_BX, kind).reshape(hidden, hidden)
+            writer.add_tensor(f"{name}.weight", own.numpy())
+            continue
+        raw = gguf.GGMLQuantizationType[kind.name]
+        writer.add_tensor(f"{name}.weight", block_BX.reshape(hidden, -1), raw_dtype=raw)
+        if factor != 1:
+            writer.add_tensor(f"{name}.scale", np.full(1, factor, np.float32))
+            writer.add_tensor(f"{name}.input_scale", np.ones(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", WIDER)
+def test_logits_of_few_bits_are_those_of_the_weights_that_they_stand_for(name: str, tmp_path: Path) -> None:
+    """But for activations, and products of two scales, that are rounded."""
+    kind = next(own for own in KINDS.values() if own.name == name)
+    logits = []
+    for wide in (False, True):
+        path = blocks_file(tmp_path / f"{wide}.gguf", kind, wide=wide)
+        runner = Runner(path, torch.float32, kernels="native")
+        logits += runner.step([(runner.sequence(), [7 * i % 61 for i in range(24)])])
+    found, expected = logits
+    assert 1e-6 < (found - expected).norm() / expected.norm() < 0.03
+    stored = families.stored_format(Checkpoint(tmp_path / "False.gguf").config)
+    said = rf"{name} matrices of 0\.00 GB take 0\.00 GB: no kernel multiplies their bits as stored"
+    assert stored and stored.packed and re.fullmatch(said, stored.packed.note)
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
+def test_blocks_that_are_cut_off_or_damaged_are_refused(kind: Kind, tmp_path: Path) -> None:
+    def read(inputs: int, data: bytes) -> Entry:
+        head = b"GGUF" + struct.pack("<IQQQ1sIQQIQ", 3, 1, 0, 1, b"a", 2, inputs, 2, kind.number, 0)
+        (path := tmp_path / "small.gguf").write_bytes(head + bytes(-len(head) % 32) + data)
+        return GgufFile(path).entries["a"]
+
+    whole = bytes(2 * 3 * kind.bytes)
+    assert (
+        not widen((own := read(3 * kind.numbers, whole)).data, own.kind, own.shape).any()
+        or kind.name == "MXFP4"
+    )
+    with pytest.raises(CheckpointError, match="a extends past the end of the file"):
+        read(3 * kind.numbers, whole[:-1])
+    for inputs in (1, kind.numbers - 1, kind.numbers + 1, 3 * kind.numbers // 2):
+        with pytest.raises(
+            CheckpointError, match=rf"has the shape \[2, {inputs}\], which {kind.name} cannot"
+        ):
+            read(inputs, whole)
+
+
+@pytest.mark.parametrize("name", ["IQ2_XS", "IQ1_S", "IQ3_S", "NVFP4"])
+def test_absurd_scales_are_refused(name: str, tmp_path: Path) -> None:
+    """Float16 holds none above 65,504, and NaN would be all logits."""
+    kind = next(own for own in KINDS.values() if own.name == name)
+    data = bytearray(blocks_file(tmp_path / "small.gguf", kind, wide=False).read_bytes())
+    entry = GgufFile(tmp_path / "small.gguf").entries["blk.0.ffn_down.weight"]
+    if name == "NVFP4":
+        entry = GgufFile(tmp_path / "small.gguf").entries["blk.0.ffn_down.scale"]
+    for absurd in (b"\xff\x7f", b"\x00\x7c", b"\xff\x7b"):  # NaN, Inf and 65,504, times some more
+        at = entry.offset + (2 if name == "NVFP4" else 0)
+        data[at : at + 2] = b"\xc0\x7f" if name == "NVFP4" else absurd
+        (path := tmp_path / "absurd.gguf").write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"most of float16|NaN or Inf|one finite number"):
+            Runner(path, torch.float32)
+
+
+def test_a_tag_behind_a_file_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "small.gguf").write_bytes(b"GGUF")
+    for own in (f"{path}:Q4_K_M", f"{path}:"):
+        with pytest.raises(CheckpointError, match=r"is one file; leave out :"):
+            find_folder(own)
+    with pytest.raises(CheckpointError, match="is no file; give the path of a GGUF file"):
+        find_folder("absent.gguf:Q4_K_M")
 
 
 def undo_nothing(name: str, own: Tensor, config: Mapping[str, Any]) -> Tensor:

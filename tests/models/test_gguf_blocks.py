@@ -12,6 +12,7 @@ from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.threads import without_helpers
 from specdec.models.gguf import blocks
 from specdec.models.gguf.blocks import KEPT, fill_in_numpy
+from specdec.models.gguf.codebooks import codebook
 from specdec.models.gguf.file import KINDS, Kind
 from tests.selection import EXHAUSTIVE
 
@@ -46,7 +47,7 @@ def test_blocks_are_unpacked_to_the_same_bits(kind: Kind, part: str, count: int)
     data = np.random.default_rng(count).integers(0, 256, count * kind.bytes, dtype=np.uint8)
     found, expected = (empty(kind, part, count) for _ in range(2))
     with without_helpers():
-        unpack(data, kind.number, count, part, found[GUARD:-GUARD])
+        unpack(data, kind.number, count, part, found[GUARD:-GUARD], codebook(kind.name))
     with warnings.catch_warnings(action="error"):
         fill_in_numpy(part, data.reshape(count, -1), kind, expected[GUARD:-GUARD])
     assert torch.equal(bits_of(found), bits_of(expected))
@@ -58,12 +59,13 @@ def test_blocks_are_unpacked_to_the_same_bits(kind: Kind, part: str, count: int)
 def test_every_byte_of_a_block_counts(kind: Kind) -> None:
     """A control: of random blocks, a changed bit anywhere changes a number."""
     data_BX = np.random.default_rng(0).integers(0, 256, (20, kind.bytes), dtype=np.uint8)
+    book = codebook(kind.name)
     plain, found = (empty(kind, "wide", 20) for _ in range(2))
-    unpack(data_BX, kind.number, 20, "wide", plain[GUARD:-GUARD])
+    unpack(data_BX, kind.number, 20, "wide", plain[GUARD:-GUARD], book)
     for at in range(kind.bytes):
         other_BX = data_BX.copy()
         other_BX[:, at] ^= 2
-        unpack(other_BX, kind.number, 20, "wide", found[GUARD:-GUARD])
+        unpack(other_BX, kind.number, 20, "wide", found[GUARD:-GUARD], book)
         assert not torch.equal(bits_of(found), bits_of(plain)), at
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -12,11 +13,19 @@ PARTS = ("number", "scale", "offset", "wide")
 """Integers in int8; their scales, their offsets, and the weights that they stand for, in float32."""
 
 
-def unpack(data_X: NDArray[Any], kind: int, blocks: int, part: str, out_X: Tensor) -> None:
+def unpack(
+    data_X: NDArray[Any],
+    kind: int,
+    blocks: int,
+    part: str,
+    out_X: Tensor,
+    book_CN: NDArray[np.int8] | None = None,
+) -> None:
     """Unpack one part of `blocks` GGUF blocks of type id `kind` into `out_X`.
 
-    The caller has checked both sizes against the type.
+    `book_CN` is the type's codebook, if it has one. The caller has checked the sizes against the type.
     """
     with with_helpers():
         outs = (pointer(out_X) if own == part else None for own in PARTS)
-        function("unpack_blocks")(kind, data_X.ctypes.data, blocks, *outs)
+        book = None if book_CN is None else book_CN.ctypes.data
+        function("unpack_blocks")(kind, data_X.ctypes.data, blocks, *outs, book)

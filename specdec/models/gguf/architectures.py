@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterator, Mapping
 from copy import copy
+from math import prod
 from typing import Any
 
 from specdec.models.gguf import delta_net, dense, latent, lightning, mamba, nemotron, short_conv
 from specdec.models.gguf.architecture import Architecture, Recipe, named
-from specdec.models.gguf.blocks import KEPT, Form
+from specdec.models.gguf.blocks import KEPT, Form, bits_per_weight, widen
 from specdec.models.gguf.file import Entry, GgufFile
 from specdec.models.gguf.metadata import Metadata
 
@@ -108,7 +109,23 @@ class Described(Metadata):
         for disk, name in self.names().items():
             if self.form(disk, entry := self.file.entries[name]):
                 types.setdefault(entry.kind.name, []).append(disk.removesuffix(".weight"))
-        return {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
+        if not types:
+            return {}
+        return {"quantization_config": {"quant_method": "gguf", "types": types, "note": self._note()}}
+
+    def _note(self) -> str:
+        """Describe what matrices take that need much more memory than in the file; empty if none do."""
+        stored, taken, names = 0.0, 0.0, set()
+        for disk, name in self.names().items():
+            entry = self.file.entries[name]
+            if len(entry.shape) != 2 or self.names()[disk] == _EMBEDDING:
+                continue
+            numbers, bits = prod(entry.shape), bits_per_weight(self.form(disk, entry))
+            if numbers * bits > NOTED * 8 * entry.bytes:
+                stored, taken = stored + entry.bytes, taken + numbers * bits / 8
+                names.add(entry.kind.name)
+        told = f"{', '.join(sorted(names))} matrices of {stored / 1e9:.2f} GB take {taken / 1e9:.2f} GB"
+        return f"{told}: no kernel multiplies their bits as stored" if names else ""
 
     def recipe(self, disk: str) -> Recipe | None:
         """Return what makes a checkpoint's tensor of the file's, if it is another one."""
@@ -117,9 +134,12 @@ class Described(Metadata):
     def _apart(self, entries: Mapping[str, Entry]) -> Iterator[tuple[str, Entry]]:
         """Yield a file's tensors, each expert's matrices by themselves: a checkpoint has them so."""
         for name, entry in entries.items():
-            found = _EXPERTS.fullmatch(name)
+            weight, _, end = name.rpartition(".")
+            if end in ("scale", "input_scale") and f"{weight}.weight" in entries:
+                continue
+            found, factors = _EXPERTS.fullmatch(name), self._factors(entries.get(f"{weight}.scale"), weight)
             if found is None or len(entry.shape) != 3:
-                yield name, entry
+                yield name, entry._replace(factor=factors[0])
                 continue
             count, rows, width = entry.shape
             parts = ("gate", "up") if found[2] == "gate_up" else (found[2],)
@@ -128,7 +148,17 @@ class Described(Metadata):
             each = entry._replace(shape=(rows // len(parts), width))
             for i in range(count * len(parts)):
                 own = f"{found[1]}{parts[i % len(parts)]}_exps.{i // len(parts)}.weight"
-                yield own, each._replace(offset=entry.offset + i * each.bytes)
+                factor = factors[min(i // len(parts), len(factors) - 1)]
+                yield own, each._replace(offset=entry.offset + i * each.bytes, factor=factor)
+
+    def _factors(self, entry: Entry | None, weight: str) -> list[float]:
+        """Read what all of a matrix is multiplied by, or each expert's: NVFP4 stores it apart."""
+        if entry is None:
+            return [1.0]
+        found = widen(entry.data, entry.kind, entry.shape).flatten()
+        if len(found) not in (1, self.experts) or not found.isfinite().all():
+            self.refuse(f"{weight}.scale", f"one finite number, or one for each expert, as {weight}.scale")
+        return [float(own) for own in found]
 
     def _disk(self, name: str) -> str:
         if name in self.architecture.outer:
@@ -156,6 +186,8 @@ class Described(Metadata):
                 self.refuse(f"{self.name}.{name}", "rotary positions without scaling")
 
 
+NOTED = 1.5
+"""Times as much memory as in the file that is worth a line in the log."""
 _EMBEDDING = "token_embd.weight"
 _OTHER = {"gate": "up", "up": "gate"}
 _EXPERTS = re.compile(r"(blk\.\d{1,4}\.ffn_)(gate_up|gate|up|down)_exps\.weight")

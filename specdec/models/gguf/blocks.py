@@ -4,19 +4,33 @@ In C, and where there is no compiler in numpy, which is what the C form is teste
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.kernels.native.blocks import unpack
 from specdec.kernels.native.forms import forms
+from specdec.models.gguf import codebooks
+from specdec.models.gguf.bits import (
+    EIGHT,
+    FP4,
+    GROUP,
+    IQ4,
+    SHIFTS,
+    Array,
+    each_bit,
+    flat,
+    four_chunks,
+    half,
+    nibble_pairs,
+    nibbles,
+    quarters,
+)
+from specdec.models.gguf.codebooks import codebook
 from specdec.models.gguf.file import Kind
 
-GROUP = 32
-"""Weights that share a scale in most types, in Q4_K and Q5_K too."""
 PIECE = 1 << 18
 """Bytes that are read together, which fit in a core's cache."""
 
@@ -44,25 +58,38 @@ KEPT: Mapping[str, Form] = {
     "IQ4_NL": Form(8),
     "IQ4_XS": Form(8),
     "MXFP4": Form(6),
+    "NVFP4": Form(6, group=16),
+    "IQ1_S": Form(4, middle=1),
+    "IQ1_M": Form(6, group=16),
+    "IQ2_XXS": Form(8),
+    "IQ2_XS": Form(8, group=16),
+    "IQ2_S": Form(8, group=16),
+    "IQ3_XXS": Form(8),
+    "IQ3_S": Form(6),
+    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q1_0", "Q2_0"), Form(4)),
 }
 """Types that are multiplied as integers."""
 _WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_Array = NDArray[Any]
 
 
-def widen(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def bits_per_weight(form: Form | None) -> float:
+    """Return what a weight takes in memory, with its part of scales and offsets; None: it is widened."""
+    return form.bits + (1 if form.middle or form.group < GROUP else 0.5) if form else 16
+
+
+def widen(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return the numbers of a tensor's bytes in float32."""
     if kind.name in _WIDE:
         return torch.from_numpy(data_X.copy()).view(_WIDE[kind.name]).view(shape).float()
     return _fill("wide", data_X, kind, torch.empty(shape))
 
 
-def integers(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def integers(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return the integers of a type in `KEPT`, in int8 and less the middle of their range."""
     return _fill("number", data_X, kind, torch.empty(shape, dtype=torch.int8))
 
 
-def scales(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def scales(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return what the integers are multiplied by [N, groups], in the type that `scale_type` names."""
     scale_NG = _fill("scale", data_X, kind, torch.empty(shape[0], shape[1] // KEPT[kind.name].group))
     return scale_NG.half() if scale_type(kind) == "F16" else scale_NG
@@ -73,12 +100,12 @@ def scale_type(kind: Kind) -> str:
     return "F16" if kind.numbers == GROUP and kind.name != "MXFP4" else "F32"
 
 
-def offsets(data_X: _Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def offsets(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
     """Return what is added to the products of integers and scales, in float32 [N, groups]."""
     return _fill("offset", data_X, kind, torch.empty(shape[0], shape[1] // KEPT[kind.name].group))
 
 
-def _fill(part: str, data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:
+def _fill(part: str, data_X: Array, kind: Kind, out_X: Tensor) -> Tensor:
     """Unpack one part of all blocks in C, or in numpy where there is no compiler."""
     block_BX = data_X.reshape(-1, kind.bytes)
     if forms():
@@ -86,12 +113,12 @@ def _fill(part: str, data_X: _Array, kind: Kind, out_X: Tensor) -> Tensor:
             kind.name
         ].group
         assert out_X.numel() == len(block_BX) * each
-        unpack(data_X, kind.number, len(block_BX), part, out_X)
+        unpack(data_X, kind.number, len(block_BX), part, out_X, codebook(kind.name))
         return out_X
     return fill_in_numpy(part, block_BX, kind, out_X)
 
 
-def fill_in_numpy(part: str, block_BX: _Array, kind: Kind, out_X: Tensor) -> Tensor:
+def fill_in_numpy(part: str, block_BX: Array, kind: Kind, out_X: Tensor) -> Tensor:
     """Unpack one part of blocks, as many at a time as fit in a cache: the reference for blocks.inc."""
     read, out_BN, together = _PARTS[part], out_X.numpy().reshape(len(block_BX), -1), PIECE // kind.bytes
     with np.errstate(all="ignore"):  # of NaN and Inf in damaged files
@@ -100,153 +127,121 @@ def fill_in_numpy(part: str, block_BX: _Array, kind: Kind, out_X: Tensor) -> Ten
     return out_X
 
 
-def _widen(block_BX: _Array, kind: Kind) -> _Array:
+def _widen(block_BX: Array, kind: Kind) -> Array:
     scale_BG, offset_BG = _SCALES[kind.name](block_BX)
     number_BGN = _NUMBERS[kind.name](block_BX).reshape(*scale_BG.shape, -1)
     wide_BGN = number_BGN * scale_BG[..., None]
     return (wide_BGN if offset_BG is None else wide_BGN + offset_BG[..., None]).reshape(len(block_BX), -1)
 
 
-def _centred(block_BX: _Array, kind: Kind) -> _Array:
+def _centred(block_BX: Array, kind: Kind) -> Array:
     number_BN = _NUMBERS[kind.name](block_BX).view(np.int8)
     middle = KEPT[kind.name].middle
     return number_BN - np.int8(middle) if middle else number_BN
 
 
-def _scales(block_BX: _Array, kind: Kind) -> _Array:
+def _scales(block_BX: Array, kind: Kind) -> Array:
     return _SCALES[kind.name](block_BX)[0]
 
 
-def _offsets(block_BX: _Array, kind: Kind) -> _Array:
+def _offsets(block_BX: Array, kind: Kind) -> Array:
     """Return offsets from the middle of the numbers' range."""
     scale_BG, offset_BG = _SCALES[kind.name](block_BX)
     assert offset_BG is not None
-    from_middle_BG: _Array = offset_BG + KEPT[kind.name].middle * scale_BG
+    from_middle_BG: Array = offset_BG + KEPT[kind.name].middle * scale_BG
     return from_middle_BG
 
 
-_PARTS: Mapping[str, Callable[[_Array, Kind], _Array]] = {
+_PARTS: Mapping[str, Callable[[Array, Kind], Array]] = {
     **{"wide": _widen, "number": _centred, "scale": _scales, "offset": _offsets},
 }
 
 
-def _half(block_BX: _Array) -> _Array:
-    """Read float16 numbers, two bytes each."""
-    return np.ascontiguousarray(block_BX).view(np.float16).astype(np.float32)
+def _q3_k(block_BX: Array) -> Array:
+    is_high_B8N = block_BX[:, None, :32] >> EIGHT[:, None] & 1
+    low_B8N = quarters(block_BX[:, 32:96]).reshape(-1, 8, GROUP)
+    return flat(low_B8N | is_high_B8N << 2).view(np.int8) - np.int8(4)
 
 
-def _nibbles(byte_BX: _Array) -> _Array:
-    """Return the low halves of bytes, then the high ones."""
-    return np.concatenate([byte_BX & 15, byte_BX >> 4], axis=-1)
+def _q5_k(block_BX: Array) -> Array:
+    high_B8N = (block_BX[:, None, 16:48] >> EIGHT[:, None] & 1) << 4
+    return flat(four_chunks(block_BX[:, 48:]) | high_B8N)
 
 
-def _fifth_bits(byte_B4: _Array) -> _Array:
-    """Return 32 bits, the lowest first, each worth 16."""
-    return np.unpackbits(byte_B4, axis=1, bitorder="little") << 4
+def _q6_k(block_BX: Array) -> Array:
+    low_B24N = nibbles(block_BX[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, GROUP)
+    return flat(low_B24N | quarters(block_BX[:, 128:192]) << 4).view(np.int8) - np.int8(32)
 
 
-def _four_chunks(byte_BX: _Array) -> _Array:
-    """Return the nibbles of four chunks, each the low halves of 32 bytes and then the high ones."""
-    return _nibbles(byte_BX.reshape(-1, 4, GROUP)).reshape(-1, 8, GROUP)
-
-
-def _quarters(byte_BX: _Array) -> _Array:
-    """Return numbers of two bits, [B, 2, 4, 32]: a byte holds those of four runs of 32."""
-    return byte_BX.reshape(-1, 2, 1, GROUP) >> _SHIFTS[:, None] & 3
-
-
-def _flat(own_BX: _Array) -> _Array:
-    return own_BX.reshape(len(own_BX), -1)
-
-
-def _q3_k(block_BX: _Array) -> _Array:
-    is_high_B8N = block_BX[:, None, :32] >> _EIGHT[:, None] & 1
-    low_B8N = _quarters(block_BX[:, 32:96]).reshape(-1, 8, GROUP)
-    return _flat(low_B8N | is_high_B8N << 2).view(np.int8) - np.int8(4)
-
-
-def _q5_k(block_BX: _Array) -> _Array:
-    high_B8N = (block_BX[:, None, 16:48] >> _EIGHT[:, None] & 1) << 4
-    return _flat(_four_chunks(block_BX[:, 48:]) | high_B8N)
-
-
-def _q6_k(block_BX: _Array) -> _Array:
-    low_B24N = _nibbles(block_BX[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, GROUP)
-    return _flat(low_B24N | _quarters(block_BX[:, 128:192]) << 4).view(np.int8) - np.int8(32)
-
-
-_EIGHT = np.arange(8, dtype=np.uint8)
-_SHIFTS = 2 * np.arange(4, dtype=np.uint8)
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the values of 4-bit floats."""
-_NUMBERS: Mapping[str, Callable[[_Array], _Array]] = {
+_NUMBERS: Mapping[str, Callable[[Array], Array]] = {
+    **codebooks.NUMBERS,
     "Q8_0": lambda block_BX: block_BX[:, 2:].view(np.int8),
     "Q5_0": lambda block_BX: (
-        (_nibbles(block_BX[:, 6:]) | _fifth_bits(block_BX[:, 2:6])).view(np.int8) - np.int8(16)
+        (nibbles(block_BX[:, 6:]) | each_bit(block_BX[:, 2:6]) << 4).view(np.int8) - np.int8(16)
     ),
-    "Q4_0": lambda block_BX: _nibbles(block_BX[:, 2:]).view(np.int8) - np.int8(8),
-    "Q4_1": lambda block_BX: _nibbles(block_BX[:, 4:]),
-    "Q5_1": lambda block_BX: _nibbles(block_BX[:, 8:]) | _fifth_bits(block_BX[:, 4:8]),
-    "Q4_K": lambda block_BX: _flat(_four_chunks(block_BX[:, 16:])),
+    "Q4_0": lambda block_BX: nibbles(block_BX[:, 2:]).view(np.int8) - np.int8(8),
+    "Q4_1": lambda block_BX: nibbles(block_BX[:, 4:]),
+    "Q5_1": lambda block_BX: nibbles(block_BX[:, 8:]) | each_bit(block_BX[:, 4:8]) << 4,
+    "Q4_K": lambda block_BX: flat(four_chunks(block_BX[:, 16:])),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "Q2_K": lambda block_BX: _flat(_quarters(block_BX[:, 16:80])),
+    "Q2_K": lambda block_BX: flat(quarters(block_BX[:, 16:80])),
     "Q3_K": _q3_k,
-    "IQ4_NL": lambda block_BX: _IQ4[_nibbles(block_BX[:, 2:])],
-    "IQ4_XS": lambda block_BX: _flat(_IQ4[_nibbles(block_BX[:, 8:].reshape(-1, 8, 16))]),
-    "MXFP4": lambda block_BX: _FP4[_nibbles(block_BX[:, 1:])],
+    "IQ4_NL": lambda block_BX: IQ4[nibbles(block_BX[:, 2:])],
+    "IQ4_XS": lambda block_BX: flat(IQ4[nibbles(block_BX[:, 8:].reshape(-1, 8, 16))]),
+    "MXFP4": lambda block_BX: FP4[nibbles(block_BX[:, 1:])],
 }
 """The integers [B, N] of blocks: signed in int8, unsigned in uint8."""
 
 
-def _one(block_BX: _Array) -> tuple[_Array, None]:
-    return _half(block_BX[:, :2]), None
+def _one(block_BX: Array) -> tuple[Array, None]:
+    return half(block_BX[:, :2]), None
 
 
-def _two(block_BX: _Array) -> tuple[_Array, _Array]:
-    own_B2 = _half(block_BX[:, :4])
+def _two(block_BX: Array) -> tuple[Array, Array]:
+    own_B2 = half(block_BX[:, :4])
     return own_B2[:, :1], own_B2[:, 1:]
 
 
-def _eight(block_BX: _Array) -> tuple[_Array, _Array]:
+def _eight(block_BX: Array) -> tuple[Array, Array]:
     """Read six bits of each group's scale and minimum, times the block's own."""
     first_B4, second_B4, third_B4 = (block_BX[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     scale_B8 = np.concatenate([first_B4 & 63, third_B4 & 15 | first_B4 >> 6 << 4], axis=1)
     least_B8 = np.concatenate([second_B4 & 63, third_B4 >> 4 | second_B4 >> 6 << 4], axis=1)
-    own_B2 = _half(block_BX[:, :4])
+    own_B2 = half(block_BX[:, :4])
     return own_B2[:, :1] * scale_B8, -own_B2[:, 1:] * least_B8
 
 
-def _sixteen(block_BX: _Array) -> tuple[_Array, None]:
-    return block_BX[:, 192:208].view(np.int8) * _half(block_BX[:, 208:]), None
+def _sixteen(block_BX: Array) -> tuple[Array, None]:
+    return block_BX[:, 192:208].view(np.int8) * half(block_BX[:, 208:]), None
 
 
-def _sixteen_pairs(block_BX: _Array) -> tuple[_Array, _Array]:
+def _sixteen_pairs(block_BX: Array) -> tuple[Array, Array]:
     """Read four bits of each group's scale and minimum, times the block's own."""
-    both_BG, own_B2 = block_BX[:, :16], _half(block_BX[:, 80:])
+    both_BG, own_B2 = block_BX[:, :16], half(block_BX[:, 80:])
     return own_B2[:, :1] * (both_BG & 15), -own_B2[:, 1:] * (both_BG >> 4)
 
 
-def _sixteen_of_six_bits(block_BX: _Array) -> tuple[_Array, None]:
-    high_BG = _flat(block_BX[:, None, 104:108] >> _SHIFTS[:, None] & 3)
-    scale_BG = (_nibbles(block_BX[:, 96:104]) | high_BG << 4).view(np.int8) - np.int8(32)
-    return scale_BG * _half(block_BX[:, 108:]), None
+def _sixteen_of_six_bits(block_BX: Array) -> tuple[Array, None]:
+    high_BG = flat(block_BX[:, None, 104:108] >> SHIFTS[:, None] & 3)
+    scale_BG = (nibbles(block_BX[:, 96:104]) | high_BG << 4).view(np.int8) - np.int8(32)
+    return scale_BG * half(block_BX[:, 108:]), None
 
 
-def _eight_of_six_bits(block_BX: _Array) -> tuple[_Array, None]:
-    low_B8 = _flat(np.stack([block_BX[:, 4:8] & 15, block_BX[:, 4:8] >> 4], axis=-1))
-    high_B8 = _flat(block_BX[:, 2:4, None] >> _SHIFTS & 3)
-    return ((low_B8 | high_B8 << 4).view(np.int8) - np.int8(32)) * _half(block_BX[:, :2]), None
+def _eight_of_six_bits(block_BX: Array) -> tuple[Array, None]:
+    low_B8 = nibble_pairs(block_BX[:, 4:8])
+    high_B8 = flat(block_BX[:, 2:4, None] >> SHIFTS & 3)
+    return ((low_B8 | high_B8 << 4).view(np.int8) - np.int8(32)) * half(block_BX[:, :2]), None
 
 
-def _power(block_BX: _Array) -> tuple[_Array, None]:
+def _power(block_BX: Array) -> tuple[Array, None]:
     """Return 2 to the power of a byte less 128, through the bits of float32."""
     byte_B1 = block_BX[:, :1].astype(np.int32)
     return np.where(byte_B1 < 2, 0x200000 << np.minimum(byte_B1, 1), byte_B1 - 1 << 23).view(np.float32), None
 
 
-_SCALES: Mapping[str, Callable[[_Array], tuple[_Array, _Array | None]]] = {
+_SCALES: Mapping[str, Callable[[Array], tuple[Array, Array | None]]] = {
+    **codebooks.SCALES,
     **dict.fromkeys(("Q8_0", "Q5_0", "Q4_0", "IQ4_NL"), _one),
     **dict.fromkeys(("Q4_1", "Q5_1"), _two),
     **dict.fromkeys(("Q4_K", "Q5_K"), _eight),

@@ -18,7 +18,7 @@ from specdec.models.gguf.architectures import Described
 from specdec.models.gguf.tensors import open_files, parts
 from specdec.models.gguf.tokenizer import NONE, Vocabulary
 
-REVISION = 5
+REVISION = 6
 """Of what is written here. Folders of earlier revisions are deleted."""
 _RECIPE = re.compile(r"(?:(\d+)-)?[0-9a-f]{16}")
 """The revision and a hash; folders of the first ones have the hash alone."""

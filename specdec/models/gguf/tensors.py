@@ -120,6 +120,8 @@ class GgufTensors:
         entry = self._entry(disk)
         read, _ = self._parts.get(disk, (widen, 1))
         made = read(entry.data, entry.kind, entry.shape)
+        if entry.factor != 1 and read is not integers:
+            made *= entry.factor
         recipe = self._described.recipe(disk)
         return recipe(made).contiguous() if recipe else made
 

@@ -57,4 +57,4 @@ def read_format(fields: Fields) -> PackedFormat:
         bits, group, middle = KEPT[name]
         numbers = Numbers(bits, group, symmetric=True, offsets=bool(middle))
         layers |= dict.fromkeys(types.strings(name) or (), numbers)
-    return PackedFormat(", ".join(types.names()), (GgufInts,), layers.get)
+    return PackedFormat(", ".join(types.names()), (GgufInts,), layers.get, str(fields.get("note") or ""))

@@ -1,0 +1,181 @@
+"""Blocks of one to three bits a weight: signs, ternary digits, and indices into codebooks.
+
+A codebook lists vectors of four or eight weights. This is the numpy form; blocks.inc is the C form.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from specdec.models.gguf.bits import (
+    FP4,
+    SHIFTS,
+    Array,
+    each_bit,
+    flat,
+    half,
+    nibble_pairs,
+    nibbles,
+    quarters,
+    words,
+)
+
+_BOOKS = Path(__file__).parents[2] / "assets" / "gguf" / "codebooks.npz"
+_NAMES = {
+    "IQ1_S": "IQ1",
+    "IQ1_M": "IQ1",
+    **{own: own for own in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
+}
+_THREES = 3 * np.arange(4, dtype=np.uint16)
+_SEVENS = 7 * np.arange(4, dtype=np.uint32)
+_POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
+_EVEN = np.array([i | i.bit_count() % 2 << 7 for i in range(128)], np.uint8)
+"""Signs of eight weights, of which an even number is negative, by the first seven."""
+
+
+@functools.cache
+def codebook(name: str) -> Array | None:
+    """Return a type's vectors in int8, or None if it has none."""
+    if name not in _NAMES:
+        return None
+    with np.load(_BOOKS) as books:
+        found: Array = books[_NAMES[name]]
+    return found
+
+
+def _look_up(name: str, index_BI: Array, sign_BX: Array | None = None) -> Array:
+    """Return the weights that indices mean, negative where the bits of bytes are set."""
+    book = codebook(name)
+    assert book is not None
+    number_BN: Array = flat(book[index_BI])
+    return number_BN if sign_BX is None else np.where(each_bit(sign_BX), -number_BN, number_BN)
+
+
+def _even_signs(word_B8: Array) -> Array:
+    """Return the signs of each 32 weights, from the lower 28 bits of words."""
+    return flat(_EVEN[word_B8[..., None] >> _SEVENS & 127])
+
+
+def _pairs_of_words(block_BX: Array) -> Array:
+    """Return the words of IQ2_XXS behind its indices: signs and scales."""
+    return words(block_BX[:, 2:], np.uint32)[:, 1::2]
+
+
+def _iq2_xxs(block_BX: Array) -> Array:
+    index_BI = flat(block_BX[:, 2:].reshape(-1, 8, 8)[:, :, :4])
+    return _look_up("IQ2_XXS", index_BI, _even_signs(_pairs_of_words(block_BX)))
+
+
+def _iq2_xs(block_BX: Array) -> Array:
+    word_BI = words(block_BX[:, 2:66], np.uint16)
+    return _look_up("IQ2_XS", word_BI & 511, _EVEN[word_BI >> 9])
+
+
+def _iq2_s(block_BX: Array) -> Array:
+    high_BI = flat(block_BX[:, 66:74, None] >> SHIFTS & 3).astype(np.uint16)
+    return _look_up("IQ2_S", block_BX[:, 2:34] | high_BI << 8, block_BX[:, 34:66])
+
+
+def _iq3_xxs(block_BX: Array) -> Array:
+    return _look_up("IQ3_XXS", block_BX[:, 2:66], _even_signs(words(block_BX[:, 66:], np.uint32)))
+
+
+def _iq3_s(block_BX: Array) -> Array:
+    high_BI = each_bit(block_BX[:, 66:74]).astype(np.uint16)
+    return _look_up("IQ3_S", block_BX[:, 2:66] | high_BI << 8, block_BX[:, 74:106])
+
+
+def _iq1_s(block_BX: Array) -> Array:
+    """Return ternary digits, less the least."""
+    high_BI = flat(words(block_BX[:, 34:], np.uint16)[..., None] >> _THREES & 7)
+    return (_look_up("IQ1_S", block_BX[:, 2:34] | high_BI << 8) + np.int8(1)).view(np.uint8)
+
+
+def _iq1_m(block_BX: Array) -> Array:
+    """Return eighths: ternary digits, and one eighth more or less."""
+    nibble_BI = nibble_pairs(block_BX[:, 32:48]).astype(np.uint16)
+    digit_BIN = _look_up("IQ1_M", block_BX[:, :32] | (nibble_BI & 7) << 8).reshape(len(block_BX), 32, 8)
+    more_BI = np.where(nibble_BI & 8, np.int8(-1), np.int8(1))
+    return flat(8 * digit_BIN + more_BI[..., None])
+
+
+def _tq1_0(block_BX: Array) -> Array:
+    """Return digits to base 3, five in a byte: a fraction of 256, whose first digit is the largest."""
+    parts = (block_BX[:, :32], _POWERS), (block_BX[:, 32:48], _POWERS), (block_BX[:, 48:52], _POWERS[:4])
+    rest_BN = np.concatenate([flat(own_BX[:, None] * power[:, None]) for own_BX, power in parts], axis=1)
+    return (rest_BN.astype(np.uint16) * 3 >> 8).astype(np.int8) - np.int8(1)
+
+
+NUMBERS: Mapping[str, Callable[[Array], Array]] = {
+    "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": lambda block_BX: flat(quarters(block_BX[:, :64])).view(np.int8) - np.int8(1),
+    "Q1_0": lambda block_BX: 2 * each_bit(block_BX[:, 2:]).view(np.int8) - np.int8(1),
+    "Q2_0": lambda block_BX: flat(block_BX[:, 2:, None] >> SHIFTS & 3).view(np.int8) - np.int8(1),
+    "NVFP4": lambda block_BX: flat(FP4[nibbles(block_BX[:, 4:].reshape(-1, 4, 8))]),
+}
+"""As in blocks.py."""
+
+
+def _words_scales(word_B8: Array, block_BX: Array, unit: float) -> tuple[Array, None]:
+    scale_B8 = half(block_BX[:, :2]) * (np.float32(0.5) + (word_B8 >> 28).astype(np.float32))
+    return scale_B8 * np.float32(unit), None
+
+
+def _sixteen_odd(block_BX: Array) -> tuple[Array, None]:
+    """Read four bits of each group's scale: an odd number of eighths of the block's own."""
+    odd_BG = np.float32(0.5) + nibble_pairs(block_BX[:, -8:])
+    return half(block_BX[:, :2]) * odd_BG * np.float32(0.25), None
+
+
+def _iq1_s_scales(block_BX: Array) -> tuple[Array, Array]:
+    """Return offsets from the least digit."""
+    word_B8 = words(block_BX[:, 34:], np.uint16)
+    scale_B8 = half(block_BX[:, :2]) * (2 * (word_B8 >> 12 & 7) + 1)
+    more_B8 = np.where(word_B8 >> 15, np.float32(-1.125), np.float32(-0.875))
+    return scale_B8, scale_B8 * more_B8
+
+
+def _iq1_m_scales(block_BX: Array) -> tuple[Array, None]:
+    """Return eighths of scales; the block's own is in the upper bits of four words."""
+    word_B4 = words(block_BX[:, 48:], np.uint16)
+    own_B1 = half((word_B4 >> 12 << 4 * np.arange(4, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)[:, None])
+    return own_B1 * flat(2 * (word_B4[..., None] >> _THREES & 7) + 1) * np.float32(0.125), None
+
+
+def _small_floats(block_BX: Array) -> tuple[Array, None]:
+    """Return halves of 8-bit floats without a sign, of which 127 means 0."""
+    exponent_B4, rest_B4 = (block_BX[:, :4] >> 3 & 15).astype(np.int32), block_BX[:, :4] & 7
+    fraction_B4 = np.where(exponent_B4, 8 + rest_B4, rest_B4).astype(np.float32)
+    scale_B4 = np.ldexp(fraction_B4, np.maximum(exponent_B4, 1) - 11)
+    return np.where(block_BX[:, :4] == 0x7F, np.float32(0), scale_B4), None
+
+
+def _one_for(groups: int, at: int = 0) -> Callable[[Array], tuple[Array, None]]:
+    """Return what repeats a block's scale for each of its groups."""
+    return lambda block_BX: (np.repeat(half(block_BX[:, at : at + 2]), groups, axis=1), None)
+
+
+SCALES: Mapping[str, Callable[[Array], tuple[Array, Array | None]]] = {
+    "IQ1_S": _iq1_s_scales,
+    "IQ1_M": _iq1_m_scales,
+    "IQ2_XXS": lambda block_BX: _words_scales(_pairs_of_words(block_BX), block_BX, 0.25),
+    "IQ2_XS": _sixteen_odd,
+    "IQ2_S": _sixteen_odd,
+    "IQ3_XXS": lambda block_BX: _words_scales(words(block_BX[:, 66:], np.uint32), block_BX, 0.5),
+    "IQ3_S": lambda block_BX: (half(block_BX[:, :2]) * (2 * nibble_pairs(block_BX[:, 106:]) + 1), None),
+    "TQ1_0": _one_for(8, 52),
+    "TQ2_0": _one_for(8, 64),
+    "Q1_0": _one_for(4),
+    "Q2_0": _one_for(2),
+    "NVFP4": _small_floats,
+}
+"""As in blocks.py."""
