@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from specdec.errors import CheckpointError
 from specdec.models.feed_forward import MLP, MoE
-from specdec.models.fields import TEXT, Fields
+from specdec.models.fields import LARGEST, TEXT, Fields
 from specdec.models.formats import announced
 from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
 from specdec.models.norm import Norm
-from specdec.models.rope import Llama3Scaling, Rope
+from specdec.models.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, yarn_attention
 from specdec.models.spec import Layer, Network
 
 FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
@@ -17,6 +17,9 @@ DENSE, SPARSE = "dense", "sparse"
 
 MOST_LAYERS = 1024
 """Each takes memory before the first tensor is looked up; published models have a tenth of them."""
+
+MOST_SCALED = 1e9
+"""Of what scales positions; other numbers have no logarithms, or none of use."""
 
 TIED = "tie_embedding", "tie_word_embeddings"
 """Spellings of one field; LFM2's own counts before the one that savers write."""
@@ -107,7 +110,7 @@ def rope(fields: Fields, head_dim: int, *, partial: float | None = None, theta: 
     `partial` is the default of `partial_rotary_factor`, the rotated part of a head. None: the family's
     reference rotates whole heads and ignores the field, so any other part is refused.
     """
-    theta = rope_theta(fields, default=theta, types=("default", "mrope", "llama3"))
+    theta = rope_theta(fields, default=theta, types=("default", "mrope", "llama3", "linear", "yarn"))
     nested = rope_parameters(fields)
     if partial is None:
         for level in (nested, fields):
@@ -115,23 +118,61 @@ def rope(fields: Fields, head_dim: int, *, partial: float | None = None, theta: 
                 level.refuse("partial_rotary_factor", "1: transformers ignores it and rotates whole heads")
     outer = fields if "partial_rotary_factor" in fields else nested
     where = nested if "partial_rotary_factor" in nested else outer
-    return Rope(rotated_width(where, head_dim, partial=partial or 1.0), theta, scaling=_scaling(fields))
+    return Rope(
+        rotated_width(where, head_dim, partial=partial or 1.0), theta, scaling=_scaling(fields, theta)
+    )
 
 
-def _scaling(fields: Fields) -> Llama3Scaling | None:
-    """Read how frequencies are scaled; the outer length of the original context counts before the nested."""
-    nested, length = rope_parameters(fields), "original_max_position_embeddings"
-    if nested.get("rope_type", "type") != "llama3":
+def _scaling(fields: Fields, theta: float) -> Scaling | None:
+    """Read how frequencies are scaled."""
+    nested = rope_parameters(fields)
+    kind = nested.get("rope_type", "type")
+    if kind == "linear":
+        return LinearScaling(_positive(nested, "factor"))
+    if kind == "yarn":
+        return _yarn(fields, nested, theta)
+    if kind != "llama3":
         return None
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if nested.number(name) <= 0:
-            nested.refuse(name, "a number above 0")
-    low, high = nested.number("low_freq_factor"), nested.number("high_freq_factor")
+    factor = _positive(nested, "factor")
+    low, high = _positive(nested, "low_freq_factor"), _positive(nested, "high_freq_factor")
     if high <= low:
         nested.refuse("high_freq_factor", f"a number above low_freq_factor ({low:g})")
-    where = fields if length in fields else nested
-    context = where.integer(length, default=fields.integer("max_position_embeddings"))
-    return Llama3Scaling(nested.number("factor"), low, high, context)
+    return Llama3Scaling(factor, low, high, _original_context(fields, nested))
+
+
+def _yarn(fields: Fields, nested: Fields, theta: float) -> YarnScaling:
+    """Read YaRN's parameters; where there is no attention_factor, it follows from the others."""
+    context = _original_context(fields, nested)
+    longer = fields.integer("max_position_embeddings") / context if nested.null("factor") else None
+    factor = _positive(nested, "factor", longer)
+    fast, slow = _positive(nested, "beta_fast", 32.0), _positive(nested, "beta_slow", 1.0)
+    if fast < slow:
+        nested.refuse("beta_fast", f"a number of at least beta_slow ({slow:g})")
+    if theta <= 1:
+        nested.refuse("rope_theta", "a number above 1, with rope_type yarn")
+    own, other = (nested.number(name, default=0.0) for name in ("mscale", "mscale_all_dim"))
+    if min(own, other) < 0:
+        nested.refuse("mscale" if own < 0 else "mscale_all_dim", "a number of at least 0")
+    if factor * context > LARGEST:
+        nested.refuse("factor", f"a context of at most {LARGEST:,}, and not {factor * context:.3g}")
+    both = yarn_attention(factor, own) / yarn_attention(factor, other) if own and other else None
+    attention = _positive(nested, "attention_factor", both or yarn_attention(factor))
+    truncate = nested.flag("truncate", default=True)
+    return YarnScaling(theta, factor, context, fast, slow, truncate, attention)
+
+
+def _original_context(fields: Fields, nested: Fields) -> int:
+    """Read the length before scaling; the outer one counts before the nested."""
+    name = "original_max_position_embeddings"
+    where = fields if name in fields else nested
+    return where.integer(name, default=fields.integer("max_position_embeddings"))
+
+
+def _positive(fields: Fields, name: str, default: float | None = None) -> float:
+    found = fields.number(name, default=default)
+    if not 1 / MOST_SCALED <= found <= MOST_SCALED:
+        fields.refuse(name, f"a number above 0 (from {1 / MOST_SCALED:g} to {MOST_SCALED:g})")
+    return found
 
 
 def rotated_width(fields: Fields, head_dim: int, *, partial: float) -> int:
@@ -358,13 +399,19 @@ def assemble(
         layers=layers,
         norm=norm,
         tied=config.flag(*TIED, default=text.flag(*TIED, default=tied)),
-        max_length=text.integer("max_position_embeddings", default=max_length),
+        max_length=max(text.integer("max_position_embeddings", default=max_length), *_longer(layers), 1),
         eos=config.tokens("eos_token_id", vocab) or text.tokens("eos_token_id", vocab),
         mtp=mtp,
         embed_scale=embed_scale,
         logit_scale=logit_scale,
         wide_residual=wide_residual,
     )
+
+
+def _longer(layers: tuple[Layer, ...]) -> set[int]:
+    """Return the context that YaRN extends to: published configs may state the original one."""
+    ropes = (rope for layer in layers for mixer in layer.mixers for rope in mixer.ropes())
+    return {rope.scaling.length for rope in ropes if isinstance(rope.scaling, YarnScaling)}
 
 
 def head_wanted(fields: Fields, *, default: bool) -> bool:

@@ -32,6 +32,64 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All frequencies divided by a factor."""
+
+    factor: float
+
+    def __call__(self, frequency_R: Tensor) -> Tensor:
+        return frequency_R / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Slow frequencies divided by a factor, fast ones kept, a linear ramp between (arXiv 2309.00071)."""
+
+    theta: float
+    factor: float
+    context: int
+    """The length of the original context."""
+    fast: float
+    """Turns in the original context above which a frequency is kept."""
+    slow: float
+    """Turns below which one is divided."""
+    truncate: bool
+    """Whether the ramp begins and ends at whole pairs."""
+    attention: float
+    """Factor of cosines and sines."""
+
+    @property
+    def length(self) -> int:
+        """Return the length of the longer context."""
+        return int(self.factor * self.context)
+
+    def __call__(self, frequency_R: Tensor) -> Tensor:
+        """Scale float32 frequencies, rounding where transformers does: it divides by powers of theta."""
+        dim = 2 * len(frequency_R)
+        first, last = self._pair(self.fast, dim), self._pair(self.slow, dim)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        width = last - first or 0.001
+        pair_R = torch.arange(dim // 2, dtype=torch.float32, device=frequency_R.device)
+        kept_R = 1 - ((pair_R - first) / width).clamp(0, 1)
+        power_R = self.theta ** (torch.arange(0, dim, 2, device=frequency_R.device).float() / dim)
+        return 1.0 / (self.factor * power_R) * (1 - kept_R) + frequency_R * kept_R
+
+    def _pair(self, turns: float, dim: int) -> float:
+        """Return the pair, as a fraction, that turns so often in the original context."""
+        return dim * math.log(self.context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def yarn_attention(factor: float, mscale: float = 1.0) -> float:
+    """Return what YaRN multiplies cosines and sines by, against flatter scores over a longer context."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+Scaling = Llama3Scaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotate the first `dim` entries of a head, or some of their pairs."""
 
@@ -41,7 +99,7 @@ class Rope:
     """Pairs that turn, the fastest; the others stay. None: all do."""
     wide: bool = False
     """In float32, rounded once; otherwise each product is rounded."""
-    scaling: Llama3Scaling | None = None
+    scaling: Scaling | None = None
 
 
 Rotations = Mapping[Rope, tuple[Tensor, Tensor]]
@@ -55,6 +113,9 @@ def rope_tables(
     position_T = torch.arange(max_length, device=device)
     tables = {rope: kernels.rope_table(position_T, rope.dim, rope.theta, rope.scaling) for rope in set(ropes)}
     for rope, (cos_LR, sin_LR) in tables.items():
+        if isinstance(rope.scaling, YarnScaling):
+            cos_LR *= rope.scaling.attention
+            sin_LR *= rope.scaling.attention
         if rope.turned is not None:
             cos_LR[..., rope.turned :], sin_LR[..., rope.turned :] = 1.0, 0.0
     return tables

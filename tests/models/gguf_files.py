@@ -109,6 +109,8 @@ def add(writer: Any, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     elif value is not None:
         writer.add_array(key, list(value))
 

@@ -55,9 +55,7 @@ FULL, LINEAR, SLIDING, CONV = "full_attention", "linear_attention", "sliding_att
 SCALED: tuple[Option, ...] = tuple(
     refused({"rope_theta": 1e4, **kind})
     for kind in (
-        {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 2.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     )
 )
@@ -70,7 +68,15 @@ LLAMA3: Mapping[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-UNSCALED = (*SCALED, refused(LLAMA3))
+LINEAR_SCALED: Mapping[str, Any] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SCALES = (LLAMA3, LINEAR_SCALED, YARN)
+UNSCALED = (*SCALED, *map(refused, SCALES))
 """Of families whose rotary positions are not scaled in any way."""
 PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
@@ -202,7 +208,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "residual_in_fp32": (False, True),
     "residual_multiplier": (0.22,),
     "rms_norm_eps": (0.3,),
-    "rope_parameters": (ROPE, LLAMA3, refused(PART), *SCALED),
+    "rope_parameters": (ROPE, *SCALES, refused(PART), *SCALED),
     "rope_theta": (also(1e4, rope_parameters=None),),
     "routed_scaling_factor": (0.7,),
     "router_aux_loss_coef": (0.1,),
@@ -281,9 +287,13 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
             also(5, use_sliding_window=True, layer_types=[SLIDING, FULL, SLIDING]),
         ),
     },
-    "qwen3_next": {"rope_parameters": (ROPE, PART, LLAMA3, *SCALED)},
-    "qwen3_5": {"rope_parameters": (ROPE, PART, LLAMA3, *SCALED)},
-    "qwen3_5_moe": {"rope_parameters": (ROPE, PART, LLAMA3, *SCALED)},
+    "qwen3_next": {
+        "rope_parameters": (ROPE, PART, *SCALES, {**YARN, "partial_rotary_factor": 0.75}, *SCALED)
+    },
+    "qwen3_5": {"rope_parameters": (ROPE, PART, *SCALES, {**YARN, "partial_rotary_factor": 0.75}, *SCALED)},
+    "qwen3_5_moe": {
+        "rope_parameters": (ROPE, PART, *SCALES, {**YARN, "partial_rotary_factor": 0.75}, *SCALED)
+    },
     "nemotron_h": {
         "attention_bias": (refused(True),),
         "layers_block_type": ([LINEAR, "mlp", FULL, "moe", LINEAR], [FULL, "mlp"]),
@@ -303,10 +313,10 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rope_parameters": (
             *(
                 Option(one.value, {"position_embedding_type": "rope"}, one.refused)
-                for one in (ROPE, Option(LLAMA3), *SCALED)
+                for one in (ROPE, *map(Option, SCALES), *SCALED)
             ),
             refused(PART, position_embedding_type="rope"),
-            SCALED[0].value,
+            LINEAR_SCALED,
         ),
     },
     "bamba": {
@@ -350,7 +360,7 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
                 kind: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.25}
                 for kind in (FULL, SLIDING)
             },
-            *(refused({FULL: own.value, SLIDING: ROPE.value}) for own in SCALED[:-1]),
+            *(refused({FULL: own, SLIDING: ROPE.value}) for own in (SCALED[0].value, *SCALES)),
             refused({FULL: PART, SLIDING: ROPE.value}),
             None,
         ),

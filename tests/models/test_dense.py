@@ -1,5 +1,6 @@
 """Scaled rotary frequencies and published configs of dense families, against transformers."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from specdec.errors import CheckpointError
 from specdec.kernels.table import load_kernels
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
@@ -197,6 +199,79 @@ def test_llama3_frequencies_are_bit_for_bit_those_of_transformers(
         assert not torch.equal(plain[0], expected[0])
     (used,) = rope_tables([rope], POSITIONS, load_kernels("cpu"), torch.device("cpu")).values()
     assert torch.equal(used[0], expected[0][:POSITIONS])
+
+
+@pytest.mark.parametrize("head_dim", [64, 10])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"type": "linear", "factor": 0.5},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"type": "yarn", "factor": None, "original_max_position_embeddings": 77},
+        {"rope_type": "yarn", "factor": 0.5},
+        {"rope_type": "yarn", "factor": 7.3, "original_max_position_embeddings": 20, "rope_theta": 12.0},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.3, "beta_fast": None},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.3, "mscale": 2.0, "mscale_all_dim": 1.0},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.5, "beta_slow": 8.5},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 9.0, "beta_slow": 0.2, "truncate": False},
+    ],
+    ids=str,
+)
+def test_scaled_positions_are_bit_for_bit_those_of_transformers(
+    head_dim: int, scaling: dict[str, Any]
+) -> None:
+    config = LLAMA | {"head_dim": head_dim, "rope_scaling": scaling, "max_position_embeddings": 5000}
+    module = LlamaRotaryEmbedding(transformers.LlamaConfig(**{**config, "rope_scaling": dict(scaling)}))
+    (rope,) = {mixer.rope for mixer in mixers(config)}
+    assert rope is not None and rope.scaling is not None
+    expected = [
+        table[0, :, : head_dim // 2] for table in module(torch.zeros(1), torch.arange(POSITIONS)[None])
+    ]
+    for name in ("cpu", "reference"):
+        (found,) = rope_tables([rope], POSITIONS, load_kernels(name), torch.device("cpu")).values()
+        assert all(torch.equal(own, theirs) for own, theirs in zip(found, expected, strict=True))
+    (plain,) = rope_tables(
+        [replace(rope, scaling=None)], POSITIONS, load_kernels("cpu"), torch.device("cpu")
+    ).values()
+    assert not torch.equal(plain[0], expected[0])
+
+
+@pytest.mark.parametrize(("maximum", "length"), [(40_960, 131_072), (200_000, 200_000)])
+def test_yarn_extends_a_context_that_is_stated_as_it_was(maximum: int, length: int) -> None:
+    """Qwen3's instructions leave max_position_embeddings."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    config = LLAMA | {"rope_scaling": scaling, "max_position_embeddings": maximum}
+    assert families.network(config).max_length == length
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "why"),
+    [
+        ({"factor": 0}, "factor", "above 0"),
+        (
+            {"factor": None, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings",
+            "integer",
+        ),
+        ({"beta_fast": 1, "beta_slow": 2}, "beta_fast", "at least beta_slow"),
+        ({"beta_slow": "x"}, "beta_slow", "finite number"),
+        ({"attention_factor": -1.0}, "attention_factor", "above 0"),
+        ({"rope_theta": 1.0}, "rope_theta", "above 1"),
+        ({"truncate": 1}, "truncate", "true or false"),
+        ({"mscale": float("inf")}, "mscale", "finite number"),
+        ({"factor": 1e300}, "factor", "to 1e.09"),
+        ({"factor": 1e8}, "factor", "a context of at most 2,147,483,647"),
+        ({"beta_fast": 1e308}, "beta_fast", "to 1e.09"),
+        ({"beta_slow": 1e-320}, "beta_slow", "from 1e-09"),
+        ({"mscale": 1.0, "mscale_all_dim": -7.0}, "mscale_all_dim", "at least 0"),
+    ],
+)
+def test_wrong_settings_of_yarn_are_named(change: dict[str, Any], field: str, why: str) -> None:
+    with pytest.raises(CheckpointError, match=why) as wrong:
+        families.network(LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **change}})
+    assert wrong.value.field == f"rope_scaling.{field}"
 
 
 @pytest.mark.parametrize("kinds", [[SLIDING, FULL, SLIDING], [FULL, FULL, SLIDING]])

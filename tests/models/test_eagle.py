@@ -278,7 +278,7 @@ REFUSED: Mapping[str, tuple[Published, str, str]] = {
     ),
     "a short map": (Published("eagle3", TAPS, lambda t: t | {"d2t": t["d2t"][1:]}), "d2t", "no list of 32"),
     "scaled positions": (
-        Published("eagle", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}),
+        Published("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}),
         "rope_scaling.rope_type",
         "'llama3'",
     ),

@@ -300,7 +300,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("tiny", {"compression_config": {"format": "dense"}}, "compression_config", "original checkpoint"),
     (
         "tiny",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
         "rope_parameters.rope_type",
         "default",
     ),

@@ -669,10 +669,15 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     ("change", "field", "why"),
     [
         ({"architecture": "gpt-j"}, "general.architecture", "qwen3.*not 'gpt-j'"),
-        ({"string": ("qwen3.rope.scaling.type", "yarn")}, "qwen3.rope.scaling.type", "not 'yarn'"),
+        ({"string": ("qwen3.rope.scaling.type", "longrope")}, "qwen3.rope.scaling.type", "not 'longrope'"),
         ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "expert_count is 0"),
         ({"string": ("tokenizer.ggml.model", "gpt2")}, "tokenizer.ggml.tokens", "a list of strings"),
-        ({"float32": ("qwen3.rope.scaling.factor", 4.0)}, "qwen3.rope.scaling.factor", "without scaling"),
+        ({"float32": ("qwen3.rope.scaling.factor", -4.0)}, "qwen3.rope.scaling.factor", "above 0"),
+        (
+            {"float32": ("qwen3.rope.scaling.yarn_attn_factor", 2.0)},
+            "qwen3.rope.scaling.yarn_attn_factor",
+            "is 1",
+        ),
         ({"uint32": ("qwen3.nextn_predict_layers", 9)}, "qwen3.nextn_predict_layers", "less than"),
         ({"uint32": ("split.count", 2)}, "split.count", "one of 2 files"),
     ],

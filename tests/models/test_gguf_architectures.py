@@ -1,6 +1,7 @@
 """Files of every architecture give the logits, and the heads, of the checkpoints that they were made from."""
 
 import json
+import math
 import random
 import re
 import struct
@@ -97,6 +98,43 @@ def test_logits_are_those_of_the_checkpoint(
     path = write_file(WRITTEN[name], folder, tmp_path / "small.gguf")
     assert differ(read(path, head=head), read(folder, head=head)) < 1e-5
     assert not unread_fields(Checkpoint(path).config)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "keys"),
+    [
+        ("qwen3moe", YARN, {"type": "yarn", "factor": 4.0, "original_context_length": 16}),
+        (
+            "qwen35moe",
+            {**YARN, "partial_rotary_factor": 0.5, "beta_fast": 3.0, "beta_slow": 0.5},
+            {
+                **{"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_ext_factor": 1.0},
+                **{"yarn_beta_fast": 3.0, "yarn_beta_slow": 0.5},
+            },
+        ),
+        (
+            "smollm3",
+            {**YARN, "attention_factor": 1.5 * (0.1 * math.log(4) + 1)},
+            {"type": "yarn", "factor": 4.0, "original_context_length": 16, "attn_factor": 1.5},
+        ),
+        ("lfm2moe", {"rope_type": "linear", "factor": 2.5}, {"type": "linear", "factor": 2.5}),
+        ("lfm2moe", {"rope_type": "linear", "factor": 2.5}, {"factor": 2.5}),
+    ],
+)
+def test_positions_are_scaled_as_in_the_checkpoint(
+    name: str, scaling: dict[str, Any], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """With llama.cpp's names for what transformers reads; the mutant: a file without them."""
+    own = WRITTEN[name]
+    make(own, folder := tmp_path / "folder", rope_parameters={"rope_theta": 1e4, **scaling})
+    more = {f"{{}}.rope.scaling.{key}": value for key, value in keys.items()}
+    scaled = replace(own, fields=lambda config: {**own.fields(config), **more})
+    expected = read(folder)
+    assert differ(read(write_file(scaled, folder, tmp_path / "scaled.gguf")), expected) < 1e-5
+    assert differ(read(write_file(own, folder, tmp_path / "plain.gguf")), expected) > 1e-3
 
 
 @pytest.mark.parametrize("experts", [0, 4])

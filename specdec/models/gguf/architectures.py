@@ -43,7 +43,6 @@ class Described(Metadata):
                 continue
             if (other := self._names.setdefault(self._disk(own), own)) != own:
                 self.refuse(own, f"one of {own} and {other}, not both")
-        self._refuse_scaling()
 
     @property
     def dtype(self) -> str:
@@ -174,16 +173,6 @@ class Described(Metadata):
             if whole := named(architecture.head, stem, suffix):
                 own, where = whole, ""
         return where + (own or stem + suffix).replace("{e}", found[3] or "")
-
-    def _refuse_scaling(self) -> None:
-        scaling = self.fields.get(f"{self.name}.rope.scaling.type")
-        if scaling not in (None, "none"):
-            self.refuse(
-                f"{self.name}.rope.scaling.type", f"rotary positions without scaling, not {scaling!r}"
-            )
-        for name in ("rope.scaling.factor", "rope.scale_linear"):  # linear where no type is named
-            if scaling is None and self.number(name, 1.0) not in (0, 1):
-                self.refuse(f"{self.name}.{name}", "rotary positions without scaling")
 
 
 NOTED = 1.5

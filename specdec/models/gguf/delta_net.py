@@ -76,11 +76,7 @@ def _delta_net(metadata: Metadata) -> dict[str, Any]:
         "linear_key_head_dim": metadata.integer("ssm.state_size"),
         "linear_value_head_dim": metadata.integer("ssm.inner_size") // values,
         "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": metadata.number("rope.freq_base"),
-            "partial_rotary_factor": rotated / metadata.head_dim,
-        },
+        "rope_parameters": {**metadata.rope(), "partial_rotary_factor": rotated / metadata.head_dim},
         "mtp_num_hidden_layers": int(metadata.block_holds(metadata.layers, "nextn.eh_proj")),
     }
 

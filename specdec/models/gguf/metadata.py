@@ -12,6 +12,7 @@ from specdec.errors import CheckpointError
 from specdec.models.fields import LARGEST, Fields
 from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import OTHERWISE, Entry, GgufFile
+from specdec.models.rope import yarn_attention
 
 MOST_LAYERS = 1024
 """As many as a checkpoint may have."""
@@ -114,10 +115,12 @@ class Metadata:
 
     def rope(self) -> dict[str, Any]:
         """Read rotary positions: of those of Llama 3.1 a file holds what frequencies are divided by."""
-        theta = self.number("rope.freq_base", 10_000.0)
+        theta, scaling = self.number("rope.freq_base", 10_000.0), self._scaling()
         entry = self.file.entries.get("rope_freqs.weight")
         if entry is None:
-            return {"rope_type": "default", "rope_theta": theta}
+            return {"rope_theta": theta, **scaling}
+        if scaling["rope_type"] != "default":
+            self.refuse("rope_freqs.weight", f"{scaling['rope_type']} scaling or rope_freqs.weight, not both")
         divisor_N = widen(entry.data, entry.kind, entry.shape)
         low, high, context = 1.0, 4.0, 8192
         factor = round(float(divisor_N.max()), 3)
@@ -132,6 +135,31 @@ class Metadata:
             "low_freq_factor": low,
             "high_freq_factor": high,
             "original_max_position_embeddings": context,
+        }
+
+    def _scaling(self) -> dict[str, Any]:
+        """Read how frequencies are scaled: where no type is named linearly, as in llama.cpp."""
+        kind = self.fields.get(f"{self.name}.rope.scaling.type")
+        if kind not in (None, "none", "linear", "yarn"):
+            self.refuse_value("rope.scaling.type", f"none, linear or yarn, not {kind!r}")
+        factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0)) or 1.0
+        if factor < 0:
+            self.refuse_value("rope.scaling.factor", "a number above 0")
+        if kind == "none" or factor == 1:
+            return {"rope_type": "default"}
+        if kind != "yarn":
+            return {"rope_type": "linear", "factor": factor}
+        own, context = "rope.scaling.", self.integer("context_length")
+        flatter = self.number(f"{own}attn_factor", 1.0) or 1.0
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": self.integer(
+                f"{own}original_context_length", default=context
+            ),
+            "beta_fast": self.number(f"{own}yarn_beta_fast", 32.0),
+            "beta_slow": self.number(f"{own}yarn_beta_slow", 1.0),
+            "attention_factor": flatter * yarn_attention(factor),
         }
 
     def whole_heads(self) -> dict[str, Any]:
@@ -170,6 +198,8 @@ _CHANGES: Mapping[str, tuple[int, ...]] = {
     "moe_latent_size": (0,),
     "residual_scale": (0, 1),
     "rope.scaling.attn_factor": (0, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_log_multiplier": (0,),
     "swiglu_clamp_exp": (0,),
     "swiglu_clamp_shexp": (0,),

@@ -59,5 +59,5 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"conv_L_cache": 0}, "conv_L_cache", "at least 1"),
     ({"attention_bias": True}, "attention_bias", "without biases"),
     ({"intermediate_size": 1, "block_ffn_dim_multiplier": None}, "intermediate_size", "left"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type", "default"),
+    ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type", "default"),
 )

@@ -49,7 +49,7 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"mlp_bias": 1}, "mlp_bias", "true or false"),
     ({"num_key_value_heads": 3}, "num_attention_heads", "multiple of num_key_value_heads (3)"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "rotates whole heads"),
-    (_rope(rope_type="yarn"), "rope_parameters.rope_type", "'default' or 'mrope' or 'llama3'"),
+    (_rope(rope_type="dynamic"), "rope_parameters.rope_type", "'default' or 'mrope' or 'llama3'"),
     (_rope(factor=0), "rope_parameters.factor", "above 0"),
     (_rope(factor=None), "rope_parameters.factor", "finite number"),
     (_rope(high_freq_factor=1), "rope_parameters.high_freq_factor", "above low_freq_factor (1)"),

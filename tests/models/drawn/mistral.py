@@ -36,5 +36,5 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types", "not chunked_attention"),
     ({"attention_bias": True}, "attention_bias", "without biases"),
     ({"mlp_bias": True}, "mlp_bias", "without biases"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type", "'llama3'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters.rope_type", "'llama3'"),
 )

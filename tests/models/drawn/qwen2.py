@@ -49,5 +49,5 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"layer_types": None, "max_window_layers": -1}, "max_window_layers", "at least 0"),
     ({"attention_bias": False}, "attention_bias", "True"),
     ({"mlp_bias": True}, "mlp_bias", "without biases"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type", "'llama3'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters.rope_type", "'llama3'"),
 )

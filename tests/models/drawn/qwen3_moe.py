@@ -48,5 +48,5 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"norm_topk_prob": 1}, "norm_topk_prob", "true or false"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "not sliding_attention"),
     ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window", "at least 1"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type", "'llama3'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters.rope_type", "'llama3'"),
 )

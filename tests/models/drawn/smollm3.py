@@ -45,5 +45,5 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"use_sliding_window": True, "layer_types": None, "sliding_window": 0}, "sliding_window", "at least 1"),
     ({"attention_bias": 0}, "attention_bias", "true or false"),
     ({"mlp_bias": 1}, "mlp_bias", "true or false"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type", "'llama3'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters.rope_type", "'llama3'"),
 )
