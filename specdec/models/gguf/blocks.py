@@ -45,6 +45,8 @@ class Form(NamedTuple):
     """What is subtracted from unsigned numbers, whose groups have offsets; 0: they are signed, without."""
 
 
+FLAT = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
+"""Types whose groups all have their block's scale, stored in float16."""
 KEPT: Mapping[str, Form] = {
     "Q8_0": Form(8),
     "Q5_0": Form(6),
@@ -66,7 +68,7 @@ KEPT: Mapping[str, Form] = {
     "IQ2_S": Form(8, group=16),
     "IQ3_XXS": Form(8),
     "IQ3_S": Form(6),
-    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q1_0", "Q2_0"), Form(4)),
+    **dict.fromkeys(FLAT, Form(4)),
 }
 """Types that are multiplied as integers."""
 _WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -97,7 +99,8 @@ def scales(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
 
 def scale_type(kind: Kind) -> str:
     """Return float16 for scales that are stored so, float32 for products of two numbers and for powers."""
-    return "F16" if kind.numbers == GROUP and kind.name != "MXFP4" else "F32"
+    is_stored = kind.numbers == GROUP and kind.name != "MXFP4"
+    return "F16" if is_stored or kind.name in FLAT else "F32"
 
 
 def offsets(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
