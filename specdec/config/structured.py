@@ -1,4 +1,4 @@
-"""What form a request's output must have."""
+"""Structured output: the grammar of a request's output."""
 
 import json
 from typing import Annotated, Any, Self

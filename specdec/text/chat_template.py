@@ -105,7 +105,7 @@ class ChatTemplate:
 
 
 def load_template(folder: Path) -> ChatTemplate:
-    """Read `chat_template.jinja`, else the one in `tokenizer_config.json`; say so where there is none."""
+    """Read `chat_template.jinja`, else the one in `tokenizer_config.json`; log if there is none."""
     config = _config(folder / "tokenizer_config.json")
     special = {name: text for name in SPECIAL if (text := _token(config.get(name))) is not None}
     path = folder / "chat_template.jinja"

@@ -1,4 +1,4 @@
-"""Let the requests of a trace come, read, write and go over a cache, on a clock that is only counted."""
+"""Simulate the requests of a trace over a cache, on a virtual clock."""
 
 import heapq
 from collections import deque
