@@ -33,7 +33,7 @@ from specdec.models.folder import GIVEN, describable, find_models, short
 
 COLOURS = ("auto", "always", "never")
 SYNTHETIC = (
-    "SYNTHETIC ACCEPTANCE: drafts are taken at given rates, whatever they say; this text is no model's"
+    "SYNTHETIC ACCEPTANCE: drafts are accepted at given rates, whatever they are; this text is no model's"
 )
 
 

@@ -50,9 +50,7 @@ def _value(engine: str, field: str, words: Mapping[str, str] = MappingProxyType(
 def _quantization(value: object) -> Meaning:
     """Read how weights are quantised; formats that folders are published in are refused."""
     if isinstance(value, str) and value.removesuffix("_marlin") in PACKED:
-        says = (
-            f"quantization: checkpoints packed as {value} are recognised by themselves; leave the option out"
-        )
+        says = f"quantization: {value} checkpoints are detected; leave the option out"
         raise ConfigError(says, field="quantize")
     return {"quantize": value}
 
@@ -71,11 +69,11 @@ def _speculative_config(value: object) -> Meaning:
     try:
         given = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise _unfit(f"it is no JSON ({error})") from None
+        raise _unfit(f"it is not JSON ({error})") from None
     if not isinstance(given, dict):
-        raise _unfit("it is no JSON object")
+        raise _unfit("it is not a JSON object")
     if unknown := given.keys() - set(KEYS):
-        raise _unfit(f"{sorted(map(str, unknown))[0]!r} is none of its keys here ({', '.join(KEYS)})")
+        raise _unfit(f"{sorted(map(str, unknown))[0]!r} is not a supported key ({', '.join(KEYS)})")
     method, folder, depth = map(given.get, KEYS)
     if method is not None and method not in METHODS:
         raise _unfit(f"the method {method!r} is none of {', '.join(METHODS)}")
@@ -140,7 +138,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
 
 _MODEL = "name the model without an option, as in specdec chat MODEL"
 _ONE_DEVICE = "a server has one device; start one for each and balance between them"
-_MEMORY = "give --memory-bytes, the memory of sequences and drafts beside the weights"
+_MEMORY = "give --memory-bytes, the memory for sequences and drafts without the weights"
 _ALWAYS = "it is always on; leave it out"
 
 INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -153,7 +151,7 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "ctx_size": "give --max-model-len",
                 "threads": "set OMP_NUM_THREADS to the number of threads",
                 "flash_attn": _ALWAYS,
-                "n_gpu_layers": "a model runs on one device as a whole: give --device",
+                "n_gpu_layers": "a model runs on one device: give --device",
                 "gpu_memory_utilization": _MEMORY,
                 "mem_fraction_static": _MEMORY,
                 "tensor_parallel_size": _ONE_DEVICE,
@@ -166,12 +164,12 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "block_size": "KV blocks have 16 tokens; leave it out",
                 "page_size": "KV blocks have 16 tokens; leave it out",
                 "attention_backend": "give --kernels",
-                "revision": "name it behind the model, as in OWNER/NAME@REVISION",
+                "revision": "append it to the model, as in OWNER/NAME@REVISION",
                 "download_dir": "set HF_HUB_CACHE to the folder, or HF_HOME to the one above it",
                 "trust_remote_code": "code of a checkpoint is never run; leave it out",
                 "enable_chunked_prefill": f"{_ALWAYS}, or give --chunk-tokens",
                 "batch_size": "give --chunk-tokens for the tokens of a step, --max-running for its sequences",
-                "tokenizer": "the model's own is read; leave it out",
+                "tokenizer": "the model's own is used; leave it out",
                 "mmap": "weights of GGUF files are always mapped; leave it out",
                 "mlock": "weights cannot be locked in memory; leave it out",
                 "lora": "adapters are not supported; merge them into the checkpoint",
@@ -191,14 +189,14 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "enable_metrics": _ALWAYS,
                 "jinja": _ALWAYS,
                 "alias": "give --served-model-name",
-                "chat_template": "the folder's own is read; put it there as chat_template.jinja",
+                "chat_template": "put it into the folder as chat_template.jinja",
                 "disable_log_requests": "prompts are logged only with --log-prompts; leave it out",
-                "uvicorn_log_level": "give -v for a longer log, and leave it out for warnings alone",
+                "uvicorn_log_level": "give -v for DEBUG lines; leave it out otherwise",
                 "root_path": "have the proxy strip the prefix, so that paths begin with /v1; leave it out",
                 "ssl_ca_certs": "leave clients' certificates to a proxy, as in docs/deployment.md",
                 "ssl_cert_reqs": "leave clients' certificates to a proxy, as in docs/deployment.md",
                 "kv_transfer_config": "give --role, as in docs/disaggregation.md",
-                "disaggregation_transfer_backend": "NIXL moves the bytes; leave it out",
+                "disaggregation_transfer_backend": "NIXL is the only transfer library; leave it out",
                 "reach_secret": "set SPECDEC_REACH_SECRET in the environment",
                 "disaggregation_ib_device": "set UCX_NET_DEVICES to the device",
             }
@@ -206,9 +204,9 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "RouteConfig": MappingProxyType(
             {
                 "worker_urls": "give --replicas",
-                "pd_disaggregation": "give --prefill and --decode, and --pd-protocol for how they meet",
-                "policy": "the replica with the least expected time to the first byte is asked; leave it out",
-                "api_key": "replicas ask for keys, and get what clients send; leave it out",
+                "pd_disaggregation": "give --prefill, --decode and --pd-protocol",
+                "policy": "the replica with the least expected time to first byte is chosen; leave it out",
+                "api_key": "replicas check keys; leave it out",
             }
         ),
     }

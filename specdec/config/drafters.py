@@ -11,7 +11,7 @@ class DrafterOption:
     reads_folder: bool = False
     """Its weights lie in a folder of their own, `draft_model`."""
     chains: bool = False
-    """It drafts chains alone."""
+    """It drafts chains only."""
 
 
 DRAFTER_OPTIONS: dict[str, DrafterOption] = {

@@ -234,7 +234,7 @@ class EngineConfig(Settings):
         elif self.draft_model is not None and self.draft not in (AUTO, *drafters_of_folders()):
             raise contradiction(
                 "draft_model",
-                f"draft={self.draft!r} reads no weights of its own; leave it out or choose "
+                f"draft={self.draft!r} has no weights of its own; leave it out or choose "
                 f"{' or '.join(drafters_of_folders())}.",
             )
 
@@ -242,7 +242,7 @@ class EngineConfig(Settings):
         """Refuse more tokens than a chain or a tree of that depth and width has nodes."""
         if only_chains(self.draft) and (self.topk or 1) > 1:
             raise contradiction(
-                "topk", f"draft={self.draft!r} drafts chains alone; leave it out or choose another drafter."
+                "topk", f"draft={self.draft!r} drafts chains only; leave it out or choose another drafter."
             )
         topk = 1 if only_chains(self.draft) else self.topk
         if self.num_draft_tokens is None or self.num_steps is None or topk is None:

@@ -90,9 +90,9 @@ def _meaning(entry: Entry, classes: tuple[type[Settings], ...], *, several: bool
         return aliases[name].read(entry.value)
     for settings in classes:
         if advice := INSTEAD.get(settings.__name__, {}).get(name):
-            raise ConfigError(f"{entry.name} is no setting here: {advice}", field=name)
+            raise ConfigError(f"{entry.name} is not a setting here: {advice}", field=name)
     known = [known.replace("_", "-") for known in (MODEL, *fields, *aliases)]
-    raise ConfigError(f"{entry.name} is no setting of this command{near(name, known)}", field=name)
+    raise ConfigError(f"{entry.name} is not a setting of this command{near(name, known)}", field=name)
 
 
 def _value(field: Any, value: object) -> object:
@@ -125,17 +125,17 @@ def _entries(path: Path) -> Iterator[Entry]:
             return
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(
-                f"{path}: it is no mapping; write lines such as max-running: 64", field="config"
+                f"{path}: it is not a mapping; write lines such as max-running: 64", field="config"
             )
         for key, value in root.value:
             name, line = loader.construct_object(key, deep=True), key.start_mark.line + 1
             if not isinstance(name, str):
-                raise ConfigError(f"{path}, line {line}: {name!r} is no option's name", field="config")
+                raise ConfigError(f"{path}, line {line}: {name!r} is not an option's name", field="config")
             yield Entry(name, loader.construct_object(value, deep=True), line)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: it is no YAML: {error.problem}", field="config") from None
+        raise ConfigError(f"{path}{line}: it is not YAML: {error.problem}", field="config") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(

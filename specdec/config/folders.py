@@ -38,11 +38,11 @@ def model_name(folder: Path) -> str:
 def anew(folder: Path, otherwise: str = "download it again") -> str:
     """Explain how to restore a damaged model: what specdec wrote or downloaded can be made again."""
     if repo := repo_of(folder):
-        return f"delete {folder.parents[1]}: {repo} is then downloaded again"
+        return f"delete {folder.parents[1]}: {repo} will be downloaded again"
     if folder.resolve().parent.parent == descriptions().resolve():
-        return f"delete {folder.parent}: it describes a GGUF file, and is then written anew"
+        return f"delete {folder.parent}: it describes a GGUF file, and will be rewritten"
     if folder.resolve().parent == random_models().resolve():
-        return f"delete {folder}: it is a random model, which the benchmarks write anew"
+        return f"delete {folder}: it is a random model, which the benchmarks will rewrite"
     return otherwise
 
 
@@ -51,7 +51,5 @@ def has_file(path: Path) -> bool:
     if path.is_file():
         return True
     if os.path.lexists(path):
-        raise CheckpointError(
-            f"{path} is no file, or a link to one that is not there; {anew(path.parent)}", field=path.name
-        )
+        raise CheckpointError(f"{path} is not a file, or a broken link; {anew(path.parent)}", field=path.name)
     return False

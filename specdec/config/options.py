@@ -196,7 +196,7 @@ def read_value(field: FieldInfo, text: str) -> object:
             return json.loads(text)
         except ValueError:
             if str in kinds | _listed_kinds(field.annotation):
-                says = f"{text!r:.40} begins as JSON and is none; write {TEXTS}"
+                says = f"{text!r:.40} begins like JSON but is not; write {TEXTS}"
                 raise ConfigError(says) from None
     value = _reader(field)(text)
     return [value] if list in kinds and type(value) not in kinds else value
@@ -289,7 +289,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
     def read(text: str) -> str:
         if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
         return text
 
     return read

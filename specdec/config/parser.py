@@ -227,8 +227,8 @@ class Parser(argparse.ArgumentParser):
         if name.startswith("-"):
             return f"{name} cannot be {word!r}; give {', '.join(known[:-1])} or {known[-1]}"
         if word in self._instead:
-            return f"{word} is no command of {self.prog}: {self._instead[word]}"
-        return f"{word} is no command of {self.prog}" + (
+            return f"{word} is not a command of {self.prog}: {self._instead[word]}"
+        return f"{word} is not a command of {self.prog}" + (
             near(word, known) or f"; known are {', '.join(known)}"
         )
 
@@ -246,7 +246,7 @@ def _is_option(word: str) -> bool:
 
 def _needless(switch: Sequence[str], value: str) -> str:
     ways = " or ".join(switch)
-    return f"{ways} takes no value, so not {value}; write {ways}, or leave it out"
+    return f"{ways} takes no value such as {value}; write {ways}, or leave it out"
 
 
 def as_written(message: str, written: Mapping[str, str]) -> str:

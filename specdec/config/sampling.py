@@ -30,7 +30,7 @@ def _refuse_surrogates(value: object) -> object:
         return value
     except UnicodeEncodeError:
         raise ConfigError(
-            "SamplingParams.cache_salt is no valid Unicode; give a text of 1 to 256 characters, or None.",
+            "SamplingParams.cache_salt is not valid Unicode; give a text of 1 to 256 characters, or None.",
             field="cache_salt",
         ) from None
 
@@ -225,7 +225,8 @@ class SamplingParams(Settings):
         if self.n > 1 and self.temperature == 0:
             raise contradiction(
                 "n",
-                f"{self.n} choices at temperature 0 would be one text; raise temperature or leave n at 1.",
+                f"{self.n} choices at temperature 0 would be the same text; "
+                "raise temperature or leave n at 1.",
             )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise contradiction("max_tokens", "0 generates nothing; give at least 1, or set prompt_logprobs.")

@@ -1,4 +1,4 @@
-"""What form a request's output must have."""
+"""Structured output: the grammar of a request's output."""
 
 import json
 from typing import Annotated, Any, Self
@@ -20,7 +20,7 @@ def _own_json(value: object) -> object:
     except (TypeError, ValueError, RecursionError) as error:
         why = "it nests too deep" if isinstance(error, RecursionError) else f"{error}"
         raise contradiction(
-            "structured_outputs", f"the form is not JSON ({why}); give numbers, texts, lists and mappings."
+            "structured_outputs", f"the schema is not JSON ({why}); give numbers, texts, lists and mappings."
         ) from None
 
 

@@ -9,14 +9,14 @@ from specdec.config.base import contradiction
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """Special tokens that templates use, by their names in `tokenizer_config.json`."""
 FIELD = "chat_template_kwargs"
-_TOKENIZERS = "the folder's tokenizer_config.json says it"
+_TOKENIZERS = "it comes from tokenizer_config.json"
 TAKEN = {
-    "messages": "a template reads the messages of the request",
-    "tools": "a template reads the tools of the request",
-    "add_generation_prompt": "a chat's field of that name says it",
+    "messages": "it is the request's messages",
+    "tools": "it is the request's tools",
+    "add_generation_prompt": "the field of that name sets it",
     "continue_final_message": "continuing an assistant message is not supported",
     "tokenize": "the server needs tokens",
-    "chat_template": "the folder's own is read",
+    "chat_template": "the folder's own is used",
     **dict.fromkeys(SPECIAL, _TOKENIZERS),
 }
 """Names that are no variables to give, and why: they would be dropped, or change the chat unseen."""
@@ -26,7 +26,7 @@ def check_variables(given: dict[str, Any]) -> dict[str, Any]:
     """Refuse variables that the chat itself, or its tokenizer, settles."""
     for name in given:
         if name in TAKEN:
-            raise contradiction(FIELD, f"{name} is no variable to give: {TAKEN[name]}; leave it out.")
+            raise contradiction(FIELD, f"{name} cannot be set: {TAKEN[name]}; leave it out.")
     return given
 
 

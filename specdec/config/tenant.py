@@ -1,11 +1,11 @@
-"""Whose texts are whose: the one notion by which all that outlives a request is kept apart."""
+"""Tenants: the key under which everything that outlives a request is stored."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Finds what earlier requests of an equal tenant have left, and nothing else.
+    """Key of everything that outlives a request.
 
     The server's access check says who calls, the request's parameters which salt; every store that outlives
     a request is asked with both. No log shows either.

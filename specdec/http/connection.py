@@ -85,7 +85,7 @@ class Connection(RequestHandler):
         """Log internal errors only: a malformed request is the client's own and is answered as such."""
         error = kw.get("exc_info")
         if isinstance(error, GARBAGE):
-            logger.debug("%s: what followed was no HTTP", type(error).__name__)
+            logger.debug("%s: what followed was not HTTP", type(error).__name__)
         else:
             super().log_exception(*args, **kw)
 

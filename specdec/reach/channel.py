@@ -118,7 +118,7 @@ class Channel:
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"reach_port: {host}:{port} cannot be listened at ({error.strerror or error}); give a free "
+                f"reach_port: {host}:{port} cannot be bound ({error.strerror or error}); give a free "
                 "reach_port, and an address of this machine as reach_host.",
                 field="reach_port",
             ) from error
@@ -163,7 +163,7 @@ def _guard(book: Book, secret: Secret, replays: ReplayGuard) -> Callable[..., Aw
             response = _refused(book, Refusal("internal", str(error), field=error.field), 500)
         except Exception:
             logger.exception("a request of the side channel has failed")
-            response = _refused(book, Refusal("internal", "The server failed; its log says how."), 500)
+            response = _refused(book, Refusal("internal", "The server failed; see its log."), 500)
         if signed:
             assert isinstance(response.body, bytes)
             response.body = signed.encrypt(secret, response.status, response.body)
@@ -201,7 +201,7 @@ async def _check_body(request: web.Request, sha256: str) -> None:
         async with asyncio.timeout(BODY_S):
             body = await request.read()
     except TimeoutError:
-        raise Refusal("slow_body", f"The body did not come within {BODY_S:g} s; send it at once.") from None
+        raise Refusal("slow_body", f"The body did not arrive within {BODY_S:g} s; send it at once.") from None
     except web.RequestPayloadError:
         raise Refusal("malformed", "The body cannot be read; check its length.") from None
     if hashlib.sha256(body).hexdigest() != sha256:

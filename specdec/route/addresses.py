@@ -72,7 +72,7 @@ def read_file(path: str, bootstrap_port: int) -> list[Address]:
         if len(rest) != 1:
             raise ConfigError(
                 f"replicas_file: {path}, line {number}: write one address such as http://10.0.0.7:8000, "
-                "and before it prefill or decode if that is its role.",
+                "after prefill or decode if it has that role.",
                 field="replicas_file",
             )
         found.append(parse_address(rest[0], role, f"replicas_file: line {number}", bootstrap_port))

@@ -20,23 +20,21 @@ class RouteMetrics:
         self.registry.register(_Replicas(fleet))
         ProcessCollector(registry=self.registry)
         self.answers = self._counter(
-            "http_requests", "Responses by method and status class, without those of clients that left.",
+            "http_requests", "Responses by method and status class, without disconnected clients.",
             "method", "status",
         )  # fmt: skip
         self.sent = self._counter("specdec:route_requests", "Requests sent to a replica.", "replica")
         self.retried = self._counter(
-            "specdec:route_retries", "Requests that a replica did not begin to answer, by why.", "why"
+            "specdec:route_retries", "Requests that a replica did not begin to answer, by cause.", "why"
         )
-        self.broken = self._counter(
-            "specdec:route_broken", "Answers that ended before their end, by who.", "who"
-        )
+        self.broken = self._counter("specdec:route_broken", "Truncated answers, by who ended them.", "who")
         self.read = self._counter(
             "specdec:route_prompt_bytes",
-            "Bytes of prompts, by whether the replica was sent them before.",
+            "Bytes of prompts, by whether the replica has had them before.",
             "known",
         )
         self.apart = self._counter(
-            "specdec:route_prefills", "Requests where roles are apart, by who has read the prompt.", "reader"
+            "specdec:route_prefills", "Disaggregated requests, by who prefilled the prompt.", "reader"
         )
         self.first_s = self._histogram(
             "specdec:route_first_byte_seconds",
@@ -68,19 +66,19 @@ class _Replicas(Collector):
         replicas = self.fleet.replicas
         lines = self.fleet.lines(replicas)
         told = {
-            "up": ("1 where the replica takes requests.", [float(own.is_up) for own in replicas]),
-            "under_way": ("Requests that it has from here.", [float(own.in_flight) for own in replicas]),
+            "up": ("1: the replica takes requests.", [float(own.is_up) for own in replicas]),
+            "under_way": ("Its requests from this router.", [float(own.in_flight) for own in replicas]),
             "unread_bytes": (
-                "Bytes of their prompts not read yet.",
+                "Bytes of their prompts not prefilled yet.",
                 [float(own.reading) for own in replicas],
             ),
-            "waiting": ("Requests that wait there, as it says.", [own.waiting for own in replicas]),
-            "arena_usage": ("The part of its memory in use, as it says.", [own.arena for own in replicas]),
+            "waiting": ("Requests waiting there, as it reports.", [own.waiting for own in replicas]),
+            "arena_usage": ("Its memory usage, as it reports.", [own.arena for own in replicas]),
             "fixed_seconds": (
-                "Seconds to a first byte with nothing to read.",
+                "Seconds to a first byte without prefill.",
                 [own.fixed_s for own in lines],
             ),
-            "seconds_per_byte": ("Seconds to read a byte of a prompt.", [own.per_byte_s for own in lines]),
+            "seconds_per_byte": ("Seconds to prefill a byte of a prompt.", [own.per_byte_s for own in lines]),
         }
         for name, (says, values) in told.items():
             family = GaugeMetricFamily(f"specdec:route_replica_{name}", says, labels=["replica", "role"])

@@ -25,7 +25,7 @@ OWNERS = ("Authorization", "x-api-key")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's body, looked at. `fields` is None where it is no JSON object."""
+    """A request's body, looked at. `fields` is None where it is not a JSON object."""
 
     body: bytes = b""
     fields: Mapping[str, Span] | None = None

@@ -117,7 +117,7 @@ class Attempts:
         if self.refusal:
             return self.refusal
         if self.lost:
-            raise Failure(502, "The replica was lost before its answer began.", code="replica_lost")
+            raise Failure(502, "The replica was lost before its answer started.", code="replica_lost")
         says = (
             "No replica can be reached; try again later."
             if self.tried

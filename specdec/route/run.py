@@ -115,6 +115,6 @@ async def drain(state: State, hurried: asyncio.Event) -> None:
         wait.cancel()
     if state.tasks:
         took_s = time.monotonic() - start_s
-        logger.warning("stopping with %d requests under way after %.1f s", len(state.tasks), took_s)
+        logger.warning("stopping with %d requests in flight after %.1f s", len(state.tasks), took_s)
         for task in list(state.tasks):
             task.cancel()

@@ -176,7 +176,7 @@ class RouteConfig(Settings):
             raise contradiction("replicas_dns", "the name stands for all replicas; give no others beside it.")
         if bool(self.prefill) != bool(self.decode):
             missing, other = ("decode", "prefill") if self.prefill else ("prefill", "decode")
-            raise contradiction(missing, f"{other} alone answers nothing; give --{missing} too.")
+            raise contradiction(missing, f"{other} instances cannot answer alone; give --{missing} too.")
         if self.replicas and self.prefill:
             raise contradiction("replicas", "give either --replicas, or --prefill and --decode.")
         return self

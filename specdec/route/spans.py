@@ -1,4 +1,4 @@
-"""Look into a JSON object without making it anew: where its fields' values stand, byte for byte."""
+"""Find the byte spans of a JSON object's fields without reserialising it."""
 
 import json
 import re

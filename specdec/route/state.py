@@ -73,12 +73,12 @@ class State:
         One address gets half of `max_requests` and the next one half of the rest.
         """
         if self.draining:
-            raise Failure(503, "The router is stopping; ask another one.", code="stopping", headers=STOPPING)
+            raise Failure(503, "The router is stopping; use another one.", code="stopping", headers=STOPPING)
         own, most = self.counts[caller], self.config.max_requests
         if own + len(self.tasks) >= most:
             raise Failure(
                 429,
-                f"{len(self.tasks)} requests are under way, {own} of them of this address, of at most {most} "
+                f"{len(self.tasks)} requests are in flight, {own} of them of this address, of at most {most} "
                 "(max_requests of the router); try again later.",
                 code="too_many_requests",
                 headers=SOON,

@@ -112,7 +112,7 @@ class Watch:
                 return
         except ConfigError as error:
             if str(error) != self._wrong:
-                logger.error("the replicas stay as they were: %s", error)
+                logger.error("the list of replicas is unchanged: %s", error)
             self._wrong = str(error)
             return
         self._wrong = ""
@@ -124,7 +124,7 @@ class Watch:
             logger.info("%s is new", replica.url)
             self.start(group, replica)
         for replica in removed:
-            logger.info("%s is gone from the list; what it has begun goes on", replica.url)
+            logger.info("%s was removed from the list; its requests continue", replica.url)
             replica.is_up = False
             self._tasks.pop(replica).cancel()
 
@@ -158,8 +158,8 @@ class Watch:
                     elif answer.status == 401 and replica.url not in self._closed:
                         self._closed.add(replica.url)
                         logger.warning(
-                            "%s tells its /metrics by a key alone: set %s to it for the router, or start the "
-                            "replica with --metrics-open; until then its load and role are unknown",
+                            "%s needs a key for /metrics: set %s to it for the router, or start the "
+                            "replica with --metrics-open; its load and role are unknown",
                             *(replica.url, KEY),
                         )
         except TimeoutError:
@@ -181,7 +181,7 @@ def open_session(config: RouteConfig) -> aiohttp.ClientSession:
     """Return the connections for checks: they are not those of requests, which may all be taken."""
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"{KEY}: it is no key of printable ASCII; set another one, or unset it.", field=KEY)
+        raise ConfigError(f"{KEY}: it is not printable ASCII; set another one, or unset it.", field=KEY)
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {key}"} if key else None,
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4 * config.check_period),

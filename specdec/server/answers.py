@@ -113,7 +113,7 @@ def check_size(prepared: Sequence[Prepared], longest: int, most: int, *, top: st
     field = "max_tokens" if written >= scored else "prompt_logprobs"
     raise Failure(
         400,
-        f"{field}: the answer might hold {written + scored:,} values, and may hold {most:,} "
+        f"{field}: the answer might hold {written + scored:,} values, more than {most:,} "
         f"(max_answer_values): n times max_tokens times one more than {top} ({1 + beside}), and what "
         f"prompt_logprobs asks for; lower one of them.",
         param=field,

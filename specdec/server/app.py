@@ -130,7 +130,7 @@ async def _pass(
         raise
     except ConnectionError as error:
         about = _about(request, GONE, start_s) | {"reason": str(error) or type(error).__name__}
-        logger.log(level, "%(request_id)s %(path)s: its client is gone (%(reason)s)", about, extra=about)
+        logger.log(level, "%(request_id)s %(path)s: client disconnected (%(reason)s)", about, extra=about)
         return web.Response(status=GONE)  # the client has gone
     except Exception as error:
         failure = failure_of(error)
@@ -185,7 +185,7 @@ def _request_id(given: str | None) -> str:
 
 
 async def _embeddings(request: web.Request, state: State) -> web.Response:
-    raise Failure(404, "This engine serves generation only: it makes no embeddings.", code="not_supported")
+    raise Failure(404, "This server only generates text: embeddings are not supported.", code="not_supported")
 
 
 async def _models(request: web.Request, state: State) -> web.Response:

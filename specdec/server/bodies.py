@@ -106,7 +106,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str | None = Field(None, description="the served model's name, as /v1/models lists it")
-    max_tokens: int | None = Field(None, description="tokens to write at most")
+    max_tokens: int | None = Field(None, description="maximum tokens")
     temperature: float | None = Field(None, description="0: greedy decoding; default 1")
     top_p: float | None = None
     top_k: int | None = None
@@ -114,47 +114,47 @@ class Body(BaseModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: str | Many[str] | None = Field(None, description="texts that end the output before them")
+    stop: str | Many[str] | None = Field(None, description="strings that end the output")
     stop_token_ids: Ids | None = None
-    include_stop_str_in_output: bool | None = Field(None, description="end the text behind what stops it")
-    skip_special_tokens: bool | None = Field(None, description="false spells special tokens out")
-    allowed_token_ids: Ids | None = Field(None, description="choose among these tokens alone")
+    include_stop_str_in_output: bool | None = Field(None, description="keep the stop string in the text")
+    skip_special_tokens: bool | None = Field(None, description="false: keep special tokens in the text")
+    allowed_token_ids: Ids | None = Field(None, description="restrict the output to these tokens")
     bad_words: Many[str] | None = Field(None, description="words that the output may not contain")
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, description="tokens before any that may end the output")
-    response_format: ResponseFormat | None = Field(None, description="the form of the output")
-    structured_outputs: Structured | None = Field(None, description="the form of the output, in vLLM's words")
-    prompt_logprobs: int | None = Field(None, description="alternatives beside each of the prompt's tokens")
+    min_tokens: int | None = Field(None, description="minimum tokens")
+    response_format: ResponseFormat | None = Field(None, description="structured output")
+    structured_outputs: Structured | None = Field(None, description="structured output, in vLLM's format")
+    prompt_logprobs: int | None = Field(None, description="alternatives for each prompt token")
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
     logit_bias: dict[BiasedId, float] | None = None
     cache_salt: SkipValidation[str | None] = Field(
-        None, description="share what was read and written with requests of this key and salt alone"
+        None, description="share cached prefixes and outputs only within this key and salt"
     )
     n: int | None = Field(None, description="choices for each prompt")
     stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = Field(False, description="put token ids beside the text")
+    return_token_ids: bool = Field(False, description="return token ids too")
     return_origins: bool = Field(
         False,
-        description="put [text, origin] pieces beside the text: 0 is the target's, n a draft's at depth n",
+        description="return [text, origin] pieces: 0 is the target's own token, n a draft token at depth n",
     )
-    return_metrics: bool = Field(False, description="say at the end what speculation earned")
+    return_metrics: bool = Field(False, description="return speculation metrics at the end")
     speculate: bool | None = Field(
         None, description="false: no drafts for this request; the text is the same"
     )
     keep_alive: Duration | None = Field(None, description=KEPT)
     kv_transfer_params: TransferParams | None = Field(
-        None, description="vLLM's word for what one server reads and another one writes from"
+        None, description="disaggregated prefill, in vLLM's format"
     )
     bootstrap_host: Name | Many[Name] | None = Field(
-        None, description="SGLang's words for it: the host that reads, one for each of several prompts"
+        None, description="disaggregated prefill, in SGLang's format: the prefill host, one per prompt"
     )
     bootstrap_port: Port | Many[Port | None] | None = Field(None, description="its side channel's port")
-    bootstrap_room: Room | Many[Room] | None = Field(None, description="what both servers call the prompt")
+    bootstrap_room: Room | Many[Room] | None = Field(None, description="the id of the prompt on both servers")
     return_drafts: bool = Field(
         False,
-        description="put each verify step's draft beside the text: token_ids, texts and parents of its nodes "
-        "(-1: the token chosen last), the accepted nodes, and the target's own token after them",
+        description="return each verify step's draft tree: token_ids, texts and parents of its nodes "
+        "(-1: the root), accepted nodes, and the bonus token",
     )
 
     @classmethod
@@ -169,7 +169,7 @@ class Body(BaseModel):
         if fields.get("stream_options") and not body.stream and not body.is_for_prefill:
             raise Failure(
                 400,
-                "stream_options: it belongs to stream; set stream to true or leave it out.",
+                "stream_options: it needs stream; set stream to true or leave it out.",
                 param="stream_options",
             )
         return body
@@ -267,8 +267,8 @@ class Body(BaseModel):
 
 class CompletionBody(Body):
     prompt: str | Ids | Many[str] | Many[Ids] = Field(description="a text, token ids, or a list of either")
-    logprobs: int | None = Field(None, description="alternatives beside each chosen token")
-    echo: bool = Field(False, description="repeat the prompt before the text, with its log-probabilities too")
+    logprobs: int | None = Field(None, description="alternatives for each token")
+    echo: bool = Field(False, description="return the prompt before the text, with its log-probabilities")
 
     @property
     def scored(self) -> int | None:
@@ -277,7 +277,7 @@ class CompletionBody(Body):
         if self.prompt_logprobs is not None and echoed not in (None, self.prompt_logprobs):
             raise Failure(
                 400,
-                f"prompt_logprobs: an echo has as many as logprobs, {echoed}; leave it out.",
+                f"prompt_logprobs: echo returns as many as logprobs, {echoed}; leave it out.",
                 param="prompt_logprobs",
             )
         least = 0 if self.echo and self.max_tokens == 0 else None
@@ -297,30 +297,28 @@ class CompletionBody(Body):
 class ChatBody(Body):
     messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(
-        None, ge=1, le=MOST_TOKENS, description="tokens to write at most; before max_tokens"
+        None, ge=1, le=MOST_TOKENS, description="maximum tokens; takes precedence over max_tokens"
     )
     logprobs: bool = Field(False, description="log-probabilities of the chosen tokens")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="alternatives beside each; needs logprobs"
+        None, ge=0, le=20, description="alternatives for each token; needs logprobs"
     )
     add_generation_prompt: bool = True
-    add_special_tokens: Literal[False] = Field(False, description="the chat template has written them")
+    add_special_tokens: Literal[False] = Field(False, description="the chat template adds them")
     chat_template_kwargs: Variables | None = Field(None, description="variables of the chat template")
     reasoning_effort: str | None = Field(
-        None, description="the template's variable of this name, or what switches its thinking on or off"
+        None, description="sets the template's variable, or switches its thinking"
     )
-    enable_thinking: StrictBool | None = Field(
-        None, description="think before the answer, if the template says so"
-    )
-    include_reasoning: bool = Field(True, description="false leaves out what was thought")
-    thinking_token_budget: int | None = Field(None, ge=0, description="tokens of thinking at most")
-    thinking_budget: int | None = Field(None, ge=0, description="the same in Qwen's words")
+    enable_thinking: StrictBool | None = Field(None, description="switch thinking, if the template can")
+    include_reasoning: bool = Field(True, description="false: omit the thinking")
+    thinking_token_budget: int | None = Field(None, ge=0, description="maximum tokens of thinking")
+    thinking_budget: int | None = Field(None, ge=0, description="the same, as Qwen names it")
     max_thinking_tokens: int | None = Field(None, ge=0, description="the same once more")
     tools: Many[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: GivenChoice | None = Field(
         None, description="auto, none, required, one of the tools, or some of them as allowed_tools"
     )
-    parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
+    parallel_tool_calls: bool = Field(True, description="allow several calls in an answer")
 
     def offer(self, form: CallFormat | None, *, told: bool = True) -> Offer | None:
         """Return the tools that may be called, in the model's format, if its template states tools."""
@@ -329,8 +327,8 @@ class ChatBody(Body):
         if offer and offer.structure and self.structure:
             raise Failure(
                 400,
-                "tool_choice: a call that must be made leaves no other form to ask for; leave "
-                "response_format and structured_outputs out.",
+                "tool_choice: a forced call cannot be combined with response_format or "
+                "structured_outputs; leave them out.",
                 param="tool_choice",
             )
         return offer
@@ -348,7 +346,5 @@ class ChatBody(Body):
     def shown(self) -> int | None:
         """Return the number of alternatives for each token; None: no log-probabilities."""
         if self.top_logprobs and not self.logprobs:
-            raise Failure(
-                400, "top_logprobs: it belongs to logprobs; set logprobs to true.", param="top_logprobs"
-            )
+            raise Failure(400, "top_logprobs: it needs logprobs; set logprobs to true.", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None

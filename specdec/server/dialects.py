@@ -37,7 +37,7 @@ class Dialect(BaseModel):
     min_p: float | None = None
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
     cache_salt: SkipValidation[str | None] = Field(
-        None, description="share what was read and written with requests of this key and salt alone"
+        None, description="share cached prefixes and outputs only within this key and salt"
     )
     chat_template_kwargs: Variables | None = Field(None, description="variables of the chat template")
     keep_alive: Duration | None = Field(None, description=KEPT)

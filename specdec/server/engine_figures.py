@@ -71,18 +71,18 @@ class OneModel:
         for state, is_there in states.items():
             family.add_metric([*self.labels.values(), state], is_there)
         yield family
-        switches = "Times that the model got an arena, by kind: a loaded one wakes."
+        switches = "Times the model got an arena, by kind: load or wake."
         yield self._by("specdec:model_switches", switches, "kind", resident.switches)
-        seconds = "Seconds that this took, waking or loading, and making room for it."
+        seconds = "Seconds of loading or waking, including freeing memory."
         yield self._by("specdec:model_switch_seconds", seconds, "kind", resident.switch_seconds)
         if resident.engine:
             yield from self._engine(resident.engine, is_awake=status is Status.WARM)
 
     def _engine(self, engine: SpecEngine, *, is_awake: bool) -> Iterator[Metric]:
         stats, counts = engine.stats(), engine.model.loop.counts
-        yield self._gauge("vllm:num_requests_running", "Sequences that are running.", stats.running)
+        yield self._gauge("vllm:num_requests_running", "Running sequences.", stats.running)
         yield self._gauge(
-            "vllm:num_requests_waiting", "Sequences that wait for memory or a slot.", stats.waiting
+            "vllm:num_requests_waiting", "Sequences waiting for memory or a slot.", stats.waiting
         )
         yield from self._state(engine.model.settings, stats.waiting, is_awake=is_awake)
         yield self._sizes(counts.sizes.copy())
@@ -138,11 +138,9 @@ class OneModel:
 
     def _speculation(self, counts: Counts) -> Iterator[Metric]:
         drafts = sum(counts.reached[:1])
-        yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified.", drafts)
+        yield self._counter("vllm:spec_decode_num_drafts", "Verified drafts.", drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", counts.drafted)
-        yield self._counter(
-            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", counts.accepted
-        )
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", counts.accepted)
         yield self._by(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by position in the draft, from 0.",
@@ -156,9 +154,9 @@ class OneModel:
             yield self._by(f"specdec:context_{name}", says, "context", found)
 
     def _health(self, stats: EngineStats) -> Iterator[Metric]:
-        failed = "Steps that failed; the requests that took part were told."
+        failed = "Failed engine steps."
         yield self._counter("specdec:failed_steps", failed, stats.failed_steps)
-        clean = "Times that the engine was idle and its memory was proved empty and whole."
+        clean = "Idle checks that memory was empty and consistent."
         yield self._counter("specdec:clean_checks", clean, stats.clean_checks)
         yield self._counter(
             "specdec:moved_blocks", "KV blocks moved to free whole slabs.", stats.moved_blocks

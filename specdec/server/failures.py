@@ -135,11 +135,11 @@ def failure_of(error: Exception) -> Failure:
                 413, "The body has more bytes than max_body_bytes, a setting of the server, allows."
             )
         case web.HTTPExpectationFailed():
-            return Failure(417, "Expect: only 100-continue is known here.")
+            return Failure(417, "Expect: only 100-continue is supported.")
         case web.HTTPException():
             return Failure(error.status, error.reason, headers=_kept(error.headers))
         case _:
-            failure = Failure(500, "The server failed; its log says how.", code="internal_error")
+            failure = Failure(500, "The server failed; see its log.", code="internal_error")
             failure.trace = error
             return failure
 
@@ -156,7 +156,7 @@ def _garbled(error: HttpProcessingError) -> Failure:
         case _:
             # Below the first line aiohttp shows what it read.
             why = error.message.partition("\n")[0].partition(": ")[0].rstrip(":.")
-            return Failure(400, f"This is no HTTP request that can be read: {why}.")
+            return Failure(400, f"This is not a valid HTTP request: {why}.")
 
 
 Names = Mapping[str, str]
@@ -197,7 +197,7 @@ def naming(names: Names) -> Iterator[None]:
 def without_inside(error: EngineError | str) -> str:
     """Hide an internal error's message: it may contain paths and texts, and is in the log."""
     said, colon, _ = str(error).partition(": ")
-    return f"{said}; the server's log says how." if colon else said
+    return f"{said}; see the server's log." if colon else said
 
 
 def misfit(error: ValidationError) -> Failure:

@@ -109,9 +109,9 @@ def given_fields(data: bytes) -> dict[str, Any]:
     except RecursionError:  # a parser's own bound lies above ours
         raise _too_deep() from None
     except ValueError:
-        raise Failure(400, "the body is no JSON; send one object, as UTF-8.", code="invalid_json") from None
+        raise Failure(400, "the body is not JSON; send one object, as UTF-8.", code="invalid_json") from None
     if not isinstance(given, dict):
-        raise Failure(400, "the body is no JSON object; send one with the fields of the request.")
+        raise Failure(400, "the body is not a JSON object; send one with the fields of the request.")
     _check_shape(given)
     return {name: value for name, value in given.items() if value is not None}
 
@@ -162,6 +162,6 @@ class Ignored:
         for name in shown:
             if name not in self._logged and len(self._logged) < MOST_LOGGED:
                 self._logged.add(name)
-                logger.info("requests have the field %s, which is left alone here; this is said once", name)
+                logger.info("requests have the field %s, which is ignored (logged once)", name)
         more = [f"+{len(names) - MOST_NAMES}"] if len(names) > MOST_NAMES else []
         return {IGNORED: ", ".join([*shown, *more])}

@@ -206,7 +206,7 @@ async def _answer(
     answers: Answers | Lending
     if isinstance(asked, Lend):
         assert state.reach
-        assert isinstance(writer, Chunks), "other APIs say nothing of this"
+        assert isinstance(writer, Chunks), "other APIs do not report this"
         answers = Lending(state.reach.lender, prepared, asked, until, writer)
     else:
 

@@ -79,7 +79,7 @@ def bind(host: str, port: int, prefix: str = "") -> socket.socket:
             sock.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
-                f"{prefix}host: {host} is no address of this machine; {give}.", field=f"{prefix}host"
+                f"{prefix}host: {host} is not an address of this machine; {give}.", field=f"{prefix}host"
             ) from error
         if error.errno == errno.EADDRINUSE:
             option = f"--{prefix}port".replace("_", "-")
@@ -89,7 +89,7 @@ def bind(host: str, port: int, prefix: str = "") -> socket.socket:
                 field=f"{prefix}port",
             ) from error
         raise ConfigError(
-            f"{prefix}port: {host}:{port} cannot be listened at ({error.strerror or error}); choose "
+            f"{prefix}port: {host}:{port} cannot be bound ({error.strerror or error}); choose "
             "another one, or 0 for any that is free.",
             field=f"{prefix}port",
         ) from error

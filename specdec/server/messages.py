@@ -98,11 +98,11 @@ Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list
 class Message(TextAlone):
     model_config = ConfigDict(extra="allow")
 
-    role: str = Field(description="system, user, assistant, tool, or what the model's template knows")
+    role: str = Field(description="system, user, assistant, tool, or another role of the template")
     content: Content | None = Field(None, description="a text, or parts of type text")
-    tool_calls: Many[Called] | None = Field(None, description="what an assistant has called")
-    reasoning_content: str | None = Field(None, description="what an assistant thought before")
-    reasoning: str | None = Field(None, description="the same by its other name")
+    tool_calls: Many[Called] | None = Field(None, description="calls of the assistant")
+    reasoning_content: str | None = Field(None, description="thinking of the assistant")
+    reasoning: str | None = Field(None, description="the same, under another name")
     cache_control: CacheControl | None = None
 
     def plain(self, index: int) -> dict[str, Any]:

@@ -40,17 +40,17 @@ PLAIN = {
 ORDERS = {"/flush_cache": "Drop the suffix index and the prefix cache"}
 """POST routes without a body."""
 ERRORS = {
-    "400": "The request is at fault; `param` names the field",
+    "400": "Invalid request; `param` names the field",
     "401": "A valid API key is required",
     "403": "Origin not allowed",
     "404": "No such model or response",
     "405": "Method not allowed",
-    "408": "The body took too long to come",
+    "408": "The body took too long to arrive",
     "409": "A bootstrap_room has been used before",
     "413": "The body is too large",
     "415": "Unknown content encoding",
     "429": "Too many requests in flight",
-    "500": "The engine or the server failed; its log says how",
+    "500": "The engine or the server failed; see its log",
     "503": "The server is stopping, or the engine has stopped",
     "504": "The answer took too long",
 }
@@ -63,7 +63,7 @@ def describe() -> dict[str, Any]:
     schemas = found["$defs"] | {"Error": _error()}
     paths: dict[str, Any] = {path: {"get": _operation(says)} for path, says in PLAIN.items()}
     paths |= {path: {"post": _operation(says)} for path, says in ORDERS.items()}
-    paths["/v1/responses/{name}"]["delete"] = _operation("Forget a stored response")
+    paths["/v1/responses/{name}"]["delete"] = _operation("Delete a stored response")
     named = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     for path in (path for path in paths if "{name}" in path):
         for operation in paths[path].values():

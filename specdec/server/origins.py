@@ -68,14 +68,14 @@ class PageGuard:
         try:
             name, own = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
         except ValueError:
-            raise Failure(400, "Host or Origin: it is no address.") from None
+            raise Failure(400, "Host or Origin: it is not an address.") from None
         if origin is not None and own.lower() != host.lower() and not self._origins.allow(origin):
             raise foreign(origin)
         if host and self._is_local and not is_local(name) and not self._origins.name_host(host):
             raise Failure(
                 403,
-                f"Host: {host:.80} is not what this machine calls itself; ask 127.0.0.1 or localhost, or "
-                f"start the server with --host for others; `specdec serve` takes --allowed-origins "
+                f"Host: {host:.80} is not a name of this machine; use 127.0.0.1 or localhost, or start "
+                "the server with --host; `specdec serve` takes --allowed-origins "
                 f"https://{host:.80} too.",
                 code="foreign_host",
             )
@@ -85,8 +85,8 @@ def foreign(origin: str) -> Failure:
     """Return the refusal of a page."""
     return Failure(
         403,
-        f"Origin: a page of {origin:.80} may not ask this server; start it with --allowed-origins and this "
-        "origin to let its pages in.",
+        f"Origin: a page of {origin:.80} may not use this server; to allow it, start the server with "
+        "--allowed-origins and this origin.",
         code="foreign_origin",
     )
 
@@ -122,7 +122,7 @@ def _read(given: str) -> str:
     found = ORIGIN.fullmatch(origin)
     if origin != ANY and not found:
         raise ConfigError(
-            f"allowed_origins: {given!r:.80} is no origin; give scheme, host and port such as "
+            f"allowed_origins: {given!r:.80} is not an origin; give scheme, host and port such as "
             "https://app.example:8443, without a path, or * for all.",
             field="allowed_origins",
         )

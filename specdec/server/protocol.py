@@ -32,7 +32,7 @@ class ApiConnection(Connection):
         if failure.trace:
             logger.error("a request failed outside its handler", exc_info=failure.trace)
         else:
-            logger.info("%s sent what is no request: %s", request.remote, failure)
+            logger.info("%s sent an invalid request: %s", request.remote, failure)
         return failure.response()
 
     async def finish_response(

@@ -58,8 +58,8 @@ class BodyBudget:
         if after > self.most:
             raise Failure(
                 429,
-                f"Request bodies take {self.held_bytes:,} bytes of the {self.most:,} that all may take, and "
-                "yours too large a part of them; try again later.",
+                f"Request bodies take {self.held_bytes:,} of {self.most:,} bytes, and yours too large a "
+                "part; try again later.",
                 code="too_many_requests",
                 headers={"Retry-After": "1"},
             )
@@ -147,9 +147,7 @@ async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Rec
                 held.add(len(data))
                 count += is_chunk_end
                 if is_shredded(count, held.num_bytes):
-                    raise Failure(
-                        400, f"The body comes in {count:,} chunks of few bytes each; send larger ones."
-                    )
+                    raise Failure(400, f"The body has {count:,} small chunks; send larger ones.")
                 if held.num_bytes > most:
                     raise web.HTTPRequestEntityTooLarge(most)
                 piece += data
@@ -157,7 +155,7 @@ async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Rec
                     pieces.append(bytes(piece))
                     piece.clear()
     except TimeoutError:
-        raise Failure(408, f"The body did not come within {limit_s:g} s.", code="body_timeout") from None
+        raise Failure(408, f"The body did not arrive within {limit_s:g} s.", code="body_timeout") from None
     except web.RequestPayloadError:
         raise _unreadable() from None
     return Received(b"".join((*pieces, piece)), ENCODINGS[encoding], most)

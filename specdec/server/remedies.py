@@ -1,4 +1,4 @@
-"""Say of a field of a body that does not fit what fits, instead of pydantic's words for it."""
+"""Messages for invalid fields of a body, in place of pydantic's."""
 
 from collections.abc import Mapping
 from typing import Any

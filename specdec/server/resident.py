@@ -213,7 +213,7 @@ class Resident:
         if keep_alive_s is not None and not self.may_unload:
             raise Failure(
                 400,
-                "keep_alive: models are unloaded on a CPU under Linux alone; leave it out.",
+                "keep_alive: models can be unloaded only on a CPU under Linux; leave it out.",
                 param="keep_alive",
             )
         self.gate.users += 1
@@ -287,7 +287,7 @@ class Resident:
             self.note_failure(error)
         except Exception:
             logger.exception("%s cannot be loaded", self.name)
-            self.note_failure("loading failed; the server's log says how")
+            self.note_failure("loading failed; see the server's log")
         finally:
             self.is_loading = False
             self.look()
@@ -371,10 +371,10 @@ class Resident:
             pass  # it has failed or was closed, which its requests hear
         except (OSError, MemoryError) as error:
             # The system has refused pages. By then the arena was proved empty: closing the engine frees it.
-            logger.exception("%s is given up: its memory could not be handed over", self.name)
+            logger.exception("%s is closed: its memory could not be handed over", self.name)
             why = error.strerror if isinstance(error, OSError) else None
             self._unrested = f"its memory could not be handed over ({why or 'no memory is left'})"
-            engine.abandon(f"The engine of {self.name!r} was given up, as {self._unrested}.")
+            engine.abandon(f"The engine of {self.name!r} was closed, as {self._unrested}.")
         except Exception as error:
             engine.abandon(f"The engine could not hand its memory over: {error!r}.")
 

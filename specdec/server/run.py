@@ -64,10 +64,13 @@ def run(
     sys.setswitchinterval(SWITCH_S)
     if access.is_open:
         logger.warning(
-            "every client that reaches %s may send requests: no key is required; give --api-key", config.host
+            "no API key is required: every client that reaches %s may send requests; give --api-key",
+            config.host,
         )
     elif access.is_open_to_pages:
-        logger.warning("every page that a browser here opens may ask: no key is wanted; give --api-key")
+        logger.warning(
+            "no API key is required: every page open in a browser here may send requests; give --api-key"
+        )
     if part:
         bind(config.reach_host, config.reach_port, prefix="reach_").close()  # before anything is loaded
     switcher = open_models(folders, engine_config, config)
@@ -181,7 +184,7 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
         wait.cancel()
     if state.choices:
         took_s = time.monotonic() - start_s
-        logger.warning("stopping with %s under way after %.1f s", _answers(state.choices), took_s)
+        logger.warning("stopping with %s in flight after %.1f s", _answers(state.choices), took_s)
         state.end_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -206,7 +209,7 @@ def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.
 def _log_if_failed(task: "asyncio.Task[None]") -> None:
     """Log that something beside the server has failed: it goes on without."""
     if not task.cancelled() and (error := task.exception()):
-        logger.error("%s has failed and is not done any more", task.get_name(), exc_info=error)
+        logger.error("%s has failed and is no longer done", task.get_name(), exc_info=error)
 
 
 async def _watch(state: State, told: asyncio.Event) -> None:

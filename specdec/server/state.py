@@ -236,7 +236,7 @@ class State:
 
 
 def _stopping() -> Failure:
-    return Failure(503, "The server is stopping; ask another one.", code="stopping", headers=STOPPING)
+    return Failure(503, "The server is stopping; use another one.", code="stopping", headers=STOPPING)
 
 
 class Places:
@@ -324,8 +324,8 @@ class Served:
         if took_s > most_s:
             raise Failure(
                 503,
-                f"The step under way has taken {took_s:.1f} s, of the {most_s:g} s after which it counts as "
-                "stalled; requests wait for it.",
+                f"The current step has taken {took_s:.1f} s; it counts as stalled after {most_s:g} s. "
+                "Requests wait for it.",
                 code="stalled",
                 headers=BUSY,
             )
@@ -381,7 +381,7 @@ class Served:
                 encode = partial(tokenizer.encode, text, special=special)
                 return await self._tokenize(len(text), encode, caller)
         except (UnicodeError, TypeError):
-            raise Failure(400, "prompt: it is no valid Unicode text.", param="prompt") from None
+            raise Failure(400, "prompt: it is not valid Unicode text.", param="prompt") from None
 
     def check_turns(self, count: int, field: str = "messages") -> None:
         """Refuse more turns than the context has tokens, before they cost the time to convert and render."""

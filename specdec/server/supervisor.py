@@ -1,4 +1,4 @@
-"""Tell systemd that the server is ready, or stops: sd_notify's protocol."""
+"""Notify systemd that the server is ready or stopping: sd_notify's protocol."""
 
 import contextlib
 import os

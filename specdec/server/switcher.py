@@ -238,7 +238,7 @@ class Switcher:
         if not stuck or own.is_warm or own.is_changing:
             return None
         names = " and ".join(repr(other.name) for other in stuck)
-        why = f"cannot run: its memory is held by {names}, whose engine has failed and does not end; "
+        why = f"cannot run: its memory is held by {names}, whose engine has failed and does not stop; "
         if sum(other.holds_arena for other in stuck) >= self.arenas:
             return why + "restart the server, or let more models run at once (arenas)."
         held = sum(other.weight_bytes for other in stuck)

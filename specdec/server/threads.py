@@ -60,7 +60,7 @@ class Pool:
             if self._held >= COUNT + self.most:
                 raise Failure(
                     503,
-                    f"{self.most:,} requests wait to be read already; try again later.",
+                    f"{self.most:,} requests are waiting to be parsed; try again later.",
                     code="too_many_requests",
                     headers={"Retry-After": "1"},
                 )

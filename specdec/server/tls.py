@@ -47,7 +47,7 @@ def tls_context(config: Files) -> ssl.SSLContext | None:
     if config.ssl_certfile is None:
         for field in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(config, field) is not None:
-                raise _unfit(field, "there is no certificate to it; give --ssl-certfile too")
+                raise _unfit(field, "it needs a certificate; give --ssl-certfile too")
         return None
     for field in ("ssl_certfile", "ssl_keyfile"):
         _check_readable(field, getattr(config, field))
@@ -90,7 +90,7 @@ class _Session(ssl.SSLObject):
             assert isinstance(context, _Context)
             if error.reason == PLAIN_HTTP and time.monotonic() - context.told_s >= QUIET_S:
                 context.told_s = time.monotonic()
-                logger.warning("a client speaks plain HTTP where this server speaks TLS; give it https://")
+                logger.warning("a client speaks plain HTTP to a TLS server; use https://")
             raise
 
     def read(self, *args: Any) -> Any:
@@ -123,7 +123,7 @@ class _Session(ssl.SSLObject):
         # A pass of the garbage collector may fall into one piece: that alone must not end a connection.
         self.left_s = min(self.left_s, ALLOWED_S) - min(spent_s, ALLOWED_S / 2)
         if self.left_s < 0:
-            raise ssl.SSLError("its records take too much time for little data")
+            raise ssl.SSLError("its TLS records take too much time for little data")
 
 
 class _Context(ssl.SSLContext):
@@ -158,13 +158,13 @@ def _refusal(config: Files, error: Exception, *, is_encrypted: bool) -> ConfigEr
         wrong = "does not open" if config.ssl_keyfile_password else "is missing for"
         return _unfit("ssl_keyfile_password", f"it {wrong} the key, which is encrypted; give the key's own")
     if getattr(error, "reason", None) == MISMATCH:
-        return _unfit("ssl_keyfile", "the key is not that of the certificate; give the one it was made with")
+        return _unfit("ssl_keyfile", "the key does not match the certificate; give the one it was made with")
     try:
         ssl.create_default_context().load_verify_locations(config.ssl_certfile)
     except ssl.SSLError:
-        return _unfit("ssl_certfile", f"{short(config.ssl_certfile)} holds no certificate in PEM; give one")
+        return _unfit("ssl_certfile", f"{short(config.ssl_certfile)} has no certificate in PEM; give one")
     key = short(config.ssl_keyfile or config.ssl_certfile)
-    return _unfit("ssl_keyfile", f"{key} holds no private key in PEM; give the file that does")
+    return _unfit("ssl_keyfile", f"{key} has no private key in PEM; give the file that has it")
 
 
 def _unfit(field: str, why: str) -> ConfigError:

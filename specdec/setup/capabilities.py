@@ -55,7 +55,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
 NO_TREE = {
-    name: Refusal("topk", f"draft={name!r} drafts chains alone", "leave it out or choose another drafter")
+    name: Refusal("topk", f"draft={name!r} drafts chains only", "leave it out or choose another drafter")
     for name, own in DRAFTER_OPTIONS.items()
     if own.chains
 }

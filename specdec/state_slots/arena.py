@@ -30,10 +30,10 @@ class ArenaUsage:
     state_bytes: int
     record_bytes: int
     kept_block_bytes: int
-    """Held by evictable owners alone; not part of the three above."""
+    """Held by evictable owners only; not part of the three above."""
     kept_state_bytes: int
     free_bytes: int
-    """In slabs that serve no class. What this and those above leave is holes and padding."""
+    """In free slabs. The remainder is holes and padding."""
     slabs: int
     free_slabs: int
     partial_slabs: int
@@ -52,7 +52,7 @@ class Evictor(Protocol):
     """Evict cached slots when memory is short."""
 
     def make_room(self, fits: Callable[[], bool]) -> bool:
-        """Evict until something fits; tell whether it does."""
+        """Evict until something fits; return whether it does."""
         ...
 
     def pinned(self) -> tuple[Iterable[int], Iterable[int]]:
@@ -121,10 +121,10 @@ class Arena:
         self._tables: BlockTables | None = None
         self.moved_blocks = 0
         self.first_passes = 0
-        """Counted by the networks that pass over this memory."""
+        """Forward passes over this memory."""
 
     def attach_evictor(self, evictor: Evictor) -> None:
-        """Attach what evicts when memory is short."""
+        """Attach the evictor that is called when memory is short."""
         self._evictor = evictor
 
     def attach_tables(self, tables: BlockTables) -> None:
@@ -181,7 +181,7 @@ class Arena:
         self._records.release(owner, [slab * per_slab + place for slab, place in records])
 
     def release_owner(self, owner: Owner) -> None:
-        """Take back all that `owner` holds; holding nothing is no mistake."""
+        """Release all that `owner` holds, if anything."""
         for pool in self._pools.values():
             pool.release_owner(owner)
 
@@ -194,7 +194,7 @@ class Arena:
         return slots
 
     def _compact(self) -> bool:
-        """Free a slab by moving the blocks of the emptiest one to others; tell whether that worked."""
+        """Free a slab by moving the blocks of the emptiest one to others; return whether that worked."""
         tables = self._tables
         if tables is None or not self.layout.kv or not tables.may_move():
             return False
@@ -333,11 +333,11 @@ class Arena:
 
     @property
     def can_rest(self) -> bool:
-        """Whether its bytes can be given back and taken again at the same addresses."""
+        """Whether its pages can be released and used again at the same addresses."""
         return CAN_RELEASE and self.data.device.type == "cpu"
 
     def give_back(self) -> None:
-        """Give the bytes of an arena in which no slot is live back to the system.
+        """Release the pages of an arena without live slots to the system.
 
         Views and addresses stay valid: the first access takes pages of zeros anew.
         """

@@ -1,4 +1,4 @@
-"""Private slots for the tokens of a window that may be taken back: two ways, one interface.
+"""Private slots for draft tokens of a window: two implementations of one interface.
 
 A window begins with one slot per node. When it has been verified, the slots of the accepted path are what the
 sequence has gained and all others go back to the arena. No state is copied either way.
@@ -52,7 +52,7 @@ class Backing(Protocol):
     def promote(
         self, owner: Owner, before: Committed, slots: Sequence[Any], nodes: Sequence[int]
     ) -> Committed:
-        """Keep what the accepted nodes wrote, give the rest back. `nodes` is a path from the root, if any."""
+        """Keep the slots of accepted nodes, release the rest. `nodes` is a path from the root, if any."""
         ...
 
 
@@ -122,7 +122,7 @@ class SnapshotBacking:
 
 
 def release_path(arena: Arena, owner: Owner, before: Committed) -> Committed:
-    """Give a path's records back, once certain tokens or a fold have brought the state up to date."""
+    """Release a path's records once a prefill or a fold has updated the state."""
     if before.path:
         arena.release_records(owner, before.path)
     return Committed(before.state)

@@ -1,4 +1,4 @@
-"""Prove, from what the owners hold and nothing else, that each byte has one owner and none is lost."""
+"""Check, from the owners' slots alone, that each byte has one owner and none is lost."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from specdec.state_slots.slots import Evictable, Fixed, Kind, Owner, SlabList, S
 
 
 class IntegrityError(AssertionError):
-    """The arena or its caller has a bug: say which slot, and what is wrong with it."""
+    """A bug in the arena or its caller; the message names the slot."""
 
 
 def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:

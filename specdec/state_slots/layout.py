@@ -104,7 +104,7 @@ class LayoutFigures:
     blocks_per_slab: int
     records_per_slab: int
     padding: float
-    """The part of a slab that lies idle while it serves a state."""
+    """Unused fraction of a slab that serves a state."""
     record_share: float
     """A record's bytes as a part of a state's; 0 of windows alone, whose next inputs they are."""
 
@@ -218,7 +218,7 @@ class Layout:
         return -(-tokens // self.block_tokens) if self.kv else 0
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Count what a sequence of `tokens` tokens takes from the arena: a state has its slab to itself."""
+        """Count the bytes of a sequence of `tokens` tokens; a state takes a whole slab."""
         return self.states_per_slab * self.slab_bytes + self.blocks_for(tokens) * self.block_bytes
 
     def sequences_in(self, num_bytes: int, tokens: int) -> int:

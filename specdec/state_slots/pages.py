@@ -1,4 +1,4 @@
-"""Give pages of memory back to the system, and keep their addresses."""
+"""Release pages of memory to the system and keep their addresses."""
 
 import ctypes
 import mmap
@@ -8,7 +8,7 @@ import sys
 from torch import Tensor
 
 CAN_RELEASE = sys.platform == "linux"
-"""Whether pages that are given back are free at once, and hold zeros when they are touched again."""
+"""Whether released pages are free at once and read as zeros when touched again."""
 
 
 def release_heap() -> None:
@@ -21,7 +21,7 @@ def release_heap() -> None:
 
 
 def release_pages(data: Tensor) -> None:
-    """Free the memory of a tensor of the host; it stays where it is, and is zero from now on.
+    """Free the pages of a host tensor; its address stays valid and reads as zeros.
 
     Whatever has noted its address, as a tape has, may go on using it: the next access takes a page anew.
     Bytes that share their page with something else stay in memory, and are set to zero.

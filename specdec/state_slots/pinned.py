@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU copies by itself, in the size that was asked for."""
+"""Pinned host memory of exactly the requested size."""
 
 import weakref
 from typing import Protocol, cast
@@ -10,7 +10,7 @@ from specdec.errors import CapacityError
 
 
 class Runtime(Protocol):
-    """What is needed of CUDA's runtime; each call returns 0 or an error's number."""
+    """The part of CUDA's runtime that is used; each call returns 0 or an error code."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int, /) -> int: ...
 
@@ -18,7 +18,7 @@ class Runtime(Protocol):
 
 
 def pin(data: Tensor, owner: object, runtime: Runtime | None = None) -> None:
-    """Lock a tensor's pages until its owner goes.
+    """Pin a tensor's pages until its owner is collected.
 
     torch's own pinned memory comes in powers of two: of 70 GiB it would make 128.
     """
@@ -35,14 +35,14 @@ def pin(data: Tensor, owner: object, runtime: Runtime | None = None) -> None:
 
 
 def _unpin(runtime: Runtime, data: Tensor) -> None:
-    """Unlock the pages once no copy is under way; the tensor is let go behind that."""
+    """Unpin the pages once no copy is in flight, then release the tensor."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     runtime.cudaHostUnregister(data.data_ptr())
 
 
 def sent(hidden_1D: Tensor | None, device: torch.device) -> Tensor | None:
-    """Bring a hidden state, if there is one, to a tier, and wait for no step that is under way."""
+    """Copy a hidden state, if any, to a tier, without waiting for the current step."""
     if hidden_1D is None or hidden_1D.device == device:
         return hidden_1D
     pinned = device.type == "cpu"

@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 
 class Sharers(dict[Owner, None]):
-    """Several owners of one slot."""
+    """Owners of one shared slot."""
 
 
 class SlabList:
@@ -152,7 +152,7 @@ class SlotPool:
             self.owners[slot] = Sharers({before: None, owner: None})
 
     def release(self, owner: Owner, slots: Sequence[int]) -> None:
-        """End the owner's hold; a slot is free when its last owner lets go, a slab when its last slot is."""
+        """Release a slot; it is free when its last owner releases it, a slab when its last slot is."""
         held = self.held.get(owner, {})
         assert len(set(slots)) == len(slots), f"a {self.kind} is released twice in {slots}"
         for slot in slots:  # all before any is let go, so that a wrong call changes nothing
@@ -178,7 +178,7 @@ class SlotPool:
             self.held.pop(owner, None)
 
     def alone(self, owner: Owner) -> list[int]:
-        """List the slots that an owner shares with no other."""
+        """List the slots that only this owner holds."""
         return [slot for slot in self.held.get(owner, ()) if len(self.owners_of(slot)) == 1]
 
     def release_owner(self, owner: Owner) -> None:

@@ -1,4 +1,4 @@
-"""Show an arena's bytes to the kernels: strided tensors that slot ids index."""
+"""Views of an arena's bytes for the kernels: strided tensors indexed by slot id."""
 
 from collections.abc import Sequence
 

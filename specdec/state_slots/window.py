@@ -83,7 +83,7 @@ def build_window(rows: Sequence[Row], conv_width: int, device: torch.device) -> 
 
 
 def record_ids(paths: Sequence[Sequence[RecordSlot]], device: torch.device) -> tuple[RecordIds, Tensor]:
-    """Name the records of each row's path, padded to the longest, and say how long each is."""
+    """Return the records of each row's path, padded to the longest, and their counts."""
     return _records(paths, device), _ids([len(path) for path in paths], device)
 
 

@@ -63,7 +63,7 @@ class ChatTemplate:
             }
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja writes Python
             raise CheckpointError(
-                f"{where} has a chat template that does not parse ({error}); mend or remove it",
+                f"{where} has a chat template that does not parse ({error}); fix or remove it",
                 field="chat_template",
             ) from error
 
@@ -78,7 +78,7 @@ class ChatTemplate:
             if role not in ROLES and (not role or role not in self._sources):
                 known = ", ".join(ROLES)
                 raise RequestError(
-                    f"messages.{i}.role: {role!r:.40} is no role of this model; give one of {known}.",
+                    f"messages.{i}.role: {role!r:.40} is not a role of this model; give one of {known}.",
                     field="messages",
                 )
 
@@ -105,7 +105,7 @@ class ChatTemplate:
 
 
 def load_template(folder: Path) -> ChatTemplate:
-    """Read `chat_template.jinja`, else the one in `tokenizer_config.json`; say so where there is none."""
+    """Read `chat_template.jinja`, else the one in `tokenizer_config.json`; log if there is none."""
     config = _config(folder / "tokenizer_config.json")
     special = {name: text for name in SPECIAL if (text := _token(config.get(name))) is not None}
     path = folder / "chat_template.jinja"
@@ -115,11 +115,11 @@ def load_template(folder: Path) -> ChatTemplate:
             other = tool_use.read_text("utf-8") if has_file(tool_use) else None
             return ChatTemplate(path.read_text("utf-8"), special, where=path, tool_use=other)
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is no UTF-8; download it again", field=path.name) from error
+            raise CheckpointError(f"{path} is not UTF-8; download it again", field=path.name) from error
     templates = config.get("chat_template")
     source = _named(templates, "default")
     if source is None:
-        log.warning("%s has no chat template: of a chat the model reads the plain texts", folder)
+        log.warning("%s has no chat template: chats are joined as plain text", folder)
     return ChatTemplate(
         source, special, where=folder / "tokenizer_config.json", tool_use=_named(templates, "tool_use")
     )
@@ -142,9 +142,9 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON ({error}); download it again", field=path.name) from error
+        raise CheckpointError(f"{path} is not JSON ({error}); download it again", field=path.name) from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is no JSON object; download it again", field=path.name)
+        raise CheckpointError(f"{path} is not a JSON object; download it again", field=path.name)
     return config
 
 

@@ -83,9 +83,9 @@ def test_messages_are_saved_for_their_owner_and_loaded_again(tmp_path: Path) -> 
         ("[]", "holds no messages"),
         ('{"role": "user"}', "holds no messages"),
         ('["hi"]', r"messages\.0 has no role"),
-        ('[{"role": "user", "content": 5}]', r"messages\.0\.content is no text"),
-        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "text alone"),
-        (r'[{"role": "user", "content": "\ud800"}]', r"messages\.0: it is no valid Unicode"),
+        ('[{"role": "user", "content": 5}]', r"messages\.0\.content is not text"),
+        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "text only"),
+        (r'[{"role": "user", "content": "\ud800"}]', r"messages\.0: it is not valid Unicode"),
         (None, "No such file"),
     ],
 )
@@ -304,7 +304,7 @@ def test_settings_are_listed_changed_and_refused_by_name(chat: Chat) -> None:
         with pytest.raises(SpecdecError, match=field):
             command(chat, f"/set {line}")
     assert command(chat, "/set stop").says.startswith('stop ["\\n\\n", "x"]: strings that end')
-    with pytest.raises(ConfigError, match=r"begins as JSON and is none; write \"\\n\\n\", or"):
+    with pytest.raises(ConfigError, match=r"begins like JSON but is not; write \"\\n\\n\", or"):
         command(chat, "/set stop ['a']")
     for text in ("0", "-1", "many"):
         with pytest.raises(ConfigError, match=rf"^max_tokens cannot be {text}; give .*, or none for the def"):
@@ -450,7 +450,7 @@ def test_what_is_piped_in_is_one_turn(monkeypatch: pytest.MonkeyPatch, capsys: C
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     assert main(["chat", "tiny"]) == 2
     assert main(["chat", "tiny", "--message", "\udcff"]) == 2
-    assert "message: it is no valid Unicode" in capsys.readouterr().err
+    assert "message: it is not valid Unicode" in capsys.readouterr().err
 
 
 AT_TERMINAL = """

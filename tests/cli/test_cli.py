@@ -287,8 +287,8 @@ CUDA_IS_MISSING = [] if torch.cuda.is_available() else [(["--device", "cuda"], N
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--graphs", "True"], f"{GRAPHS} takes no value, so not 'True'; write {GRAPHS}, or leave it out"),
-        (["--graphs=True"], f"{GRAPHS} takes no value, so not 'True'; write {GRAPHS}, or leave it out"),
+        (["--graphs", "True"], f"{GRAPHS} takes no value such as 'True'; write {GRAPHS}, or leave it out"),
+        (["--graphs=True"], f"{GRAPHS} takes no value such as 'True'; write {GRAPHS}, or leave it out"),
         (["--draft", "mpt"], "--draft cannot be 'mpt'; give auto, none, "),
         (
             ["--topk", "0", "--num-steps=0"],
@@ -297,7 +297,7 @@ CUDA_IS_MISSING = [] if torch.cuda.is_available() else [(["--device", "cuda"], N
         (["--max-model-len", "abc"], "--max-model-len cannot be 'abc'; give an integer of at least 2.\n"),
         *CUDA_IS_MISSING,
         (["--draft"], "--draft needs a value: --draft DRAFT, or --draft=DRAFT where it begins with -"),
-        (["--quantization", "awq_marlin"], "quantization: checkpoints packed as awq_marlin are "),
+        (["--quantization", "awq_marlin"], "quantization: awq_marlin checkpoints are "),
         (["--draft", "none", "--topk", "2"], "--topk: it has no meaning with "),
         (["--no-prefix-cache", "--prefix-alpha", "2"], "--prefix-alpha: nothing is kept where "),
         (["--max-model-len", "999999999"], "--max-model-len is 999999999, but the model supports "),
@@ -315,9 +315,9 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["run", "tiny"], "run is no command of specdec: specdec chat MODEL talks"),
-        (["models"], "models is no command of specdec: `hf cache ls` lists"),
-        (["bench", "xyzzy"], "xyzzy is no command of specdec bench; known are throughput, acceptance, "),
+        (["run", "tiny"], "run is not a command of specdec: specdec chat MODEL talks"),
+        (["models"], "models is not a command of specdec: `hf cache ls` lists"),
+        (["bench", "xyzzy"], "xyzzy is not a command of specdec bench; known are throughput, acceptance, "),
         (["generate", "tiny", "--colour", "red"], "--colour cannot be 'red'; give auto, always or never"),
         (["info", "tiny", "-ngl", "9"], "-ngl is not an option here: a model runs on one device"),
         (["chat", "tiny", "Hi", "there"], "specdec chat does not take 'there'; put a text of several words"),
@@ -333,8 +333,8 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["generate", "tiny", "-cnv"], "-cnv is not an option here: specdec chat MODEL talks"),
         (["serve", "tiny", "-b", "512"], "-b is not an option here: give --chunk-tokens"),
         (["serve", "tiny", "--num-gpu", "1"], "--num-gpu is not an option here: a model runs on one device"),
-        (["stop", "tiny"], "stop is no command of specdec: Ctrl-C ends"),
-        (["help"], "help is no command of specdec: specdec --help lists"),
+        (["stop", "tiny"], "stop is not a command of specdec: Ctrl-C ends"),
+        (["help"], "help is not a command of specdec: specdec --help lists"),
         (["serve", "tiny", "-n", "16"], "specdec serve does not take '-n'; see"),
         (["chat", "tiny", "-c", "512"], "-c is not an option here: give --max-model-len"),
         (["chat", "-m", "tiny"], "-m is not an option here: name the model without an option"),
@@ -348,7 +348,7 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
             ["serve", "tiny", "--gpu-memory-utilization", "0.9"],
             "--gpu-memory-utilization is not an option here: ",
         ),
-        (["pull", "tiny"], "pull is no command of specdec: a model named OWNER/NAME is downloaded"),
+        (["pull", "tiny"], "pull is not a command of specdec: a model named OWNER/NAME is downloaded"),
     ],
 )
 def test_a_word_of_another_program_is_answered_with_what_to_give(

@@ -138,11 +138,11 @@ def test_a_setting_by_two_names_is_refused(argv: tuple[str, ...], capsys: pytest
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("{", "it is no JSON"),
-        ("[]", "it is no JSON object"),
+        ("{", "it is not JSON"),
+        ("[]", "it is not a JSON object"),
         ('{"method": "medusa"}', "'medusa' is none of"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens cannot be 0"),
-        ('{"method": "ngram", "prompt_lookup_max": 4}', "'prompt_lookup_max' is none of its keys"),
+        ('{"method": "ngram", "prompt_lookup_max": 4}', "'prompt_lookup_max' is not a supported key"),
     ],
 )
 def test_a_speculative_config_that_means_nothing_here_is_refused(

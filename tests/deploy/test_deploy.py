@@ -160,9 +160,9 @@ def test_a_certificate_is_read_before_the_model(certificates: Path, monkeypatch:
         ({"ssl_certfile": "/no/such"}, "ssl_certfile", "/no/such cannot be read (No such file"),
         ({"ssl_certfile": cert, "ssl_keyfile": "/no/such"}, "ssl_keyfile", "cannot be read"),
         ({"ssl_keyfile": key}, "ssl_keyfile", "give --ssl-certfile too"),
-        ({"ssl_certfile": cert}, "ssl_keyfile", "holds no private key"),
-        ({"ssl_certfile": key, "ssl_keyfile": key}, "ssl_certfile", "holds no certificate"),
-        ({"ssl_certfile": cert, "ssl_keyfile": other}, "ssl_keyfile", "not that of the certificate"),
+        ({"ssl_certfile": cert}, "ssl_keyfile", "has no private key"),
+        ({"ssl_certfile": key, "ssl_keyfile": key}, "ssl_certfile", "has no certificate"),
+        ({"ssl_certfile": cert, "ssl_keyfile": other}, "ssl_keyfile", "does not match the certificate"),
         ({"ssl_certfile": cert, "ssl_keyfile": locked}, "ssl_keyfile_password", "is missing"),
         (
             {"ssl_certfile": cert, "ssl_keyfile": locked, "ssl_keyfile_password": "wrong"},

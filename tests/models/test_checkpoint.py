@@ -131,7 +131,7 @@ def test_a_name_that_is_no_file_is_not_read_as_absent(
 ) -> None:
     (single / name).unlink(missing_ok=True)
     make(single / name)
-    with pytest.raises(CheckpointError, match=rf"{name} is no file, or a link to one that is not") as caught:
+    with pytest.raises(CheckpointError, match=rf"{name} is not a file, or a broken link") as caught:
         Checkpoint(single)
     assert caught.value.field == name
 

@@ -168,7 +168,7 @@ def test_an_output_has_the_form_that_is_asked_for(
         (
             {"structured_outputs": {"json": {"$ref": "#"}}},
             "structured_outputs",
-            "give one that xgrammar can read",
+            "give one that xgrammar accepts",
         ),
         (
             {"structured_outputs": {"json": '{"type":"integer","minimum":1e308,"maximum":1e309}'}},

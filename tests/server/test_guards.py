@@ -202,7 +202,7 @@ def test_it_stops_in_bounded_time(twice: bool) -> None:
     [
         (("--port", "70000"), "--port"),
         (("--host", "no.such.host.invalid"), "--host"),
-        (("--host", "192.0.2.1"), "--host: 192.0.2.1 is no address of this machine"),
+        (("--host", "192.0.2.1"), "--host: 192.0.2.1 is not an address of this machine"),
         (("--api-key-file", "/nowhere"), "--api-key-file"),
         (("--max-queued", "0"), "--max-queued"),
         (("--draft", "none", "--topk", "2"), "--topk"),

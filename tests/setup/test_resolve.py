@@ -239,7 +239,7 @@ def test_a_copy_is_refused_by_name_where_it_cannot_draft(monkeypatch: pytest.Mon
             settle(draft="self-int4", **fields)
         assert (caught.value.field, str(caught.value)) == (why.field, str(why))
     for tree in ({"topk": 2}, {"num_steps": 3, "num_draft_tokens": 6}):
-        with pytest.raises(ConfigError, match=r"drafts chains alone|num_steps=3 and topk=1 grow at most 4"):
+        with pytest.raises(ConfigError, match=r"drafts chains only|num_steps=3 and topk=1 grow at most 4"):
             settle(draft="self-int4", **tree)
     assert settle(draft="self-int4").bounds == Shape(5, 1, 6)
     assert settle(draft="self-int4", quantize="int8").drafters == ("self-int4",)

@@ -146,14 +146,14 @@ def test_template_that_is_nested_too_deeply_names_its_file(template: str, write:
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
 def test_a_link_to_nothing_is_not_read_as_absent(name: str, tmp_path: Path) -> None:
     (tmp_path / name).symlink_to("gone")
-    with pytest.raises(CheckpointError, match=rf"{name} is no file"):
+    with pytest.raises(CheckpointError, match=rf"{name} is not a file"):
         load_template(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
 def test_config_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not (a )?JSON"):
         load_template(tmp_path)
 
 

@@ -153,7 +153,7 @@ def test_a_grammar_that_takes_ever_longer_is_given_up(engines: list[SpecEngine])
             logit_bias={token: 100.0},
             structured_outputs=hostile,
         )
-        with pytest.raises(RequestError, match="too long or too much memory to follow"):
+        with pytest.raises(RequestError, match="too long or too much memory"):
             engine.generate(["x"], slow)
         short = slow.model_copy(update={"max_tokens": 3, "min_tokens": 3})
         (own,) = engine.generate(["x"], short)
@@ -192,7 +192,7 @@ def test_a_process_that_ends_costs_only_the_output_it_worked_for(
         while left:
             index, delta = inbox.get(timeout=60)
             if isinstance(delta, SpecdecError):
-                assert index == 1 and "too long or too much memory to follow" in str(delta)
+                assert index == 1 and "too long or too much memory" in str(delta)
                 left.remove(index)
             else:
                 texts[index] += delta.text
@@ -253,7 +253,7 @@ def test_an_answer_that_comes_late_is_read_as_of_then() -> None:
 def test_counted_repetitions_are_refused_by_their_product(
     form: Structure, product: str, engines: list[SpecEngine]
 ) -> None:
-    with pytest.raises(RequestError, match=re.escape(f"come to {product} and may to 100,000")):
+    with pytest.raises(RequestError, match=re.escape(f"come to {product}, more than 100,000")):
         engines[0].prepare("x", SamplingParams(structured_outputs=form))
 
 

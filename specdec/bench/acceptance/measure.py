@@ -1,4 +1,4 @@
-"""Let one engine answer one batch of prompts: what was drafted, what came of it, and how long it took."""
+"""Run one engine on one batch of prompts and record drafts, acceptance and time."""
 
 import hashlib
 import time

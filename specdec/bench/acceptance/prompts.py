@@ -180,7 +180,7 @@ def _plain(content: Any, field: str) -> str:
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     known = [text for text in texts if isinstance(text, str)]
     if len(known) < len(texts):
-        raise NotAPromptError(f"{field!r} has a message whose content is no text; only text can be a prompt")
+        raise NotAPromptError(f"{field!r} has a message whose content is not text; only text can be a prompt")
     return "".join(known)
 
 

@@ -79,7 +79,7 @@ def check_text(text: str, field: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError(f"{field}: it is no valid Unicode; give text in UTF-8.", field=field) from None
+        raise RequestError(f"{field}: it is not valid Unicode; give text in UTF-8.", field=field) from None
     return text
 
 
@@ -124,9 +124,9 @@ def _message(value: Any, index: int, path: Path) -> Message:
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = "".join(own for own in texts if isinstance(own, str))
         if not all(isinstance(own, str) for own in texts):
-            raise _unfit(path, f"messages.{index}.content has a part without text; a chat takes text alone")
+            raise _unfit(path, f"messages.{index}.content has a part without text; a chat takes text only")
     if content is not None and not isinstance(content, str):
-        raise _unfit(path, f"messages.{index}.content is no text")
+        raise _unfit(path, f"messages.{index}.content is not text")
     check_text(json.dumps(value, ensure_ascii=False), f"messages.{index}")
     return {**value, "content": content or ""}
 

@@ -54,8 +54,8 @@ class Chat:
     ) -> None:
         if engine.tokenizer is None:
             raise RequestError(
-                "chat: the model's folder has no tokenizer.json; without one it reads token ids alone, with "
-                "specdec generate --prompt-ids.",
+                "chat: the model's folder has no tokenizer.json; without one it takes "
+                "token ids only, with specdec generate --prompt-ids.",
                 field="prompt",
             )
         self.engine, self.params, self._tokenizer = engine, params, engine.tokenizer

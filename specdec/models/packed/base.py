@@ -142,7 +142,7 @@ class PackedMatrix(ABC):
 
     @abstractmethod
     def parts(self, shape: Shape) -> Mapping[str, Part]:
-        """Say, by their suffixes, what its tensors must be for a matrix of this size."""
+        """Return the expected tensors by suffix for a matrix of this size."""
 
     @abstractmethod
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:

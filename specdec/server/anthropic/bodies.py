@@ -89,7 +89,7 @@ Block = Annotated[
         _type,
         custom_error_type="block",
         custom_error_message="send blocks of type text, thinking, tool_use or tool_result: images and "
-        "documents are not read",
+        "documents are not supported",
     ),
 ]
 
@@ -174,15 +174,15 @@ class CountBody(Dialect):
     }
 
     messages: Many[Turn] = Field(min_length=1)
-    system: Texts | None = Field(None, description="the system's message: a text, or blocks of type text")
+    system: Texts | None = Field(None, description="the system message: a text, or blocks of type text")
     max_tokens: int | None = None
     stop_sequences: Many[str] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = Field(None, description="effort, and a JSON schema as format")
-    output_format: OutputFormat | None = Field(None, description="the older name of output_config.format")
+    output_format: OutputFormat | None = Field(None, description="older name of output_config.format")
     tools: Many[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
-    cache_control: CacheMark | None = Field(None, description="the same as a mark on the last block")
+    cache_control: CacheMark | None = Field(None, description="as cache_control on the last block")
 
     @property
     def names(self) -> Names:
@@ -201,7 +201,7 @@ class CountBody(Dialect):
         if messages[-1].role == "assistant":
             raise Failure(
                 400,
-                "messages: continuing an assistant message is not supported; end with a user's message.",
+                "messages: continuing an assistant message is not supported; end with a user message.",
                 param="messages",
             )
         if self.cache_control:
@@ -223,7 +223,7 @@ class CountBody(Dialect):
 
 
 class MessageBody(CountBody):
-    max_tokens: int = Field(ge=1, le=MOST_TOKENS, description="tokens to write at most, thinking included")
+    max_tokens: int = Field(ge=1, le=MOST_TOKENS, description="maximum tokens, thinking included")
 
 
 def _tool(tool: AnyTool, index: int) -> Tool:

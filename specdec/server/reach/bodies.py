@@ -22,7 +22,7 @@ class LeaseTerms(BaseModel):
     lease: Name
     mac: Name
     tokens: Annotated[StrictInt, Field(ge=1)] | None = Field(
-        None, description="at the prompt's beginning that were lent; null: all but the last one"
+        None, description="prefix length in tokens that is lent; null: all but the last token"
     )
 
 
@@ -31,12 +31,10 @@ class SignedLeases(BaseModel):
 
     v: StrictInt
     leases: Annotated[list[LeaseTerms | None], Field(fail_fast=True)] | None = Field(
-        None, description="one for each prompt; null where nothing was lent"
+        None, description="one per prompt; null: nothing lent"
     )
     expires_in: float | None = None
-    cached_only: StrictBool | None = Field(
-        None, description="of what is to be lent, lend what is cached, and read nothing"
-    )
+    cached_only: StrictBool | None = Field(None, description="lend only the cached prefix; do not prefill")
 
 
 class TransferParams(BaseModel):
@@ -45,16 +43,16 @@ class TransferParams(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     do_remote_decode: StrictBool | None = Field(
-        None, description="prefill the prompt, keep it, and answer with what another server needs to fetch it"
+        None, description="prefill the prompt, hold it, and return how to fetch it"
     )
     do_remote_prefill: StrictBool | None = Field(
-        None, description="fetch the prompt, by what the server that read it has answered"
+        None, description="fetch the prompt, as the prefill instance returned it"
     )
     remote_engine_id: Name | None = None
     remote_request_id: Name | None = None
     remote_host: Name | None = None
     remote_port: Port | None = None
-    remote_block_ids: list[Any] | None = Field(None, description="specdec's servers ask each other for them")
+    remote_block_ids: list[Any] | None = Field(None, description="used between specdec servers")
     tp_size: StrictInt | None = None
     remote_num_tokens: StrictInt | None = None
     transfer_mode: Name | None = None
@@ -118,8 +116,8 @@ def _by_rooms(rooms: Sequence[Bootstrap], role: Role) -> Asked:
     if role == "both":
         raise Failure(
             400,
-            "bootstrap_room: the prefill server and the decode server get it alike, and this "
-            "one's role is both; start it with --role prefill or --role decode.",
+            "bootstrap_room: prefill and decode instances get the same one, and this server has both "
+            "roles; start it with --role prefill or --role decode.",
             param="bootstrap_room",
         )
     if role == "prefill":
@@ -142,23 +140,22 @@ def _by_params(params: TransferParams, role: Role) -> Asked | None:
     if cached_only and (fetches or not lends):
         raise Failure(
             400,
-            "kv_transfer_params.specdec.cached_only: it says what is lent where nothing is read; set "
-            "do_remote_decode to true and do_remote_prefill to false, or leave it out.",
+            "kv_transfer_params.specdec.cached_only: it needs do_remote_decode true and "
+            "do_remote_prefill false; set them, or leave it out.",
             param="kv_transfer_params",
         )
     if fetches and own and own.leases is None:
         raise Failure(
             400,
-            "kv_transfer_params.specdec.leases: it is missing; hand on what the server that lends has "
-            "answered.",
+            "kv_transfer_params.specdec.leases: it is missing; pass on what the prefill instance returned.",
             param="kv_transfer_params",
         )
     if (lends and role == "decode") or (fetches and role == "prefill"):
         name, does = ("do_remote_decode", "lends") if role == "decode" else ("do_remote_prefill", "fetches")
         raise Failure(
             400,
-            f"kv_transfer_params.{name}: this server's role is {role}, so it {does} no prompts; send the "
-            "request to another one, or start this one with --role both.",
+            f"kv_transfer_params.{name}: this server's role is {role}, so it {does} no prompts; send "
+            "the request to another server, or start this one with --role both.",
             param="kv_transfer_params",
         )
     fetch = Fetch(params, ()) if fetches else None
@@ -171,7 +168,5 @@ def each_of(field: str, given: Any, prompts: int, n: int) -> list[Any]:
     if prompts == 1 and len(values) == n:
         return values[:1]  # sglang-router counts choices as SGLang does; they share what is read
     if len(values) != prompts:
-        raise Failure(
-            400, f"{field}: {len(values)} for {prompts} prompts; give a list with one for each.", param=field
-        )
+        raise Failure(400, f"{field}: {len(values)} for {prompts} prompts; give one per prompt.", param=field)
     return values

@@ -82,7 +82,7 @@ class Reach:
         if lost and fetch is asked and self._config.reach_on_failure == "fail":
             raise Failure(
                 503,
-                f"The prompt could not be fetched from the server that has read it ({lost[0]}).",
+                f"The prompt could not be fetched from the prefill instance ({lost[0]}).",
                 code="prefill_lost",
                 headers=RETRY,
             )

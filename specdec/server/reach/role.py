@@ -37,7 +37,7 @@ def settle_part(
             _check_nothing_given(config)
             return None
         raise ConfigError(
-            f"role: {config.role} needs a secret that all servers share which lend and fetch prompts; set "
+            f"role: {config.role} needs a secret shared by all servers that lend and fetch prompts; set "
             f"{VARIABLE} in the environment to one of at least {SHORTEST_SECRET} characters, or leave role "
             "out.",
             field="role",
@@ -45,7 +45,7 @@ def settle_part(
     _check_one_model(config, models)
     if not engine.prefix_cache:
         raise ConfigError(
-            "prefix_cache: what is lent and fetched are cached prefixes; leave prefix caching on, or "
+            "prefix_cache: lending and fetching need cached prefixes; leave prefix caching on, or "
             f"{_without(config)}.",
             field="prefix_cache",
         )
@@ -83,8 +83,8 @@ def _check_one_model(config: ServerConfig, models: int) -> None:
     ):
         if is_set:
             raise ConfigError(
-                f"{field}: other servers read the memory of a server that has a role, so it has one model, "
-                f"loaded for good; {'give one' if field == 'model' else 'leave it out'}, or "
+                f"{field}: a server with a role has one model, always loaded, as others read its "
+                f"memory; {'give one' if field == 'model' else 'leave it out'}, or "
                 f"{_without(config)}.",
                 field=field,
             )

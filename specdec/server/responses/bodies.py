@@ -63,7 +63,7 @@ class Reasoning(BaseModel):
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = Field(
-        None, description="thinking as the summary of its item, whole; without it, it is the item's content"
+        None, description="return the whole thinking as the item's summary; without it, as its content"
     )
 
     @property
@@ -100,26 +100,26 @@ class ResponseBody(Dialect):
     input: Annotated[Annotated[str, Tag("str")] | Annotated[Many[Item], Tag("list")], EITHER] = Field(
         description="a text, or items"
     )
-    instructions: str | None = Field(None, description="the system's message; of this request alone")
+    instructions: str | None = Field(None, description="the system message, for this request only")
     previous_response_id: str | None = Field(
-        None, max_length=LONGEST_ID, description="go on from a response that is stored"
+        None, max_length=LONGEST_ID, description="continue a stored response"
     )
-    store: bool = Field(True, description="keep the response, for previous_response_id and GET")
+    store: bool = Field(True, description="store the response, for previous_response_id and GET")
     metadata: Annotated[dict[MetadataKey, MetadataValue], BeforeValidator(_few)] | None = Field(
         None, max_length=MOST_METADATA
     )
     max_output_tokens: int | None = Field(
-        None, ge=1, le=MOST_TOKENS, description="tokens to write at most, thinking included"
+        None, ge=1, le=MOST_TOKENS, description="maximum tokens, thinking included"
     )
     text: Text | None = None
     reasoning: Reasoning | None = None
-    thinking_token_budget: int | None = Field(None, ge=0, description="tokens of thinking at most")
-    thinking_budget: int | None = Field(None, ge=0, description="the same in Qwen's words")
+    thinking_token_budget: int | None = Field(None, ge=0, description="maximum tokens of thinking")
+    thinking_budget: int | None = Field(None, ge=0, description="the same, as Qwen names it")
     max_thinking_tokens: int | None = Field(None, ge=0, description="the same once more")
     tools: Many[AnyTool] | None = Field(None, description="functions, custom tools, and namespaces of them")
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    parallel_tool_calls: bool = Field(True, description="take more than one call in an answer")
-    include: Many[str] | None = Field(None, description="adds nothing; log-probabilities are refused")
+    parallel_tool_calls: bool = Field(True, description="allow several calls in an answer")
+    include: Many[str] | None = Field(None, description="no effect; log-probabilities are refused")
 
     @property
     def items(self) -> list[Item]:

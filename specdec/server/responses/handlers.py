@@ -36,7 +36,7 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
     if sum(own.num_items for own in history) + len(body.items) > MOST_PARTS:
         raise Failure(
             400,
-            f"previous_response_id: the conversation has more than {MOST_PARTS:,} items; begin a new one.",
+            f"previous_response_id: the conversation has more than {MOST_PARTS:,} items; start a new one.",
             param="previous_response_id",
         )
 
@@ -78,7 +78,7 @@ async def retrieve(request: web.Request, state: State) -> web.Response:
 
 
 async def delete(request: web.Request, state: State) -> web.Response:
-    """Forget a stored response."""
+    """Delete a stored response."""
     name = request.match_info["name"]
     state.responses.delete(request["caller"], name)
     return web.json_response({"id": name, "object": "response", "deleted": True})

@@ -79,7 +79,7 @@ Item = Annotated[
         _type,
         custom_error_type="item",
         custom_error_message="send items of type message, reasoning, function_call, function_call_output, "
-        "custom_tool_call or custom_tool_call_output; images and files are not read",
+        "custom_tool_call or custom_tool_call_output; images and files are not supported",
     ),
 ]
 

@@ -139,7 +139,7 @@ class Toolbox:
             return named
         raise Failure(
             400,
-            f"tool_choice: {given.type!r:.40} is not served here; give auto, none, required, "
+            f"tool_choice: {given.type!r:.40} is not supported; give auto, none, required, "
             '{"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}.',
             param="tool_choice",
         )

@@ -16,7 +16,7 @@ class Function(BaseModel):
 
     name: str = Field(max_length=LONGEST_NAME, pattern=r"^[^\s<>]+$")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="what it takes, as a JSON schema")
+    parameters: dict[str, Any] | None = Field(None, description="its parameters, as a JSON schema")
 
 
 class Tool(BaseModel):

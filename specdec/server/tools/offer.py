@@ -133,8 +133,8 @@ def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structur
         if size > LONGEST:
             raise Failure(
                 400,
-                f"tools: for a call that must be made they have more than {LONGEST:,} characters; "
-                "give fewer, or choose one.",
+                f"tools: for a forced call they have more than {LONGEST:,} characters; give fewer, or "
+                "choose one.",
                 param="tools",
             )
         if found := unread(schema):

@@ -1,4 +1,4 @@
-"""The prefix cache: what earlier requests have computed, for later ones whose prompts begin alike."""
+"""The prefix cache: KV blocks and states of earlier requests, for prompts with the same prefix."""
 
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -72,7 +72,7 @@ class PrefixCache(Tier):
         return tuple(chosen)
 
     def lend(self, owner: Hashable, lease: Lease, state: int | None) -> Hit:
-        """Give a request shared blocks, and copies of the state and of the blocks that it will write."""
+        """Give a request shared blocks, and copies of the state and of blocks that it will write."""
         length, store = lease.length, lease.store
         shared = self.tree.table(lease.tip, lease.shared * self.tree.size)
         sources = store.tree.table(lease.found, length)[lease.shared :]
@@ -115,7 +115,7 @@ class PrefixCache(Tier):
             self.remove(lease.tenant, self.tree.spelled(lease.tip), since)
 
     def note(self, lease: Lease, tokens: Tokens, table: Sequence[int]) -> Node:
-        """Insert what a request has computed so far; the tree shares its blocks from now on."""
+        """Insert a request's computed prefix; the tree shares its blocks from now on."""
         node, known = self._insert(lease.tenant, as_ids(tokens), list(table))
         if known < len(tokens) and lease.own is None:
             lease.own = max(known, lease.length)
@@ -125,7 +125,7 @@ class PrefixCache(Tier):
         return node
 
     def longest(self, tenant: Tenant, tokens: Tokens) -> int:
-        """Count the tokens that a request which begins with these need not read, wherever they are cached."""
+        """Count the cached tokens of this prefix, in all tiers."""
         tiers = [self, self.lower] if self.lower else [self]
         return max(tier.usable(*tier.tree.walk(tenant, as_ids(tokens)))[1] for tier in tiers)
 
@@ -138,13 +138,13 @@ class PrefixCache(Tier):
         state: int | None,
         hidden_1D: Tensor | None,
     ) -> None:
-        """Insert what no request has computed; its blocks are shared, its state is taken over."""
+        """Insert a prefix that no request has computed; its blocks are shared, its state is moved."""
         node, _ = self._insert(tenant, as_ids(tokens), list(table))
         if state is not None:
             self.keep(node, owner, state, hidden_1D)
 
     def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
-        """Keep a copy of a running request's state at a node, if there is room for it."""
+        """Cache a copy of a running request's state at a node, if memory is free."""
         self.guesses.discard(node)
         if state is None or node.state is not None:
             return
@@ -165,7 +165,7 @@ class PrefixCache(Tier):
                 self.guesses.add(node)
 
     def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
-        """Take over a state that its owner no longer needs, unless the node has one."""
+        """Move a state that its owner no longer needs to the node, unless it has one."""
         if node.state is None:
             self.arena.hand_over_state(owner, node, state)
             self._keep(node, state, hidden_1D)

@@ -81,11 +81,11 @@ class Tree:
         """Nodes whose blocks and states a lease is about to copy, once for each lease."""
 
     def root(self, tenant: Tenant) -> Node:
-        """Return the root of a tenant's tree, which begins here if there is none."""
+        """Return the root of a tenant's tree; create it if needed."""
         return self.roots.setdefault(tenant, Node(tenant, None, NO_IDS, 0))
 
     def prune(self, node: Node) -> None:
-        """Forget a tenant of whose prefixes none is left, and whose root no request holds."""
+        """Remove a tenant without prefixes, unless a request holds its root."""
         is_used = node.children or node.locks or node in self.pinned
         if self.roots.get(node.tenant) is node and not is_used:
             del self.roots[node.tenant]
@@ -157,7 +157,7 @@ class Tree:
         node.parent = None
 
     def holds(self, node: Node) -> bool:
-        """Return whether a node is in the tree, and not on a branch that was cut off."""
+        """Return whether a node is in the tree, not on a removed branch."""
         path = node.path()
         return all(own.parent and own.parent.children.get(int(own.edge[0])) is own for own in path)
 
@@ -220,7 +220,7 @@ def move_blocks(moved: Mapping[int, int], owners: Set[Owner]) -> None:
 
 
 def common(edge: Ids, ids: Ids) -> int:
-    """Count the tokens that two sequences begin with alike."""
+    """Return the length of two sequences' common prefix."""
     count = min(len(edge), len(ids))
     differ = np.flatnonzero(edge[:count] != ids[:count])
     return int(differ[0]) if len(differ) else count

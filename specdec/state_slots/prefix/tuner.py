@@ -25,24 +25,24 @@ logger = logging.getLogger(__name__)
 
 GRID = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 EVERY = 64
-"""Requests that are tried together."""
+"""Requests simulated together."""
 WINDOW = 512
-"""Requests by which values are compared."""
+"""Requests over which values are compared."""
 EVIDENCE = 256
-"""Requests that must have been tried before any other value is taken."""
+"""Requests to simulate before the value may change."""
 MARGIN = 0.05
-"""By which part of its hits another value must exceed the one in use, twice in a row."""
+"""Relative gain in hits that another value needs, twice in a row."""
 MOST_TOKENS = 1 << 24
-"""Bound on what waits to be tried; requests beyond it are left out."""
+"""Maximum requests in the queue; further ones are dropped."""
 IDLE = 9.0
-"""How many times as long as it worked the thread rests: a tenth of a core is the most it takes."""
+"""Rest per unit of work: the thread takes at most a tenth of a core."""
 COARSE = 0.02
 """Blocks of more tokens make trying cheaper; slabs may grow by this part for it."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """One value, the cache that has always had it, and what it hit of the last requests."""
+    """One value, the simulated cache that uses it, and its recent hits."""
 
     alpha: float
     replay: Replay
@@ -68,9 +68,9 @@ class Tuner:
         own = coarse(layout)
         self.alpha = self._rival = grid[0]
         self.on_change = on_change
-        """Told in the tuning thread of a value that is taken."""
+        """Called in the tuning thread with a new value."""
         self.left_out = 0
-        """Requests that were not tried, for too many waited."""
+        """Requests dropped because the queue was full."""
         self.trials = [
             Trial(alpha, Replay(own, num_bytes, work, alpha=alpha, has_head=has_head)) for alpha in grid
         ]
@@ -81,7 +81,7 @@ class Tuner:
         self._thread: threading.Thread | None = None
 
     def observe(self, prompt: Tokens, output: Tokens, tenant: Tenant = SOLE) -> None:
-        """Take note of a request that has ended. This copies its tokens, and does nothing else."""
+        """Queue a finished request. This only copies its tokens."""
         own = np.array(prompt, np.int32)
         whole = np.concatenate([own, np.asarray(output, np.int32)])
         with self._changed:
@@ -98,11 +98,11 @@ class Tuner:
         return len(self._waiting) >= EVERY
 
     def tune(self) -> float:
-        """Try what has waited longest with every value; take the best one if it is better by the margin."""
+        """Simulate the oldest queued requests with every value; adopt a clearly better one."""
         return self._tune(lambda: None)
 
     def start(self) -> None:
-        """Tune in a thread of its own from now on, as often as there is something to try."""
+        """Start a thread that tunes whenever requests are queued."""
         if self._thread is None and not self._ends:
             self._thread = threading.Thread(target=self._run, name="specdec-prefix-tuner", daemon=True)
             self._thread.start()

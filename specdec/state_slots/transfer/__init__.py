@@ -1,1 +1,1 @@
-"""Plan what an engine reads of another's memory: cut.py what a rank has of a model, plan.py what to copy."""
+"""Plan which bytes an engine reads from another's memory: cut.py has a rank's layout, plan.py the copies."""

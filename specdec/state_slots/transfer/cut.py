@@ -1,4 +1,4 @@
-"""Say in plain numbers how a model's memory is laid out, and what each of several ranks has of it."""
+"""Describe a model's memory layout in plain numbers, and each rank's part of it."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +52,7 @@ class Cut:
         )
 
     def check_equal(self, peer: "Cut") -> None:
-        """Refuse a peer whose memory is laid out otherwise, by the first number that differs."""
+        """Refuse a peer with another memory layout, naming the first number that differs."""
         if self == peer:
             return
         own, theirs = (dict(_leaves(asdict(cut))) for cut in (self, peer))

@@ -1,1 +1,1 @@
-"""How an answer is read: its thinking, its text and its calls, the same however it comes in pieces."""
+"""Parse answers into thinking, text and tool calls, independent of how they are split into deltas."""

@@ -1,4 +1,4 @@
-"""Calls of functions within an answer, in the format that a model was trained to write."""
+"""Tool calls within an answer, in the model's own format."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -96,7 +96,7 @@ class Maker(NamedTuple):
 
 
 def serve(engine: socket.socket, maker: Maker) -> None:
-    """Compile the form that comes first, then follow its outputs until the engine closes the socket."""
+    """Compile the grammar, then advance its outputs until the engine closes the socket."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     base = _data_bytes()
     _limit_memory(base + COMPILE_BYTES)
@@ -143,7 +143,7 @@ class Follower:
         return self._place(self._first, path)
 
     def answer(self, job: Job) -> bytes | None:
-        """Take what an output has taken, and say what may follow each path that it asks for."""
+        """Advance an output, and return the masks of the requested paths."""
         if job.taken is None:
             if over := self._outputs.pop(job.output, None):
                 self.num_tokens -= over.num_tokens

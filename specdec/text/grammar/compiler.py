@@ -29,7 +29,7 @@ KEPT = 16
 Wanted = tuple[Tenant, str, str]
 """The cache's key: tenant, kind and source. Tenants do not share compiled grammars."""
 
-SMALLER = "give a smaller one, or ask for it again later"
+SMALLER = "give a smaller one, or retry later"
 
 
 class Grammars:
@@ -199,5 +199,5 @@ def too_late(kind: str) -> RequestError:
     return _unfit(kind, f"it was not compiled within {PATIENCE_S:g} s", SMALLER)
 
 
-def _unfit(kind: str, why: str, instead: str = "give one that xgrammar can read") -> RequestError:
+def _unfit(kind: str, why: str, instead: str = "give one that xgrammar accepts") -> RequestError:
     return RequestError(f"structured_outputs.{kind}: {why}; {instead}.", field="structured_outputs")

@@ -24,10 +24,8 @@ BACKOFF = 16
 """Tokens that this is, the first time; twice as many each time."""
 
 T = TypeVar("T")
-TOO_SLOW = (
-    "its grammar takes too long or too much memory to follow; write one that reads a text in one way only"
-)
-NOWHERE = "no text of the form goes on from here; give one that can always end"
+TOO_SLOW = "its grammar takes too long or too much memory; write an unambiguous one"
+NOWHERE = "the grammar allows no further token; give one that can always end"
 
 
 class Place(NamedTuple):

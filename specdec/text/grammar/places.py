@@ -25,7 +25,7 @@ class Places:
         self._returned = SimpleQueue[str]()
 
     def take(self, caller: str, limit_s: float) -> bool:
-        """Wait so long for a place; tell whether there is one."""
+        """Wait for a place up to a limit; return whether one was taken."""
         until_s = time.monotonic() + limit_s
         with self._changed:
             own = next(self._numbers), caller

@@ -26,7 +26,7 @@ def check_repetitions(kind: str, source: str) -> None:
     """Refuse a form that repeats too much."""
     most = max((_product(*own) for own in _sources(kind, source)), default=1)
     if most > MOST:
-        raise ValueError(f"its counted repetitions within one another come to {most:.4g} and may to {MOST:,}")
+        raise ValueError(f"its nested counted repetitions come to {most:.4g}, more than {MOST:,}")
 
 
 def _product(pattern: re.Pattern[str], text: str) -> int:

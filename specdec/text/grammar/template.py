@@ -120,8 +120,8 @@ class Template:
             self.places.give_back(caller)
             if isinstance(error, OSError):
                 raise RequestError(
-                    "structured_outputs: the process that follows forms cannot be started; see that xgrammar "
-                    "and transformers can be imported, and that there is memory.",
+                    "structured_outputs: the grammar process cannot be started; "
+                    "check that xgrammar and transformers can be imported, and free memory.",
                     field="structured_outputs",
                 ) from None
             raise

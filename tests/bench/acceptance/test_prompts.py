@@ -107,8 +107,8 @@ FAULTS = [
     ('{"prompt": [true]}', r"line 2: 'prompt' must be"),
     ('{"prompt": 3.5}', r"found a number"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', r"line 2: 'messages' has no message of a user"),
-    ('{"messages": [{"role": "user"}]}', r"content is no text"),
-    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', r"content is no text"),
+    ('{"messages": [{"role": "user"}]}', r"content is not text"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', r"content is not text"),
     ('{"messages": [{"role": "system", "content": "x"}, 3]}', r"a message that is no object, but a number"),
 ]
 

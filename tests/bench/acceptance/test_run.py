@@ -357,7 +357,7 @@ def test_settings_take_turns_in_rotated_order(bench: Bench, monkeypatch: pytest.
     [
         (["--shape", "4:1"], "'4:1' is no shape; write STEPS:TOPK:TOKENS"),
         (["--shape", "4:1:5", "--topk", "2"], "--topk: --shape says it already"),
-        (["--draft", "oracle"], "'oracle' is none of auto, mtp, eagle"),
+        (["--draft", "oracle"], "'oracle' is not one of auto, mtp, eagle"),
         (["--temperature", "hot"], "'hot' is no temperature"),
         (["--max-tokens", "400"], "none fits the model's 256 tokens"),
         (["--memory", "much"], "memory_bytes cannot be 'much'"),

@@ -450,7 +450,7 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
     }
     answer = post(live, "/v1/chat/completions", wrong_form)
     assert answer.status == 400 and "tool_choice: give auto, none" in answer.error["message"]
-    with pytest.raises(openai.NotFoundError, match="generation only"):
+    with pytest.raises(openai.NotFoundError, match="only generates text"):
         client.embeddings.create(model="scripted", input="a")
 
 
@@ -547,5 +547,5 @@ def test_hostile_bodies_are_refused(live: Live) -> None:
         statuses.append(answer.status)
         chain = answer.json.get("id")
     assert statuses == [200, 200, 400] and answer.error["param"] == "previous_response_id"
-    assert "items; begin a new one" in answer.error["message"]
+    assert "items; start a new one" in answer.error["message"]
     assert live.ask("/v1/responses/" + "a" * 5000, authorization=f"Bearer {KEYS[0]}").status == 404

@@ -94,7 +94,7 @@ def test_a_stream_that_fails_says_so_to_each_client(
     clients: tuple[openai.OpenAI, anthropic.Anthropic], fault: Path
 ) -> None:
     """A client raises but for Responses, of which it hands on the events that say so."""
-    says = "The engine failed while this request ran; the server's log says how."
+    says = "The engine failed while this request ran; see the server's log."
     for api, ask in ASKS.items():
         raised = contextlib.nullcontext() if api == "responses" else pytest.raises(CLIENTS)
         events: list[Any] = []

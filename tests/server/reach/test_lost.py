@@ -78,7 +78,7 @@ def test_one_that_does_both_lends_too(servers: Servers) -> None:
     assert found == texts(servers.strict.ask(path, body, **KEY))
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port, "bootstrap_room": 1}
     refused = servers.strict.ask(path, body | room, **KEY)
-    assert refused.status == 400 and "role is both" in refused.error["message"]
+    assert refused.status == 400 and "has both roles" in refused.error["message"]
 
 
 def test_keys_hold_and_callers_stay_apart(servers: Servers) -> None:

@@ -284,4 +284,4 @@ def test_variables_of_a_template_cannot_take_the_place_of_the_chat(live: Live) -
     for name in ("messages", "tools", "bos_token", "tokenize"):
         answer = live.ask(CHAT, asked("1", chat_template_kwargs={name: []}))
         assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
-        assert f"{name} is no variable to give" in answer.error["message"]
+        assert f"{name} cannot be set" in answer.error["message"]
