@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class RecordIds(NamedTuple):
-    """Name draft records by the slab that holds them and their place in it."""
+    """Draft records by slab and index in it."""
 
     slab_BN: Tensor
     index_BN: Tensor
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def tentative(self) -> bool:
-        """Whether nodes may be taken back."""
+        """Whether nodes may be rejected."""
         return self.record is not None or self.snapshot_BM is not None
 
     def take(self, x_T: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     looks = not all(DRAFTERS[name].runs_on_device for name in settings.drafters)
     is_free = on_gpu(settings.kernels)
     size = settings.layout.block_tokens
-    # The C forms look lengths up; where keys are kept in 8 bits torch reads them.
+    # The C kernels look lengths up; where keys are kept in 8 bits torch reads them.
     looks_up = settings.kernels == "native" and settings.layout.page_dtype == settings.dtype
     pack = Packer(
         kernels,

@@ -180,7 +180,7 @@ def _layout(
 ) -> Layout:
     kv_dtype = FP8 if config.kv_dtype == "fp8" else None
     if kv_dtype and kernels == "native":
-        logger.info("attention: the C forms read keys of 8 bits from a copy that is widened for each step")
+        logger.info("attention: the C kernels read FP8 keys from a copy that is widened in each step")
     return memory_layout(
         network,
         dtype,
@@ -311,7 +311,7 @@ def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
 
 
 def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Prefer the C forms on a CPU and Triton's on a GPU; a name that is given is taken at its word."""
+    """Prefer the C kernels on a CPU and Triton's on a GPU; a name that is given is taken at its word."""
     preferred = ("native" if device.type == "cpu" else "triton") if name == "auto" else name
     if preferred == "native":
         serves = device.type == "cpu" and dtype in SUFFIX and compiled() is not None

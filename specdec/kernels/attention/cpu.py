@@ -152,7 +152,7 @@ def _attend(q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, mask_ML: Tensor | Non
 
 
 def _fold_pays(width: int, sharing: int, dtype: torch.dtype) -> bool:
-    """Return whether reading the keys once for all query heads that share them is measured to be faster."""
+    """Return whether reading keys once for all query heads that share them is faster, as measured."""
     if width >= FOLD_BELOW:
         return False
     return sharing > 2 or (sharing == 2 and width == 1 and dtype != torch.bfloat16)

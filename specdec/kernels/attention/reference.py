@@ -1,4 +1,4 @@
-"""Paged attention, token by token: nothing is read but what a token may see."""
+"""Paged attention, token by token, over the tokens that each one may see."""
 
 import torch
 from torch import Tensor
@@ -84,6 +84,6 @@ def _visible(group: Group, row: int, node: int) -> list[int]:
 
 
 def _locate(pages_NPXJD: Tensor, group: Group, row: int, position: int) -> tuple[int, int]:
-    """Return the block that holds a row's position, and the place in it."""
+    """Return the block of a row's position, and the offset in it."""
     index, place = divmod(position, pages_NPXJD.shape[2])
     return int(group.table_BN[row, index]), place

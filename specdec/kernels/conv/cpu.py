@@ -79,7 +79,7 @@ def path_conv(
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Move each row's window on, in place, over the inputs that its path recorded."""
+    """Advance each row's window, in place, over the inputs recorded by its path."""
     here = locate_slots(slot_B)
     write(memory.window_SIC, here, _advance(memory.window_SIC[here], memory.input_SRC, path, length_B))
 

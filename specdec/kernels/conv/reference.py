@@ -65,7 +65,7 @@ def path_conv(
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Move each row's window on, in place, over the inputs that its path recorded."""
+    """Advance each row's window, in place, over the inputs recorded by its path."""
     for b, slot in enumerate(slot_B):
         window_IC = memory.window_SIC[slot].clone()
         for slab, index in zip(path.slab_BN[b, : length_B[b]], path.index_BN[b, : length_B[b]], strict=True):

@@ -90,7 +90,7 @@ def store_inputs(x_TC: Tensor, memory: RecurrentMemory, group: Group) -> None:
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Move each row's window on, in place, over the inputs that its path recorded."""
+    """Advance each row's window, in place, over the inputs recorded by its path."""
     rows, (_, inputs, channels) = len(slot_B), memory.window_SIC.shape
     _move[(triton.cdiv(channels, CHANNELS), rows)](
         *(None, 0, *inputs_of(memory, slot_B)),

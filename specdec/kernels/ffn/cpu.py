@@ -22,7 +22,7 @@ def geglu(gate_up_TI: Tensor) -> Tensor:
 
 
 def relu2(x_TI: Tensor) -> Tensor:
-    """Return the square of what is positive."""
+    """Return the squared ReLU."""
     return torch.relu(x_TI).square_()
 
 

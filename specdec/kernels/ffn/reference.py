@@ -22,7 +22,7 @@ def geglu(gate_up_TI: Tensor) -> Tensor:
 
 
 def relu2(x_TI: Tensor) -> Tensor:
-    """Return the square of what is positive."""
+    """Return the squared ReLU."""
     return _wide(x_TI).clamp(min=0).square().to(x_TI.dtype)
 
 

@@ -26,7 +26,7 @@ def geglu(gate_up_TI: Tensor) -> Tensor:
 
 
 def relu2(x_TI: Tensor) -> Tensor:
-    """Return the square of what is positive."""
+    """Return the squared ReLU."""
     return _activate(x_TI, x_TI.shape[1], "relu2")
 
 

@@ -1,4 +1,4 @@
-"""What a recurrence is fed, as the models' formulas say."""
+"""Inputs of a recurrence, as in the models' formulas."""
 
 import torch
 import torch.nn.functional as F

@@ -10,7 +10,7 @@ from specdec.kernels.linear.fp8 import Fp8
 from specdec.kernels.linear.integers import Integers
 
 Stored = Tensor | Fp8
-"""What checkpoints are read as."""
+"""Dtypes that checkpoints are loaded as."""
 Matrix = Stored | Integers
 
 

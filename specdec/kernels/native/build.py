@@ -1,4 +1,4 @@
-"""Make the C forms beforehand, for machines without a C compiler.
+"""Build the C kernels beforehand, for machines without a C compiler.
 
     python -m specdec.kernels.native.build [TARGET ...]
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(compiler: str, target: Target) -> Path:
-    """Compile for a target, and take the place of what older sources left."""
+    """Compile for a target, replacing libraries of older sources."""
     flags = compiled.flags_for(target, compiled.THREADS[0])
     place = compiled.BUILT / compiled.file_name(target, flags)
     place.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""How Python reaches the C forms: which tensors they serve, and how arguments are handed over."""
+"""How Python calls the C kernels: which tensors they support, and how arguments are passed."""
 
 import ctypes
 import functools
@@ -77,12 +77,12 @@ def room(count: int, least: int) -> int:
 
 
 def pointer(x: Tensor | None) -> int | None:
-    """Return the address of a tensor that must be dense: a C form reads it without strides."""
+    """Return the address of a tensor that must be dense: a C kernel reads it without strides."""
     return None if x is None else dense(x).data_ptr()
 
 
 def strided(x: Tensor, inner: int) -> tuple[int, ...]:
-    """Return a tensor's address and outer strides, which a C form takes; `inner` dimensions must be dense."""
+    """Return a tensor's address and outer strides for a C kernel; `inner` dimensions must be dense."""
     return x.data_ptr(), *outer_strides(x, inner)
 
 

@@ -1,4 +1,4 @@
-"""Load the C forms for this processor: made beforehand, or compiled once and kept in the user's cache."""
+"""Load the C kernels for this processor: prebuilt, or compiled once into the user's cache."""
 
 import ctypes
 import functools
@@ -27,7 +27,7 @@ SOURCES = (
     *("self_attention.inc", "logits.inc", "matrix.inc"),
 )
 MOST = 64
-"""The longest pending path and the widest window that the C forms have room for."""
+"""The longest pending path and the widest window that the C kernels have room for."""
 RANKED = 64
 """The longest ranking that is kept in order by insertion."""
 BUILT = Path(__file__).parent / "built"
@@ -48,21 +48,21 @@ THREADS = ("-fopenmp", "-fopenmp-simd")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The C forms, and what they were compiled for."""
+    """The C kernels, and what they were compiled for."""
 
     library: ctypes.CDLL
     target: Target
 
 
 def compiled() -> ctypes.CDLL | None:
-    """Return the C forms, or None where they cannot be had."""
+    """Return the C kernels, or None if they are not available."""
     found = loaded()
     return found.library if found else None
 
 
 @functools.cache
 def loaded() -> Loaded | None:
-    """Load the best that can be had for this processor; what was chosen, and passed over, is logged once."""
+    """Load the best library for this processor; log the choice and what was passed over, once."""
     compiler, failed = find_compiler(), None
     for target in candidates():
         failure = None
@@ -79,10 +79,10 @@ def loaded() -> Loaded | None:
                     return Loaded(library, target)
         failed = failure or failed
         if failure:
-            logger.info("the C forms are not had for %s: %s", target.name, explain(failure))
+            logger.info("no C kernels for %s: %s", target.name, explain(failure))
     logger.warning(
         "%s: narrow windows run in plain torch, which is slower",
-        f"the C forms could not be made ({explain(failed)})" if failed else "no C compiler was found",
+        f"the C kernels could not be compiled ({explain(failed)})" if failed else "no C compiler was found",
     )
     return None
 
@@ -92,7 +92,7 @@ def find_compiler() -> str | None:
 
 
 def explain(failure: Exception) -> str:
-    """Add to an error what the compiler said."""
+    """Add the compiler's output to an error."""
     said: bytes = getattr(failure, "stderr", None) or b""
     return f"{failure}; {said.decode(errors='replace').strip()}" if said else str(failure)
 
@@ -113,12 +113,12 @@ def _place(compiler: str | None, target: Target, threads: str) -> Path | None:
         if place.exists() or os.access(place.parent, os.W_OK):
             return place if place.exists() else _compile_here(compiler, flags, place, target)
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
-        logger.info("the C forms cannot be kept for the next start: %s", error)
+        logger.info("the C kernels cannot be cached for the next start: %s", error)
     return _compile_here(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name, target)
 
 
 def _compile_here(compiler: str, flags: Sequence[str], place: Path, target: Target) -> Path:
-    """Compile what a first start has yet to; say so, for it takes seconds."""
+    """Compile at the first start, and announce it, as it takes seconds."""
     says, start_s = f"Compiling the C kernels for this processor ({target.name}), once", time.perf_counter()
     logger.info("%s, by %s", says, compiler)
     if sys.stderr and sys.stderr.isatty():
@@ -145,7 +145,7 @@ def file_name(target: Target, flags: Sequence[str], compiler: str = "") -> str:
 
 
 def source() -> str:
-    """Write what is compiled: the forms, and the function that calls them from a list."""
+    """Write the source: the kernels, and the function that calls them from a list."""
     return f'#include "{Path(__file__).parent / SOURCES[0]}"\n{replayer()}'
 
 

@@ -1,4 +1,4 @@
-"""Which forms of a CPU's operations run here: what the C forms were compiled for, and what torch may use."""
+"""Which CPU kernels run here: what the C kernels were compiled for, and what torch may use."""
 
 import ctypes
 import functools
@@ -16,7 +16,7 @@ LIBRARY = "ONEDNN_MAX_CPU_ISA"
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """What the C forms multiply with."""
+    """What the C kernels multiply with."""
 
     target: Target
     """What they were compiled for."""
@@ -32,7 +32,7 @@ class Forms:
 
 @functools.cache
 def forms() -> Forms | None:
-    """Ask the C forms what they were compiled for; None where there are none."""
+    """Ask the C kernels what they were compiled for; None where there are none."""
     found = loaded()
     if found is None:
         return None
@@ -66,5 +66,5 @@ def describe() -> str:
 
 
 def describe_kernels(name: str) -> str:
-    """Name what an engine computes with; the C forms are as good as what they were compiled for."""
+    """Name what an engine computes with; the C kernels are as good as what they were compiled for."""
     return f"{name}: {describe()}" if name == "native" else name

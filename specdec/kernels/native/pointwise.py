@@ -110,7 +110,7 @@ def _gate(name: str, gate_up_TI: Tensor, *limit: float) -> Tensor:
 
 
 def relu2(x_TI: Tensor) -> Tensor:
-    """Return the square of what is positive."""
+    """Return the squared ReLU."""
     if not serves(x_TI) or not x_TI.is_contiguous():
         return ffn.relu2(x_TI)
     out_TI = torch.empty_like(x_TI)

@@ -124,7 +124,7 @@ def scan_window(
 def fold(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
 ) -> None:
-    """Bring states and windows up to date with their paths, in place, as a window without tokens does."""
+    """Update states and windows with their paths, in place, as a window without tokens does."""
     state, (rows, longest) = memory.state_SHKW, path.slab_BN.shape
     if k_path_BPGK is None or state.dtype != torch.float32 or not state.is_cpu or longest > MOST:
         return recurrence.fold(memory, slot_B, path, length_B, k_path_BPGK)

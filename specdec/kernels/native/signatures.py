@@ -1,4 +1,4 @@
-"""What the C forms are called with, and the one that calls them all from a list."""
+"""Signatures of the C kernels, and the function that calls them from a list."""
 
 import ctypes
 

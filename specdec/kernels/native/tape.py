@@ -1,6 +1,6 @@
-"""Make the same calls again: what a GPU does with a graph, for windows whose calls are short.
+"""Record calls and replay them: a CUDA graph for the CPU, for windows whose calls are short.
 
-While a tape is recorded everything runs normally. Every call of a C form is noted with its arguments, and so
+While a tape is recorded everything runs normally. Each C kernel call is noted with its arguments, and so
 is what torch does to small tensors in between (tensor_ops.py). All memory that was made is kept, so that
 the same calls can be made of the same memory from one list in C. What they read must be put where it lay.
 Anything else that computes cannot be played again, and is refused. So is whatever asks on the host what a
@@ -43,25 +43,25 @@ ASKS = (
 MOST_FORMS = 256
 """Forms that are remembered, recorded or not."""
 MOST_BYTES = 256 << 20
-"""What all tapes of one pass over one arena may keep: 26 MB are a window of 8 through 36 layers."""
+"""Maximum bytes of all tapes of one pass over one arena: a window of 8 through 36 layers takes 26 MB."""
 SHARE = 8
-"""One tape may keep this part of it: large ones that come in turn would drive each other out."""
+"""Maximum share of one tape: large alternating ones would evict each other."""
 COME, REFUSED = "come once", "refused"
 
 
 class Tape:
-    """Records what is called while it is entered."""
+    """Records calls while it is entered."""
 
     def __init__(self) -> None:
         self.refused: str | None = None
         """What cannot be played again."""
         self._calls: list[int] = []
         self._made: dict[int, Tensor] = {}
-        """What was made, by where it lies."""
+        """Created tensors by address."""
         self._constant = set[int]()
         """Where what lies that is the same each time."""
         self._kept: list[Tensor] = []
-        """What lists are read from, and what these name."""
+        """Buffers that the lists read, and the tensors they name."""
         self._played: Tensor | None = None
         self._list_bytes = 0
         self._ops: TensorOps | None = TensorOps(self._note_op, self._kept.append)
@@ -84,7 +84,7 @@ class Tape:
 
     @property
     def nbytes(self) -> int:
-        """What is kept to be computed in again."""
+        """Buffers kept for replay."""
         return self._list_bytes + sum(x.untyped_storage().nbytes() for x in self._made.values())
 
     def call(self, name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -160,13 +160,13 @@ Own = TypeVar("Own", bound=HasTape)
 
 
 class Tapes(Generic[Own]):
-    """What is known of the forms that came; what was not needed for longest goes first."""
+    """Tapes by form; the least recently used is evicted first."""
 
     def __init__(self) -> None:
         self._forms: OrderedDict[Hashable, str | Own] = OrderedDict()
 
     def of(self, form: Hashable) -> str | Own | None:
-        """Return what is known of a form, and take it for needed."""
+        """Return a form's entry and mark it as recently used."""
         if form in self._forms:
             self._forms.move_to_end(form)
         return self._forms.get(form)
@@ -177,12 +177,12 @@ class Tapes(Generic[Own]):
         return len(own), sum(own)
 
     def keep(self, form: Hashable, recorded: Own) -> None:
-        """Keep what was recorded, if it can be played and is small."""
+        """Keep a recording if it can be replayed and is small."""
         tape = recorded.tape
         self.note(form, REFUSED if tape.refused or tape.nbytes > MOST_BYTES // SHARE else recorded)
 
     def note(self, form: Hashable, known: str | Own) -> None:
-        """Keep what is known now, within the bounds."""
+        """Store an entry, within the bounds."""
         self._forms[form] = known
         self._forms.move_to_end(form)
         nbytes = sum(own.tape.nbytes for own in self._forms.values() if not isinstance(own, str))
@@ -192,7 +192,7 @@ class Tapes(Generic[Own]):
 
 
 class _Watch(TorchDispatchMode):
-    """Tells a tape of all that torch does, in terms of what it can record."""
+    """Passes torch's operations to a tape."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -215,7 +215,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Questions(TorchFunctionMode):
-    """Tells a tape where the host is told what a tensor holds."""
+    """Notes for a tape where the host reads a tensor's value."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()

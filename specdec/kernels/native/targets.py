@@ -1,4 +1,4 @@
-"""The processors that the C forms are compiled for, and which of them this one is."""
+"""The processors that C kernels are compiled for, and which one this is."""
 
 import logging
 import os

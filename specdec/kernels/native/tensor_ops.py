@@ -1,4 +1,4 @@
-"""Torch's own small operations as lists that C makes again: what a step decides by, between two C forms.
+"""Torch's own small operations as lists that C makes again: what a step decides by, between two C kernels.
 
 Only what tensors hold may change from one time to the next: shapes, types and strides are the recorded ones.
 """
@@ -31,11 +31,11 @@ Take = Callable[[Tensor], None]
 
 
 class Unrecordable(Exception):
-    """This operation, or this form of it, cannot be made again."""
+    """This operation cannot be replayed."""
 
 
 class TensorOps:
-    """Writes what torch has just done as lists; `note` takes each, `keep` what they read."""
+    """Writes torch's operations as lists; `note` takes each list, `keep` what it reads."""
 
     def __init__(self, note: Take, keep: Take) -> None:
         self._note, self._keep = note, keep
@@ -224,7 +224,7 @@ class TensorOps:
         numbers: Sequence[int] = (),
         shape: Sequence[int] | None = None,
     ) -> None:
-        """Write one list; operands are shown in the shape of what is written."""
+        """Write one list; operands are expanded to the shape of the result."""
         shape = out.shape if shape is None else shape
         if 0 in shape:
             return

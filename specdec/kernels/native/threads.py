@@ -1,4 +1,4 @@
-"""The helpers that OpenMP keeps for each thread in which torch shared work; the C forms have their own."""
+"""The helpers that OpenMP keeps for each thread in which torch shared work; the C kernels have their own."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""RMS normalisation as the models' formulas say."""
+"""RMS normalisation, as in the models' formulas."""
 
 import torch
 import torch.nn.functional as F

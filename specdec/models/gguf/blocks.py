@@ -1,6 +1,6 @@
 """Numbers in blocks: widened to float32 exactly as llama.cpp defines each type, or kept as integers.
 
-In C, and where there is no compiler in numpy, which is what the C form is tested against.
+In C, and where there is no compiler in numpy, which is what the C kernel is tested against.
 """
 
 from collections.abc import Callable, Mapping
