@@ -66,7 +66,7 @@ class Drafter(Protocol):
 
 
 class Stateless:
-    """The part of a drafter that keeps nothing of any sequence."""
+    """The part of a drafter that keeps nothing of any sequence; a subclass overrides what it does keep."""
 
     def on_preempt(self, key: Hashable) -> None: ...
 
