@@ -1,13 +1,14 @@
 """Drafters that look text up: what each sequence has said so far, indexed by n-grams."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Stateless, Want
 from specdec.draft.history import History
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.slots import RequestId
 
 MOST_INDEXED = 1 << 13
 """Tokens indexed per step: each takes 1 to 2 us, and all rows wait."""
@@ -20,7 +21,7 @@ class LookupDrafter(Stateless, ABC):
         """Index n-grams of these lengths; a match may be `depth` tokens long."""
         self.calibrator = calibrator or Calibrator()
         self._lengths, self._depth = lengths, depth
-        self._texts: dict[Hashable, History] = {}
+        self._texts: dict[RequestId, History] = {}
 
     @abstractmethod
     def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
@@ -46,19 +47,19 @@ class LookupDrafter(Stateless, ABC):
             self.extend(want.key, new)
         return len(new)
 
-    def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
+    def extend(self, key: RequestId, tokens: Sequence[int]) -> None:
         """Append what a sequence gained; its first tokens begin its text."""
         if key not in self._texts:
             self._texts[key] = History(self._lengths, self._depth)
         self._texts[key].extend(tokens)
 
-    def look_up(self, key: Hashable, shape: Shape, tenant: Tenant = SOLE) -> Proposal:
+    def look_up(self, key: RequestId, shape: Shape, tenant: Tenant = SOLE) -> Proposal:
         """Propose what may follow a sequence as far as it was indexed."""
         return self.continue_text(self._texts[key], shape, tenant)
 
     def end(
         self,
-        key: Hashable,
+        key: RequestId,
         prompt: Sequence[int] = (),
         output: Sequence[int] | None = None,
         tenant: Tenant = SOLE,

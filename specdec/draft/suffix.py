@@ -1,6 +1,6 @@
 """Suffix decoding (Oliaro et al.): propose what most often followed the longest match, here and elsewhere."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
@@ -9,6 +9,7 @@ from specdec.draft.history import History
 from specdec.draft.lookup import LookupDrafter
 from specdec.draft.outputs import Outputs
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.slots import RequestId
 
 NGRAMS = (1, 2, 4, 8, 16)
 """The lengths that are indexed; a match may have any length."""
@@ -52,7 +53,7 @@ class SuffixDrafter(LookupDrafter):
 
     def end(
         self,
-        key: Hashable,
+        key: RequestId,
         prompt: Sequence[int] = (),
         output: Sequence[int] | None = None,
         tenant: Tenant = SOLE,
