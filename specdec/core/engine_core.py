@@ -12,6 +12,7 @@ from specdec.core.outputs import Delta, EngineStats
 from specdec.core.request import Emit, Request
 from specdec.core.terms import find_stops
 from specdec.errors import EngineError, SpecdecError
+from specdec.state_slots.slots import RequestId
 from specdec.text.tokenizer import TextStream
 from specdec.verify.choose import Chooser
 from specdec.verify.limits import Limit
@@ -54,7 +55,7 @@ class EngineCore:
         With `prefill_only` it prefills for another engine and samples nothing.
         """
         request = Request(
-            next(self._numbers),
+            RequestId(next(self._numbers)),
             prompt,
             params,
             chooser=Chooser(params, seed=seed, prompt=prompt, vocab=self.vocab, limits=limits),

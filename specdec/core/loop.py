@@ -374,7 +374,7 @@ class DecodeLoop:
         """Record one step ahead of its first use; return False if none is left or requests run."""
         if self.runner is None or self.scheduler.is_paused or self.scheduler.running:
             return False
-        return self.runner.batch.run.prepare()
+        return self.runner.batch.steps.prepare()
 
     def may_move(self) -> bool:
         """Return whether tables are the host's alone."""

@@ -19,6 +19,7 @@ from specdec.core.stats import Counts
 from specdec.errors import SpecdecError
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.prefix.lease import Lease
+from specdec.state_slots.slots import RequestId
 from specdec.text.tokenizer import Cutter, TextStream
 from specdec.verify.choose import Chooser
 
@@ -41,7 +42,7 @@ class Request:
 
     def __init__(
         self,
-        number: int,
+        number: RequestId,
         prompt: Sequence[int],
         params: SamplingParams,
         *,

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -25,10 +25,11 @@ from specdec.draft.rounded import RoundedDrafter
 from specdec.draft.worth import Worth
 from specdec.kernels.table import Kernels
 from specdec.state_slots.backing import Backing, Draft
+from specdec.state_slots.slots import RequestId
 
 logger = logging.getLogger(__name__)
 
-Lend = Callable[[Hashable, int], Sequence[Any] | None]
+Lend = Callable[[RequestId, int], Sequence[Any] | None]
 """Gives an owner a number of slots, or None."""
 
 MOST_LOOKED_UP = 32
@@ -70,7 +71,7 @@ class Speculation:
         self.learns = learns
         """Whether the choice of shapes has a use for what steps take."""
         self.acceptance = AcceptanceStats()
-        self._told: dict[int, int] = {}
+        self._told: dict[RequestId, int] = {}
         """How many of a request's tokens its drafters have read."""
         self._skips_draft: set[int] = set()
         self._echoes: dict[int, Echo] = {}

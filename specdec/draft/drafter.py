@@ -1,6 +1,6 @@
 """What the loop asks of a drafter, be it a head of the model or a look-up in text."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.proposal import Proposal, Shape
 from specdec.state_slots.backing import Committed
+from specdec.state_slots.slots import RequestId
 
 
 class Memory(Protocol):
@@ -29,7 +30,7 @@ class Want:
     Without a shape nothing is proposed, and the drafter only catches up with the sequence.
     """
 
-    key: Hashable
+    key: RequestId
     prompt_length: int
     tokens: Sequence[int]
     table_N: Tensor
@@ -48,11 +49,13 @@ class Drafter(Protocol):
         """Propose what may follow each sequence."""
         ...
 
-    def on_preempt(self, key: Hashable) -> None:
+    def on_preempt(self, key: RequestId) -> None:
         """Drop what lies in a sequence's memory: it was preempted, and is prefilled anew."""
         ...
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
+    def end(
+        self, key: RequestId, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant
+    ) -> None:
         """Forget a sequence; its output, which is its tenant's, is None unless it came to its end."""
         ...
 
@@ -66,12 +69,12 @@ class Drafter(Protocol):
 
 
 class Stateless:
-    """The part of a drafter that keeps nothing of any sequence."""
+    """The part of a drafter that keeps nothing of any sequence; a subclass overrides what it does keep."""
 
-    def on_preempt(self, key: Hashable) -> None: ...
+    def on_preempt(self, key: RequestId) -> None: ...
 
     def end(
-        self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant
+        self, key: RequestId, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant
     ) -> None: ...
 
     def flush(self, caller: str | None = None) -> None: ...

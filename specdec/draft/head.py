@@ -4,7 +4,7 @@ The head keeps KV of its own in the sequence's blocks. At position p it reads th
 and the token that was chosen to follow; below the last certain token it reads what it wrote itself.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from specdec.draft.levels import Growth, Rank, expand
 from specdec.draft.proposal import Proposal
 from specdec.kernels.sampling.rules import Rules
 from specdec.state_slots.arena import Arena
+from specdec.state_slots.slots import RequestId
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
 
@@ -121,9 +122,9 @@ class HeadDrafter:
         self.straight = straight
         self.chunk_tokens, self.window = chunk_tokens, window
         self.calibrator = Calibrator()
-        self._unread: dict[Hashable, Unread] = {}
+        self._unread: dict[RequestId, Unread] = {}
 
-    def read(self, key: Hashable, hidden_MD: Tensor, *, whole: bool = False) -> None:
+    def read(self, key: RequestId, hidden_MD: Tensor, *, whole: bool = False) -> None:
         """Take what the head fused of the next positions that a sequence has committed.
 
         Unless they are the `whole` of a step's they are copied: a view would keep all of those alive.
@@ -131,12 +132,12 @@ class HeadDrafter:
         unread = self._unread.get(key) or self._unread.setdefault(key, Unread())
         unread.append(hidden_MD if whole else hidden_MD.clone())
 
-    def num_unread(self, key: Hashable) -> int:
+    def num_unread(self, key: RequestId) -> int:
         """Return how many hidden states of a sequence wait to be read."""
         unread = self._unread.get(key)
         return unread.count if unread else 0
 
-    def is_full(self, key: Hashable) -> bool:
+    def is_full(self, key: RequestId) -> bool:
         """Return whether a sequence's hidden states should be read even if no draft is wanted."""
         unread = self._unread.get(key)
         if not unread or not unread.count:
@@ -151,34 +152,36 @@ class HeadDrafter:
             self._catch_up(behind, keep=1)
         return all(self._unread[want.key].count <= most for want in behind)
 
-    def hand_over(self, key: Hashable) -> tuple[int, Tensor]:
+    def hand_over(self, key: RequestId) -> tuple[int, Tensor]:
         """Give up what is unread, for the device to read: from which position on, and the hidden states."""
         unread = self._unread.pop(key)
         start = unread.read
         return start, unread.take(unread.count)
 
-    def restore(self, key: Hashable, start: int, hidden_MD: Tensor | None) -> None:
+    def restore(self, key: RequestId, start: int, hidden_MD: Tensor | None) -> None:
         """Take over again: all before position `start` has been read, and these hidden states wait."""
         self._unread[key] = Unread(read=start)
         if hidden_MD is not None:
             self.read(key, hidden_MD)
 
-    def drop(self, key: Hashable, count: int) -> None:
+    def drop(self, key: RequestId, count: int) -> None:
         """Forget the last hidden states, of tokens that the sequence did not take."""
         unread = self._unread[key]
         whole_MD = unread.take(unread.count)
         unread.read -= len(whole_MD)
         self.read(key, whole_MD[:-count])
 
-    def last(self, key: Hashable) -> Tensor:
+    def last(self, key: RequestId) -> Tensor:
         """Return the last hidden state that waits to be read."""
         return self._unread[key].hidden[-1][-1:].clone()
 
-    def on_preempt(self, key: Hashable) -> None:
+    def on_preempt(self, key: RequestId) -> None:
         """Drop what is unread: the head's KV cache went with the sequence's blocks."""
         self._unread.pop(key, None)
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
+    def end(
+        self, key: RequestId, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant
+    ) -> None:
         """Forget a sequence."""
         self.on_preempt(key)
 

@@ -1,86 +1,73 @@
-"""Drafters that look text up, told of a sequence only when they are asked about it."""
+"""Drafters that look text up: what each sequence has said so far, indexed by n-grams."""
 
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-from specdec.config.tenant import Tenant
+from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import Stateless, Want
+from specdec.draft.history import History
 from specdec.draft.proposal import Proposal, Shape
-
-
-class TextIndex(Protocol):
-    calibrator: Calibrator
-
-    def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant) -> None: ...
-
-    def extend(self, key: Hashable, tokens: Sequence[int]) -> None: ...
-
-    def propose(self, key: Hashable, shape: Shape) -> Proposal: ...
-
-    def end(self, key: Hashable) -> None: ...
-
-    def share(self, output: Sequence[int], tenant: Tenant) -> None:
-        """Keep the output of a sequence that has finished for later ones of its tenant."""
-        ...
-
-    def flush(self, caller: str | None = None) -> None:
-        """Forget what sequences that have ended left: all, or one caller's."""
-        ...
-
-    def forget(self) -> None: ...
-
+from specdec.state_slots.slots import RequestId
 
 MOST_INDEXED = 1 << 13
 """Tokens indexed per step: each takes 1 to 2 us, and all rows wait."""
 
 
-class Lookup:
-    """Feed an index what each sequence has said since it was last asked. Memory that is lost is no matter."""
+class LookupDrafter(Stateless, ABC):
+    """Keep a text per sequence; a subclass says what may follow it. A text outlives the sequence's memory."""
 
-    def __init__(self, index: TextIndex) -> None:
-        self.index, self.calibrator = index, index.calibrator
-        self._fed: dict[Hashable, int] = {}
+    def __init__(self, lengths: Sequence[int], depth: int, calibrator: Calibrator | None = None) -> None:
+        """Index n-grams of these lengths; a match may be `depth` tokens long."""
+        self.calibrator = calibrator or Calibrator()
+        self._lengths, self._depth = lengths, depth
+        self._texts: dict[RequestId, History] = {}
+
+    @abstractmethod
+    def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
+        """Propose what may follow a sequence's text, whose last token is the root."""
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
         """Propose what may follow each sequence; a long text is indexed over several steps before that."""
         found, spare = [], MOST_INDEXED
         for want in wants:
-            proposal = Proposal.bare(want.tokens[-1])
+            proposal = None
             if want.shape:
                 spare -= self._feed(want, spare)
-                if self._fed.get(want.key) == len(want.tokens):
-                    proposal = self.index.propose(want.key, want.shape)
-            found.append(proposal)
+                if want.key in self._texts and len(self._texts[want.key]) == len(want.tokens):
+                    proposal = self.look_up(want.key, want.shape, want.tenant)
+            found.append(proposal or Proposal.bare(want.tokens[-1]))
         return found
 
     def _feed(self, want: Want, most: int) -> int:
         """Index at most `most` further tokens of a sequence; return how many."""
-        before = start = self._fed.get(want.key, 0)
-        end = min(len(want.tokens), before + most)
-        if end and want.key not in self._fed:
-            start = min(end, want.prompt_length)
-            self.index.begin(want.key, want.tokens[:start], want.tenant)
-        if end:
-            self.index.extend(want.key, want.tokens[start:end])
-            self._fed[want.key] = end
-        return end - before
+        before = len(self._texts[want.key]) if want.key in self._texts else 0
+        new = want.tokens[before : before + most]
+        if new:
+            self.extend(want.key, new)
+        return len(new)
 
-    def on_preempt(self, key: Hashable) -> None:
-        """Keep the text, which stays what it is."""
+    def extend(self, key: RequestId, tokens: Sequence[int]) -> None:
+        """Append what a sequence gained; its first tokens begin its text."""
+        if key not in self._texts:
+            self._texts[key] = History(self._lengths, self._depth)
+        self._texts[key].extend(tokens)
 
-    def end(self, key: Hashable, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant) -> None:
-        """Forget a sequence; an output that came to its end serves its tenant, where the index wants it."""
-        if self._fed.pop(key, None) is not None:
-            self.index.end(key)
-        if output:
-            self.index.share(output, tenant)
+    def look_up(self, key: RequestId, shape: Shape, tenant: Tenant = SOLE) -> Proposal:
+        """Propose what may follow a sequence as far as it was indexed."""
+        return self.continue_text(self._texts[key], shape, tenant)
 
-    def flush(self, caller: str | None = None) -> None:
-        """Forget what sequences that have ended left: all, or one caller's."""
-        self.index.flush(caller)
+    def end(
+        self,
+        key: RequestId,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] | None = None,
+        tenant: Tenant = SOLE,
+    ) -> None:
+        """Forget a sequence."""
+        self._texts.pop(key, None)
 
     def forget(self) -> None:
-        """Forget every sequence and text; those that go on are fed anew."""
-        self._fed.clear()
-        self.index.forget()
+        """Forget every sequence and text; those that go on are indexed anew."""
+        self._texts.clear()
+        self.flush()

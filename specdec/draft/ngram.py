@@ -1,18 +1,19 @@
 """Prompt look-up: propose what followed the latest tokens where they occurred before in the request."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
-from specdec.config.tenant import SOLE, Tenant
+from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.continuations import grow_tree
 from specdec.draft.history import History
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.proposal import Proposal, Shape
 
 MAX_PLACES = 16
 """How many earlier places a tree may be made of, the latest first."""
 
 
-class NgramDrafter:
+class NgramDrafter(LookupDrafter):
     """Draft by n-grams of each request's own tokens, the longest match first.
 
     Matches have 4 tokens down to 2. vLLM documents at most 4 (its default, 5 and nothing shorter, misses much
@@ -25,40 +26,10 @@ class NgramDrafter:
         self, *, max_length: int = 4, min_length: int = 2, calibrator: Calibrator | None = None
     ) -> None:
         assert 1 <= min_length <= max_length
-        self.calibrator = calibrator or Calibrator()
-        self._lengths = range(min_length, max_length + 1)
-        self._texts: dict[Hashable, History] = {}
+        super().__init__(range(min_length, max_length + 1), max_length, calibrator)
 
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant = SOLE) -> None:
-        """Take a request in, with its prompt. It stays until `end`, preempted or not."""
-        assert key not in self._texts
-        self._texts[key] = History(self._lengths, depth=max(self._lengths))
-        self._texts[key].extend(tokens)
-
-    def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
-        """Append what a request gained."""
-        self._texts[key].extend(tokens)
-
-    def end(self, key: Hashable) -> None:
-        """Forget a request."""
-        del self._texts[key]
-
-    def forget(self) -> None:
-        """Forget every request."""
-        self._texts.clear()
-
-    def share(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
-        """Keep nothing: each request is drafted for from its own tokens."""
-
-    def flush(self, caller: str | None = None) -> None:
-        """Do nothing: what has ended left nothing."""
-
-    def propose(self, key: Hashable, shape: Shape) -> Proposal:
+    def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
         """Propose what followed the latest earlier place, and with `topk` above 1 the others' branches."""
-        text = self._texts[key]
         context = text.tokens[-text.depth :]
         length, places = text.search(context, most=1 if shape.topk == 1 else MAX_PLACES)
         return grow_tree(

@@ -1,13 +1,15 @@
 """Suffix decoding (Oliaro et al.): propose what most often followed the longest match, here and elsewhere."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.continuations import grow_tree
 from specdec.draft.history import History
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.outputs import Outputs
 from specdec.draft.proposal import Proposal, Shape
+from specdec.state_slots.slots import RequestId
 
 NGRAMS = (1, 2, 4, 8, 16)
 """The lengths that are indexed; a match may have any length."""
@@ -15,7 +17,7 @@ MAX_PLACES = 128
 """How many places are counted, the latest first."""
 
 
-class SuffixDrafter:
+class SuffixDrafter(LookupDrafter):
     """Draft by how often tokens followed the longest match in a request and in its tenant's earlier outputs.
 
     The suffix tree is implicit: its node for a context is the list of places where that context ended, found
@@ -35,67 +37,52 @@ class SuffixDrafter:
         calibrator: Calibrator | None = None,
     ) -> None:
         assert max_depth >= max(NGRAMS) and max_shared_tokens >= 2 and length_factor > 0
-        self.calibrator = calibrator or Calibrator()
-        self.max_depth = max_depth
+        super().__init__(NGRAMS, max_depth, calibrator)
         self.length_factor = length_factor
         """How deep to draft at most, in lengths of the match."""
         self._outputs = Outputs(NGRAMS, max_depth, max_shared_tokens)
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget every request and all that finished ones have said."""
-        self._texts: dict[Hashable, History] = {}
-        self._tenants: dict[Hashable, Tenant] = {}
-        self.flush()
-
-    def __len__(self) -> int:
-        return len(self._texts)
 
     @property
     def num_shared_tokens(self) -> int:
         """How many tokens of finished outputs are kept, one that ends each included."""
         return self._outputs.num_tokens
 
-    def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant = SOLE) -> None:
-        """Take a request in, with its prompt. It stays until `end`, preempted or not."""
-        assert key not in self._texts
-        self._texts[key] = History(NGRAMS, self.max_depth)
-        self._texts[key].extend(tokens)
-        self._tenants[key] = tenant
-
-    def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
-        """Append what a request gained."""
-        self._texts[key].extend(tokens)
-
-    def end(self, key: Hashable) -> None:
-        """Forget a request."""
-        del self._texts[key], self._tenants[key]
-
     def share(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
         """Keep an output for later requests of a tenant."""
         self._outputs.add(output, tenant)
+
+    def end(
+        self,
+        key: RequestId,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] | None = None,
+        tenant: Tenant = SOLE,
+    ) -> None:
+        """Forget a sequence; an output that came to its end serves its tenant's later ones."""
+        super().end(key)
+        if output:
+            self.share(output, tenant)
 
     def flush(self, caller: str | None = None) -> None:
         """Forget the outputs of finished requests: all, or one caller's."""
         self._outputs.flush(caller)
 
-    def propose(self, key: Hashable, shape: Shape) -> Proposal:
+    def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
         """Propose the likeliest continuations of the longest match, own or of its tenant."""
-        own = self._texts[key]
-        context = own.tokens[-self.max_depth :]
-        texts = (own, *self._outputs.of(self._tenants[key]))
-        found = [(text, *text.search(context, MAX_PLACES)) for text in texts]
+        context = text.tokens[-text.depth :]
+        texts = (text, *self._outputs.of(tenant))
+        found = [(each, *each.search(context, MAX_PLACES)) for each in texts]
         matched = max(length for _, length, _ in found)
         num_steps = min(shape.num_steps, max(int(self.length_factor * matched), 1))
-        longest = [(text, places) for text, length, places in found if length == matched]
+        longest = [(each, places) for each, length, places in found if length == matched]
         return grow_tree(
             context[-1],
-            [text.continuation(place, num_steps) for text, places in longest for place in places],
+            [each.continuation(place, num_steps) for each, places in longest for place in places],
             matched=matched,
             shape=shape,
             believe=believe_the_counts,
             calibrator=self.calibrator,
-            shared=sum(len(places) for text, places in longest if text is not own),
+            shared=sum(len(places) for each, places in longest if each is not text),
         )
 
 

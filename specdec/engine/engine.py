@@ -26,6 +26,7 @@ from specdec.engine.transfers import Transfers
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.models.folder import find_models
 from specdec.setup.capabilities import check_request
+from specdec.state_slots.slots import RequestId
 from specdec.text.grammar.compiler import Grammars
 from specdec.text.grammar.guide import Form
 from specdec.text.stops import StopNode
@@ -331,7 +332,7 @@ class SpecEngine:
 
     def _begin(
         self, prepared: Sequence[Prepared], emit: Callable[[int, Delta | SpecdecError], None]
-    ) -> list[int]:
+    ) -> list[RequestId]:
         """Submit the requests of some prompts and return their numbers.
 
         The engine's thread alone keeps requests: they hold tensors, and another thread that were the last to

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.config.engine import EngineConfig
-from specdec.core.device.device_batch import DeviceBatch, EagerSteps
+from specdec.core.device.device_batch import DeviceBatch
 from specdec.core.device.drafting import DeviceDrafter
 from specdec.core.device.extent import Extent
 from specdec.core.device.graphs import Graphs
@@ -19,6 +19,7 @@ from specdec.core.device.pack import Packer
 from specdec.core.device.rows import Rows
 from specdec.core.device.runner import DeviceDraftRunner, Host, HostDraftRunner, Runner
 from specdec.core.device.step import DeviceStep
+from specdec.core.device.steps import Steps
 from specdec.core.device.taped import TapedSteps
 from specdec.core.engine_core import EngineCore
 from specdec.core.executor import LocalExecutor
@@ -289,8 +290,8 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     rows = make_rows()
     graphs = Graphs(step, rows, make_rows) if is_free and settings.device.type == "cuda" else None
     taped = TapedSteps(step, rows) if settings.kernels == "native" else None
-    run = graphs or taped or EagerSteps(step, rows)
-    batch = DeviceBatch(step, rows, extent, run, arena, loop.scheduler, head if drafts else None)
+    steps = graphs or taped or Steps(step, rows)
+    batch = DeviceBatch(step, rows, extent, steps, arena, loop.scheduler, head if drafts else None)
     host = Host(loop.scheduler, loop.speculation, lambda: loop.counts, loop.commit_and_emit)
     runner: Runner = HostDraftRunner(batch, host)
     if drafts:

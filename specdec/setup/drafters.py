@@ -9,7 +9,6 @@ from specdec.config.engine import EngineConfig
 from specdec.core.speculation import Speculation
 from specdec.draft.drafter import Drafter
 from specdec.draft.head import Head, HeadDrafter, Straight
-from specdec.draft.lookup import Lookup
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.rounded import Copy, RoundedDrafter
 from specdec.draft.suffix import SuffixDrafter
@@ -120,8 +119,8 @@ def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
 DRAFTERS: dict[str, DrafterSpec] = {
     "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=families.HEADLESS, runs_on_device=True),
     "eagle": DrafterSpec(_head_drafter, find_eagle, NO_EAGLE, runs_on_device=True),
-    "ngram": DrafterSpec(lambda _: Lookup(NgramDrafter())),
-    "suffix": DrafterSpec(lambda _: Lookup(SuffixDrafter()), in_auto=True),
+    "ngram": DrafterSpec(lambda _: NgramDrafter()),
+    "suffix": DrafterSpec(lambda _: SuffixDrafter(), in_auto=True),
     "self-int4": DrafterSpec(_rounded_drafter, has_copy=True, host_only=SELF_ON_DEVICE),
 }
 """By the names that users know them by, in the order of `config/drafters.py`."""

@@ -4,7 +4,10 @@ from array import array
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
+from typing import NewType
 
+RequestId = NewType("RequestId", int)
+"""Numbers a request within its engine."""
 Owner = Hashable
 
 

@@ -18,7 +18,6 @@ import torch
 
 from specdec import EngineConfig, SamplingParams, SpecEngine, __version__
 from specdec.cli import EXAMPLES, _parser, main
-from specdec.draft.lookup import Lookup
 from specdec.draft.suffix import SuffixDrafter
 
 ROOT = Path(__file__).parents[2]
@@ -556,8 +555,8 @@ def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.Mo
     assert main(["demo"]) == 0
     captured = capsys.readouterr()
     # Rounds write one text: nothing of it may be looked up.
-    lookups = [d for own in opened for d in own.model.loop.speculation.drafters if isinstance(d, Lookup)]
-    indices = [own.index for own in lookups if isinstance(own.index, SuffixDrafter)]
+    drafters = [drafter for own in opened for drafter in own.model.loop.speculation.drafters]
+    indices = [own for own in drafters if isinstance(own, SuffixDrafter)]
     assert len(opened) == 2 and [index.num_shared_tokens for index in indices] == [0]
     assert captured.out.count("class Parser:") >= 2 and captured.out.count("def ") > 4
     found = re.findall(r"([\d.]+) x as fast as .* in turn, ([\d.]+) to ([\d.]+)\)", captured.err)

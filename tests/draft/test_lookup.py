@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from specdec.config.tenant import Tenant
 from specdec.draft import lookup as lookup_module
-from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Want
-from specdec.draft.lookup import Lookup, TextIndex
+from specdec.draft.history import History
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.proposal import Proposal, Shape
 from specdec.draft.suffix import SuffixDrafter
@@ -23,33 +23,20 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
 NO_BLOCKS = torch.empty(0, dtype=torch.int64)
 
 
-class Spy:
-    """An index that remembers its texts, and refuses what the real ones refuse."""
+class Spy(LookupDrafter):
+    """Repeats the latest tokens of a text, and shows what it was told."""
 
     def __init__(self) -> None:
-        self.calibrator = Calibrator()
-        self.texts: dict[Hashable, list[int]] = {}
-        self.prompts: dict[Hashable, int] = {}
-        self.shared: list[list[int]] = []
+        super().__init__([1], 1)
 
-    def begin(self, key: Hashable, tokens: Sequence[int], tenant: Tenant) -> None:
-        assert key not in self.texts
+    @property
+    def texts(self) -> dict[Hashable, list[int]]:
+        return {key: text.tokens for key, text in self._texts.items()}
+
+    def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
         assert tenant == ALICE
-        self.texts[key], self.prompts[key] = list(tokens), len(tokens)
-
-    def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
-        self.texts[key] += tokens
-
-    def propose(self, key: Hashable, shape: Shape) -> Proposal:
-        latest = self.texts[key][-shape.num_steps :]
-        return Proposal.chain(self.texts[key][-1], latest, [0.5**n for n in range(len(latest))])
-
-    def end(self, key: Hashable) -> None:
-        del self.texts[key]
-
-    def share(self, output: Sequence[int], tenant: Tenant) -> None:
-        assert tenant == ALICE
-        self.shared.append(list(output))
+        latest = text.tokens[-shape.num_steps :]
+        return Proposal.chain(text.tokens[-1], latest, [0.5**n for n in range(len(latest))])
 
 
 def want(text: Sequence[int], prompt_length: int, shape: Shape | None = SHAPE, key: Hashable = "a") -> Want:
@@ -57,84 +44,67 @@ def want(text: Sequence[int], prompt_length: int, shape: Shape | None = SHAPE, k
 
 
 def test_what_was_said_since_the_last_question_is_told_once() -> None:
-    index = Spy()
-    lookup, text = Lookup(index), list(range(30))
+    lookup, text = Spy(), list(range(30))
     for length in (6, 7, 7, 12, 30):
         proposal = lookup.propose([want(text[:length], 5)])[0]
-        assert index.texts["a"] == text[:length]
+        assert lookup.texts["a"] == text[:length]
         assert proposal.tree.tokens[1:] == tuple(text[length - SHAPE.num_steps : length])
-    assert index.prompts == {"a": 5}
 
 
 def test_who_wants_nothing_is_no_trouble_to_the_index() -> None:
-    index = Spy()
-    lookup = Lookup(index)
+    lookup = Spy()
     found = lookup.propose([want([1, 2, 3], 2, None), want([4, 5, 6, 7], 2, key="b")])
     assert found[0].num_drafted == 0 and found[1].tree.tokens[1:] == (5, 6, 7)
-    assert list(index.texts) == ["b"]
+    assert list(lookup.texts) == ["b"]
 
 
 def test_long_texts_are_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows wait for that. Rows that grow in each step do not keep long ones from being indexed."""
     monkeypatch.setattr(lookup_module, "MOST_INDEXED", 10)
-    index = Spy()
-    lookup = Lookup(index)
+    lookup = Spy()
     lengths, indexed = [6, 30, 3], 0
     proposed = []
     for _ in range(12):
         wants = [want(list(range(length)), 2, key=i) for i, length in enumerate(lengths)]
         proposed.append([own.num_drafted > 0 for own in lookup.propose(wants)])
-        before, indexed = indexed, sum(map(len, index.texts.values()))
+        before, indexed = indexed, sum(map(len, lookup.texts.values()))
         assert indexed - before <= 10
         lengths = [length + 1 for length in lengths]
     assert proposed[0] == [True, False, False] and proposed[-1] == [True, True, True]
-    assert all(index.texts[own.key] == own.tokens for own in wants)
+    assert all(lookup.texts[own.key] == own.tokens for own in wants)
 
 
 def test_lost_memory_is_no_reason_to_forget_a_text() -> None:
-    index = Spy()
-    lookup = Lookup(index)
+    lookup = Spy()
     lookup.propose([want([1, 2, 3], 2)])
     lookup.on_preempt("a")
     lookup.on_preempt("nobody")
     lookup.propose([want([1, 2, 3, 4], 2)])
-    assert index.texts["a"] == [1, 2, 3, 4]
+    assert lookup.texts["a"] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("asked", "output", "shared"),
-    [
-        pytest.param(True, [3, 4, 5], [[3, 4, 5]], id="asked and finished"),
-        pytest.param(True, None, [], id="asked and cancelled"),
-        pytest.param(False, [3, 4, 5], [[3, 4, 5]], id="never asked, finished"),
-        pytest.param(False, None, [], id="never asked, cancelled"),
-        pytest.param(False, [], [], id="never asked, finished without a word"),
-    ],
-)
-def test_an_end_hands_the_output_over_and_forgets_the_sequence(
-    asked: bool, output: list[int] | None, shared: list[list[int]]
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(("output", "shared"), [([3, 4, 5], 4), (None, 0), ([], 0)])
+def test_an_end_shares_the_output_and_forgets_the_sequence(
+    asked: bool, output: list[int] | None, shared: int
 ) -> None:
-    index = Spy()
-    lookup = Lookup(index)
+    lookup = SuffixDrafter()
     if asked:
         lookup.propose([want([1, 2, 3], 2)])
     lookup.end("a", [1, 2], output, ALICE)
-    assert index.shared == shared and not index.texts
+    assert lookup.num_shared_tokens == shared and not lookup._texts
     # The same key may come again, as another sequence.
     lookup.propose([want([7, 8], 1)])
-    assert index.texts == {"a": [7, 8]}
-
-
-def test_it_learns_what_its_index_learns() -> None:
-    index = NgramDrafter()
-    assert Lookup(index).calibrator is index.calibrator
+    assert lookup._texts["a"].tokens == [7, 8]
 
 
 @pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])
 @given(st.data())
-def test_being_asked_now_and_then_changes_no_proposal(make: type[TextIndex], data: st.DataObject) -> None:
+def test_being_asked_now_and_then_changes_no_proposal(
+    make: type[NgramDrafter | SuffixDrafter], data: st.DataObject
+) -> None:
     """Sequences that come, are asked at any time, and end: as if the index had been told all at once."""
-    lookup, other, rng = Lookup(make()), Lookup(make()), Random(data.draw(st.integers(0, 99)))
+    lookup, other, rng = make(), make(), Random(data.draw(st.integers(0, 99)))
     for key, text in enumerate(data.draw(st.lists(tokens(max_size=40).filter(bool), max_size=4))):
         prompt_length = rng.randint(1, len(text))
         for length in range(prompt_length, len(text)):
@@ -149,7 +119,7 @@ def test_being_asked_now_and_then_changes_no_proposal(make: type[TextIndex], dat
 
 def test_an_output_serves_the_next_request_whether_it_was_asked_about_or_not() -> None:
     for asked in (True, False):
-        lookup = Lookup(SuffixDrafter())
+        lookup = SuffixDrafter()
         if asked:
             lookup.propose([want([1, 2, 3], 2)])
         lookup.end("a", [1, 2], [3, 4, 5, 6], ALICE)

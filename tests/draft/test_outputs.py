@@ -51,8 +51,8 @@ def test_what_others_wrote_changes_no_proposal(said: Kept, text: list[int]) -> N
             drafter = SuffixDrafter()
             for own, output in heard:
                 drafter.share(output, own)
-            drafter.begin("request", text, tenant)
-            proposals.append(drafter.propose("request", SHAPE))
+            drafter.extend("request", text)
+            proposals.append(drafter.look_up("request", SHAPE, tenant))
         assert proposals[0] == proposals[1]
 
 
@@ -69,9 +69,9 @@ def test_a_request_feeds_its_own_tenant() -> None:
     drafter = SuffixDrafter()
     drafter.share([5, 6, 7], SALTED)
     for tenant in TENANTS:
-        drafter.begin(tenant, [9, 5, 6], tenant)
+        drafter.extend(tenant, [9, 5, 6])
         expected = (7,) if tenant == SALTED else ()
-        assert drafter.propose(tenant, Shape(1, 1, 2)).tree.tokens[1:] == expected
+        assert drafter.look_up(tenant, Shape(1, 1, 2), tenant).tree.tokens[1:] == expected
 
 
 @given(
@@ -129,8 +129,8 @@ def test_flushing_forgets_all_or_one_callers() -> None:
     assert not outputs.num_tokens and not outputs._texts and not outputs._shares
     drafter = SuffixDrafter()
     drafter.share([1, 2, 3], ALICE)
-    drafter.begin("request", [1, 2], ALICE)
+    drafter.extend("request", [1, 2])
     drafter.flush("bob")
-    assert drafter.propose("request", Shape(1, 1, 2)).tree.tokens[1:] == (3,)
+    assert drafter.look_up("request", Shape(1, 1, 2), ALICE).tree.tokens[1:] == (3,)
     drafter.flush("alice")
-    assert drafter.propose("request", Shape(1, 1, 2)).num_drafted == 0
+    assert drafter.look_up("request", Shape(1, 1, 2), ALICE).num_drafted == 0

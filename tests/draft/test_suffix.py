@@ -15,7 +15,7 @@ from tests.draft.naive import END, Candidate, continuation, full_tree, longest_m
 
 
 def finish(drafter: SuffixDrafter, output: list[int], prompt: Sequence[int] = ()) -> None:
-    drafter.begin("other", prompt)
+    drafter.extend("other", prompt)
     drafter.extend("other", output)
     drafter.end("other")
     if output:
@@ -45,10 +45,10 @@ def test_a_proposal_is_the_best_of_what_counting_everywhere_finds(
     drafter = SuffixDrafter()
     for output in outputs:
         finish(drafter, output)
-    drafter.begin("request", text[:10])
+    drafter.extend("request", text[:10])
     for token in text[10:]:
         drafter.extend("request", [token])
-    assert_is_best_of(drafter.propose("request", shape), by_counting(outputs, text, shape), shape)
+    assert_is_best_of(drafter.look_up("request", shape), by_counting(outputs, text, shape), shape)
 
 
 @given(st.lists(tokens(max_size=25).filter(bool), min_size=1, max_size=12), tokens(max_size=20), shapes())
@@ -64,36 +64,36 @@ def test_evicting_leaves_the_latest_outputs_whole(
         while sum(len(each) + 1 for each in kept) > limit:
             kept.pop(0)
         assert drafter.num_shared_tokens == sum(len(each) + 1 for each in kept)
-    drafter.begin("request", text)
-    assert_is_best_of(drafter.propose("request", shape), by_counting(kept, text, shape), shape)
+    drafter.extend("request", text)
+    assert_is_best_of(drafter.look_up("request", shape), by_counting(kept, text, shape), shape)
 
 
 def test_what_followed_more_often_scores_higher() -> None:
     drafter = SuffixDrafter()
     for follower in (7, 8, 8, 9, 8):
         finish(drafter, [1, 2, 3, follower])
-    drafter.begin("request", [1, 2, 3])
-    proposal = drafter.propose("request", Shape(1, 4, 8))
+    drafter.extend("request", [1, 2, 3])
+    proposal = drafter.look_up("request", Shape(1, 4, 8))
     assert proposal.tree.tokens[1:] == (8, 9, 7), "of equals the latest comes first"
     assert proposal.beliefs[1:] == (3 / 8, 1 / 8, 1 / 8)
-    assert drafter.propose("request", Shape(1, 1, 2)).tree.tokens[1:] == (8,)
+    assert drafter.look_up("request", Shape(1, 1, 2)).tree.tokens[1:] == (8,)
 
 
 def test_the_longest_match_decides_wherever_it_is() -> None:
     drafter = SuffixDrafter()
     finish(drafter, [1, 2, 3, 4, 50])
-    drafter.begin("request", [3, 4, 60, 1, 2, 3, 4])
-    assert drafter.propose("request", Shape(1, 4, 8)).tree.tokens[1:] == (50,)
-    drafter.begin("second", [9, 1, 2, 3, 4, 60, 9, 1, 2, 3, 4])
-    assert drafter.propose("second", Shape(1, 4, 8)).tree.tokens[1:] == (60,)
+    drafter.extend("request", [3, 4, 60, 1, 2, 3, 4])
+    assert drafter.look_up("request", Shape(1, 4, 8)).tree.tokens[1:] == (50,)
+    drafter.extend("second", [9, 1, 2, 3, 4, 60, 9, 1, 2, 3, 4])
+    assert drafter.look_up("second", Shape(1, 4, 8)).tree.tokens[1:] == (60,)
 
 
 def test_matches_of_one_length_are_counted_together() -> None:
     drafter = SuffixDrafter()
     finish(drafter, [3, 4, 50])
     finish(drafter, [3, 4, 50])
-    drafter.begin("request", [3, 4, 60, 3, 4])
-    proposal = drafter.propose("request", Shape(1, 4, 8))
+    drafter.extend("request", [3, 4, 60, 3, 4])
+    proposal = drafter.look_up("request", Shape(1, 4, 8))
     assert proposal.tree.tokens[1:] == (50, 60) and proposal.beliefs[1:] == (2 / 5, 1 / 5)
 
 
@@ -101,8 +101,8 @@ def test_counts_are_of_the_latest_places() -> None:
     drafter = SuffixDrafter()
     for follower in [7] * 200 + [8] * 100:
         finish(drafter, [1, follower])
-    drafter.begin("request", [1])
-    proposal = drafter.propose("request", Shape(1, 4, 8))
+    drafter.extend("request", [1])
+    proposal = drafter.look_up("request", Shape(1, 4, 8))
     assert proposal.tree.tokens[1:] == (8, 7) and proposal.beliefs[1:] == (100 / 130, 28 / 130)
 
 
@@ -110,43 +110,43 @@ def test_counts_are_of_the_latest_places() -> None:
 def test_a_longer_match_allows_a_longer_draft(length: int, drafted: int) -> None:
     drafter = SuffixDrafter()
     finish(drafter, list(range(100)))
-    drafter.begin("request", list(range(length)))
-    proposal = drafter.propose("request", Shape(16, 1, 17))
+    drafter.extend("request", list(range(length)))
+    proposal = drafter.look_up("request", Shape(16, 1, 17))
     assert proposal.tree.tokens[1:] == tuple(range(length, length + drafted))
 
 
 @given(tokens(max_size=50), shapes())
 def test_one_child_per_node_makes_a_chain(text: list[int], shape: Shape) -> None:
     drafter = SuffixDrafter()
-    drafter.begin("request", text)
-    proposal = drafter.propose("request", replace(shape, topk=1))
+    drafter.extend("request", text)
+    proposal = drafter.look_up("request", replace(shape, topk=1))
     assert proposal.tree.is_chain and proposal.num_drafted <= min(shape.num_steps, shape.num_draft_tokens - 1)
 
 
 def test_only_the_outputs_of_finished_requests_are_shared() -> None:
     drafter = SuffixDrafter()
-    drafter.begin("cancelled", [1, 2])
+    drafter.extend("cancelled", [1, 2])
     drafter.extend("cancelled", [3, 4])
     drafter.end("cancelled")
     finish(drafter, [5, 6], prompt=[1, 2, 3])
     finish(drafter, [], prompt=[1, 2, 3])
     assert drafter.num_shared_tokens == 3
-    drafter.begin("request", [1, 2, 3])
-    assert drafter.propose("request", Shape(2, 2, 8)).num_drafted == 0
+    drafter.extend("request", [1, 2, 3])
+    assert drafter.look_up("request", Shape(2, 2, 8)).num_drafted == 0
     drafter.extend("request", [5])
-    assert drafter.propose("request", Shape(2, 2, 8)).tree.tokens[1:] == (6,)
+    assert drafter.look_up("request", Shape(2, 2, 8)).tree.tokens[1:] == (6,)
 
 
 def test_ending_forgets_a_request_wholly() -> None:
     drafter = SuffixDrafter()
     for key in range(5):
-        drafter.begin(key, [key, key])
+        drafter.extend(key, [key, key])
         drafter.end(key)
-    assert len(drafter) == drafter.num_shared_tokens == 0
-    drafter.begin(3, [3])
-    assert drafter.propose(3, Shape(1, 1, 2)).num_drafted == 0
+    assert len(drafter._texts) == drafter.num_shared_tokens == 0
+    drafter.extend(3, [3])
+    assert drafter.look_up(3, Shape(1, 1, 2)).num_drafted == 0
     with pytest.raises(KeyError):
-        drafter.propose(4, Shape(1, 1, 2))
+        drafter.look_up(4, Shape(1, 1, 2))
 
 
 def test_memory_is_bounded_under_long_random_streams() -> None:
@@ -155,7 +155,7 @@ def test_memory_is_bounded_under_long_random_streams() -> None:
     drafter = SuffixDrafter(max_shared_tokens=limit)
     said: dict[int, list[int]] = {}
     for key in range(400):
-        drafter.begin(key, [random.randrange(1000) for _ in range(random.randrange(20))])
+        drafter.extend(key, [random.randrange(1000) for _ in range(random.randrange(20))])
         said[key] = []
         for _ in range(random.randrange(8)):
             tokens = [random.randrange(1000) for _ in range(random.randrange(40))]
@@ -165,7 +165,7 @@ def test_memory_is_bounded_under_long_random_streams() -> None:
             drafter.end(key - 5)
             if said[key - 5] and random.random() < 0.9:
                 drafter.share(said[key - 5])
-        assert drafter.num_shared_tokens <= limit and len(drafter) <= 6
+        assert drafter.num_shared_tokens <= limit and len(drafter._texts) <= 6
         for text in drafter._outputs.of(SOLE):
             assert len(text) == drafter.num_shared_tokens
             assert sum(len(table.earlier) for table in text.tables) <= len(NGRAMS) * limit
@@ -178,37 +178,37 @@ def test_an_output_longer_than_the_limit_keeps_its_last_part() -> None:
     finish(drafter, [90, 91])
     finish(drafter, list(range(30)))
     assert drafter.num_shared_tokens == 10
-    drafter.begin("request", [21])
-    assert drafter.propose("request", Shape(2, 1, 3)).tree.tokens[1:] == (22, 23)
-    drafter.begin("second", [20])
-    assert drafter.propose("second", Shape(2, 1, 3)).num_drafted == 0
+    drafter.extend("request", [21])
+    assert drafter.look_up("request", Shape(2, 1, 3)).tree.tokens[1:] == (22, 23)
+    drafter.extend("second", [20])
+    assert drafter.look_up("second", Shape(2, 1, 3)).num_drafted == 0
 
 
 def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
     drafter = SuffixDrafter()
     for key, text in (("a", [1, 2, 3]), ("b", [4, 5, 6, 4])):
-        drafter.begin(key, [9])
+        drafter.extend(key, [9])
         drafter.extend(key, text)
     drafter.end("a")
     drafter.share([1, 2, 3])
-    drafter.begin("c", [1, 2])
+    drafter.extend("c", [1, 2])
     shape = Shape(1, 1, 2)
-    assert drafter.propose("c", shape).tree.tokens[1:] == (3,)
+    assert drafter.look_up("c", shape).tree.tokens[1:] == (3,)
     drafter.flush()
-    assert drafter.num_shared_tokens == 0 and not drafter.propose("c", shape).num_drafted
-    assert drafter.propose("b", shape).tree.tokens[1:] == (5,)
+    assert drafter.num_shared_tokens == 0 and not drafter.look_up("c", shape).num_drafted
+    assert drafter.look_up("b", shape).tree.tokens[1:] == (5,)
     drafter.end("c")
-    assert len(drafter) == 1
+    assert len(drafter._texts) == 1
 
 
 def test_nodes_that_only_earlier_outputs_had_are_marked() -> None:
     drafter = SuffixDrafter()
     drafter.share([1, 2, 3, 4, 5])
-    drafter.begin("known", [9, 1, 2])
-    drafter.begin("own", [1, 2, 3, 7, 1, 2])
-    known, own = (drafter.propose(key, Shape(4, 2, 8)) for key in ("known", "own"))
+    drafter.extend("known", [9, 1, 2])
+    drafter.extend("own", [1, 2, 3, 7, 1, 2])
+    known, own = (drafter.look_up(key, Shape(4, 2, 8)) for key in ("known", "own"))
     assert known.tree.tokens[1:4] == (3, 4, 5) and all(known.shared[1:])
     assert {own.tree.tokens[node] for node, shared in enumerate(own.shared) if shared} <= {4, 5}
     assert own.tree.tokens[1] == 3 and not own.shared[1], "it follows in the request's own text too"
     drafter.flush()
-    assert drafter.propose("own", Shape(4, 2, 8)).shared == ()
+    assert drafter.look_up("own", Shape(4, 2, 8)).shared == ()

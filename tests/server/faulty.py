@@ -19,7 +19,7 @@ from specdec.core.acceptance_stats import AcceptanceStats
 from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
-from specdec.draft.lookup import Lookup
+from specdec.draft.lookup import LookupDrafter
 from specdec.engine.engine import SpecEngine
 from specdec.models.frame import Half
 from specdec.server import run
@@ -32,7 +32,7 @@ from specdec.text.grammar.template import Template
 PLACES: dict[str, tuple[type, str]] = {
     "planned": (Scheduler, "schedule"),
     "drafted": (Speculation, "draft"),
-    "looked up": (Lookup, "propose"),
+    "looked up": (LookupDrafter, "propose"),
     "inside the network": (Half, "run"),
     "chosen": (DecodeLoop, "_choose"),
     "committed in part": (RecordBacking, "promote"),

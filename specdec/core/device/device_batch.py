@@ -7,9 +7,7 @@ later operations of the same device, which take their turn.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import NamedTuple
 
 from specdec.core.batch import Ahead
 from specdec.core.device.extent import IN_FLIGHT, Extent
@@ -18,6 +16,7 @@ from specdec.core.device.loading import RowSlots, fill, ids, load, load_blocks, 
 from specdec.core.device.result import Outcome, Pending
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
+from specdec.core.device.steps import Steps
 from specdec.core.draft_record import want_of
 from specdec.core.request import Request
 from specdec.core.scheduler import DEVICE_SLOTS, Scheduler
@@ -27,61 +26,6 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.backing import Committed
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import RecordSlot
-
-
-class Run(Protocol):
-    """Runs steps over the first rows of a batch, captured or not."""
-
-    @property
-    def pads(self) -> bool:
-        """Whether drafts of several rows are worth padding to the widest; the host does not pad."""
-        ...
-
-    def size(self, count: int) -> int:
-        """Return how many rows run for this many requests."""
-        ...
-
-    def refusal(self, requests: Sequence[Request]) -> str | None:
-        """Return why steps of these are better left to the host; None: they are worth running here."""
-        ...
-
-    def prepare(self) -> bool:
-        """Record a step ahead of its first use, while no request runs; return False when none is left."""
-        ...
-
-    def __call__(self, key: GraphKey, size: int) -> Tensor: ...
-
-    def prefill_drafter(self, key: GraphKey, size: int) -> None:
-        """Read all that the head has not read, and draft the first windows."""
-        ...
-
-
-class EagerSteps:
-    """Runs every step as it stands."""
-
-    pads = True
-
-    def __init__(self, step: DeviceStep, rows: Rows) -> None:
-        self.step, self.rows = step, rows
-
-    def size(self, count: int) -> int:
-        """Take no row more than there are."""
-        return count
-
-    def refusal(self, requests: Sequence[Request]) -> str | None:
-        """Run whatever comes."""
-        return None
-
-    def prepare(self) -> bool:
-        """Record nothing."""
-        return False
-
-    def __call__(self, key: GraphKey, size: int) -> Tensor:
-        return self.step(self.rows.part(0, size), key)
-
-    def prefill_drafter(self, key: GraphKey, size: int) -> None:
-        """Run it as it stands."""
-        self.step.prefill_drafter(self.rows.part(0, size), key)
 
 
 class Output(NamedTuple):
@@ -105,12 +49,12 @@ class DeviceBatch:
         step: DeviceStep,
         rows: Rows,
         extent: Extent,
-        run: Run,
+        steps: Steps,
         arena: Arena,
         scheduler: Scheduler,
         head: HeadDrafter | None,
     ) -> None:
-        self.step, self.rows, self.extent, self.run = step, rows, extent, run
+        self.step, self.rows, self.extent, self.steps = step, rows, extent, steps
         self.arena, self.scheduler, self.head = arena, scheduler, head
         self.in_flight = IN_FLIGHT if rows.length_B.is_cuda else 1
         """Steps that are under way at once, for one of which the host waits."""
@@ -165,7 +109,7 @@ class DeviceBatch:
         load_blocks(self.rows, self.held)
         if any(trees):
             load_trees(self.rows, trees, key.nodes)
-        result_BX = self.run(key, self.run.size(len(self.held)))
+        result_BX = self.steps(key, self.steps.size(len(self.held)))
         self._pending.append(Pending.send(key, result_BX, as_drafted=as_drafted))
         return True
 
@@ -218,7 +162,7 @@ class DeviceBatch:
         """Draft the first windows: the head reads what it has yet to read of every request."""
         if self.head is None or not self.reads:
             return
-        rows, size = self.rows, self.run.size(len(self.held))
+        rows, size = self.rows, self.steps.size(len(self.held))
         starts, counts = [0] * size, [0] * size
         for b, held in enumerate(self.held):
             request = held.request
@@ -230,10 +174,10 @@ class DeviceBatch:
             rows.follows_BP[b, : counts[b]].copy_(ids(follows, rows.follows_BP.device))
         fill(rows.start_B, starts)
         fill(rows.count_B, counts)
-        self.run.prefill_drafter(key, size)
+        self.steps.prefill_drafter(key, size)
 
     def _forget(self) -> None:
-        self.rows.part(0, self.run.size(len(self.held))).clear()
+        self.rows.part(0, self.steps.size(len(self.held))).clear()
         self.held.clear()
 
     def _reserve(self, request: Request) -> bool:

@@ -13,7 +13,7 @@ from specdec.core.device.capture import Capturer
 from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
-from specdec.core.request import Request
+from specdec.core.device.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,11 @@ BUDGET = 0.1
 """Part of the free memory that graphs may take."""
 
 
-class Graphs:
+class Graphs(Steps):
     """Owns the captured graphs. What has none, since memory ran out, runs without."""
 
-    pads = True
-
     def __init__(self, step: DeviceStep, rows: Rows, make_rows: Callable[[], Rows]) -> None:
-        self.step, self.rows = step, rows
+        super().__init__(step, rows)
         self.most = len(rows.length_B)
         self.sizes = sorted({min(size, self.most) for size in SIZES} | {self.most})
         self._make_rows = make_rows
@@ -39,26 +37,14 @@ class Graphs:
         """Return the captured number of rows as which this many run."""
         return next(size for size in self.sizes if size >= count)
 
-    def refusal(self, requests: Sequence[Request]) -> str | None:
-        """Run whatever comes: a GPU is never better served from the host."""
-        return None
-
-    def prepare(self) -> bool:
-        """Return False: `capture` has captured all that is captured."""
-        return False
-
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows; a captured one writes its result where it always does."""
         captured = self._graphs.get((key, size))
         if captured is None:
-            return self.step(self.rows.part(0, size), key)
+            return super().__call__(key, size)
         graph, result_BX = captured
         graph.replay()
         return result_BX
-
-    def prefill_drafter(self, key: GraphKey, size: int) -> None:
-        """Run it as it stands: once for a batch."""
-        self.step.prefill_drafter(self.rows.part(0, size), key)
 
     @torch.inference_mode()
     def capture(self, keys: Sequence[GraphKey]) -> None:

@@ -145,7 +145,7 @@ class Runner(ABC):
         if first:
             self._start()
         advanced = not self._over and self._advance()
-        self._over |= self.batch.run.refusal([own.request for own in self.batch.held]) is not None
+        self._over |= self.batch.steps.refusal([own.request for own in self.batch.held]) is not None
         if self._over or not advanced or len(self.batch.requests) <= FEWEST * len(self.batch.held):
             self.stop()
         return advanced
@@ -155,7 +155,7 @@ class Runner(ABC):
         if self.batch.held:
             drafts = self.batch.drafts
         else:
-            drafts = len(requests) == 1 or self.batch.run.pads or not self.host.speculation.drafters
+            drafts = len(requests) == 1 or self.batch.steps.pads or not self.host.speculation.drafters
         return not drafts and any(own.params.speculate for own in requests)
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
@@ -168,7 +168,7 @@ class Runner(ABC):
             return "penalties, biases, structured output or log-probabilities are asked for"
         if any(map(self.host.speculation.skips_draft, requests)):
             return "a token is tried again without a draft"
-        return self.batch.run.refusal(requests)
+        return self.batch.steps.refusal(requests)
 
     def _is_interrupted(self) -> bool:
         """Return whether a request has arrived that can be admitted now, or one was cancelled."""

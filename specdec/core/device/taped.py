@@ -4,6 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from specdec.core.device.graph_key import GraphKey, width_of
 from specdec.core.device.rows import Rows
 from specdec.core.device.step import DeviceStep
+from specdec.core.device.steps import Steps
 from specdec.core.request import Request
 from specdec.kernels.native.call import listening
 from specdec.kernels.native.tape import REFUSED, Tape, Tapes
@@ -26,20 +28,16 @@ class TapedStep:
     result_BX: Tensor | None
 
 
-class TapedSteps:
+class TapedSteps(Steps):
     """Owns the tapes. What cannot be taped, as it asks what a tensor holds or is too large, is the host's."""
 
     pads = False
 
     def __init__(self, step: DeviceStep, rows: Rows) -> None:
-        self.step, self.rows = step, rows
+        super().__init__(step, rows)
         self._tapes: Tapes[TapedStep] = Tapes()
         self._refused = set[int]()
         self._planned = deque[GraphKey]()
-
-    def size(self, count: int) -> int:
-        """Take no row more than there are."""
-        return count
 
     def refusal(self, requests: Sequence[Request]) -> str | None:
         """Refuse what cannot be taped."""
@@ -47,13 +45,13 @@ class TapedSteps:
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows."""
-        result_BX = self._run(("step", key, size), lambda: self.step(self.rows.part(0, size), key))
+        result_BX = self._run(("step", key, size), partial(super().__call__, key, size))
         assert result_BX is not None
         return result_BX.clone()
 
     def prefill_drafter(self, key: GraphKey, size: int) -> None:
         """Read all that the head has not read, and draft the first windows."""
-        self._run(("prefill", key, size), lambda: self.step.prefill_drafter(self.rows.part(0, size), key))
+        self._run(("prefill", key, size), partial(super().prefill_drafter, key, size))
 
     def _run(self, form: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:
         """Play what was recorded of a form, or record it; an observer of calls sees each of them.

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import SamplingParams, SpecEngine
-from specdec.core.device.device_batch import EagerSteps
 from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.runner import DeviceDraftRunner
+from specdec.core.device.steps import Steps
 from specdec.errors import EngineError
 from specdec.kernels.table import replaced
 from tests.lossless.cases import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
@@ -42,7 +42,7 @@ def open_engine(folder: Path, **fields: Any) -> SpecEngine:
     return SpecEngine(folder, **{**settings, **fields})
 
 
-class Padded(EagerSteps):
+class Padded(Steps):
     """Runs more rows than there are requests."""
 
     def size(self, count: int) -> int:
@@ -71,7 +71,7 @@ def test_a_batch_filled_up_with_padding_says_the_same(known: tuple[Path, list[Ca
         runner, arena = engine.model.loop.runner, engine.model.loop.arena
         assert runner is not None
         arena.data[: arena.layout.slab_bytes].fill_(0xFF)
-        runner.batch.run = Padded(runner.batch.step, runner.batch.rows)
+        runner.batch.steps = Padded(runner.batch.step, runner.batch.rows)
         assert differences(cases, generate(engine, cases)) == []
         assert runner.steps > 0
 
@@ -171,13 +171,13 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(known: tuple[Path,
         assert runner is not None
         calls = iter(range(100))
 
-        class Failing(EagerSteps):
+        class Failing(Steps):
             def __call__(self, key: GraphKey, size: int) -> Tensor:
                 if next(calls) == 3:
                     raise RuntimeError("the device is gone")
                 return super().__call__(key, size)
 
-        runner.batch.run = Failing(runner.batch.step, runner.batch.rows)
+        runner.batch.steps = Failing(runner.batch.step, runner.batch.rows)
         with pytest.raises(EngineError, match="the device is gone"):
             engine.generate([[1, 2, 3]], GREEDY)
         assert differences(cases, generate(engine, cases), within=1e-6) == []

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
-from specdec.core.device.device_batch import EagerSteps
 from specdec.core.device.look_ups import LookUps
 from specdec.core.device.runner import DeviceDraftRunner, Runner
+from specdec.core.device.steps import Steps
 from specdec.core.device.taped import TapedStep, TapedSteps
 from specdec.draft.policy import Policy
 from specdec.draft.proposal import Shape
@@ -67,14 +67,14 @@ def test_a_taped_step_says_what_it_says_as_it_stands(
     for tapes in (True, False):
         with SpecEngine(family_folder(family), **fields) as engine:
             batch = runner_of(engine).batch
-            assert isinstance(batch.run, TapedSteps)
+            assert isinstance(batch.steps, TapedSteps)
             if tapes:
                 said.append(said_by(engine, known))
-                found = batch.run._tapes._forms
+                found = batch.steps._tapes._forms
                 assert len(found) > 1 and all(isinstance(own, TapedStep) for own in found.values())
                 assert any(key.filtered for _, key, _ in found)
             else:
-                batch.run = EagerSteps(batch.step, batch.rows)
+                batch.steps = Steps(batch.step, batch.rows)
                 said.append(said_by(engine, known))
     assert said[0] == said[1]
 
@@ -188,7 +188,7 @@ def test_a_cpu_plays_tapes_by_default(folder: Path, family_folder: Any) -> None:
     ):
         with SpecEngine(model, draft=draft, dtype="float32", max_model_len=LONGEST) as engine:
             runner: Runner | None = engine.model.loop.runner
-            assert (runner is not None and isinstance(runner.batch.run, TapedSteps)) == expected
+            assert (runner is not None and isinstance(runner.batch.steps, TapedSteps)) == expected
 
 
 @needs_c
@@ -197,8 +197,8 @@ def test_steps_are_recorded_while_nothing_runs(folder: Path, known: list[Case], 
     """Before a request, between two, and not while one runs or the memory is given back."""
     core = build(folder, EngineConfig(draft="auto", dtype="float32", max_model_len=LONGEST)).core
     loop, case = core.loop, known[0]
-    assert loop.runner and isinstance(loop.runner.batch.run, TapedSteps)
-    forms, keys = loop.runner.batch.run._tapes._forms, loop.runner.graph_keys()
+    assert loop.runner and isinstance(loop.runner.batch.steps, TapedSteps)
+    forms, keys = loop.runner.batch.steps._tapes._forms, loop.runner.graph_keys()
 
     def run() -> list[int]:
         request = core.add_request(core.new_request(case.prompt, case.params, seed=case.params.seed or 0))
@@ -232,8 +232,8 @@ def test_steps_are_recorded_while_nothing_runs(folder: Path, known: list[Case], 
 @needs_c
 def test_a_recording_that_fails_ahead_ends_no_request(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     core = build(folder, EngineConfig(draft="mtp", dtype="float32", max_model_len=LONGEST)).core
-    assert core.loop.runner and isinstance(core.loop.runner.batch.run, TapedSteps)
-    run, step = core.loop.runner.batch.run, core.loop.runner.batch.run.step
+    assert core.loop.runner and isinstance(core.loop.runner.batch.steps, TapedSteps)
+    run, step = core.loop.runner.batch.steps, core.loop.runner.batch.steps.step
     request = core.add_request(core.new_request([1, 2, 3], SamplingParams(max_tokens=20), seed=0))
     core.run_until_idle()
     held = core.loop.arena.held
