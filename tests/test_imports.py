@@ -36,13 +36,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BELOW_ENGINE,
     "reach": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"http"},
     PACKAGE: {"config", "core", "engine"},
-    "bench": ENGINE | PUBLIC | {"reach"},
+    "bench": ENGINE | PUBLIC | {"http", "reach"},
     "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"http", "reach"},
     # A router is no engine: of a server it has what any of them needs, from the listening socket to errors.
     "route": {"config", "http", "server"},
     # The command line starts servers and benchmarks; nothing else may know them.
     # A command is imported once it is chosen, and all end where the process does.
-    "cli": ENGINE - PARTS | PUBLIC | {"models", "reach", "bench", "server", "route", "__main__"},
+    "cli": ENGINE - PARTS | PUBLIC | {"models", "http", "reach", "bench", "server", "route", "__main__"},
     "__main__": {"cli"},
 }
 """What each room may import beside itself and `errors`: the layers, from below."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specdec.config.base import Settings
-from specdec.config.fields import integer, positive, switch
+from specdec.config.fields import integer, positive, switch, text
 
 LLAMA_CPP = "llama.cpp"
 """The peer that is a program, or a package."""
@@ -16,10 +16,6 @@ Counts = list[Annotated[int, Field(ge=1)]]
 
 def numbers(default: list[int] | None, title: str) -> Any:
     return Field(default, min_length=1, title=title, description="integers of at least 1, with commas")
-
-
-def text(default: str | None, title: str) -> Any:
-    return Field(default, title=title, description="a text")
 
 
 def names(default: list[str] | None, title: str) -> Any:
@@ -132,14 +128,3 @@ class ReachOptions(Settings):
     )
     seed: int | None = None
     """The engine's own, of prompts, arrivals and sampling too."""
-
-
-class TopOptions(Settings):
-    """What `specdec top` watches."""
-
-    url: str = text("http://127.0.0.1:8000", "a specdec server, as a URL, HOST[:PORT] or PORT")
-    model: str | None = text(None, "of several models the one to show; default: one that is warm")
-    interval: float = positive(1.0, "between two polls")
-    once: bool = switch(False, "print one picture, of two polls, and end")
-    api_key: str | None = text(None, "the key; other users of the machine can read it there")
-    api_key_env: str | None = text(None, "the environment variable that holds the key")

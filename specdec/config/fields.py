@@ -32,5 +32,10 @@ def path(title: str) -> Any:
     return Field(None, title=title, description="a path, or None")
 
 
+def text(default: str | None, title: str) -> Any:
+    """Take a text."""
+    return Field(default, title=title, description="a text")
+
+
 def _or_none(default: object, says: str) -> str:
     return f"{says}, or None" if default is None else says

@@ -1,8 +1,8 @@
 """What is measured: a field is an option of the command."""
 
-from specdec.bench.options import Counts, names, numbers, text
+from specdec.bench.options import Counts, names, numbers
 from specdec.config.base import Settings
-from specdec.config.fields import integer, switch
+from specdec.config.fields import integer, switch, text
 
 
 class KernelOptions(Settings):
