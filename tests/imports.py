@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,8 +14,13 @@ def part_of(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def imported(source: str, module: str, *, is_package: bool) -> Iterator[str]:
-    """Yield the dotted name of everything of ours that a source imports, wherever in it."""
+@cache
+def imported(source: str, module: str, *, is_package: bool) -> tuple[str, ...]:
+    """Return the dotted name of everything of ours that a source imports, wherever in it."""
+    return tuple(_imported(source, module, is_package=is_package))
+
+
+def _imported(source: str, module: str, *, is_package: bool) -> Iterator[str]:
     anchor = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         match node:

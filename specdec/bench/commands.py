@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from specdec.bench.options import (
 )
 from specdec.bench.report import Output, add_json
 from specdec.config.engine import EngineConfig
-from specdec.config.options import Run, add_options, add_settings, settings_from
+from specdec.config.options import Run, add_options, add_settings, secret, settings_from
 from specdec.errors import ConfigError
 from specdec.models.folder import GIVEN, find_models
 
@@ -123,13 +122,6 @@ def _reach(args: argparse.Namespace) -> Run:
     from specdec.bench.reach.run import run
 
     return partial(run, options, config, out)
-
-
-def secret(name: str | None) -> str | None:
-    """Read a key from the environment: on the command line every user of the machine could see it."""
-    if name is not None and name not in os.environ:
-        raise ConfigError(f"--api-key-env: no variable {name!r} is set; export it first", field="api_key_env")
-    return None if name is None else os.environ[name]
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specdec.config.base import Settings
+from specdec.config.fields import integer, positive, switch, text
 
 LLAMA_CPP = "llama.cpp"
 """The peer that is a program, or a package."""
@@ -13,28 +14,12 @@ LLAMA_CPP = "llama.cpp"
 Counts = list[Annotated[int, Field(ge=1)]]
 
 
-def number(default: int | None, title: str, *, least: int = 1) -> Any:
-    return Field(default, ge=least, title=title, description=f"an integer of at least {least}")
-
-
 def numbers(default: list[int] | None, title: str) -> Any:
     return Field(default, min_length=1, title=title, description="integers of at least 1, with commas")
 
 
-def text(default: str | None, title: str) -> Any:
-    return Field(default, title=title, description="a text")
-
-
 def names(default: list[str] | None, title: str) -> Any:
     return Field(default, title=title, description="names, with commas")
-
-
-def switch(title: str, *, default: bool = False) -> Any:
-    return Field(default, title=title, description="true or false")
-
-
-def seconds(default: float, title: str) -> Any:
-    return Field(default, gt=0, title=title, description="a number of seconds above 0")
 
 
 class ThroughputOptions(Settings):
@@ -46,17 +31,17 @@ class ThroughputOptions(Settings):
     shape: str = text("tiny", "without MODEL: random weights of a named size")
     batch: Counts = numbers([1, 4, 16], "rows, with commas")
     prompt_tokens: Counts = numbers([32, 512], "tokens of a prompt, with commas")
-    new_tokens: int = number(32, "decode steps")
+    new_tokens: int = integer(32, "decode steps")
     peers: list[str] = names([], "transformers, llama.cpp, URLs of servers, with commas")
     llama_server: Path | None = Field(
         None,
         title="llama.cpp's server (default: that on PATH, else the package xllamacpp)",
         description="a program",
     )
-    repeats: int = number(5, "counted runs")
-    warmup: int = number(1, "uncounted runs", least=0)
-    random: bool = switch("draw the weights of --shape on the device; nothing is written")
-    profile: bool = switch("with --random: time by kernel, and the share of idle time")
+    repeats: int = integer(5, "counted runs")
+    warmup: int = integer(1, "uncounted runs", least=0)
+    random: bool = switch(False, "draw the weights of --shape on the device; nothing is written")
+    profile: bool = switch(False, "with --random: time by kernel, and the share of idle time")
 
 
 class ModelOptions(Settings):
@@ -66,12 +51,12 @@ class ModelOptions(Settings):
     quantize: Literal["fp8", "int8", "int4"] | None = Field(
         None, title="what large matrices are rounded to", description="fp8, int8, int4 or None"
     )
-    batch: int = number(1, "rows")
-    window: int = number(4, "tokens verified a row")
-    context: int = number(0, "tokens before the window", least=0)
+    batch: int = integer(1, "rows")
+    window: int = integer(4, "tokens verified a row")
+    context: int = integer(0, "tokens before the window", least=0)
     acceptance: float = Field(1.0, ge=1, title="tokens gained a step", description="a number from 1 on")
-    draft_steps: int | None = number(None, "passes of the head (default: window - 1)", least=0)
-    draft_topk: int = number(1, "tokens a pass")
+    draft_steps: int | None = integer(None, "passes of the head (default: window - 1)", least=0)
+    draft_topk: int = integer(1, "tokens a pass")
     slots: Literal["record", "snapshot"] = Field(
         "record", title="the backing of draft slots: record or snapshot", description="record or snapshot"
     )
@@ -85,7 +70,7 @@ class PromptOptions(Settings):
         None, title="JSON lines, or .txt (default: the sets that ship)", description="a file"
     )
     category: list[str] = names([], "only these categories, with commas")
-    limit: int | None = number(None, "maximum prompts of each category")
+    limit: int | None = integer(None, "maximum prompts of each category")
 
 
 class ServeOptions(PromptOptions):
@@ -93,22 +78,22 @@ class ServeOptions(PromptOptions):
 
     url: str
     model: str | None = text(None, "model name (default: the first of /v1/models)")
-    chat: bool = switch("use /v1/chat/completions, with the server's chat template")
+    chat: bool = switch(False, "use /v1/chat/completions, with the server's chat template")
     concurrency: Counts = numbers([1, 4, 16], "concurrent requests, with commas")
-    requests: int | None = number(None, "requests at each concurrency (default: 4 times it, at least 16)")
+    requests: int | None = integer(None, "requests at each concurrency (default: 4 times it, at least 16)")
     rate: float | None = Field(
         None,
         gt=0,
         title="Poisson arrivals per second, at most CONCURRENCY in flight",
         description="a number above 0",
     )
-    max_tokens: int = number(128, "max_tokens of each request")
+    max_tokens: int = integer(128, "max_tokens of each request")
     temperature: float = Field(0.0, ge=0, title="sampling temperature", description="a number from 0 on")
-    ignore_eos: bool = switch("request outputs of full length")
-    seed: int = number(0, "seed of prompt order, arrivals and sampling", least=0)
+    ignore_eos: bool = switch(False, "request outputs of full length")
+    seed: int = integer(0, "seed of prompt order, arrivals and sampling", least=0)
     api_key_env: str | None = text(None, "the environment variable that holds the key")
-    warmup: int | None = number(None, "uncounted requests before each (default: its concurrency)", least=0)
-    timeout: float = seconds(600.0, "seconds of a request")
+    warmup: int | None = integer(None, "uncounted requests before each (default: its concurrency)", least=0)
+    timeout: float = positive(600.0, "seconds of a request")
 
 
 ReachPart = Literal["wire", "serve", "steady"]
@@ -125,15 +110,15 @@ class ReachOptions(Settings):
         description="wire, serve or steady, with commas",
     )
     shape: str | None = text(None, "wire: the layout of a named size (default: MODEL's)")
-    prompt_tokens: int = number(1024, "tokens of a prompt", least=65)
-    max_tokens: int = number(64, "of an answer", least=2)
-    requests: int = number(24, "of each way in each round")
+    prompt_tokens: int = integer(1024, "tokens of a prompt", least=65)
+    max_tokens: int = integer(64, "of an answer", least=2)
+    requests: int = integer(24, "of each way in each round")
     rate: float = Field(
         1.5, gt=0, title="arrivals per second by chance, the same of each way", description="a number above 0"
     )
-    rounds: int = number(3, "counted rounds, the ways in turn")
-    writers: int = number(2, "steady: answers under way while prompts come")
-    long_tokens: int = number(4000, "steady: tokens of those prompts", least=65)
+    rounds: int = integer(3, "counted rounds, the ways in turn")
+    writers: int = integer(2, "steady: answers under way while prompts come")
+    long_tokens: int = integer(4000, "steady: tokens of those prompts", least=65)
     cores: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
         min_length=2,
@@ -143,14 +128,3 @@ class ReachOptions(Settings):
     )
     seed: int | None = None
     """The engine's own, of prompts, arrivals and sampling too."""
-
-
-class TopOptions(Settings):
-    """What `specdec top` watches."""
-
-    url: str = text("http://127.0.0.1:8000", "a specdec server, as a URL, HOST[:PORT] or PORT")
-    model: str | None = text(None, "of several models the one to show; default: one that is warm")
-    interval: float = seconds(1.0, "between two polls")
-    once: bool = switch("print one picture, of two polls, and end")
-    api_key: str | None = text(None, "the key; other users of the machine can read it there")
-    api_key_env: str | None = text(None, "the environment variable that holds the key")

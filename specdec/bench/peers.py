@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from specdec.bench.agreement import gaps
-from specdec.bench.client import DONE, ask_model, base_url, event_data, is_url, reason
 from specdec.bench.options import LLAMA_CPP
 from specdec.errors import ConfigError, EngineError
+from specdec.http.client import DONE, ask_model, base_url, event_data, is_url, reason
 
 FAST_PATHS = ("fla", "causal_conv1d", "mamba_ssm")
 """Packages that `transformers` runs recurrent layers with, where it can import them."""

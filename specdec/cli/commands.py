@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.commands import secret
-from specdec.bench.options import TopOptions
 from specdec.cli.text import binary
+from specdec.cli.top.options import TopOptions
 from specdec.config.engine import EngineConfig
 from specdec.config.file import add_model_and_file, fill_in
 from specdec.config.options import (
@@ -24,6 +23,7 @@ from specdec.config.options import (
     add_settings,
     at_least,
     listed,
+    secret,
     settings_from,
 )
 from specdec.config.parser import Parser

@@ -15,6 +15,7 @@ from specdec.config.drafters import (
     known_drafter,
     only_chains,
 )
+from specdec.config.fields import integer, switch
 from specdec.errors import ConfigError
 
 MAX_WINDOW = 64
@@ -94,12 +95,7 @@ class EngineConfig(Settings):
         title="tokens that a head attends to, rounded up to a block of 16",
         description="an integer of at least 1, or None for all",
     )
-    num_steps: int | None = Field(
-        None,
-        ge=1,
-        title="maximum depth of a draft; None: 5, or as num_draft_tokens implies",
-        description="an integer of at least 1, or None",
-    )
+    num_steps: int | None = integer(None, "maximum depth of a draft; None: 5, or as num_draft_tokens implies")
     topk: int | None = Field(
         None,
         ge=1,
@@ -114,17 +110,13 @@ class EngineConfig(Settings):
         "a chain",
         description=f"an integer from 2 (the root and one draft) to {MAX_WINDOW}, or None",
     )
-    adaptive: bool = Field(
+    adaptive: bool = switch(
         True,
-        title="choose each step's draft, or none, by measured cost and acceptance; False: always the "
-        "largest draft",
-        description="True or False",
+        "choose each step's draft, or none, by measured cost and acceptance; False: always the largest draft",
     )
-    draft_noise: bool = Field(
+    draft_noise: bool = switch(
         True,
-        title="rank draft tokens with the target's sampling noise; False: by logits alone. Texts do not "
-        "change",
-        description="True or False",
+        "rank draft tokens with the target's sampling noise; False: by logits alone. Texts do not change",
     )
     slots: Literal["record", "snapshot"] = Field(
         "record",
@@ -139,29 +131,15 @@ class EngineConfig(Settings):
         "max_running sequences of max_model_len, at most 40 % of free memory, on a GPU 80 %",
         description='a number of bytes such as 2147483648 or "2GiB", or None',
     )
-    max_running: int = Field(
-        256,
-        ge=1,
-        title="maximum running sequences; others wait",
-        description="an integer of at least 1",
-    )
-    max_model_len: int | None = Field(
+    max_running: int = integer(256, "maximum running sequences; others wait")
+    max_model_len: int | None = integer(
         None,
-        ge=2,
-        title="maximum tokens per sequence, prompt and output; None: the model's limit, or what "
-        "memory_bytes holds",
-        description="an integer of at least 2, or None",
+        "maximum tokens per sequence, prompt and output; None: the model's limit, or what memory_bytes holds",
+        least=2,
     )
-    chunk_tokens: int = Field(
-        512,
-        ge=1,
-        title="maximum prefill tokens per step, beside decoding sequences",
-        description="an integer of at least 1",
-    )
-    prefix_cache: bool = Field(
-        True,
-        title="reuse KV cache and states of shared prefixes; uses memory that is otherwise free",
-        description="True or False",
+    chunk_tokens: int = integer(512, "maximum prefill tokens per step, beside decoding sequences")
+    prefix_cache: bool = switch(
+        True, "reuse KV cache and states of shared prefixes; uses memory that is otherwise free"
     )
     prefix_policy: Literal["tuned", "lru", "flops"] = Field(
         "tuned",

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import types
 from collections.abc import Callable, Collection, Mapping
@@ -122,6 +123,13 @@ def settings_from(args: argparse.Namespace, settings: type[S]) -> S:
     given = {name: value for name, value in vars(args).items() if name in settings.model_fields}
     # A list that was given once, as None, is not given.
     return settings.model_validate({name: None if x == [None] else x for name, x in given.items()})
+
+
+def secret(name: str | None) -> str | None:
+    """Read a key from the environment: on the command line every user of the machine could see it."""
+    if name is not None and name not in os.environ:
+        raise ConfigError(f"--api-key-env: no variable {name!r} is set; export it first", field="api_key_env")
+    return None if name is None else os.environ[name]
 
 
 def option_of(name: str) -> str:

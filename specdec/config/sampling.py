@@ -5,6 +5,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
 from specdec.config.base import Settings, contradiction
+from specdec.config.fields import switch
 from specdec.config.structured import Structure
 from specdec.config.thinking import ThinkingSpan
 from specdec.errors import ConfigError
@@ -120,21 +121,9 @@ class SamplingParams(Settings):
         title="tokens that end the output, beside EOS; left out of the text",
         description=f"a list of at most {MAX_IDS} token ids (integers from 0)",
     )
-    include_stop_str_in_output: bool = Field(
-        False,
-        title="keep the stop string or stop token in the text",
-        description="True or False",
-    )
-    skip_special_tokens: bool = Field(
-        True,
-        title="leave special tokens out of the text",
-        description="True or False",
-    )
-    ignore_eos: bool = Field(
-        False,
-        title="continue after EOS tokens, up to max_tokens",
-        description="True or False",
-    )
+    include_stop_str_in_output: bool = switch(False, "keep the stop string or stop token in the text")
+    skip_special_tokens: bool = switch(True, "leave special tokens out of the text")
+    ignore_eos: bool = switch(False, "continue after EOS tokens, up to max_tokens")
     seed: int | None = Field(
         None,
         ge=-(2**63),
@@ -209,16 +198,8 @@ class SamplingParams(Settings):
         title="markers and budget of thinking; a grammar applies after it",
         description="a ThinkingSpan, or None",
     )
-    speculate: bool = Field(
-        True,
-        title="use drafts for this request; the text does not depend on it",
-        description="True or False",
-    )
-    trees: bool = Field(
-        False,
-        title="return each verify step's draft tree and what was accepted",
-        description="True or False",
-    )
+    speculate: bool = switch(True, "use drafts for this request; the text does not depend on it")
+    trees: bool = switch(False, "return each verify step's draft tree and what was accepted")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

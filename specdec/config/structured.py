@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from specdec.config.base import Settings, contradiction, plain
+from specdec.config.fields import switch
 from specdec.config.json_schema import unread_form
 
 LONGEST = 32 << 10
@@ -42,7 +43,7 @@ class Structure(Settings):
         title="JSON that matches this schema",
         description="a JSON schema, as a mapping or a text, or None",
     )
-    json_object: bool = Field(False, title="any JSON object", description="True or False")
+    json_object: bool = switch(False, "any JSON object")
     regex: Text | None = Field(
         None, title="text that matches this regular expression", description="a regular expression, or None"
     )

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from specdec.config.base import Settings
+from specdec.config.fields import integer, switch
 
 LONGEST_MARKER = 64
 Marker = Annotated[str, Field(min_length=1, max_length=LONGEST_MARKER)]
@@ -15,14 +16,7 @@ class ThinkingSpan(Settings):
 
     start: Marker = Field("<think>", title="start marker", description="a text of 1 to 64 characters")
     end: Marker = Field("</think>", title="end marker", description="a text of 1 to 64 characters")
-    opened: bool = Field(
-        True,
-        title="the prompt ends with the start marker; False: the output thinks if it begins with it",
-        description="True or False",
+    opened: bool = switch(
+        True, "the prompt ends with the start marker; False: the output thinks if it begins with it"
     )
-    budget: int | None = Field(
-        None,
-        ge=0,
-        title="maximum tokens of thinking; None: no limit",
-        description="an integer of at least 0, or None",
-    )
+    budget: int | None = integer(None, "maximum tokens of thinking; None: no limit", least=0)

@@ -1,1 +1,1 @@
-"""Connections of the HTTP servers: the API, the router and the side channel."""
+"""HTTP: connections of the API, the router and the side channel, and the client of benchmarks and `top`."""

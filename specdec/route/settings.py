@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from specdec.config.base import Settings, contradiction, describe_choices
+from specdec.config.fields import integer, number, path, positive
 
 Protocol = Literal["vllm", "sglang"]
 URLS = "a list of addresses such as http://10.0.0.7:8000, or None"
@@ -14,11 +15,9 @@ class RouteConfig(Settings):
     """Where the router listens, which replicas it knows, and when it tries another one."""
 
     replicas: list[str] | None = Field(None, title="replicas that prefill and decode", description=URLS)
-    replicas_file: str | None = Field(
-        None,
-        title="a file with one replica per line, after prefill or decode if it has a role; read again "
-        "when it changes",
-        description="a path, or None",
+    replicas_file: str | None = path(
+        "a file with one replica per line, after prefill or decode if it has a role; read again "
+        "when it changes"
     )
     replicas_dns: str | None = Field(
         None,
@@ -44,11 +43,8 @@ class RouteConfig(Settings):
         title="side channel port of prefill instances, for sglang",
         description="1 to 65535",
     )
-    prefill_min_bytes: int = Field(
-        1024,
-        ge=0,
-        title="minimum uncached bytes of a prompt to send it to a prefill instance",
-        description="an integer of at least 0",
+    prefill_min_bytes: int = integer(
+        1024, "minimum uncached bytes of a prompt to send it to a prefill instance", least=0
     )
     host: str = Field(
         "127.0.0.1",
@@ -59,16 +55,8 @@ class RouteConfig(Settings):
     port: int = Field(
         8080, ge=0, le=65535, title="port to listen on", description="0 to 65535; 0: any free one"
     )
-    ssl_certfile: str | None = Field(
-        None,
-        title="certificate chain in PEM; the router then speaks HTTPS only",
-        description="a path, or None",
-    )
-    ssl_keyfile: str | None = Field(
-        None,
-        title="private key in PEM; None: it is in ssl_certfile",
-        description="a path, or None",
-    )
+    ssl_certfile: str | None = path("certificate chain in PEM; the router then speaks HTTPS only")
+    ssl_keyfile: str | None = path("private key in PEM; None: it is in ssl_certfile")
     ssl_keyfile_password: str | None = Field(
         None,
         repr=False,
@@ -76,85 +64,29 @@ class RouteConfig(Settings):
         title="password of an encrypted key",
         description="a text, or None",
     )
-    check_period: float = Field(
-        1.0, gt=0, title="seconds between two checks of /ready", description="a number above 0"
+    check_period: float = positive(1.0, "seconds between two checks of /ready")
+    check_timeout: float = positive(5.0, "maximum seconds of a check")
+    failures: int = integer(3, "failures in a row after which a replica is down")
+    successes: int = integer(1, "successes in a row after which a replica is up")
+    attempts: int = integer(3, "maximum replicas tried for a request")
+    connect_timeout: float = positive(2.0, "maximum seconds to connect to a replica")
+    answer_timeout: float = positive(660.0, "maximum seconds between two bytes of a replica's answer")
+    load_factor: float = number(1.25, "maximum requests of a replica as a multiple of the mean", least=1)
+    max_requests: int = integer(
+        4096, "maximum requests in flight, half of them from one address; beyond, 429"
     )
-    check_timeout: float = Field(
-        5.0, gt=0, title="maximum seconds of a check", description="a number above 0"
+    max_body_bytes: int = integer(16 << 20, "maximum bytes of a request body", least=1024)
+    body_timeout: float = positive(60.0, "maximum seconds for receiving a body")
+    stall_timeout: float = positive(60.0, "seconds to wait for a client that does not read")
+    idle_timeout: float = positive(
+        75.0, "seconds until an idle connection, or one with an incomplete request head, is closed"
     )
-    failures: int = Field(
-        3,
-        ge=1,
-        title="failures in a row after which a replica is down",
-        description="an integer of at least 1",
-    )
-    successes: int = Field(
-        1,
-        ge=1,
-        title="successes in a row after which a replica is up",
-        description="an integer of at least 1",
-    )
-    attempts: int = Field(
-        3,
-        ge=1,
-        title="maximum replicas tried for a request",
-        description="an integer of at least 1",
-    )
-    connect_timeout: float = Field(
-        2.0, gt=0, title="maximum seconds to connect to a replica", description="a number above 0"
-    )
-    answer_timeout: float = Field(
-        660.0,
-        gt=0,
-        title="maximum seconds between two bytes of a replica's answer",
-        description="a number above 0",
-    )
-    load_factor: float = Field(
-        1.25,
-        ge=1,
-        title="maximum requests of a replica as a multiple of the mean",
-        description="a number of at least 1",
-    )
-    max_requests: int = Field(
-        4096,
-        ge=1,
-        title="maximum requests in flight, half of them from one address; beyond, 429",
-        description="an integer of at least 1",
-    )
-    max_body_bytes: int = Field(
-        16 << 20, ge=1024, title="maximum bytes of a request body", description="an integer of at least 1024"
-    )
-    body_timeout: float = Field(
-        60.0,
-        gt=0,
-        title="maximum seconds for receiving a body",
-        description="a number above 0",
-    )
-    stall_timeout: float = Field(
-        60.0,
-        gt=0,
-        title="seconds to wait for a client that does not read",
-        description="a number above 0",
-    )
-    idle_timeout: float = Field(
-        75.0,
-        gt=0,
-        title="seconds until an idle connection, or one with an incomplete request head, is closed",
-        description="a number above 0",
-    )
-    max_connections: int | None = Field(
+    max_connections: int | None = integer(
         None,
-        ge=1,
-        title="maximum client connections; beyond, the oldest idle one is closed. None: a third of what "
+        "maximum client connections; beyond, the oldest idle one is closed. None: a third of what "
         "the limit of open files allows",
-        description="an integer of at least 1, or None",
     )
-    drain_seconds: float = Field(
-        30.0,
-        ge=0,
-        title="seconds for running requests at shutdown",
-        description="a number of at least 0",
-    )
+    drain_seconds: float = number(30.0, "seconds for running requests at shutdown")
     log_format: Literal["text", "json"] = Field(
         "text",
         title="log format; lines of text, or one JSON object per line",

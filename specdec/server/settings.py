@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from specdec.config.base import MAX_BYTES, Settings, describe_choices, parse_bytes
+from specdec.config.fields import integer, number, path, positive, switch
 from specdec.config.sampling import MOST_TOKENS
 from specdec.config.template import check_variables
 
@@ -69,29 +70,15 @@ class ServerConfig(Settings):
         "its share of the engine; max_queued=64 limits its choices in flight",
         description="a list of keys, or None; in a file of settings quote one that looks like a number",
     )
-    api_key_file: str | None = Field(
-        None, title="a file with one key per line; # begins a comment", description="a path, or None"
-    )
+    api_key_file: str | None = path("a file with one key per line; # begins a comment")
     allowed_origins: list[str] | None = Field(
         None,
         title="origins whose pages may use the server (CORS); *: all; None: only its own pages",
         description="a list of origins such as https://app.example, or None",
     )
-    metrics_open: bool = Field(
-        False,
-        title="answer /metrics without a key",
-        description="True or False",
-    )
-    ssl_certfile: str | None = Field(
-        None,
-        title="certificate chain in PEM; the server then speaks HTTPS only",
-        description="a path, or None",
-    )
-    ssl_keyfile: str | None = Field(
-        None,
-        title="private key in PEM; None: it is in ssl_certfile",
-        description="a path, or None",
-    )
+    metrics_open: bool = switch(False, "answer /metrics without a key")
+    ssl_certfile: str | None = path("certificate chain in PEM; the server then speaks HTTPS only")
+    ssl_keyfile: str | None = path("private key in PEM; None: it is in ssl_certfile")
     ssl_keyfile_password: str | None = Field(
         None,
         repr=False,
@@ -99,17 +86,10 @@ class ServerConfig(Settings):
         title="password of an encrypted key; put it into a file of settings to hide it from other users",
         description="a text, or None; in a file of settings quote one that looks like a number",
     )
-    max_body_bytes: int = Field(
-        16 << 20, ge=1024, title="maximum bytes of a request body", description="an integer of at least 1024"
-    )
-    max_prompts: int = Field(
-        256, ge=1, title="maximum prompts of a request", description="an integer of at least 1"
-    )
-    max_answer_values: int = Field(
-        1 << 22,
-        ge=1,
-        title="maximum values of an answer: choices × tokens × (1 + log-probabilities)",
-        description="an integer of at least 1",
+    max_body_bytes: int = integer(16 << 20, "maximum bytes of a request body", least=1024)
+    max_prompts: int = integer(256, "maximum prompts of a request")
+    max_answer_values: int = integer(
+        1 << 22, "maximum values of an answer: choices × tokens × (1 + log-probabilities)"
     )
     default_max_tokens: int | None = Field(
         None,
@@ -118,66 +98,28 @@ class ServerConfig(Settings):
         title="max_tokens of chats that give none; None: max_new_tokens of generation_config.json, else 4096",
         description=f"an integer from 1 to {MOST_TOKENS}, or None",
     )
-    max_queued: int = Field(
-        1024,
-        ge=1,
-        title="maximum choices per model in flight or waiting; beyond, 429",
-        description="an integer of at least 1",
+    max_queued: int = integer(1024, "maximum choices per model in flight or waiting; beyond, 429")
+    request_timeout: float = positive(600.0, "maximum seconds of a request, from arrival to end")
+    stall_timeout: float = positive(60.0, "seconds to wait for a client that does not read")
+    body_timeout: float = positive(60.0, "maximum seconds for receiving a body")
+    idle_timeout: float = positive(
+        75.0, "seconds until an idle connection, or one with an incomplete request head, is closed"
     )
-    request_timeout: float = Field(
-        600.0,
-        gt=0,
-        title="maximum seconds of a request, from arrival to end",
-        description="a number above 0",
-    )
-    stall_timeout: float = Field(
-        60.0,
-        gt=0,
-        title="seconds to wait for a client that does not read",
-        description="a number above 0",
-    )
-    body_timeout: float = Field(
-        60.0,
-        gt=0,
-        title="maximum seconds for receiving a body",
-        description="a number above 0",
-    )
-    idle_timeout: float = Field(
-        75.0,
-        gt=0,
-        title="seconds until an idle connection, or one with an incomplete request head, is closed",
-        description="a number above 0",
-    )
-    max_connections: int | None = Field(
+    max_connections: int | None = integer(
         None,
-        ge=1,
-        title="maximum connections; beyond, the oldest idle one is closed. None: as the limit of open "
-        "files allows",
-        description="an integer of at least 1, or None",
+        "maximum connections; beyond, the oldest idle one is closed. None: as the limit of open files allows",
     )
-    step_timeout: float = Field(
-        300.0,
-        gt=0,
-        title="seconds until an engine step counts as hung; all requests then end with an error",
-        description="a number above 0",
+    step_timeout: float = positive(
+        300.0, "seconds until an engine step counts as hung; all requests then end with an error"
     )
-    exit_on_failure: bool = Field(
-        True,
-        title="exit with code 70 when the engine hangs or stops; False: stay and answer 503",
-        description="True or False",
+    exit_on_failure: bool = switch(
+        True, "exit with code 70 when the engine hangs or stops; False: stay and answer 503"
     )
-    drain_seconds: float = Field(
-        30.0,
-        ge=0,
-        title="seconds for running requests at shutdown",
-        description="a number of at least 0",
-    )
-    arenas: int | None = Field(
+    drain_seconds: float = number(30.0, "seconds for running requests at shutdown")
+    arenas: int | None = integer(
         None,
-        ge=1,
-        title="models that may run at once, each in an equal part of memory_bytes; others take turns. "
+        "models that may run at once, each in an equal part of memory_bytes; others take turns. "
         "None: 1, on a GPU one per model",
-        description="an integer of at least 1, or None",
     )
     weights_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         None,
@@ -187,12 +129,7 @@ class ServerConfig(Settings):
         "of several models 60 % of free memory, on a GPU all of it",
         description='a number of bytes such as 8589934592 or "8GiB", or None',
     )
-    switch_after: float = Field(
-        3.0,
-        ge=0,
-        title="seconds that a model runs while others wait for its arena",
-        description="a number of at least 0",
-    )
+    switch_after: float = number(3.0, "seconds that a model runs while others wait for its arena")
     keep_alive: float = Field(
         -1.0,
         ge=-1,
@@ -215,24 +152,11 @@ class ServerConfig(Settings):
         title='default variables of the chat template, such as {"enable_thinking": false}',
         description="a JSON object as text, or None",
     )
-    max_stored_responses: int = Field(
-        1000,
-        ge=0,
-        title="maximum stored responses of /v1/responses; 0: none",
-        description="an integer of at least 0",
+    max_stored_responses: int = integer(1000, "maximum stored responses of /v1/responses; 0: none", least=0)
+    stored_responses_bytes: int = integer(
+        64 << 20, "maximum bytes of stored responses; beyond, the largest caller loses its oldest", least=0
     )
-    stored_responses_bytes: int = Field(
-        64 << 20,
-        ge=0,
-        title="maximum bytes of stored responses; beyond, the largest caller loses its oldest",
-        description="an integer of at least 0",
-    )
-    stored_responses_seconds: float = Field(
-        3600.0,
-        gt=0,
-        title="seconds after its last use that a response is stored",
-        description="a number above 0",
-    )
+    stored_responses_seconds: float = positive(3600.0, "seconds after its last use that a response is stored")
     role: Role | None = Field(
         None,
         title="disaggregated serving; prefill, decode, or both, as each request asks. None: both if "
@@ -264,18 +188,15 @@ class ServerConfig(Settings):
         title="if a prompt cannot be fetched; read: prefill it here; fail: answer 503 (prefill_lost)",
         description=describe_choices(OnFailure),
     )
-    reach_lease_max: float = Field(
-        300.0,
-        gt=0,
-        title="maximum seconds that a prefilled prompt is held for a decode instance",
-        description="a number above 0",
+    reach_lease_max: float = positive(
+        300.0, "maximum seconds that a prefilled prompt is held for a decode instance"
     )
     reach_check: Check = Field(
         "first",
         title="which fetched prompts are checked against their checksums; first: the first from each server",
         description=describe_choices(Check),
     )
-    log_prompts: bool = Field(False, title="write prompts to the log", description="True or False")
+    log_prompts: bool = switch(False, "write prompts to the log")
     log_format: Literal["text", "json"] = Field(
         "text",
         title="log format; lines of text, or one JSON object per line",

@@ -20,13 +20,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdec import __version__
-from specdec.bench.client import PORT, check_url
-from specdec.bench.options import TopOptions
 from specdec.cli import main
+from specdec.cli.top.options import TopOptions
 from specdec.cli.top.picture import WIDEST, Piece, picture, shown
 from specdec.cli.top.reading import Growth, Reading, shares
 from specdec.cli.top.screen import ENTER, LEAVE, Screen
 from specdec.cli.top.view import Source, View
+from specdec.http.client import PORT, check_url
 from specdec.server.settings import ServerConfig
 from tests.cli.test_terminal import CODES, Terminal
 from tests.selection import only

@@ -24,13 +24,13 @@ from specdec.bench.acceptance.measure import (
 from specdec.bench.acceptance.page import write_page
 from specdec.bench.acceptance.prompts import Prompt
 from specdec.bench.acceptance.settings import TRANSFORMERS, Group, Setting, Sweep
+from specdec.bench.acceptance.store import ResultStore
 from specdec.bench.acceptance.summary import RESULT, Pair, records
 from specdec.bench.acceptance.table import render
 from specdec.bench.agreement import require_rounding, rounding
 from specdec.bench.peers import TransformersPeer
 from specdec.bench.random_model import quiet_transformers
 from specdec.bench.report import Output, environment, json_line, publish, until_interrupted
-from specdec.bench.store import ResultStore
 from specdec.config.drafters import NONE
 from specdec.config.engine import EngineConfig
 from specdec.core.acceptance_stats import Experience
@@ -98,7 +98,7 @@ class Run:
             config, {"max_running": max(options.sweep.batches), "max_model_len": min(longest, most)}
         )
         identity = _identity(options, config, checkpoint, self.asked)
-        self.store = ResultStore(out, identity, as_json=Measurement.as_json, of=Measurement.of)
+        self.store = ResultStore(out, identity)
         draftings, left_out = options.sweep.draftings()
         self.engines = Engines(checkpoint.folder, config, draftings, options.memory)
         self.left_out = [*too_long, *left_out, *self.engines.left_out]

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from specdec.bench.client import DONE, event_data, reason
+from specdec.http.client import DONE, event_data, reason
 
 EXCERPT = 200
 """Characters of a server's own words that are kept."""

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from specdec.bench.client import reason
 from specdec.bench.reach.reply import EXCERPT, Reply, stream
+from specdec.http.client import reason
 
 Body = Mapping[str, Any]
 LENT: Body = {

@@ -12,13 +12,13 @@ import aiohttp
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.acceptance.prompts import Prompt
-from specdec.bench.client import ask_model, check_url, reason
 from specdec.bench.options import ServeOptions
 from specdec.bench.report import Output, environment, publish
 from specdec.bench.serve.load import Job, Level, arrivals, drive, warm_up
 from specdec.bench.serve.report import level_report, render
 from specdec.bench.serve.stream import KEY, SALT, Outcome, Request, Server
 from specdec.errors import ConfigError, EngineError
+from specdec.http.client import ask_model, check_url, reason
 
 FEWEST, PER_PLACE = 16, 4
 """Requests of a level where their number is not given: for each at a time, and at least."""

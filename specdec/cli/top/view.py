@@ -11,13 +11,13 @@ from typing import Any
 
 import aiohttp
 
-from specdec.bench.client import NO_ANSWER, check_url, reason
-from specdec.bench.options import TopOptions
 from specdec.cli.text import paints
+from specdec.cli.top.options import TopOptions
 from specdec.cli.top.picture import WIDEST, Piece, heading, picture, shown
 from specdec.cli.top.reading import Growth, Reading
 from specdec.cli.top.screen import Screen, size
 from specdec.errors import EngineError
+from specdec.http.client import NO_ANSWER, check_url, reason
 
 ANSWER_S = 5.0
 """Timeout of a request, in seconds."""

@@ -1,4 +1,4 @@
-"""What benchmarks of OpenAI-style servers share: an address, the events of a stream, failures in words."""
+"""A client of OpenAI-style servers: addresses, the events of a stream, failures in words."""
 
 import errno
 import re

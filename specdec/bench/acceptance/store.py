@@ -1,32 +1,24 @@
 """Measurements on disk, one a line, so that a run that was cut short goes on where it ended."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from specdec.bench.acceptance.measure import Measurement
 from specdec.errors import ConfigError
 
 FILE = "measurements.jsonl"
 
-T = TypeVar("T")
 Key = tuple[Any, ...]
 
 
-class ResultStore(Generic[T]):
+class ResultStore:
     """Owns what was measured; with a folder, each measurement is written there as soon as it is made."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        run: Mapping[str, Any],
-        *,
-        as_json: Callable[[T], Mapping[str, Any]],
-        of: Callable[[Mapping[str, Any]], T],
-    ) -> None:
+    def __init__(self, folder: Path | None, run: Mapping[str, Any]) -> None:
         """Read what a run with these arguments left in the folder; refuse what another left there."""
-        self.measured: dict[Key, T] = {}
-        self._as_json, self._of = as_json, of
+        self.measured: dict[Key, Measurement] = {}
         self._path = folder / FILE if folder else None
         if self._path is None:
             return
@@ -43,16 +35,16 @@ class ResultStore(Generic[T]):
                 field="out",
             ) from error
 
-    def get(self, *key: Any) -> T | None:
+    def get(self, *key: Any) -> Measurement | None:
         """Return what was measured under a key."""
         return self.measured.get(key)
 
-    def add(self, *key: Any, measurement: T) -> None:
+    def add(self, *key: Any, measurement: Measurement) -> None:
         """Keep a measurement."""
         self.measured[key] = measurement
         if self._path:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, **self._as_json(measurement)}) + "\n")
+                file.write(json.dumps({"key": key, **measurement.as_json()}) + "\n")
 
     def _read(self, lines: Iterable[str], run: Mapping[str, Any]) -> None:
         first, *rest = (json.loads(line) for line in lines)
@@ -66,7 +58,7 @@ class ResultStore(Generic[T]):
             )
         for fields in rest:
             key = tuple(fields.pop("key"))
-            self.measured[key] = self._of(fields)
+            self.measured[key] = Measurement.of(fields)
 
 
 def _whole_lines(data: bytes) -> list[str]:
