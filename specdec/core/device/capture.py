@@ -23,8 +23,7 @@ class Capturer:
         """Kept alive: the allocator of older torch versions still refers to them."""
 
     def warm(self, run: Callable[[], object]) -> None:
-        """Run on a side stream, as capturing requires, so that compilation and set-up happen before the
-        capture."""
+        """Run on a side stream, as capturing requires; this compiles and sets up what the capture needs."""
         self._aside.wait_stream(self._home)
         with torch.cuda.stream(self._aside):
             run()

@@ -184,7 +184,7 @@ class DeviceBatch:
         return self.scheduler.reserve(request, request.num_computed_tokens + self.extent.ahead)
 
     def _drop_ended(self) -> None:
-        """Turn rows of finished requests into padding, before a step could write memory reassigned to others."""
+        """Turn rows of finished requests into padding: their memory may already belong to others."""
         over = [
             b for b, own in enumerate(self.held) if not own.gone and own.request.finish_reason is not None
         ]
