@@ -19,7 +19,7 @@ from specdec.verify.limits import Limit
 
 
 def discard(_: Delta | SpecdecError) -> None:
-    """Ignore what a request emits."""
+    """Discard a request's output."""
 
 
 class EngineCore:

@@ -185,5 +185,5 @@ class Shares:
 
 
 def by_caller(requests: Iterable[Request]) -> Counter[str]:
-    """Count requests by their callers."""
+    """Return the number of requests by caller."""
     return Counter(request.tenant.flow[0] for request in requests)

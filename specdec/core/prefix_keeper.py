@@ -70,8 +70,8 @@ class Prefixes:
     def keep_running(self, running: Sequence[Request]) -> None:
         """Cache tokens and states of requests about to be preempted or dropped.
 
-        Their states move to the cache, so they must not run again without a restart. Requests without an
-        output token are skipped, since their values were never checked for NaN.
+        Their states move to the cache, so they must not run any more. Requests without an output token are
+        skipped, since their values were never checked for NaN.
         """
         self._keep([self._left(r, None) for r in running if r.lease and r.first_token_s], None)
 

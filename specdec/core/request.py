@@ -221,7 +221,7 @@ class Request:
         self.send(self.take_delta())
 
     def fail(self, error: SpecdecError) -> None:
-        """End the request with an error it did not cause."""
+        """End the request with an error."""
         self.finish_reason = "abort"
         self.send(error)
 

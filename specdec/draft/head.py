@@ -187,14 +187,14 @@ class HeadDrafter:
     def end(
         self, key: RequestId, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant
     ) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         self.on_preempt(key)
 
     def flush(self, caller: str | None = None) -> None:
         """Do nothing: finished sequences leave no data."""
 
     def forget(self) -> None:
-        """Forget every sequence."""
+        """Drop all sequences."""
         self._unread.clear()
 
     @torch.inference_mode()

@@ -34,8 +34,8 @@ class Share:
 class Outputs:
     """Stores outputs up to a total number of tokens; `of` returns a tenant's own as one history.
 
-    Over the limit, the caller with the most tokens loses its oldest output, so each of n callers keeps at
-    least an nth of the capacity however much the others generate. A caller's salts share its part.
+    Over the limit, the caller with the most tokens loses its oldest output, so each of n callers can keep an
+    nth of the capacity however much the others generate. A caller's salts share its part.
     """
 
     def __init__(self, lengths: Sequence[int], depth: int, max_tokens: int) -> None:

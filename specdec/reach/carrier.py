@@ -85,7 +85,7 @@ class Carrier(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to read from this arena. Changes when the agent is recreated."""
+        """Metadata with which a peer reads from this arena. Changes when the agent is recreated."""
         ...
 
     @property

@@ -112,7 +112,7 @@ class Reader:
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to read from this arena. Changes when the agent is recreated."""
+        """Metadata with which a peer reads from this arena. Changes when the agent is recreated."""
         return self._metadata
 
     @property

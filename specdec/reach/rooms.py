@@ -58,7 +58,7 @@ class Rooms(Generic[T]):
         self._wake(room)
 
     def fail(self, room: int) -> None:
-        """Tell a room's reader, now or when it asks, that its prompt is not prefilled here.
+        """Notify a room's reader, now or when it asks, that its prompt is not prefilled here.
 
         For requests refused before they were lent.
         """

@@ -69,7 +69,7 @@ class Deadline:
 
 
 class Said(NamedTuple):
-    """What a choice has produced since it was last read."""
+    """Output of a choice since the last read."""
 
     choice: int
     delta: Delta

@@ -11,7 +11,7 @@ from specdec.text.answers.thinking import ThinkingFormat
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the answers of a chat may contain besides text."""
+    """Optional content of a chat's answers: thinking and calls."""
 
     thinking: ThinkingFormat | None = None
     offer: Offer | None = None

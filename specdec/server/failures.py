@@ -215,5 +215,5 @@ def misfit(error: ValidationError) -> Failure:
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:
-    """Keep an error's headers that a client needs, such as Allow."""
+    """Return the headers of an error that a client needs, such as Allow."""
     return {name: value for name, value in headers.items() if name.lower() == "allow"}

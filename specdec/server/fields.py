@@ -121,7 +121,7 @@ def _too_deep() -> Failure:
 
 
 def _check_shape(given: dict[str, Any]) -> None:
-    """Refuse a body that nests too deep for recursive parsers, or has too many parts."""
+    """Raise for a body that nests too deep for recursive parsers, or has too many parts."""
     level: list[Any] = [given]
     levels = parts = 0
     while level:

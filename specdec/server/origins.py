@@ -16,7 +16,7 @@ ORIGIN = re.compile(r"([a-z][a-z0-9+.\-]*)://[^\s/?#@,]+")
 PORTS = {"http": ":80", "https": ":443"}
 """Default ports, which browsers omit."""
 EXPOSED = f"X-Request-ID, Request-ID, Retry-After, {IGNORED}, {MAX_TOKENS}"
-"""Response headers exposed to pages beside the safelisted ones."""
+"""Response headers exposed to pages, besides the safelisted ones."""
 NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
 METHODS = "GET, HEAD, POST, DELETE"
 KEPT_S = "600"

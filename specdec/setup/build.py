@@ -261,7 +261,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     looks = not all(DRAFTERS[name].runs_on_device for name in settings.drafters)
     is_free = on_gpu(settings.kernels)
     size = settings.layout.block_tokens
-    # The C kernels find the longest row themselves; with an 8-bit KV cache torch's attention runs instead.
+    # The C kernels read row lengths themselves; with an 8-bit KV cache torch reads them on the host.
     looks_up = settings.kernels == "native" and settings.layout.page_dtype == settings.dtype
     pack = Packer(
         kernels,

@@ -25,7 +25,7 @@ from specdec.verify.logprobs import Logprob, logprobs_of
 WAIT_S = 0.005
 """Seconds to wait for grammar masks, each time some of a step's nodes need them."""
 HOTTEST = 1e30
-"""Highest temperature: beyond it float32 overflows, and tokens are equally likely long before."""
+"""Highest temperature that float32 handles; tokens are equally likely long before."""
 
 
 def row_rule(params: SamplingParams) -> RowRule:

@@ -174,14 +174,14 @@ class Lender:
         return {"lease": lease.id, "mac": mac, "tokens": lease.prompt.length}
 
     def refuse(self, rooms: Sequence[int | None]) -> None:
-        """Tell readers waiting for these rooms that their prompts are not prefilled."""
+        """Notify readers waiting for these rooms that their prompts are not prefilled."""
         for room in rooms:
             if room is not None:
                 self.book.rooms.fail(room)
 
     @contextlib.contextmanager
     def heard(self, asked: Asked | None) -> Iterator[None]:
-        """If the context raises, tell readers waiting for the request's rooms."""
+        """If the context raises, notify readers waiting for the request's rooms."""
         try:
             yield
         except BaseException:
