@@ -186,7 +186,6 @@ def _parts(own: Mapping[str, Any], where: str) -> Iterator[Place]:
 
 
 def _schemas_of(tag: Any) -> Iterator[Any]:
-    """Yield the schemas of a structural tag."""
     left = [tag]
     while left:
         own = left.pop()

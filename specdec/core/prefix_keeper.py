@@ -126,7 +126,6 @@ class Prefixes:
         return self.cache.note(request.lease, request.tokens[:length], request.table_N.tolist())
 
     def _fold(self, committed: Sequence[Committed]) -> None:
-        """Fold accepted records into their states."""
         if committed:
             self.executor.fold(committed)
 

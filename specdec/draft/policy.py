@@ -376,7 +376,6 @@ class Policy:
         return best_cut(sums, curve, mixed=self.mixed)
 
     def _drafting_s(self, shape: Shape, rows: int) -> float:
-        """Predict the seconds of drafting."""
         return self.steps.pace * self.drafts[shape.topk].predict(rows, shape.num_steps)
 
 

@@ -141,7 +141,6 @@ class UniformPolicy:
         return min(unknown or self.shapes, key=lambda shape: self._tried.get((shape, key), 0))
 
     def _rate(self, shape: Shape | None, rows: Sequence[TrackRecord], key: int) -> float:
-        """Return a shape's expected tokens per second."""
         gain = sum(row.expected(shape, shape.num_steps) for row in rows if shape)
         return (len(rows) + gain) / (self._cost(shape, key) or LEAST_S)
 

@@ -380,7 +380,6 @@ class SpecEngine:
         return TextStream(tokenizer, stops, keeps_stop=params.include_stop_str_in_output)
 
     def _limits(self, terms: Terms) -> list[Limit]:
-        """Return one choice's limits."""
         return terms.begin_limits(self._grammars.guide(terms.grammar) if terms.grammar else None)
 
 

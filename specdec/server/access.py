@@ -144,7 +144,6 @@ def read_keys(config: ServerConfig) -> dict[str, Grant]:
 
 
 def _read_key(given: str, where: str) -> tuple[str, Grant]:
-    """Parse a key and its options."""
     key, *options = given.split()
     found = {name: value for name, _, value in (option.partition("=") for option in options)}
     try:

@@ -208,7 +208,6 @@ class OneModel:
         yield info
 
     def _sizes(self, sizes: Counter[int]) -> Metric:
-        """Build the histogram of tokens per step."""
         buckets = [(str(float(b)), sum(n for size, n in sizes.items() if size <= b)) for b in STEP_TOKENS]
         family = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens processed in a step.", labels=list(self.labels)

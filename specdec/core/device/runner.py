@@ -181,7 +181,6 @@ class Runner(ABC):
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
     def _commit(self, read: Output, seconds: dict[str, float]) -> None:
-        """Commit a step's results to its requests."""
         self.steps += 1
         self.host.counts().spend(seconds)
         rows = [_row(*own) for own in zip(read.requests, read.outcomes, strict=True)]
