@@ -1,1 +1,1 @@
-"""What a user may set, each value checked where it is given. Nothing is computed from it here."""
+"""User settings, validated on input. Nothing is derived from them here."""

@@ -1,4 +1,4 @@
-"""Options of vLLM, SGLang, llama.cpp and Ollama: those that mean the same, and what to give for others."""
+"""Options of vLLM, SGLang, llama.cpp and Ollama: equivalents, and advice for the others."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 
 Meaning = Mapping[str, object]
-"""The settings that an option stands for."""
+"""Settings that an option is translated to."""
 
 FP8 = MappingProxyType({"fp8_e4m3": "fp8"})
 METHODS = MappingProxyType(
@@ -19,17 +19,17 @@ METHODS = MappingProxyType(
         **{f"{family}_mtp": "mtp" for family in ("qwen3_next", "qwen3_5", "nemotron_h")},
     }
 )
-"""Drafters by what `method` of vLLM's speculative_config calls them."""
+"""Drafters by `method` of vLLM's speculative_config."""
 ALGORITHMS = MappingProxyType({"EAGLE": "eagle", "EAGLE3": "eagle", "NEXTN": "mtp", "NGRAM": "ngram"})
 """Drafters by SGLang's names."""
 PACKED = ("awq", "gptq", "compressed-tensors")
-"""What both call the formats that are read as they are; with `_marlin` it names their kernels."""
+"""vLLM's and SGLang's names of packed formats, which are detected; with `_marlin` they name kernels."""
 KEYS = ("method", "model", "num_speculative_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another engine's option: the settings that it stands for, and how its value is read."""
+    """Another engine's option: the settings it translates to, and the parser of its value."""
 
     engine: str
     fields: tuple[str, ...]
@@ -39,7 +39,7 @@ class Alias:
 
 
 def _value(engine: str, field: str, words: Mapping[str, str] = MappingProxyType({}), note: str = "") -> Alias:
-    """Make an alias whose value is the setting's own, but for words that differ."""
+    """Return an alias with the setting's own value, except for renamed words."""
 
     def read(value: object) -> Meaning:
         return {field: words.get(value, value) if isinstance(value, str) else value}
@@ -48,7 +48,7 @@ def _value(engine: str, field: str, words: Mapping[str, str] = MappingProxyType(
 
 
 def _quantization(value: object) -> Meaning:
-    """Read how weights are quantised; formats that folders are published in are refused."""
+    """Translate a quantisation method; published formats are refused, since they are detected."""
     if isinstance(value, str) and value.removesuffix("_marlin") in PACKED:
         says = f"quantization: {value} checkpoints are detected; leave the option out"
         raise ConfigError(says, field="quantize")
@@ -56,7 +56,7 @@ def _quantization(value: object) -> Meaning:
 
 
 def _switch(engine: str, field: str, *, on: bool, off: bool | None) -> Alias:
-    """Make an alias that gives a setting one of two values."""
+    """Return an alias for a setting with one of two values."""
 
     def read(value: object) -> Meaning:
         return {field: (on if value else off) if isinstance(value, bool) else value}
@@ -65,7 +65,7 @@ def _switch(engine: str, field: str, *, on: bool, off: bool | None) -> Alias:
 
 
 def _speculative_config(value: object) -> Meaning:
-    """Read vLLM's object, or the JSON of one: chains of that many drafted tokens."""
+    """Translate vLLM's object or its JSON, which describes chains of a number of tokens."""
     try:
         given = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -211,7 +211,7 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""Options of theirs that are none here, by the settings that have something else instead."""
+"""Unsupported options of other engines with advice, by settings class."""
 SHORT: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "model": ("-m",),

@@ -1,4 +1,4 @@
-"""What all settings have in common: they are frozen, and refuse in our own words what does not fit."""
+"""Base of all settings: frozen, with error messages in our own words."""
 
 import difflib
 import re
@@ -14,21 +14,22 @@ UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 MAX_BYTES = 1 << 60
 PLAIN = {int, float, str}
 SHORT = reprlib.Repr()
-"""Shows a value in a message, however large it is and however deep it nests."""
+"""Formats a value for a message, with bounded length and depth."""
 SHORT.maxlevel, SHORT.maxlist, SHORT.maxtuple, SHORT.maxset, SHORT.maxdict = 4, 20, 20, 20, 20
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 
 
 class Settings(BaseModel):
-    """Refuse what is unknown, of a wrong type or out of range.
+    """Base of settings; raises `ConfigError` for unknown fields, wrong types and values out of range.
 
-    Each field's description says what fits, its title what it does; --help and docs/settings.md show both.
+    A field's description says which values are valid, its title what it does; --help and docs/settings.md
+    show both.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     def __new__(cls, *values: object, **fields: object) -> Self:
-        """Meet what is not given by name with our own words; pydantic reads the rest."""
+        """Refuse positional arguments with our own message; pydantic handles the rest."""
         if values:
             raise cls._refusal({"": ""}, {})
         return super().__new__(cls)
@@ -43,7 +44,7 @@ class Settings(BaseModel):
             raise cls._refusal(problems, data if isinstance(data, Mapping) else {}) from None
 
     def checked(self) -> Self:
-        """Return the same settings, read anew: `model_copy` and `model_construct` look at no value."""
+        """Return revalidated settings: `model_copy` and `model_construct` do not validate."""
         given = {
             name: value.checked() if isinstance(value, Settings) else value
             for name, value in self.__dict__.items()
@@ -77,7 +78,7 @@ class Settings(BaseModel):
             return f"{cls.__name__} takes settings by name; write {cls.__name__}({example}=…)."
         shown = " ".join(SHORT.repr(value).split())
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        shown = shown if cls.model_fields[name].repr else "what was given"  # a secret is not repeated
+        shown = shown if cls.model_fields[name].repr else "what was given"  # secrets are not repeated
         field = cls.model_fields[name]
         words = choices_of(field.annotation) if isinstance(value, str) else []
         close = difflib.get_close_matches(str(value).replace("-", "_"), words, n=1)
@@ -86,30 +87,30 @@ class Settings(BaseModel):
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Return the words that a field takes."""
+    """Return the words that a field accepts."""
     if get_origin(annotation) is Literal:
         return [own for own in get_args(annotation) if isinstance(own, str)]
     return [word for own in get_args(annotation) for word in choices_of(own)]
 
 
 def describe_choices(annotation: Any) -> str:
-    """Describe a field that takes one of some words."""
+    """Return the description of a field that accepts certain words."""
     *others, last = (f'"{word}"' for word in choices_of(annotation))
     return f"{', '.join(others)} or {last}"
 
 
 def _plain_fields(data: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Make each field's value plain. What nests in it, as a schema does, is the field's own to read."""
+    """Convert each field's value to plain Python; nested values, as in a schema, are left to the field."""
     return {name: plain(value) for name, value in data.items()}
 
 
 def plain(value: Any) -> Any:
-    """Take numbers of NumPy, arrays, tensors, tuples and sets for what Python has beside them."""
+    """Convert NumPy numbers, arrays, tensors, tuples and sets to plain Python values."""
     match value:
         case dict():
             return {_number(name): _number(own) for name, own in value.items()}
         case list() | tuple() | set() | frozenset() | range():
-            # Lists may be as long as a vocabulary: a plain one is recognised by its types, in one go.
+            # Lists may be as long as a vocabulary, so plain ones are recognised by one pass over the types.
             return list(value) if {*map(type, value)} <= PLAIN else [_number(own) for own in value]
     return _number(value)
 
@@ -124,7 +125,7 @@ def contradiction(field: str, message: str) -> ConfigError:
 
 
 def parse_bytes(value: object) -> object:
-    """Turn "2GiB", "512 MB" or "1024" into a number of bytes; leave the rest for the field to judge."""
+    """Parse "2GiB", "512 MB" or "1024" to a number of bytes; other values are returned unchanged."""
     match = (
         re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
         if isinstance(value, str)

@@ -1,17 +1,17 @@
-"""The drafters that a user may name; `setup/drafters.py` knows how each of them is made."""
+"""Drafters available to users; `setup/drafters.py` builds them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterOption:
-    """What a drafter's name means to a user."""
+    """A drafter option for users."""
 
     help: str
     reads_folder: bool = False
-    """Its weights lie in a folder of their own, `draft_model`."""
+    """Whether its weights are in a separate folder, `draft_model`."""
     chains: bool = False
-    """It drafts chains only."""
+    """Whether it drafts chains only."""
 
 
 DRAFTER_OPTIONS: dict[str, DrafterOption] = {
@@ -21,13 +21,13 @@ DRAFTER_OPTIONS: dict[str, DrafterOption] = {
     "suffix": DrafterOption("what most often followed the longest match, also in earlier outputs"),
     "self-int4": DrafterOption("the model's own 4-bit copy, in chains, on a CPU", chains=True),
 }
-"""By the names that `draft` takes beside `auto` and `none`."""
+"""By `draft` value, besides `auto` and `none`."""
 
 AUTO, NONE = "auto", "none"
 
 
 def known_drafter(name: str) -> str:
-    """Return a name that `draft` may have; refuse any other."""
+    """Return a valid `draft` value, or raise."""
     if name not in (AUTO, NONE, *DRAFTER_OPTIONS):
         raise ValueError(name)
     return name
@@ -39,5 +39,5 @@ def only_chains(name: str) -> bool:
 
 
 def drafters_of_folders() -> list[str]:
-    """Name the drafters whose weights lie in a folder of their own."""
+    """Return the drafters with weights in a separate folder."""
     return [name for name, option in DRAFTER_OPTIONS.items() if option.reads_folder]

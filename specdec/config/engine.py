@@ -1,4 +1,4 @@
-"""What a user may set of an engine."""
+"""Engine settings."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,13 +19,13 @@ from specdec.config.fields import integer, switch
 from specdec.errors import ConfigError
 
 MAX_WINDOW = 64
-"""The widest window that can be recorded."""
+"""Maximum window width that steps support."""
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 
 DTYPES = MappingProxyType({"half": "float16", "float": "float32"})
-"""What torch and vLLM call these too."""
+"""Further names used by torch and vLLM."""
 
 
 def _whole_dtype(value: object) -> object:
@@ -33,18 +33,18 @@ def _whole_dtype(value: object) -> object:
 
 
 PREFIX_FIELDS = ("prefix_policy", "prefix_alpha", "host_cache_bytes")
-"""What only a cache of prefixes has a use for."""
+"""Settings that need the prefix cache."""
 HEAD_FIELDS = ("draft_model", "draft_vocab", "draft_window")
-"""What only a head has a use for."""
+"""Settings that need a draft head."""
 *_FIRST, _LAST = (AUTO, NONE, *DRAFTER_OPTIONS)
 
 
 class EngineConfig(Settings):
     """How an engine runs. None and "auto" leave the choice to the engine.
 
-    Contradictory: settings of drafting with `draft="none"`, a `draft_model` for a drafter that has none
-    of its own, a tree for one that drafts chains, and more `num_draft_tokens` than `num_steps` and `topk` can
-    grow, the root counted.
+    Contradictions raise: drafting settings with `draft="none"`, a `draft_model` for a drafter without own
+    weights, a tree for a chain drafter, and more `num_draft_tokens` than `num_steps` and `topk` can grow, the
+    root included.
     """
 
     device: str = Field(
@@ -190,7 +190,7 @@ class EngineConfig(Settings):
 
     @classmethod
     def of(cls, config: "EngineConfig | None", fields: Mapping[str, object]) -> "EngineConfig":
-        """Return `config` with `fields` in place of its own; neither given, the defaults."""
+        """Return `config` updated with `fields`; without either, the defaults."""
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config cannot be {config!r}; give an EngineConfig or None.", field="config")
         given = {name: getattr(config, name) for name in config.model_fields_set} if config else {}
@@ -217,7 +217,7 @@ class EngineConfig(Settings):
             )
 
     def _check_tree(self) -> None:
-        """Refuse more tokens than a chain or a tree of that depth and width has nodes."""
+        """Raise for more tokens than a chain or tree of that depth and width has nodes."""
         if only_chains(self.draft) and (self.topk or 1) > 1:
             raise contradiction(
                 "topk", f"draft={self.draft!r} drafts chains only; leave it out or choose another drafter."

@@ -1,4 +1,4 @@
-"""Fields of settings that several have: each with what it takes, in words."""
+"""Constructors of common setting fields, with their descriptions."""
 
 from typing import Any
 
@@ -6,34 +6,34 @@ from pydantic import Field
 
 
 def integer(default: int | None, title: str, *, least: int = 1) -> Any:
-    """Take an integer; None too where that is the default."""
+    """Define an integer field; None is valid if it is the default."""
     return Field(
         default, ge=least, title=title, description=_or_none(default, f"an integer of at least {least}")
     )
 
 
 def positive(default: float, title: str) -> Any:
-    """Take a number above 0."""
+    """Define a number above 0."""
     return Field(default, gt=0, title=title, description="a number above 0")
 
 
 def number(default: float, title: str, *, least: int = 0) -> Any:
-    """Take a number that is not below the least one."""
+    """Define a number of at least `least`."""
     return Field(default, ge=least, title=title, description=f"a number of at least {least}")
 
 
 def switch(default: bool, title: str) -> Any:
-    """Take True or False."""
+    """Define a boolean field."""
     return Field(default, title=title, description="True or False")
 
 
 def path(title: str) -> Any:
-    """Take a path, or None."""
+    """Define a path field, which may be None."""
     return Field(None, title=title, description="a path, or None")
 
 
 def text(default: str | None, title: str) -> Any:
-    """Take a text."""
+    """Define a text field."""
     return Field(default, title=title, description="a text")
 
 

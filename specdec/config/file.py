@@ -1,4 +1,4 @@
-"""`--config FILE`: settings in YAML, by the names of the options. What the command line gives comes first."""
+"""`--config FILE`: settings in YAML, under option names. The command line takes precedence."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ MODEL = "model"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a file: the name as it stands there."""
+    """A line of a file, with the name as written."""
 
     name: str
     value: Any
@@ -25,7 +25,7 @@ class Entry:
 
 
 def add_model_and_file(parser: argparse.ArgumentParser, says: str, *, several: bool = False) -> None:
-    """Add MODEL, described so, or a list of them, which a file may name too, and `--config`."""
+    """Add the MODEL argument, or several, with this help, and `--config`; a file may set MODEL too."""
     nargs, absent = "*" if several else "?", argparse.SUPPRESS
     parser.add_argument(MODEL, metavar="MODEL", nargs=nargs, default=absent, help=says)
     parser.add_argument(
@@ -34,9 +34,9 @@ def add_model_and_file(parser: argparse.ArgumentParser, says: str, *, several: b
 
 
 def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = False) -> None:
-    """Set the settings of these classes, and MODEL, that the file has and the command line has not.
+    """Set settings of these classes, and MODEL, that are only in the file.
 
-    The file is checked by itself, whatever the command line says.
+    The file is validated by itself, whatever the command line says.
     """
     entries = _settled(args.config, classes, several=several) if args.config is not None else {}
     for settings in classes:
@@ -52,7 +52,7 @@ def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = 
 
 
 def _settled(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, Entry]:
-    """Find the field that each entry stands for; two entries for one are refused."""
+    """Return entries by field; two entries for one field raise."""
     found: dict[str, Entry] = {}
     for entry in _entries(path):
         try:
@@ -96,7 +96,7 @@ def _meaning(entry: Entry, classes: tuple[type[Settings], ...], *, several: bool
 
 
 def _value(field: Any, value: object) -> object:
-    """Read a value as the command line does: the word none, and a list of one text."""
+    """Parse a value like the command line does: the word none, and a list of one text."""
     if means_none(field, value):
         return None
     kinds = kinds_of(field.annotation)
@@ -115,8 +115,8 @@ def _check(path: Path, settings: type[Settings], entries: Mapping[str, Entry]) -
 
 
 def _entries(path: Path) -> Iterator[Entry]:
-    """Read the mapping that a file is. No tag makes anything but plain values."""
-    import yaml  # here, for few commands are given a file
+    """Yield the entries of a file; tags only create plain values."""
+    import yaml  # imported here, since few commands use a file
 
     try:
         loader = yaml.SafeLoader(path.read_text("utf-8"))

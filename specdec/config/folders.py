@@ -1,4 +1,4 @@
-"""Folders of models: which files one has, where random ones are kept, how a damaged one comes back."""
+"""Model folders: contents, cache locations, and how to restore a damaged one."""
 
 import os
 import re
@@ -15,28 +15,28 @@ def cache() -> Path:
 
 
 def random_models() -> Path:
-    """Return where random checkpoints are kept."""
+    """Return the folder of random checkpoints."""
     return cache() / "random"
 
 
 def descriptions() -> Path:
-    """Return where the folders are kept that describe GGUF files."""
+    """Return the folder of the model folders generated for GGUF files."""
     return cache() / "gguf"
 
 
 def repo_of(folder: Path) -> str | None:
-    """Return the OWNER/NAME on the Hugging Face hub that a folder of its cache is a snapshot of."""
+    """Return the OWNER/NAME on the Hugging Face hub of which a folder is a cached snapshot, or None."""
     found = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
     return f"{found[1]}/{found[2]}" if found else None
 
 
 def model_name(folder: Path) -> str:
-    """Return what a model is called: OWNER/NAME of a snapshot in the hub's cache, else the folder's name."""
+    """Return a model's name: OWNER/NAME of a snapshot in the hub's cache, else the folder's name."""
     return repo_of(folder) or folder.name
 
 
 def anew(folder: Path, otherwise: str = "download it again") -> str:
-    """Explain how to restore a damaged model: what specdec wrote or downloaded can be made again."""
+    """Return how to restore a damaged model; folders that specdec wrote or downloaded can be recreated."""
     if repo := repo_of(folder):
         return f"delete {folder.parents[1]}: {repo} will be downloaded again"
     if folder.resolve().parent.parent == descriptions().resolve():
@@ -47,7 +47,7 @@ def anew(folder: Path, otherwise: str = "download it again") -> str:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether a model's folder has a file; a folder of that name or a dangling link is an error."""
+    """Return whether a file exists; a folder of that name or a dangling link raises."""
     if path.is_file():
         return True
     if os.path.lexists(path):

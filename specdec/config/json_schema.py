@@ -1,7 +1,7 @@
-"""What of a JSON schema would not bind an output: xgrammar reads over some of it without a word.
+"""Find parts of a JSON schema that would not constrain the output: xgrammar ignores some silently.
 
-A schema is read by the first of `HEADS` that it has, or else by its types; of each type most words are read.
-Tried with xgrammar 0.2.8, whose own messages about this go to standard error alone.
+A schema is handled by the first of `HEADS` that it has, or else by its types; most keywords of each type are
+supported. Tested with xgrammar 0.2.8, which reports this on standard error only.
 """
 
 import json
@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-"""What JSON calls a value's type; any other is null."""
+"""JSON's name of a value's type; all others are null."""
 
 HEADS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""Of a schema that has one of them nothing but the first is read."""
+"""Only the first of these that a schema has is used."""
 NEVER = {
     *("not", "if", "$dynamicRef", "$recursiveRef", "multipleOf", "uniqueItems", "contains"),
     *("dependentRequired", "dependentSchemas", "dependencies"),
@@ -21,50 +21,50 @@ NEVER = {
 """Unsupported: multipleOf works in some cases, but not in every version nor with all bounds."""
 OBJECTS = ("properties", "additionalProperties", "unevaluatedProperties")
 ARRAYS = ("items", "prefixItems", "unevaluatedItems")
-"""A schema without a type is read as one of objects, or of arrays, if it has one of these."""
+"""A schema without a type is handled as an object or array schema if it has one of these."""
 WORDS = {
     *(*HEADS, *NEVER, *OBJECTS, *ARRAYS, "type", "patternProperties", "propertyNames", "required"),
     *("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"),
     *("pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }
-"""All that bounds what fits; others describe."""
+"""All constraining keywords; others only describe."""
 IDLE = {
     *("uniqueItems", "required", "minLength", "minItems", "minProperties", "properties"),
     *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
 }
-"""These ask for nothing where they are 0, false or empty."""
+"""Keywords without effect if 0, false or empty."""
 BESIDE = (
     *(("minLength", "pattern"), ("maxLength", "pattern")),
     *(("minLength", "format"), ("maxLength", "format"), ("pattern", "format")),
     *(("propertyNames", "properties"), ("propertyNames", "patternProperties")),
     ("patternProperties", "properties"),
 )
-"""Of each pair the first is not read."""
+"""Pairs of which the first is ignored."""
 FORMATS = {
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
     *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
 }
 UNREAD_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "regex"}
-"""What else JSON Schema defines; by it any other format means nothing to who does not know it."""
+"""Other formats of JSON Schema; all further ones have no effect by its rules."""
 ESCAPED, LOOK_AHEAD = re.compile(r"\\."), re.compile(r"\(\?[=!]")
 LONGEST = 80
-"""Of what is said of a place."""
+"""Maximum characters of a location in a message."""
 MAPS = ("properties", "patternProperties")
 PARTS = ("anyOf", "oneOf", "allOf", *ARRAYS, *OBJECTS[1:], "propertyNames")
-"""Words under which there are schemas, one or several."""
+"""Keywords that contain schemas, one or several."""
 
 Place = tuple[str, Any]
-"""Where a schema stands, and the schema."""
+"""A schema's location, and the schema."""
 
 
 def unread(schema: Any) -> str | None:
-    """Return which part of a schema would not constrain the output, and the remedy; None: all of it does."""
+    """Return the first part of a schema that would not constrain the output, with the remedy, or None."""
     left: list[Place] = [("#", schema)]
     passed: dict[int, Any] = {}
     while left:
         where, own = left.pop()
         if not isinstance(own, Mapping) or id(own) in passed:
-            continue  # references to each of many levels would lead to the lowest as often
+            continue  # nested references would otherwise visit the lowest level exponentially often
         passed[id(own)] = own
         if found := _unread(own, schema):
             return f"unsupported: {found} (at {where}); write the schema without it"
@@ -76,7 +76,7 @@ def unread(schema: Any) -> str | None:
 
 
 def unread_form(kind: str, form: Any) -> str | None:
-    """Return which part of a form's schemas would not constrain the output; None also for invalid JSON."""
+    """Return such a part of a structured output's schemas; None also for invalid JSON."""
     if kind not in ("json_schema", "structural_tag"):
         return None
     try:
@@ -88,7 +88,7 @@ def unread_form(kind: str, form: Any) -> str | None:
 
 
 def referred(root: Any, where: str) -> Any:
-    """Follow a reference within a schema; None: it leads nowhere."""
+    """Resolve a reference within a schema, or return None."""
     start, *path = where.split("/")
     for word in path if start == "#" else ("",):
         root = root.get(word) if isinstance(root, Mapping) else None
@@ -96,7 +96,7 @@ def referred(root: Any, where: str) -> Any:
 
 
 def _unread(own: Mapping[str, Any], root: Any) -> str | None:
-    """Name what is not read of one schema itself."""
+    """Return the ignored part of a schema itself, without its subschemas, or None."""
     words = [word for word in own if word in WORDS and not _is_idle(word, own[word])]
     if never := [word for word in words if word in NEVER]:
         return never[0]
@@ -145,7 +145,7 @@ def _unread_of_type(own: Mapping[str, Any], words: Collection[str]) -> str | Non
 
 
 def _types_of(own: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema is read by; numbers may be whole."""
+    """Return the types by which a schema is handled; a number may be an integer."""
     named = own.get("type")
     types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
     if "type" not in own:
@@ -154,7 +154,7 @@ def _types_of(own: Mapping[str, Any]) -> set[str]:
 
 
 def _all_are(types: set[str], own: Mapping[str, Any], head: str, root: Any) -> bool:
-    """Return whether all that the head admits is of these types in any case."""
+    """Return whether all values that the head admits are of these types anyway."""
     options = own[head] if head in ("anyOf", "oneOf", "allOf") and isinstance(own[head], list) else [own]
     meant = {id(one): one for one in (_meant(option, root) for option in options)}
     return all(_is_of(types, one) for one in meant.values())
@@ -174,11 +174,11 @@ def _is_of(types: set[str], meant: Any) -> bool:
 
 
 def _parts(own: Mapping[str, Any], where: str) -> Iterator[Place]:
-    """Yield the schemas within a schema. A property may have any word for its name."""
+    """Yield a schema's subschemas. Properties may be named like keywords."""
     for word in (*MAPS, *PARTS):
         value, place = own.get(word), f"{where}/{word}"
         if isinstance(value, Mapping) and word not in MAPS:
-            # What names a property is a text, whether its schema says so or not.
+            # A property name is a text even if its schema does not say so.
             yield place[:LONGEST], {"type": "string", **value} if word == "propertyNames" else value
         elif isinstance(value, Mapping | list):
             named = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -186,7 +186,6 @@ def _parts(own: Mapping[str, Any], where: str) -> Iterator[Place]:
 
 
 def _schemas_of(tag: Any) -> Iterator[Any]:
-    """Yield the schemas of a structural tag."""
     left = [tag]
     while left:
         own = left.pop()

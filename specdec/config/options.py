@@ -1,4 +1,4 @@
-"""Settings as command-line options: one `--dashed-name` for each field, made from the settings class."""
+"""Settings as command-line options: one `--dashed-name` per field, generated from the settings class."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from specdec.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
 Run = Callable[[], None]
-"""What a command does once its options are read and what it needs is imported."""
+"""Runs a command after its options are parsed and its imports done."""
 
 COMMON = frozenset(
     {
@@ -30,11 +30,11 @@ COMMON = frozenset(
         *("replicas", "replicas_file", "replicas_dns", "prefill", "decode", "pd_protocol"),
     }
 )
-"""The settings that --help shows, in a line or two each; --help-all shows all, at length."""
+"""Settings shown by --help, in a line or two each; --help-all shows all, at length."""
 TEXTS = r'"\n\n", or ["\n\n", "END"] for several'
-"""How texts are typed, as JSON."""
+"""How to type texts as JSON."""
 SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": False})
-"""What a person types for True and False."""
+"""Words for True and False."""
 
 
 def add_settings(
@@ -45,9 +45,9 @@ def add_settings(
     without: Collection[str] = (),
     says: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Add an option for each field, and for other engines' names of them; `says` replaces a field's help.
+    """Add an option per field, and other engines' names of them; `says` replaces a field's help.
 
-    Those not given leave no trace, so that the class keeps its defaults.
+    Options not given set no attribute, so that the class's defaults apply.
     """
     group, absent = parser.add_argument_group(title), argparse.SUPPRESS
     taken = {name: field for name, field in settings.model_fields.items() if name not in without}
@@ -63,7 +63,7 @@ def add_settings(
 
 
 class _AliasAction(argparse.Action):
-    """Set what another engine's option stands for."""
+    """Sets the settings that another engine's option translates to."""
 
     def __init__(self, *, alias: Alias, **settings: Any) -> None:
         super().__init__(**settings)
@@ -72,7 +72,7 @@ class _AliasAction(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: Any = None
     ) -> None:
-        """Read the value; a switch has none but in its name."""
+        """Parse the value; that of a switch is in its name."""
         given = not option.startswith("--no-") if self.alias.is_switch else value
         try:
             for field, own in self.alias.read(given).items():
@@ -82,7 +82,7 @@ class _AliasAction(argparse.Action):
 
 
 class _Refused(argparse.Action):
-    """An option that is refused; the text names the replacement."""
+    """An option that is refused with advice."""
 
     def __init__(self, *, advice: str, **settings: Any) -> None:
         super().__init__(**settings)
@@ -91,14 +91,14 @@ class _Refused(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: Any = None
     ) -> NoReturn:
-        """End with the advice."""
+        """Exit with the advice."""
         parser.error(f"{option} is not an option here: {self.advice}")
 
 
 def add_options(
     parser: argparse.ArgumentParser, settings: type[Settings], *, without: Collection[str] = ()
 ) -> None:
-    """Add an option for each field of a small command: all are shown, and lists are written with commas."""
+    """Add an option per field of a small command: all are shown, and lists are comma-separated."""
     for name, field in settings.model_fields.items():
         if name in without:
             continue
@@ -119,21 +119,21 @@ def add_options(
 
 
 def settings_from(args: argparse.Namespace, settings: type[S]) -> S:
-    """Build the settings from the options that were given; what they refuse is a ConfigError."""
+    """Build settings from the given options; invalid ones raise ConfigError."""
     given = {name: value for name, value in vars(args).items() if name in settings.model_fields}
-    # A list that was given once, as None, is not given.
+    # A list given once, as None, counts as not given.
     return settings.model_validate({name: None if x == [None] else x for name, x in given.items()})
 
 
 def secret(name: str | None) -> str | None:
-    """Read a key from the environment: on the command line every user of the machine could see it."""
+    """Return a key from the environment: the command line is visible to every user of the machine."""
     if name is not None and name not in os.environ:
         raise ConfigError(f"--api-key-env: no variable {name!r} is set; export it first", field="api_key_env")
     return None if name is None else os.environ[name]
 
 
 def option_of(name: str) -> str:
-    """Spell a setting's name as an option."""
+    """Return a setting's option name."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -184,7 +184,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _brief(field: FieldInfo) -> str:
-    """Return what a field does in its title's first words."""
+    """Return the first part of a field's title, with its default."""
     return f"{(field.title or '').partition(';')[0]}{_default(field)}".replace("%", "%%")
 
 
@@ -193,7 +193,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def read_value(field: FieldInfo, text: str) -> object:
-    """Read what a person types for a field: `on`, `none`, or JSON where it begins with a quote or bracket."""
+    """Parse typed text for a field: `on`, `none`, or JSON if it starts with a quote or bracket."""
     kinds = kinds_of(field.annotation)
     if bool in kinds:
         return SWITCH.get(text.lower(), text)
@@ -211,7 +211,7 @@ def read_value(field: FieldInfo, text: str) -> object:
 
 
 def _reader(field: FieldInfo) -> Callable[[str], object]:
-    """Choose how an option's text is read."""
+    """Return the parser of an option's text."""
     texts = str in kinds_of(field.annotation) | _listed_kinds(field.annotation)
 
     def read(value: str) -> object:
@@ -223,14 +223,14 @@ def _reader(field: FieldInfo) -> Callable[[str], object]:
 
 
 def means_none(field: FieldInfo, value: object) -> bool:
-    """Return whether the word stands for no value. It may be one of several stop strings."""
+    """Return whether a value is the word for None, which could also be one of several stop strings."""
     kinds = kinds_of(field.annotation)
     may_be_none = types.NoneType in kinds and not {str, list} <= kinds
     return may_be_none and isinstance(value, str) and value.lower() == "none"
 
 
 def kinds_of(annotation: Any) -> set[type]:
-    """Return the types that a value may have: a list's or a mapping's own, not those of what is in it."""
+    """Return the types of a field's values: list or dict, but not their elements."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return set().union(*map(kinds_of, get_args(annotation)))
@@ -242,7 +242,7 @@ def kinds_of(annotation: Any) -> set[type]:
 
 
 def _listed_kinds(annotation: Any) -> set[type]:
-    """Return the types of what a list holds."""
+    """Return the element types of a list field."""
     if get_origin(annotation) in (Union, types.UnionType):
         return set().union(*map(_listed_kinds, get_args(annotation)))
     if get_origin(annotation) is Annotated:
@@ -251,7 +251,7 @@ def _listed_kinds(annotation: Any) -> set[type]:
 
 
 def _number(value: str) -> object:
-    """Read a number or a list of them; the rest stays text, for the settings to refuse in their words."""
+    """Parse a number or list of numbers; other text is left for the settings to refuse."""
     inner = value.strip().removeprefix("[").removesuffix("]")
     if inner == value.strip() and "," not in inner:
         return _decimal(inner)
@@ -260,14 +260,14 @@ def _number(value: str) -> object:
 
 
 def _decimal(text: str) -> int | float | str:
-    """Read a number as people write it, .5 and 1. too; what is none stays text."""
+    """Parse a number, including .5 and 1.; other text is returned unchanged."""
     if re.fullmatch(r"[+-]?\d{1,30}", text):
         return int(text)
     return float(text) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else text
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """Make a type of option that reads an integer and bounds it below."""
+    """Return an option type: integers of at least `smallest`."""
 
     def read(value: str) -> int:
         number = _decimal(value)
@@ -281,7 +281,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Make a type of option that reads values between commas."""
+    """Return an option type: comma-separated values."""
 
     def read(value: str) -> list[Any]:
         try:
@@ -293,7 +293,7 @@ def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Make a type of option that takes one of some words."""
+    """Return an option type: one of these words."""
 
     def read(text: str) -> str:
         if text not in names:

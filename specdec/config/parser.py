@@ -1,4 +1,4 @@
-"""The command's parser: light until a command is chosen, and helpful where a word is wrong."""
+"""Command-line parser that loads only the chosen command, with helpful errors."""
 
 import argparse
 import difflib
@@ -14,42 +14,41 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 USER_ERROR = 2
-"""Exit code of what a user gets wrong."""
+"""Exit code of user errors."""
 
 
 BOOLEANS = ("true", "false", "on", "off", "yes", "no")
-"""Words that behind a switch are meant as its value."""
+"""Words that look like a value after a switch."""
 
 
 class Help(str):
-    """What an option does, at length; `brief` is the line that --help shows, empty where it shows none."""
+    """Long help of an option; `brief` is the short form for --help, empty to hide it."""
 
     brief: str
 
     def __new__(cls, whole: str, brief: str) -> Self:
-        """Keep the short form beside the text."""
+        """Store the short form with the text."""
         text = super().__new__(cls, whole)
         text.brief = brief
         return text
 
 
 class HelpAll(argparse.Action):
-    """Print the help with every option, and end."""
+    """Prints the help with every option, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Show what --help leaves out."""
+        """Show all options."""
         assert isinstance(parser, Parser)
         print(parser.format_all(), end="")
         parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line and takes options by their whole name only.
+    """A parser with one-line errors and without abbreviated options.
 
-    Every command's is one, so that what all of them take may stand before a command or after it. `fill` adds
-    a command's own options once it is chosen: what they are made of is imported for that command alone.
-    `instead` says what to give for words that are no commands here.
-    `written` of what it reads has the options that were given, as they were, by their values' names.
+    Each command has one, so common options may precede or follow the command. `fill` adds a command's own
+    options once it is chosen, so that only their imports are loaded. `instead` gives advice for words that
+    are no commands. `written` in the result maps settings to the options as typed.
     """
 
     def __init__(
@@ -63,15 +62,15 @@ class Parser(argparse.ArgumentParser):
         self._fill, self._instead = fill, instead
         self._words: Sequence[str] = ()
         self.text_option: str | None = None
-        """The option whose text may also stand behind MODEL, without the option."""
+        """Option whose text may also follow MODEL without the option."""
         says = "log what the engine chooses and does"
-        # Without a default: that of a command would hide what stands before it.
+        # No default: that of a command would override an option before it.
         self.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=says)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Add the command's own options, then read; an option or a word that it has not is an error here."""
+        """Add the command's own options, then parse; unknown options and words are errors here."""
         fill, self._fill = self._fill, None
         if fill:
             fill(self)
@@ -79,7 +78,7 @@ class Parser(argparse.ArgumentParser):
                 says = "show every option"
                 self.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=says)
         words = self._words = sys.argv[1:] if args is None else list(args)
-        # Before argparse, to which what is missing counts first: a typo may be why.
+        # Checked before argparse reports missing arguments, which a typo may have caused.
         given: dict[str, str] = {}
         for option in self._own_options(words):
             if option not in self._option_string_actions:
@@ -101,9 +100,9 @@ class Parser(argparse.ArgumentParser):
     def _further_values(
         self, words: Sequence[str], unknown: Sequence[str], found: argparse.Namespace
     ) -> list[str]:
-        """Add words too many to the list that they stand behind, as in `serve MODEL --stop a b`.
+        """Append extra words to the preceding list option, as in `serve MODEL --stop a b`.
 
-        Return the others. With nargs="+" the list would take a MODEL that stands behind it too.
+        Return the other words. nargs="+" would also consume a MODEL after the list.
         """
         left, counts = [*unknown], Counter[str]()
         for i, option in enumerate(words):
@@ -119,14 +118,14 @@ class Parser(argparse.ArgumentParser):
         return left
 
     def _further_text(self, words: Sequence[str], unknown: list[str], found: argparse.Namespace) -> list[str]:
-        """Set the text option to a word behind MODEL; return the words that are left.
+        """Set the text option to a word after MODEL; return the remaining words.
 
-        A positional argument would not do: argparse gives it no word that stands behind a later option.
+        A positional argument would not work: argparse does not accept one after a later option.
         """
         if self.text_option is None or not unknown or _is_option(unknown[0]):
             return unknown
         if unknown[0].lower() in BOOLEANS and self._switch_before(unknown[0], words):
-            return unknown  # it was meant for the switch
+            return unknown  # meant as the switch's value
         action = self._option_string_actions[self.text_option]
         if getattr(found, action.dest) is not None:
             return unknown
@@ -134,13 +133,13 @@ class Parser(argparse.ArgumentParser):
         return unknown[1:]
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
-        """Split `-n16` and `-vv`; neither shorten `-ngl` to `-ng`, nor read `-mg` as `-m` with value g."""
+        """Split `-n16` and `-vv`, but neither shorten `-ngl` to `-ng`, nor split `-mg` into `-m` and g."""
         is_word = option_string[2:3].isalpha()
         found = super()._get_option_tuples(option_string)
         return [own for own in found if len(own[1]) == 2 and (own[0].nargs == 0 or not is_word)]
 
     def _refuse(self, word: str, words: Sequence[str]) -> NoReturn:
-        """Refuse a word too many; one behind a switch was meant to be its value."""
+        """Report an extra word; one after a switch was meant as its value."""
         if switch := self._switch_before(word, words):
             self.error(_needless(switch.option_strings, repr(word)))
         if self.text_option is None or _is_option(word):
@@ -159,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions.get(before) if before.startswith("--") else None
 
     def _refuse_twice(self, option: str, given: dict[str, str]) -> None:
-        """Refuse a setting that two options of different names give."""
+        """Report a setting given by two different options."""
         action = self._option_string_actions[option]
         for setting in _sets(action):
             first = given.setdefault(setting, option)
@@ -167,7 +166,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{first} and {option} both set {setting}; give one of them")
 
     def _own_options(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield the options before a command; a word with a blank is a value, as argparse has it."""
+        """Yield the options before a command; as in argparse, a word with a blank is a value."""
         chosen = [own.choices or () for own in self._actions if own.nargs == argparse.PARSER]
         ends = {"--", *itertools.chain.from_iterable(chosen)}
         for word in itertools.takewhile(lambda word: word not in ends, words):
@@ -175,14 +174,14 @@ class Parser(argparse.ArgumentParser):
                 yield word.partition("=")[0]
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
-        """Raise where output cannot be written, which argparse ignores."""
+        """Raise if output cannot be written, which argparse ignores."""
         if file is not None and file is sys.stdout:
             file.write(message)
         else:
             super()._print_message(message, file)
 
     def format_help(self) -> str:
-        """Show an option that has a short form in that, and leave those out whose short form is empty."""
+        """Format the short help; options with an empty short form are hidden."""
         whole = {action: action.help for action in self._actions if isinstance(action.help, Help)}
         if not whole:
             return self.format_all()
@@ -200,11 +199,11 @@ class Parser(argparse.ArgumentParser):
                 action.help = says
 
     def format_all(self) -> str:
-        """Show every option at length."""
+        """Format the long help with every option."""
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Exit with the message, a near word where there is one, and where to read more."""
+        """Exit with the message, a suggestion if there is one, and a pointer to --help."""
         if found := re.search(r"^argument (.*): invalid choice: '(.*)' \(choose from (.*)\)$", message):
             message = self._unknown_word(found[1], found[2], re.findall(r"[\w.-]+", found[3]))
         if found := re.search(r"^argument (.*): ignored explicit argument (.*)$", message):
@@ -216,14 +215,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"specdec: {message}{more} {self.prog} --help\n")
 
     def _missing(self, names: Sequence[str]) -> str:
-        """Describe what is missing behind an option; a word that begins with - is taken for an option."""
+        """Describe a missing value; a word that begins with - counts as an option."""
         option = next((own for own in names if own in self._words), names[-1])
         action = self._option_string_actions.get(option)
         value = (action and action.metavar) or "VALUE"
         return f"{option} needs a value: {option} {value}, or {option}={value} where it begins with -"
 
     def _unknown_word(self, name: str, word: str, known: Sequence[str]) -> str:
-        """List what is possible instead of an unknown word."""
+        """Describe an unknown word with the alternatives."""
         if name.startswith("-"):
             return f"{name} cannot be {word!r}; give {', '.join(known[:-1])} or {known[-1]}"
         if word in self._instead:
@@ -234,13 +233,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def _sets(action: argparse.Action) -> Sequence[str]:
-    """Return the settings that an option gives: another engine's may give several."""
+    """Return the settings an option sets; another engine's option may set several."""
     sets: Sequence[str] = getattr(action, "sets", (action.dest,))
     return sets
 
 
 def _is_option(word: str) -> bool:
-    """Return whether argparse takes a word for an option."""
+    """Return whether argparse treats a word as an option."""
     return word.startswith("-") and word != "-" and " " not in word
 
 
@@ -250,9 +249,9 @@ def _needless(switch: Sequence[str], value: str) -> str:
 
 
 def as_written(message: str, written: Mapping[str, str]) -> str:
-    """Name the settings that a refusal speaks of by the options that were given for them.
+    """Replace setting names in an error by the options as typed.
 
-    None is what an option that is left out stands for: it is no value to give.
+    "or None" is dropped: None means an omitted option, which is no value to give.
     """
 
     def option(found: re.Match[str]) -> str:
@@ -262,9 +261,9 @@ def as_written(message: str, written: Mapping[str, str]) -> str:
 
 
 def as_typed(message: str) -> str:
-    """Spell settings that a refusal advises as options: draft='auto' is --draft auto.
+    """Replace advice such as draft='auto' in an error by options: --draft auto.
 
-    The query of a URL, as in ?bootstrap=PORT, is left alone.
+    A URL's query, as in ?bootstrap=PORT, is left alone.
     """
 
     def option(found: re.Match[str]) -> str:
@@ -274,7 +273,7 @@ def as_typed(message: str) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """Suggest what may have been meant, if anything is like it."""
-    names = {name.lstrip("-"): name for name in known}  # dashes would make any two options alike
+    """Return a suggestion of similar names, or ""."""
+    names = {name.lstrip("-"): name for name in known}  # dashes would make any two options similar
     close = [names[own] for own in difflib.get_close_matches(word.replace("_", "-").lstrip("-"), names, n=2)]
     return f"; did you mean {' or '.join(close)}?" if close else ""

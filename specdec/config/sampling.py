@@ -1,4 +1,4 @@
-"""What a user may set of a request: how its tokens are chosen and when it ends."""
+"""Sampling parameters of a request."""
 
 from typing import Annotated, Self
 
@@ -11,13 +11,13 @@ from specdec.config.thinking import ThinkingSpan
 from specdec.errors import ConfigError
 
 GREEDY_BELOW = 1e-5
-"""A lower temperature counts as 0: divided by it, logits would leave the range of float32."""
+"""Lower temperatures count as 0: logits divided by them would exceed float32."""
 MOST_TOKENS = 1 << 31
 MAX_STOPS = 64
 MAX_IDS = 1 << 18
-"""More than any vocabulary has."""
+"""More than any vocabulary."""
 MAX_BIASES = 1024
-"""Each is looked at for every token, while all others wait."""
+"""Limited, since each is applied for every token while other requests wait."""
 
 
 def _round_to_greedy(value: object) -> object:
@@ -37,7 +37,7 @@ def _refuse_surrogates(value: object) -> object:
 
 
 def _distinct(value: object) -> object:
-    """Drop what is given more than once; numbers that no token has may be chosen to have one hash."""
+    """Drop duplicates; numbers beyond any token id are left alone, as they could be chosen to collide."""
     if isinstance(value, list) and all(type(own) is int and own.bit_length() <= 32 for own in value):
         return list(dict.fromkeys(value))
     return value
@@ -46,15 +46,16 @@ def _distinct(value: object) -> object:
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
-"""Only the first mistake is collected: those of all ids would hold the interpreter for seconds."""
+"""Stops at the first error: collecting those of all ids would block the interpreter for seconds."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class SamplingParams(Settings):
-    """How one request's tokens are chosen and when it ends.
+    """How one request's tokens are sampled and when it ends.
 
-    Contradictory: several choices (`n`) at temperature 0, which would all be the same text. Filters such as
-    `top_p` are allowed at temperature 0, where they change nothing, because clients send them always.
+    Contradictions raise, such as several choices (`n`) at temperature 0, which would be the same text.
+    Filters such as `top_p` are allowed at temperature 0, where they have no effect, because clients always
+    send them.
     """
 
     max_tokens: int = Field(

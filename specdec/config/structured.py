@@ -10,12 +10,12 @@ from specdec.config.fields import switch
 from specdec.config.json_schema import unread_form
 
 LONGEST = 32 << 10
-"""Characters of a form: one of a thousand properties takes seconds to compile."""
+"""Maximum characters of a grammar source: one of a thousand properties takes seconds to compile."""
 Text = Annotated[str, Field(min_length=1)]
 
 
 def _own_json(value: object) -> object:
-    """Copy what will be written as JSON: its caller may change it later."""
+    """Copy a mapping via JSON, since its caller may change it later."""
     try:
         return json.loads(json.dumps(value, default=_as_json)) if isinstance(value, dict) else value
     except (TypeError, ValueError, RecursionError) as error:
@@ -36,7 +36,7 @@ Json = Annotated[dict[str, Any] | Text | None, BeforeValidator(_own_json)]
 
 
 class Structure(Settings):
-    """Exactly one of them: no token is chosen, and none drafted, that could not go on to such a text."""
+    """Grammar of the output; exactly one field is set. Sampled and drafted tokens always conform."""
 
     json_schema: Json = Field(
         None,
@@ -79,16 +79,16 @@ class Structure(Settings):
 
     @property
     def kind(self) -> str:
-        """Name the form that is given."""
+        """Name of the field that is set."""
         return self._given[0]
 
     @property
     def _given(self) -> list[str]:
-        """An empty schema is one: it fits everything."""
+        """Fields that are set; an empty schema counts as one, which fits everything."""
         return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
 
     @property
     def source(self) -> str:
-        """Return its text, by which equal forms are known."""
+        """Its source text, which identifies equal grammars."""
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else json.dumps(value)

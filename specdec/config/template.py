@@ -1,4 +1,4 @@
-"""Variables of chat templates: what may be given of them, in requests and in settings."""
+"""Chat template variables that requests and settings may set."""
 
 from typing import Annotated, Any
 
@@ -7,7 +7,7 @@ from pydantic import AfterValidator
 from specdec.config.base import contradiction
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-"""Special tokens that templates use, by their names in `tokenizer_config.json`."""
+"""Special tokens used by templates, under their names in `tokenizer_config.json`."""
 FIELD = "chat_template_kwargs"
 _TOKENIZERS = "it comes from tokenizer_config.json"
 TAKEN = {
@@ -19,11 +19,11 @@ TAKEN = {
     "chat_template": "the folder's own is used",
     **dict.fromkeys(SPECIAL, _TOKENIZERS),
 }
-"""Names that are no variables to give, and why: they would be dropped, or change the chat unseen."""
+"""Names that cannot be set, with the reason: they would be dropped, or change the chat silently."""
 
 
 def check_variables(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse variables that the chat itself, or its tokenizer, settles."""
+    """Raise for variables that the chat or its tokenizer determines."""
     for name in given:
         if name in TAKEN:
             raise contradiction(FIELD, f"{name} cannot be set: {TAKEN[name]}; leave it out.")

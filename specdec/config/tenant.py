@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 class Tenant:
     """Key of everything that outlives a request.
 
-    The server's access check says who calls, the request's parameters which salt; every store that outlives
-    a request is asked with both. No log shows either.
+    The caller comes from the server's access check, the salt from the request; stores that outlive a request
+    are keyed by both. Neither is ever logged.
     """
 
     caller: str = field(default="", repr=False)
-    """What the access check calls the holder of an API key, never the key; empty where none is asked for."""
+    """Name derived from an API key, never the key itself; empty if none is required."""
     salt: str = field(default="", repr=False)
     source: str = field(default="", repr=False, compare=False)
     """The connection of a request without a key, for fair scheduling; it does not separate caches."""
@@ -21,9 +21,9 @@ class Tenant:
 
     @property
     def flow(self) -> tuple[str, str]:
-        """Return the caller and the salt between which the engine is shared fairly."""
+        """Caller and salt between which the engine is shared fairly."""
         return self.caller or self.source, self.salt
 
 
 SOLE = Tenant()
-"""The only one there is, as long as a process asks for no keys and no request brings a salt."""
+"""The tenant of processes without keys and requests without a salt."""

@@ -1,4 +1,4 @@
-"""Where within an output a model thinks before it answers, and how much it may."""
+"""Thinking markers and budget of an output."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ Marker = Annotated[str, Field(min_length=1, max_length=LONGEST_MARKER)]
 
 
 class ThinkingSpan(Settings):
-    """The markers around an output's thinking. `structured_outputs` bounds only what follows it."""
+    """Markers around an output's thinking. `structured_outputs` only constrains the text after it."""
 
     start: Marker = Field("<think>", title="start marker", description="a text of 1 to 64 characters")
     end: Marker = Field("</think>", title="end marker", description="a text of 1 to 64 characters")

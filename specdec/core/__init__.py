@@ -1,1 +1,1 @@
-"""One step, and the life of a request: schedule, draft, verify, commit and emit."""
+"""The decode loop and the life of a request: schedule, draft, verify, commit and emit."""

@@ -1,4 +1,4 @@
-"""What drafts have earned: statistics of each request, which start from those of all that sample alike."""
+"""Draft acceptance per request, starting from the statistics of requests with similar sampling."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -12,12 +12,12 @@ from specdec.draft.calibration import Tally
 from specdec.draft.worth import Worth
 
 NEARLY_GREEDY = 0.5
-"""A temperature up to which drafts are accepted nearly as often as without any."""
+"""Maximum temperature that counts as nearly greedy, where acceptance is close to greedy acceptance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What was accepted so far, as an engine and its drafters remember it."""
+    """A copy of the acceptance statistics of an engine and its drafters."""
 
     kinds: dict[int, TrackRecord]
     tallies: tuple[list[list[Tally]], ...]
@@ -25,41 +25,41 @@ class Experience:
 
 
 class AcceptanceStats:
-    """Owns the track records of requests and of their kinds, and what was drafted in the current step."""
+    """Owns the track records of requests and sampling kinds, and the draft records of the current step."""
 
     def __init__(self) -> None:
         self.gained = 0
-        """Drafted tokens that the current step's requests have taken."""
+        """Tokens emitted beyond one per request in the current step."""
         self._drafted: dict[int, DraftRecord] = {}
         self._kinds: dict[int, TrackRecord] = {}
         self._requests: dict[int, TrackRecord] = {}
 
     def __len__(self) -> int:
-        """Count the requests that have a record."""
+        """Return the number of requests with a record."""
         return len(self._requests)
 
     def of(self, request: Request) -> TrackRecord:
-        """Return what drafts have earned for a request."""
+        """Return a request's track record, which starts from that of its kind."""
         if request.number not in self._requests:
             alike = self._kinds.setdefault(_kind(request.params), TrackRecord())
             self._requests[request.number] = TrackRecord(alike)
         return self._requests[request.number]
 
     def begin_step(self) -> None:
-        """Forget what the last step drafted."""
+        """Clear the last step's draft records."""
         self._drafted.clear()
         self.gained = 0
 
     def note(self, request: Request, record: DraftRecord | None) -> None:
-        """Note what was drafted for a request and is verified; None: nothing to learn from."""
+        """Record the draft to be verified for a request; None: there is nothing to learn."""
         self._drafted.pop(request.number, None)
         if record:
             self._drafted[request.number] = record
 
     def learn(self, request: Request, emitted: Sequence[int]) -> Sequence[bool]:
-        """Compare what was proposed, verified or not, with the tokens that came.
+        """Update from a step's proposals, verified or not, and the emitted tokens.
 
-        Return for each of these whether only finished requests' outputs had it.
+        Return for each emitted token whether only finished requests' outputs had proposed it.
         """
         asked = self._drafted.get(request.number)
         self.gained += len(emitted) - 1
@@ -69,31 +69,31 @@ class AcceptanceStats:
             judged = proposal.above(len(emitted))
             drafter.calibrator.observe(judged, judged.tree.follow(emitted))
         if asked.shape:
-            # What was looked up may go deeper than was planned: that is no merit of a draft in this shape.
+            # A look-up may go deeper than the planned shape; the excess is not credited to the shape.
             judged = asked.merged.above(min(asked.shape.num_steps, len(emitted)))
             depth, followed = max(judged.tree.depths), len(judged.tree.follow(emitted)) - 1
             self.of(request).observe(asked.shape, depth, followed)
         return asked.shared(emitted)
 
     def end(self, request: Request) -> None:
-        """Forget a request; its kind's record keeps what it came to."""
+        """Drop a request's record; its kind's record remains."""
         self._requests.pop(request.number, None)
 
     def forget_requests(self) -> None:
-        """Forget all requests, whatever was half done."""
+        """Drop all requests, including unfinished ones."""
         self._requests.clear()
         self._drafted.clear()
 
     def kinds(self) -> dict[int, TrackRecord]:
-        """Copy what is known of each kind."""
+        """Return a copy of the records of each kind."""
         return deepcopy(self._kinds)
 
     def recall(self, kinds: Mapping[int, TrackRecord]) -> None:
-        """Replace everything known by this."""
+        """Replace all records by these."""
         self._kinds = deepcopy(dict(kinds))
         self.forget_requests()
 
 
 def _kind(params: SamplingParams) -> int:
-    """Classify requests by how their acceptance compares: 0 greedy, 1 nearly greedy, 2 sampled."""
+    """Return the sampling kind: 0 greedy, 1 nearly greedy, 2 sampled."""
     return 0 if params.temperature == 0 else 1 if params.temperature <= NEARLY_GREEDY else 2

@@ -1,4 +1,4 @@
-"""One request's part of a step: what the scheduler plans, the drafters widen and the window reads."""
+"""One request's part of a step: planned by the scheduler, extended by drafts, turned into a window row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from specdec.verify.walk import AcceptedPath
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """What a request reads in a step: certain tokens, or the root of a tree and what was drafted below it."""
+    """A request's tokens in a step: a chunk of known tokens, or a draft tree with its root."""
 
     request: Request
     tree: TokenTree
     is_decode: bool
-    """It begins with the one token that was sampled last, drafted or not."""
+    """Whether it starts with the last sampled token, drafted or not."""
     sample_at: Sequence[int] = ()
-    """The nodes at which a token is sampled: all of a draft, or the last uncomputed token."""
+    """Nodes at which a token is sampled: all of a draft, or the last uncomputed token."""
     slots: Sequence[Any] | None = None
-    """What the nodes of a draft write; None: nothing was drafted."""
+    """Slots that the draft's nodes write; None: no draft."""
 
     @classmethod
     def of(cls, request: Request, num_tokens: int) -> Self:
-        """Read the next tokens that the request has and the model has not computed."""
+        """Build a step over the next uncomputed tokens, without a draft."""
         start, is_last = request.num_computed_tokens, request.num_uncomputed_tokens == num_tokens
         tree = TokenTree.chain(request.tokens[start : start + num_tokens])
         return cls(request, tree, request.is_decoding, (num_tokens - 1,) if is_last else ())
 
     def with_draft(self, draft: Draft | None) -> Self:
-        """Verify a draft as well, if there is one."""
+        """Return it with a draft to verify, if there is one."""
         if draft is None:
             return self
         tree = draft.tree
@@ -50,13 +50,13 @@ class ScheduledRequest:
         return self.slots is not None
 
     def row(self, backing: Backing) -> Row:
-        """Return the row of the window: what to read and where."""
+        """Return the window row: tokens, position, block table, state and path."""
         request, held = self.request, self.request.committed or Committed(0)
         row = Row(self.tree, request.num_computed_tokens, request.table_N, held.state, held.path)
         return row if self.slots is None else backing.dress(row, self.slots)
 
     def node(self, node: int) -> Node:
-        """Return the rule, the position and the drafted tokens before it that sampling at a node needs."""
+        """Return the sampling context of a node: sampler, position, and the draft tokens before it."""
         path = () if self.slots is None else self.tree.path(node)[1:]
         request = self.request
         tokens = tuple([self.tree.tokens[n] for n in path])
@@ -68,12 +68,15 @@ class ScheduledRequest:
         return [i + 1 if i < accepted else 0 for i in range(len(path.emitted))]
 
     def draft_tree(self, path: AcceptedPath, tokens: int) -> DraftTree:
-        """Show the tree and what came of it to a request that took the first `tokens` of the path."""
+        """Return the draft tree and its outcome, for a request that took the first `tokens` of the path."""
         bonus = path.emitted[-1] if tokens == len(path.emitted) else None
         return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[1:][:tokens], bonus)
 
     def count(self, counts: Counts, path: AcceptedPath, tokens: int, shared: Sequence[bool]) -> None:
-        """Note what came of the draft, of whose path the request has taken `tokens`; which were `shared`."""
+        """Record the outcome of the draft, for a request that took the first `tokens` of the path.
+
+        `shared` marks emitted tokens that only finished requests' outputs had proposed.
+        """
         accepted = len(path.nodes) - 1
         deeper = self.slots is not None and path.nodes[-1] in self.tree.parents
         counts.note(
@@ -87,33 +90,33 @@ class ScheduledRequest:
 
 
 class Ahead(NamedTuple):
-    """Steps of the device that are under way behind a result: they have folded each path into its state."""
+    """Device steps in flight after a result; they have folded each path into its state."""
 
     steps: int
     tokens: int
-    """What each row will have read in them, as far as that is certain."""
+    """Number of tokens per row that they certainly process."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave its rows, whether the host decided it or the device."""
+    """Result of a step, decided on the host or the device."""
 
     rows: Sequence[ScheduledRequest]
     paths: Sequence[AcceptedPath]
     committed: Sequence[Committed | None]
-    """Each row's state from now on."""
+    """Each row's committed state after the step."""
     seconds: Mapping[str, float]
     choices: Sequence[Mapping[int, Choice]] | None = None
-    """What was sampled at each row's nodes; None: only the device knows."""
+    """Samples at each row's nodes; None: only the device has them."""
     ahead: Ahead | None = None
-    """None: nothing is under way, and all that a head has yet to read waits on the host."""
+    """None: no step is in flight, and a head's pending hidden states are on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step came to, for observers; finished requests still have their memory."""
+    """Report of a step, for observers; finished requests still own their memory."""
 
     result: StepResult
     taken: Sequence[int]
-    """How many of each path's tokens its request took."""
+    """Number of tokens of each path that its request took."""
     finished: Sequence[Request]

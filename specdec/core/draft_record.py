@@ -1,4 +1,4 @@
-"""What drafters are asked for a request, and what is made of their answers."""
+"""Drafter inputs per request, and the merging of their proposals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +12,15 @@ Answer = tuple[Drafter, Proposal]
 
 @dataclass(frozen=True, slots=True)
 class DraftRecord:
-    """What one row's drafters proposed, and what was made of it before it was cut."""
+    """One row's proposals, and their merged tree before it was cut."""
 
     shape: Shape | None
-    """None: only look-ups were, which nothing was planned for."""
+    """None: look-ups only, without a plan."""
     parts: tuple[Answer, ...]
     merged: Proposal
 
     def shared(self, tokens: Sequence[int]) -> list[bool]:
-        """Return for each token of a text, as far as proposed, whether only finished outputs had it."""
+        """Return for each token, as far as proposed, whether only finished requests' outputs had it."""
         told: list[bool] = []
         for _, proposal in self.parts:
             for depth, node in enumerate(proposal.tree.follow(tokens)[1:]):
@@ -30,7 +30,7 @@ class DraftRecord:
 
 
 def want_of(request: Request, shape: Shape | None) -> Want:
-    """Return what a drafter may know of a request: up to the token behind what the target has read."""
+    """Return a drafter's view of a request, up to the token after the last computed one."""
     tokens = (
         request.tokens
         if request.num_uncomputed_tokens == 1
@@ -49,12 +49,12 @@ def want_of(request: Request, shape: Shape | None) -> Want:
 
 
 def merged(request: Request, answers: Sequence[Answer], limit: int | None = None) -> Proposal:
-    """Make one proposal of all drafters' for a request."""
+    """Merge all drafters' proposals for a request."""
     return merge(request.tokens[-1], [proposal for _, proposal in answers], limit)
 
 
 def widened(shape: Shape | None, found: Proposal) -> Shape | None:
-    """Make room in a shape for what was found beside it, or for that alone."""
+    """Widen a shape to hold a look-up result; without a shape, return that of the result."""
     if not found.num_drafted:
         return shape
     if shape is None:

@@ -1,4 +1,4 @@
-"""EngineCore: requests are added, stepped and aborted, in the one thread that owns the model."""
+"""EngineCore: add, step and abort requests, in the one thread that owns the model."""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -19,18 +19,18 @@ from specdec.verify.limits import Limit
 
 
 def discard(_: Delta | SpecdecError) -> None:
-    """Ignore what a request emits."""
+    """Discard a request's output."""
 
 
 class EngineCore:
-    """A decode loop and the life of its requests. `new_request` may be called from any thread."""
+    """A decode loop and its requests. `new_request` may be called from any thread."""
 
     def __init__(self, loop: DecodeLoop, *, vocab: int, eos: Collection[int], max_length: int) -> None:
         self.loop, self.vocab, self.eos, self.max_length = loop, vocab, eos, max_length
         self.failed_steps = 0
-        """Steps that raised something, and after which the engine went on."""
+        """Number of steps that raised and were recovered."""
         self.clean_checks = 0
-        """How often nothing was left to do and the arena was proved empty and whole."""
+        """Number of idle checks of the arena that passed."""
         self._numbers = itertools.count(1)
 
     def new_request(
@@ -48,11 +48,10 @@ class EngineCore:
         prefill_only: bool = False,
         turns: Sequence[int] | None = None,
     ) -> Request:
-        """Make a request, of choice `index`; without `stop_ids` those of the parameters end it.
+        """Build a request for choice `index`; `stop_ids` defaults to those of the parameters and EOS.
 
-        `turns` is what `turns_of` returns, for all choices of a prompt.
-
-        With `prefill_only` it prefills for another engine and samples nothing.
+        `turns` is the result of `turns_of`, for all choices of a prompt. With `prefill_only` the request
+        prefills for another engine and samples nothing.
         """
         request = Request(
             RequestId(next(self._numbers)),
@@ -77,12 +76,12 @@ class EngineCore:
         return (int(ends[0]), int(ends[-1])) if len(ends) else ()
 
     def add_request(self, request: Request) -> Request:
-        """Submit a request; it takes part from the first step that has room for it."""
+        """Submit a request; it joins the first step with capacity for it."""
         self.loop.scheduler.submit(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request with the next step; one that has ended already is left alone."""
+        """Cancel a request at the next step; no effect if it has ended."""
         request.cancelled = True
 
     @property
@@ -91,19 +90,19 @@ class EngineCore:
 
     @property
     def requests(self) -> list[Request]:
-        """List those that run and those that wait."""
+        """Return running and waiting requests."""
         return [*self.loop.scheduler.running, *self.loop.scheduler.waiting]
 
     def step(self) -> None:
-        """Advance every request that takes part by one window."""
+        """Advance every scheduled request by one window."""
         self.loop.step()
 
     def prepare(self) -> bool:
-        """Record one step ahead of its first use, while no request runs; return False when none is left."""
+        """Record one step before its first use, while no request runs; return False when none is left."""
         return self.loop.prepare()
 
     def warm_up(self) -> None:
-        """Record all steps that are left to record: what measures speed calls it first."""
+        """Record all remaining steps; call it before measuring speed."""
         while self.prepare():
             pass
 
@@ -113,25 +112,25 @@ class EngineCore:
             self.step()
 
     def check_may_rest(self) -> None:
-        """Refuse to give the arena's bytes back while another engine's are on their way into it."""
+        """Raise if another engine is writing into the arena, which then must not be released."""
         if self.loop.scheduler.connector.is_receiving:
             raise EngineError("Prompts are being fetched into this engine's arena; rest when they have come.")
 
     def rest(self) -> None:
-        """Preempt what runs and give the arena's bytes back; requests wait from now on."""
+        """Preempt running requests and release the arena's memory; requests wait until `wake`."""
         self.loop.rest()
 
     def wake(self) -> None:
-        """Use the arena again and go on with what waits."""
+        """Use the arena again and resume waiting requests."""
         self.loop.wake()
 
     def check_idle(self) -> None:
-        """Prove, while there is nothing to do, that memory is as it should be."""
+        """Check the arena's integrity while idle."""
         self.loop.check_idle()
         self.clean_checks += 1
 
     def recover(self, failure: Exception) -> None:
-        """Reset after a step that failed, and end the requests that it may have spoilt with an error."""
+        """Reset after a failed step, and end the requests it may have corrupted with an error."""
         spoilt = self.loop.scheduler.give_up()
         try:
             self.loop.recover()
@@ -142,29 +141,29 @@ class EngineCore:
                 if request.finish_reason and not request.chooser.fault:  # its text is complete
                     request.send(request.take_delta())
                 else:
-                    request.fail(EngineError(why))  # one each: a caller may keep it, and write on it
+                    request.fail(EngineError(why))  # one instance per request, since a caller may modify it
 
     def end_all(self, why: str) -> Sequence[Exception]:
-        """Give every request's memory back and end it with an error; return what went wrong with that."""
+        """Release every request and end it with an error; return exceptions raised meanwhile."""
         faults = []
         for request in self.requests:
             try:
                 self.loop.scheduler.release(request)
-            except Exception as fault:  # one that fails keeps no other waiting
+            except Exception as fault:  # continue with the other requests
                 faults.append(fault)
             request.fail(EngineError(why))
         return faults
 
     def flush(self, caller: str | None = None) -> None:
-        """Forget what ended requests, or one caller's, left for later ones."""
+        """Drop data cached from ended requests: all, or one caller's."""
         self.loop.flush(caller)
 
     def close(self) -> None:
-        """End what runs beside the loop."""
+        """Stop background threads of the loop."""
         self.loop.close()
 
     def stats(self) -> EngineStats:
-        """Return what the steps have done since the start, and what is held now; any thread may ask."""
+        """Return statistics since the start, and current usage; callable from any thread."""
         loop = self.loop
         counts, scheduler = loop.counts, loop.scheduler
         return EngineStats(

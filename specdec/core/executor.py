@@ -1,4 +1,4 @@
-"""What the loop asks of the network, wherever its weights and the sequences' memory lie."""
+"""The decode loop's interface to the network, independent of where weights and memory are."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -17,14 +17,14 @@ class Forward(NamedTuple):
     """The hidden states of a packed window."""
 
     first_B: Sequence[int]
-    """Where each row's tokens begin."""
+    """Index of each row's first token."""
     hidden_TD: Tensor
     aux: Sequence[Tensor]
-    """The residual streams that enter the layers asked for."""
+    """Input residual streams of the requested layers."""
 
 
 class Executor(Protocol):
-    """Runs the network over the rows of a step; the loop sees ids and hidden states, no weights or memory."""
+    """Runs the network over the rows of a step; the loop sees only ids and hidden states."""
 
     device: torch.device
     kernels: Kernels
@@ -42,7 +42,7 @@ class Executor(Protocol):
         ...
 
     def fold(self, committed: Sequence[Committed]) -> None:
-        """Bring states up to date with the accepted records beside them."""
+        """Fold accepted records into their states."""
         ...
 
 
@@ -67,7 +67,7 @@ class LocalExecutor:
         self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
 
     def fold(self, committed: Sequence[Committed]) -> None:
-        """Bring states up to date with the accepted records beside them."""
+        """Fold accepted records into their states."""
         path, length_B = record_ids([own.path for own in committed], self.device)
         state_B = torch.tensor([own.state for own in committed], device=self.device)
         self.network.materialize(self.arena, state_B, path, length_B)

@@ -29,7 +29,7 @@ class VirtualClock:
         return self._times.get(flow, self._now)
 
     def arrive(self, flow: str, waiting: Collection[str]) -> None:
-        """Start a flow that had nothing waiting no earlier than now."""
+        """Activate a flow that had no waiting requests, at the current time or later."""
         if len(self._times) > MOST_IDLE + len(waiting):
             self._times = {own: at for own, at in self._times.items() if at > self._now or own in waiting}
         self._times[flow] = max(self.at(flow), self._now)
@@ -46,12 +46,12 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._weights: dict[str, float] = {}
-        """Of callers with a weight other than 1."""
+        """Weights other than 1, by caller."""
         self._callers = VirtualClock()
         self._salts: dict[str, VirtualClock] = {}
-        """Clocks over the salts of each caller that has some."""
+        """Clock over the salts of each caller that uses salts."""
         self._waiting: dict[str, dict[str, deque[Request]]] = {}
-        """By caller and salt; none of them is empty."""
+        """By caller and salt; all are non-empty."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -61,12 +61,12 @@ class FairQueue:
         return chain.from_iterable(own for salts in self._waiting.values() for own in salts.values())
 
     def append(self, request: Request) -> None:
-        """Add a request behind those of its flow."""
+        """Append a request to its flow."""
         self._flow(request.tenant).append(request)
         self._count += 1
 
     def appendleft(self, request: Request) -> None:
-        """Put a preempted request before those of its flow."""
+        """Prepend a preempted request to its flow."""
         self._flow(request.tenant).appendleft(request)
         self._count += 1
 
@@ -88,10 +88,10 @@ class FairQueue:
     def heads(
         self, pending: Mapping[str, int] | None = None, shares: "Shares | None" = None
     ) -> list[Request]:
-        """Return the first request of each caller, in the order in which they are to be served.
+        """Return the first request of each caller, in serving order.
 
-        `pending` tokens of a caller are admitted and not yet charged. With `shares` of places, callers that
-        would exceed theirs come last: they would be preempted again.
+        `pending` counts a caller's tokens that are admitted and not yet charged. With `shares`, callers that
+        would exceed their share come last: they would be preempted again.
         """
         heads = {caller: self._head(caller, salts) for caller, salts in self._waiting.items()}
         known = pending or {}
@@ -112,7 +112,7 @@ class FairQueue:
         return self._weights.get(caller, 1.0)
 
     def charge(self, computed: Iterable[tuple[Tenant, int]]) -> None:
-        """Advance tenants' virtual times by the tokens that a step has computed for them."""
+        """Advance tenants' virtual times by the tokens computed for them in a step."""
         callers, salts = Counter[str](), dict[str, Counter[str]]()
         for tenant, tokens in computed:
             caller, salt = tenant.flow
@@ -126,7 +126,7 @@ class FairQueue:
             self._salts[caller].charge(costs, dict.fromkeys(active, 1.0))
 
     def shares(self, held: Mapping[str, float], counts: Mapping[str, int], whole: float) -> "Shares":
-        """Divide a whole among all callers that run or wait; `counts` are their running requests."""
+        """Divide a resource among all callers with requests; `counts` are their running requests."""
         weights = {caller: self.weight(caller) for caller in (*counts, *self._waiting)}
         unit = whole / (sum(weights.values()) or 1)
         excess = {own: held[own] - unit * weights[own] for own, count in counts.items() if count > 1}
@@ -137,7 +137,7 @@ class FairQueue:
         )
 
     def _flow(self, tenant: Tenant) -> deque[Request]:
-        """Return a tenant's queue, for a request that is put into it."""
+        """Return a tenant's queue, to insert a request."""
         caller, salt = tenant.flow
         if tenant.weight != 1:
             self._weights[caller] = tenant.weight
@@ -185,5 +185,5 @@ class Shares:
 
 
 def by_caller(requests: Iterable[Request]) -> Counter[str]:
-    """Count requests by their callers."""
+    """Return the number of requests by caller."""
     return Counter(request.tenant.flow[0] for request in requests)

@@ -1,4 +1,4 @@
-"""What a draft head has read of each request, and has yet to read."""
+"""Track which tokens of each request a draft head has processed."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,18 +16,18 @@ from specdec.verify.walk import AcceptedPath
 
 
 class HeadState:
-    """Keeps a head's view of every request up to date. Without a head there is nothing to do."""
+    """Keeps a head in step with every request; all methods are no-ops without a head."""
 
     def __init__(self) -> None:
         self.head: HeadDrafter | None = None
 
     @property
     def aux_layers(self) -> Sequence[int]:
-        """List the layers whose inputs the head reads."""
+        """Layers whose inputs the head uses."""
         return self.head.head.aux_hidden_layers if self.head else ()
 
     def read(self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath], forward: Forward) -> None:
-        """Give the head the hidden states of each accepted path."""
+        """Pass the hidden states of each accepted path to the head."""
         head = self.head
         if head is None:
             return
@@ -50,32 +50,32 @@ class HeadState:
         if self.head is None:
             return
         full = [request for request in requests if self.is_full(request)]
-        # Those that the head has no time for would copy what they hold.
+        # Requests beyond the head's budget would only copy their pending hidden states.
         behind = accumulate(self.head.num_unread(request.number) for request in full)
         now = [own for own, count in zip(full, behind, strict=True) if count <= self.head.chunk_tokens]
         if full:
-            # The last is left: the next draft begins with it, on the device or here.
+            # One stays pending: the next draft starts from it, on the device or here.
             self.head.settle([want_of(request, None) for request in now or full[:1]], most=1)
 
     def restore(self, request: Request, hit: Hit) -> None:
-        """Start behind a cache hit: of the tokens that the target need not prefill the head has read all too.
+        """Start after a cache hit: the head has also processed the cached tokens.
 
-        At the last of them it has to be told what follows, unless the target reads that one again.
+        The last of them is pending, since it needs the next token, unless the target prefills it again.
         """
         if self.head and hit.length:
             self.head.restore(request.number, hit.length - (hit.hidden_1D is not None), hit.hidden_1D)
 
     def read_on(self, requests: Sequence[Request]) -> None:
-        """Run the head on all that requests have computed, except what depends on the next token."""
+        """Run the head on all computed tokens, except the last, which needs the next token."""
         if self.head and requests:
             while not self.head.settle([want_of(request, None) for request in requests], most=1):
                 pass
 
     def read_ended(self, ended: Sequence[tuple[Request, int]]) -> set[int]:
-        """Catch the head up on requests, except for the last hidden state; return the numbers of those.
+        """Catch up the head on ended requests, except for the last hidden state; return their numbers.
 
-        Of each, the given number of computed tokens that were not accepted is dropped. At most `chunk_tokens`
-        are read, the smallest backlog first, and always one request.
+        The given number of computed but not accepted tokens of each is dropped. At most `chunk_tokens` are
+        processed, the smallest backlog first, but at least one request.
         """
         head = self.head
         if head is None:
@@ -98,5 +98,5 @@ class HeadState:
         return known
 
     def last_hidden(self, request: Request) -> Tensor | None:
-        """Return the hidden state that the head has kept of what a request has read last."""
+        """Return the hidden state of the request's last computed token, or None without a head."""
         return self.head.last(request.number) if self.head else None

@@ -29,10 +29,10 @@ from specdec.verify.synthetic import accept_at_rates
 from specdec.verify.walk import AcceptedPath, walk
 
 UNKNOWN = Choice(NO_TOKEN, None)
-"""At a node where it is not known in time what may be sampled."""
+"""Choice at a node whose grammar mask was not ready in time."""
 
 Ended = tuple[Request, SpecdecError | None]
-"""A request that is over, and the last that it emits."""
+"""An ended request and its error, if any."""
 
 
 class DecodeLoop:
@@ -45,29 +45,29 @@ class DecodeLoop:
         self.speculation, self.device = speculation, executor.device
         self.counts = Counts()
         self.runner: Runner | None = None
-        """Takes over the steps that the device can decide, if any may."""
+        """Runs steps on the device where possible; None: all run on the host."""
         self.prefixes: Prefixes | None = None
         self.observers: list[Callable[[StepReport], None]] = []
-        """Called with each step's report, before finished requests give their memory back."""
+        """Called with each step's report, before finished requests release their memory."""
         self._shares = True
         arena.attach_tables(self)
 
     @property
     def outlook(self) -> Outlook | None:
-        """Which drafts run now, and why; None where there are no drafters, or nothing was decided yet."""
+        """Current drafting decision; None without drafters, or before the first decision."""
         if not self.speculation.drafters:
             return None
         return (self.runner and self.runner.outlook) or self.speculation.policy.outlook
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Advance every request that takes part by one window."""
+        """Advance every scheduled request by one window."""
         if self.runner and self.runner.go_on():
             return
         clock, first_passes, start_s = Clock(), self.arena.first_passes, self.speculation.clock()
         self._resolve_limits()
         if self.prefixes:
-            # What was read and written until a caller left is asked again where it was stopped by hand.
+            # A cancelled request's tokens stay cached: the same conversation often continues.
             self.prefixes.keep_running([r for r in self.scheduler.running if r.cancelled])
         self.scheduler.connector.advance()
         plan = self.scheduler.schedule()
@@ -89,7 +89,7 @@ class DecodeLoop:
         clock.lap("commit")
         self.commit_and_emit(StepResult(rows, paths, committed, clock.seconds, choices))
         clock.lap("rest")
-        # Where nothing is sampled a GPU may not have been waited for.
+        # Without sampling, a GPU may not have been synchronised.
         if self.device.type == "cpu" or any(row.sample_at for row in rows):
             self.scheduler.work.observe(self.speculation.clock() - start_s)
         if any(row.is_decode for row in rows):
@@ -102,7 +102,7 @@ class DecodeLoop:
             self.speculation.observe_step(widths, sum(row.num_tokens for row in rows))
 
     def _resolve_limits(self) -> None:
-        """Take in what grammars allow next, and finish outputs that have ended or cannot go on."""
+        """Collect grammar masks, and finish requests whose output has ended or cannot continue."""
         bound = [r for r in self.scheduler.running if r.chooser.limits]
         if not bound:
             return
@@ -117,7 +117,7 @@ class DecodeLoop:
         self._finish(ended)
 
     def _follow(self, events: Events) -> None:
-        """Pass on to the drafters what the scheduler has done to requests."""
+        """Apply scheduler events to drafters and the head."""
         for request in events.preempted:
             self.speculation.on_preempt(request)
         for request in events.dropped:
@@ -125,18 +125,18 @@ class DecodeLoop:
         for request, hit in events.admitted:
             if hit:
                 self.speculation.head_state.restore(request, hit)
-        # All of it may have been cached.
+        # The whole prompt may have been cached.
         self._finish([end for request, _ in events.admitted if (end := self._end_of_prefill(request))])
 
     def _draft(self, rows: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Widen rows by what is drafted for them, and have it compiled what may follow each node."""
+        """Attach drafts, and request grammar masks for their nodes."""
         drafts = self.speculation.draft(rows)
         drafted = [row.with_draft(draft) for row, draft in zip(rows, drafts, strict=True)]
         ask(row.node(node) for row in drafted if row.request.chooser.limits for node in row.sample_at)
         return drafted
 
     def _choose(self, rows: Sequence[ScheduledRequest], forward: Forward) -> list[dict[int, Choice]]:
-        """Sample a token at every node that is asked, each by its own request's rule and path."""
+        """Sample a token at every node in `sample_at`, by its request's rule and path."""
         at = [(i, node) for i, row in enumerate(rows) for node in row.sample_at]
         choices: list[dict[int, Choice]] = [{} for _ in rows]
         if not at:
@@ -154,7 +154,7 @@ class DecodeLoop:
         return choices
 
     def _score_prompts(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
-        """Note how likely a prompt's tokens are where that is asked for, as far as they were read."""
+        """Append prompt log-probabilities of the tokens computed in this step, where requested."""
         for row, first in zip(rows, forward.first_B, strict=True):
             request, wanted = row.request, row.request.params.prompt_logprobs
             if wanted is None:
@@ -170,14 +170,14 @@ class DecodeLoop:
                     request.prompt_logprobs.append(TokenLogprob(token, found.chosen, found.top))
 
     def _check_prefills(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
-        """Note whether the hidden state of a prefill is finite, where no token is sampled from it."""
+        """Record whether the last hidden state of a prefill-only request is finite."""
         for row, first in zip(rows, forward.first_B, strict=True):
             if row.request.is_prefill_only and row.num_tokens == row.request.num_uncomputed_tokens - 1:
                 last_D = forward.hidden_TD[first + row.num_tokens - 1]
                 row.request.is_finite = bool(last_D.isfinite().all())
 
     def _walk(self, row: ScheduledRequest, choices: Mapping[int, Choice]) -> AcceptedPath:
-        """Return the nodes that a request keeps and the tokens it gains. What was certain is kept whole."""
+        """Return the accepted path; a row without a draft accepts all its nodes."""
         if row.slots is None:
             return AcceptedPath(tuple(range(row.num_tokens)), tuple(c.token for c in choices.values()))
         chosen = [choices[node].token for node in range(row.num_tokens)]
@@ -188,15 +188,15 @@ class DecodeLoop:
         path = walk(chosen, tree)
         if path.emitted[-1] != NO_TOKEN:
             return path
-        # A masked product lets NaN through: it may be a rejected branch's. Or a limit knew too late what is
-        # allowed. The token is sampled again without a draft.
+        # NaN of a rejected branch can leak through a masked product, or a grammar mask came too late. The
+        # token is sampled again without a draft.
         self.speculation.skip_draft_once(request)
         return AcceptedPath(path.nodes[:-1], path.emitted[:-1])
 
     def _promote(
         self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
     ) -> list[Committed | None]:
-        """Promote each accepted path: its KV and its slots."""
+        """Promote each accepted path: its KV entries and slots."""
         self._move(rows, paths)
         return [self._promoted(row, path) for row, path in zip(rows, paths, strict=True)]
 
@@ -209,7 +209,7 @@ class DecodeLoop:
         return self.speculation.backing.promote(number, before, row.slots, path.nodes)
 
     def _move(self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]) -> None:
-        """Bring the keys and values of a path that left the first branch to where the text goes on."""
+        """Move the KV entries of paths that leave the first branch to consecutive positions."""
         moves = [
             (row.request, path.nodes)
             for row, path in zip(rows, paths, strict=True)
@@ -225,7 +225,7 @@ class DecodeLoop:
         self.executor.move(table_BN, from_BP, length_B1 + torch.arange(longest))
 
     def commit_and_emit(self, result: StepResult) -> None:
-        """Give requests what a step of the host or the device made for them."""
+        """Commit a host or device step to its requests and emit its tokens."""
         self.counts.sizes[sum(len(path.nodes) for path in result.paths)] += 1
         for row, path, committed in zip(result.rows, result.paths, result.committed, strict=True):
             row.request.num_computed_tokens += len(path.nodes)
@@ -249,7 +249,7 @@ class DecodeLoop:
         self._finish(ended, result)
 
     def _emit(self, result: StepResult, index: int) -> Ended | None:
-        """Give a request its tokens and its caller what they make; return both if that was its end."""
+        """Append a request's tokens and send a delta; return the request if it ended."""
         row, path = result.rows[index], result.paths[index]
         request = row.request
         if not path.emitted:
@@ -284,7 +284,7 @@ class DecodeLoop:
         return request, EngineError("The model's logits for this request are not numbers (NaN).")
 
     def _end_of_prefill(self, request: Request) -> Ended | None:
-        """End a request that only prefills and has read all that it is to."""
+        """Finish a prefill-only request whose prefill is complete."""
         if not request.has_prefilled:
             return None
         if not request.is_finite:
@@ -293,7 +293,7 @@ class DecodeLoop:
         return request, None
 
     def _finish(self, ended: Sequence[Ended], result: StepResult | None = None) -> None:
-        """Cache what ended requests leave; give their memory back, then send their last delta."""
+        """Cache ended requests' prefixes, release their memory, then send their last delta."""
         if not ended:
             return
         if self.prefixes:
@@ -312,10 +312,10 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def rest(self) -> None:
-        """Preempt what runs, move prefixes to the tier below, and give the arena's bytes back.
+        """Preempt running requests, move prefixes to the lower tier, and release the arena's memory.
 
-        Nothing is admitted until `wake`; what ends meanwhile is still told of. All that holds addresses in
-        the arena, tapes too, stays valid.
+        Nothing is admitted until `wake`; cancellations are still reported. All addresses in the arena,
+        including those in tapes, stay valid.
         """
         if self.runner:
             self.runner.stop()
@@ -330,14 +330,14 @@ class DecodeLoop:
         self.arena.give_back()
 
     def wake(self) -> None:
-        """Use the arena again: those that wait are admitted, and those that were preempted computed anew."""
+        """Use the arena again: waiting requests are admitted, preempted ones recomputed."""
         self.scheduler.resume()
 
     def recover(self) -> None:
-        """Put memory, drafters and the batch on the device back to empty after a step that failed.
+        """Reset memory, drafters and the device batch after a failed step.
 
-        Anything may be half done, so nothing is taken back piece by piece. No request runs by now; those that
-        wait have no memory, and go on. Raise if the device cannot be used any more.
+        Everything is dropped at once, since any part may be inconsistent. No request runs at this point;
+        waiting requests have no memory and continue. Raise if the device is unusable.
         """
         if self.runner:
             self.runner.abandon()
@@ -350,14 +350,14 @@ class DecodeLoop:
         self.check_idle()
 
     def check_idle(self) -> None:
-        """Prove, while no request runs, that memory is whole and holds prefixes alone, kept or lent."""
+        """Check, while no request runs, that the arena is intact and holds only prefixes and transfers."""
         if self.scheduler.cache:
             self.scheduler.cache.check(others=self.scheduler.connector.owners)
         else:
             self.arena.check_owners()
 
     def keep_apart(self) -> None:
-        """Share nothing between requests: measurements must not look up their outputs, or skip prefill."""
+        """Disable sharing between requests, for benchmarks: no cached prefixes, no look-ups of outputs."""
         self.close()
         self.flush()
         self._shares, self.prefixes = False, None
@@ -365,54 +365,54 @@ class DecodeLoop:
         self.scheduler.keep_prefixes(None)
 
     def flush(self, caller: str | None = None) -> None:
-        """Forget what ended requests, or one caller's, left: texts that drafters look up, and prefixes."""
+        """Drop data cached from ended requests: look-up texts and prefixes, all or one caller's."""
         self.speculation.flush(caller)
         if self.scheduler.cache:
             self.scheduler.cache.flush(caller)
 
     def prepare(self) -> bool:
-        """Record one step ahead of its first use; return False if none is left or requests run."""
+        """Record one step before its first use; return False if none is left or requests run."""
         if self.runner is None or self.scheduler.is_paused or self.scheduler.running:
             return False
         return self.runner.batch.steps.prepare()
 
     def may_move(self) -> bool:
-        """Return whether tables are the host's alone."""
+        """Return whether the host alone holds block tables, so that blocks may move."""
         return not (self.runner and self.runner.batch.held)
 
     def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
-        """Put their owners' tables right after blocks have moved."""
+        """Update the owners' block tables after blocks have moved."""
         for request in self.scheduler.running:
             if request.number in owners:
                 request.move_blocks(moved)
         move_blocks(moved, owners)
 
     def reset_counts(self) -> None:
-        """Count from here on."""
+        """Reset the counts."""
         self.counts = Counts()
         self.scheduler.limited_by.clear()
         if self.runner:
             self.runner.reset_counts()
 
     def run_on_device(self, runner: Runner) -> None:
-        """Leave steps to the device from now on, where it can decide them."""
+        """Use this runner for steps from now on."""
         self.runner = runner
 
     def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
-        """Share computed prefixes with later requests."""
+        """Enable the prefix cache."""
         self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation.head_state, tuner)
         self.scheduler.keep_prefixes(cache)
         self.scheduler.park = self.prefixes.keep_running
 
     def close(self) -> None:
-        """End what runs beside the loop."""
+        """Stop background threads."""
         if self.prefixes and self.prefixes.tuner:
             self.prefixes.tuner.close()
         self.scheduler.connector.close()
 
 
 def _refusal(fault: tuple[str, str]) -> RequestError:
-    """Return the error for a request that a limit does not let go on."""
+    """Return the error for a request that a limit ended."""
     return RequestError(": ".join(fault) + ".", field=fault[0])
 
 

@@ -1,4 +1,4 @@
-"""What a request gives back: pieces while it runs, a completion at the end."""
+"""Request outputs: deltas while it runs, a completion at the end."""
 
 import io
 import itertools
@@ -18,12 +18,12 @@ from specdec.state_slots.arena import ArenaUsage
 from specdec.text.tokenizer import Piece, Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""`abort`: it was cancelled; `error`: it failed, and what it had said until then is kept."""
+"""`abort`: cancelled; `error`: failed, with the output so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A chosen token's log-probability under the model, and those of the likeliest tokens there."""
+    """Log-probability of the chosen token, and those of the likeliest tokens."""
 
     token_id: int
     logprob: float
@@ -34,7 +34,7 @@ class TokenLogprob:
     """The texts of `top`."""
 
     def decoded(self, spell: Callable[[int], str]) -> "TokenLogprob":
-        """Return the same with the tokens' texts."""
+        """Return it with the tokens' texts."""
         top = tuple(self.top)
         texts = tuple(spell(token) for token, _ in top)
         return replace(self, top=top, decoded_token=spell(self.token_id), decoded_top=texts)
@@ -42,10 +42,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """What one request's steps did.
+    """Statistics of one request.
 
-    A verify step begins with the token chosen last and chooses what follows; the last step of a
-    prefill is none, nor is one that recomputes what a preemption dropped.
+    A verify step starts with the last sampled token. The last step of a prefill does not count as one, nor
+    does a step that recomputes preempted tokens.
     """
 
     prompt_tokens: int
@@ -53,29 +53,29 @@ class RequestStats:
     steps: int = 0
     """Verify steps."""
     verified_tokens: int = 0
-    """What they added to the output, the bonus tokens included."""
+    """Tokens they added to the output, bonus tokens included."""
     drafted: int = 0
     accepted: int = 0
     accepted_from_outputs: int = 0
-    """Those of them that were looked up in outputs of earlier requests, and found nowhere else."""
+    """Accepted tokens that only look-ups in earlier requests' outputs had proposed."""
     per_depth: tuple[float, ...] = ()
-    """The share accepted at each depth, of the drafts that reached it."""
+    """Fraction accepted at each depth, of the drafts that reached it."""
     histogram: dict[int, int] = field(default_factory=dict)
-    """Verify steps by the number of drafted tokens they accepted."""
+    """Verify steps by their number of accepted draft tokens."""
     by_context: dict[int, Sums] = field(default_factory=dict)
-    """The same sums by how long the text was from which a step went on: up to 1024 tokens, 2048, 4096 …"""
+    """The same sums by context length of the step: up to 1024 tokens, 2048, 4096 …"""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of its verify steps by phase: draft, verify, commit, rest; `whole` of those that the device
-    ran from end to end. Requests share steps."""
+    """Wall time of its verify steps by phase: draft, verify, commit, rest; `whole` for steps that ran
+    entirely on the device. Requests share steps."""
     cached_tokens: int = 0
     preemptions: int = 0
     queued_s: float = 0.0
-    """From arrival until it first ran; what it waits after a preemption is none of it."""
+    """Time from arrival to its first step; waiting after a preemption is excluded."""
     first_token_s: float = 0.0
-    """From arrival to its first token."""
+    """Time from arrival to its first token."""
     total_s: float = 0.0
     synthetic: bool = False
-    """Drafts were accepted at given rates: the text is not the model's."""
+    """Whether drafts were accepted at fixed rates, in which case the text is not the model's."""
 
     @property
     def acceptance_length(self) -> float:
@@ -85,28 +85,28 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """What prefixes that are kept have saved, and what became of them."""
+    """Prefix cache statistics."""
 
     asked: int
-    """Tokens of requests that were looked up."""
+    """Tokens of requests that queried the cache."""
     hit: int
-    """Those of them that need not be read."""
+    """Tokens found, which need no prefill."""
     fetched: int
-    """Those of these that had to be copied from the host's memory."""
+    """Tokens among these that were copied from host memory."""
     states_kept: int
     states_evicted: int
     blocks_evicted: int
     cached_bytes: int
-    """Of the arena, evicted when memory is short."""
+    """Bytes of the arena, evicted when memory is short."""
     alpha: float = 0.0
-    """What the work that a prefix saves counts beside how recently it was used."""
+    """Eviction weight of the work a prefix saves, relative to recency."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine's steps have done since it started, and what it holds now.
+    """Engine statistics since the start, and current usage.
 
-    `steps` counts each request's verify steps; requests that shared a step count it each.
+    `steps` counts verify steps per request; a shared step counts once for each of its requests.
     """
 
     steps: int
@@ -117,55 +117,55 @@ class EngineStats:
     per_depth: tuple[float, ...]
     histogram: dict[int, int]
     by_context: dict[int, Sums]
-    """`steps`, `tokens`, `drafted`, `accepted` and `acceptance_length` by how long the text was from which a
-    step went on: up to 1024 tokens, 2048, 4096 …"""
+    """`steps`, `tokens`, `drafted`, `accepted` and `acceptance_length` by context length of the step: up to
+    1024 tokens, 2048, 4096 …"""
     seconds: dict[str, float]
     synthetic: bool
     running: int
     waiting: int
     preemptions: int
     limited_by: dict[str, int]
-    """How many steps something was short, by what it was."""
+    """Number of steps in which a resource was short, by resource."""
     arena: ArenaUsage
     device_steps: int = 0
-    """Steps that the device decided: replayed as graphs on a GPU, played from tapes on a CPU."""
+    """Steps run on the device: CUDA graphs on a GPU, tapes on a CPU."""
     host_steps: dict[str, int] = field(default_factory=dict)
-    """Steps that the host made, prompts' too, by why; empty where `graphs` are off."""
+    """Steps run on the host, prefill included, by reason; empty if `graphs` is off."""
     failed_steps: int = 0
-    """Steps that raised something: their requests ended with an error, and the engine went on."""
+    """Steps that raised: their requests ended with an error, and the engine recovered."""
     clean_checks: int = 0
-    """How often nothing was left to do and the arena was proved empty and whole."""
+    """Number of idle checks of the arena that passed."""
     moved_blocks: int = 0
-    """Moved together so that others could have their slab."""
+    """Blocks compacted to free whole slabs."""
     prefixes: PrefixStats | None = None
-    """None: nothing is kept."""
+    """None: no prefix cache."""
     speculation: Outlook | None = None
-    """Which drafts run now and why (`name`, `reason`), the tokens a step that they are expected to give and
-    what it costs; None: there are no drafters, or nothing was decided yet."""
+    """Current drafting decision (`name`, `reason`) with its expected tokens and cost; None without drafters
+    or before the first decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """What one verify step put before the target, and what the text took of it.
+    """Draft tree of one verify step, and its outcome.
 
-    Node 0 is the token chosen last; where nothing was drafted it is the only one.
+    Node 0 is the last sampled token; without a draft it is the only node.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    """Of each node; -1 is that of node 0, and any other stands before its children."""
+    """Parent of each node, -1 for node 0; parents precede their children."""
     accepted: tuple[int, ...]
-    """The nodes below node 0 that the text took, from above."""
+    """Accepted nodes below node 0, in order."""
     bonus: int | None
-    """The target's own token after them; None: the text had ended before it."""
+    """Bonus token after them; None if the text ended before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to a request.
+    """Output that one step added to a request.
 
-    `text` may lag behind `token_ids`: half a character, or what may become a stop string, is held back. The
-    last delta of a choice carries its reason and its statistics.
+    `text` may lag behind `token_ids`: incomplete characters and possible stop strings are held back. The last
+    delta of a choice has its finish reason and statistics.
     """
 
     text: str
@@ -175,28 +175,28 @@ class Delta:
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     origins: tuple[int, ...] = ()
-    """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+    """Origin of each token: 0 for the target, n ≥ 1 for a draft accepted at depth n."""
     pieces: tuple[Piece, ...] = ()
-    """The text by the tokens that wrote it, each piece with its token's origin."""
+    """The text split by token, with each token's origin."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One for each of the prompt's tokens, None for the first; in a choice's first delta, if asked for."""
+    """One per prompt token, None for the first; in a choice's first delta, if requested."""
     drafts: tuple[DraftTree, ...] = ()
-    """One for each verify step, if `SamplingParams.trees` asks for them."""
+    """One per verify step, if `SamplingParams.trees` is set."""
     stop_reason: str | int | None = None
-    """The stop string, or the token of `stop_token_ids`, that ended it; None where it ended otherwise."""
+    """The stop string or `stop_token_ids` token that ended it; None otherwise."""
 
     @property
     def num_told(self) -> int:
-        """Count the tokens that it tells of: its own, those beside them, and those of drafts."""
+        """Return the number of tokens it reports: its own, their alternatives, and those of drafts."""
         ranked = [own for own in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if own]
         drafted = sum(len(draft.tokens) for draft in self.drafts)
         return len(self.token_ids) + drafted + sum(1 + len(own.top) for own in ranked)
 
     def decoded(self, tokenizer: Tokenizer | None) -> "Delta":
-        """Return the same, with the texts of tokens whose log-probabilities were asked for."""
+        """Return it with the texts of tokens that have log-probabilities."""
         if tokenizer is None or (self.logprobs is None and self.prompt_logprobs is None):
             return self
-        spell = cache(tokenizer.spell)  # a prompt's alternatives are a few tokens many times over
+        spell = cache(tokenizer.spell)  # a prompt's alternatives repeat a few tokens
         own, prompts = self.logprobs, self.prompt_logprobs
         return replace(
             self,
@@ -206,7 +206,7 @@ class Delta:
 
     @classmethod
     def joined(cls, deltas: Iterable["Delta"]) -> "Delta":
-        """Put deltas of one choice, in their order, into one."""
+        """Concatenate deltas of one choice."""
         gathered = Gathered()
         for delta in deltas:
             gathered.add(delta)
@@ -214,11 +214,11 @@ class Delta:
 
 
 FEW = 16
-"""Deltas, or tokens of one delta, below which they are not packed: a stream takes one or two at a time."""
+"""Number of deltas, or tokens of one, from which they are packed; a stream holds one or two at a time."""
 
 
 class Gathered:
-    """What one choice has said, in columns: an object for each token would take ten times the memory."""
+    """Output of one choice in columns: an object per token would take ten times the memory."""
 
     def __init__(self) -> None:
         self._recent: list[Delta] = []
@@ -234,7 +234,7 @@ class Gathered:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended, if it has."""
+        """Its finish reason; None while it runs."""
         return self._last.finish_reason if self._last else None
 
     def delta(self) -> Delta:
@@ -262,7 +262,7 @@ class _Columns:
         self._text = io.StringIO(newline="")
         self._ids, self._origins = array("i"), array("i")
         self._lengths, self._sources = array("i"), array("i")
-        """Of each piece of the text: how long it is, and its token's origin."""
+        """Length of each text piece, and its token's origin."""
         self._logprobs: list[TokenLogprob] = []
         self._drafts: list[DraftTree] = []
 
@@ -276,7 +276,7 @@ class _Columns:
         self._drafts.extend(delta.drafts)
 
     def delta(self, last: Delta) -> Delta:
-        """Return all of it as one delta that ends like the last."""
+        """Return one delta with the other fields of the last one."""
         text, ends = self._text.getvalue(), itertools.accumulate(self._lengths)
         pieces = zip(self._lengths, ends, self._sources, strict=True)
         return replace(
@@ -293,7 +293,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished choice. `index` counts the choices of a prompt when `n` asks for several."""
+    """One finished choice. `index` numbers a prompt's choices if `n` is above 1."""
 
     prompt_token_ids: tuple[int, ...]
     text: str
@@ -303,19 +303,19 @@ class Completion:
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     origins: tuple[int, ...] = field(default=(), repr=False)
-    """Where each token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+    """Origin of each token: 0 for the target, n ≥ 1 for a draft accepted at depth n."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = field(default=None, repr=False)
-    """One for each of the prompt's tokens, None for the first, where they were asked for."""
+    """One per prompt token, None for the first, if requested."""
     drafts: tuple[DraftTree, ...] = field(default=(), repr=False)
-    """One for each verify step, if `SamplingParams.trees` asks for them."""
+    """One per verify step, if `SamplingParams.trees` is set."""
     stop_reason: str | int | None = None
-    """The stop string, or the token of `stop_token_ids`, that ended it; None where it ended otherwise."""
+    """The stop string or `stop_token_ids` token that ended it; None otherwise."""
     error: SpecdecError | None = None
-    """Why it failed, where it did."""
+    """The error, if it failed."""
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of its tokens' log-probabilities, where they were asked for."""
+        """Sum of its tokens' log-probabilities, if requested."""
         return None if self.logprobs is None else sum(own.logprob for own in self.logprobs)
 
     @classmethod
@@ -326,7 +326,7 @@ class Completion:
         deltas: Sequence[Delta],
         error: SpecdecError | None = None,
     ) -> Self:
-        """Put a choice together from its deltas; one that was left before its end has counts alone."""
+        """Build a choice from its deltas; an unfinished one has token counts only."""
         whole = Delta.joined(deltas or [Delta("", ())])
         counts = RequestStats(prompt_tokens=len(prompt), output_tokens=len(whole.token_ids))
         return cls(
@@ -352,9 +352,9 @@ def collect(
     *,
     use_tqdm: bool,
 ) -> list[Completion]:
-    """Read what the choices of some prompts say until all have ended; then raise an error.
+    """Collect the deltas of some prompts' choices until all have ended; raise if a prompt failed.
 
-    The error is the first prompt's that failed, and has all completions.
+    The error is that of the first failed prompt, and carries all completions.
     """
     said: list[list[list[Delta]]] = [[[] for _ in range(choices)] for _, choices in asked]
     errors: list[SpecdecError | None] = [None for _ in asked]

@@ -1,4 +1,4 @@
-"""What stands between the loop and the prefixes that are kept: what a request shares, and its states."""
+"""Connects the decode loop and the prefix cache: shared blocks and cached states."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,11 +16,11 @@ from specdec.state_slots.prefix.tree import Node
 from specdec.state_slots.prefix.tuner import Tuner
 
 FEWEST = 64
-"""Tokens of a step that measure the speed of prefill, at least."""
+"""Minimum tokens of a step used to measure prefill speed."""
 
 
 class Prefixes:
-    """Tells the cache what requests have read. The head has read as far as any state that is kept."""
+    """Inserts requests' computed tokens into the cache. The head has processed all cached tokens."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Prefixes:
         self.head_state, self.tuner = head_state, tuner
 
     def note(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Share what prompts have been read of, and keep the states that were to be kept on the way."""
+        """Share the computed blocks of prompts, and cache the states at chunk boundaries."""
         reading = [row.request for row in rows if row.request.lease and not row.is_decode]
-        # Later requests share these blocks: the head must have read as far.
+        # Later requests share these blocks, so the head must have processed them too.
         self.head_state.read_on(reading)
         for request in reading:
             node = self._share(request, request.num_computed_tokens)
@@ -45,14 +45,14 @@ class Prefixes:
                 self.cache.keep_chunk(request.lease, node, request.committed.state, hidden_1D)
 
     def cut(self, request: Request) -> None:
-        """Keep nothing of a request whose numbers were wrong, nor what it has gone on from."""
+        """Remove a request with NaN from the cache, including the prefix it started from."""
         if request.lease:
             self.cache.cut(request.lease, 0)
 
     def observe(self, rows: Sequence[ScheduledRequest], seconds: float) -> None:
-        """Learn from a step that did nothing but prefill how long that takes.
+        """Record the speed of a step that only prefills.
 
-        A step of few tokens takes as long as its weights take to load, which says nothing of a long one.
+        Short steps are bound by loading weights, so they are not used.
         """
         if sum(row.num_tokens for row in rows) < FEWEST:
             return
@@ -61,25 +61,25 @@ class Prefixes:
         self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)
 
     def keep(self, ended: Sequence[Request], ahead: Ahead | None) -> None:
-        """Keep what ended requests have read, and their states, for those that begin alike."""
+        """Cache ended requests' tokens and states for later requests."""
         done = [self._left(r, ahead) for r in ended if r.lease and r.finish_reason]
         self._keep(done, ahead)
         for left in done:
             self._learn(left.request)
 
     def keep_running(self, running: Sequence[Request]) -> None:
-        """Keep what requests have read that are about to be preempted or dropped, for later ones.
+        """Cache tokens and states of requests about to be preempted or dropped.
 
-        Their states are the tree's from now on: they must not run any more. What no token has come of was
-        never seen to give numbers, and is left out.
+        Their states move to the cache, so they must not run any more. Requests without an output token are
+        skipped, since their values were never checked for NaN.
         """
         self._keep([self._left(r, None) for r in running if r.lease and r.first_token_s], None)
 
     def _keep(self, done: list["Left"], ahead: Ahead | None) -> None:
-        # A node without a state grows with a text that goes on from it: the longest comes first.
+        # A node without a state is extended by a text that continues it, so the longest comes first.
         done.sort(key=lambda left: -left.length)
         if ahead is None:
-            # Later requests share these blocks: the head must have read as far.
+            # Later requests share these blocks, so the head must have processed them too.
             read = self.head_state.read_ended([(left.request, left.skipped) for left in done])
             done = [left for left in done if left.request.number in read]
         nodes = [self._share(left.request, left.length) for left in done]
@@ -95,9 +95,9 @@ class Prefixes:
             self.cache.keep(node, left.request.number, committed.state, hidden_1D)
 
     def _left(self, request: Request, ahead: Ahead | None) -> "Left":
-        """Return what an ended request leaves, once the steps under way have run.
+        """Return an ended request's computed tokens and state, once steps in flight have run.
 
-        The last token was not read, but by a device that was ahead. A stop may have cut some off.
+        The last token is not computed unless the device was ahead. A stop may have dropped computed tokens.
         """
         committed, computed = request.committed, request.num_computed_tokens
         if ahead and ahead.steps:
@@ -108,7 +108,8 @@ class Prefixes:
     def _learn(self, request: Request) -> None:
         """Record a request for the tuner to replay.
 
-        It starts with the first request: an interrupt while the engine is built would meet its new thread.
+        The tuner starts with the first request: a KeyboardInterrupt during engine construction would
+        otherwise hit its new thread.
         """
         if self.tuner and request.lease:
             self.tuner.start()
@@ -116,7 +117,7 @@ class Prefixes:
             self.tuner.observe(request.tokens[:count], request.tokens[count:], request.lease.tenant)
 
     def stats(self) -> PrefixStats:
-        """Return what was saved; any thread may ask. What is used and kept as well counts as used."""
+        """Return statistics; callable from any thread. Prefixes in use count as used, not as cached."""
         kept, alpha = self.arena.usage().kept_bytes, self.cache.score.alpha
         return PrefixStats(**asdict(self.cache.counts), cached_bytes=kept, alpha=alpha)
 
@@ -125,17 +126,16 @@ class Prefixes:
         return self.cache.note(request.lease, request.tokens[:length], request.table_N.tolist())
 
     def _fold(self, committed: Sequence[Committed]) -> None:
-        """Bring states up to date with what was accepted."""
         if committed:
             self.executor.fold(committed)
 
 
 class Left(NamedTuple):
-    """What an ended request leaves for others."""
+    """The cacheable part of an ended request."""
 
     request: Request
     committed: Committed | None
     length: int
-    """Tokens that it has read and taken."""
+    """Number of computed and accepted tokens."""
     skipped: int
-    """Tokens that it has read and not taken."""
+    """Number of computed but not accepted tokens."""

@@ -1,4 +1,4 @@
-"""Rank a head's guesses by the rule by which their request will choose."""
+"""Rank a head's guesses by their request's sampling rule."""
 
 from collections.abc import Sequence
 
@@ -14,26 +14,26 @@ from specdec.verify.rank import Ranked, rank
 
 
 class Ranker:
-    """Ranks by a request's own rule and, with `noise`, by the noise with which the target will choose."""
+    """Ranks guesses by a request's rule and, with `noise`, by the noise the target will sample with."""
 
     def __init__(self, kernels: Kernels, *, noise: bool) -> None:
         self.kernels, self.noise = kernels, noise
 
     def rank(self, logits_NV: Tensor, at: Sequence[Place], count: int) -> list[Ranked]:
-        """Return the best tokens of each place, and how sure the head is of each."""
+        """Return the best tokens of each position, and their probabilities."""
         nodes = [_node(place.want, place.path) for place in at]
         return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
 
     def goes_straight(self, want: Want) -> bool:
-        """Return whether a chain's guesses for a request can be ranked before it is known what they are.
+        """Return whether a request's chains can be drafted in one pass, independent of earlier guesses.
 
-        Without the noise a guess's share is a probability by the request's whole rule, as it is in trees.
+        Without noise, a guess's probability must follow the request's whole rule, as in trees.
         """
         chooser = _node(want).chooser
         return chooser.ignores_history and (self.noise or chooser.is_greedy_plain)
 
     def rules(self, wants: Sequence[Want], device: torch.device) -> tuple[Rules, Tensor]:
-        """Return the rules of requests whose guesses can be ranked so, and their seeds."""
+        """Return the sampling rules of requests that `goes_straight`, and their seeds."""
         rules, seed_N, _ = places(device, [_node(want) for want in wants])
         return rules, seed_N
 

@@ -1,8 +1,8 @@
-"""The life of one request: its uncomputed tokens, the memory that it holds, its output.
+"""One request: its uncomputed tokens, its memory, its output.
 
-Uncomputed are the tokens that it has and the model has not read: a prompt, what a preemption took back, or
-the one token that was sampled last. A step reads some of them; when none is left, the model's last logits
-give the next token. Prefill, resumption and decoding are therefore one thing.
+Uncomputed tokens are those without KV cache: a prompt, tokens lost to a preemption, or the last sampled
+token. A step computes some of them; when none is left, the last logits give the next token. So prefill,
+resumption and decode are the same operation.
 """
 
 import logging
@@ -29,16 +29,16 @@ Emit = Callable[[Delta | SpecdecError], None]
 
 
 class OutputToken(NamedTuple):
-    """One token of a step."""
+    """One output token of a step."""
 
     token: int
     origin: int = 0
-    """0: the target's own choice; n: accepted from a draft, where it stood at depth n."""
+    """0: sampled by the target; n: accepted from a draft at depth n."""
     logprob: TokenLogprob | None = None
 
 
 class Request:
-    """One choice of one prompt. Only the thread that owns the model changes it once it was submitted."""
+    """One choice of one prompt. After submission only the engine thread changes it."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class Request:
         self.number, self.tenant = number, tenant
         self.params, self.chooser, self.text, self.emit, self.index = params, chooser, text, emit, index
         self.stop_ids = stop_ids
-        """The tokens that end it, and the `stop_reason` of each."""
+        """End tokens, with the `stop_reason` of each."""
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.turns: Sequence[int] = ()
-        """Lengths at which the prompt's first and last turn end."""
+        """Prompt lengths after its first and last turn."""
         self.last_length = min(len(prompt) + params.max_tokens, max_length)
         self.arrived_s = time.perf_counter()
         self.since_s = 0.0
-        """When it was last submitted, admitted or preempted, by the scheduler's clock."""
+        """Time of its last submission, admission or preemption, by the scheduler's clock."""
         self.turn_until_s = 0.0
-        """Until when it is not preempted for a caller that runs nothing."""
+        """Time until which it is not preempted for a caller without running requests."""
         self.queued_s = self.first_token_s = 0.0
         self.preemptions = 0
         self.charged_tokens = 0
@@ -77,21 +77,21 @@ class Request:
         """Last scheduler step that included this request."""
         self.counts = Counts()
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Of the prompt's tokens from the second on, as far as they were read, where they are asked for."""
+        """Of the computed prompt tokens from the second on, if requested."""
         self.synthetic = synthetic
-        """Its drafts are accepted at given rates, which its statistics must say."""
+        """Whether drafts are accepted at fixed rates; reported in its statistics."""
         self.cancelled = False
-        """Acted upon between two steps."""
+        """Checked between steps."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        """What of the request's own ended it: a stop string, or a token of `stop_token_ids`."""
+        """The stop string or `stop_token_ids` token that ended it."""
         self._unsent_text = ""
         self._unsent: list[OutputToken] = []
         self._has_sent = False
         self._drafts: list[DraftTree] = []
         self._cutter = Cutter()
         self.cached_tokens = 0
-        """Of the prompt, which an earlier request had read."""
+        """Number of prompt tokens found in the prefix cache."""
         self.is_prefill_only = False
         """Whether it prefills all but the last token of its prompt for another engine, and samples none."""
         self.is_finite = True
@@ -99,44 +99,44 @@ class Request:
         self.forget_memory()
 
     def forget_memory(self) -> None:
-        """Note that the arena took everything back: the whole of `tokens` is to be computed anew."""
+        """Reset its memory after the arena has released it; all tokens become uncomputed."""
         self.num_computed_tokens = 0
         self.table_N = torch.empty(0, dtype=torch.int64)
-        """The KV blocks of its tokens, in order."""
+        """KV blocks of its tokens, in order."""
         self.committed: Committed | None = None
-        """Its state; None without memory, and in a model that keeps none."""
+        """Its committed state; None without memory, or for a model without states."""
         self.lease: Lease | None = None
-        """Its place among the prefixes that are kept, if they are."""
+        """Its position in the prefix cache, if enabled."""
 
     def begin_at(self, length: int, blocks: Sequence[int], lease: Lease | None) -> None:
-        """Go on from a cached prefix."""
+        """Start from a cached prefix."""
         self.num_computed_tokens, self.lease = length, lease
         self.cached_tokens = max(self.cached_tokens, min(length, self.prompt_length))
         self.charged_tokens = max(self.charged_tokens, length)
         self.add_blocks(blocks)
 
     def start(self) -> None:
-        """Note that it runs from now on; after a preemption that is no news."""
+        """Record the queueing time; no effect after a preemption."""
         self.queued_s = self.queued_s or time.perf_counter() - self.arrived_s
 
     def add_blocks(self, blocks: Sequence[int]) -> None:
-        """Put blocks behind those that it has."""
+        """Append blocks."""
         self.table_N = torch.cat([self.table_N, torch.tensor(blocks, dtype=torch.int64)])
 
     def move_blocks(self, moved: Mapping[int, int]) -> None:
-        """Follow blocks that have moved."""
+        """Update the block table after blocks have moved."""
         self.table_N = torch.tensor([moved.get(block, block) for block in self.table_N.tolist()])
 
     @property
     def num_schedulable_tokens(self) -> int:
-        """How many of the uncomputed tokens may be read in one step."""
+        """Number of uncomputed tokens that one step may compute."""
         stop = self.lease.until_stop(self.num_computed_tokens) if self.lease else None
         count = self.num_uncomputed_tokens - self.is_prefill_only
         return count if stop is None else min(count, stop)
 
     @property
     def has_prefilled(self) -> bool:
-        """Return whether it only prefills and has read all that it is to, which ends it."""
+        """Whether a prefill-only request has finished its prefill."""
         return self.is_prefill_only and self.num_uncomputed_tokens == 1
 
     @property
@@ -145,12 +145,12 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the last token is uncomputed: the root of a tree that may be drafted."""
+        """Whether only the last token is uncomputed, which is the root of a possible draft."""
         return self.num_uncomputed_tokens == 1 and self.output_length > 0
 
     @property
     def num_remaining_tokens(self) -> int:
-        """How many tokens its output may still get."""
+        """Number of tokens its output may still get."""
         return self.last_length - len(self.tokens)
 
     @property
@@ -158,14 +158,14 @@ class Request:
         return len(self.tokens) - self.prompt_length
 
     def accept(self, chosen: Sequence[OutputToken]) -> int:
-        """Append the tokens of one step up to the first that ends the request; return how many that were.
+        """Append a step's tokens up to the first that ends the request; return their number.
 
-        `take_delta` gives what is to be sent of them.
+        `take_delta` returns the part to be sent.
         """
         if not self.first_token_s:
             self.first_token_s = time.perf_counter() - self.arrived_s
         if not self.num_remaining_tokens:
-            # Only a prefill was asked for: what is sampled after that is dropped.
+            # Only a prefill was requested; sampled tokens are dropped.
             self.finish_reason = "length"
             return 0
         for said in chosen:
@@ -182,7 +182,7 @@ class Request:
                 self._write(said, may_stop=self.output_length > self.params.min_tokens)
             if self.finish_reason is None and self.chooser.is_over:
                 self.finish_reason = "stop"
-            # Whether it ends there by itself may not be known yet: then `check_finished` tells.
+            # A grammar mask may still be missing; then `check_finished` decides later.
             if self.finish_reason is None and self.num_remaining_tokens <= 0 and self.chooser.knows():
                 self.finish_reason = "length"
             if self.finish_reason or self.num_remaining_tokens <= 0:
@@ -190,12 +190,12 @@ class Request:
         return len(self._unsent)
 
     def end_prefill(self) -> None:
-        """End a request that only prefills."""
+        """Finish a prefill-only request."""
         self.first_token_s = time.perf_counter() - self.arrived_s
         self.finish_reason = "length"
 
     def _write(self, said: OutputToken, *, may_stop: bool) -> None:
-        """Put a token's text behind what is not sent yet; a stop string in it ends the request."""
+        """Append a token's text to the unsent text; a stop string in it ends the request."""
         if self.text is None:
             return
         self._unsent_text += self.text.push(said.token, may_stop=may_stop)
@@ -204,7 +204,7 @@ class Request:
             self.finish_reason, self.stop_reason = "stop", self.text.stop
 
     def check_finished(self) -> bool:
-        """Note whether its output has ended, which its form tells later than it is chosen; tell if it has."""
+        """Finish the request if its grammar or length limit has ended it; return whether it has ended."""
         if self.chooser.is_over:
             self.finish_reason = "stop"
         elif self.num_remaining_tokens <= 0 and self.output_length and self.chooser.knows():
@@ -212,21 +212,21 @@ class Request:
         return self.finish_reason is not None
 
     def show(self, draft: DraftTree) -> None:
-        """Put what a step verified into the next delta."""
+        """Add a step's draft tree to the next delta."""
         self._drafts.append(draft)
 
     def abort(self) -> None:
-        """End the request where it stands."""
+        """End the request with its current output."""
         self.finish_reason = "abort"
         self.send(self.take_delta())
 
     def fail(self, error: SpecdecError) -> None:
-        """End the request with an error that was not its own."""
+        """End the request with an error."""
         self.finish_reason = "abort"
         self.send(error)
 
     def take_delta(self) -> Delta:
-        """Return what was accepted since the last delta; with the request's end its statistics."""
+        """Return the output since the last delta; the last one includes statistics."""
         text, kept, self._unsent_text, self._unsent = self._unsent_text, self._unsent, "", []
         drafts, self._drafts = self._drafts, []
         stats = None
@@ -249,7 +249,7 @@ class Request:
         )
 
     def send(self, item: Delta | SpecdecError) -> None:
-        """Hand an item to the caller; a caller that cannot take it is gone, which is no fault of the step."""
+        """Pass an item to the caller; if that raises, cancel the request."""
         try:
             self.emit(item)
         except Exception as error:
@@ -257,7 +257,7 @@ class Request:
             self.cancelled = True
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Return them with the first delta, one for each token: nothing comes before the first."""
+        """Return the prompt's log-probabilities with the first delta, None for the first token."""
         if self.params.prompt_logprobs is None or self._has_sent:
             return None
         self._has_sent = True

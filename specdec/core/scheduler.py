@@ -1,13 +1,12 @@
-"""Which requests take part in a step, and which is preempted when there is too little memory.
+"""Schedules requests for each step, and preempts some when memory is short.
 
-Running requests stand in the order of their admission. A step lets each of them grow, admits waiting ones
-while there is memory for all of their tokens, and when one cannot grow, the last admitted gives back what it
-holds and waits at the front. The first of one caller therefore always advances; what could never fit was
-refused before.
+Running requests are ordered by admission. Each step lets them grow, then admits waiting ones while all their
+tokens fit. If one cannot grow, the last admitted request is preempted and waits at the front. So the first
+request of one caller always advances; a request that could never fit was refused on arrival.
 
 Several callers share the engine fairly. Waiting requests and prefills are served in the order of `FairQueue`.
-If a caller within its share waits for a place or for memory, the most recently admitted request of the caller
-furthest above its share is preempted. With more callers than places they take turns of `TURN_S`.
+If a caller within its share waits for a slot or memory, the most recently admitted request of the caller
+furthest above its share is preempted. With more callers than slots they take turns of `TURN_S`.
 """
 
 import logging
@@ -33,34 +32,34 @@ from specdec.state_slots.prefix.tree import common
 logger = logging.getLogger(__name__)
 
 BLOCKS, STATES, PREFIXES = "KV blocks", "state slots", "prefixes"
-"""What of the arena a request may have to wait for; and a prefix that another is computing."""
+"""Resources a request may wait for; `PREFIXES` is a prefix that another request is computing."""
 DRAFT_BLOCKS, DRAFT_SLOTS, DEVICE_SLOTS = "draft blocks", "draft slots", "slots of steps on the device"
-"""What a draft may be short of, and a step on the device."""
+"""Resources that drafts and device steps may lack."""
 RUNNING, CHUNK = "max_running", "chunk_tokens"
-"""The settings that may keep a request waiting."""
+"""Settings that may keep a request waiting."""
 RESOURCES = (BLOCKS, STATES, PREFIXES, RUNNING, CHUNK, DRAFT_BLOCKS, DRAFT_SLOTS, DEVICE_SLOTS)
-"""All that steps may be short of, by which `limited_by` counts."""
+"""All keys of `limited_by`."""
 ADMITTING_S = 0.03
-"""Seconds after which a step beside another caller admits no more: a request takes 2 to 15 ms, the more the
-longer its cached prefix, and where its memory is touched for the first time."""
+"""Seconds after which a step with several callers admits no more. Admission takes 2 to 15 ms, more with a
+longer cached prefix and where memory is touched for the first time."""
 MOST_PARKED = 4
-"""Requests preempted per step for other callers' shares: a head reads up to `chunk_tokens` of each."""
+"""Maximum preemptions per step for other callers' shares: the head processes up to `chunk_tokens` of each."""
 TURN_S = 2.0
-"""How long a caller waits for a place before another's only request may be preempted for it, which has run as
-long since its prefill, and at least as long as that took."""
+"""Seconds a caller waits for a slot before another's only request may be preempted for it. That request must
+have decoded as long, and at least as long as its prefill took."""
 WORTH_WAITING = 64
-"""From this many tokens on, waiting for another's prefill is better than repeating it."""
+"""Minimum shared prefix worth waiting for."""
 
 
 @dataclass(slots=True)
 class Events:
-    """What has happened to requests since the last plan, in this order."""
+    """Events since the last plan, in this order."""
 
     preempted: list[Request] = field(default_factory=list)
     dropped: list[Request] = field(default_factory=list)
-    """They were cancelled or refused, and have emitted their last."""
+    """Cancelled or refused requests, which have sent their last delta."""
     admitted: list[tuple[Request, Hit | None]] = field(default_factory=list)
-    """With what each need not read, if anything."""
+    """With each one's cache hit, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +67,17 @@ class StepPlan:
     rows: tuple[ScheduledRequest, ...]
     events: Events
     has_more: bool
-    """Whether admission stopped at its bound for one step, with requests waiting that may fit."""
+    """Whether admission stopped at its time limit, with requests waiting that may fit."""
 
 
 class Folder(Protocol):
-    """Brings states up to date with the accepted records beside them, which can be given back then."""
+    """Folds accepted records into their states, so that the records can be released."""
 
     def fold(self, committed: Sequence[Committed]) -> None: ...
 
 
 class Scheduler:
-    """Owns the waiting and the running requests and all that they hold of the arena."""
+    """Owns waiting and running requests and their part of the arena."""
 
     def __init__(
         self,
@@ -90,39 +89,39 @@ class Scheduler:
         work: Callable[[int], float] = float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Bound the work of a step; `work(n)` is that of prefilling n tokens."""
+        """`work(n)` is the work of prefilling n tokens."""
         self.arena, self.folder, self.clock = arena, folder, clock
         self.max_running, self.chunk_tokens = max_running, chunk_tokens
         self.cache: PrefixCache | None = None
-        """What earlier requests have read; None: nothing is kept."""
+        """Prefix cache, or None."""
         self.park: Callable[[Sequence[Request]], None] = lambda _: None
         """Inserts requests' tokens into the prefix cache before they are preempted."""
         self.waiting = FairQueue()
         self.running: list[Request] = []
         self.limited_by: Counter[str] = Counter()
-        """How many steps left a request waiting, by what it waited for."""
+        """Number of steps that left a request waiting, by resource."""
         self.preemptions = 0
         self.is_paused = False
-        """Whether nothing is admitted: all wait for `resume`."""
+        """Whether admission is stopped until `resume`."""
         self.is_catching_up = False
-        """Whether what the last pause took back is still to be computed anew; any thread may ask."""
+        """Whether requests preempted by the last pause are still being recomputed; thread-safe."""
         self._paused: list[Request] = []
-        """Those that it took back."""
+        """Requests preempted by the last pause."""
         self.connector = KVConnector()
-        """Moves KV cache between engines, where more than one serves a prompt."""
+        """Transfers KV cache between engines."""
         self._waits_for_others = False
-        """Whether nothing can run before another engine has read, or written, what it is to."""
+        """Whether nothing can run before another engine finishes a read or write."""
         self._last_limit = ""
         self._events = Events()
         self._known: dict[str, Shares] = {}
-        """Shares by what is short, until the running requests change."""
+        """Shares by resource, until the running requests change."""
         self.work = WorkBudget(work)
         self._steps = 0
         self._num_parked = 0
         """Requests preempted in this step for other callers' shares."""
 
     def keep_prefixes(self, cache: PrefixCache | None) -> None:
-        """Share what requests have read with later ones; None: no longer."""
+        """Enable the prefix cache, or disable it with None."""
         self.cache = cache
 
     def submit(self, request: Request) -> None:
@@ -130,7 +129,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def charge(self, requests: Iterable[Request]) -> None:
-        """Charge callers for the tokens of a step; what a preemption has computed again is free."""
+        """Charge callers for the tokens of a step; recomputation after a preemption is free."""
         computed = []
         for request in requests:
             if (tokens := request.num_computed_tokens - request.charged_tokens) > 0:
@@ -141,23 +140,23 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         can_wait = self.waiting and not self._waits_for_others
-        # Transfers that wait for memory get it in a step.
+        # A step gives memory to waiting transfers.
         can_transfer = not self.waiting and self.connector.can_start
         return not self.is_paused and bool(can_wait or self.running or can_transfer)
 
     def pause(self) -> None:
-        """Preempt all that run, and admit none until `resume`; the order of requests stays."""
+        """Preempt all running requests and stop admission until `resume`; the order is preserved."""
         self._paused = [*self.running, *(r for r in self._paused if r in self.waiting)]
         self.is_paused, self.is_catching_up = True, bool(self._paused)
         while self.running:
             self._preempt(self.running[-1])
 
     def resume(self) -> None:
-        """Admit requests again; those that were preempted are computed anew, and go on with the same text."""
+        """Admit requests again; preempted ones are recomputed and continue with the same text."""
         self.is_paused = False
 
     def _note_catching_up(self) -> None:
-        """Note whether all have caught up except those that lack memory: these wait for others."""
+        """Update `is_catching_up`; requests that lack memory do not count."""
         waits = self._last_limit in ("", CHUNK, PREFIXES)
         self.is_catching_up = any(
             own.finish_reason is None and not own.is_decoding and (waits or own in self.running)
@@ -167,11 +166,10 @@ class Scheduler:
             self._paused = []
 
     def schedule(self) -> StepPlan:
-        """Choose the step's rows; every request in them holds the memory that its row needs.
+        """Plan a step; every request in it owns the memory its row needs.
 
-        A request that decodes takes part unless it is not known yet what may be chosen, or other callers'
-        streams would pause for long; prefills share the budget of `chunk_tokens`, those of the caller that is
-        furthest behind first.
+        A decode request takes part unless its grammar mask is missing or the work budget is used up. Prefills
+        share `chunk_tokens`, those of the caller furthest behind first.
         """
         self._drop_cancelled()
         self._waits_for_others = False
@@ -191,7 +189,7 @@ class Scheduler:
         return StepPlan(rows, events, has_more)
 
     def _rows(self) -> tuple[ScheduledRequest, ...]:
-        """Choose the step's rows, within the work budget if several callers run."""
+        """Return the step's rows, within the work budget if several callers run."""
         self._steps += 1
         self.work.begin({caller: self.waiting.weight(caller) for caller in by_caller(self.running)})
         chunks, counts = self._chunks(), dict[Request, int]()
@@ -205,7 +203,7 @@ class Scheduler:
         return tuple(ScheduledRequest.of(own, counts[own]) for own in self.running if own in counts)
 
     def _in_turn(self) -> Iterable[Request]:
-        """Return running requests, callers in turn by weight, and of each those that waited longest first."""
+        """Return running requests, callers alternating by weight, each caller's least recent first."""
         turns, counts = dict[Request, float](), Counter[str]()
         for request in sorted(self.running, key=lambda own: own.last_step):
             caller = request.tenant.flow[0]
@@ -219,7 +217,7 @@ class Scheduler:
         return sorted(prefills, key=lambda request: self.waiting.rank(request.tenant))
 
     def _chunks(self) -> dict[Request, int]:
-        """Divide `chunk_tokens` among prefills; return the number of tokens that each computes."""
+        """Divide `chunk_tokens` among prefills; return the number of tokens each computes."""
         budget, chunks, now_s = self.chunk_tokens, {}, self.clock()
         for request in self._prefills():
             request.turn_until_s = now_s + max(TURN_S, now_s - request.since_s)
@@ -228,20 +226,20 @@ class Scheduler:
         return chunks
 
     def release(self, request: Request) -> None:
-        """Take back all that a request holds and forget it.
+        """Release a request's memory and remove it.
 
-        It leaves the lists last: where anything fails before, it still counts among those that an error ends.
+        It leaves the lists last: if anything fails before, it is still among the requests that an error ends.
         """
         if request.lease and self.cache and not request.first_token_s and request.lease.own is not None:
-            # What it was the first to read has never been seen to give numbers.
+            # Its newly cached prefix was never checked for NaN.
             self.cache.cut(request.lease, request.lease.own)
         self._take_back(request)
 
     def give_up(self) -> list[Request]:
-        """Drop and return what a failed step may have spoilt, whose memory is taken back elsewhere.
+        """Remove and return requests that a failed step may have corrupted.
 
-        That is all that run, or where none does the first that waits: whatever it is that keeps it out. The
-        others have no memory, and go on as they are.
+        These are all running requests, or else the first waiting one, whatever blocks it. Their memory is
+        released elsewhere. The other waiting requests own no memory and are unaffected.
         """
         self._events = Events()
         spoilt, self.running = self.running, []
@@ -253,7 +251,7 @@ class Scheduler:
         return spoilt
 
     def reserve(self, request: Request, positions: int) -> bool:
-        """Get the blocks of `positions` for a draft, if they are free."""
+        """Take the blocks of `positions` for a draft if they are free; return whether they were."""
         missing = self.arena.layout.blocks_for(positions) - request.table_N.numel()
         if missing <= 0:
             return True
@@ -265,7 +263,7 @@ class Scheduler:
         return True
 
     def trim(self, request: Request) -> bool:
-        """Take back the blocks that a request got for a draft and does not need; tell whether it had any."""
+        """Release blocks taken for a draft that are no longer needed; return whether there were any."""
         needed = self.arena.layout.blocks_for(len(request.tokens))
         surplus = request.table_N[needed:].tolist()
         if surplus:
@@ -274,7 +272,7 @@ class Scheduler:
         return bool(surplus)
 
     def reclaim(self) -> bool:
-        """Fold all running requests' paths and give back what drafts held; tell whether that was anything."""
+        """Fold all running requests' paths and release draft memory; return whether there was any."""
         held = [(r, r.committed) for r in self.running if r.committed and r.committed.path]
         if held:
             self.folder.fold([committed for _, committed in held])
@@ -303,9 +301,9 @@ class Scheduler:
         return self.arena.layout.blocks_for(len(request.tokens)) - request.table_N.numel()
 
     def _grow(self, request: Request) -> bool:
-        """Get blocks for every token that the request has, preempting the youngest until there are enough.
+        """Take blocks for all of a request's tokens, preempting the youngest requests as needed.
 
-        False: the request itself was the youngest.
+        Return False if the request itself was the youngest.
         """
         while (missing := self._blocks_missing(request)) > 0:
             blocks = self.arena.take_blocks(request.number, missing)
@@ -322,7 +320,7 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's memory back; it waits at the front to be computed anew."""
+        """Preempt a running request; it waits at the front and is recomputed."""
         logger.info("preempted request %d: no KV block was free", request.number)
         self._preempt(request)
 
@@ -337,9 +335,9 @@ class Scheduler:
         self.preemptions += 1
 
     def _admit(self) -> bool:
-        """Move the next waiting request to the running ones if its state and all its tokens fit.
+        """Admit the next waiting request if its state and all its tokens fit; return whether one was.
 
-        Behind a request that lacks memory, callers are admitted as long as they stay within their shares.
+        After a request that lacks memory, other callers are admitted while they stay within their shares.
         """
         if not self.waiting or self.is_paused:
             return False
@@ -361,15 +359,16 @@ class Scheduler:
                 return False
             if place == 0:
                 self._note_limit(request, limit)
-            if limit == CHUNK:  # what comes later has no more of the step's budget
+            if limit == CHUNK:  # later requests have no step budget either
                 return False
             is_blocked |= limit in (BLOCKS, STATES)
         return False
 
     def _claim_room(self, request: Request) -> tuple[Lease | None, str]:
-        """Find a place and memory for a request, preempting callers above their shares if it is entitled.
+        """Find a slot and memory for a request, preempting callers above their shares if it is entitled.
 
-        Return its lease, and what it lacks, if anything. Nothing is preempted before that is all it lacks.
+        Return its lease, and the resource it lacks or "". Nothing is preempted for a request that would have
+        to wait anyway.
         """
         is_full = len(self.running) >= self.max_running
         victim = self._victim(request, RUNNING) if is_full else None
@@ -406,24 +405,24 @@ class Scheduler:
         self._equip(request, lease)
 
     def rank(self, tenant: Tenant) -> tuple[float, float]:
-        """Return the virtual times by which tenants are served, the smallest first."""
+        """Return a tenant's virtual times, the smallest served first."""
         return self.waiting.rank(tenant)
 
     def comes_before_waiting(self, tenant: Tenant, arrived_s: float) -> bool:
-        """Return whether a request of this tenant would be admitted before all that wait."""
+        """Return whether a request of this tenant would be admitted before all waiting ones."""
         first = self.waiting.first()
         if first is None or first.tenant.flow[0] == tenant.flow[0]:
             return first is None or arrived_s <= first.arrived_s
         return self.waiting.rank(tenant) <= self.waiting.rank(first.tenant)
 
     def may_preempt(self) -> bool:
-        """Return whether a waiting request is entitled to a place among those that run."""
+        """Return whether a waiting request is entitled to the slot of a running one."""
         self._known.clear()
         shares = self._shares(RUNNING)
         return bool(shares.above) and any(shares.is_entitled(own.tenant, 1) for own in self.waiting.heads())
 
     def _victim(self, request: Request, limit: str) -> Request | None:
-        """Return the request to preempt for another that is entitled to what it lacks."""
+        """Return the request to preempt for one that is entitled to the resource it lacks, or None."""
         shares, more = self._shares(limit), 1 if limit == RUNNING else self._num_bytes(request)
         if self._num_parked >= MOST_PARKED or not shares.is_entitled(request.tenant, more):
             return None
@@ -431,13 +430,13 @@ class Scheduler:
         return victim or (self._turn_over(request) if limit == RUNNING else None)
 
     def may_take_turn(self) -> bool:
-        """Return whether a waiting request is to get the place of one whose turn is over."""
+        """Return whether a waiting request takes over a slot whose turn has ended."""
         self._known.clear()
         is_full = len(self.running) >= self.max_running
         return is_full and any(map(self._turn_over, self.waiting.heads()))
 
     def _turn_over(self, request: Request) -> Request | None:
-        """Return the request whose turn is over for one that has waited, of the caller served most."""
+        """Return the request to preempt because its turn has ended, of the most served caller, or None."""
         now_s, caller = self.clock(), request.tenant.flow[0]
         if now_s < request.since_s + TURN_S or self._shares(RUNNING).held.get(caller):
             return None
@@ -447,7 +446,7 @@ class Scheduler:
         return victim if victim and rank(victim.tenant) > rank(request.tenant) else None
 
     def _shares(self, limit: str) -> Shares:
-        """Compare what callers hold, running requests or bytes of the arena, with their shares."""
+        """Return callers' usage and shares, of running requests or arena bytes."""
         if limit not in self._known:
             counts = by_caller(self.running)
             held, whole = counts, self.max_running
@@ -460,7 +459,7 @@ class Scheduler:
         return self._known[limit]
 
     def _youngest(self, caller: str | None) -> Request | None:
-        """Return a caller's last admitted request of those least preempted, but none of this step's."""
+        """Return a caller's last admitted request among the least preempted, excluding this step's."""
         if caller is None:
             return None
         new = [request for request, _ in self._events.admitted]
@@ -468,7 +467,7 @@ class Scheduler:
         return min(own, key=lambda request: request.preemptions, default=None)
 
     def _num_bytes(self, request: Request) -> int:
-        """Return the memory of a request beside what it shares with a cached prefix."""
+        """Return a request's bytes, without those shared with a cached prefix."""
         shared = request.lease.shared * self.arena.layout.block_bytes if request.lease else 0
         return self.arena.layout.sequence_bytes(len(request.tokens)) - shared
 
@@ -480,15 +479,15 @@ class Scheduler:
         self._preempt(request)
 
     def _chunk_is_full(self, request: Request) -> bool:
-        """Return whether prefills that come before a request use all of `chunk_tokens`."""
+        """Return whether earlier prefills use all of `chunk_tokens`."""
         rank = self.waiting.rank(request.tenant)
         before = (own for own in self._prefills() if self.waiting.rank(own.tenant) <= rank)
         return sum(own.num_schedulable_tokens for own in before) >= self.chunk_tokens
 
     def _is_being_read(self, request: Request, lease: Lease) -> bool:
-        """Return whether another computes much of what this one would; cache its state where the two part.
+        """Return whether another request is computing a long shared prefix; cache its state at the fork.
 
-        To wait for it costs nothing: prompts share a step's budget in order.
+        Waiting costs nothing: prompts share a step's budget in order.
         """
         for other in self.running:
             if not other.lease or other.lease.tenant != lease.tenant or other.num_uncomputed_tokens == 1:
@@ -502,12 +501,12 @@ class Scheduler:
         return False
 
     def _memory_for(self, request: Request, lease: Lease | None) -> tuple[Lease | None, str]:
-        """Name the memory that a request lacks, if any, when all has been evicted that can be."""
+        """Return the lease and the memory that a request lacks after all possible eviction, or ""."""
         limit = self._limit(request, lease)
         if limit and self.reclaim():
             limit = self._limit(request, lease)
         if limit and self.cache and lease and not self.running:
-            # What it would go on from may be what stands in its way: it reads all of its tokens itself.
+            # The cached prefix itself may occupy the memory: compute all tokens instead.
             self.cache.leave(lease)
             asked, lease = lease.asked, self.cache.lease(request.tokens[:1], lease.tenant)
             lease.asked = asked
@@ -515,7 +514,7 @@ class Scheduler:
         return lease, limit
 
     def _refuse(self, request: Request, limit: str) -> None:
-        """Fail a waiting request: nothing runs that will ever make room for it."""
+        """Fail a waiting request that cannot fit even when nothing runs."""
         self.waiting.remove(request)
         self._events.dropped.append(request)
         request.fail(
@@ -526,7 +525,7 @@ class Scheduler:
         )
 
     def _equip(self, request: Request, lease: Lease | None) -> None:
-        """Give a request a state and blocks for all of its tokens, and what its lease has found in them."""
+        """Give a request a state, blocks for all its tokens, and its cache hit."""
         state = None
         if self.arena.layout.states:
             state = self.arena.take_state(request.number)
@@ -544,14 +543,14 @@ class Scheduler:
             self.cache.keep_copy(node, state, hit.hidden_1D)
 
     def _lease(self, request: Request) -> Lease | None:
-        """Return a lease on the cached prefix of a request, unless each of its tokens has to be computed."""
+        """Return a lease on a request's cached prefix; None if every token must be computed."""
         if self.cache is None or request.params.prompt_logprobs is not None:
             return None
         marks = request.params.cache_marks or ()
         return self.cache.lease(request.tokens, request.tenant, marks, request.turns)
 
     def _limit(self, request: Request, lease: Lease | None) -> str:
-        """Name the memory that a request lacks beside what it shares.
+        """Return the memory that a request lacks besides its shared prefix, or "".
 
         One spare block per running request lets those grow.
         """

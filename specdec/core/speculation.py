@@ -1,4 +1,4 @@
-"""Draft planning: which drafters to ask, for which requests, and in what shape."""
+"""Draft planning: which drafters run, for which requests, and in what shape."""
 
 import logging
 import time
@@ -30,16 +30,16 @@ from specdec.state_slots.slots import RequestId
 logger = logging.getLogger(__name__)
 
 Lend = Callable[[RequestId, int], Sequence[Any] | None]
-"""Gives an owner a number of slots, or None."""
+"""Takes a number of slots for an owner, or returns None."""
 
 MOST_LOOKED_UP = 32
-"""Requests of several callers that are looked up per step, round-robin: each takes up to 1 ms of Python."""
+"""Look-ups per step when several callers run, round-robin: each takes up to 1 ms of Python."""
 CLOSE = 64
-"""Tokens that drafters can catch up with while their time still is that of a draft."""
+"""Maximum tokens of catching up in a step whose time still counts as that of a draft."""
 
 
 class Speculation:
-    """Owns the drafters and the policy that picks shapes; plans and borrows the drafts of each step."""
+    """Owns the drafters and the shape policy; plans each step's drafts and borrows their slots."""
 
     def __init__(
         self,
@@ -55,31 +55,31 @@ class Speculation:
     ) -> None:
         self.policy, self.backing, self.scheduler = policy, backing, scheduler
         self.ranker = Ranker(kernels, noise=noise)
-        """Ranks what a head guesses."""
+        """Ranks a network's guesses."""
         self.drafters: list[Drafter] = []
         self.head_state = HeadState()
         self.planned: HeadDrafter | RoundedDrafter | None = None
-        """The drafter that runs a network, for what was planned; all others look text up."""
+        """The drafter that runs a network, in planned shapes; all others are look-ups."""
         self.synthetic = synthetic
-        """Rates by depth at which drafts are accepted whatever they say."""
+        """Fixed acceptance rates by depth, whatever is drafted; None: drafts are verified."""
         self.clock = clock
-        """By which steps and drafts are compared, not by the time that callers wait."""
+        """Clock for comparing steps and drafts, not for callers' waiting time."""
         self._mark_s = 0.0
-        """When this step was drafted for."""
+        """Time at which this step's drafting ended."""
         self._took_s = 0.0
-        """What that took."""
+        """Seconds of this step's drafting."""
         self.learns = learns
-        """Whether the choice of shapes has a use for what steps take."""
+        """Whether the policy uses measured step times."""
         self.acceptance = AcceptanceStats()
         self._told: dict[RequestId, int] = {}
-        """How many of a request's tokens its drafters have read."""
+        """Number of each request's tokens that its drafters have processed."""
         self._skips_draft: set[int] = set()
         self._echoes: dict[int, Echo] = {}
         self._looked_up = 0
-        """Round-robin offset into the decoding requests."""
+        """Round-robin offset into the decode requests."""
 
     def add_drafter(self, drafter: Drafter) -> None:
-        """Ask this one too from now on."""
+        """Add a drafter."""
         self.drafters.append(drafter)
         if self.synthetic:
             drafter.calibrator = Assumed(self.synthetic)
@@ -89,28 +89,28 @@ class Speculation:
             self.planned = drafter
 
     def draft_by(self, drafters: Sequence[Drafter], policy: Policy) -> None:
-        """Ask these alone from now on, in the shapes of this policy."""
+        """Use only these drafters and this policy from now on."""
         self.drafters, self.policy = list(drafters), policy
 
     @property
     def head(self) -> HeadDrafter | None:
-        """The drafter that reads the target's hidden states, if there is one."""
+        """The drafter over the target's hidden states, or None."""
         return self.head_state.head
 
     @property
     def looks(self) -> bool:
-        """Whether a drafter looks text up."""
+        """Whether there is a look-up drafter."""
         return any(drafter is not self.planned for drafter in self.drafters)
 
     def flush(self, caller: str | None = None) -> None:
-        """Forget the texts of requests that have ended: all, or one caller's."""
+        """Drop texts of ended requests: all, or one caller's."""
         for drafter in self.drafters:
             drafter.flush(caller)
 
     def draft(self, rows: Sequence[ScheduledRequest], *, lend: Lend | None = None) -> list[Draft | None]:
-        """Return each row's tree and its slots, or None where nothing was drafted that pays.
+        """Return each row's draft with its slots, or None.
 
-        Slots are borrowed from the backing, if `lend` has none.
+        Slots come from `lend`, or from the backing if it is None.
         """
         if all(row.is_decode for row in rows) and self.skips_plan([row.request for row in rows]):
             return [None] * len(rows)
@@ -124,9 +124,9 @@ class Speculation:
         return drafts
 
     def skips_plan(self, requests: Sequence[Request]) -> bool:
-        """Return whether a step goes without a plan, as most steps do while drafting does not pay.
+        """Return whether a step skips planning, as most do while drafting does not pay.
 
-        All its requests decode. Skipping is nearly free; every few steps it looks for repeated text.
+        All its requests must decode. Skipping costs little; every few steps it checks for repeated text.
         """
         self.acceptance.begin_step()
         if any(map(self.skips_draft, requests)):
@@ -134,7 +134,7 @@ class Speculation:
         if self.policy.scans and self.looks:
             spare = MOST_INDEXED
             for own in requests:
-                # Where a text repeats itself, a look-up would find what follows.
+                # In repeated text a look-up finds a continuation.
                 echo = self._echoes.setdefault(own.number, Echo())
                 before = echo.indexed
                 if echo.repeats(own.tokens, spare):
@@ -167,7 +167,7 @@ class Speculation:
         grows = self.planned is not None
         planned = self.policy.plan(batch, tracks, rooms, look_up if self.looks else None, grows=grows)
         if not any(planned) and not any(proposal.num_drafted for own in answers for _, proposal in own):
-            # As most steps are while nothing pays: what follows would take longer than the plan.
+            # The common case while drafting does not pay; the code below would take longer than the plan.
             self.head_state.catch_up([row.request for row in rows])
             self.policy.cut(batch, [])
             return drafts
@@ -179,16 +179,16 @@ class Speculation:
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
             drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
             if self.synthetic and drafts[i] is None:
-                self.acceptance.note(request, None)  # it was not put to the test
+                self.acceptance.note(request, None)  # it was not verified
         return drafts
 
     def _room(self, request: Request) -> int:
-        """Return how deep a draft for a request may be."""
+        """Return the maximum draft depth for a request."""
         held = request.number in self._skips_draft or request.chooser.is_slow
         return 0 if held or not request.params.speculate else request.num_remaining_tokens - 1
 
     def look_up(self, requests: Sequence[Request]) -> list[list[Answer]]:
-        """Return what each drafter that looks text up has found for each request."""
+        """Return each look-up drafter's proposal for each request."""
         answers: list[list[Answer]] = [[] for _ in requests]
         self._look_up(requests, [self._room(request) for request in requests], answers)
         return answers
@@ -196,7 +196,7 @@ class Speculation:
     def _look_up(
         self, requests: Sequence[Request], rooms: Sequence[int], answers: Sequence[list[Answer]]
     ) -> None:
-        """Ask the look-ups, as deep as can be verified: they take next to no time."""
+        """Run the look-up drafters, to the maximum depth that can be verified: they are cheap."""
         tokens, topk = self.policy.bounds.num_draft_tokens, self.policy.bounds.topk
         depths = [min(tokens - 1, room) for room in rooms]
         if len(requests) > MOST_LOOKED_UP and len({own.tenant.flow[0] for own in requests}) > 1:
@@ -219,13 +219,13 @@ class Speculation:
         shapes: Sequence[Shape | None],
         answers: Sequence[list[Answer]],
     ) -> None:
-        """Ask the drafters that have not answered yet for drafts in these shapes."""
+        """Run the drafters that have no proposal yet, in these shapes."""
         wanted = [i for i, shape in enumerate(shapes) if shape or self.head_state.is_full(requests[i])]
         if not wanted:
             return
         wants = [want_of(requests[i], shapes[i]) for i in wanted]
         lengths = {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
-        caught_up = self.planned is not self.head  # what drafts from the sequence's own memory always is
+        caught_up = self.planned is not self.head  # drafters on the sequence's own memory never fall behind
         behind = (
             0 if caught_up else max(length - self._told.get(number, 0) for number, length in lengths.items())
         )
@@ -249,7 +249,7 @@ class Speculation:
         shapes: Sequence[Shape | None],
         answers: Sequence[list[Answer]],
     ) -> list[Proposal]:
-        """Make one proposal of all answers for each request, as large as there is room for."""
+        """Merge each request's proposals, cut to its shape."""
         wholes = []
         for request, plan, shape, own in zip(requests, planned, shapes, answers, strict=True):
             proposal = (
@@ -268,7 +268,7 @@ class Speculation:
         *,
         lends: bool,
     ) -> list[Shape | None]:
-        """Lower what is asked for to the memory there is, before drafts are made that find no slots.
+        """Cut shapes to the available slots and blocks before drafting.
 
         With several callers, drafts that exceed the step's work budget are skipped.
         """
@@ -285,9 +285,9 @@ class Speculation:
         return fitting
 
     def _has_time(self, request: Request, shape: Shape, *, grown: bool) -> bool:
-        """Count the tokens that a draft and its verification compute, if the step has time for them.
+        """Charge a draft and its verification to the work budget; return False if they do not fit.
 
-        A network that grows a tree computes all of it anew at each level.
+        A network that grows a tree recomputes it at each level.
         """
         depth, tokens = shape.num_steps, shape.num_draft_tokens - 1
         if grown:
@@ -295,12 +295,12 @@ class Speculation:
         return self.scheduler.work.fits(request.tenant.flow[0], tokens, request.num_computed_tokens)
 
     def _reserve(self, request: Request, shape: Shape) -> bool:
-        """Get KV blocks for the window and for all that a network reads while it drafts."""
+        """Reserve KV blocks for the window and for all positions that drafting writes."""
         positions = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
         return self.scheduler.reserve(request, request.num_computed_tokens + positions)
 
     def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> Draft | None:
-        """Take a slot for each node; where there are too few, shrink the draft before a request must wait."""
+        """Borrow a slot per node; if there are too few, shrink the draft."""
         while proposal.num_drafted:
             slots = lend(request.number, len(proposal.tree))
             if slots is not None:
@@ -310,7 +310,7 @@ class Speculation:
         return None
 
     def observe_step(self, widths: Sequence[int], tokens: int) -> None:
-        """Learn what a step has taken since it was drafted for; `widths` are those of the decoding rows."""
+        """Record a step's time since drafting; `widths` are those of the decode rows."""
         if self.learns and widths and not self.policy.is_idle:
             took_s, groups = self.clock() - self._mark_s, len(set(widths))
             self.policy.observe_step(
@@ -318,7 +318,7 @@ class Speculation:
             )
 
     def forget_requests(self) -> None:
-        """Forget all requests, whatever was half done; those that go on are drafted for anew."""
+        """Drop all requests, including unfinished ones; live ones are drafted from scratch."""
         for known in (self._told, self._skips_draft, self._echoes):
             known.clear()
         self.acceptance.forget_requests()
@@ -326,12 +326,12 @@ class Speculation:
             drafter.forget()
 
     def experience(self) -> Experience:
-        """Copy what was accepted so far."""
+        """Return a copy of the acceptance statistics."""
         tallies = tuple(deepcopy(drafter.calibrator.tallies) for drafter in self.drafters)
         return Experience(self.acceptance.kinds(), tallies, replace(self.policy.worth))
 
     def recall(self, experience: Experience | None) -> None:
-        """Go on as after this experience, whatever has come since; None: as if nothing was accepted yet."""
+        """Restore earlier acceptance statistics; None: the initial ones."""
         self.acceptance.recall(experience.kinds if experience else {})
         self.policy.recall(experience.worth if experience else Worth())
         for i, drafter in enumerate(self.drafters):
@@ -341,21 +341,21 @@ class Speculation:
                 drafter.calibrator.forget()
 
     def skip_draft_once(self, request: Request) -> None:
-        """Decode a request without a draft in the next step: its last draft made the target's numbers NaN."""
+        """Skip the draft in a request's next step: its last draft led to NaN, or a mask came too late."""
         self._skips_draft.add(request.number)
 
     def skips_draft(self, request: Request) -> bool:
-        """Return whether its next token is to be tried without a draft."""
+        """Return whether its next step must run without a draft."""
         return request.number in self._skips_draft
 
     def on_preempt(self, request: Request) -> None:
-        """Forget what lay in a request's memory, which went back to the arena."""
+        """Drop drafter data in a preempted request's memory."""
         self._told.pop(request.number, None)
         for drafter in self.drafters:
             drafter.on_preempt(request.number)
 
     def end(self, request: Request, *, shared: bool = True) -> None:
-        """Forget an ended request; its output serves the tenant's later ones if `shared`."""
+        """Drop an ended request; with `shared` its output is kept for the tenant's later requests."""
         self.acceptance.end(request)
         self._told.pop(request.number, None)
         self._skips_draft.discard(request.number)

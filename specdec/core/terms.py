@@ -1,4 +1,4 @@
-"""On which terms prompts are answered: parameters, looked at once for all that a request asks."""
+"""Validated sampling terms, checked once per request and shared by its prompts and choices."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -13,31 +13,31 @@ from specdec.text.tokenizer import Tokenizer
 from specdec.verify.limits import Allowed, Banned, Limit, NotYet
 
 MAX_WORD_TOKENS = 128
-"""Of a word that is not written: the output's end is compared with each length of theirs, for every token."""
+"""Maximum tokens of a bad word: each token compares the output's end with every length."""
 
 
 class Terms(NamedTuple):
-    """What was found fit to be served. Prompts and their choices share it, and change nothing of it."""
+    """Validated parameters. Shared by prompts and choices, and never mutated."""
 
     params: SamplingParams
     grammar: Form | None = None
-    """What the output's form came to, where it must have one."""
+    """Compiled grammar of a structured output."""
     tenant: Tenant = SOLE
     stop_ids: Mapping[int, int | None] = {}
-    """The tokens that end an output, and the `stop_reason` of each: the model's own have none."""
+    """End tokens with their `stop_reason`; the model's own have None."""
     limits: tuple[Limit, ...] = ()
-    """As they are when an output begins; what they look up is shared."""
+    """Limits in their initial state; their tables are shared."""
 
     thinking: ThinkingTerms | None = None
 
     def begin_limits(self, form: Limit | None = None) -> list[Limit]:
-        """Return one choice's own; its form comes first, behind its thinking."""
+        """Return one choice's limits: thinking and grammar first."""
         first = self.thinking.begin(form) if self.thinking else form
         return [*([first] if first else []), *(copy.copy(limit) for limit in self.limits)]
 
 
 class Prepared(NamedTuple):
-    """A prompt that was found fit to be served, and how it is to be answered."""
+    """A validated prompt with its terms."""
 
     ids: tuple[int, ...]
     terms: Terms
@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
 
 
 def find_stops(params: SamplingParams, eos: Collection[int]) -> dict[int, int | None]:
-    """Return the tokens that end an output. One that is the model's own too gives no reason."""
+    """Return the end tokens; one that is also the model's own has no reason."""
     asked = {token: token for token in params.stop_token_ids or ()}
     return {**asked, **({} if params.ignore_eos else dict.fromkeys(eos))}
 
@@ -65,7 +65,7 @@ def make_limits(
     *,
     has_form: bool,
 ) -> tuple[Limit, ...]:
-    """Return the limits beside the form's; earlier ones take precedence."""
+    """Return the limits besides the grammar; earlier ones take precedence."""
     limits: list[Limit] = []
     if params.allowed_token_ids:
         limits.append(Allowed(params.allowed_token_ids, vocab))
@@ -77,7 +77,7 @@ def make_limits(
 
 
 def check_ids(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) -> None:
-    """Refuse tokens that the model does not have, and texts where it has none."""
+    """Raise for token ids outside the vocabulary, and for texts without a tokenizer."""
     for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         tokens = getattr(params, field)
         if tokens and not 0 <= (token := max(tokens)) < vocab:
@@ -93,7 +93,7 @@ def check_ids(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) -
 
 
 def _spelled(words: Sequence[str], tokenizer: Tokenizer | None, vocab: int) -> frozenset[tuple[int, ...]]:
-    """Return the tokens of words, in each spelling that the model can write."""
+    """Return the token sequences of words, in each spelling the model can generate."""
     found = {ids for word in words for ids in (tokenizer.spellings(word) if tokenizer else ())}
     if (longest := max(map(len, found), default=0)) > MAX_WORD_TOKENS:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Limit an output's thinking, and have its form begin behind it."""
+"""Limit an output's thinking, and start its grammar after it."""
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -15,7 +15,7 @@ Path = tuple[int, ...]
 
 
 class ThinkingMarks:
-    """The markers of thinking as a model's tokens; what is found out is the same for all requests."""
+    """Thinking markers as a model's tokens; shared by all requests."""
 
     def __init__(self, start: str, end: str, *, tokenizer: Tokenizer | None, vocab: int) -> None:
         if tokenizer is None:
@@ -28,9 +28,9 @@ class ThinkingMarks:
         self.tokenizer = tokenizer
         opening = tokenizer.encode(start, special=False)
         self.opening = opening[0] if len(opening) == 1 and tokenizer.spell(opening[0]) == start else None
-        """The token that is the start, if one is."""
+        """The start marker's token, if it is a single one."""
         self.ending = tokenizer.encode(end, special=False)
-        while end in "".join(map(tokenizer.spell, self.ending[1:])):  # a blank that SentencePiece puts first
+        while end in "".join(map(tokenizer.spell, self.ending[1:])):  # a leading blank from SentencePiece
             self.ending = self.ending[1:]
         if end not in "".join(map(tokenizer.spell, self.ending)):
             raise RequestError(
@@ -40,10 +40,10 @@ class ThinkingMarks:
             )
 
         self.continuations = self._continuations()
-        """The token that goes on with the end, by what of it is written."""
+        """Next token of the end marker, by the part already generated."""
 
     def _continuations(self) -> dict[str, int]:
-        """Read them off the end's own tokens; where an output cuts it otherwise the rest is encoded anew."""
+        """Return them from the marker's own tokens, and re-encode the rest after any other split."""
         spelled = [self.tokenizer.spell(token) for token in self.ending]
         at, found = -"".join(spelled).index(self.end), dict[str, int]()
         for token, text in zip(self.ending, spelled, strict=True):
@@ -58,12 +58,12 @@ class ThinkingMarks:
 
     @cached_property
     def overruns(self) -> Mapping[str, Collection[int]]:
-        """Tokens with which the text of a form would begin unseen by it."""
+        """Tokens that would start the structured text before the grammar sees it."""
         return overruns(self.end, self.tokenizer.spell_all(self.vocab))
 
 
 class ThinkingTerms:
-    """What the outputs of one request share: how they think, for how long, and how that is ended."""
+    """Thinking settings shared by the outputs of one request."""
 
     def __init__(
         self, span: ThinkingSpan, marks: ThinkingMarks, ends: Collection[int], *, has_form: bool
@@ -74,11 +74,11 @@ class ThinkingTerms:
         self.start = marks.opening
         self.start_bits = set_of([] if self.start is None else [self.start], vocab)
         self.end_bits = {begun: set_of([token], vocab) for begun, token in marks.continuations.items()}
-        """What may follow once the budget is spent, by what of the end is written; the longest first."""
+        """Allowed tokens once the budget is spent, by the generated part of the end marker, longest first."""
         self.thinking_bits = all_but({*ends, *runs.get("", ())}, vocab)
-        """What may follow within thinking, before a form."""
+        """Allowed tokens within thinking before a grammar."""
         self.begun_bits = {begun: all_but(tokens, vocab) for begun, tokens in runs.items() if begun}
-        """What may follow a part of the end, before a form."""
+        """Allowed tokens after a part of the end marker, before a grammar."""
         if self.budget is not None and any(
             token in tokens for tokens in runs.values() for token in marks.continuations.values()
         ):
@@ -89,11 +89,11 @@ class ThinkingTerms:
             )
 
     def begin(self, form: Limit | None) -> "ThinkingLimit":
-        """Return the limit of one choice, whose form holds from the end of its thinking on."""
+        """Return one choice's limit, whose grammar holds from the end of its thinking."""
         return ThinkingLimit(self, form)
 
     def thinking_words(self, tail: str) -> Tensor:
-        """Return what may follow within thinking, so that a form sees all that is behind the end."""
+        """Return allowed tokens within thinking, such that the grammar sees all text after the end marker."""
         words_W = words_of(self.thinking_bits)
         for begun, bits in self.begun_bits.items():
             if tail.endswith(begun):
@@ -101,15 +101,15 @@ class ThinkingTerms:
         return words_W
 
     def ending_words(self, tail: str) -> Tensor:
-        """Return the end's next token: an end that the output has begun itself goes on where it stands."""
+        """Return the end marker's next token, continuing a part already generated."""
         return next(words_of(bits) for begun, bits in self.end_bits.items() if tail.endswith(begun))
 
 
 class ThinkingLimit:
-    """Lets thinking be what it will until its budget is spent, then writes its end; then the form holds.
+    """Leaves thinking free until its budget is spent, then forces the end marker; then the grammar holds.
 
-    Where a form follows, nothing ends the output within its thinking, no token ends it and goes on with what
-    the form would not see, and an output that may still begin to think opens with the one or the other.
+    With a grammar, the output cannot end within thinking, no token may span the end marker and the text after
+    it, and an output that may still start thinking begins with the start marker or the grammar.
     """
 
     def __init__(self, terms: ThinkingTerms, form: Limit | None) -> None:
@@ -169,7 +169,7 @@ class ThinkingLimit:
         return self._terms.track.after(place, token)
 
     def _follow(self, path: Path) -> tuple[Place, Path | None]:
-        """Return where a path leads, and what of it the form has to judge; None: it is all thinking."""
+        """Return a path's phase, and the part the grammar judges; None: it is all thinking."""
         place = self._place
         for at, token in enumerate(path):
             before, place = place, self._next(place, token)

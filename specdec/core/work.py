@@ -1,26 +1,25 @@
-"""How much work a step does while several callers run, so that no stream pauses for long.
+"""Bounds the work of steps shared by several callers, so that no stream pauses for long.
 
-Work is counted by what a model computes for tokens behind their context. How long it takes is learnt from the
-steps: one that took too long lowers the limit to what would have fitted, and no step may do more than twice
-the work that was seen to fit.
+Work is the computation for tokens after their context. Its speed is learned from steps: a step that took too
+long lowers the limit to the work that would have fitted, and no step may exceed twice the work known to fit.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 STEP_S = 0.15
-"""Seconds that a step beside another caller should take at most, by the clock that steps are compared by."""
+"""Target maximum seconds of a step shared by several callers, by the step clock."""
 LEAST = 64
-"""Tokens without context whose work is never cut: a step reads all weights, fewer would hardly shorten it."""
+"""Minimum work in tokens without context: a step loads all weights, so fewer would hardly shorten it."""
 MOST = 1e18
-"""The limit of one caller alone."""
+"""Limit for a single caller."""
 
 
 class WorkBudget:
-    """Bounds the work of each step, and divides it among callers by weight. One alone is never bounded."""
+    """Bounds the work of each step, divided among callers by weight. A single caller is not bounded."""
 
     def __init__(self, work: Callable[[int], float]) -> None:
-        """Count by `work(n)`, that of prefilling n tokens."""
+        """`work(n)` is the work of prefilling n tokens."""
         self._work = work
         self.limit = 4 * LEAST * work(1)
         self.total = 0.0
@@ -34,10 +33,9 @@ class WorkBudget:
         self._held.clear()
 
     def take(self, caller: str, tokens: int, context: int) -> int:
-        """Return how many of a row's tokens are computed in this step, and count them.
+        """Return and charge the number of a row's tokens to compute in this step.
 
-        A caller may use what is left of the limit, and at least its share of it; the first row of each takes
-        part in any case.
+        A caller may use the rest of the limit, and at least its share of it; its first row always takes part.
         """
         each = self._each(context)
         fitting = max(int(self._room(caller) / each), int(not self._held[caller]))
@@ -46,7 +44,7 @@ class WorkBudget:
         return taken
 
     def fits(self, caller: str, tokens: int, context: int) -> bool:
-        """Count all of a draft's tokens if there is room for them; return whether there was."""
+        """Charge a draft's tokens if they fit; return whether they did."""
         work = tokens * self._each(context)
         if work > self._room(caller):
             return False
@@ -54,7 +52,7 @@ class WorkBudget:
         return True
 
     def _each(self, context: int) -> float:
-        """Return the work of one token after this many."""
+        """Return the work of one token after this context."""
         return self._work(context + 1) - self._work(context)
 
     def _room(self, caller: str) -> float:
@@ -68,7 +66,7 @@ class WorkBudget:
         self.total += work
 
     def observe(self, seconds: float) -> None:
-        """Learn what this step took."""
+        """Update the limit from this step's time."""
         if not self.total:
             return
         fitting = self.total * STEP_S / max(seconds, 1e-6)

@@ -1,1 +1,1 @@
-"""What proposes tokens, and decides how many are worth it. It knows no family and no rule of choice."""
+"""Drafters, and the policies that choose a draft shape; independent of model family and sampling rules."""

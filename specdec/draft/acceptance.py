@@ -1,4 +1,4 @@
-"""How deep drafts are accepted: one record for the engine, one for each request that starts from it."""
+"""Draft acceptance rates by depth: one estimate per request, each starting from the engine-wide one."""
 
 import operator
 from itertools import accumulate
@@ -6,28 +6,28 @@ from itertools import accumulate
 from specdec.draft.proposal import Shape
 
 DEEPEST = 16
-"""Depths beyond count as this one."""
+"""Deeper depths share the entry of this one."""
 MEMORY, ENGINE_MEMORY = 0.93, 0.998
-"""What remains of a count after each further draft: a request's last 15 matter, the engine's last 500."""
+"""Decay of a count per draft: about the last 15 drafts count for a request, the last 500 for the engine."""
 RESTED = 0.98
-"""What remains of a request's count after a step without a draft: meanwhile the text changes."""
+"""Decay of a request's counts per step without a draft, during which the text changes."""
 PRIOR, ENGINE_PRIOR = 3.0, 4.0
-"""Drafts that the engine's experience is worth to a request that has none, and hope to the engine."""
+"""Prior weights, in drafts: the engine's rates for a new request, the initial rates for the engine."""
 CHAIN_HOPE, TREE_HOPE = 0.8, 0.85
-"""What is expected while nothing is known: more than most earn, so that drafts are tried, not thought bad."""
+"""Initial acceptance rates, higher than most drafts reach, so that drafts are tried first."""
 FADED = 8
-"""Steps that are put together before a count fades: what is expected is reckoned anew after each."""
+"""Steps batched before a count decays; the expected values are recomputed after each decay."""
 SURE = 0.98
-"""No depth is expected to be accepted more often, whatever those above it are."""
+"""Upper bound of the expected acceptance rate at any depth."""
 
 
 class Acceptance:
-    """Estimate, by depth, how often a draft is accepted there once the depth above it was."""
+    """Acceptance rate per depth, conditional on the parent depth being accepted."""
 
     def __init__(self, start: "Acceptance | float") -> None:
         self.start = start
         self.version = 0
-        """Changes with every observation, here or where this one started from."""
+        """Incremented by every observation, here or in `start`."""
         is_request = isinstance(start, Acceptance)
         self._memory, self._prior = (MEMORY, PRIOR) if is_request else (ENGINE_MEMORY, ENGINE_PRIOR)
         self._reached = [0.0] * DEEPEST
@@ -37,9 +37,9 @@ class Acceptance:
         self._expected_version = -1
 
     def observe(self, drafted_depth: int, accepted_depth: int) -> None:
-        """Note one draft: how deep it went, and how deep the target followed. Depths count from 1.
+        """Record one draft: its depth and the accepted depth, both counted from 1.
 
-        An attempt that found nothing to draft counts as one of depth 1 that was not followed.
+        A draft attempt that found nothing counts as a rejected draft of depth 1.
         """
         self._fade(self._memory)
         for depth in range(min(max(drafted_depth, 1), accepted_depth + 1, DEEPEST)):
@@ -49,7 +49,7 @@ class Acceptance:
             self.start.observe(drafted_depth, accepted_depth)
 
     def decay(self, steps: int) -> None:
-        """Fade the counts by steps without a draft."""
+        """Decay the counts for steps without a draft."""
         self._rested += steps
         if self._rested >= FADED:
             self._fade(RESTED**self._rested)
@@ -63,10 +63,10 @@ class Acceptance:
 
     @property
     def rates(self) -> list[float]:
-        """Return the estimates for depths from 1 on.
+        """Return the estimated rates for depths from 1 on.
 
-        Until it was reached often enough, a depth is expected to be as much better or worse than elsewhere as
-        the one above it is: else no draft would go deeper than what was tried.
+        While a depth has few samples, its ratio to the prior rate is taken from the depth above. Otherwise no
+        draft would go deeper than the depths already tried.
         """
         start = self.start
         base = start.rates if isinstance(start, Acceptance) else [start] * DEEPEST
@@ -78,7 +78,7 @@ class Acceptance:
         return rates
 
     def expected(self, depth: int) -> float:
-        """Return how many tokens of a draft of `depth` steps will be accepted."""
+        """Return the expected number of accepted tokens of a draft of `depth` steps."""
         version = self.version + (self.start.version if isinstance(self.start, Acceptance) else 0)
         if version != self._expected_version:
             self._expected = list(accumulate(accumulate(self.rates, operator.mul), initial=0.0))
@@ -87,25 +87,25 @@ class Acceptance:
 
 
 class TrackRecord:
-    """What drafts have earned: chains and trees apart, for at each depth a tree has more to offer."""
+    """Acceptance of chains and trees, separately: at each depth a tree has more candidates."""
 
     def __init__(self, engine: "TrackRecord | None" = None) -> None:
         self.chain: Acceptance = Acceptance(engine.chain if engine else CHAIN_HOPE)
         self.tree: Acceptance = Acceptance(engine.tree if engine else TREE_HOPE)
         self.planned = 0
-        """The policy's last plan in which this one was to draft: who rested longest is tried next."""
+        """Number of the policy's last plan in which this request was to draft; the lowest is probed next."""
 
     def observe(self, shape: Shape, drafted_depth: int, accepted_depth: int) -> None:
-        """Note one draft that was asked for in this shape."""
+        """Record one draft of this shape."""
         self._of(shape).observe(drafted_depth, accepted_depth)
 
     def decay(self, steps: int) -> None:
-        """Fade both by steps without a draft."""
+        """Decay both for steps without a draft."""
         self.chain.decay(steps)
         self.tree.decay(steps)
 
     def expected(self, shape: Shape, depth: int) -> float:
-        """Return how many tokens of such a draft, cut to `depth`, will be accepted."""
+        """Return the expected number of accepted tokens of a draft of this shape, cut to `depth`."""
         return self._of(shape).expected(depth)
 
     def _of(self, shape: Shape) -> Acceptance:

@@ -1,4 +1,4 @@
-"""Make a draft tree of what followed a context elsewhere."""
+"""Build a draft tree from earlier continuations of a context."""
 
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
@@ -8,7 +8,7 @@ from specdec.draft.proposal import Proposal, Shape
 from specdec.state_slots.tree import TokenTree
 
 Believe = Callable[[Sequence[int], int], list[float]]
-"""From how often each token followed, the latest first, and the length of the match: each one's chance."""
+"""Maps the count of each following token, latest first, and the match length to a probability per token."""
 
 
 def grow_tree(
@@ -21,16 +21,17 @@ def grow_tree(
     calibrator: Calibrator,
     shared: int = 0,
 ) -> Proposal:
-    """Descend the trie of the continuations, given latest first, taking the best node by score each time.
+    """Build the best draft tree from the trie of the continuations, which are given latest first.
 
-    The trie is never built: a node is the list of the continuations that pass it, and only nodes that are
-    taken get children. No child scores above its parent, so these are the best nodes of the whole trie. It
-    is as deep as the continuations are long; how long they may be is their reader's to say. The last `shared`
-    of them are other requests' outputs: a node that only these pass is marked.
+    The trie is never built: a node is the list of continuations that pass through it, and only selected nodes
+    get children. No child scores above its parent, so these are the best nodes of the whole trie. Its depth
+    is the length of the longest continuation. The last `shared` continuations are other requests' outputs; a
+    node that only these pass through is marked.
     """
     num_own = len(continuations) - shared
     tokens, parents, scores, beliefs, found, depths = [root], [-1], [1.0], [1.0], [False], [0]
-    # Of equal scores the one met first is taken: the serial number, unique, decides before the rest is read.
+    # Ties are broken by the unique serial number: the node pushed first wins, and later fields are never
+    # compared.
     heap: list[tuple[float, int, int, int, float, Sequence[int]]] = []
     serial = 0
 

@@ -1,4 +1,4 @@
-"""What a step costs, learnt from the steps themselves."""
+"""Step cost model, fitted to measured step times."""
 
 from bisect import bisect_left
 from collections import deque
@@ -7,70 +7,69 @@ from math import log2
 from statistics import median
 
 KEPT = 7
-"""Samples that count: enough to ignore hiccups, few enough to follow the machine."""
+"""Samples per cell: enough to ignore outliers, few enough to follow changes of the machine."""
 KEPT_WIDTH = 32
-"""Samples of one width against others: more, for what widths cost beside each other changes slowly."""
+"""Samples per width; more than `KEPT` because the relative cost of widths changes slowly."""
 
 EXACT = 64
 TICK_S = 1e-9
-"""The least that anything takes: a clock may be too coarse to see it."""
+"""Minimum time, for clocks too coarse to measure a step."""
 STALE = 200
-"""Steps after which an older time says nothing of the machine as it is."""
+"""Steps after which a measurement is out of date."""
 GROUP = 0.01
-"""What rows of one more width are taken to cost, of a step, until that was measured."""
+"""Assumed cost of one more width group, as a fraction of a step, until measured."""
 
 Work = Callable[[int], float]
-"""Gives the work of a number of tokens beside one's: a step that is twice as wide is not twice the work."""
+"""Work of a number of tokens relative to one: doubling the width does not double the work."""
 
 
 def quiet(times: Collection[float]) -> float:
-    """Return the lower quartile of times: other work on the machine makes them longer, never shorter.
+    """Return the lower quartile of times: other load on the machine only makes steps slower.
 
-    Of few that were taken beside a busy neighbour, the middle one may be several times too long.
+    With few samples under load, the median may be several times too long.
     """
     return sorted(times)[(len(times) - 1) // 4]
 
 
 class Samples:
-    """Remember the last times of each cell."""
+    """The last times of each cell."""
 
     def __init__(self) -> None:
         self._cells: dict[Hashable, deque[float]] = {}
         self._quiet: dict[Hashable, float] = {}
 
     def add(self, cell: Hashable, seconds: float) -> None:
-        """Note one time."""
+        """Add a time."""
         kept = self._cells.setdefault(cell, deque(maxlen=KEPT))
         kept.append(seconds)
         self._quiet[cell] = quiet(kept)
 
     def get(self, cell: Hashable) -> float | None:
-        """Return what it took in a quiet moment of the last times, or None."""
+        """Return the lower quartile of the cell's last times, or None."""
         return self._quiet.get(cell)
 
 
 class Costs:
-    """Predict the seconds of work on rows, by its width: a verify step's tokens, a draft's levels.
+    """Predict seconds from the number of rows and a width: tokens of a verify step, or levels of a draft.
 
-    Work on about as many rows, of as many widths, shares a line through what each total was found to take.
-    Where none was done, the line of the nearest number of rows serves; a line of one point has the slope of
-    the nearest with two. Lines are straight in `work`.
+    There is one line per bucket of rows and number of widths. Unmeasured keys use the nearest line; a line
+    with a single point takes its slope from the nearest line with two. Lines are straight in `work`.
 
-    Machines get busy and quiet again, and contexts grow. That moves all widths alike, and mostly one of them
-    is at work: so times are kept as multiples of a pace, which is quick, and multiples are slow to change.
-    Both are those of quiet moments: what else runs lengthens all work in proportion.
+    Machine load and context length scale all widths alike, while mostly one width is in use. So times are
+    stored relative to a `pace`, which adapts quickly; the relative times adapt slowly. Both use the lower
+    quartile: other load lengthens all work in proportion.
     """
 
     def __init__(self, work: Work = float) -> None:
         self._work = work
         self._lines: dict[tuple[int, int], Line] = {}
-        """By the bucket of rows, and by how many widths they have."""
+        """Keyed by the bucket of rows and the number of widths."""
         self._ratios: deque[float] = deque([1.0], maxlen=KEPT)
         self.pace = 1.0
-        """How the machine is now: what everything takes beside what it took while multiples were learnt."""
+        """Current slowdown, relative to the time when the lines were measured."""
 
     def observe(self, rows: int, width: int, seconds: float, groups: int = 1) -> None:
-        """Note what some work took; of a step: by its rows, tokens, and groups of rows of one width."""
+        """Record a measured time by rows, width and number of width groups."""
         line = self._lines.setdefault((bucket(rows), groups), Line())
         seconds = max(seconds, TICK_S)
         if known := line.settled(width):
@@ -79,11 +78,11 @@ class Costs:
         line.add(width, self._work(width), seconds / self.pace)
 
     def predict(self, rows: int, width: int, groups: int = 1) -> float:
-        """Return seconds; 0 while nothing is known."""
+        """Return predicted seconds; 0 without measurements."""
         return self.curve(rows, groups)(width)
 
     def curve(self, rows: int, groups: int = 1) -> Callable[[int], float]:
-        """Return `predict` by widths alone, as long as nothing new is observed."""
+        """Return `predict` as a function of the width; valid until the next observation."""
         if not self._lines:
             return lambda width: 0.0
         key, scale = (bucket(rows), groups), self.pace
@@ -100,29 +99,29 @@ class Costs:
         return lambda width: scale * at(work(width), slope)
 
     def knows(self, rows: int, width: int) -> bool:
-        """Return whether this work was measured often enough to trust the estimate."""
+        """Return whether this width has enough samples for a reliable estimate."""
         line = self._lines.get((bucket(rows), 1))
         return line is not None and line.settled(width) is not None
 
 
 def _nearest(known: Collection[tuple[int, int]], key: tuple[int, int]) -> tuple[int, int]:
-    """Return the key of about as many rows, and of these that of about as many groups."""
+    """Return the key with the nearest row bucket, ties broken by the nearest number of groups."""
     return min(known, key=lambda own: (abs(own[0] - key[0]), abs(own[1] - key[1])))
 
 
 class Line:
-    """Times by work: straight between those measured, with one slope beyond them, and never falling."""
+    """Monotone piecewise-linear times by work, with one slope beyond the measured range."""
 
     def __init__(self) -> None:
         self._keys: list[int] = []
         self._kept: list[deque[tuple[float, float]]] = []
         self._found: list[tuple[float, float]] = []
-        """By key: the work in the middle of what is kept, and a quiet time."""
+        """By key: the median work of the samples, and the lower quartile of their times."""
         self._points: list[tuple[float, float]] = []
-        """The same, as a line that never falls."""
+        """The same, made monotone."""
 
     def add(self, width: int, work: float, time: float) -> None:
-        """Note one time. Widths of one key share a point."""
+        """Add a time. Widths with the same key share a point."""
         key = _width_key(width)
         i = bisect_left(self._keys, key)
         if i == len(self._keys) or self._keys[i] != key:
@@ -136,7 +135,7 @@ class Line:
         self._points = self._rising()
 
     def _rising(self) -> list[tuple[float, float]]:
-        """Put neighbours together that fall, each as heavy as it has samples: the wider cannot cost less."""
+        """Pool decreasing neighbours, weighted by samples: a wider step cannot cost less."""
         pools: list[tuple[float, int, int]] = []
         for (_, time), kept in zip(self._found, self._kept, strict=True):
             weight, points = len(kept), 1
@@ -149,7 +148,7 @@ class Line:
         return [(work, time) for (work, _), time in zip(self._found, times, strict=True)]
 
     def settled(self, width: int) -> float | None:
-        """Return the time at a width that was tried often enough to be trusted."""
+        """Return the time at a width with enough samples, or None."""
         key = _width_key(width)
         i = bisect_left(self._keys, key)
         known = i < len(self._keys) and self._keys[i] == key and len(self._kept[i]) > KEPT // 2
@@ -157,14 +156,14 @@ class Line:
 
     @property
     def slope(self) -> float | None:
-        """Return what more work adds, from the narrowest width to the widest; None with fewer than two."""
+        """Return the slope from the narrowest to the widest width; None with fewer than two widths."""
         if len(self._points) < 2:
             return None
         (low, low_s), (high, high_s) = self._points[0], self._points[-1]
         return (high_s - low_s) / (high - low)
 
     def at(self, work: float, slope: float) -> float:
-        """Return the time of an amount of work."""
+        """Return the time of an amount of work; `slope` applies beyond the measured range."""
         points = self._points
         i = bisect_left(points, (work, 0.0))
         if 0 < i < len(points):
@@ -175,10 +174,10 @@ class Line:
 
 
 def bucket(count: int) -> int:
-    """Put counts within a fifth of each other together."""
+    """Return a key shared by counts within a fifth of each other."""
     return round(4 * log2(count))
 
 
 def _width_key(width: int) -> int:
-    """Return a key that separates narrow widths, where a token may cost a tile, and groups wide ones."""
+    """Return a key: exact for narrow widths, where a token may cost a kernel tile, bucketed for wide ones."""
     return width if width <= EXACT else EXACT + bucket(width)

@@ -1,4 +1,4 @@
-"""What the loop asks of a drafter, be it a head of the model or a look-up in text."""
+"""The drafter interface, for model heads and text look-ups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from specdec.state_slots.slots import RequestId
 
 
 class Memory(Protocol):
-    """What a sequence holds of the arena: blocks, and what it has committed, if its model keeps states."""
+    """A sequence's part of the arena: its block table, and its committed state if the model has states."""
 
     @property
     def table_N(self) -> Tensor: ...
@@ -25,10 +25,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """One sequence that may get a draft. `tokens` ends with the root; its block table has room for the draft.
-
-    Without a shape nothing is proposed, and the drafter only catches up with the sequence.
-    """
+    """A sequence that may get a draft. `tokens` ends with the root; its block table has capacity for it."""
 
     key: RequestId
     prompt_length: int
@@ -37,39 +34,39 @@ class Want:
     shape: Shape | None
     tenant: Tenant = SOLE
     sampler: object = None
-    """By what its tokens will be chosen: for what ranks guesses to read, and for no drafter."""
+    """Sampler of the sequence's tokens: used where guesses are ranked, not by drafters."""
     memory: Memory | None = None
-    """For a drafter that reads what the target does."""
+    """Set for drafters that read the target's KV cache and states."""
 
 
 class Drafter(Protocol):
     calibrator: Calibrator
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Propose what may follow each sequence."""
+        """Return one proposal per sequence."""
         ...
 
     def on_preempt(self, key: RequestId) -> None:
-        """Drop what lies in a sequence's memory: it was preempted, and is prefilled anew."""
+        """Drop data stored in the sequence's blocks: it was preempted and will be prefilled again."""
         ...
 
     def end(
         self, key: RequestId, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant
     ) -> None:
-        """Forget a sequence; its output, which is its tenant's, is None unless it came to its end."""
+        """Drop a sequence. `output` belongs to its tenant, and is None unless the sequence finished."""
         ...
 
     def flush(self, caller: str | None = None) -> None:
-        """Forget what sequences that have ended left: all, or one caller's."""
+        """Drop data left by finished sequences: all of it, or one caller's."""
         ...
 
     def forget(self) -> None:
-        """Forget every sequence and every text, whatever was half done; what was learnt of drafts stays."""
+        """Drop all sequences and texts, including unfinished ones; calibration is kept."""
         ...
 
 
 class Stateless:
-    """The part of a drafter that keeps nothing of any sequence; a subclass overrides what it does keep."""
+    """Default no-op methods for drafters without per-sequence state."""
 
     def on_preempt(self, key: RequestId) -> None: ...
 

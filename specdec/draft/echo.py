@@ -1,13 +1,13 @@
-"""Notice cheaply that a text repeats itself: reason to look it up while that is seldom done."""
+"""Cheap detection of repeated text, used to trigger look-ups while these are rare."""
 
 from collections.abc import Sequence
 
 LENGTH = 8
-"""Tokens in a row that occurred before: few texts repeat that many by chance."""
+"""Length of a repeat, in tokens; few texts repeat that many by chance."""
 
 
 class Echo:
-    """Remembers every `LENGTH` tokens of one text by their hash."""
+    """Hashes of every `LENGTH` consecutive tokens of one text."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -15,7 +15,7 @@ class Echo:
         """Number of tokens in the index."""
 
     def repeats(self, tokens: Sequence[int], most: int) -> bool:
-        """Index at most `most` further tokens; return whether the text ends in an earlier part of it."""
+        """Index at most `most` further tokens; return whether the last `LENGTH` tokens occurred before."""
         end = min(len(tokens), self.indexed + most)
         new = tokens[max(self.indexed - LENGTH + 1, 0) : end]
         gained, self.indexed = end - self.indexed, end

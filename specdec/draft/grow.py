@@ -1,4 +1,4 @@
-"""Grow a draft tree level by level, as EAGLE-2 does, from what a model says about each node."""
+"""Grow a draft tree level by level, as EAGLE-2 does, from a model's probabilities."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,13 +9,13 @@ from specdec.state_slots.tree import TokenTree
 
 
 class Grower:
-    """The draft tree of one row while a model grows it.
+    """The draft tree of one row while it grows.
 
-    While there is a `frontier`, the model says what may follow each of its nodes (`add`), at first the root.
-    When the last of them has been expanded, the best `topk` nodes of the new level by cumulative score are
-    the next frontier. `finish` keeps the best nodes of all levels; it may be called at any level.
+    While `frontier` is not empty, call `add` with the children of each of its nodes, starting with the root.
+    After the last one, the `topk` nodes of the new level with the best cumulative scores become the frontier.
+    `finish` returns the best nodes of all levels; it may be called at any level.
 
-    With a calibrator, cumulative scores are made of calibrated probabilities.
+    With a calibrator, cumulative scores are products of calibrated probabilities.
     """
 
     def __init__(self, root: int, shape: Shape, calibrator: Calibrator | None = None) -> None:
@@ -24,16 +24,16 @@ class Grower:
         self.tokens, self.parents = [root], [-1]
         self.scores, self.beliefs = [1.0], [1.0]
         self.depth = 0
-        """How many levels are complete: the frontier's depth."""
+        """Number of complete levels: the frontier's depth."""
         self.frontier: list[int] = [0]
-        """The nodes to expand next; replaced, never changed in place. Empty: grown as deep as asked."""
+        """Nodes to expand next; replaced, never mutated. Empty once the requested depth is reached."""
         self._waiting = {0}
         self._level_start = 1
 
     def add(self, node: int, tokens: Sequence[int], probabilities: Sequence[float]) -> None:
-        """Give a node of the frontier its children, likeliest first; those beyond `topk` are left out.
+        """Add the children of a frontier node, likeliest first; those beyond `topk` are dropped.
 
-        Probabilities are given the node. Rounding may lift one a little above 1.
+        Probabilities are conditional on the node. Rounding may lift one a little above 1.
         """
         topk = self.shape.topk
         beliefs = [min(float(p), 1.0) for p in probabilities[:topk]]
@@ -60,7 +60,7 @@ class Grower:
         self._waiting = set(self.frontier)
 
     def finish(self) -> Proposal:
-        """Return the best nodes, as many as are verified."""
+        """Return the `num_draft_tokens` best nodes."""
         tree = TokenTree(tuple(self.tokens), tuple(self.parents))
         grown = Proposal(tree, tuple(self.scores), tuple(self.beliefs))
         return grown.best(self.shape.num_draft_tokens)

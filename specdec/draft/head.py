@@ -1,7 +1,7 @@
-"""Draft with a head that reads the target's hidden states: its own multi-token head, run on itself.
+"""Draft with a head over the target's hidden states: a multi-token head, applied to its own output.
 
-The head keeps KV of its own in the sequence's blocks. At position p it reads the target's hidden state there
-and the token that was chosen to follow; below the last certain token it reads what it wrote itself.
+The head has its own KV cache in the sequence's blocks. At position p its input is the target's hidden state
+there and the next token; after the last committed token its input is its own output.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,54 +24,54 @@ from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
 
 MOST_UNREAD = 4 << 20
-"""Bytes of unread hidden states of a sequence that drafts nothing; beyond, the head reads them."""
+"""Maximum bytes of pending hidden states of a sequence that drafts nothing; beyond, the head runs on them."""
 PIECES = 32
-"""Tensors of a sequence before they are concatenated: freeing thousands in one step took 0.1 s."""
+"""Tensors per sequence before they are concatenated: freeing thousands in one step took 0.1 s."""
 
 
 class Head(Protocol):
     width: int
-    """Of the hidden states that it reads and writes."""
+    """Size of the hidden states, input and output."""
     aux_hidden_layers: tuple[int, ...]
-    """The target's residual streams that it fuses, by the layer that they enter."""
+    """Layers of the target whose input residual streams are fused into the head's input."""
 
     def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
-        """Make what it reads of what the target gave: the last hidden states, and the aux streams."""
+        """Fuse the target's last hidden states and aux streams into the head's input."""
         ...
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Arena) -> Tensor:
-        """Return the head's own hidden states for each token and the hidden state before it."""
+        """Return the head's hidden states, one per token, from the preceding hidden state and that token."""
         ...
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits of the target's tokens; minus infinity for those that it cannot draft."""
+        """Return logits over the target's vocabulary; minus infinity for tokens the head cannot draft."""
         ...
 
 
 class Unroll(Protocol):
-    """A head that goes on with its own guesses, each the best by a rule and the noise of its place."""
+    """Unrolled chain drafting: each next token is chosen by logits, rules and position-dependent noise."""
 
     def __call__(
         self, window: Window, memory: Arena, after_BD: Tensor, rules: Rules, seed_B: Tensor, levels: int
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens and shares by level; `models.unrolled` has more."""
+        """Return tokens and probabilities by level; see `models.unrolled`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Straight:
-    """How chains are drafted in one pass, where a token is chosen by nothing but logits and place."""
+    """Drafting of whole chains in one pass, for rows whose tokens depend on logits and position only."""
 
     unrolled: Unroll
     takes: Callable[[Want], bool]
-    """Tells of which sequences that is so."""
+    """Return whether a row can be drafted this way."""
     rules: Callable[[Sequence[Want], torch.device], tuple[Rules, Tensor]]
-    """Their rules and seeds."""
+    """Return the rows' sampling rules and seeds."""
 
 
 @dataclass(slots=True)
 class Unread:
-    """What the target has read and the head has not: hidden states from position `read` on."""
+    """Hidden states from position `read` on that the head has not yet processed."""
 
     read: int = 0
     hidden: list[Tensor] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Unread:
             self.hidden = [torch.cat(self.hidden)]
 
     def take(self, count: int) -> Tensor:
-        """Cut the first `count` hidden states off."""
+        """Remove and return the first `count` hidden states."""
         whole_MD = self.hidden[0] if len(self.hidden) == 1 else torch.cat(self.hidden)
         self.hidden = [whole_MD[count:].clone()] if count < self.count else []
         self.count, self.read = self.count - count, self.read + count
@@ -93,17 +93,18 @@ class Unread:
 
 @dataclass(slots=True, kw_only=True)
 class HeadGrowth(Growth):
-    """A draft that a head grows, which reads what it wrote itself: which nodes it has read."""
+    """A head's draft while it grows; inputs below the root are the head's own outputs."""
 
     root_D: Tensor
-    """The hidden state that is read with the root token."""
+    """Input hidden state of the root token."""
     ran: list[int] = field(default_factory=lambda: [0])
 
 
 class HeadDrafter:
-    """Owns what each sequence's head has yet to read. `arena` holds the KV it writes.
+    """Draft with a head. Owns each sequence's pending hidden states; `arena` holds the head's KV cache.
 
-    A step has the head read `chunk_tokens` of what is behind, all sequences together, or one token of each.
+    Each step catches up on at most `chunk_tokens` pending tokens over all sequences, but at least one of
+    each.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class HeadDrafter:
         window: int | None = None,
         straight: Straight | None = None,
     ) -> None:
-        """Limit the head's attention to `window` tokens before what it reads at once; None: no limit."""
+        """Limit the head's attention to the last `window` tokens; None: no limit."""
         self.head, self.arena, self.rank, self.device = head, arena, rank, device
         self.straight = straight
         self.chunk_tokens, self.window = chunk_tokens, window
@@ -125,20 +126,21 @@ class HeadDrafter:
         self._unread: dict[RequestId, Unread] = {}
 
     def read(self, key: RequestId, hidden_MD: Tensor, *, whole: bool = False) -> None:
-        """Take what the head fused of the next positions that a sequence has committed.
+        """Append fused hidden states of a sequence's next committed positions.
 
-        Unless they are the `whole` of a step's they are copied: a view would keep all of those alive.
+        They are copied unless they are the `whole` tensor of the step, since a view would keep that tensor
+        alive.
         """
         unread = self._unread.get(key) or self._unread.setdefault(key, Unread())
         unread.append(hidden_MD if whole else hidden_MD.clone())
 
     def num_unread(self, key: RequestId) -> int:
-        """Return how many hidden states of a sequence wait to be read."""
+        """Return the number of pending hidden states of a sequence."""
         unread = self._unread.get(key)
         return unread.count if unread else 0
 
     def is_full(self, key: RequestId) -> bool:
-        """Return whether a sequence's hidden states should be read even if no draft is wanted."""
+        """Return whether the head should catch up even if no draft is wanted."""
         unread = self._unread.get(key)
         if not unread or not unread.count:
             return False
@@ -146,55 +148,58 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def settle(self, wants: Sequence[Want], *, most: int) -> bool:
-        """Read on where more than `most` hidden states wait, up to the last; tell if all are near now."""
+        """Catch up sequences with more than `most` pending hidden states; return whether all fit now.
+
+        The last hidden state of each stays pending.
+        """
         behind = [want for want in wants if self._unread[want.key].count > most]
         if behind:
             self._catch_up(behind, keep=1)
         return all(self._unread[want.key].count <= most for want in behind)
 
     def hand_over(self, key: RequestId) -> tuple[int, Tensor]:
-        """Give up what is unread, for the device to read: from which position on, and the hidden states."""
+        """Remove and return the first pending position and the hidden states, for the device to process."""
         unread = self._unread.pop(key)
         start = unread.read
         return start, unread.take(unread.count)
 
     def restore(self, key: RequestId, start: int, hidden_MD: Tensor | None) -> None:
-        """Take over again: all before position `start` has been read, and these hidden states wait."""
+        """Resume a sequence whose head has processed all before `start`; `hidden_MD` is pending."""
         self._unread[key] = Unread(read=start)
         if hidden_MD is not None:
             self.read(key, hidden_MD)
 
     def drop(self, key: RequestId, count: int) -> None:
-        """Forget the last hidden states, of tokens that the sequence did not take."""
+        """Drop the last `count` hidden states, of tokens the sequence did not accept."""
         unread = self._unread[key]
         whole_MD = unread.take(unread.count)
         unread.read -= len(whole_MD)
         self.read(key, whole_MD[:-count])
 
     def last(self, key: RequestId) -> Tensor:
-        """Return the last hidden state that waits to be read."""
+        """Return a copy of the last pending hidden state."""
         return self._unread[key].hidden[-1][-1:].clone()
 
     def on_preempt(self, key: RequestId) -> None:
-        """Drop what is unread: the head's KV cache went with the sequence's blocks."""
+        """Drop pending hidden states: the head's KV cache was freed with the sequence's blocks."""
         self._unread.pop(key, None)
 
     def end(
         self, key: RequestId, prompt: Sequence[int], output: Sequence[int] | None, tenant: Tenant
     ) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         self.on_preempt(key)
 
     def flush(self, caller: str | None = None) -> None:
-        """Keep what is unread: a sequence that has ended left nothing."""
+        """Do nothing: finished sequences leave no data."""
 
     def forget(self) -> None:
-        """Forget every sequence."""
+        """Drop all sequences."""
         self._unread.clear()
 
     @torch.inference_mode()
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Read what is new of each sequence, then grow all drafts: straight on or level by level."""
+        """Catch up every sequence, then grow all drafts, in one pass where possible, else level by level."""
         last = self._catch_up(wants)
         grown = [
             self._begin(want, *at_root) if want.shape and at_root else None
@@ -219,16 +224,16 @@ class HeadDrafter:
         return HeadGrowth(want=want, grower=grower, after={0: after_D}, root_D=root_D)
 
     def _catch_up(self, wants: Sequence[Want], *, keep: int = 0) -> list[tuple[Tensor, Tensor] | None]:
-        """Read each sequence up to its root; return the last hidden state read there and the head's own.
+        """Catch up each sequence to its root; return the root's input hidden state and the head's output.
 
-        Those that are nearest come first; of one that is too far behind a part is read, and it gets None. So
-        does one of which the last `keep` hidden states are left to be read.
+        Sequences with the fewest pending tokens go first. The result is None for a sequence that could only
+        be processed in part, or whose last `keep` hidden states are left pending.
         """
         spare = self.chunk_tokens
         rows, inputs, reached = [], [], {}
         for i in sorted(range(len(wants)), key=lambda i: self._unread[wants[i].key].count):
             want, unread = wants[i], self._unread[wants[i].key]
-            # What follows the last one may still be unknown, if that is left.
+            # With `keep`, the token after the last hidden state may not be known yet.
             assert unread.count and unread.read + unread.count - len(want.tokens) + 1 in (0, keep)
             count, start = min(unread.count - keep, max(spare, 1)), unread.read
             spare -= count
@@ -243,7 +248,7 @@ class HeadDrafter:
         ]
 
     def _go_straight(self, how: Straight, drafts: Sequence[HeadGrowth]) -> None:
-        """Draft the chains of each depth in one pass, where logits and place alone choose their tokens."""
+        """Draft the chains of each depth in one pass, for rows that `how.takes`."""
         chains = [own for own in drafts if own.grower.shape.topk == 1 and how.takes(own.want)]
         for levels in {chain.grower.shape.num_steps for chain in chains}:
             alike = [chain for chain in chains if chain.grower.shape.num_steps == levels]
@@ -260,7 +265,7 @@ class HeadDrafter:
                     chain.grower.add(chain.grower.frontier[0], [token], [share])
 
     def _run(self, drafts: Sequence[HeadGrowth]) -> None:
-        """Read each draft's frontier. A chain goes on where it ended; a tree is read again from its root."""
+        """Run the head on each draft's frontier: the last token of a chain, all nodes of a tree."""
         rows, inputs, nodes = [], [], []
         for draft in drafts:
             grower, start = draft.grower, len(draft.want.tokens) - 2
@@ -280,13 +285,13 @@ class HeadDrafter:
             draft.after.update(zip(ran, out_MD, strict=True))
 
     def _row(self, tree: TokenTree, start: int, want: Want) -> Row:
-        """Give the head tokens at a position, and the blocks that it may look back to."""
+        """Build a window row of tokens at a position, with the blocks inside the attention window."""
         size = self.arena.layout.block_tokens
         first = 0 if self.window is None else max(start - self.window, 0) // size
         return Row(tree, start - first * size, want.table_N[first:], 0, skipped=first * size)
 
     def _forward(self, rows: Sequence[Row], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the head over rows and the hidden states they read; return its own, row by row."""
+        """Run the head over rows and their input hidden states; return its hidden states, row by row."""
         window = build_window(rows, 1, self.device)
         hidden_TD = inputs[0]
         if len(rows) > 1:

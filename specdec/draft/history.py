@@ -1,4 +1,4 @@
-"""Text that was seen, and where in it a context occurred before."""
+"""Token history with an n-gram index: find where a context occurred before."""
 
 from array import array
 from collections.abc import Sequence
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 import numpy as np
 
 END = -1
-"""Ends a text that others follow in one history. It is no token, so no context matches across it."""
+"""Separates texts in one history. It is no token, so no context matches across it."""
 MAX_STEPS = 512
-"""How far a chain is followed: what bounds the time of a search in the most repetitive text."""
+"""Maximum chain steps, which bounds the time of a search in very repetitive text."""
 BASE, MIX, MASK = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, (1 << 64) - 1
-"""Multipliers of the polynomial that hashes an n-gram, and of its value, whose high bits name the bucket."""
+"""Multipliers of the polynomial n-gram hash and of its value, whose high bits select the bucket."""
 FEW = 64
-"""Tokens below which a loop indexes them faster than numpy."""
+"""Below this many tokens a Python loop indexes faster than numpy."""
 
 
 def _extend(prefix: int, tokens: Sequence[int]) -> list[int]:
-    """Return the rolling hash after each token, starting from that of the text before."""
+    """Return the rolling hash after each token, continuing from `prefix`."""
     return [prefix := prefix * BASE + token & MASK for token in tokens]
 
 
 class Table:
-    """Lead from an n-gram to where it ended, latest first, by hash chains as in DEFLATE.
+    """Map an n-gram to the positions where it ended, latest first, by hash chains as in DEFLATE.
 
-    `heads` holds the latest position per bucket and `earlier` the position before it, per position. Other
-    n-grams of the same bucket lie on the same chain, so a search compares. Positions count from the
-    first token ever; those below `first` are forgotten, and end a chain, which always leads back in time.
+    `heads` holds the latest position per bucket, and `earlier` the previous one per position. Other n-grams
+    of a bucket share its chain, so a search compares tokens. Positions count from the first token ever added;
+    those below `first` are forgotten and end a chain, since chains only lead back in time.
     """
 
     def __init__(self, length: int, num_heads: int) -> None:
@@ -36,7 +36,7 @@ class Table:
         self._power = pow(BASE, length, MASK + 1)
 
     def index(self, prefix: "array[int]", start: int, first: int) -> None:
-        """Add the n-grams that end at tokens from index `start` on, by the hashes of all prefixes."""
+        """Add the n-grams that end at index `start` or later, given the hashes of all prefixes."""
         length, count = self.length, len(prefix) - 1
         self.earlier.extend([-1] * (min(length - 1, count) - start))
         start = max(start, length - 1)
@@ -49,10 +49,10 @@ class Table:
             self.heads[bucket] = end - 1 + first
 
     def _index_many(self, prefix_P: "np.ndarray[tuple[int], np.dtype[np.uint64]]", position: int) -> None:
-        """Add n-grams of which the first ends at a position."""
+        """Add n-grams, the first of which ends at `position`."""
         hash_N = prefix_P[self.length :] - prefix_P[: -self.length] * np.uint64(self._power)
         bucket_N = (hash_N * np.uint64(MIX)) >> np.uint64(self._shift)
-        # N-grams of one bucket side by side: each leads to the one before it, the first to the head.
+        # Sort by bucket: each n-gram links to the previous one of its bucket, the first to the bucket's head.
         order_N = np.argsort(bucket_N, kind="stable")
         bucket_N, position_N = bucket_N[order_N], order_N + position
         is_first_N = np.append(True, bucket_N[1:] != bucket_N[:-1])
@@ -72,21 +72,21 @@ class Table:
 
 
 class History:
-    """Tokens in order, and an index of their n-grams of some lengths: some 20 bytes a token and length.
+    """Tokens and an index of their n-grams of several lengths, about 20 bytes per token and length.
 
-    Appending takes constant amortised time. `search` matches contexts up to `depth` tokens, beyond the
-    longest n-gram too: the index gives the places, comparing the tokens there gives the length.
+    Appending takes constant amortised time. `search` matches contexts of up to `depth` tokens, also beyond
+    the longest n-gram: the index gives candidate positions, and token comparison extends the match.
     """
 
     def __init__(self, lengths: Sequence[int], depth: int) -> None:
         assert min(lengths) >= 1 and max(lengths) <= depth
         self.tokens: list[int] = []
         self._prefix = array("Q", [0])
-        """Hashes of what comes before each token, and of all."""
+        """Hash of each prefix, the empty one and the full text included."""
         self.depth = depth
         self.tables = [Table(length, 1024) for length in sorted(lengths, reverse=True)]
         self.first = 0
-        """How many tokens were forgotten."""
+        """Number of forgotten tokens."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,10 +112,10 @@ class History:
         self.first += num_tokens
 
     def search(self, context: Sequence[int], most: int) -> tuple[int, list[int]]:
-        """Find the longest end of `context` that something followed here.
+        """Find the longest suffix of `context` that occurred here with a token after it.
 
-        Return its length, 0 for none, and the indices in `tokens` of what followed, latest first, at most
-        `most` of them. A chain is followed for a limited number of steps: the oldest places may be missed.
+        Return its length, 0 for none, and at most `most` indices in `tokens` of the following token, latest
+        first. Chain steps are limited, so the oldest occurrences may be missed.
         """
         for table in self.tables:
             if table.length <= len(context):
@@ -125,7 +125,7 @@ class History:
         return 0, []
 
     def _follow(self, table: Table, context: Sequence[int], most: int) -> tuple[int, list[int]]:
-        """Follow the chain of the last n-gram of `context`; keep the places of the longest match."""
+        """Follow the chain of the last n-gram of `context`; return the longest match and its places."""
         tokens, first = self.tokens, self.first
         length, places = table.length, list[int]()
         wanted = list(context[-length:])
@@ -153,10 +153,10 @@ class History:
         return length
 
     def continuation(self, place: int, limit: int) -> list[int]:
-        """Return what followed from an index on: at most `limit` tokens of the same text.
+        """Return at most `limit` tokens from index `place` on, within the same text.
 
-        Where the text ends first, it goes on as if it repeated itself with the period from `place` to its
-        end, as a copy does that overlaps its source.
+        If the history ends first, the tokens from `place` to its end repeat, as in a copy that overlaps its
+        source.
         """
         found = self.tokens[place : place + limit]
         if END in found:

@@ -1,4 +1,4 @@
-"""Grow the drafts of several sequences level by level, each by what a network says of its nodes."""
+"""Grow the drafts of several sequences level by level, from a network's output at each node."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,19 +12,19 @@ from specdec.draft.grow import Grower
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a token is to be guessed: for which sequence, after which drafted tokens."""
+    """A position to guess a token for: the sequence, and the draft tokens since its root."""
 
     want: Want
     path: tuple[int, ...]
 
 
 Rank = Callable[[Tensor, Sequence[Place], int], Sequence[tuple[Sequence[int], Sequence[float]]]]
-"""Given logits for some places and a number, the best tokens of each place and how sure they are."""
+"""Maps logits, positions and k to the k best tokens of each position and their probabilities."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Growth:
-    """One row's draft while it grows, and what the network wrote after each node that it has read."""
+    """One row's draft while it grows, and the network's output after each processed node."""
 
     want: Want
     grower: Grower
@@ -39,7 +39,7 @@ class Growth:
 
 
 def expand(drafts: Sequence[Growth], logits: Callable[[Tensor], Tensor], rank: Rank) -> None:
-    """Ask for the children of every frontier node at once."""
+    """Add the children of every frontier node, in one batch."""
     at = [(draft, node) for draft in drafts for node in draft.grower.frontier]
     logits_NV = logits(torch.stack([draft.after[node] for draft, node in at]))
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()

@@ -1,4 +1,4 @@
-"""Drafters that look text up: what each sequence has said so far, indexed by n-grams."""
+"""Look-up drafters: each sequence's text so far, indexed by n-grams."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ MOST_INDEXED = 1 << 13
 
 
 class LookupDrafter(Stateless, ABC):
-    """Keep a text per sequence; a subclass says what may follow it. A text outlives the sequence's memory."""
+    """Base of look-up drafters: one text per sequence, which survives preemption."""
 
     def __init__(self, lengths: Sequence[int], depth: int, calibrator: Calibrator | None = None) -> None:
-        """Index n-grams of these lengths; a match may be `depth` tokens long."""
+        """Index n-grams of these lengths; a match may be up to `depth` tokens long."""
         self.calibrator = calibrator or Calibrator()
         self._lengths, self._depth = lengths, depth
         self._texts: dict[RequestId, History] = {}
 
     @abstractmethod
     def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
-        """Propose what may follow a sequence's text, whose last token is the root."""
+        """Propose continuations of a sequence's text, whose last token is the root."""
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Propose what may follow each sequence; a long text is indexed over several steps before that."""
+        """Return one proposal per sequence; a long text is indexed over several steps before it gets one."""
         found, spare = [], MOST_INDEXED
         for want in wants:
             proposal = None
@@ -48,13 +48,13 @@ class LookupDrafter(Stateless, ABC):
         return len(new)
 
     def extend(self, key: RequestId, tokens: Sequence[int]) -> None:
-        """Append what a sequence gained; its first tokens begin its text."""
+        """Append tokens to a sequence's text, which starts with its prompt."""
         if key not in self._texts:
             self._texts[key] = History(self._lengths, self._depth)
         self._texts[key].extend(tokens)
 
     def look_up(self, key: RequestId, shape: Shape, tenant: Tenant = SOLE) -> Proposal:
-        """Propose what may follow a sequence as far as it was indexed."""
+        """Propose continuations of a sequence's text as far as it is indexed."""
         return self.continue_text(self._texts[key], shape, tenant)
 
     def end(
@@ -64,10 +64,10 @@ class LookupDrafter(Stateless, ABC):
         output: Sequence[int] | None = None,
         tenant: Tenant = SOLE,
     ) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         self._texts.pop(key, None)
 
     def forget(self) -> None:
-        """Forget every sequence and text; those that go on are indexed anew."""
+        """Drop all sequences and texts; live sequences are indexed again."""
         self._texts.clear()
         self.flush()

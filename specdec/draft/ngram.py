@@ -1,4 +1,4 @@
-"""Prompt look-up: propose what followed the latest tokens where they occurred before in the request."""
+"""Prompt look-up: propose the tokens that followed earlier occurrences of the last n-gram."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,15 @@ from specdec.draft.lookup import LookupDrafter
 from specdec.draft.proposal import Proposal, Shape
 
 MAX_PLACES = 16
-"""How many earlier places a tree may be made of, the latest first."""
+"""Maximum occurrences that form a tree, the latest first."""
 
 
 class NgramDrafter(LookupDrafter):
     """Draft by n-grams of each request's own tokens, the longest match first.
 
-    Matches have 4 tokens down to 2. vLLM documents at most 4 (its default, 5 and nothing shorter, misses much
-    of a short text); SGLang goes down to 1. A single token is met again so often, and followed by the same
-    so rarely, that it costs more to verify than it earns; where verification is cheap, set
-    `min_length=1`.
+    Matches are 2 to 4 tokens long. vLLM documents at most 4 (its default, 5 and nothing shorter, misses much
+    of a short text); SGLang goes down to 1. A single token recurs so often, and is so rarely followed by the
+    same token, that it costs more to verify than it gains. Where verification is cheap, set `min_length=1`.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class NgramDrafter(LookupDrafter):
         super().__init__(range(min_length, max_length + 1), max_length, calibrator)
 
     def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
-        """Propose what followed the latest earlier place, and with `topk` above 1 the others' branches."""
+        """Propose what followed the latest occurrence, and branches from older ones if `topk` is above 1."""
         context = text.tokens[-text.depth :]
         length, places = text.search(context, most=1 if shape.topk == 1 else MAX_PLACES)
         return grow_tree(
@@ -43,6 +42,6 @@ class NgramDrafter(LookupDrafter):
 
 
 def believe_the_latest(counts: Sequence[int], matched: int) -> list[float]:
-    """Believe the latest follower the more the longer the match, and each further one where those failed."""
+    """Return probabilities that grow with the match length and fall geometrically with age."""
     chance = matched / (matched + 3)
     return [chance * (1 - chance) ** rank for rank in range(len(counts))]

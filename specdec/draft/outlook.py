@@ -1,4 +1,4 @@
-"""What was last decided about drafting, and why: figures that a person can be told."""
+"""The last drafting decision and its reason, for statistics and the user."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,26 @@ from specdec.draft.proposal import Shape
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The shape that looked best in the last plan, whether it is drafted, and what it was judged by."""
+    """The best shape of the last plan, whether it is drafted, and the estimates it was judged by."""
 
     drafts: bool
     shape: Shape | None
-    """None: what was looked up alone."""
+    """None: look-ups only."""
     tokens: float | None = None
-    """What a row is expected to gain by a step in this shape, its own token included; None: it is fixed."""
+    """Expected tokens per row and step in this shape, the target's own included; None: the shape is fixed."""
     cost: float | None = None
-    """What such a step takes, in steps without a draft."""
+    """Cost of such a step, in steps without a draft."""
     active: bool = True
-    """Drafting has paid of late; else it is tried now and then, on a budget."""
+    """False while drafting has not paid recently and is only probed on a budget."""
 
     @property
     def name(self) -> str:
-        """Name the shape that runs."""
+        """Return the name of the shape in use."""
         return self._what if self.drafts else "none"
 
     @property
     def reason(self) -> str:
-        """Explain the decision in a sentence."""
+        """Return a sentence that explains the decision."""
         if self.tokens is None or self.cost is None:
             return f"{self._what} is what was asked for, whether it pays or not: adaptive is off"
         costs = (

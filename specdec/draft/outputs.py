@@ -1,4 +1,4 @@
-"""The outputs of finished requests, for look-ups of later ones: each tenant's apart, in bounded memory."""
+"""Outputs of finished requests for look-ups by later ones, separate per tenant, in bounded memory."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.history import END, History
 
 MAX_TENANTS = 1024
-"""An index takes 40 KB before its first token, and salts may be as many as requests."""
+"""Maximum indices: each takes 40 KB before its first token, and there may be a salt per request."""
 
 
 class Kept(NamedTuple):
-    """One output: the how many-th it was of all, whose, and how long."""
+    """One output: its serial number, tenant and length."""
 
     number: int
     tenant: Tenant
@@ -22,20 +22,20 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class Share:
-    """What one caller has left, under whatever salts."""
+    """All outputs of one caller, whatever their salts."""
 
     outputs: deque[Kept] = field(default_factory=deque)
-    """The oldest first; there is one at least."""
+    """The oldest first; never empty."""
     tenants: Counter[Tenant] = field(default_factory=Counter)
-    """How many outputs of each are kept."""
+    """Number of outputs per tenant."""
     tokens: int = 0
 
 
 class Outputs:
-    """Keeps outputs up to a number of tokens in all; `of` shows a tenant's own, as one history.
+    """Stores outputs up to a total number of tokens; `of` returns a tenant's own as one history.
 
-    Where there are too many, the caller that has most loses its oldest output: of n callers each keeps an
-    n-th, however much the others write. The salts of one caller share its part, the latest output first.
+    Over the limit, the caller with the most tokens loses its oldest output, so each of n callers can keep an
+    nth of the capacity however much the others generate. A caller's salts share its part.
     """
 
     def __init__(self, lengths: Sequence[int], depth: int, max_tokens: int) -> None:
@@ -46,16 +46,16 @@ class Outputs:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are kept, one that ends each output included."""
+        """Number of stored tokens, including one separator per output."""
         return sum(share.tokens for share in self._shares.values())
 
     def of(self, tenant: Tenant) -> Sequence[History]:
-        """Return what a tenant has left: one history, or none."""
+        """Return the tenant's history, or an empty tuple."""
         text = self._texts.get(tenant)
         return (text,) if text else ()
 
     def add(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
-        """Keep an output, and evict others to make room; of one too long for a fair part, keep its end."""
+        """Add an output, evicting others if needed; if it exceeds a fair share, only its end is stored."""
         share = self._shares.setdefault(tenant.caller, Share())
         part = max(self.max_tokens // len(self._shares), 2)
         kept = [*output[1 - part :], END]
@@ -72,19 +72,19 @@ class Outputs:
             self._evict(self._largest(lambda share: len(share.tenants)))
 
     def flush(self, caller: str | None = None) -> None:
-        """Forget all of them, or one caller's."""
+        """Drop all outputs, or one caller's."""
         for own in list(self._shares) if caller is None else [caller]:
             while own in self._shares:
                 self._evict(own)
 
     def _largest(self, size: Callable[[Share], int]) -> str:
-        """Return the caller that has most; of equals the one whose oldest output is the oldest."""
+        """Return the caller with the largest size; ties go to the one with the oldest output."""
         return max(
             self._shares, key=lambda own: (size(self._shares[own]), -self._shares[own].outputs[0].number)
         )
 
     def _evict(self, caller: str) -> None:
-        """Forget the oldest output of a caller, and its tenant where it was the only one."""
+        """Drop a caller's oldest output, and the tenant's index with its last output."""
         share = self._shares[caller]
         _, tenant, length = share.outputs.popleft()
         share.tokens -= length

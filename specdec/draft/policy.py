@@ -1,11 +1,11 @@
-"""Which shape of draft pays: decided anew each step from what steps cost and what drafts have earned.
+"""Adaptive draft shapes, chosen each step from measured step costs and draft acceptance.
 
-Twice a step. Before drafting, by what each request has accepted so far: is a draft worth its own cost, how
-deep, and for whom. After it, when every node has a score: how many nodes are worth verifying, and for whom
-(`widths.py`).
+There are two decisions per step. Before drafting, each request's acceptance rates decide whether a draft
+pays, how deep, and for which rows. After drafting, the nodes' scores decide how many nodes to verify in each
+row (`widths.py`).
 
-What both expect is checked by what steps then gave (`worth.py`). Where that is less than what plans, drafts
-and wider steps have cost, steps are planned only as often as a budget of a hundredth of the time allows.
+Both estimates are checked against what steps really gained (`worth.py`). Where the gain is less than the cost
+of planning, drafting and wider steps, steps are planned only within a budget of a hundredth of the time.
 """
 
 import time
@@ -21,37 +21,37 @@ from specdec.draft.widths import MARGIN, Curve, Cut, best_cut, counts, gains, hi
 from specdec.draft.worth import Budget, Worth
 
 PROBE_SHARE, LOOKUP_SHARE, TRIAL_SHARE = 0.003, 0.004, 0.005
-"""Parts of the time for drafts that are not expected to pay, to learn whether they would; for plans and
-look-ups where these have not paid recently; and for trials on new rows, beside what drafts have earned."""
+"""Shares of the time for probes, which are drafts not expected to pay; for plans and look-ups while these
+have not paid; and for trials on new rows, in addition to what drafts have earned."""
 
 REFRESH, TIMES = STALE + 50, 3
-"""After this many steps with drafts, some without, to measure anew what these cost."""
+"""After `REFRESH` steps with drafts, run `TIMES` without, to measure their cost again."""
 HICCUP = 3.0
-"""How many times as long as expected anything may take before the rest counts as none of its doing."""
+"""A measured time counts as at most this many times the expected one; the rest is an outlier."""
 JUDGED = 64
-"""Steps without a draft that say what these take on average."""
+"""Number of steps without drafts over which their average time is taken."""
 SCANNED = 8
-"""Of the steps that are not planned, one in this many looks for repeated text first."""
+"""While plans are off, one step in this many checks for repeated text."""
 CHANGED = 0.125
-"""Part of a batch that must have changed before the next step is planned for that alone. With any change, one
-short request among 250 rows cost four planned steps: a fifth of all tokens/s of a server with three keys."""
+"""Fraction of a batch that must be new before this alone causes a plan. With any change, one short request
+among 250 rows caused four planned steps: a fifth of all tokens/s of a server with three keys."""
 MEASURED = 16
-"""Of the steps that are not planned, one in this many is measured, to follow the machine's pace."""
+"""While plans are off, one step in this many is measured, to follow the machine's pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step does whatever is drafted."""
+    """The part of a step that does not depend on drafts."""
 
     rows: int
-    """Rows that decode."""
+    """Number of decode rows."""
     tokens: int
-    """One for each of them, and those of rows in prefill."""
+    """One per decode row, plus the tokens of prefill rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The shape that looks best, the rows that draft in it if it pays, and what it gives and takes."""
+    """The best shape, the rows that draft in it if it pays, and its expected tokens and seconds."""
 
     rows: set[int]
     shape: Shape
@@ -61,28 +61,28 @@ class Pick:
 
 @dataclass(slots=True)
 class Plan:
-    """One step's plan, and what came of it so far."""
+    """One step's plan and its measurements so far."""
 
     shape: Shape
-    """In which rows are to draft."""
+    """Shape in which rows draft."""
     batch: Batch | None = None
-    """What the step does beside its drafts; None: nothing is learnt of drafts from it."""
+    """The step's work without drafts; None: the step is not used to judge drafts."""
     used: tuple[Budget, ...] = ()
-    """What pays for it while drafts do not pay."""
+    """Budgets charged while drafts do not pay."""
     probe: float = 0.0
-    """Part of the drafting that is a probe."""
+    """Fraction of the drafting that is a probe."""
     probed_row: int | None = None
-    """The row that is probed beside others that draft: its first guess is judged, not verified."""
+    """Row that is probed while others draft: its draft is scored but not verified."""
     tries: bool = False
-    """The step verifies nodes that are not expected to pay."""
+    """Whether the step verifies nodes that are not expected to pay."""
     draft_s: float = 0.0
-    """What the drafts took."""
+    """Seconds of drafting."""
     behind_s: float = 0.0
-    """What a head took beside, that had to catch up."""
+    """Seconds in which a head caught up."""
 
 
 class Policy:
-    """Choose shapes within `bounds`; where it is not adaptive, always the bounds."""
+    """Choose draft shapes within `bounds`; if not adaptive, always the bounds."""
 
     def __init__(
         self,
@@ -95,38 +95,41 @@ class Policy:
     ) -> None:
         self.bounds, self.adaptive, self.clock = bounds, adaptive, clock
         self.mixed = mixed
-        """Rows may verify drafts of several widths in one step."""
+        """Whether rows may verify drafts of several widths in one step."""
         self.steps = Costs(work)
-        """Verify steps, by tokens."""
+        """Cost of verify steps, by tokens."""
         self.drafts = {topk: Costs() for topk in {1, bounds.topk}}
-        """Drafts, by levels, at the pace of steps: chains, and trees that are as wide as the bounds."""
+        """Cost of drafts by levels, relative to the pace of steps: chains, and trees of the bounds' topk."""
         self.worth = Worth()
         self.probe_budget, self.lookup_budget = Budget(PROBE_SHARE), Budget(LOOKUP_SHARE)
         self.trial_budget = Budget(TRIAL_SHARE)
         self.outlook = None if adaptive else Outlook(drafts=True, shape=bounds)
-        """What the last plan came to."""
+        """Result of the last plan."""
         self.current = Plan(bounds)
-        """This step's plan, or the last that was made."""
+        """The current or last plan."""
         self._plans = 0
         self._drafted = 0
-        """Steps since the last without a draft."""
+        """Steps since the last one without a draft."""
         self._typical = 1.0
-        """What steps without drafts take on average, beside what they take in a quiet moment."""
+        """Mean time of steps without drafts, relative to their lower quartile."""
         self._was_plain = True
-        """The last step had no draft, which the next one would have to fold in."""
+        """Whether the last step had no draft; folding accepted drafts is part of the next step's cost."""
         self._noting_s = 0.0
-        """What it takes to learn from a step."""
+        """Seconds to process the measurements of a step."""
         self._skipped = self._to_skip = 0
-        """How many steps went without a plan, and how many are to."""
+        """Number of steps skipped since the last plan, and number to skip."""
         self._plan_requested = True
         self._new = 0.0
-        """Part of the batch that is new since a step was last planned for new rows."""
+        """Fraction of new rows since the last plan for new rows."""
         deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
         chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
 
     def of_shape(self, shape: Shape | None, *, drafts: bool) -> "Policy":
-        """Return one that always plans this shape; it notes here what steps cost, and drafts if told."""
+        """Return a policy with a fixed shape that shares this one's step costs.
+
+        With `drafts` it shares the draft costs too.
+        """
         other = Policy(shape or self.bounds, adaptive=False)
         other.steps = self.steps
         if drafts:
@@ -134,20 +137,20 @@ class Policy:
         return other
 
     def recall(self, worth: Worth) -> None:
-        """Go on from what drafts were worth."""
+        """Start from a copy of this worth."""
         self.worth = replace(worth)
 
     def on_new_rows(self, part: float) -> None:
-        """Note that this part of the next batch decodes for the first time."""
+        """Record the fraction of the next batch that decodes for the first time."""
         self._new += part
 
     @property
     def _is_new(self) -> bool:
-        """Whether enough of the batch is new to plan for it, within the budget for that."""
+        """Whether enough of the batch is new to plan for it, within the trial budget."""
         return self._new >= CHANGED and self.trial_budget.may_overdraw(self._skipped)
 
     def request_plan(self) -> None:
-        """Plan the next step, for something may be found now, unless such hints have misled too often."""
+        """Plan the next step, since a look-up may succeed, unless such hints have failed too often."""
         self._plan_requested = self._plan_requested or self.lookup_budget.may_overdraw(self._skipped)
 
     @property
@@ -157,7 +160,7 @@ class Policy:
         return is_due or self.worth.active or not self.adaptive
 
     def skips_plan(self) -> bool:
-        """Return whether this step goes without a plan, and count it if so."""
+        """Return whether this step skips planning, and count it if so."""
         if self.plans_next:
             return False
         self._skipped += 1
@@ -166,7 +169,7 @@ class Policy:
 
     @property
     def scans(self) -> bool:
-        """Whether this step looks for texts that repeat themselves."""
+        """Whether this step checks for repeated text."""
         return not self.worth.active and self._skipped % SCANNED == 0
 
     @property
@@ -175,16 +178,16 @@ class Policy:
         return self.current.batch is None and self._skipped % MEASURED > 0
 
     def _drop_plan(self) -> None:
-        """Drop a plan that was never judged: its step did something for the first time."""
+        """Discard a plan without judging it: its step ran a code path for the first time."""
         if self.current.batch and self.current.probe:
             self.probe_budget.spend(HICCUP)
         self.current.batch = None
 
     def observe_draft(self, shape: Shape | None, rows: int, seconds: float) -> None:
-        """Note what drafting a shape for `rows` took; None: several, or some of it was catching up."""
+        """Record the time of drafting a shape for `rows`; None: mixed shapes, or it includes catching up."""
         if shape:
             self.drafts[shape.topk].observe(rows, shape.num_steps, seconds / self.steps.pace)
-        # What a hiccup adds, or a head that has to catch up, is not what a draft costs.
+        # Outliers and catching up are excluded from the cost of a draft.
         plan = self.current
         plan.draft_s = min(seconds, HICCUP * self._drafting_s(shape or plan.shape, rows))
         plan.behind_s = 0.0 if shape else seconds - plan.draft_s
@@ -199,9 +202,9 @@ class Policy:
         *,
         groups: int = 1,
     ) -> None:
-        """Note what a step took beside its drafting, which took `drafting_s` from its plan to its cut.
+        """Record a step's time without its drafting, which took `drafting_s` from its plan to its cut.
 
-        It gave `gained` tokens beside one for each row; its rows had `groups` widths.
+        The step yielded `gained` tokens beyond one per row; its rows had `groups` widths.
         """
         planned, self.current.batch = self.current.batch, None
         is_plain = planned is None or tokens == planned.tokens
@@ -217,15 +220,15 @@ class Policy:
         self._noting_s = self.clock() - start_s
 
     def _judge(self, plan: Plan, batch: Batch, seconds: float, gained: int, drafting_s: float) -> None:
-        """Compare what a planned step gave with all that it took: drafts are trusted by that alone."""
+        """Compare a planned step's gain with its whole cost, and update the trust in drafts."""
         plain_s = self._typical * self.steps.predict(batch.rows, batch.tokens)
-        if plain_s <= 0:  # of little that was measured, a line may fall to nothing
+        if plain_s <= 0:  # a line fitted to few samples may fall to zero
             return
         used = (drafting_s - plan.behind_s + self._noting_s) / plain_s
         drafts, behind, longer = plan.draft_s / plain_s, plan.behind_s / plain_s, seconds / plain_s - 1
         is_probe = plan.probe == 1 or plan.tries
         if self.worth.active and is_probe:
-            # A probe has a budget of its own, and says nothing of the drafts that are made without one.
+            # Probes have their own budget, and are no evidence about regular drafts.
             self.worth.note(drafts - used)
             self.probe_budget.spend(behind + plan.probe * drafts + max(longer, 0.0) * plan.tries)
         elif self.worth.active:
@@ -249,11 +252,11 @@ class Policy:
         *,
         grows: bool = True,
     ) -> list[Shape | None]:
-        """Choose which rows draft, and in what shape; `room` is how deep a row's output can still go.
+        """Return each row's draft shape or None; `room` is the number of tokens a row may still output.
 
-        What `look_up` finds is free: drafting must earn more than that would alone. It is not
-        asked in steps that are to be without any draft. Unless drafts can be grown, there is only that. Where
-        no row has room, nothing is planned.
+        The results of `look_up` are free, so drafting must gain more than they would alone. `look_up` is not
+        called in steps without drafts. With `grows` false, only look-ups are used. If no row has room,
+        nothing is planned.
         """
         self._drop_plan()
         plan = self.current = Plan(self.current.shape)
@@ -294,7 +297,7 @@ class Policy:
         return [_within(plan.shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
     def _refreshes(self) -> bool:
-        """Return whether this step goes without drafts, to measure anew what such steps cost."""
+        """Return whether this step runs without drafts, to measure the cost of such steps again."""
         if self._drafted < REFRESH:
             return False
         self._drafted = self._drafted + 1 if self._drafted < REFRESH + TIMES - 1 else 0
@@ -303,7 +306,7 @@ class Policy:
     def _probe(
         self, plan: Plan, drafting: set[int], rows: Sequence[TrackRecord], room: Sequence[int]
     ) -> None:
-        """Add the row that was planned for longest ago, if a probe is due and one has room."""
+        """Add the row whose last plan is oldest, if the probe budget is open and one has room."""
         resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting]
         if resting and self.probe_budget.is_open:
             probed = min(resting, key=lambda i: rows[i].planned)
@@ -311,7 +314,7 @@ class Policy:
             drafting.add(probed)
 
     def _note_outlook(self, batch: Batch, none_s: float, alone: Cut, pick: Pick | None) -> None:
-        """Keep what this plan came to for statistics."""
+        """Store the result of this plan for statistics."""
         active, found = self.worth.active, alone.nodes > 0
         if pick and (pick.rows or not found):
             tokens = pick.tokens / batch.rows
@@ -330,7 +333,7 @@ class Policy:
         found: Sequence[Sequence[float]],
         alone: Cut,
     ) -> Pick:
-        """Return the best drafts beside what was found: for which rows, in what shape, and what they give."""
+        """Return the best shape and rows to draft, given the look-up results."""
         sure = [own[min(width, len(own) - 1)] for own, width in zip(found, alone.widths, strict=True)]
         tokens, worth = batch.tokens + alone.nodes, batch.rows + sum(sure)
         some, every = (self.steps.curve(batch.rows, alone.groups + more) for more in (1, 0))
@@ -349,7 +352,7 @@ class Policy:
         return replace(top, rows=highest(_gains(top.shape, rows, room, found, sure), chosen))
 
     def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Keep what is worth verifying: the best nodes of each row, in few widths."""
+        """Cut proposals to the nodes worth verifying: the best of each row, in few widths."""
         if not self.adaptive or not any(own.num_drafted for own in proposals):
             self._drafted = self._drafted if self._drafted >= REFRESH else 0
             return list(proposals)
@@ -364,7 +367,7 @@ class Policy:
         return [own.best(1 + width) for own, width in zip(proposals, widths, strict=True)]
 
     def _best_cut(self, batch: Batch, sums: Sequence[Sequence[float]]) -> Cut:
-        """Return how many of its best nodes each row should verify."""
+        """Return the cut that maximises tokens per second."""
 
         def curve(groups: int) -> Curve:
             known = self.steps.curve(batch.rows, groups)
@@ -373,12 +376,11 @@ class Policy:
         return best_cut(sums, curve, mixed=self.mixed)
 
     def _drafting_s(self, shape: Shape, rows: int) -> float:
-        """Predict what drafting takes."""
         return self.steps.pace * self.drafts[shape.topk].predict(rows, shape.num_steps)
 
 
 def _within(shape: Shape, deep: int) -> Shape | None:
-    """Shorten a shape to the depth that the output has room for."""
+    """Limit a shape's depth to `deep`; None if that is 0."""
     if deep < 1:
         return None
     return shape if shape.num_steps <= deep else replace(shape, num_steps=deep)
@@ -391,7 +393,7 @@ def _gains(
     found: Sequence[Sequence[float]],
     sure: Sequence[float],
 ) -> list[float]:
-    """Return how many more tokens each row is expected to accept in this shape than without it."""
+    """Return each row's expected gain of this shape over its look-up result."""
     return [
         max(row.expected(shape, min(shape.num_steps, deep)), own[-1]) - known if deep > 0 else 0.0
         for row, deep, own, known in zip(rows, room, found, sure, strict=True)

@@ -1,4 +1,4 @@
-"""What a drafter returns: a token tree whose nodes have a probability of being accepted."""
+"""A drafter's result: a token tree with each node's probability of being accepted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from specdec.state_slots.tree import TokenTree
 @dataclass(frozen=True, slots=True)
 class Shape:
     num_steps: int
-    """How deep to draft."""
+    """Depth of the draft."""
     topk: int
-    """How many children a node may get; 1 drafts a chain."""
+    """Maximum children per node; 1 drafts a chain."""
     num_draft_tokens: int
-    """How many tokens are verified in a step, the root included."""
+    """Number of tokens verified in a step, the root included."""
 
     def __post_init__(self) -> None:
         assert self.num_steps >= 1 and self.topk >= 1 and self.num_draft_tokens >= 1
 
     def within(self, num_draft_tokens: int) -> "Shape | None":
-        """Return the same with this many nodes; None where no draft is left."""
+        """Return the shape cut to this many nodes; None if no draft is left."""
         if num_draft_tokens < 2:
             return None
         return Shape(min(self.num_steps, num_draft_tokens - 1), self.topk, num_draft_tokens)
@@ -29,15 +29,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A drafted tree, its root included: the last token that is certain, whose score is 1."""
+    """A draft tree, including its root: the last committed token, whose score is 1."""
 
     tree: TokenTree
     scores: tuple[float, ...]
-    """The estimated probability that a node lies on the accepted path: never above its parent's."""
+    """Estimated probability that a node lies on the accepted path, at most its parent's."""
     beliefs: tuple[float, ...] = ()
-    """Each node's probability given its parent, as its drafter had it before calibration; empty: unknown."""
+    """Each node's probability given its parent, before calibration; empty: unknown."""
     shared: tuple[bool, ...] = ()
-    """Whether each node was found in the outputs of finished requests alone; empty: no node was."""
+    """Whether each node was found only in outputs of finished requests; empty: none was."""
 
     def __post_init__(self) -> None:
         count, parents = len(self.tree), self.tree.parents
@@ -50,22 +50,22 @@ class Proposal:
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int], scores: Sequence[float]) -> "Proposal":
-        """Make a proposal in which each token follows the one before it, the first one the root."""
+        """Build a chain below the root."""
         return cls(TokenTree.chain((root, *tokens)), (1.0, *scores))
 
     @classmethod
     def bare(cls, root: int) -> "Proposal":
-        """Propose nothing below the root."""
+        """Return a proposal with the root only."""
         return cls(TokenTree.chain((root,)), (1.0,))
 
     @property
     def num_drafted(self) -> int:
-        """Count the nodes below the root."""
+        """Number of nodes below the root."""
         return len(self.tree) - 1
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of each node among its siblings by score; of equals the earlier is first."""
+        """Rank of each node among its siblings by score; ties go to the earlier node."""
         parents = self.tree.parents
         ranks, seen = [0] * len(parents), dict[int, int]()
         for node in by_score(self.scores):
@@ -74,22 +74,22 @@ class Proposal:
         return tuple(ranks)
 
     def best(self, limit: int) -> "Proposal":
-        """Keep the `limit` best nodes by score, the root included, in their order; of equals the earlier.
+        """Return the `limit` best nodes by score, the root included, in their order; ties go to the earlier.
 
-        A parent comes before its children and scores no less, so that it is kept wherever they are.
+        A parent precedes its children and scores no less, so it is always selected with them.
         """
         return self._take(sorted(by_score(self.scores)[: max(limit, 1)]))
 
     def above(self, depth: int) -> "Proposal":
-        """Keep the nodes down to a depth."""
+        """Return the nodes down to a depth."""
         return self._take([node for node, own in enumerate(self.tree.depths) if own <= depth])
 
     def _take(self, kept: Sequence[int]) -> "Proposal":
-        """Keep nodes whose parents are kept."""
+        """Return these nodes, whose parents must be among them."""
         count, (tokens, parents) = len(kept), (self.tree.tokens, self.tree.parents)
         if count == len(parents):
             return self
-        if kept[-1] == count - 1:  # as in every chain: its beginning
+        if kept[-1] == count - 1:  # a prefix, as in every chain
             tree = TokenTree(tokens[:count], parents[:count])
             return Proposal(tree, self.scores[:count], self.beliefs[:count], self.shared[:count])
         return Proposal(
@@ -101,10 +101,10 @@ class Proposal:
 
 
 def merge(root: int, proposals: Sequence[Proposal], limit: int | None = None) -> Proposal:
-    """Make one tree of several below a root and keep its `limit` best nodes, the root included.
+    """Merge proposals with one root and return the `limit` best nodes, the root included.
 
-    Nodes with one path become one, which scores the highest of theirs. Unless there is a single proposal,
-    beliefs and `shared` are left out: they are the drafters', each of which learns from its own proposal.
+    Nodes with equal paths become one, with the highest of their scores. Unless there is a single proposal,
+    `beliefs` and `shared` are dropped: each drafter is calibrated on its own proposal.
     """
     if len(proposals) == 1:
         return proposals[0] if limit is None else proposals[0].best(limit)

@@ -1,11 +1,11 @@
-"""Draft with a rounded copy of the target, which goes on from what a sequence has committed.
+"""Draft with a quantised copy of the target that starts from the sequence's committed state.
 
-A draft begins with a copy of the sequence's state, and the path that is pending beside it; there the rounded
-network decodes token by token. Its keys and values stand where the target's own window, which begins with the
-root, writes next. So nothing that is committed changes.
+A draft starts from a copy of the sequence's state and its pending path, and the quantised network decodes
+token by token. Its keys and values go to the positions that the target's next window, which starts with the
+root, will overwrite. Committed data are never modified.
 
-Drafts are chains: a tree would take a state for each branch, and next to a guess that is mostly right the
-others are worth little.
+Drafts are chains: a tree would need a state per branch, and alternatives to a mostly correct guess gain
+little.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ from specdec.state_slots.window import Row, Window, build_window
 
 
 class Copy(Protocol):
-    """A network over the target's memory."""
+    """A network that shares the target's KV cache and states."""
 
     def forward(self, window: Window, memory: Arena) -> Tensor:
-        """Return hidden states; write keys and values, and bring states on."""
+        """Return hidden states; write keys and values, and advance the states."""
         ...
 
     def logits(self, hidden_TD: Tensor) -> Tensor: ...
@@ -38,21 +38,21 @@ class Copy(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Continuation(Growth):
-    """A chain that grows from a state of its own."""
+    """A chain that grows from its own copy of the state."""
 
     memory: Memory
     held: Committed
-    """A state of its own, and until the first token is read the path that it does not hold yet."""
+    """The copied state, and until the first token is processed the pending path not yet folded into it."""
 
     def row(self) -> Row:
-        """Read the token that the chain ends with."""
+        """Return the window row of the chain's last token."""
         (node,), length = self.grower.frontier, len(self.want.tokens) - 1 + self.grower.depth
         tree = TokenTree.chain([self.grower.tokens[node]])
         return Row(tree, length, self.memory.table_N, self.held.state, self.held.path)
 
 
 class RoundedDrafter(Stateless):
-    """Grows chains in states that it borrows. Between calls it holds nothing, of no sequence."""
+    """Draft chains in borrowed state slots. Nothing is stored between calls."""
 
     def __init__(self, copy: Copy, arena: Arena, rank: Rank, device: torch.device) -> None:
         self.copy, self.arena, self.rank, self.device = copy, arena, rank, device
@@ -60,7 +60,7 @@ class RoundedDrafter(Stateless):
 
     @torch.inference_mode()
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Grow all drafts together; one for which there is no state is empty."""
+        """Grow all drafts together; a sequence gets an empty one if no state slot is free."""
         grown = [self._begin(want) for want in wants]
         drafts = [growth for growth in grown if growth]
         growing = drafts
@@ -76,7 +76,7 @@ class RoundedDrafter(Stateless):
         ]
 
     def _begin(self, want: Want) -> Continuation | None:
-        """Copy a sequence's state, if it has one."""
+        """Start a draft on a copy of the sequence's state; None without a shape or a free slot."""
         if want.shape is None:
             return None
         assert want.memory is not None
@@ -91,8 +91,8 @@ class RoundedDrafter(Stateless):
         return Continuation(want=want, grower=grower, memory=want.memory, held=held)
 
     def _run(self, drafts: Sequence[Continuation]) -> None:
-        """Read the last token of each chain."""
-        # Blocks may have moved while states were borrowed: tables are read here, behind that.
+        """Process the last token of each chain."""
+        # Borrowing states may move blocks, so block tables are read after it.
         rows = [draft.row() for draft in drafts]
         window = build_window(rows, self.arena.layout.conv_width, self.device)
         hidden_TD = self.copy.forward(window, self.arena)

@@ -1,4 +1,4 @@
-"""Suffix decoding (Oliaro et al.): propose what most often followed the longest match, here and elsewhere."""
+"""Suffix decoding (Oliaro et al.): propose the most frequent continuations of the longest match."""
 
 from collections.abc import Sequence
 
@@ -12,20 +12,20 @@ from specdec.draft.proposal import Proposal, Shape
 from specdec.state_slots.slots import RequestId
 
 NGRAMS = (1, 2, 4, 8, 16)
-"""The lengths that are indexed; a match may have any length."""
+"""Indexed n-gram lengths; a match may have any length."""
 MAX_PLACES = 128
-"""How many places are counted, the latest first."""
+"""Maximum occurrences counted, the latest first."""
 
 
 class SuffixDrafter(LookupDrafter):
-    """Draft by how often tokens followed the longest match in a request and in its tenant's earlier outputs.
+    """Draft by continuation counts of the longest match in a request and its tenant's earlier outputs.
 
-    The suffix tree is implicit: its node for a context is the list of places where that context ended, found
-    by an index of n-grams, and its children are what followed there. So a token costs some 100 bytes
-    instead of a path of nodes, an old output is evicted by cutting off the front of a list, and only
-    nodes that are looked at are ever made. Counts are of the latest `MAX_PLACES` places.
+    The suffix tree is implicit: its node for a context is the list of positions where the context ended,
+    found by an n-gram index, and its children are the tokens that followed. A token costs about 100 bytes
+    instead of a path of nodes, an old output is evicted by cutting off the front of a list, and only visited
+    nodes are built. Counts cover the latest `MAX_PLACES` occurrences.
 
-    The outputs of finished requests are kept up to `max_shared_tokens`, each for requests of its own tenant.
+    Outputs of finished requests are stored up to `max_shared_tokens`, each only for its own tenant.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class SuffixDrafter(LookupDrafter):
         assert max_depth >= max(NGRAMS) and max_shared_tokens >= 2 and length_factor > 0
         super().__init__(NGRAMS, max_depth, calibrator)
         self.length_factor = length_factor
-        """How deep to draft at most, in lengths of the match."""
+        """Maximum draft depth, in multiples of the match length."""
         self._outputs = Outputs(NGRAMS, max_depth, max_shared_tokens)
 
     @property
     def num_shared_tokens(self) -> int:
-        """How many tokens of finished outputs are kept, one that ends each included."""
+        """Number of stored tokens of finished outputs, including one separator each."""
         return self._outputs.num_tokens
 
     def share(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
-        """Keep an output for later requests of a tenant."""
+        """Add an output for later requests of the tenant."""
         self._outputs.add(output, tenant)
 
     def end(
@@ -58,17 +58,17 @@ class SuffixDrafter(LookupDrafter):
         output: Sequence[int] | None = None,
         tenant: Tenant = SOLE,
     ) -> None:
-        """Forget a sequence; an output that came to its end serves its tenant's later ones."""
+        """Drop a sequence; a finished output is stored for its tenant's later requests."""
         super().end(key)
         if output:
             self.share(output, tenant)
 
     def flush(self, caller: str | None = None) -> None:
-        """Forget the outputs of finished requests: all, or one caller's."""
+        """Drop outputs of finished requests: all, or one caller's."""
         self._outputs.flush(caller)
 
     def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
-        """Propose the likeliest continuations of the longest match, own or of its tenant."""
+        """Propose the likeliest continuations of the longest match in this text or the tenant's outputs."""
         context = text.tokens[-text.depth :]
         texts = (text, *self._outputs.of(tenant))
         found = [(each, *each.search(context, MAX_PLACES)) for each in texts]
@@ -87,11 +87,11 @@ class SuffixDrafter(LookupDrafter):
 
 
 def believe_the_counts(counts: Sequence[int], matched: int) -> list[float]:
-    """Divide as the counts do, with room for what never followed: PPM's escape, method C.
+    """Return count-based probabilities with an escape for unseen tokens: PPM, method C.
 
-    Each token that was seen to follow says that new ones do; the less the longer the match. The constants
-    were chosen on this project's own sources and notes, cut into short words: there the log loss of a first
-    choice is 0.51, against 1.30 for the bare quotient, which is certain of whatever it saw once.
+    Each distinct token seen adds to the escape, less so for longer matches. The constants were chosen on this
+    project's own sources and notes, cut into short words: there the log loss of a first choice is 0.51,
+    against 1.30 for the plain quotient, which is certain of a token seen once.
     """
     total = sum(counts) + len(counts) * min(1.0, 3 / matched)
     return [count / total for count in counts]

@@ -1,8 +1,7 @@
-"""How many drafted nodes each row verifies: chosen by what nodes are expected to bring, and what steps cost.
+"""Choose how many draft nodes each row verifies, from their expected gain and the step cost.
 
-Rows of one width are one group of the window, and a further group costs something. So rows are cut to one of
-three widths at most, beside those that verify nothing; a draft that is shorter keeps its own. Nodes are
-bought for all rows together, the best ones first.
+Rows of one width form a group of the window, and each group has a cost. So rows are cut to at most three
+widths, plus 0; a shorter draft keeps its own. Nodes are selected over all rows together, the best first.
 """
 
 import functools
@@ -14,19 +13,19 @@ from operator import attrgetter, itemgetter
 from specdec.draft.proposal import Proposal
 
 MARGIN = 1.02
-"""How much better than none a draft must look: an estimate that is off by less must not cost anything."""
+"""Minimum gain over no draft, so that small estimation errors cost nothing."""
 WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-"""Numbers of nodes that are tried: few, so that the cost of each is known soon."""
+"""Candidate widths: few, so that the cost of each is known soon."""
 APART = 2
-"""How far the widths of one step lie apart in that list: a factor of about two."""
+"""Distance in `WIDTHS` between the widths of one step: a factor of about two."""
 
 Curve = Callable[[int], float]
-"""Gives the time of a step by the nodes that it verifies."""
+"""Maps the number of verified nodes to the step's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How many nodes each row verifies, the tokens a second that this gives, and what it takes."""
+    """Number of nodes verified per row, the resulting tokens per second, and the step's seconds."""
 
     widths: tuple[int, ...]
     rate: float
@@ -38,22 +37,22 @@ class Cut:
 
     @property
     def groups(self) -> int:
-        """Count the widths that rows have, none included."""
+        """Number of distinct widths, 0 included."""
         return len(set(self.widths))
 
 
 def best_cut(sums: Sequence[Sequence[float]], curve: Callable[[int], Curve], *, mixed: bool) -> Cut:
-    """Return what gives most tokens a second; `sums` has `gains` for each row, `curve` is by `Cut.groups`.
+    """Return the cut with the most tokens per second; `sums` holds each row's `gains`.
 
-    One width is tried after the other. Where rows may be `mixed`, they then choose between the best of these,
-    a smaller and a larger one.
+    `curve` maps `Cut.groups` to a cost curve. Single widths are tried first; if rows may be `mixed`, each row
+    then chooses among the best of these, a smaller and a larger one.
     """
     curve = functools.cache(curve)
     none = _cut([0] * len(sums), float(len(sums)), curve)
     lengths = [len(own) - 1 for own in sums]
     if not (longest := max(lengths)):
         return none
-    # Further nodes than there are bring nothing.
+    # Pad: nodes beyond the draft add nothing.
     padded = [[*own, *[own[-1]] * (longest - length)] for own, length in zip(sums, lengths, strict=True)]
     levels = [*(nodes for nodes in WIDTHS if nodes < longest), longest]
     top, at, chosen = MARGIN * none.rate, 0, 0
@@ -82,7 +81,7 @@ def _spend(
     levels: Sequence[int],
     curve: Callable[[int], Curve],
 ) -> Cut:
-    """Widen rows from level to level while that pays, those first that gain most by each node."""
+    """Widen rows from level to level, those with the largest gain per node first, and return the best cut."""
     pieces = [
         ((own[upto] - own[below]) / (min(upto, length) - below), min(upto, length) - below, row)
         for below, upto in pairwise((0, *levels))
@@ -119,18 +118,18 @@ def _spend(
 
 
 def _cut(widths: Sequence[int], tokens: float, curve: Callable[[int], Curve]) -> Cut:
-    """Return the cut of rows to these widths, which bring this many tokens."""
+    """Return the cut with these widths and expected tokens."""
     took_s = curve(len(set(widths)))(sum(widths))
     return Cut(tuple(widths), rate(tokens, took_s), took_s)
 
 
 def gains(proposal: Proposal) -> list[float]:
-    """Return how many tokens the best 0, 1, 2 … nodes are expected to bring."""
+    """Return the expected tokens of the best 0, 1, 2 … nodes."""
     return list(accumulate(sorted(proposal.scores[1:], reverse=True), initial=0.0))
 
 
 def highest(values: Sequence[float], count: int) -> set[int]:
-    """Return where the highest values are; of equals the earlier are taken."""
+    """Return the indices of the highest values; ties go to the earlier."""
     return set(sorted(range(len(values)), key=lambda i: -values[i])[:count])
 
 
@@ -144,5 +143,5 @@ def counts(total: int) -> Iterator[int]:
 
 
 def rate(tokens: float, seconds: float) -> float:
-    """Return tokens a second."""
+    """Return tokens per second."""
     return tokens / max(seconds, 1e-9)

@@ -1,1 +1,1 @@
-"""What callers hold: SpecEngine, and the thread that owns the model."""
+"""SpecEngine, the engine thread, and KV transfers between engines."""

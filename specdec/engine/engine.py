@@ -1,4 +1,4 @@
-"""SpecEngine: the synchronous and the asyncio face of one decode loop."""
+"""SpecEngine: synchronous and asyncio interface of one decode loop."""
 
 import asyncio
 import queue
@@ -35,13 +35,13 @@ from specdec.verify.choose import choice_seed
 from specdec.verify.limits import Limit
 
 MARKS = 8
-"""Pairs of markers of thinking whose tokens are kept."""
+"""Number of thinking marker pairs whose tokens are cached."""
 
 
 class SpecEngine:
-    """Serve one model. Any number of threads and tasks may call; one background thread owns the model.
+    """Serves one model. Thread-safe; one background thread owns the model.
 
-    Use it as a context manager, or call `close()`: both end what still runs.
+    Use it as a context manager, or call `close()`: both end running requests.
     """
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None, **fields: object) -> None:
@@ -54,7 +54,7 @@ class SpecEngine:
         spec = self.model.network.spec
         self._grammars = Grammars(self.tokenizer, spec.vocab, spec.eos)
         self._marks = lru_cache(MARKS)(partial(ThinkingMarks, tokenizer=self.tokenizer, vocab=spec.vocab))
-        # An engine that is dropped without being closed ends its thread, which would keep the model alive.
+        # If the engine is dropped without being closed, end its thread, which would keep the model alive.
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     def generate(
@@ -63,10 +63,10 @@ class SpecEngine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[Completion]:
-        """Complete one or many prompts, in their order; the choices of one prompt stand together.
+        """Complete one or many prompts; results are in order, with the choices of a prompt together.
 
-        Where one fails while it runs the others are completed, then its error is raised, which holds them
-        all as `completions`. `use_tqdm` shows on stderr how many have ended.
+        If a prompt fails while running, the others are completed, then its error is raised with all results
+        as `completions`. `use_tqdm` shows a progress bar on stderr.
         """
         batch = as_batch(prompts)
         each = broadcast(params, len(batch))
@@ -90,7 +90,7 @@ class SpecEngine:
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """Yield what each step adds. Closing the iterator cancels the request."""
+        """Yield the request's deltas. Closing the iterator cancels the request."""
         (params,) = broadcast(params, 1)
         prepared = self.prepare(prompt, params)
         event_loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta | SpecdecError]()
@@ -106,7 +106,7 @@ class SpecEngine:
                 if isinstance(delta, SpecdecError):
                     raise delta
                 unfinished -= delta.finish_reason is not None
-                # A prompt's log-probabilities take long to spell: other tasks of the loop go on meanwhile.
+                # Decoding a prompt's log-probabilities takes long, so it runs in another thread.
                 spells = delta.prompt_logprobs is not None
                 decode = partial(delta.decoded, self.tokenizer)
                 yield await asyncio.to_thread(decode) if spells else decode()
@@ -115,24 +115,24 @@ class SpecEngine:
             raise
 
     def warm_up(self) -> None:
-        """Record the steps that are otherwise recorded while the engine idles; wait until that is done."""
+        """Record all steps now that would otherwise be recorded while the engine idles; blocks until done."""
         self._worker.between_steps(self.model.core.warm_up).result()
 
     def prepare(self, prompt: Prompt, params: SamplingParams, *, tenant: Tenant = SOLE) -> Prepared:
-        """Turn a prompt and its parameters into what can be submitted, and refuse what cannot be served."""
+        """Validate a prompt and its parameters for `submit`."""
         return self.read_prompt(prompt, self.read_terms(params, tenant=tenant))
 
     def read_terms(
         self, params: SamplingParams, grammar: Form | None = None, *, tenant: Tenant = SOLE
     ) -> Terms:
-        """Check parameters, once for all prompts that share them.
+        """Validate parameters, once for all prompts that share them.
 
-        `grammar` is what `begin_form` has made of the output's form, if that was waited for. Parameters are
-        read anew: a value that no check has seen would fail a step, and all requests that share it. `tenant`
-        names the caller where a process serves several; its salt is that of the parameters.
+        `grammar` is the result of `begin_form`, if it was awaited. Parameters are validated again here: an
+        unchecked value would fail a step with all its requests. `tenant` names the caller if a process serves
+        several; its salt comes from the parameters.
         """
         spec = self.model.network.spec
-        with self._worker.calling():  # pydantic and the tokenizer are Rust, limits are made by torch
+        with self._worker.calling():  # pydantic and the tokenizer are Rust, limits use torch
             params = params.checked()
             check_ids(params, self.tokenizer, spec.vocab)
             check_request(params, synthetic=self.model.settings.synthetic is not None)
@@ -148,7 +148,7 @@ class SpecEngine:
         return Terms(params, grammar, _salted(tenant, params), stop_ids, limits, thinking)
 
     def read_prompt(self, prompt: Prompt, terms: Terms) -> Prepared:
-        """Turn a prompt into token ids and refuse what the model cannot read."""
+        """Tokenise a prompt and check that the model supports it."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
@@ -185,21 +185,21 @@ class SpecEngine:
         return Prepared(tuple(ids), terms)
 
     def prepare_forms(self) -> None:
-        """Start the process in which forms are compiled, which takes about two seconds, without waiting."""
+        """Start the grammar compiler process without waiting; it takes about two seconds."""
         self._grammars.prepare()
 
     def release_forms(self) -> None:
-        """End that process, and those of forms that no output uses; the next form starts them again."""
+        """Stop the compiler process and those of unused grammars; the next grammar starts them again."""
         self._grammars.release()
 
     def begin_form(self, params: SamplingParams, *, tenant: Tenant = SOLE) -> "Future[Form] | None":
-        """Start compiling the form of an output, if it has one; the result raises any error."""
+        """Start compiling the grammar of a structured output, if any; the result raises any error."""
         self._worker.check_process()
         form = params.structured_outputs
         return self._grammars.begin(form.kind, form.source, _salted(tenant, params)) if form else None
 
     def check_length(self, text: str) -> None:
-        """Refuse a text that no tokenizer could make short enough, before it costs the time to read."""
+        """Raise for a text too long for any tokenisation, before spending time on it."""
         most = self.model.settings.max_model_len
         if self.tokenizer and len(text) > most * self.tokenizer.longest:
             raise RequestError(
@@ -211,32 +211,32 @@ class SpecEngine:
     def submit(
         self, prepared: Sequence[Prepared], emit: Callable[[int, Delta | SpecdecError], None]
     ) -> "Ticket":
-        """Begin all choices of some prompts, all at once.
+        """Submit all choices of some prompts in one step.
 
-        `emit` is called, in the engine's thread, with the prompt's index and every delta or an error. A
-        caller that has enough cancels the ticket; `generate` and `stream` do so for their callers.
+        `emit` is called in the engine thread with the prompt's index and each delta or an error. To stop
+        early, cancel the ticket; `generate` and `stream` do so for their callers.
         """
         with self._worker.calling():
             return Ticket(self._begin(prepared, emit), self._worker)
 
     def flush(self) -> None:
-        """Forget what earlier requests left: the outputs in which drafters look up, and their prefixes."""
+        """Drop data cached from earlier requests: look-up texts and prefixes."""
         self.begin_flush().result()
 
     def begin_flush(self, caller: str | None = None) -> "Future[None]":
-        """Flush between two steps: all, or one caller's prefixes and texts."""
+        """Flush between two steps: all data, or one caller's."""
         return self._worker.flush(caller)
 
     def rest(self) -> None:
-        """Give the arena's bytes back until `wake`.
+        """Release the arena's memory until `wake`.
 
-        Requests that run are preempted, those that come wait, and all go on afterwards with the text that
-        they would have had. Prefixes move to the host's tier, if there is one, or else are forgotten.
+        Running requests are preempted, new ones wait, and all continue afterwards with unchanged text.
+        Prefixes move to the host tier if there is one, or are dropped.
         """
         self.begin_rest().result()
 
     def begin_rest(self) -> "Future[None]":
-        """Give the arena back between two steps."""
+        """Start `rest` between two steps."""
         if not self.model.loop.arena.can_rest:
             raise ConfigError(
                 "device: only an engine on a CPU under Linux can give its arena back for a while; close it "
@@ -246,44 +246,44 @@ class SpecEngine:
         return self._worker.rest()
 
     def wake(self) -> None:
-        """Go on after `rest`."""
+        """Continue after `rest`."""
         self.begin_wake().result()
 
     def begin_wake(self) -> "Future[None]":
-        """Take the arena again between two steps."""
+        """Start `wake` between two steps."""
         return self._worker.wake()
 
     @property
     def is_catching_up(self) -> bool:
-        """Whether what `rest` took back of running requests is still being computed anew."""
+        """Whether requests preempted by `rest` are still being recomputed."""
         return self.model.loop.scheduler.is_catching_up
 
     @property
     def fault(self) -> str | None:
-        """Why no request is taken any more; None while the engine lives."""
+        """Reason why no request is accepted; None while the engine lives."""
         return self._worker.fault
 
     @property
     def step_seconds(self) -> float:
-        """How long the step that is under way has taken so far: what a watchdog looks at."""
+        """Seconds that the current step has taken so far, for a watchdog."""
         return self._worker.step_seconds
 
     def abandon(self, fault: str) -> None:
-        """Give up an engine whose step does not return: every request ends with this error, none is taken.
+        """Abandon an engine whose step hangs: all requests end with this error, and new ones are refused.
 
-        Its thread cannot be ended from outside: end the process.
+        Its thread cannot be stopped from outside: end the process.
         """
         self._worker.abandon(fault)
 
     def stats(self) -> EngineStats:
-        """Return what the engine's steps have done since it started, and what it holds now."""
+        """Return statistics since the start, and current usage."""
         return self.model.core.stats()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End every request with an error and stop the thread; a second call does nothing.
+        """End every request with an error and stop the thread; idempotent.
 
-        It waits for the step that is under way, or so long; False: the thread still runs. The model's memory
-        goes with the engine object.
+        Waits for the current step, at most `timeout_s`; returns False if the thread still runs. The model's
+        memory is freed with the engine object.
         """
         ended = self._worker.close(timeout_s)
         self._grammars.close()
@@ -300,7 +300,7 @@ class SpecEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it, which may wait for a step, without holding the event loop up."""
+        """Close it without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     def __exit__(
@@ -309,7 +309,7 @@ class SpecEngine:
         self.close()
 
     def _longer(self) -> str:
-        """Explain what would admit a longer prompt: the model, the setting or the memory is its bound."""
+        """Return a hint how to admit a longer prompt: the model, a setting or the memory limits it."""
         settings, most = self.model.settings, self.model.network.spec.max_length
         if settings.max_model_len == most:
             return "the model supports no more: shorten the prompt"
@@ -335,8 +335,8 @@ class SpecEngine:
     ) -> list[RequestId]:
         """Submit the requests of some prompts and return their numbers.
 
-        The engine's thread alone keeps requests: they hold tensors, and another thread that were the last to
-        hold one would have to enter C++ to give it back, maybe while the interpreter ends.
+        Only the engine thread keeps requests: they hold tensors, and another thread that dropped the last
+        reference would enter C++ to free them, possibly during interpreter exit.
         """
         requests = [
             request
@@ -352,7 +352,7 @@ class SpecEngine:
         return numbers
 
     def _requests(self, prepared: Prepared, emit: Emit) -> list[Request]:
-        """Make one request for each choice, each with a seed of its own."""
+        """Build one request per choice, each with its own seed."""
         prompt, params, terms = prepared.ids, prepared.params, prepared.terms
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         stops, turns = StopNode.of(params.stop), self.model.core.turns_of(prompt)
@@ -373,25 +373,24 @@ class SpecEngine:
         ]
 
     def _text(self, params: SamplingParams, stops: StopNode) -> TextStream | None:
-        """Begin a choice's text, if there is a tokenizer to write it with."""
+        """Return a choice's text stream, if there is a tokenizer."""
         if self.tokenizer is None:
             return None
         tokenizer = self.tokenizer if params.skip_special_tokens else self.tokenizer.outspoken()
         return TextStream(tokenizer, stops, keeps_stop=params.include_stop_str_in_output)
 
     def _limits(self, terms: Terms) -> list[Limit]:
-        """Return the limits of one choice."""
         return terms.begin_limits(self._grammars.guide(terms.grammar) if terms.grammar else None)
 
 
 class Ticket:
-    """What was begun together."""
+    """Handle of requests submitted together."""
 
     def __init__(self, numbers: Collection[int], worker: Worker) -> None:
         self._numbers, self._worker = numbers, worker
 
     def cancel(self) -> None:
-        """End what still runs; any thread may."""
+        """Cancel the requests that still run; thread-safe."""
         self._worker.cancel(self._numbers)
 
 

@@ -1,4 +1,4 @@
-"""KV cache that engines lend to each other: the memory of a prompt's beginning, which stays in place."""
+"""KV cache lent to other engines: a prompt's blocks and state, which stay in place."""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -17,65 +17,65 @@ from specdec.state_slots.slots import Fixed, Kind
 
 
 class Lent(Fixed):
-    """One prompt's beginning: its blocks as they are read, and at the end its state.
+    """A lent prefix: its full blocks during prefill, and finally its state.
 
-    The engine's thread changes it and any thread may read it: what is ready stays as it is, and its bytes
-    too, for as long as it is intact.
+    The engine thread changes it and any thread may read it: published memory is final, and valid while
+    `intact`.
     """
 
     def __init__(self, length: int, on_change: Callable[["Lent"], None] | None = None) -> None:
         self.length, self.on_change = length, on_change
-        """Tokens that it covers once it is whole; who hears of each change, in the engine's thread."""
+        """Number of tokens when complete; callback for each change, in the engine thread."""
         self.blocks: tuple[int, ...] = ()
-        """Those whose every token has been read, at the end the last one too."""
+        """Full blocks, and at the end the last partial one."""
         self.state: int | None = None
-        """The slot behind the last token; None before it is whole, and in a model without states."""
+        """State slot after the last token; None until complete, or for a model without states."""
         self.hidden_1D: Tensor | None = None
-        """What a draft head reads next, on the host; None without one."""
+        """Next input of a draft head, on the host; None without one."""
         self.generations: tuple[int, ...] = ()
-        """Of the blocks, and then of the state."""
+        """Generations of the blocks, then of the state."""
         self.intact = True
-        """Whether nothing has taken its memory back."""
+        """False once its memory has been reclaimed."""
         self._published: tuple[tuple[int, Mark], ...] = ((0, HostMark()),)
-        """Tokens that are ready once the device has come so far, rising."""
+        """Token counts in ascending order, each with the device event after which they are ready."""
 
     @property
     def ready(self) -> int:
-        """Count the tokens whose memory is written and final."""
+        """Return the number of tokens whose memory is written and final."""
         return next(tokens for tokens, moment in reversed(self._published) if moment.passed())
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all of it is ready, its state too."""
+        """Whether all of it is ready, including the state."""
         return self.ready == self.length
 
     def publish(self, tokens: int, moment: Mark) -> None:
-        """Make this many tokens available once the device has passed a moment."""
+        """Publish this many tokens once the device has passed an event."""
         self._published += ((tokens, moment),)
         if self.on_change:
             self.on_change(self)
 
     def withdraw(self) -> None:
-        """Make nothing available any more: what is lent will move, which its readers can see."""
+        """Withdraw all blocks, which will be reused; readers can detect it."""
         self._published = self._published[:1]
         self.blocks, self.generations = (), ()
 
 
 class KVTransfer(KVConnector):
-    """Lends prefilled prompts to other engines, and fetches from them, through the prefix cache.
+    """Lends prefilled prompts to other engines and fetches from them, via the prefix cache.
 
-    Any thread may call `lend`; all else is the engine thread's.
+    `lend` is thread-safe; all else belongs to the engine thread.
     """
 
     def __init__(self, arena: Arena, cache: PrefixCache, scheduler: Requests) -> None:
         self.arena, self.cache = arena, cache
         self.landings = Landings(arena, cache, scheduler)
         self._by_request: dict[int, Lent] = {}
-        """What each prefill-only request lends, by its number."""
+        """Lent prefixes by the number of their prefill-only request."""
         self._held: set[Lent] = set()
 
     def lend(self, number: int, lent: Lent) -> None:
-        """Note what a request will lend, before it is submitted."""
+        """Register what a request will lend, before it is submitted."""
         self._by_request[number] = lent
 
     @property
@@ -88,14 +88,14 @@ class KVTransfer(KVConnector):
 
     @property
     def can_start(self) -> bool:
-        # Behind one that is landing the others begin with its end.
+        # While one is landing, the others start when it ends.
         return bool(self.landings.waiting) and not self.landings.live
 
     def advance(self) -> None:
         self.landings.advance()
 
     def request_computed(self, request: Request) -> None:
-        """Lend the blocks that are full; a head's keys at a token depend on the next one."""
+        """Lend the full blocks. A head's keys at a token depend on the next token, so it lags by one."""
         lent, size = self._by_request.get(request.number), self.arena.layout.block_tokens
         if lent is None:  # it was given back
             return
@@ -105,7 +105,7 @@ class KVTransfer(KVConnector):
             lent.publish(full * size, mark(self.arena))
 
     def request_finished(self, request: Request, hidden_1D: Tensor | None) -> None:
-        """Lend the last block and the state as well."""
+        """Lend the last block and the state."""
         lent = self._by_request.get(request.number)
         if lent is None:
             return
@@ -124,7 +124,7 @@ class KVTransfer(KVConnector):
             lent.withdraw()
 
     def give_back(self, number: int) -> None:
-        """Take back what a request lends; a second call does nothing."""
+        """Release what a request lends; idempotent."""
         lent = self._by_request.pop(number, None)
         if lent:
             lent.intact = False
@@ -140,7 +140,7 @@ class KVTransfer(KVConnector):
         for lent in self._held:
             lent.intact = False
         self._held.clear()
-        # Another process may be writing what is landing: no one else is to get that memory.
+        # Another process may still write to landing memory, so it stays allocated.
         return self.landings.begin_afresh()
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class KVTransfer(KVConnector):
         self.arena.release_owner(lent)
 
     def _share(self, lent: Lent, table: Sequence[int]) -> None:
-        """Hold the blocks behind those that it has."""
+        """Share the new blocks of a table."""
         self._held.add(lent)
         new = table[len(lent.blocks) :]
         for block in new:
@@ -161,7 +161,7 @@ class KVTransfer(KVConnector):
 
 
 def build_connected(folder: str | Path, config: EngineConfig) -> Model:
-    """Build a model whose loop lends and fetches KV cache, if it keeps prefixes."""
+    """Build a model, with KV transfer if it has a prefix cache."""
     model = build(folder, config)
     scheduler = model.loop.scheduler
     if scheduler.cache:

@@ -1,4 +1,4 @@
-"""What an engine fetches from others: memory for a prompt's beginning, which ends as a cached prefix."""
+"""Fetches from other engines: memory for a prefix, which becomes a cached prefix."""
 
 import time
 from collections.abc import Collection, Sequence, Sized
@@ -16,31 +16,31 @@ from specdec.state_slots.prefix.tree import Ids
 from specdec.state_slots.slots import Fixed
 
 WORTH_FETCHING = 64
-"""Tokens; fewer are read as quickly."""
+"""Minimum tokens to fetch; fewer are computed as quickly."""
 
 
 class Landing(Fixed):
-    """One prompt's beginning on its way in.
+    """A prefix being fetched.
 
-    Whatever writes into its blocks and its state from outside must have ended before it is landed or dropped.
+    External writers of its blocks and state must have finished before it is landed or dropped.
     """
 
     def __init__(self, tenant: Tenant, ids: Ids, shared: Sequence[int], have: int) -> None:
         self.tenant, self.ids = tenant, ids
         self.shared, self.have = tuple(shared), have
-        """Blocks that were cached already, and how many tokens they hold."""
+        """Blocks already cached, and their number of tokens."""
         self.blocks: tuple[int, ...] = ()
-        """Those behind them, which are to come."""
+        """Blocks to be fetched."""
         self.state: int | None = None
-        """A slot that holds whatever lay there; None in a model without states."""
+        """State slot with undefined content; None for a model without states."""
         self.is_void = False
-        """Whether memory has begun afresh since: it can only be dropped."""
+        """Whether the arena was reset since: it can only be dropped."""
         self._clear = mark()
 
     def equip(self, arena: Arena) -> None:
-        """Take the memory for what is to come, which was counted."""
+        """Allocate its memory, whose availability was checked."""
         blocks = arena.take_blocks(self, arena.layout.blocks_for(len(self.ids)) - len(self.shared))
-        # Not `take_state`: its zeros may be written after what comes from outside.
+        # Not `take_state`, whose zero fill might run after external writes.
         states = arena.take_snapshots(self, arena.layout.states_per_slab)
         assert blocks is not None and states is not None
         self.blocks, self.state = tuple(blocks), next(iter(states), None)
@@ -48,12 +48,12 @@ class Landing(Fixed):
 
     @property
     def is_clear(self) -> bool:
-        """Return whether the device no longer uses its memory for what was there before."""
+        """Whether the device has finished earlier operations on its memory."""
         return self._clear.passed()
 
 
 class Requests(Protocol):
-    """What a scheduler has to do already."""
+    """The scheduler's load, for deciding when to fetch."""
 
     @property
     def max_running(self) -> int: ...
@@ -69,12 +69,12 @@ class Requests(Protocol):
         ...
 
     def comes_before_waiting(self, tenant: Tenant, arrived_s: float) -> bool:
-        """Return whether a request of this tenant would be admitted before all that wait."""
+        """Return whether a request of this tenant would be admitted before all waiting ones."""
         ...
 
 
 class Waiting(NamedTuple):
-    """One prompt that waits for memory to land in."""
+    """A prefix waiting for memory."""
 
     tenant: Tenant
     ids: Ids
@@ -83,18 +83,18 @@ class Waiting(NamedTuple):
 
 
 class Landings:
-    """Owned by the thread that owns the arena: what is landing, and what waits for memory to land in."""
+    """Prefixes being fetched or waiting for memory; belongs to the thread that owns the arena."""
 
     def __init__(self, arena: Arena, cache: PrefixCache, requests: Requests) -> None:
         self.arena, self.cache, self.requests = arena, cache, requests
         self.live: set[Landing] = set()
         self.rates = Rates()
-        """How fast prompts are fetched; how fast they are read is the cache's to know."""
+        """Fetch speed; the prefill speed is measured by the cache."""
         self.waiting: list[Waiting] = []
         self.is_closed = False
 
     def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[Landing | None]") -> None:
-        """Take memory for a prompt's beginning as soon as it is there; None: it is not worth fetching.
+        """Allocate memory for a prefix when available; None: not worth fetching.
 
         Until then the future can be cancelled.
         """
@@ -105,7 +105,7 @@ class Landings:
             self.advance()
 
     def advance(self) -> None:
-        """Give memory to those that wait for it, in order."""
+        """Allocate memory for waiting prefixes, in order."""
         while self.waiting:
             first = min(self.waiting, key=lambda own: (self.requests.rank(own.tenant), own.arrived_s))
             tenant, ids, found, arrived_s = first
@@ -121,7 +121,7 @@ class Landings:
                 self._free(landing)
 
     def land(self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None) -> bool:
-        """Keep what has come as a cached prefix, after `seconds`; return whether it could be."""
+        """Add a fetched prefix to the cache, after `seconds` of transfer; return whether it was possible."""
         layout = self.arena.layout
         if seconds is not None:
             self.rates.observe_copy(layout.state_bytes + len(landing.blocks) * layout.block_bytes, seconds)
@@ -134,18 +134,18 @@ class Landings:
         return has_landed
 
     def drop(self, landing: Landing) -> None:
-        """Give a landing's memory back; a second call does nothing."""
+        """Release a landing's memory; idempotent."""
         self._free(landing)
         self.advance()
 
     def begin_afresh(self) -> Collection[Landing]:
-        """Forget all landings, as the arena frees everything; return those whose memory stays taken."""
+        """Void all landings after an arena reset; return them, since their memory stays allocated."""
         for landing in self.live:
             landing.is_void = True
         return self.live
 
     def close(self) -> None:
-        """End all waiting, also for what begins later."""
+        """Resolve all waiting with None, including later requests."""
         self.is_closed = True
         while self.waiting:
             found = self.waiting.pop().found
@@ -160,7 +160,7 @@ class Landings:
         return len(requests.running) + len(self.live) < requests.max_running
 
     def _is_worth(self, tenant: Tenant, ids: Ids) -> bool:
-        """Return whether fetching takes less time than computing what is missing."""
+        """Return whether fetching is faster than computing the missing part."""
         length, known = len(ids), self.cache.longest(tenant, ids)
         work, layout = self.cache.score.work, self.arena.layout
         fetched = layout.state_bytes + layout.blocks_for(length - known) * layout.block_bytes
@@ -173,14 +173,14 @@ class Landings:
         return pays
 
     def _equipped(self, tenant: Tenant, ids: Ids) -> Landing | None:
-        """Share what is cached and take memory for the rest, if there is any."""
+        """Share cached blocks and allocate the rest; None if memory is short."""
         tree, layout = self.cache.tree, self.arena.layout
         deepest, known = tree.walk(tenant, ids)
         shared = tree.table(deepest, known)[: tree.first(known)] if tree.pages else []
         landing = Landing(tenant, ids, shared, len(shared) * layout.block_tokens)
         for block in shared:
             self.arena.share_block(landing, block)
-        # The request will copy what it writes; one spare block for each running one lets those grow.
+        # The request will copy blocks it writes; one spare block per running request lets those grow.
         spare = 2 + len(self.requests.running) if layout.kv else 0
         blocks = layout.blocks_for(len(ids)) - len(shared) + spare
         if self.arena.can_take(blocks=blocks, states=2 * layout.states_per_slab):

@@ -1,4 +1,4 @@
-"""What may be asked: prompts and their parameters, one or many, in whatever form they come."""
+"""Normalise prompts and parameters, one or many."""
 
 import operator
 import reprlib
@@ -9,11 +9,11 @@ from specdec.config.sampling import SamplingParams
 from specdec.errors import RequestError
 
 Prompt = str | Sequence[int]
-"""A text, or token ids."""
+"""Text or token ids."""
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts for one prompt, a text or token ids, or for many."""
+    """Return a list of prompts, given one prompt (text or token ids) or many."""
     if isinstance(prompts, str):
         return [prompts]
     try:
@@ -26,7 +26,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_number(item: object) -> bool:
-    """Return whether this is a token id, of whatever library, and no prompt."""
+    """Return whether an item is a token id of any integer type."""
     try:
         operator.index(item)  # type: ignore[arg-type]
     except TypeError:
@@ -35,7 +35,7 @@ def _is_number(item: object) -> bool:
 
 
 def as_ids(prompt: object) -> list[int]:
-    """Read token ids from anything that holds integers: a list, a tensor, an array."""
+    """Return token ids from any iterable of integers: a list, a tensor, an array."""
     try:
         items = list(prompt)  # type: ignore[call-overload]
         if isinstance(prompt, bytes | Mapping) or any(isinstance(item, bool) for item in items):
@@ -46,7 +46,7 @@ def as_ids(prompt: object) -> list[int]:
 
 
 def of_prompt(index: int, error: RequestError) -> RequestError:
-    """Return an error that names which of several prompts it is about."""
+    """Return an error that names the prompt's index."""
     return RequestError(f"prompts[{index}]: {str(error).removeprefix('prompt: ')}", field=error.field)
 
 

@@ -1,4 +1,4 @@
-"""The one thread that owns the model: takes requests in, steps the loop, survives a step that fails."""
+"""The engine thread: accepts requests, steps the loop, and recovers from failed steps."""
 
 import atexit
 import contextlib
@@ -27,46 +27,47 @@ T = TypeVar("T")
 
 
 QUIET_S = 0.02
-"""Without work before a step is recorded, or memory proved to be whole, at least."""
+"""Minimum idle seconds before a step is recorded or memory is checked."""
 QUIET_SLOT_S = 250e-6
-"""As much for each slot that is held, fifty times what proving it takes: requests wait meanwhile."""
+"""Additional idle seconds per held slot, fifty times what checking it takes: requests wait meanwhile."""
 
 BUILDING_ENDS_S = 2.0
-"""For a build that is given up to end where its thread comes back from C, as after the tensor being read."""
+"""Seconds for an abandoned build to end, which it can only between C calls such as loading a tensor."""
 
 
 CALLERS_LEAVE_S = 2.0
-"""For other threads to come out of C++ where the engine is closed: a call takes milliseconds."""
+"""Seconds on closing for other threads to leave C++; a call takes milliseconds."""
 
 
 class GivenUp(BaseException):
-    """Raised within a thread that builds what nothing waits for any more."""
+    """Raised in the engine thread when its build is abandoned."""
 
 
 class Worker:
-    """Builds a model, and runs its loop until closed. `submit` and `cancel` may be called from any thread.
+    """Builds a model, and runs its loop until closed. `submit` and `cancel` are thread-safe.
 
-    One thread does both, and sends its helpers home when there is nothing to do: where two threads of a
-    process keep some, all helpers sleep after every operation, and waking them takes longer than most.
+    One thread does both, and dismisses its helper threads when idle: where two threads of a process have
+    helpers, all helpers sleep after every operation, and waking them takes longer than most operations.
     """
 
     def __init__(self, make: Callable[[], Model]) -> None:
-        """Wait until the model is built; what is wrong with it is raised here."""
+        """Block until the model is built; raises if the build fails."""
         built: Future[Model] = Future()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """What is to be done between two steps."""
+        """Calls to run between steps."""
         self._ending, self._builds = threading.Lock(), True
-        """Whether the thread can still be made to give up: it does not end in the meantime."""
+        """Lock and flag: whether the build can still be interrupted; the thread does not end while it is
+        held."""
         self._gate = threading.Lock()
-        """Holds callers and what stops the engine apart, so that no request enters a closed inbox."""
+        """Ensures that no call enters the inbox of a closed engine."""
         self._callers = 0
-        """Threads that are in C++ for the engine."""
+        """Number of threads in C++ or Rust calls for the engine."""
         self._process = os.getpid()
-        """Where the thread runs: a process that is forked from it has a copy of everything but threads."""
+        """Process of the thread: a forked process has a copy of everything but threads."""
         self.fault: str | None = None
-        """Why no request is taken any more."""
+        """Reason why no request is accepted, or None."""
         self._step_start_s: float | None = None
-        # What a service has set where it builds the engine, as a name for its log lines, holds in the thread.
+        # Context variables of the builder, such as a name in log lines, also hold in the thread.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self._work, make, built), name="specdec-engine", daemon=True
@@ -83,17 +84,17 @@ class Worker:
 
     @property
     def step_seconds(self) -> float:
-        """How long the step that is under way has taken so far; 0 between two of them."""
+        """Seconds that the current step has taken so far; 0 between steps."""
         start_s = self._step_start_s
         return 0.0 if start_s is None else time.monotonic() - start_s
 
     @property
     def is_copy(self) -> bool:
-        """Return whether this process was forked from the one whose thread runs the model."""
+        """Whether this process was forked from the one that runs the model."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
-        """Refuse, in a copy, what would wait for the thread, or for a lock that was held when it was made."""
+        """Raise in a forked process, which would wait for the thread or for a lock held at the fork."""
         if self.is_copy:
             raise EngineError(
                 f"This engine runs in process {self._process}, of which this one, {os.getpid()}, is a fork; "
@@ -102,9 +103,9 @@ class Worker:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Hold the end of the interpreter off while a caller is in C++ or Rust; refuse one that comes later.
+        """Delay interpreter exit while a caller is in C++ or Rust; raise if the engine is closed.
 
-        Python ends a daemon's thread by unwinding it, which these answer by aborting the process.
+        Python ends daemon threads by unwinding, to which C++ and Rust respond by aborting the process.
         """
         self.check_process()
         with self._gate:
@@ -118,30 +119,30 @@ class Worker:
                 self._callers -= 1
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin some requests in one step: what a step computes together must not hang on the clock."""
+        """Submit requests that start in the same step, whatever the timing."""
         self._put(lambda: self._begin(requests))
 
     def flush(self, caller: str | None = None) -> "Future[None]":
-        """Forget what ended requests left, or one caller's, between two steps."""
+        """Drop data cached from ended requests between two steps: all, or one caller's."""
         return self.between_steps(lambda: self._core.flush(caller))
 
     def rest(self) -> "Future[None]":
-        """Preempt what runs between two steps, and give the arena's bytes back."""
+        """Preempt running requests between two steps, and release the arena's memory."""
         return self.between_steps(self._rest)
 
     def wake(self) -> "Future[None]":
-        """Run requests again."""
+        """Resume requests."""
         return self.between_steps(lambda: self._core.wake())
 
     def between_steps(self, work: Callable[[], T]) -> "Future[T]":
-        """Do something between two steps."""
+        """Run a function between two steps."""
         done: Future[T] = Future()
 
         def run() -> None:
-            # From here on its caller cannot give it up: to tell it nothing would end the engine.
+            # From here on its caller cannot cancel it; setting a cancelled future would stop the engine.
             if not done.set_running_or_notify_cancel():
                 return
-            if threading.current_thread() is not self._thread:  # it was abandoned, perhaps within a step
+            if threading.current_thread() is not self._thread:  # it was abandoned, maybe within a step
                 done.set_exception(EngineError(self.fault or CLOSED))
                 return
             self._step_start_s = time.monotonic()
@@ -155,7 +156,7 @@ class Worker:
         return done
 
     def _rest(self) -> None:
-        """Rest; what fails on the way ends the requests that it may have spoilt, and memory begins afresh."""
+        """Rest; if that fails, recover by ending running requests and resetting memory, then rest."""
         self._core.check_may_rest()
         try:
             self._core.rest()
@@ -174,14 +175,14 @@ class Worker:
             self._inbox.put(work)
 
     def cancel(self, numbers: Collection[int]) -> None:
-        """End some requests between two steps; those that have already ended are left alone."""
+        """Cancel requests between two steps; ended ones are ignored."""
         if not self.is_copy:
             self._inbox.put(partial(self._abort, frozenset(numbers)))
 
     def abandon(self, fault: str) -> None:
-        """Take no request any more and end all with an error, though the thread is in a step and stays there.
+        """Refuse new requests and end all with an error, while the thread hangs in a step.
 
-        Its lists are read as that step left them. Should it come back after all, the thread ends.
+        Request lists are used as that step left them. If the step returns after all, the thread ends.
         """
         self._stop(fault)
         self._receive(wait=False)
@@ -189,9 +190,9 @@ class Worker:
             request.send(EngineError(fault))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End every request with an error, give memory back, and wait for the thread; tell if it ended.
+        """End every request with an error, release memory, and join the thread; return whether it ended.
 
-        In a process that was forked there is nothing to end: the engine goes on in the other one.
+        In a forked process this does nothing: the engine runs in the original process.
         """
         if self.is_copy:
             return True
@@ -208,10 +209,10 @@ class Worker:
             self.fault = self.fault or fault
 
     def _give_up_building(self) -> None:
-        """End the thread that builds: around one that is in C++ the interpreter cannot be torn down."""
+        """Interrupt the build: the interpreter cannot exit around a thread in C++."""
         atexit.register(self._thread.join)
         with self._ending:
-            # Its number would be another thread's once it has ended.
+            # Once it has ended, its number may belong to another thread.
             if self._builds:
                 ident = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
@@ -223,7 +224,7 @@ class Worker:
         with contextlib.suppress(GivenUp):
             try:
                 if not built.set_running_or_notify_cancel():
-                    return  # given up before it began
+                    return  # abandoned before it began
                 try:
                     model = make()
                 except BaseException as error:
@@ -241,7 +242,7 @@ class Worker:
         why = "The engine was closed while this request ran."
         device = self._core.loop.device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # kernels go to the thread's device, not to the tensors'
+            torch.cuda.set_device(device)  # kernels run on the thread's current device, not the tensors'
         is_proved = False
         try:
             while not self.fault:
@@ -254,7 +255,7 @@ class Worker:
                 elif not self._attempt(self._core.prepare):
                     is_proved = self._attempt(self._core.check_idle)
         except GivenUp:
-            raise  # it came to be built in the very moment
+            raise  # the build ended at the moment of the interrupt
         except BaseException as failure:
             why = f"The engine stopped: {failure!r}."
             self._stop(why)
@@ -266,7 +267,7 @@ class Worker:
                 logger.error("a request could not be released", exc_info=fault)
 
     def _attempt(self, step: Callable[[], bool | None]) -> bool:
-        """Run a step; a failure ends the requests that it may have spoilt, not the engine.
+        """Run a step; on failure, end the requests it may have corrupted and recover.
 
         Return False if it failed or had nothing to do.
         """
@@ -280,9 +281,9 @@ class Worker:
         return done
 
     def _receive(self, *, wait: bool, limit_s: float | None = None) -> bool:
-        """Do what other threads want done; with nothing to do, sleep until something comes.
+        """Run calls from other threads; with nothing to do, sleep until one arrives.
 
-        False: nothing has come in so long a time.
+        Return False after `limit_s` without a call.
         """
         if wait and self._inbox.empty():
             dismiss_helpers()
@@ -306,4 +307,4 @@ class Worker:
 
 
 def _wake() -> None:
-    """Do nothing: that something came is enough."""
+    """Do nothing; it only wakes the thread."""

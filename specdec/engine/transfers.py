@@ -1,4 +1,4 @@
-"""Prompts that one engine reads for another: what is lent, and what is landing."""
+"""Transfers of prefilled prompts between engines: lending and landing."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -24,32 +24,33 @@ T = TypeVar("T")
 
 
 class Loan:
-    """One prompt that is read to be lent. Any thread may hold it."""
+    """A prompt prefilled to be lent. Thread-safe."""
 
     def __init__(self, lent: Lent, done: "Future[Lent]", give_back: Callable[[], None]) -> None:
         self.lent, self.done = lent, done
-        """`done` gives it once the last of it is being read, or raises why it is not."""
+        """`done` resolves when the last of it is in flight, or raises the error."""
         self.stats: RequestStats | None = None
-        """What its steps did; None before it is done."""
+        """Statistics of the prefill; None before it is done."""
         self.give_back = give_back
-        """Stop the prefill, and release the memory between two steps; a second call does nothing."""
+        """Stop the prefill and release its memory between two steps; idempotent."""
 
 
 class Transfers:
-    """An engine's side of transfers; any thread may call."""
+    """An engine's interface to transfers; thread-safe."""
 
     def __init__(self, worker: Worker, model: Model) -> None:
         self._worker, self._model = worker, model
 
     @property
     def arena(self) -> Arena:
-        """The memory that other engines read from, and that this one fetches into."""
+        """The arena that other engines read from and that fetches write to."""
         return self._model.loop.arena
 
     def lend(self, prepared: Prepared, on_change: Callable[[Lent], None] | None = None) -> Loan:
-        """Prefill a prompt, all but its last token, and keep its memory in place until it is given back.
+        """Prefill all but the last token of a prompt, and keep its memory in place until given back.
 
-        Of the prompt's parameters only the tenant counts. `on_change` is called in the engine's thread.
+        Only the tenant and cache marks of its parameters are used. `on_change` is called in the engine
+        thread.
         """
         transfer = self._transfer()
         lent, done = Lent(len(prepared.ids) - 1, on_change), Future[Lent]()
@@ -85,13 +86,13 @@ class Transfers:
         return loan
 
     def cached(self, prepared: Prepared) -> "Future[int]":
-        """Count the tokens at a prompt's beginning that `lend` would find cached now."""
+        """Return the number of prompt tokens that `lend` would find cached now."""
         return self._worker.between_steps(lambda: self._cached(prepared))
 
     def begin_landing(self, ids: Sequence[int], tenant: Tenant) -> "Future[Landing | None]":
-        """Take memory for a prompt's beginning that another engine has read; None: it is not worth fetching.
+        """Allocate memory for a prefix that another engine has prefilled; None: not worth fetching.
 
-        Until there is memory the future can be cancelled. What it gives has to be landed or dropped.
+        Until memory is available the future can be cancelled. Its result must be landed or dropped.
         """
         landings, found = self._transfer().landings, Future[Landing | None]()
 
@@ -105,31 +106,31 @@ class Transfers:
     def land(
         self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None
     ) -> "Future[bool]":
-        """Keep what has come as a cached prefix, after `seconds`; return whether it could be."""
+        """Add a fetched prefix to the cache, after `seconds` of transfer; return whether it was possible."""
         return self._worker.between_steps(
             lambda: self._transfer().landings.land(landing, hidden_1D, seconds=seconds)
         )
 
     def sums(self, blocks: Sequence[int], state: int | None) -> list[int]:
-        """Add up the 64-bit words of blocks and of a state, each by itself: what a copy of them is known by.
+        """Return checksums: the sum of the 64-bit words of each block, and of the state.
 
-        Any thread may call, while nothing writes into them.
+        Thread-safe while nothing writes to them.
         """
         arena = self.arena
         states = [] if state is None else [arena.state_bytes_X(state)]
         return [_sum(bytes_X) for bytes_X in (*map(arena.block_bytes_X, blocks), *states)]
 
     def look(self, work: Callable[[PrefixCache], T]) -> "Future[T]":
-        """Inspect the cache between two steps."""
+        """Run a function on the cache between two steps."""
         return self._worker.between_steps(lambda: work(self._transfer().cache))
 
     def fits(self, hidden_1D: Tensor) -> bool:
-        """Return whether the draft head can read a hidden state; another size or type fails whole steps."""
+        """Return whether the draft head accepts a hidden state; a wrong size or type would fail steps."""
         head, dtype = self._model.loop.speculation.head, self.arena.layout.dtype
         return head is not None and hidden_1D.shape == (1, head.head.width) and hidden_1D.dtype == dtype
 
     def drop(self, landing: Landing) -> "Future[None]":
-        """Give a landing's memory back, into which nothing writes any more."""
+        """Release a landing's memory, to which nothing writes any more."""
         return self._worker.between_steps(lambda: self._transfer().landings.drop(landing))
 
     def _cached(self, prepared: Prepared) -> int:

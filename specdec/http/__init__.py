@@ -1,1 +1,1 @@
-"""HTTP: connections of the API, the router and the side channel, and the client of benchmarks and `top`."""
+"""HTTP connections of the API, the router and the side channel, and a client for benchmarks and `top`."""

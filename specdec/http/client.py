@@ -1,4 +1,4 @@
-"""A client of OpenAI-style servers: addresses, the events of a stream, failures in words."""
+"""Client for OpenAI-style servers: addresses, event streams, error descriptions."""
 
 import errno
 import re
@@ -10,11 +10,11 @@ import aiohttp
 from specdec.errors import ConfigError
 
 LOCAL, PORT = "127.0.0.1", 8000
-"""Where `specdec serve` listens by default."""
+"""Default address of `specdec serve`."""
 NO_ANSWER = "nothing answers there"
-"""Reason where a connection is refused."""
+"""Reason for a refused connection."""
 DONE = "[DONE]"
-"""What the last event of a stream holds."""
+"""Data of the last event of a stream."""
 
 
 def is_url(name: str) -> bool:
@@ -23,19 +23,19 @@ def is_url(name: str) -> bool:
         parts = urlsplit(name)
         has_host = bool(re.fullmatch(r"\S*[^\d\s]\S*", parts.hostname or ""))
         return parts.scheme in ("http", "https") and has_host and parts.port != 0
-    except ValueError:  # of a port that is no number, or brackets that do not close
+    except ValueError:  # for an invalid port, or unbalanced brackets
         return False
 
 
 def base_url(url: str) -> str:
-    """Return the address under which `/v1` and `/metrics` lie."""
+    """Return the address above `/v1` and `/metrics`."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def check_url(text: str) -> str:
-    """Return the address under which all of a server lies; refuse what is no address.
+    """Return a server's base address, or raise.
 
-    A URL is taken as it is. HOST[:PORT] and a PORT of this machine are those of `specdec serve`.
+    A URL is used as given. HOST[:PORT] and PORT are completed to the defaults of `specdec serve`.
     """
     url = text if "://" in text else _completed(text)
     if not is_url(url):
@@ -47,7 +47,7 @@ def check_url(text: str) -> str:
 
 
 def _completed(text: str) -> str:
-    """Add what an address without a scheme lacks of a URL."""
+    """Complete an address without a scheme to a URL."""
     port = text.removeprefix(":")
     host, slash, path = (f"{LOCAL}:{port}" if port.isdecimal() else text).partition("/")
     has_port = re.search(r":\w+$", host)
@@ -55,14 +55,14 @@ def _completed(text: str) -> str:
 
 
 async def ask_model(session: aiohttp.ClientSession, base: str) -> str:
-    """Return the first model that a server says it serves."""
+    """Return the first model in a server's list."""
     async with session.get(f"{base}/v1/models", raise_for_status=True) as reply:
         name = (await reply.json())["data"][0]["id"]
     return str(name)
 
 
 async def event_data(reply: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    """Yield what each server-sent event holds, `[DONE]` too; a line may have any length."""
+    """Yield the data of each server-sent event, including `[DONE]`; lines may have any length."""
     rest = b""
     async for piece in reply.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
@@ -74,15 +74,15 @@ async def event_data(reply: aiohttp.ClientResponse) -> AsyncIterator[str]:
 
 
 def _data(line: bytes) -> str:
-    """Return a line's data; comments and other fields have none."""
+    """Return a line's data, or "" for comments and other fields."""
     text = line.decode("utf-8", "replace").strip()
-    if text.startswith("error:"):  # older llama.cpp's own field
+    if text.startswith("error:"):  # field of older llama.cpp versions
         return f'{{"error": {text.removeprefix("error:")}}}'
     return text.removeprefix("data:").strip() if text.startswith("data:") else ""
 
 
 def reason(error: Exception) -> str:
-    """Describe in words what went wrong with a server; some errors have no text."""
+    """Describe a request error in words; some exceptions have no text."""
     match error:
         case aiohttp.ClientSSLError():
             return f"no encrypted connection: {error}"

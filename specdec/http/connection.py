@@ -1,4 +1,4 @@
-"""aiohttp's connection with error responses of ours, which can be closed whatever its client does."""
+"""aiohttp's connection with custom error responses, which can always be closed."""
 
 import asyncio
 import logging
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 SERVER = "specdec"
 """The Server header; versions would help attackers."""
 GARBAGE = (HttpProcessingError, web.RequestPayloadError)
-"""Errors of malformed HTTP, or of a body that contradicts its headers."""
+"""Exceptions of malformed HTTP, or of a body that contradicts its headers."""
 LINGER_S = 2.0
-"""Seconds that a closing connection's client has to read the response and to take part in closing."""
+"""Seconds that a client has to read the response and complete the close."""
 
 
 class Connection(RequestHandler):
-    """Reads one client's requests in turn."""
+    """Handles one client's requests in order."""
 
     __slots__ = ("_closing",)
 
@@ -31,18 +31,18 @@ class Connection(RequestHandler):
 
     @property
     def can_abort(self) -> bool:
-        """Return whether its descriptor is in use, and not about to be free."""
+        """Whether its descriptor is in use and not about to be freed."""
         return self.transport is not None or self._closing is not None
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a request is in progress."""
+        """Whether a request is in progress."""
         return bool(self._request_in_progress)
 
     def force_close(self) -> None:
-        """Close the connection; abort it if the client does not take its part in that.
+        """Close the connection; abort it if the client does not cooperate.
 
-        Closing waits until the client has read what was sent to it, and with TLS for its `close_notify`.
+        Closing waits until the client has read all data, and with TLS for its `close_notify`.
         """
         transport = self.transport
         is_closing = transport is not None and transport.is_closing()
@@ -53,7 +53,7 @@ class Connection(RequestHandler):
                 self._loop.call_later(LINGER_S, self.abort)
 
     def abort(self) -> None:
-        """Free the descriptor when the event loop comes round again; discard unsent data."""
+        """Free the descriptor in the next iteration of the event loop; discard unsent data."""
         if self.transport is not None:
             self.force_close()
         closing, self._closing = self._closing, None
@@ -67,7 +67,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Respond to an error outside every handler, and close the connection."""
+        """Respond to an error outside all handlers, and close the connection."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
         response = self.refusal(request, status, exc, message)
@@ -79,10 +79,10 @@ class Connection(RequestHandler):
     def refusal(
         self, request: web.BaseRequest, status: int, error: BaseException | None, message: str | None
     ) -> web.Response:
-        """Return the response to an error outside every handler, and log it."""
+        """Return the response to an error outside all handlers, and log it."""
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log internal errors only: a malformed request is the client's own and is answered as such."""
+        """Log internal errors only: malformed requests are answered as client errors."""
         error = kw.get("exc_info")
         if isinstance(error, GARBAGE):
             logger.debug("%s: what followed was not HTTP", type(error).__name__)

@@ -1,1 +1,1 @@
-"""Prefill apart from decode: what carries bytes between the arenas of two engines."""
+"""Disaggregated prefill: move KV cache and states between the arenas of two engines."""

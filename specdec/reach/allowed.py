@@ -1,4 +1,4 @@
-"""The peers that an operator allows: the only addresses that anything is ever sent to."""
+"""Allow-list of peers: the only addresses that this server sends requests to."""
 
 import ipaddress
 import re
@@ -18,7 +18,7 @@ MOST_HOST = 253
 
 
 class Endpoint(NamedTuple):
-    """Where a peer's side channel is, in the one form that it is compared in."""
+    """Normalised address of a peer's side channel."""
 
     host: str
     port: int
@@ -28,9 +28,9 @@ class Endpoint(NamedTuple):
 
 
 class Allowed:
-    """Networks, addresses and names, each with the port of its side channels.
+    """Allowed networks, addresses and host names, each with its side channel's port.
 
-    Requests are sent to whatever listens there, so an entry allows one port: its own, or the usual one.
+    Requests are sent to whatever listens there, so an entry allows one port: its own or the default.
     """
 
     def __init__(self, entries: Sequence[str], port: int) -> None:
@@ -41,7 +41,7 @@ class Allowed:
                 self._add(own, port)
 
     def endpoint(self, host: str, port: int) -> Endpoint:
-        """Return where a request's host and port are, if that is allowed; nothing is looked up."""
+        """Return the endpoint of a request's host and port, if allowed; performs no DNS look-up."""
         address, name = _address(host), host.lower().removesuffix(".")
         if address is not None:
             if any(port == own and address in network for network, own in self._networks):
@@ -74,9 +74,9 @@ class Allowed:
 
 
 def _address(host: str) -> IPAddress | None:
-    """Read an address in its one plain form; addresses within others and zones are what they stand for.
+    """Parse an address to its canonical form; None for host names and scoped addresses.
 
-    `localhost` is 127.0.0.1: a resolver may name ::1 first, where another user may listen.
+    `localhost` is 127.0.0.1: a resolver may return ::1 first, where another user may listen.
     """
     try:
         address = ipaddress.ip_address("127.0.0.1" if host.lower() == "localhost" else host)
@@ -95,6 +95,6 @@ def _network(text: str) -> IPNetwork | None:
 
 
 def _is_name(host: str) -> bool:
-    """Return whether it is a name: forms of addresses that only some programs read are not."""
+    """Return whether this is a host name; unusual address notations that only some programs parse are not."""
     last = host.rpartition(".")[2]
     return len(host) <= MOST_HOST and bool(NAME.fullmatch(host)) and not re.match(r"[0-9]+$|0x", last)

@@ -1,4 +1,4 @@
-"""Calls of a peer's side channel: signed, bounded in time and bytes, and each kind of failure has a name."""
+"""Client of a peer's side channel: signed requests, bounded in time and bytes, with named failures."""
 
 import asyncio
 from typing import Literal, TypeVar
@@ -13,23 +13,23 @@ from specdec.reach.terms import STATUSES, VARIABLE, WAIT_S, Refusal, Secret
 
 CONNECT_S = 2.0
 CALL_S = 3.0
-"""For a call that is answered at once."""
+"""Timeout of a call that is answered at once."""
 WAITING_S = WAIT_S + CALL_S
-"""For one that may wait for the peer's engine."""
+"""Timeout of a call that may wait for the peer's engine."""
 MOST_ANSWER_BYTES = 1 << 21
-"""Of the blocks of four million tokens, or a hidden vector. Twenty answers of 16 MiB from an impostor stopped
-the event loop for 6.7 s and took 2 GB."""
+"""Maximum answer: the blocks of four million tokens, or a hidden state. Twenty answers of 16 MiB from an
+impostor stopped the event loop for 6.7 s and took 2 GB."""
 MOST_CONNECTIONS, MOST_OF_A_PEER = 1024, 256
 
 Kind = Literal["lease", "room", "beat"]
-"""What a call is about: each kind has connections of its own."""
+"""Kind of call; each has its own connections."""
 A = TypeVar("A", bound=Body)
 
 
 class Calls:
-    """Holds the connections to all peers.
+    """Connections to all peers.
 
-    A number is enough to wait for a room: that takes none from leases, nor these from beats.
+    A few clients waiting for rooms cannot exhaust the connections of leases, nor these the ones of beats.
     """
 
     def __init__(self, secret: Secret) -> None:
@@ -81,7 +81,7 @@ class Calls:
     async def _exchange(
         self, at: Endpoint, method: str, path: str, body: bytes, kind: Kind
     ) -> tuple[int, bytes]:
-        """Return the status and the decrypted body of an answer; one that cannot be decrypted is not used."""
+        """Return an answer's status and decrypted body; raise if it cannot be decrypted."""
         url = URL(f"http://{at}{path}")
         signed = SignedRequest.new(method, url.raw_path_qs, body)
         headers = {"Authorization": signed.authorization(self._secret)}
@@ -115,9 +115,9 @@ class Calls:
         return bytes(data)
 
     def _session(self, kind: Kind) -> aiohttp.ClientSession:
-        """Return the session of one kind of calls, which begins within the event loop.
+        """Return the session of one kind of call, created within the event loop.
 
-        Each call has its own connection: where a kept one is closed, aiohttp repeats a GET, nonce and all.
+        Each call has its own connection: if a kept one is closed, aiohttp repeats a GET with the same nonce.
         """
         if kind not in self._sessions:
             self._sessions[kind] = aiohttp.ClientSession(

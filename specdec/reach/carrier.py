@@ -1,4 +1,4 @@
-"""What moves bytes out of a peer's arena into this one's: the contract, whatever the wire is."""
+"""The carrier interface: reads bytes from a peer's arena into this one, over any transport."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,21 +10,21 @@ from numpy.typing import NDArray
 from specdec.errors import SpecdecError
 
 Indices = tuple[NDArray[np.int32], NDArray[np.int32]]
-"""Descriptors to read, in pairs: those of this arena, those of the peer's."""
+"""Indices of descriptors to read, in pairs: of this arena, and of the peer's."""
 
 
 class ReadLost(SpecdecError):
-    """A read brought nothing that may be used; what was wanted is computed instead."""
+    """A read failed; the data are computed locally instead."""
 
 
 class ReadLate(ReadLost):
-    """A read took longer than it may: its peer is slow, or stopped."""
+    """A read missed its deadline: the peer is slow or stopped."""
 
 
 class Rows(Protocol):
     """Two lists of strided descriptors: rows of (address, length, device, stride, count).
 
-    A row stands for `count` descriptors; index 0 is the first one of the first row.
+    A row defines `count` descriptors; index 0 is the first descriptor of the first row.
     """
 
     @property
@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 
 def _running() -> "Future[Any]":
-    """Return a future that its holder cannot cancel: an event loop would, with the task that awaits it."""
+    """Return a future that cannot be cancelled, as an event loop would do along with the awaiting task."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -43,41 +43,41 @@ def _running() -> "Future[Any]":
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
-    """Stand for bytes on their way.
+    """A read in flight.
 
-    The memory may be read once `done` has a result, and may serve anything else only once `over` has:
-    a read that is lost or given up still writes.
+    Its memory is valid once `done` has a result, and may be reused only once `over` has one: a lost or
+    abandoned read may still write.
     """
 
     id: int
     done: "Future[float]" = field(default_factory=_running)
-    """The seconds that it took, or ReadLost."""
+    """Its duration in seconds, or ReadLost."""
     over: "Future[None]" = field(default_factory=_running)
-    """Set, never an error, when no byte of it can be written any more."""
+    """Set, never with an error, when it can write no more bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CarrierFigures:
-    """Count what a carrier did since it was made; the two of the quarantine say what is there now."""
+    """Statistics of a carrier since its start; the quarantine fields are current values."""
 
     reads: int = 0
-    """That landed; so do the next two."""
+    """Completed reads; the next two fields cover these."""
     bytes: int = 0
     seconds: float = 0.0
     """Summed over reads, which overlap."""
     lost: int = 0
-    """Reads whose `done` raised, given up by whom it may be."""
+    """Reads whose `done` raised, for any reason."""
     quarantined: int = 0
     quarantined_bytes: int = 0
-    """Of memory that reads which are lost may still write to."""
+    """Bytes that lost reads may still write to."""
     agents: int = 0
-    """How often the agent was deleted and made anew, to end a quarantine."""
+    """Number of times the agent was recreated to end a quarantine."""
 
 
 class Carrier(Protocol):
-    """Read from peers' arenas. Any thread may call it; one of its own does the work.
+    """Reads from peers' arenas. Thread-safe; its own thread does the work.
 
-    Nothing raises in the thread of a caller of `read`: what is wrong comes through `Read.done`.
+    `read` never raises in the caller's thread; errors are set on `Read.done`.
     """
 
     @property
@@ -85,34 +85,34 @@ class Carrier(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to read from this arena. It changes when the agent is made anew."""
+        """Metadata with which a peer reads from this arena. Changes when the agent is recreated."""
         ...
 
     @property
     def figures(self) -> CarrierFigures: ...
 
     def attach(self, peer: str, metadata: bytes, plan: Rows) -> None:
-        """Be ready to read from a peer; what was attached by this name is detached. Raises ReadLost.
+        """Attach a peer, replacing any peer of this name. Raises ReadLost.
 
-        A peer that is lost has to be attached again, with the metadata that it has by then.
+        A lost peer must be attached again with its current metadata.
         """
         ...
 
     def detach(self, peer: str) -> None:
-        """Forget a peer, and give up what is being read from it. Knowing none of this name is no mistake."""
+        """Detach a peer and abandon reads from it. Unknown names are ignored."""
         ...
 
     def read(self, peer: str, indices: Indices, num_bytes: int, deadline_s: float) -> Read:
-        """Begin to read; `deadline_s` seconds from now it is given up.
+        """Start a read; after `deadline_s` seconds it is abandoned.
 
-        `num_bytes` is what the indices come to: memory and plan are of two minds where it is not.
+        `num_bytes` is the total length of the indices; a mismatch means that memory and plan disagree.
         """
         ...
 
     def give_up(self, read: Read) -> None:
-        """End the wait for a read: `done` raises, unless it has a result; `over` takes the time it takes."""
+        """Abandon a read: `done` raises unless it has a result; `over` is set once no more bytes arrive."""
         ...
 
     def close(self) -> None:
-        """Give up all reads and delete the agent, in bounded time. No call begins anything afterwards."""
+        """Abandon all reads and delete the agent, in bounded time. Later calls do nothing."""
         ...

@@ -1,6 +1,6 @@
-"""The side channel: a small HTTP server beside the public one, for the engines that fetch from this one.
+"""The side channel: a small HTTP server for engines that fetch from this one.
 
-The secret lets its holder read all prompts that this engine holds; unsigned requests are refused.
+Whoever has the secret can read all prompts this engine holds; unsigned requests are refused.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from specdec.reach.terms import MOST_ROOM, Reason, Refusal, Secret
 logger = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 1 << 18
-"""A beat of as many leases as there may be."""
+"""Enough for a beat of the maximum number of leases."""
 BODY_S, SEND_S = 5.0, 20.0
-"""For which a peer may take to send a body, and to take an answer."""
+"""Seconds a peer may take to send a body, and to receive an answer."""
 STOP_S = 2.0
 LEASE_ID = re.compile(r"[0-9a-f]{32}")
 NUMBER = re.compile(r"[0-9]{1,19}", re.ASCII)
@@ -36,13 +36,13 @@ Handler = Callable[[web.Request, bytes], Awaitable[bytes]]
 
 
 class Routes:
-    """What the side channel answers. Owned by the event loop's thread."""
+    """Routes of the side channel. Owned by the event loop's thread."""
 
     def __init__(self, book: Book, agents: Callable[[], Agents], kept: KeptLog | None) -> None:
         self._book, self._agents, self._kept = book, agents, kept
 
     async def agents(self, request: web.Request, body: bytes) -> bytes:
-        """Return how to reach the arenas; it is asked each time, since agents may be made anew."""
+        """Return how to reach the arenas; queried each time, since agents may be recreated."""
         return self._agents().write()
 
     async def open(self, request: web.Request, body: bytes) -> bytes:
@@ -81,7 +81,7 @@ def channel_app(
     kept: KeptLog | None = None,
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
-    """Assemble the routes. A request's body is not read before its signature is verified."""
+    """Build the application. A request's body is read only after its signature is verified."""
     guard = _guard(book, secret, ReplayGuard(clock))
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard])
     app.on_response_prepare.append(_name_server)
@@ -100,7 +100,7 @@ def channel_app(
 
 
 class Channel:
-    """Listens at an address of its own until it is stopped; then all leases are over."""
+    """Serves the side channel until stopped, which ends all leases."""
 
     def __init__(self, book: Book, app: web.Application) -> None:
         self._book = book
@@ -109,7 +109,7 @@ class Channel:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> Self:
-        """Listen; 0 is any port that is free."""
+        """Start listening; port 0 selects a free port."""
         await self._runner.setup()
         assert self._runner.server is not None
         factory = bounded(self._runner.server)
@@ -132,7 +132,7 @@ class Channel:
         return port
 
     async def stop(self) -> None:
-        """Answer no more, and give all that is lent back."""
+        """Stop serving, and return all lent memory."""
         if self._sweeping:
             self._sweeping.cancel()
         if self._server:
@@ -142,7 +142,7 @@ class Channel:
 
 
 def _guard(book: Book, secret: Secret, replays: ReplayGuard) -> Callable[..., Awaitable[web.Response]]:
-    """Return the middleware: check the signature, handle, encrypt the answer and send it in bounded time."""
+    """Return the middleware: check the signature, handle, encrypt, and send within a time limit."""
 
     @web.middleware
     async def guard(
@@ -192,7 +192,7 @@ def _answering(handler: Handler) -> Callable[[web.Request], Awaitable[web.Stream
 
 
 async def _check_body(request: web.Request, sha256: str) -> None:
-    """Read the body that was signed, within its bounds of size and time; compressed bodies are refused."""
+    """Read the signed body, bounded in size and time; compressed bodies are refused."""
     if (request.content_length or 0) > MOST_BODY_BYTES:
         raise Refusal(*_ROUTING[413])
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -209,7 +209,7 @@ async def _check_body(request: web.Request, sha256: str) -> None:
 
 
 def _refused(book: Book, refusal: Refusal, status: int) -> web.Response:
-    """Answer an error. What may follow on the connection of an unread body is not read."""
+    """Return an error response. After an unread body the connection is closed."""
     book.figures.refused[refusal.reason] += 1
     headers = {"WWW-Authenticate": SCHEME} if status == 401 else None
     response = web.Response(
@@ -221,7 +221,7 @@ def _refused(book: Book, refusal: Refusal, status: int) -> web.Response:
 
 
 async def _send(request: web.Request, response: web.StreamResponse) -> None:
-    """Send an answer; hang up on a peer that does not take it."""
+    """Send an answer; abort the connection of a peer that does not receive it."""
     try:
         async with asyncio.timeout(SEND_S):
             await response.prepare(request)
@@ -233,12 +233,12 @@ async def _send(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
-    """Send no versions."""
+    """Hide library versions."""
     response.headers["Server"] = SERVER
 
 
 async def _no_expectation(request: web.Request) -> web.Response:
-    """Refuse what comes before any middleware: bodies here are small enough to be sent at once."""
+    """Refuse `Expect` headers, which precede any middleware: bodies are small enough to send at once."""
     response = web.Response(
         status=417, body=write_refusal(Refusal(*_ROUTING[417])), content_type="application/json"
     )

@@ -1,4 +1,4 @@
-"""The side channel's connections: how many, and how long they may be idle."""
+"""Limits of the side channel's connections: their number and idle time."""
 
 import asyncio
 import logging
@@ -14,18 +14,18 @@ logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 2048
 IDLE_S = 60.0
-"""For which a connection may be without a request, or without the end of one's headers."""
+"""Seconds a connection may go without a request, or without the end of its headers."""
 
 
 class PeerConnection(Connection):
-    """Answers malformed HTTP in the form of all other errors, and repeats nothing of it."""
+    """Answers malformed HTTP like other errors, without echoing it."""
 
     __slots__ = ()
 
     def refusal(
         self, request: web.BaseRequest, status: int, error: BaseException | None, message: str | None
     ) -> web.Response:
-        """Return the response to an error outside every handler, and log it."""
+        """Return the response to an error outside all handlers, and log it."""
         if status >= 500:
             logger.error("a request failed outside its handler", exc_info=error)
         refusal = Refusal("malformed", "This is no HTTP request that can be read.")
@@ -34,15 +34,15 @@ class PeerConnection(Connection):
 
 
 def bounded(server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
-    """Return the protocol factory."""
+    """Return a factory of connections that limits their number."""
 
     def new() -> Connection:
         return PeerConnection(
             server,
             loop=asyncio.get_running_loop(),
-            access_log=None,  # as its own runner has it
+            access_log=None,  # the runner has no access log either
             keepalive_timeout=IDLE_S,
-            lingering_time=0,  # the rest of a body that was refused is not read
+            lingering_time=0,  # do not read the rest of a refused body
             auto_decompress=False,
         )
 

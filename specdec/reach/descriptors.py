@@ -1,4 +1,4 @@
-"""Cut strided rows of descriptors to a bounded length, and lists of them to parts of a bounded cost."""
+"""Split strided rows of descriptors to a maximum length, and lists of them to a maximum cost."""
 
 from collections.abc import Iterator
 
@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from specdec.reach.carrier import Indices
 
 PIECE_BYTES = 8 << 20
-"""Over shared memory a read is copied within the call that begins it: some milliseconds of this much."""
+"""Over shared memory a read is copied within the call that posts it; this much takes a few milliseconds."""
 DESCRIPTOR_BYTES = 16 << 10
-"""What a descriptor costs beside its bytes, in bytes: those of 4 KiB take some 10 us each."""
+"""Cost of a descriptor in bytes, added to its length: descriptors of 4 KiB take some 10 us each."""
 
 
 class Descriptors:
-    """Strided rows of which none is longer than a piece; indices stay those of the rows as given."""
+    """Strided rows split to at most `piece_bytes`; indices still refer to the original rows."""
 
     def __init__(self, rows: NDArray[np.int64], piece_bytes: int = PIECE_BYTES) -> None:
         self.piece_bytes = piece_bytes
@@ -23,10 +23,10 @@ class Descriptors:
         self._ends = np.cumsum(self._counts)
         cut_counts = self._counts * self._parts
         self._shift = np.cumsum(cut_counts) - cut_counts - (self._ends - self._counts)
-        """What a row's indices grow by since rows before it are cut."""
+        """Index offset of each row, caused by the splitting of earlier rows."""
         starts = _ranges(self._parts) * piece_bytes
         self.rows = np.repeat(rows, self._parts, axis=0)
-        """Of each row all of its descriptors' first parts, then all of their second ones."""
+        """Per row: first the first parts of all its descriptors, then their second parts, and so on."""
         self.rows[:, 0] += starts
         self.rows[:, 1] = np.minimum(self.rows[:, 1] - starts, piece_bytes)
 
@@ -34,15 +34,15 @@ class Descriptors:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def holds(self, indices: NDArray[np.int32]) -> bool:
-        """Return whether every index is one of the rows as given."""
+        """Return whether every index is valid in the original rows."""
         return not len(indices) or bool(indices.min() >= 0 and indices.max() < len(self))
 
     def lengths(self, indices: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the bytes of each of these descriptors."""
+        """Return the bytes of each descriptor."""
         return np.take(self._lengths, self._rows_of(indices))
 
     def cut(self, indices: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the indices of the parts of these descriptors, in order, and the bytes of each part."""
+        """Return the part indices of these descriptors, in order, and the bytes of each part."""
         row = self._rows_of(indices)
         parts = self._parts[row]
         part = _ranges(parts)
@@ -56,7 +56,7 @@ class Descriptors:
 
 
 def pieces(local: Descriptors, remote: Descriptors, indices: Indices) -> Iterator[Indices]:
-    """Yield the parts of a read in order. The two of a pair are equally long."""
+    """Yield a read's parts in order; both sides of a pair have equal length."""
     (here, sizes), (there, _) = local.cut(indices[0]), remote.cut(indices[1])
     costs = sizes + DESCRIPTOR_BYTES
     bounds = np.flatnonzero(np.diff((np.cumsum(costs) - costs) // local.piece_bytes)) + 1
@@ -67,5 +67,5 @@ def pieces(local: Descriptors, remote: Descriptors, indices: Indices) -> Iterato
 
 
 def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return 0, 1, … up to each count, one after another."""
+    """Return the concatenation of `range(count)` for each count."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

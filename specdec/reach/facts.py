@@ -1,4 +1,4 @@
-"""What two engines must have in common before one reads the other's memory: the facts of the fingerprint."""
+"""Facts that two engines must share before one reads the other's memory; the fingerprint covers them."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ from specdec.setup.settings import Resolved
 from specdec.state_slots.transfer.cut import Cut
 
 SAMPLES = 4096
-"""Tensors of a file of which the first bytes are read, evenly spread over it."""
+"""Maximum tensors per file whose first bytes are hashed, evenly spaced."""
 SAMPLE_BYTES = 256
 DIGITS = 16
-"""Of a digest that is shown to people; the fingerprint is of all facts together."""
+"""Digits of a displayed digest; the fingerprint covers the full facts."""
 
 
 def facts_of(folder: Path, network: spec.Network, settings: Resolved) -> dict[str, str]:
-    """Describe an engine in words that are compared and shown."""
+    """Return an engine's facts as strings to compare and display."""
     heads = find_heads(folder, network, settings.config)
     head = next((heads[name] for name in settings.drafters if name in heads), None)
     if head is None:
@@ -30,7 +30,7 @@ def facts_of(folder: Path, network: spec.Network, settings: Resolved) -> dict[st
     return {
         "model": digest_checkpoint(folder),
         "draft head": drafts,
-        "quantize": settings.config.quantize or "none",  # rounded, also where they are widened again
+        "quantize": settings.config.quantize or "none",  # quantised, even if widened again
         "weights": settings.weights or "none",
         **{f"layout.{name}": _shown(value) for name, value in layout.items()},
     }
@@ -39,8 +39,8 @@ def facts_of(folder: Path, network: spec.Network, settings: Resolved) -> dict[st
 def digest_checkpoint(folder: Path) -> str:
     """Hash a checkpoint's config, its files' headers, and the first bytes of its tensors.
 
-    Models of one shape have the same headers: a few bytes of each tensor tell one from another that was
-    trained on, without reading all of both.
+    Models of one shape have equal headers; a few bytes of each tensor distinguish a fine-tuned one without
+    reading it all.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in _files(folder):
@@ -61,12 +61,12 @@ def _files(folder: Path) -> list[str]:
 
 
 def _sampled(header: dict[str, dict[str, list[int]]]) -> list[int]:
-    """Return where tensors begin, in order; of a limited number."""
+    """Return a bounded number of tensor offsets, in order."""
     starts = sorted(own["data_offsets"][0] for own in header.values() if "data_offsets" in own)
     return starts[:: -(-len(starts) // SAMPLES) or 1]
 
 
 def _shown(value: object) -> str:
-    """Return a short value as it is, and a list of layers as what is the same for equal ones."""
+    """Return a short value as text, and a long one as its hash."""
     text = json.dumps(value)
     return text.strip('"') if len(text) <= 40 else hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

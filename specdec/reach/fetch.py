@@ -1,6 +1,7 @@
-"""Fetch a prompt that another engine has read: memory here, its bytes there, and whether they may be used.
+"""Fetch a prefix that another engine has prefilled: allocate memory, transfer, and validate.
 
-What does not come, the engine reads itself when the request is submitted: nothing in here changes a text.
+The engine prefills whatever does not arrive when the request is submitted, so a fetch never changes the
+output.
 """
 
 import asyncio
@@ -40,26 +41,27 @@ Outcome = (
         "failed",
     ]
 )
-"""What became of a fetch; of all but the first two the prompt is read here."""
+"""Result of a fetch; in all cases but the first two the prompt is prefilled locally."""
 ROOM_S = 30.0
-"""For a room to be there: both sides get its request at the same time, and one may have a queue before it."""
+"""Seconds to wait for a room: both servers get the request at the same time, and one may queue it."""
 MOST_ENTERING = 192
-"""Rooms that requests of one caller wait for: fewer than the connections to a peer, which all share."""
+"""Maximum rooms that requests of one caller wait for: below the connections to a peer, which all callers
+share."""
 MOST_DECLINING = 64
-"""Prompts that are declined at once; of others the memory at the peer ends by silence."""
+"""Maximum concurrent declines; further leases expire at the peer."""
 CLEAR_S = 5e-4
-"""Between two looks at whether a device still uses what memory held before."""
+"""Poll interval for the device to finish earlier operations on the memory."""
 FIRST_S, AGAIN_S = 2.0, 10e-9
-"""A read may take four times what its bytes should, and so long beside; and what a byte takes at first."""
+"""A read's deadline is `FIRST_S` plus four times its expected duration; initial seconds per byte."""
 RECENT = 0.2
 SAMPLED = 8
-"""Blocks of a first transfer that are compared by their sums."""
+"""Blocks of a first transfer that are verified by checksum."""
 Check = Literal["first", "always", "never"]
 T = TypeVar("T")
 
 
 class Fetched(NamedTuple):
-    """What became of a fetch, and how much came."""
+    """Result of a fetch, and the amount transferred."""
 
     outcome: Outcome
     tokens: int = 0
@@ -69,7 +71,7 @@ class Fetched(NamedTuple):
 
 @dataclass(slots=True)
 class FetchFigures:
-    """Count what became of fetches since the engine was loaded."""
+    """Counts of fetches since the engine was loaded."""
 
     under_way: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
@@ -79,22 +81,22 @@ class FetchFigures:
 
 
 class Lost(Exception):
-    """There is nothing to fetch any more."""
+    """The lease was lost."""
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One prompt on its way in."""
+    """A fetch in flight."""
 
     found: "Future[Landing | None]"
     reads: list[Read] = field(default_factory=list)
     num_bytes: int = 0
     came: int = 0
-    """Of the landing's blocks."""
+    """Number of the landing's blocks requested so far."""
 
 
 class Fetcher:
-    """Owned by the event loop's thread."""
+    """Fetches prefixes. Owned by the event loop's thread."""
 
     def __init__(
         self,
@@ -109,17 +111,17 @@ class Fetcher:
         self._limit_s, self._check = limit_s, check
         self._byte_s = AGAIN_S
         self._under_way = 0
-        """Bytes that are being read: they share the way."""
+        """Bytes in flight, which share the bandwidth."""
         self._late: Pair[Plan] | None = None
-        """Whose last read was late: a peer that is slow once is not given up with all that is read there."""
+        """Peer whose last read was late; a single late read does not drop the peer and its other reads."""
         self.entering: Counter[str] = Counter()
-        """By caller, the rooms that are waited for."""
+        """Rooms being waited for, by caller."""
         self._declining = 0
         self._checked: dict[Endpoint, Pair[Plan]] = {}
         self.figures = FetchFigures()
 
     async def fetch(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
-        """Cache a prompt's beginning here, if fetching is quicker than computing it."""
+        """Cache a prompt's prefix here, if fetching is faster than computing it."""
         start_s = time.perf_counter()
         self.figures.under_way += 1
         try:
@@ -134,7 +136,7 @@ class Fetcher:
         return fetched
 
     async def decline(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> None:
-        """Release the other engine's memory: the prompt is computed here whatever it holds."""
+        """Release the other engine's memory, since the prompt is computed here."""
         if self._declining >= MOST_DECLINING:
             return
         self._declining += 1
@@ -171,13 +173,13 @@ class Fetcher:
             self._late = pair
             return Fetched("read_lost")
         except EngineError:
-            return Fetched("not_landed")  # what the request meets next
+            return Fetched("not_landed")  # the request will raise it next
         except Exception:
             logger.exception("a fetch failed; its prompt is read here")
             return Fetched("failed")
 
     async def _held(self, hold: Hold[Plan], ids: Sequence[int], tenant: Tenant) -> Fetched:
-        """Fetch what is held for this prompt."""
+        """Fetch the memory of a lease or room."""
         opened = await self._entered(hold, tenant) if isinstance(hold.reference, RoomReference) else None
         arrival = Arrival(self._transfers.begin_landing(ids, tenant))
         try:
@@ -191,7 +193,7 @@ class Fetcher:
             self._let_go(arrival)
 
     async def _entered(self, hold: Hold[Plan], tenant: Tenant) -> Opened:
-        """Open a room, which may not be there yet."""
+        """Open a room, waiting until it exists."""
         until_s = time.monotonic() + ROOM_S
         if self.entering[tenant.caller] >= MOST_ENTERING:
             raise Refusal("busy", "Requests of one caller wait for too many rooms already.")
@@ -204,12 +206,12 @@ class Fetcher:
                     if refusal.reason != "unknown_room" or time.monotonic() > until_s:
                         raise
         finally:
-            self.entering -= Counter({tenant.caller: 1})  # which leaves none that is zero
+            self.entering -= Counter({tenant.caller: 1})  # subtraction also removes zero counts
 
     async def _landed(
         self, hold: Hold[Plan], arrival: Arrival, landing: Landing, opened: Opened | None
     ) -> Fetched:
-        """Read what is ready until that is all of it, and keep it where it was lent throughout."""
+        """Read what is ready until complete, validate it, and land it."""
         if opened is None:
             opened = await _unless_lost(hold, self._peers.open(hold, landing.have))
         self._begin(hold.pair, arrival, landing, opened)
@@ -234,7 +236,7 @@ class Fetcher:
         return Fetched("fetched", len(landing.ids) - landing.have, arrival.num_bytes)
 
     def _begin(self, pair: Pair[Plan], arrival: Arrival, landing: Landing, opened: Opened) -> None:
-        """Begin to read the blocks that are known now, and at the end the state."""
+        """Start reading the newly available blocks, and at the end the state."""
         known = opened.first + len(opened.blocks)
         first, last = len(landing.shared) + arrival.came, known - len(landing.shared)
         if opened.first > first or last > len(landing.blocks):
@@ -266,11 +268,11 @@ class Fetcher:
         self._under_way -= num_bytes
 
     def _wants_check(self, pair: Pair[Plan]) -> bool:
-        """Return whether what came is to be compared: a path that alters bytes does so from the start."""
+        """Return whether to verify checksums: a corrupting path does so from the start."""
         return self._check == "always" or (self._check == "first" and self._checked.get(pair.at) is not pair)
 
     async def _is_same(self, hold: Hold[Plan], landing: Landing) -> bool:
-        """Compare the sums of some blocks and of the state with those at the peer."""
+        """Compare checksums of some blocks and the state with the peer's."""
         step = max(len(landing.blocks) // SAMPLED, 1)
         places = range(0, len(landing.blocks), step)
         blocks = [landing.blocks[place] for place in places]
@@ -280,14 +282,14 @@ class Fetcher:
         return own == theirs
 
     def _let_go(self, arrival: Arrival) -> None:
-        """Give memory back, if it was not landed, once nothing can write into it any more."""
+        """Release memory that was not landed, once nothing can write to it."""
         for read in arrival.reads:
             self._carrier.give_up(read)
         if not arrival.found.cancel():
             self._drop_behind(arrival.found, [read.over for read in arrival.reads])
 
     def _drop_behind(self, found: "Future[Landing | None]", pending: "list[Future[None]]") -> None:
-        """Drop what was found behind all that is pending; any thread may come here."""
+        """Drop the landing after all pending reads; callable from any thread."""
         while pending:
             over = pending.pop()
             if not over.done():
@@ -296,13 +298,13 @@ class Fetcher:
         found.add_done_callback(self._drop)
 
     def _drop(self, found: "Future[Landing | None]") -> None:
-        with suppress(Exception):  # a closed engine has no memory to give back
+        with suppress(Exception):  # a closed engine has no memory to release
             if landing := found.result():
                 self._transfers.drop(landing)
 
 
 async def _unless_lost(hold: Hold[Plan], wanted: Awaitable[T]) -> T:
-    """Wait for something for as long as there is anything to fetch."""
+    """Await a result, or raise Lost if the lease is lost first."""
     work, lost = asyncio.ensure_future(wanted), asyncio.ensure_future(hold.lost.wait())
     try:
         await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What a router may know of an engine's cached prefixes: a hash and a length for each state that is kept."""
+"""Cached prefixes as shown to routers: a hash and a length per cached state."""
 
 import asyncio
 import hashlib
@@ -19,26 +19,26 @@ from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Ids, Node
 
 Kept = tuple[int, int]
-"""The hash of a prefix, as `hash_beginnings` has it, and the prefix's length."""
+"""A prefix's hash, from `hash_beginnings`, and its length."""
 MOST_CHANGES = 1 << 14
-"""In the log; a router that is further behind is told everything."""
+"""Maximum log entries; a router further behind gets a full answer."""
 MOST_TOLD = 1 << 16
-"""In one answer: some 30 bytes each, so that it fits in what `Calls` reads."""
+"""Maximum entries of an answer, some 30 bytes each, within the limit of `Calls`."""
 MOST_HASHED, NODE = 1 << 20, 1 << 10
-"""Tokens of new states that one look hashes, and the cost of a state in tokens: some 40 ms between two steps.
-Later looks hash the rest: those of 80,000 prefixes of 1,000 tokens stopped an engine for 3 s."""
+"""Maximum tokens of new states hashed per update, and the cost of a state in tokens: some 40 ms between two
+steps. Later updates hash the rest: hashing 80,000 prefixes of 1,000 tokens stopped an engine for 3 s."""
 REFRESH_S = 0.1
-"""Between two looks at the cache, however often routers ask."""
+"""Minimum seconds between two scans of the cache, however often routers ask."""
 LOOK_SHARE = 0.05
-"""Share of the time that looks may take: one at 80,000 states holds the engine's thread for 0.1 s."""
+"""Maximum fraction of time for scans: one at 80,000 states blocks the engine thread for 0.1 s."""
 HEX_16 = "16 hexadecimal digits in lower case"
 
 
 def hash_beginnings(ids: Sequence[int] | NDArray[np.integer], salt: str = "") -> NDArray[np.uint64]:
-    """Hash every beginning of a prompt at once: entry n - 1 is that of its first n tokens.
+    """Hash every prefix of a prompt at once: entry n - 1 covers the first n tokens.
 
-    It is a sum of mixed (token, place), modulo 2^64, and so one cumulative sum. It only says where to ask: an
-    engine compares tokens.
+    The hash is a sum of mixed (token, position) pairs modulo 2^64, so one cumulative sum suffices. It is only
+    a routing hint: the engine compares tokens.
     """
     mixed = np.asarray(ids).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= np.arange(1, len(mixed) + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
@@ -54,13 +54,13 @@ def hash_beginnings(ids: Sequence[int] | NDArray[np.integer], salt: str = "") ->
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 Length = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Entry = Annotated[tuple[Hash, Length], Strict(False)]
-"""JSON has lists for it."""
+"""JSON has lists instead of tuples."""
 
 
 class Changes(Body):
-    """What a router learns: apply it to what it knew at `since`, or to nothing if it is whole.
+    """Changes for a router: apply them to its entries at `since`, or to none if `whole`.
 
-    What came and went between two questions is gone, though the router never knew of it.
+    Entries added and removed since are listed in `gone`, though the router never saw them.
     """
 
     epoch: Id = Field(description="the engine's id: what was known of another one is void")
@@ -72,18 +72,18 @@ class Changes(Body):
 
 
 class KeptStates:
-    """Knows by their hashes the cached prefixes that a request can continue."""
+    """Hashes of the cached prefixes that a request can continue."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._hashes: dict[int, tuple[Node, Ids, int]] = {}
-        """By identity: a node, the edge that it had then, and its hash. A node that changes has another edge.
+        """By node id: the node, its edge when hashed, and its hash. A node that changes gets a new edge.
 
-        The engine's thread alone uses it.
+        Only the engine thread uses it.
         """
 
     async def now(self) -> Set[Kept]:
-        """Return what is kept, as a set that nothing changes."""
+        """Return the cached prefixes as an immutable set."""
         return await asyncio.wrap_future(self._transfers.look(self._look))
 
     def _look(self, cache: PrefixCache) -> Set[Kept]:
@@ -96,7 +96,7 @@ class KeptStates:
                 before = known.get(id(node))
                 if before is None or before[0] is not node or before[1] is not node.edge:
                     if hashed >= MOST_HASHED and (before is None or before[0] is not node):
-                        continue  # a later look hashes it
+                        continue  # a later scan hashes it
                     hashed += node.end + NODE
                     before = (node, node.edge, _hash(tree.spelled(node), node.tenant.salt))
                 self._hashes[id(node)] = before
@@ -104,7 +104,10 @@ class KeptStates:
 
 
 class KeptLog:
-    """Owned by the event loop's thread. `source` returns what is kept now, as a set that nothing changes."""
+    """Change log of cached prefixes. Owned by the event loop's thread.
+
+    `source` returns the cached prefixes as an immutable set.
+    """
 
     def __init__(
         self,
@@ -117,16 +120,16 @@ class KeptLog:
         self._source, self._clock = source, clock
         self.epoch = epoch or new_id()
         self._known: dict[Kept, None] = {}
-        """What is kept, the latest last."""
+        """Cached prefixes, the latest last."""
         self._changes: deque[tuple[Kept, bool]] = deque(maxlen=most)
-        """What was added (True) or went, the latest last; the last one's number is `_seq`."""
+        """Additions (True) and removals, the latest last; the last one's number is `_seq`."""
         self._seq = 0
         self._due_s = -math.inf
-        """When the cache may be looked at again."""
+        """Earliest time of the next scan."""
         self._looking = asyncio.Lock()
 
     async def since(self, seq: int) -> Changes:
-        """Return what has changed since a number that an earlier answer gave; 0 asks for everything."""
+        """Return the changes since an earlier answer's number; 0 requests everything."""
         await self._look()
         behind = self._seq - seq
         if seq == 0 or not 0 <= behind <= len(self._changes):
@@ -147,7 +150,7 @@ class KeptLog:
                 self._due_s = start_s + max(REFRESH_S, took_s / LOOK_SHARE)
 
     def _note(self, kept: Set[Kept]) -> None:
-        """Log what is new and what is gone."""
+        """Log additions and removals."""
         new = kept - self._known.keys()
         for changed, is_added in ((self._known.keys() - kept, False), (new, True)):
             self._changes.extend((own, is_added) for own in changed)

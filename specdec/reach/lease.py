@@ -1,4 +1,4 @@
-"""One prompt's beginning that an engine lends: what of it is ready, who reads it, and when that is over."""
+"""A lease on a lent prefix: its progress, its reader, and its end."""
 
 import asyncio
 import math
@@ -10,12 +10,12 @@ from specdec.reach.messages import Ask, Hidden, Opened
 from specdec.reach.terms import Prompt, Reason, Refusal
 
 POLL_S = 0.003
-"""Between two looks at what the device has been told to do, but has not done yet."""
+"""Poll interval for work submitted to the device."""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Owned by the event loop's thread. `Book` alone begins and ends it."""
+    """A lease. Owned by the event loop's thread; only `Book` starts and ends it."""
 
     id: str
     prompt: Prompt
@@ -24,25 +24,25 @@ class Lease:
     block_tokens: int
     room: int | None
     caller: str = ""
-    """Who had it read."""
+    """Caller that requested it."""
     is_read: bool = False
-    """Whether the engine has begun all work on it: the device may be a little behind."""
+    """Whether the engine has submitted all of its prefill; the device may lag."""
     read_s: float = 0.0
-    """When that was."""
+    """Time of that."""
     seen_s: float = 0.0
-    """When its reader was last heard of, or might have been."""
+    """Time of the reader's last message, or of the hand-over."""
     reader: str | None = None
     over: Reason | None = None
     error: BaseException | None = None
-    """What the engine raised instead of reading the prompt."""
+    """The engine's error, if the prefill failed."""
     is_told: bool = False
-    """Whether the reader knows where all of it is."""
+    """Whether the reader knows all of its memory."""
     _told: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Blocks and generations that the reader knows."""
+    """Blocks and generations known to the reader."""
     _waiters: set["asyncio.Future[None]"] = field(default_factory=set)
 
     def check(self, ask: Ask) -> None:
-        """Refuse another prompt, and any reader but the first."""
+        """Raise for another prompt, or another reader than the first."""
         if (ask.hash, ask.length) != (self.prompt.hash, self.prompt.length):
             raise Refusal(
                 "other_prompt",
@@ -63,15 +63,15 @@ class Lease:
                 waiter.set_result(None)
 
     async def wait_for_more(self, tokens: int, limit_s: float) -> None:
-        """Wait until more than `tokens` or all are ready, the lease is over, or the time is."""
+        """Wait until more than `tokens` or all are ready, the lease ends, or time is up."""
         await self._wait(lambda: self.is_whole or self.ready > tokens, limit_s, with_device=True)
 
     async def wait_until_read(self) -> None:
-        """Wait until the engine has begun all work on it, or the lease is over."""
+        """Wait until the engine has submitted all of its prefill, or the lease ends."""
         await self._wait(lambda: self.is_read, math.inf, with_device=False)
 
     async def _wait(self, is_there: Callable[[], bool], limit_s: float, *, with_device: bool) -> None:
-        """Wait for what the engine tells; what the device comes to is looked at again and again."""
+        """Wait for engine events; device progress is polled."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
         while not (is_there() or self.over) and (left_s := end_s - loop.time()) > 0:
@@ -89,7 +89,7 @@ class Lease:
 
     @property
     def ready(self) -> int:
-        """Count the tokens of whole blocks that are final, or all tokens when the end is there as well."""
+        """Return the number of final tokens in full blocks, or all tokens once complete."""
         if self.is_whole:
             return self.prompt.length
         ready = min(self.loan.lent.ready, self.prompt.length - 1)
@@ -97,13 +97,13 @@ class Lease:
 
     @property
     def is_intact(self) -> bool:
-        """Return whether all that the reader was told is still where it was."""
+        """Whether all memory the reader knows is still in place."""
         lent, (blocks, generations) = self.loan.lent, self._told
         now = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
         return lent.intact and now == (blocks, generations)
 
     def tell(self, have: int) -> Opened:
-        """Return where what is ready is stored, from the first block on that the reader lacks."""
+        """Return the location of the ready memory, from the first block the reader lacks."""
         lent, size, ready = self.loan.lent, self.block_tokens, self.ready
         is_whole = ready == self.prompt.length
         blocks = lent.blocks if is_whole else lent.blocks[: ready // size]
@@ -123,6 +123,6 @@ class Lease:
 
     @property
     def _is_pending(self) -> bool:
-        """Return whether the engine has begun more than the device has done."""
+        """Whether the engine has submitted more than the device has finished."""
         lent = self.loan.lent
         return self.is_read or len(lent.blocks) * self.block_tokens > lent.ready

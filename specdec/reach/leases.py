@@ -1,4 +1,4 @@
-"""The leases of an engine that lends: who may read which prompt's memory, and for how long."""
+"""Leases of a lending engine: who may read which prompt's memory, and for how long."""
 
 import asyncio
 import contextlib
@@ -17,40 +17,41 @@ from specdec.reach.rooms import Rooms
 from specdec.reach.terms import LEASE_MAX_S, SILENCE_S, WAIT_S, Prompt, Reason, Refusal, new_id
 
 MOST_LEASES = 1024
-"""Each counts as this part of the memory at least, so that the limit of bytes is one of leases too."""
+"""Maximum leases. Each is charged at least this fraction of the memory, so that the byte limit bounds leases
+too."""
 SWEEP_S = 1.0
 
 Submit = Callable[[Callable[[Lent], None]], Loan]
-"""Makes the engine lend a prompt, and call what it is given, in its thread, when more of it is read."""
+"""Starts lending a prompt; the argument is called in the engine thread on progress."""
 
 
 @dataclass(slots=True)
 class BookFigures:
-    """Count what became of leases since the engine was loaded; the first three say what is there now."""
+    """Counts of leases since the engine was loaded; the first three are current values."""
 
     held: int = 0
-    """Leases whose prompt is being read, or kept for its reader."""
+    """Leases being prefilled, or held for their reader."""
     held_bytes: int = 0
-    """As `Book.charge` counts them."""
+    """As charged by `Book.charge`."""
     rooms_waiting: int = 0
-    """Requests that wait for a room."""
+    """Requests waiting for a room."""
     lent: int = 0
     opened: int = 0
     closed_intact: int = 0
-    """Closed by a reader that may use all it has read."""
+    """Closed by a reader whose data are valid."""
     closed_not_intact: int = 0
-    """Closed by a reader that must not use it."""
+    """Closed by a reader whose data are invalid."""
     closed_unread: int = 0
-    """Closed by a reader that did not want it any more."""
+    """Closed by a reader that did not read."""
     ended: Counter[Reason] = field(default_factory=Counter)
-    """Without a reader's close, by reason."""
+    """Ended without a close by the reader, by reason."""
     refused: Counter[Reason] = field(default_factory=Counter)
-    """Requests of the side channel, by reason."""
+    """Refused requests of the side channel, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What is remembered of a lease: an answer that was lost is given again."""
+    """Record of an ended lease, to repeat an answer that was lost."""
 
     reason: Reason
     reader: str | None
@@ -62,7 +63,7 @@ def _no_sums(blocks: Sequence[int], state: int | None) -> list[int]:
 
 
 class Book:
-    """Owned by the event loop's thread. Each loan is given back once, whichever way its lease ends."""
+    """All leases. Owned by the event loop's thread. Each loan is returned once, however its lease ends."""
 
     def __init__(
         self,
@@ -92,13 +93,13 @@ class Book:
         return max(num_bytes, self._least_bytes)
 
     def held_by(self, caller: str) -> int:
-        """Add up the bytes of a caller's leases."""
+        """Return the bytes of a caller's leases."""
         return sum(lease.num_bytes for lease in self._leases.values() if lease.caller == caller)
 
     def lend(
         self, submit: Submit, prompt: Prompt, *, num_bytes: int, room: int | None = None, caller: str = ""
     ) -> Lease:
-        """Prefill a prompt for a reader elsewhere; `num_bytes` is the memory that it will hold."""
+        """Prefill a prompt for a remote reader; `num_bytes` is the memory it will hold."""
         if self._is_closed:
             raise Refusal("busy", "The server stops; send the request to another one.")
         self.sweep()
@@ -109,7 +110,7 @@ class Book:
         loop = asyncio.get_running_loop()
 
         def in_loop(call: Callable[[], None]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and all was given back before
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and everything was released before
                 loop.call_soon_threadsafe(call)
 
         loan = submit(lambda _: in_loop(lambda: lease.wake()))
@@ -124,9 +125,9 @@ class Book:
         return lease
 
     async def finish(self, lease: Lease) -> None:
-        """Wait until the prompt is prefilled, or its reader no longer wants it; raise why it has not.
+        """Wait until the prompt is prefilled or its reader has left; raise if the prefill failed.
 
-        The client that had it read waits here: if it leaves before that, the lease is over.
+        The requesting client waits here: if it disconnects, the lease ends.
         """
         try:
             await lease.wait_until_read()
@@ -139,25 +140,25 @@ class Book:
             raise _over()
 
     def cancel(self, lease: Lease) -> None:
-        """End a lease whose client will not hand it on."""
+        """End a lease that its client will not pass on."""
         self._end(lease, "prefill_failed")
 
     def hand_on(self, leases: Iterable[Lease]) -> None:
-        """Count the silence of readers from now on: they have yet to be told of these leases."""
+        """Restart the silence timeout of leases now passed on to readers."""
         for lease in leases:
             lease.seen_s = self._clock()
 
     def expires_in(self, lease: Lease) -> float:
-        """Return the seconds after which a lease ends if no reader is heard of."""
+        """Return the seconds until a lease ends without a message from its reader."""
         return max(0.0, lease.seen_s + SILENCE_S - self._clock()) if lease.is_read else SILENCE_S
 
     async def open(self, lease_id: str, ask: Ask) -> Opened:
-        """Return where a prompt's memory is, once there is more of it than the reader knows."""
+        """Return the location of a prompt's memory, once more is ready than the reader knows."""
         self._check_engine(ask.engine)
         return await self._open(self._find(lease_id), ask)
 
     async def open_room(self, room: int, ask: Ask) -> Opened:
-        """Do the same for a room, once there is one."""
+        """Wait for a room and open its lease."""
         self._check_engine(ask.engine)
         self.sweep()
         self.figures.rooms_waiting += 1
@@ -168,7 +169,7 @@ class Book:
         return await self._open(lease, ask)
 
     def close(self, lease_id: str, close: Close) -> bool:
-        """End a lease; tell whether its reader may use what it has read."""
+        """End a lease; return whether its reader's data are valid."""
         self._check_engine(close.engine)
         ended = self._ended.get(lease_id)
         if ended and ended.reader == close.reader and ended.reason == "room_used":
@@ -185,7 +186,7 @@ class Book:
         return intact
 
     async def sums(self, lease_id: str, ask: AskSums) -> list[int]:
-        """Add up the bytes of some blocks and of the state, while they are lent."""
+        """Return checksums of some blocks and the state while they are lent."""
         self._check_engine(ask.engine)
         lease = self._find(lease_id)
         lent = lease.loan.lent
@@ -200,7 +201,7 @@ class Book:
         return sums
 
     def beat(self, beat: Beat) -> Live:
-        """Note that readers are alive; return which of the leases they want are."""
+        """Record readers as alive; return which of their leases are live."""
         self._check_engine(beat.engine)
         self.sweep()
         now = self._clock()
@@ -210,20 +211,20 @@ class Book:
         return Live(leases=leases)
 
     def sweep(self) -> None:
-        """End the leases whose readers are silent, or have had them for too long."""
+        """End leases whose readers are silent, or that have reached their maximum time."""
         now = self._clock()
         for lease in list(self._leases.values()):
             if lease.is_read and (now - lease.seen_s >= SILENCE_S or now - lease.read_s >= self._lease_max_s):
                 self._end(lease, "lease_over")
 
     async def run(self) -> None:
-        """Sweep for ever."""
+        """Sweep periodically."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self.sweep()
 
     def end_all(self) -> None:
-        """Give everything back, and lend nothing any more: the server stops."""
+        """Return all loans and refuse new ones, for shutdown."""
         self._is_closed = True
         for lease in list(self._leases.values()):
             self._end(lease, "lease_over")
@@ -247,7 +248,7 @@ class Book:
         return lease
 
     def _check_live(self, lease: Lease) -> None:
-        """Refuse a lease that has ended meanwhile, or whose memory is no longer what its reader was told."""
+        """Raise if a lease has ended, or its memory has changed since the reader was told."""
         if not (lease.over or lease.is_intact):
             self._end(lease, "lease_over")
         if lease.over == "prefill_failed":
@@ -272,7 +273,7 @@ class Book:
             )
 
     def _read(self, lease: Lease, done: "Future[Lent]") -> None:
-        """Begin to count the time of a lease whose prompt has been read."""
+        """Start the timeouts of a prefilled lease, or end a failed one."""
         if lease.over:
             return
         if done.cancelled() or (error := done.exception()):
@@ -284,7 +285,7 @@ class Book:
         lease.wake()
 
     def _end(self, lease: Lease, reason: Reason, *, intact: bool = False) -> None:
-        """End a lease, which happens once, and give its loan back."""
+        """End a lease once, and return its loan."""
         if lease.over:
             return
         lease.over = reason

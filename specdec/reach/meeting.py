@@ -1,4 +1,4 @@
-"""What two engines tell each other when they meet, and how the other's arena becomes readable."""
+"""The handshake of two engines, and attaching the peer's arena."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from specdec.state_slots.transfer.plan import ArenaView, Plan, make_plans, read_
 
 
 class Meeting:
-    """One engine's arena, as others are shown it. Any thread may call."""
+    """One engine's arena as shown to peers. Thread-safe."""
 
     def __init__(self, engine: str, facts: Mapping[str, str], arena: Arena, carrier: Carrier) -> None:
         self.engine, self.facts, self.fingerprint = engine, dict(facts), hash_facts(facts)
@@ -23,7 +23,7 @@ class Meeting:
         )
 
     def agents(self) -> Agents:
-        """Return how this arena is reached, by the current agent."""
+        """Return the current agent's metadata and this arena's layout."""
         own = Agent(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.numbers())
         return Agents(
             engine=self.engine,
@@ -34,7 +34,7 @@ class Meeting:
         )
 
     def attach(self, name: str, agents: Agents) -> Plan:
-        """Make a peer's arena readable by a name; return what reads of it are planned with."""
+        """Attach a peer's arena under a name; return the plan for reading it."""
         if agents.carrier != self._carrier.name:
             raise ConfigError(
                 f"role: bytes are moved by {agents.carrier} there and by {self._carrier.name} here; install "

@@ -1,4 +1,4 @@
-"""The bodies of the side channel: JSON, read strictly; what does not fit is refused by name."""
+"""Message bodies of the side channel: strictly validated JSON."""
 
 import base64
 import binascii
@@ -17,9 +17,9 @@ from specdec.reach.terms import Reason, Refusal
 MOST_TOKENS = 1 << 24
 MOST_BLOCKS = 1 << 20
 MOST_SUMS = 64
-"""Blocks that are compared at once."""
+"""Maximum blocks per checksum request."""
 MOST_BEATS = 4096
-"""Leases in one beat."""
+"""Maximum leases in a beat."""
 MOST_HIDDEN = 1 << 20
 MOST_METADATA = 1 << 20
 MOST_AGENTS = 64
@@ -45,11 +45,11 @@ W = TypeVar("W", bound="Body")
 
 
 class Body(Settings):
-    """One body, of a request or an answer."""
+    """Base of request and response bodies."""
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Parse a body; what does not fit is a `Refusal` that names it."""
+        """Parse a body; raise a `Refusal` that names the invalid field."""
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ class Body(Settings):
 
 
 class Ask(Body):
-    """Open a lease or a room, or ask how far one is that the same reader has opened."""
+    """Open a lease or room, or query the progress of one this reader has opened."""
 
     engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
     hash: Hash = Field(description=f"the prompt's hash: {HEX_64}")
@@ -84,7 +84,7 @@ class Close(Body):
 
 
 class AskSums(Body):
-    """Ask what the bytes of some blocks, and of the state if there is one, come to."""
+    """Request checksums of some blocks, and of the state if there is one."""
 
     engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
     reader: Id = Field(description=f"who has opened it: {HEX_32}")
@@ -109,7 +109,7 @@ class Live(Body):
 
 
 class Hidden(Body):
-    """A vector, bit for bit."""
+    """A vector, bit-exact."""
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"] = Field(
         description="float64, float32, float16 or bfloat16"
@@ -131,15 +131,15 @@ class Hidden(Body):
 
 
 class Opened(Body):
-    """Where the memory of a prompt's beginning is, as far as it has been computed."""
+    """Location of a prefix's memory, as far as computed."""
 
     lease: Id = Field(description=HEX_32)
     length: int = Field(ge=1, le=MOST_TOKENS, description=TOKENS)
     ready: int = Field(ge=0, le=MOST_TOKENS, description=TOKENS)
-    """Tokens whose memory is final; the blocks of all of them are known now. `length`: that is all."""
+    """Number of final tokens, all of whose blocks are now known; equal to `length` when complete."""
     first: int = Field(ge=0, le=MOST_BLOCKS, description="the place of the first block")
     blocks: list[Slot] = Field(max_length=MOST_BLOCKS, description="block ids")
-    """From the place `first` on; whole ones alone, until all is ready."""
+    """From index `first` on; full blocks only, until all is ready."""
     state: Slot | None = Field(description="a state slot, or null")
     hidden: Hidden | None = Field(description="a vector, or null")
 
@@ -149,7 +149,7 @@ class Opened(Body):
 
 
 class Agent(Body):
-    """One rank's arena, and how to reach it: enough to read all of the arena."""
+    """One rank's arena and how to reach it: enough to read the whole arena."""
 
     rank: int = Field(ge=0, lt=MOST_AGENTS, description="an integer from 0")
     metadata: str = Field(max_length=MOST_METADATA, description=BASE_64)
@@ -165,7 +165,7 @@ class Agents(Body):
 
 
 class Refused(Body):
-    """An error, in the words of the server's own errors."""
+    """An error in the server's own format."""
 
     code: Word = Field(description="a reason")
     message: Annotated[str, Field(max_length=10_000)] = Field(description="a text")
@@ -178,7 +178,7 @@ def write_refusal(refusal: Refusal) -> bytes:
 
 
 def read_refusal(data: bytes, known: Mapping[Reason, int]) -> Refusal:
-    """Return what a peer refuses; an answer that is no error of ours is `garbled`."""
+    """Parse a peer's refusal; any unknown answer becomes `garbled`."""
     try:
         said = Refused.model_validate(json.loads(data)["error"])
         reason = next(reason for reason in known if reason == said.code)

@@ -1,8 +1,8 @@
-"""The carrier over NIXL: an agent that reads other agents' memory by whatever way UCX finds to it.
+"""The NIXL carrier: an agent that reads other agents' memory over any transport UCX finds.
 
-Over TCP the peer's own process sends the bytes.
-Where the reader dies or deletes its agent meanwhile, UCX (as of NIXL 1.5.1) may abort that process,
-"unexpected error: Endpoint timeout", most of all if it was stopped or starved. A supervisor starts it anew.
+Over TCP the peer's process sends the bytes. If the reader dies or deletes its agent meanwhile, UCX (as of
+NIXL 1.5.1) may abort that process with "unexpected error: Endpoint timeout", mostly if it was stopped or
+starved. A supervisor restarts it.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from specdec.reach.wire import PeerLost, Uncertain, WireError
 from specdec.state_slots.arena import Arena
 
 AGENT_SLEEP_US = 10_000
-"""It wakes when something comes, and at least this often: some transports do not notify."""
+"""It wakes on events, and at least this often: some transports do not notify."""
 INSTALL = "install the extra: pip install 'specdec[reach]' (Linux, x86-64 or ARM)"
 
 
 class Nixl(Reader):
-    """Read from the arenas of other processes and machines."""
+    """Reads from the arenas of other processes and machines."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Nixl(Reader):
         piece_bytes: int = PIECE_BYTES,
         close_s: float = CLOSE_S,
     ) -> None:
-        """Register the whole arena. Raises ConfigError where NIXL is not there or finds no way to others."""
+        """Register the whole arena. Raises ConfigError if NIXL is missing or has no transport."""
         super().__init__(
             "nixl",
             partial(AgentWire, load_nixl(), arena.data),
@@ -55,7 +55,7 @@ class Nixl(Reader):
 
 
 def load_nixl() -> Any:
-    """Import the build of NIXL that suits torch's CUDA, or the other: memory of the host needs neither."""
+    """Import the NIXL build for torch's CUDA version, or the other: host memory needs neither."""
     names = ["nixl_cu12", "nixl_cu13"]
     if (torch.version.cuda or "").startswith("13"):
         names.reverse()
@@ -74,7 +74,7 @@ def load_nixl() -> Any:
 
 
 def _route_logs() -> None:
-    """Write NIXL's warnings to the log of the process; it prints to stdout, also when all goes well."""
+    """Route NIXL's warnings to the process's log; by default it prints to stdout even on success."""
     log = logging.getLogger("nixl")
     log.handlers.clear()
     log.propagate = True
@@ -82,7 +82,7 @@ def _route_logs() -> None:
 
 
 def _make_agent(api: Any) -> Any:
-    """Make an agent whose thread sleeps: as `nixl_agent` makes it, it polls without end and takes a core."""
+    """Create an agent whose thread sleeps: the one `nixl_agent` creates polls and occupies a core."""
     name = f"specdec-{uuid.uuid4().hex}"
     agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     config = api.nixlBind.nixlAgentConfig()
@@ -94,18 +94,18 @@ def _make_agent(api: Any) -> Any:
 
 
 class AgentWire:
-    """A NIXL agent and the arena that is registered with it."""
+    """A NIXL agent and its registered arena."""
 
     def __init__(self, api: Any, data: Tensor) -> None:
-        self._data = data  # bytes may come as long as the agent lives
+        self._data = data  # bytes may arrive as long as the agent lives
         self.memory = "VRAM" if data.is_cuda else "DRAM"
         self.links: set[AgentLink] = set()
         self.pieces: set[AgentPiece] = set()
         self.errors = api.nixlBind
         self.disconnected: set[bytes] = set()
-        """Agents of which NIXL has said that they are gone; from then on it knows them no more."""
+        """Agents that NIXL has reported as disconnected, and forgotten."""
         if data.is_cuda:
-            torch.cuda.set_device(data.device)  # UCX takes the CUDA context of its thread
+            torch.cuda.set_device(data.device)  # UCX uses its thread's CUDA context
         try:
             self.agent = _make_agent(api)
             place = (data.data_ptr(), data.nbytes, data.device.index or 0, "")
@@ -118,7 +118,7 @@ class AgentWire:
             ) from error
 
     def attach(self, metadata: bytes, local: NDArray[np.int64], remote: NDArray[np.int64]) -> "AgentLink":
-        """Load the peer's metadata, which connects at the first read. Raises WireError."""
+        """Load the peer's metadata; it connects at the first read. Raises WireError."""
         memory, metadata = metadata[:4].decode("latin-1"), metadata[4:]
         if memory not in ("DRAM", "VRAM"):
             raise WireError("this is not the metadata of a NIXL carrier")
@@ -136,15 +136,15 @@ class AgentWire:
         raise WireError(why)
 
     def is_gone(self, name: bytes | None, error: Exception) -> bool:
-        """Return whether an error means that an agent is gone, and all that was begun with it."""
+        """Return whether an error means that an agent and all its transfers are gone."""
         if name and isinstance(error, self.errors.nixlRemoteDisconnectError):
             self.disconnected.add(name)
         return name in self.disconnected
 
     def close(self) -> None:
-        """Delete the agent: to release what is under way, or to forget its peers, stops no byte.
+        """Delete the agent: releasing transfers or forgetting peers would not stop writes.
 
-        As long as anything refers to it, each call raises WireError.
+        While anything refers to it, each call raises WireError.
         """
         if self.agent is not None:
             for piece in tuple(self.pieces):
@@ -162,7 +162,7 @@ class AgentWire:
 
 
 class AgentLink:
-    """A peer's agent, and both lists of descriptors."""
+    """A peer's agent and both descriptor lists."""
 
     def __init__(self, wire: AgentWire) -> None:
         self.wire = wire
@@ -172,7 +172,7 @@ class AgentLink:
         wire.links.add(self)
 
     def post(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> "AgentPiece":
-        """Begin a transfer; over shared memory the call copies. Raises WireError, PeerLost, Uncertain."""
+        """Start a transfer; over shared memory the call copies. Raises WireError, PeerLost, Uncertain."""
         try:
             handle = self.wire.agent.make_prepped_xfer("READ", self.local, local, self.remote, remote)
         except Exception as error:
@@ -181,7 +181,7 @@ class AgentLink:
         return AgentPiece(self, handle)
 
     def close(self) -> None:
-        """Release both lists, and disconnect."""
+        """Release both lists and disconnect."""
         self.wire.links.discard(self)
         for descriptors in (self.local, self.remote):
             if descriptors is not None:
@@ -189,27 +189,27 @@ class AgentLink:
                     descriptors.release()
         self.local = self.remote = None
         if self.name is not None and all(link.name != self.name for link in self.wire.links):
-            with contextlib.suppress(Exception):  # NIXL has forgotten a peer that is lost
+            with contextlib.suppress(Exception):  # NIXL has already forgotten a lost peer
                 self.wire.agent.remove_remote_agent(self.name)
 
 
 class AgentPiece:
-    """A transfer's handle. It keeps the agent from being deleted until it is released."""
+    """A transfer's handle, which keeps the agent alive until released."""
 
     def __init__(self, link: AgentLink, handle: Any) -> None:
-        """Begin the transfer."""
+        """Start the transfer."""
         self._wire, self._name, self._handle = link.wire, link.name, handle
         self._wire.pieces.add(self)
         self._state = self._ask(self._wire.agent.transfer)
 
     def has_landed(self) -> bool:
-        """Ask for the transfer's state. Raises PeerLost or Uncertain."""
+        """Return whether the transfer has finished. Raises PeerLost or Uncertain."""
         if self._state == "PROC":
             self._state = self._ask(self._wire.agent.check_xfer_state)
         return self._state == "DONE"
 
     def release(self) -> None:
-        """Forget the handle; one under way is cancelled as far as it can be."""
+        """Release the handle; a transfer in flight is cancelled if possible."""
         self._wire.pieces.discard(self)
         handle, self._handle = self._handle, None
         if handle is not None:

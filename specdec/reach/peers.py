@@ -1,4 +1,4 @@
-"""The engines that this one fetches from: which are allowed, who they are now, and what is wanted of them."""
+"""Peers to fetch from: handshakes, sessions, and the leases and rooms held there."""
 
 import asyncio
 import contextlib
@@ -45,16 +45,16 @@ logger = logging.getLogger(__name__)
 
 MEET_S = 10.0
 MEET_AGAIN_S = 1.0
-"""Between two handshakes with a peer that is up: requests that name another engine do not cause more."""
+"""Minimum seconds between handshakes with a live peer, whatever engine requests name."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""For which a peer that is down is left alone: each time twice as long."""
+"""Back-off for a peer that is down; doubles each time."""
 ASK_AGAIN_S = 1.0
 """Minimum time between two requests for a prompt if the first answer has nothing new."""
 MOST_LINKS = 1024
 MOST_SILENT = 2
-"""Beats in turn without an answer, after which a peer counts as lost."""
+"""Consecutive unanswered beats after which a peer counts as lost."""
 SAID_S = 60.0
-"""Between two lines of the log that say for one reason why a request's reference was not followed."""
+"""Seconds between log lines that give the same reason for not following a reference."""
 DOWN: frozenset[Reason] = frozenset({"peer_down", "peer_slow", "garbled"})
 
 P = TypeVar("P")
@@ -62,14 +62,14 @@ P = TypeVar("P")
 
 @dataclass(slots=True)
 class PeersFigures:
-    """Count what was asked of peers; the first three say what is there now."""
+    """Counts of requests to peers; the first three are current values."""
 
     up: int = 0
-    """Peers whose arenas can be read."""
+    """Peers whose arenas are attached."""
     refused_peers: int = 0
-    """Peers that are up, but whose model, layout or version is another one."""
+    """Live peers with another model, layout or version."""
     held: int = 0
-    """Leases and rooms that requests here hold or wait for."""
+    """Leases and rooms that local requests hold or wait for."""
     handshakes: int = 0
     beats: int = 0
     failures: Counter[Reason] = field(default_factory=Counter)
@@ -77,31 +77,31 @@ class PeersFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair(Generic[P]):
-    """A peer as it was met: it is another pair after either of the two has begun anew."""
+    """A session with one peer process; a restart of either side creates a new one."""
 
     at: Endpoint
     engine: str
     plan: P
-    """What `attach` returned."""
+    """Result of `attach`."""
 
     @property
     def name(self) -> str:
-        """By which its arena is attached: of this life, and at this address, as one engine may have two."""
+        """Name under which its arena is attached: by engine and address, since one engine may have two."""
         return _name(self.engine, self.at)
 
 
 @dataclass(slots=True, eq=False)
 class Hold(Generic[P]):
-    """A lease or a room that a request here wants: beats are sent for it."""
+    """A lease or room that a local request wants, kept alive by beats."""
 
     pair: Pair[P]
     reference: Reference
     prompt: Prompt
     reader: str = field(default_factory=new_id)
     lease: str | None = None
-    """Known from the first answer on, where it was a room."""
+    """Known after the first answer, for a room."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is nothing to fetch any more."""
+    """Set when the lease is lost."""
     is_closed: bool = False
 
     @property
@@ -111,13 +111,13 @@ class Hold(Generic[P]):
 
 @dataclass(slots=True, eq=False)
 class _Link(Generic[P]):
-    """What is known of an endpoint."""
+    """State of an endpoint."""
 
     at: Endpoint
     pair: Pair[P] | None = None
     met_s: float = 0.0
     refusal: Refusal | None = None
-    """Why nothing is asked there until `until_s`."""
+    """Reason why nothing is requested there until `until_s`."""
     until_s: float = 0.0
     pause_s: float = 0.0
     holds: set[Hold[P]] = field(default_factory=set)
@@ -126,10 +126,10 @@ class _Link(Generic[P]):
 
 
 class Peers(Generic[P]):
-    """Owned by the event loop's thread.
+    """All peers. Owned by the event loop's thread.
 
-    `attach` makes a peer's arenas readable by a name and returns what reads are planned with; `detach` undoes
-    it. Both run in a thread beside the event loop's.
+    `attach` attaches a peer's arena under a name and returns the plan for reading it; `detach` undoes it.
+    Both run in another thread.
     """
 
     def __init__(
@@ -154,10 +154,10 @@ class Peers(Generic[P]):
         self._links: dict[Endpoint, _Link[P]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, "specdec-peers")
-        """Attaches and detaches in order: one of the two may be of a peer that has come back."""
+        """Attaches and detaches in order: one of the two may concern a peer that has restarted."""
 
     async def meet(self, reference: Reference, prompt: Prompt) -> Pair[P]:
-        """Return the pair of a reference. A `Refusal` says why not."""
+        """Return the session of a reference's peer. Raises a `Refusal` with the reason."""
         try:
             at = self._named(reference, prompt)
             engine = reference.engine if isinstance(reference, LeaseReference) else None
@@ -167,10 +167,10 @@ class Peers(Generic[P]):
             raise
 
     def _named(self, reference: Reference, prompt: Prompt) -> Endpoint:
-        """Return where a reference leads, if that is allowed and it was signed for this prompt.
+        """Return a reference's endpoint, if it is allowed and the signature matches this prompt.
 
-        A request that names another address or has another signature may be forged, but with a wrong secret
-        or wrong `reach_peers` all are refused so: the log says why, once a minute.
+        A wrong address or signature may be a forgery, but with a wrong secret or wrong `reach_peers` all
+        requests fail this way: so the log gives the reason, once a minute.
         """
         try:
             at = self._allowed.endpoint(reference.host, reference.port)
@@ -191,7 +191,7 @@ class Peers(Generic[P]):
 
     @contextlib.asynccontextmanager
     async def hold(self, pair: Pair[P], reference: Reference, prompt: Prompt) -> AsyncIterator[Hold[P]]:
-        """Keep a lease alive; what was not closed when this is left is closed as not wanted."""
+        """Keep a lease alive within the context; if not closed by its end, close it as unread."""
         lease = reference.lease if isinstance(reference, LeaseReference) else None
         hold = Hold(pair, reference, prompt, lease=lease)
         link = self._link(pair.at)
@@ -210,10 +210,10 @@ class Peers(Generic[P]):
                 task.add_done_callback(self._closing.discard)
 
     async def open(self, hold: Hold[P], have: int) -> Opened:
-        """Ask where a prompt's memory lies, of which `have` leading tokens' blocks are known.
+        """Query the location of a prompt's memory; the blocks of `have` leading tokens are known.
 
-        It waits for P's engine some seconds at most: what is answered may be no more than was known. A room
-        that is not there yet is `unknown_room`: ask again.
+        Waits some seconds at most for the peer's engine, so the answer may contain nothing new. A room that
+        does not exist yet raises `unknown_room`: try again.
         """
         prompt, reference = hold.prompt, hold.reference
         room = reference.room if isinstance(reference, RoomReference) and hold.lease is None else None
@@ -238,7 +238,7 @@ class Peers(Generic[P]):
         return opened
 
     async def sums(self, hold: Hold[P], places: Sequence[int]) -> list[int]:
-        """Ask what the bytes of some blocks come to, and of the state."""
+        """Return the peer's checksums of some blocks and of the state."""
         body = AskSums(engine=hold.pair.engine, reader=hold.reader, places=list(places))
         try:
             return (await self._calls.post(hold.pair.at, f"{hold.path}/sums", body, Sums, WAITING_S)).sums
@@ -247,7 +247,7 @@ class Peers(Generic[P]):
             raise
 
     async def close(self, hold: Hold[P], *, read: bool) -> bool:
-        """Release P's memory; return whether what was read may be used."""
+        """Release the peer's memory; return whether the data read are valid."""
         if hold.lease is None:
             return False
         body = Close(engine=hold.pair.engine, reader=hold.reader, read=read)
@@ -261,20 +261,20 @@ class Peers(Generic[P]):
         return closed.intact
 
     def lost(self, pair: Pair[P]) -> None:
-        """Note that a pair's memory can no longer be read: the next request meets the peer anew."""
+        """Drop a session whose memory can no longer be read; the next request shakes hands again."""
         link = self._links.get(pair.at)
         if link and link.pair is pair:
             self._forget(link)
 
     def refuse(self, pair: Pair[P], why: str) -> None:
-        """Read nothing from a peer for a while, such as one whose bytes came wrong."""
+        """Refuse a peer for a while, for example after wrong bytes."""
         link = self._links.get(pair.at)
         if link and link.pair is pair:
             self._forget(link)
             self._refuse(link, Refusal("carrier", why), REMEMBERED_S)
 
     async def stop(self) -> None:
-        """Send nothing any more; what was held ends at the peers by its silence."""
+        """Stop all requests; what is held expires at the peers."""
         tasks = [*self._closing, *(link.beating for link in self._links.values() if link.beating)]
         for task in tasks:
             task.cancel()
@@ -291,7 +291,7 @@ class Peers(Generic[P]):
         return link
 
     def _drop_a_link(self) -> None:
-        """Forget the oldest endpoint that nothing is known of but that it failed."""
+        """Drop the oldest endpoint without a session or holds."""
         for at, link in self._links.items():
             if link.pair is None and not link.holds and not link.meeting.locked():
                 self._tally()
@@ -300,7 +300,7 @@ class Peers(Generic[P]):
         raise Refusal("peer_down", f"There are {MOST_LINKS:,} peers already; give fewer as reach_peers.")
 
     async def _meet(self, link: _Link[P], engine: str | None) -> Pair[P]:
-        """Return the pair of a link, and shake hands first where there is none of this life."""
+        """Return an endpoint's session, with a handshake if there is none for this engine."""
         async with link.meeting:
             now = self._clock()
             if link.refusal and now < link.until_s:
@@ -342,7 +342,7 @@ class Peers(Generic[P]):
         return link.pair
 
     async def _attached(self, name: str, agents: Agents) -> P:
-        """Make a peer's arenas readable, in bounded time."""
+        """Attach a peer's arena, with a timeout."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(MEET_S):
@@ -360,16 +360,16 @@ class Peers(Generic[P]):
             )
 
     def _refuse(self, link: _Link[P], refusal: Refusal, pause_s: float) -> None:
-        """Ask nothing there for a while; say it in the log once for each reason in turn."""
+        """Back off from a peer, logging changes of the reason."""
         if link.refusal is None or link.refusal.reason != refusal.reason:
             logger.warning("no prompts are fetched from %s: %s", link.at, refusal)
-        # A copy, as the traceback of the one that was raised refers to what the peer answered.
+        # A copy, since the raised one's traceback refers to the peer's answer.
         link.refusal = Refusal(refusal.reason, str(refusal), field=refusal.field)
         link.until_s = self._clock() + pause_s
         self._tally()
 
     def _forget(self, link: _Link[P]) -> None:
-        """Undo a pair: nothing of a past life is used, and what was held there is lost."""
+        """Drop a session: detach the peer and mark its holds as lost."""
         pair, link.pair = link.pair, None
         if pair is None:
             return
@@ -380,7 +380,7 @@ class Peers(Generic[P]):
         self._tally()
 
     def _heed(self, pair: Pair[P], refusal: Refusal) -> None:
-        """Learn from a call that failed what is to be known of its peer."""
+        """Update the peer's state after a failed call."""
         self.figures.failures[refusal.reason] += 1
         link = self._links.get(pair.at)
         if link and link.pair is pair and refusal.reason in ("other_engine", "peer_down"):
@@ -393,7 +393,7 @@ class Peers(Generic[P]):
         )
 
     async def _beat(self, link: _Link[P]) -> None:
-        """Send beats for all that is held at a peer, for as long as anything is."""
+        """Send beats for everything held at a peer, as long as there is any."""
         silent = 0
         try:
             while link.holds:
@@ -423,7 +423,7 @@ class Peers(Generic[P]):
                     hold.lost.set()
 
     def _lose(self, link: _Link[P]) -> None:
-        """Give up what is held at a peer that no longer answers."""
+        """Mark everything held at an unresponsive peer as lost."""
         for hold in link.holds:
             hold.lost.set()
         self._forget(link)

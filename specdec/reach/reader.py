@@ -1,4 +1,4 @@
-"""A carrier's thread: it posts reads round-robin, polls them, and keeps abandoned ones until they end."""
+"""A carrier's thread: posts reads round-robin, polls them, and quarantines abandoned ones until they end."""
 
 import atexit
 import contextlib
@@ -21,26 +21,25 @@ from specdec.reach.wire import Link, PeerLost, Piece, Uncertain, Wire, WireError
 logger = logging.getLogger(__name__)
 
 AHEAD, MOST_AHEAD = 2, 8
-"""Pieces of a read that are on their way at once, where posting returns early; more where they land too soon
-for the next poll. Others from the same peer wait behind them.
-"""
+"""Pieces of a read in flight at once, if posting is asynchronous; more if they finish before the next poll.
+Others from the same peer queue behind them."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 100e-6, 1e-3
-"""Between two polls; it doubles while nothing lands."""
+"""Poll interval; doubles while nothing finishes."""
 ATTACH_S = 30.0
-"""For the thread to answer who attaches: it may be copying, or making its agent anew."""
+"""Timeout of attaching: the thread may be copying, or recreating its agent."""
 CLOSE_S = 10.0
-"""For the thread to come out of C++."""
+"""Timeout for the thread to return from C++."""
 CLOSED = "the carrier is closed"
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """How much memory may wait for abandoned reads before the agent is deleted to end them."""
+    """Limits of abandoned reads, beyond which the agent is deleted to end them."""
 
     part: float = 0.1
-    """Of the arena's bytes."""
+    """Fraction of the arena's bytes."""
     part_s: float = 1.0
-    """The least time of a read: most abandoned ones end by themselves at once."""
+    """Minimum age of a read for that limit: most abandoned ones end by themselves at once."""
     age_s: float = 120.0
 
 
@@ -57,7 +56,7 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Going:
-    """A read that is not over."""
+    """A read in flight."""
 
     read: Read
     peer: _Peer
@@ -67,13 +66,13 @@ class _Going:
     end_s: float
     posted: deque[Piece] = field(default_factory=deque)
     lost_s: float | None = None
-    """When its wait ended: since then it is in quarantine."""
+    """Time at which it was abandoned; it is in quarantine since."""
     is_uncertain: bool = False
-    """Whether only the end of the wire ends it."""
+    """Whether only closing the wire ends it."""
 
 
 class Reader:
-    """The carrier over some wire. Its thread opens the wire, and alone calls it."""
+    """The carrier over any wire. Its thread opens the wire and makes all calls to it."""
 
     def __init__(
         self,
@@ -85,22 +84,22 @@ class Reader:
         piece_bytes: int = PIECE_BYTES,
         close_s: float = CLOSE_S,
     ) -> None:
-        """Wait until the wire is open; what is wrong with it is raised here."""
+        """Block until the wire is open; raises if that fails."""
         self.name = name
         self._open_wire, self._arena_bytes = open_wire, arena_bytes
         self._quarantine, self._piece_bytes, self._close_s = quarantine or Quarantine(), piece_bytes, close_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gate = threading.Lock()
-        """Holds callers and the end apart, so that nothing enters a closed inbox."""
+        """Ensures that no call enters a closed inbox."""
         self._fault: str | None = None
         self._numbers = 0
         self._reads: dict[int, Read] = {}
-        """All that are not over, those that wait in the inbox too."""
+        """All unfinished reads, including those in the inbox."""
         self._peers: dict[str, _Peer] = {}
         self._going: dict[int, _Going] = {}
         self._figures = CarrierFigures()
         opened: Future[None] = Future()
-        # What a service has set where it builds the engine, as a name for its log lines, holds in the thread.
+        # Context variables of the creator, such as a name in log lines, also hold in the thread.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self._work, opened), name=f"specdec-reach-{name}", daemon=True
@@ -109,11 +108,11 @@ class Reader:
         if opened.exception():
             self._thread.join()
         opened.result()
-        atexit.register(self.close)  # a thread that is in C++ when the interpreter ends aborts the process
+        atexit.register(self.close)  # a thread in C++ at interpreter exit aborts the process
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to read from this arena. It changes when the agent is made anew."""
+        """Metadata with which a peer reads from this arena. Changes when the agent is recreated."""
         return self._metadata
 
     @property
@@ -121,7 +120,7 @@ class Reader:
         return self._figures
 
     def attach(self, peer: str, metadata: bytes, plan: Rows) -> None:
-        """Be ready to read from a peer; what was attached by this name is detached. Raises ReadLost."""
+        """Attach a peer, replacing any peer of this name. Raises ReadLost."""
         attached: Future[str | None] = Future()
         if not self._put(lambda: attached.set_result(self._attach(peer, metadata, plan))):
             raise ReadLost(f"{CLOSED}: {self._fault}")
@@ -133,11 +132,11 @@ class Reader:
             raise ReadLost(f"peer {peer} cannot be attached: {why}")
 
     def detach(self, peer: str) -> None:
-        """Forget a peer, and give up what is being read from it."""
+        """Detach a peer and abandon reads from it."""
         self._put(lambda: self._detach(peer, f"peer {peer} was detached"))
 
     def read(self, peer: str, indices: Indices, num_bytes: int, deadline_s: float) -> Read:
-        """Begin to read; `deadline_s` seconds from now it is given up."""
+        """Start a read; after `deadline_s` seconds it is abandoned."""
         start_s = time.monotonic()
         with self._gate:
             self._numbers += 1
@@ -152,7 +151,7 @@ class Reader:
         return read
 
     def give_up(self, read: Read) -> None:
-        """End the wait for a read: `done` raises, `over` takes the time it takes."""
+        """Abandon a read: `done` raises; `over` is set when the transport has finished."""
 
         def end() -> None:
             going = self._going.get(read.id)
@@ -163,7 +162,7 @@ class Reader:
         self._put(end)
 
     def close(self) -> None:
-        """Give up all reads and delete the agent, in bounded time."""
+        """Abandon all reads and delete the agent, in bounded time."""
         atexit.unregister(self.close)
         self._stop("it was closed")
         self._thread.join(self._close_s)
@@ -219,14 +218,14 @@ class Reader:
                 pause_s = 0.0 if moved else min(max(2 * (pause_s or 0.0), FIRST_PAUSE_S), LAST_PAUSE_S)
 
     def _receive(self, pause_s: float | None) -> None:
-        """Do what callers want; wait so long for the first one of them, for ever if None."""
+        """Run calls from the inbox, waiting up to `pause_s` for the first, without limit if None."""
         with contextlib.suppress(queue.Empty):
             self._inbox.get(timeout=pause_s)()
             while True:
                 self._inbox.get_nowait()()
 
     def _end(self) -> None:
-        """End every read; where the wire cannot tell that it writes no more, `over` stays open."""
+        """End every read; if the wire may still write, `over` stays unset."""
         self._receive(0.0)
         for read in tuple(self._reads.values()):
             _fail(read, f"{CLOSED}: {self._fault}")
@@ -238,7 +237,7 @@ class Reader:
         self._all_over()
 
     def _attach(self, name: str, metadata: bytes, plan: Rows) -> str | None:
-        """Attach a peer; return what is wrong, if anything is."""
+        """Attach a peer; return an error message or None."""
         if self._fault:
             return f"{CLOSED}: {self._fault}"
         self._detach(name, f"peer {name} was attached anew")
@@ -265,7 +264,7 @@ class Reader:
         return [going for going in self._going.values() if going.peer is peer]
 
     def _close_link(self, peer: _Peer) -> None:
-        """Forget a peer that is not attached any more, unless bytes of it are on their way."""
+        """Close a detached peer's link once it has no reads in flight."""
         if not peer.is_attached and not self._going_from(peer):
             peer.link.close()
 
@@ -273,7 +272,7 @@ class Reader:
         self, read: Read, name: str, indices: Indices, num_bytes: int, start_s: float, end_s: float
     ) -> None:
         if self._fault:
-            return  # `_end` tells its caller
+            return  # `_end` fails the read
         peer = self._peers.get(name)
         why = f"peer {name} is not attached" if peer is None else _misfit(peer, indices, num_bytes)
         if peer is None or why:
@@ -285,7 +284,7 @@ class Reader:
         self._going[read.id] = _Going(read, peer, rest, num_bytes, start_s, end_s)
 
     def _advance(self) -> bool:
-        """Poll every read and post a piece of each, so that none waits for another; tell if any moved."""
+        """Poll every read and post a piece of each, round-robin; return whether any progressed."""
         moved = False
         for going in tuple(self._going.values()):
             self._receive(0.0)
@@ -312,18 +311,18 @@ class Reader:
             going.posted.popleft().release()
             moved = True
         if moved and going.rest:
-            going.peer.ahead = min(going.peer.ahead + 1, MOST_AHEAD)  # the network ran dry
+            going.peer.ahead = min(going.peer.ahead + 1, MOST_AHEAD)  # the network was idle
         return moved
 
     def _post(self, going: _Going) -> bool:
-        """Post the next piece of a read, unless enough of it is on its way."""
+        """Post the next piece of a read, unless enough are in flight."""
         if not going.rest or len(going.posted) >= going.peer.ahead:
             return False
         going.posted.append(going.peer.link.post(*going.rest.popleft()))
         return True
 
     def _lose(self, going: _Going, why: str, kind: type[ReadLost] = ReadLost) -> None:
-        """End the wait for a read; what is on its way stays so."""
+        """Abandon a read; pieces in flight continue."""
         going.rest.clear()
         if going.lost_s is None:
             going.lost_s = time.monotonic()
@@ -331,7 +330,7 @@ class Reader:
             _fail(going.read, why, kind)
 
     def _lose_peer(self, peer: _Peer, why: str) -> None:
-        """End all reads from a peer that is gone."""
+        """End all reads from a lost peer."""
         for name in [name for name, known in self._peers.items() if known is peer]:
             logger.warning("peer %s is lost: %s", name, why)
             del self._peers[name]
@@ -345,7 +344,7 @@ class Reader:
             self._settle(going)
 
     def _settle(self, going: _Going) -> None:
-        """Drop a read if it is over; at its deadline it is abandoned."""
+        """Remove a finished read; abandon one past its deadline."""
         if going.read.id not in self._going:
             return
         now_s = time.monotonic()
@@ -381,7 +380,7 @@ class Reader:
         return [going for going in self._going.values() if going.lost_s is not None]
 
     def _end_quarantine(self) -> None:
-        """Make the agent anew if too much memory waits for reads that were given up, or some for too long."""
+        """Recreate the agent if abandoned reads hold too much memory or are too old."""
         kept, limits = self._kept, self._quarantine
         if not kept:
             return
@@ -399,7 +398,7 @@ class Reader:
             self._renew()
 
     def _renew(self) -> None:
-        """Delete the agent, which ends every read, make it anew, and attach its peers again."""
+        """Delete the agent, which ends every read, then recreate it and attach its peers again."""
         for going in tuple(self._going.values()):
             self._lose(going, "the agent was made anew, to end reads that were given up")
         self._wire.close()
@@ -412,7 +411,7 @@ class Reader:
         self._all_over()
 
     def _all_over(self) -> None:
-        """Drop all reads once the wire is closed."""
+        """Drop all reads after the wire is closed."""
         going = {*self._going}
         self._going.clear()
         self._count_quarantine()
@@ -426,7 +425,7 @@ class Reader:
 
 
 def _misfit(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
-    """Return why these cannot be read, before a byte moves."""
+    """Return why descriptors cannot be read, checked before any transfer, or None."""
     local, remote = indices
     if len(local) != len(remote):
         return f"{len(local)} descriptors cannot be read from {len(remote)}"
@@ -441,10 +440,10 @@ def _misfit(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
 
 
 def _fail(read: Read, why: str, kind: type[ReadLost] = ReadLost) -> None:
-    """End the wait for a read; who closes a carrier whose thread is stuck may do so at the same time."""
+    """Fail a read; when closing a carrier whose thread hangs, both threads may do so at once."""
     with contextlib.suppress(InvalidStateError):
         read.done.set_exception(kind(why))
 
 
 def _wake() -> None:
-    """Do nothing: that something came is enough."""
+    """Do nothing; it only wakes the thread."""

@@ -1,4 +1,4 @@
-"""What is remembered for a while of what is over, within a bound."""
+"""Bounded memory of recent entries."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -12,7 +12,7 @@ MOST = 4096
 
 
 class Recent(Generic[K, V]):
-    """Forgets entries after some time, a minute by default, and the oldest of too many."""
+    """Drops entries after a time, a minute by default, and the oldest beyond the limit."""
 
     def __init__(
         self, clock: Callable[[], float], most: int = MOST, remembered_s: float = REMEMBERED_S

@@ -1,4 +1,4 @@
-"""The rooms in which SGLang's routers let two servers meet that get the same request at the same time."""
+"""Bootstrap rooms of SGLang's routers: both servers get the same request at the same time."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,11 @@ from specdec.reach.terms import Reason, Refusal
 T = TypeVar("T")
 
 MOST_WAITING = 1024
-"""Requests for rooms that are not there yet."""
+"""Maximum requests waiting for rooms that do not exist yet."""
 
 
 class Rooms(Generic[T]):
-    """Owned by the event loop's thread. Only a request that this server reads makes a room."""
+    """All rooms. Owned by the event loop's thread. Only requests prefilled here create rooms."""
 
     def __init__(self, clock: Callable[[], float], wait_s: float, most_waiting: int = MOST_WAITING) -> None:
         self._wait_s, self._most_waiting = wait_s, most_waiting
@@ -24,11 +24,11 @@ class Rooms(Generic[T]):
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         self._num_waiting = 0
         self._expected: dict[int, bool] = {}
-        """Rooms of requests that wait for memory, and whether a reader has ceased to wait for each."""
+        """Rooms of requests waiting for memory, and whether a reader has stopped waiting for each."""
 
     @contextlib.contextmanager
     def expecting(self, rooms: Sequence[int]) -> Iterator[None]:
-        """Note in here whether the readers of rooms that will be there later go on asking for them."""
+        """Within the context, track whether readers of these future rooms keep asking for them."""
         self._expected |= dict.fromkeys(rooms, False)
         try:
             yield
@@ -37,15 +37,15 @@ class Rooms(Generic[T]):
                 self._expected.pop(room, None)
 
     def is_left(self, room: int) -> bool:
-        """Return whether the reader of an expected room has asked for it, and does not ask now.
+        """Return whether the reader of an expected room has asked for it and is not asking now.
 
-        One that is about to ask again hears that its prompt is not read. To wait for it would let those
-        behind it leave as well.
+        A reader about to ask again learns that its prompt is not prefilled. Waiting for it would let the
+        readers behind it leave as well.
         """
         return self._expected.get(room, False) and room not in self._waiting
 
     def check_free(self, room: int) -> None:
-        """Refuse a room that a request has or had."""
+        """Raise if a request has or had this room."""
         if room in self._rooms or self._past.get(room) is not None:
             raise Refusal(
                 "room_used",
@@ -58,21 +58,21 @@ class Rooms(Generic[T]):
         self._wake(room)
 
     def fail(self, room: int) -> None:
-        """Notify a room's reader at once, or when it comes, that its prompt is not prefilled here.
+        """Notify a room's reader, now or when it asks, that its prompt is not prefilled here.
 
-        It is for a request that was refused before it was lent.
+        For requests refused before they were lent.
         """
         if room not in self._rooms and self._past.get(room) is None:
             self._past.put(room, "prefill_failed")
             self._wake(room)
 
     def end(self, room: int, reason: Reason) -> None:
-        """Remember for a while why a room is no longer there."""
+        """Remove a room and remember the reason for a while."""
         del self._rooms[room]
         self._past.put(room, reason)
 
     async def find(self, room: int) -> T:
-        """Wait until a room is there. Nothing is kept of one that is not."""
+        """Wait for a room. Nothing is stored for one that does not exist."""
         if room not in self._rooms and self._past.get(room) is None:
             await self._wait(room)
         held, reason = self._rooms.get(room), self._past.get(room)

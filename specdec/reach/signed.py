@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 SCHEME = "Specdec-HMAC-SHA256"
 MOST_SKEW_S = 60
-"""Between the two servers' clocks."""
+"""Maximum difference of the two servers' clocks."""
 MOST_NONCES = 1 << 17
-"""Remembered at once: 1,000 requests a second. A full table takes 31 MB."""
+"""Maximum nonces stored: 1,000 requests a second. A full table takes 31 MB."""
 AUTHORIZATION = re.compile(SCHEME + " ([0-9]{1,12}) ([0-9a-f]{32}) ([0-9a-f]{64}) ([0-9a-f]{64})")
 IV_BYTES = 12
-"""Before the ciphertext of each answer, drawn anew: a request that is replayed gets another answer."""
+"""Random prefix of each ciphertext, so that a replayed request gets a different answer."""
 
 
 class SignedRequest(NamedTuple):
-    """What the signature of a request covers."""
+    """The signed parts of a request."""
 
     method: str
     path: str
-    """With the query, as it is sent."""
+    """With the query, as sent."""
     time_s: int
     nonce: str
     body_sha256: str
@@ -53,7 +53,7 @@ class SignedRequest(NamedTuple):
 
     @classmethod
     def verified(cls, secret: Secret, method: str, path: str, headers: Sequence[str]) -> Self:
-        """Return the request that the `Authorization` headers sign; its body is still to be compared."""
+        """Return the request signed by the `Authorization` header; the caller must check the body's hash."""
         found = AUTHORIZATION.fullmatch(headers[0]) if len(headers) == 1 else None
         if found:
             signed = cls(method, path, int(found[1]), found[2], found[3])
@@ -62,18 +62,18 @@ class SignedRequest(NamedTuple):
         raise Refusal("unauthorized", f"Authorization: sign the request with this server's {VARIABLE}.")
 
     def encrypt(self, secret: Secret, status: int, body: bytes) -> bytes:
-        """Return the body of an answer to this request as it is sent."""
+        """Return the encrypted body of an answer to this request."""
         iv = os.urandom(IV_BYTES)
         return iv + self._cipher(secret).encrypt(iv, body, str(status).encode())
 
     def decrypt(self, secret: Secret, status: int, data: bytes) -> bytes | None:
-        """Return the body of an answer to this request; None if it is not encrypted with the secret."""
+        """Return the decrypted body of an answer to this request; None if the secret does not match."""
         from cryptography.exceptions import InvalidTag
 
         iv, data = data[:IV_BYTES], data[IV_BYTES:]
         try:
             return self._cipher(secret).decrypt(iv, data, str(status).encode())
-        except (InvalidTag, ValueError):  # the latter if it is too short
+        except (InvalidTag, ValueError):  # ValueError if it is too short
             return None
 
     def _mac(self, secret: Secret) -> str:
@@ -87,12 +87,12 @@ class SignedRequest(NamedTuple):
 
 
 class ReplayGuard:
-    """Admits each signed request once; what has no valid signature never gets here, so it costs no memory."""
+    """Admits each signed request once. Only validly signed requests reach it and take memory."""
 
     def __init__(
         self, clock: Callable[[], float] = time.time, elapsed: Callable[[], float] = time.monotonic
     ) -> None:
-        """Compare signed times with `clock`; remember nonces by `elapsed`, a monotonic clock."""
+        """Compare signed times with `clock`; expire nonces by `elapsed`, a monotonic clock."""
         self._clock = clock
         # A nonce signed up to MOST_SKEW_S ahead of this clock stays valid for twice that.
         self._seen: Recent[str, bool] = Recent(elapsed, MOST_NONCES, 2 * MOST_SKEW_S + 1)

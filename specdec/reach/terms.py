@@ -1,4 +1,4 @@
-"""What both sides of a fetch agree on: the secret, what it signs, the hashes, and why either refuses."""
+"""The fetch protocol: the secret, signatures, hashes, and reasons for refusal."""
 
 import hashlib
 import hmac
@@ -14,17 +14,17 @@ import numpy as np
 from specdec.errors import ConfigError, SpecdecError
 
 VERSION = 1
-"""Of the protocol; a part of the fingerprint, so that no two of them ever talk."""
+"""Protocol version; part of the fingerprint, so that different versions never talk."""
 VARIABLE = "SPECDEC_REACH_SECRET"
 SHORTEST_SECRET = 16
 MOST_ROOM = (1 << 63) - 1
 LEASE_MAX_S = 300.0
-"""For which a lease is held at most, however alive its reader is."""
+"""Maximum seconds of a lease, even with a live reader."""
 SILENCE_S = 30.0
-"""Without a beat, after which a lease ends."""
+"""Seconds without a beat after which a lease ends."""
 BEAT_S = 5.0
 WAIT_S = 5.0
-"""For which one request of the side channel waits at most."""
+"""Maximum seconds that a side-channel request waits."""
 
 Reason = Literal[
     "unauthorized",
@@ -72,11 +72,11 @@ STATUSES: Mapping[Reason, int] = {
     "busy": 503,
     "internal": 500,
 }
-"""By reason, the status of an answer of the side channel. The rest are those of the fetching side."""
+"""HTTP status by reason. The remaining reasons occur on the fetching side only."""
 
 
 class Refusal(SpecdecError):
-    """Why one side does not do what the other asks; the fetching side then prefills the prompt itself."""
+    """Reason why one side refuses; the fetching side then prefills the prompt itself."""
 
     def __init__(self, reason: Reason, message: str, *, field: str | None = None) -> None:
         super().__init__(message, field=field)
@@ -89,12 +89,12 @@ class Refusal(SpecdecError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What identifies the beginning of a prompt: each side computes it from its own tokens."""
+    """Identity of a prefix, which each side computes from its own tokens."""
 
     hash: str
     length: int
     salt: str
-    """The hash of the request's `cache_salt`."""
+    """Hash of the request's `cache_salt`."""
 
     @classmethod
     def of(cls, ids: Sequence[int], salt: str = "") -> Self:
@@ -106,7 +106,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReference:
-    """What a request says of a lease, as vLLM's routers carry it. Trust nothing of it before its mac."""
+    """Reference to a lease, as passed on by vLLM's routers. Untrusted until its mac is verified."""
 
     host: str
     port: int
@@ -114,12 +114,12 @@ class LeaseReference:
     lease: str
     mac: str
     tokens: int | None = None
-    """At the prompt's beginning, which it covers; None: all but the last one."""
+    """Number of prefix tokens it covers; None: all but the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoomReference:
-    """What a request says of a room, as SGLang's routers carry it: no mac, so the prompt's hash must do."""
+    """Reference to a room, as passed on by SGLang's routers. Has no mac; the prompt's hash must match."""
 
     host: str
     port: int
@@ -130,7 +130,7 @@ Reference = LeaseReference | RoomReference
 
 
 class Secret:
-    """The key that all engines of a deployment share. Its text is in no `repr`, log or error."""
+    """The secret shared by all engines of a deployment. Its text is in no `repr`, log or error."""
 
     def __init__(self, text: str) -> None:
         if len(text) < SHORTEST_SECRET or not text.isascii() or not text.isprintable() or " " in text:
@@ -143,14 +143,14 @@ class Secret:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Read the secret from the environment; None where it is not set."""
+        """Return the secret from the environment; None if unset."""
         text = environment.get(VARIABLE)
         return None if text is None else cls(text.strip())
 
     def sign(self, engine: str, lease: str, prompt: Prompt) -> str:
-        """Return the mac of a lease: which engine holds which prompt, but not at which address.
+        """Return the mac of a lease, which binds engine and prompt but not the address.
 
-        What model that engine has is said, and compared, when it is met.
+        The engine's model is compared in the handshake.
         """
         claim = [engine, lease, prompt.hash, prompt.length, prompt.salt]
         return self.digest("lease", json.dumps(claim)).hex()
@@ -167,18 +167,18 @@ class Secret:
 
 
 def new_id() -> str:
-    """Draw the id of an engine's life, a lease or a reader: 128 bits that cannot be guessed."""
+    """Return a random 128-bit id for an engine process, a lease or a reader."""
     return secrets.token_hex(16)
 
 
 def hash_facts(facts: Mapping[str, str]) -> str:
-    """Return the fingerprint of what two engines must have in common, such as model, layout and dtypes."""
+    """Return the fingerprint of an engine's facts, such as model, layout and dtypes."""
     said = json.dumps([VERSION, sorted(facts.items())])
     return hashlib.sha256(said.encode()).hexdigest()
 
 
 def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """Name the facts in which two engines differ."""
+    """Describe the facts in which two engines differ."""
     return ", ".join(
         f"{name} is {theirs.get(name, 'missing')!s:.40} there and {ours.get(name, 'missing')!s:.40} here"
         for name in sorted({*theirs, *ours})

@@ -1,6 +1,6 @@
-"""What a reader asks of the thing that moves bytes: copies within a process, or a NIXL agent.
+"""The wire interface below a reader: in-process copies, or a NIXL agent.
 
-One thread calls all of it.
+One thread makes all calls.
 """
 
 from typing import Protocol
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 
 class WireError(Exception):
-    """An operation was refused before it moved a byte."""
+    """An operation was refused before any transfer."""
 
 
 class PeerLost(WireError):
-    """The peer is gone: nothing that was begun over this link moves a byte any more."""
+    """The peer is gone: nothing posted over this link can write any more."""
 
 
 class Uncertain(WireError):
@@ -22,14 +22,14 @@ class Uncertain(WireError):
 
 
 class Piece(Protocol):
-    """A part of a read that is on its way."""
+    """A part of a read in flight."""
 
     def has_landed(self) -> bool:
         """Return whether all of it has arrived. Raises PeerLost or Uncertain."""
         ...
 
     def release(self) -> None:
-        """Forget it, once it has landed or its peer is lost."""
+        """Release it, once it has landed or its peer is lost."""
         ...
 
 
@@ -37,16 +37,16 @@ class Link(Protocol):
     """A connection to a peer, with both lists of strided rows prepared."""
 
     def post(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> Piece:
-        """Begin to read some descriptors, in pairs. Raises WireError, PeerLost or Uncertain."""
+        """Start reading descriptors, in pairs. Raises WireError, PeerLost or Uncertain."""
         ...
 
     def close(self) -> None:
-        """Forget the peer, when none of its pieces is on its way or it is lost."""
+        """Close the link, when none of its pieces is in flight or the peer is lost."""
         ...
 
 
 class Wire(Protocol):
-    """An agent of this arena: what is opened to reach others and be reached by them."""
+    """An agent of this arena, which reads from others and serves them."""
 
     @property
     def metadata(self) -> bytes: ...
@@ -56,5 +56,5 @@ class Wire(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop every byte of every link. Raises WireError if some may still come."""
+        """Stop all transfers of all links. Raises WireError if some may still write."""
         ...

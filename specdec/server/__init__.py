@@ -1,1 +1,1 @@
-"""The server that OpenAI's clients speak to, over one engine."""
+"""The HTTP server: OpenAI's and Anthropic's APIs over one or more engines."""

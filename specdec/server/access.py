@@ -1,4 +1,4 @@
-"""Authorization: requests with a valid key or, where no key is set, those that no foreign page sent."""
+"""Authorization: requests with a valid key or, if no key is set, those not sent by a foreign page."""
 
 import hmac
 import os
@@ -23,7 +23,7 @@ class Grant(NamedTuple):
     """Options of an API key."""
 
     weight: float = 1.0
-    """Of its share of the engine; others have 1."""
+    """Weight of its share of the engine; the default is 1."""
     max_queued: int | None = None
     """Choices that it may have in flight or waiting; None: a fair share of the server's `max_queued`."""
 
@@ -32,12 +32,12 @@ OPTIONS = frozenset(Grant._fields)
 
 
 class Access:
-    """The operator's settings. A malformed one is a `ConfigError`."""
+    """API keys and origins from the settings. Raises `ConfigError` for malformed ones."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._secret = secrets.token_bytes(32)
         self._keys = {self._caller(key.encode()): grant for key, grant in read_keys(config).items()}
-        """By a name for each key: what is stored of a request carries the name, never the key."""
+        """Grants by caller name; only this name of a key is stored with requests, never the key."""
         self._local = is_local(config.host)
         self.origins = Origins(config.allowed_origins)
         self._guard = PageGuard(self.origins, config.host)
@@ -49,7 +49,7 @@ class Access:
 
     @property
     def is_for_one(self) -> bool:
-        """Whether all admitted requests are one caller's: of the only key, or local ones without keys."""
+        """Whether all admitted requests belong to one caller: the only key, or local clients without keys."""
         return len(self._keys) == 1 or (not self._keys and self._local)
 
     @property
@@ -58,10 +58,9 @@ class Access:
         return not self._keys and self.origins.takes_any
 
     def admit(self, request: web.Request, *, needs_key: bool = True) -> Tenant:
-        """Refuse a request, or return its tenant: the caller is a name of its key, if one is required.
+        """Return a request's tenant, or raise; with keys, the caller is a name derived from the key.
 
-        Requests that need no key are refused if a page of another origin sent them, as there is no key to
-        tell that it may.
+        Requests that need no key are refused if a page of another origin sent them.
         """
         if self._keys and needs_key:
             headers = request.headers
@@ -74,10 +73,11 @@ class Access:
         return self._keys[caller].weight if caller in self._keys else 1.0
 
     def max_choices(self, caller: str, free: int) -> int:
-        """Return how many choices a caller may have in flight where the others leave this many free.
+        """Return how many choices a caller may have in flight, of the number that the others leave free.
 
-        That is its key's limit, or else as many, by weight, as then stay free for others, and at least one:
-        the first gets half of the queue and the next half of the rest, and another key always finds room.
+        This is its key's limit, or else the number, by weight, that then stays free for others, and at least
+        one: the first caller gets half of the queue and the next half of the rest, so another key always
+        finds capacity.
         """
         grant = self._keys.get(caller, Grant())
         if grant.max_queued is not None:
@@ -85,7 +85,7 @@ class Access:
         return max(1, int(self.share(caller) * free))
 
     def share(self, caller: str) -> float:
-        """Return the part of a resource that a caller may hold: all of it, unless there are several keys."""
+        """Return the fraction of a resource that a caller may hold; 1 unless there are several keys."""
         weight = self.weight(caller)
         return 1.0 if len(self._keys) < 2 else weight / (1 + weight)
 
@@ -98,7 +98,7 @@ class Access:
             raise foreign(origin)
 
     def _check_key(self, authorization: str, bare: str) -> Tenant:
-        """Compare all keys, each in constant time, which does not even leak a key's length."""
+        """Return the tenant of a valid key. All keys are compared, each in constant time."""
         kind, _, bearer = authorization.partition(" ")
         given = [bearer] if kind.lower() == "bearer" else []
         mine = [self._caller(key.strip().encode(errors="surrogateescape")) for key in (*given, bare)]
@@ -114,7 +114,7 @@ class Access:
         return Tenant(matches[0], weight=self.weight(matches[0]))
 
     def _caller(self, key: bytes) -> str:
-        """Name the holder of a key, as this process alone does."""
+        """Return a caller name for a key, which only this process can compute."""
         return hmac.digest(self._secret, key, "sha256").hex()
 
 
@@ -124,7 +124,7 @@ def _connection(request: web.Request) -> str:
 
 
 def read_keys(config: ServerConfig) -> dict[str, Grant]:
-    """Collect the keys from the settings, the environment and the key file."""
+    """Return the keys of the settings, the environment and the key file."""
     given: list[tuple[str, Sequence[tuple[str, str]]]] = []
     if config.api_key is not None:
         given.append(("api_key", [("api_key", key) for key in config.api_key]))
@@ -144,7 +144,6 @@ def read_keys(config: ServerConfig) -> dict[str, Grant]:
 
 
 def _read_key(given: str, where: str) -> tuple[str, Grant]:
-    """Read a key and its options."""
     key, *options = given.split()
     found = {name: value for name, _, value in (option.partition("=") for option in options)}
     try:
@@ -169,7 +168,7 @@ def _wrong(where: str, why: str) -> ConfigError:
 
 
 def _lines(path: str) -> list[tuple[str, str]]:
-    """Read a file of keys, each with its place, skipping blank lines and comments."""
+    """Return the lines of a key file with their location, skipping blank lines and comments."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:

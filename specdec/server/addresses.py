@@ -1,4 +1,4 @@
-"""What is said of an address that is none: mostly the base URL lacks `/v1`, or has it twice."""
+"""Helpful 404 errors: usually the base URL lacks `/v1`, or has it twice."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,14 +11,14 @@ from specdec.server.failures import Failure
 MISPLACED = re.compile(
     r"(?P<base>(?:/v1)*)(?P<call>/(?:chat/completions?|completions?|models|responses|messages|embeddings))(?:/.*)?"
 )
-"""The ends of this server's addresses, and llama.cpp's `/completion`, after any number of `/v1`."""
+"""Paths of this server, and llama.cpp's `/completion`, after any number of `/v1`."""
 
 
 @web.middleware
 async def name_address(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer an address that is none with the one that was meant, where that is plain."""
+    """Answer an unknown path with a suggestion, if it resembles a known one."""
     try:
         return await handler(request)
     except web.HTTPNotFound:

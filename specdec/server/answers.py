@@ -17,15 +17,15 @@ from specdec.errors import SpecdecError
 from specdec.server.failures import Failure
 
 FEW = 8
-"""Choices that may be streamed step by step at once; with more, events are coalesced by `SHARE`."""
+"""Maximum choices streamed step by step; with more, events are coalesced by `SHARE`."""
 SHARE = 0.1
-"""Share of the time that the event loop may use while it streams: the engine waits meanwhile.
+"""Fraction of the time the event loop may use while streaming: the engine waits meanwhile.
 
 `tiny` on two cores, tokens/s of 64 and 16 streams with 0.03, 0.1 and 0.3: 4,525 and 4,217, 4,514 and 3,843,
 3,557 and 3,535. With 0.03 twelve streams get an event for every ten tokens.
 """
 LONGEST_S = 0.1
-"""How long deltas may be held back at most, in seconds."""
+"""Maximum seconds that deltas are held back."""
 
 
 class Deadline:
@@ -38,7 +38,7 @@ class Deadline:
         self._waits: asyncio.Task[object] | None = None
 
     def end(self, failure: Failure) -> None:
-        """Raise this where the request waits, now or next; call from the event loop."""
+        """Raise this in the request's current or next wait; call from the event loop."""
         self._failure = failure
         if self._waits:
             self._waits.cancel()
@@ -55,7 +55,7 @@ class Deadline:
                 yield
         except TimeoutError:
             if not bound.expired():
-                raise  # it is another's
+                raise  # not this deadline
             raise late from None
         except asyncio.CancelledError:
             if self._failure is None or task is None:
@@ -69,16 +69,16 @@ class Deadline:
 
 
 class Said(NamedTuple):
-    """What a choice has produced since it was last read."""
+    """Output of a choice since the last read."""
 
     choice: int
     delta: Delta
     steps: tuple[tuple[float, int], ...]
-    """When each of its steps ended, and how many tokens it had."""
+    """End time and number of tokens of each step."""
 
 
 class Pending:
-    """What a choice has said and no reader has taken, in columns."""
+    """Unread output of a choice, in columns."""
 
     __slots__ = ("_at_s", "_counts", "said")
 
@@ -87,20 +87,20 @@ class Pending:
         self._at_s, self._counts = array("d"), array("i")
 
     def add(self, delta: Delta) -> None:
-        """Append a delta that has just come."""
+        """Append a delta with the current time."""
         self.said.add(delta)
         self._at_s.append(time.perf_counter())
         self._counts.append(len(delta.token_ids))
 
     def steps(self) -> tuple[tuple[float, int], ...]:
-        """Return when each step ended, and how many tokens it had."""
+        """Return the end time and number of tokens of each step."""
         return tuple(zip(self._at_s, self._counts, strict=True))
 
 
 def check_size(prepared: Sequence[Prepared], longest: int, most: int, *, top: str) -> None:
     """Refuse an answer that may hold more tokens and log-probabilities than the server has memory for.
 
-    `longest` bounds a sequence, and `top` is the field that asks for log-probabilities.
+    `longest` bounds a sequence; `top` is the field that requests log-probabilities.
     """
     params = prepared[0].params
     beside = (params.logprobs or 0) + (MAX_WINDOW if params.trees else 0)
@@ -123,22 +123,22 @@ def check_size(prepared: Sequence[Prepared], longest: int, most: int, *, top: st
 class Bell:
     """Wakes the event loop when deltas are pending: at once for few streams, at a bounded rate for many.
 
-    Up to `FEW` streamed choices get an event per step; a step that ends while the event loop is busy joins
-    the next event. With more, the events would cost the engine's thread, which shares the interpreter, more
-    than the steps do: the loop then rests after each round, in proportion to the CPU time it has used.
+    Up to `FEW` streamed choices get an event per step; steps that end while the event loop is busy share the
+    next event. With more, events would cost the engine thread, which shares the interpreter, more than the
+    steps do: the loop then pauses after each round, in proportion to its CPU time.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.streams = 0
-        """Choices that are being streamed."""
+        """Number of choices being streamed."""
         self._rung: deque[Answers] = deque()
         self._called = self._resting = False
         self._timer: asyncio.TimerHandle | None = None
         self._worked_s = 0.0
 
     def ring(self, answers: "Answers", *, soon: bool) -> None:
-        """Note that deltas wait; called from the engine's thread."""
+        """Schedule the reading of pending deltas; called from the engine thread."""
         if not answers.rang:
             answers.rang = True
             self._rung.append(answers)
@@ -147,7 +147,7 @@ class Bell:
             self._loop.call_soon_threadsafe(self._look)
 
     def _look(self) -> None:
-        self._called = self._resting = False  # before the first is taken: a later ring schedules another call
+        self._called = self._resting = False  # cleared first, so that a later ring schedules another call
         if self._timer:
             self._timer.cancel()
         count, before_s, self._worked_s = len(self._rung), self._worked_s, time.thread_time()
@@ -162,9 +162,9 @@ class Bell:
 
 
 class Answers:
-    """The choices of some prompts: `n` of each, those of one prompt together. Leaving it ends what runs.
+    """The running choices of some prompts, `n` of each. Leaving the context cancels them.
 
-    What a slow reader has not taken waits here, at most all that its choices will ever say.
+    Unread output of a slow reader is stored here; it is bounded by the choices' total output.
     """
 
     def __init__(
@@ -179,24 +179,24 @@ class Answers:
     ) -> None:
         self.bell, self.prepared, self.until = bell, prepared, until
         self.streams = streams
-        """Whether deltas are streamed as they come."""
+        """Whether deltas are streamed as they arrive."""
         self._engine: SpecEngine | None = engine
         self._ticket: Ticket | None = None
         self._on_over = on_over
-        """Called once, by the event loop, when the engine has no more to do for it."""
+        """Called once in the event loop when the engine has finished with it."""
         self.n = prepared[0].params.n
         self.left = sum(own.params.n for own in prepared)
-        """Choices whose last delta has not been yielded."""
+        """Number of choices whose last delta has not been yielded."""
         self._streamed = self.left if streams else 0
         self.came = asyncio.Event()
         self.rang = False
         self._silent = set(range(self.left))
-        """Choices that were not submitted to the engine's thread yet."""
+        """Choices without a delta so far."""
         self._unended = self.left
         self._pending: dict[int, Pending] = {}
-        """What each choice has said and no reader has taken."""
+        """Unread output by choice."""
         self._lock = threading.Lock()
-        """Held by the engine's thread while it appends, and by the event loop while it takes."""
+        """Held by the engine thread to append, and by the event loop to read."""
         self._error: SpecdecError | None = None
 
     def __enter__(self) -> Self:
@@ -212,16 +212,16 @@ class Answers:
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has no more to do for it, read or not."""
+        """Whether the engine has finished with it, read or not."""
         return not self._unended or self._error is not None
 
     def fail(self, failure: Failure) -> None:
-        """End it with an error, unless it is over."""
+        """End it with an error, unless it is finished."""
         if not self.is_over:
             self.until.end(failure)
 
     def rung(self) -> None:
-        """Make the event loop read what waits; what is over does not keep an engine from being unloaded."""
+        """Wake the reader; if finished, stop counting as a user of the engine."""
         self.came.set()
         if self.is_over and self._ticket:
             self._ticket = None
@@ -232,7 +232,7 @@ class Answers:
         return sum(len(prepared.ids) for prepared in self.prepared)
 
     def _take(self, prompt: int, item: Delta | SpecdecError) -> None:
-        """Queue a delta from the engine's thread and wake the event loop."""
+        """Queue a delta and wake the event loop; called in the engine thread."""
         if isinstance(item, SpecdecError):
             self._error = self._error or item
             self.bell.ring(self, soon=True)
@@ -248,7 +248,7 @@ class Answers:
             self._silent.discard(choice)
 
     async def __aiter__(self) -> AsyncIterator[Said]:
-        """Yield each choice's deltas; those that came together are merged."""
+        """Yield each choice's deltas; pending ones are merged."""
         while self.left:
             async with self.until.held():
                 await self.came.wait()
@@ -258,7 +258,7 @@ class Answers:
             with self._lock:
                 pending, self._pending = self._pending, {}
             if any(own.said.finish_reason == "abort" for own in pending.values()):
-                # None of the APIs has a word for a part of an answer.
+                # No API has a finish reason for a cancelled answer.
                 raise Failure(503, "The answer was cancelled before its end.", code="cancelled")
             for choice in list(pending):
                 own = pending.pop(choice)

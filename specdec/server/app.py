@@ -42,16 +42,16 @@ Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", State)
 PAGES = playground(WEB)
 OPEN = {"/health", "/ready", "/openapi.json", "/docs", "/version", *PAGES}
-"""Routes that need no key: load balancers have none, and the page asks for one itself."""
+"""Routes without a key: load balancers have none, and the playground asks for it itself."""
 STARTED = int(time.time())
 GONE = 499
 """nginx's status for a request whose client has disconnected."""
 POLLED = {"/health", "/ready", "/metrics"}
-"""Routes that machines poll; they would fill the log."""
+"""Routes polled by machines, logged at debug level only."""
 
 
 def build_app(state: State) -> web.Application:
-    """Assemble the routes."""
+    """Build the application with its routes."""
     app = web.Application(client_max_size=state.config.max_body_bytes, middlewares=[_pass, name_address])
     app[STATE] = state
     app.on_response_prepare.append(_head)
@@ -131,7 +131,7 @@ async def _pass(
     except ConnectionError as error:
         about = _about(request, GONE, start_s) | {"reason": str(error) or type(error).__name__}
         logger.log(level, "%(request_id)s %(path)s: client disconnected (%(reason)s)", about, extra=about)
-        return web.Response(status=GONE)  # the client has gone
+        return web.Response(status=GONE)  # the client has disconnected
     except Exception as error:
         failure = failure_of(error)
         why = failure.reason(in_full=state.config.log_prompts)
@@ -142,7 +142,7 @@ async def _pass(
         response = failure.response(error_body(failure) if is_anthropic else None)
         release_frames(error)
     resource = request.match_info.route.resource
-    if resource:  # what is no address of the server could be any text
+    if resource:  # unknown paths could be any text
         state.metrics.answered(resource.canonical, request.method, response.status)
     about = _about(request, response.status, start_s) | why
     says = "%(request_id)s %(method)s %(path)s %(status)d in %(ms).0f ms"
@@ -152,9 +152,9 @@ async def _pass(
 
 
 async def _admit(request: web.Request, state: State, protected: contextlib.ExitStack) -> None:
-    """Check a request's key, and wait for its turn on the event loop; refusals share one.
+    """Check a request's key, then wait for its turn on the event loop; refused requests share one turn.
 
-    At the limit of connections, one with an admitted request is not closed for a new one.
+    At the connection limit, a connection with an admitted request is not closed for a new one.
     """
     is_open = request.path in OPEN or (request.path == "/metrics" and state.config.metrics_open)
     caller = ""
@@ -200,7 +200,7 @@ async def _model(request: web.Request, state: State) -> web.Response:
 
 
 def _card(served: Served, name: str) -> dict[str, Any]:
-    """Describe a model in the fields of OpenAI's API, of vLLM's and of Anthropic's."""
+    """Return a model card with the fields of OpenAI's, vLLM's and Anthropic's APIs."""
     return {
         "id": name,
         "object": "model",
@@ -316,7 +316,7 @@ async def _openapi(request: web.Request, state: State) -> web.Response:
 
 
 async def _server_info(request: web.Request, state: State) -> web.Response:
-    """Show a model's resolved settings and counters; they contain no key and no prompt."""
+    """Return a model's resolved settings and counters, without keys or prompts."""
     served = state.named(request.query.get("model"))
     resident = served.resident
     shown = {
@@ -334,7 +334,7 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
 
 
 async def _model_info(request: web.Request, state: State) -> web.Response:
-    """Describe a model in SGLang's words, for its router; where the folder lies is the operator's."""
+    """Return the model in SGLang's format, for its router; the folder's path is not shown."""
     served = state.named(request.query.get("model"))
     return web.json_response(
         {"model_path": served.name, "served_model_name": served.name, "is_generation": True}
@@ -342,7 +342,7 @@ async def _model_info(request: web.Request, state: State) -> web.Response:
 
 
 def _reach_info(state: State) -> dict[str, Any]:
-    """Show the server's role, in SGLang's words too: its routers ask each server for its part."""
+    """Return the server's role, also in SGLang's format, which its routers query."""
     reach = state.reach
     mode = {"disaggregation_mode": reach.role if reach and reach.role != "both" else "null"}
     if reach is None:
@@ -380,7 +380,7 @@ def _engine_info(served: Served) -> dict[str, Any]:
 
 
 def _speculation(stats: EngineStats) -> dict[str, Any] | None:
-    """Report which draft shape runs now and why; without the two figures it is fixed."""
+    """Return the current draft shape and the reason; both figures are null if it is fixed."""
     outlook = stats.speculation
     if outlook is None:
         return None
@@ -393,7 +393,7 @@ def _speculation(stats: EngineStats) -> dict[str, Any] | None:
 
 
 def _settled(settings: Resolved) -> dict[str, Any]:
-    """Show the resolved settings, the largest draft and the memory layout."""
+    """Return the resolved settings, the largest draft and the memory layout."""
     named = settings.named()
     bounds, layout = named.pop("bounds"), named.pop("layout")
     return {

@@ -1,4 +1,4 @@
-"""Answers as blocks, one after the other: the form of the Responses API and of the Messages API."""
+"""Answers as a sequence of blocks, as in the Responses and Messages APIs."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ class Block:
     kind: Kind
     index: int
     key: str
-    """What its ids are made of."""
+    """Base of its ids."""
     name: str = ""
-    """Of the function that is called."""
+    """Name of the called function."""
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -31,17 +31,17 @@ class Block:
 
 
 class Blocks(ABC):
-    """Write one answer as events: a block is opened, added to, and closed before the next is opened."""
+    """Turn one answer into block events: each block is opened, extended, and closed before the next."""
 
     def __init__(self, expected: Expected) -> None:
         self._events = AnswerEvents(expected)
         self._open: Block | None = None
         self._count = 0
         self.delta: Delta | None = None
-        """The last delta, once it has come."""
+        """The last delta, or None before it."""
 
     def push(self, delta: Delta) -> list[Json]:
-        """Return the events that a piece of the answer adds."""
+        """Return the events for a delta."""
         events = [own for event in self._events.push(delta) for own in self._take(event)]
         if delta.finish_reason:
             self.delta = delta
@@ -62,7 +62,7 @@ class Blocks(ABC):
             case Text():
                 before = self._in("text")
             case _:
-                before = []  # arguments are those of the call that was begun last
+                before = []  # arguments belong to the current call
         assert self._open
         self._open.pieces.append(event.text)
         return [*before, *self.added(self._open, event.text)]
@@ -87,8 +87,8 @@ class Blocks(ABC):
 
     @abstractmethod
     def added(self, block: Block, text: str) -> list[Json]:
-        """Return the events that add a piece to it."""
+        """Return the events that append text to it."""
 
     @abstractmethod
     def closed(self, block: Block, *, is_cut: bool) -> list[Json]:
-        """Return the events that close it, now that it is whole or was cut off."""
+        """Return the events that close it, complete or cut off."""

@@ -32,23 +32,23 @@ from specdec.text.answers.calls import CallFormat
 
 Ids = Many[StrictInt]
 BiasedId = Annotated[int, Field(gt=-(1 << 32), lt=1 << 32)]
-"""Larger ones could be chosen to collide in a hash table."""
+"""Larger ids could be chosen to collide in a hash table."""
 BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
-"""The fields by which servers bound thinking: vLLM's, Qwen's, and what several clients send."""
+"""Fields that bound thinking: vLLM's, Qwen's, and one that several clients send."""
 DURATION = re.compile(r"(?P<number>-?\d{1,12}(\.\d{1,9})?)(?P<unit>s|m|h)?", re.ASCII)
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 Duration = StrictInt | StrictFloat | str
-"""A number of seconds, or a text with a unit."""
+"""Seconds, or a text with a unit."""
 KEPT = "seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 for good"
 FORMS = "structured_outputs"
-"""The engine's name for what asks for a form of the output."""
+"""The engine's name of structured output fields."""
 SCHEMA = "response_format.json_schema.schema"
 ASKED: Mapping[str, Names] = {
     "structured_outputs": {f"{FORMS}.json_schema": "structured_outputs.json"},
     "response_format": {FORMS: "response_format", f"{FORMS}.json_schema": SCHEMA},
     "tools": {FORMS: "tools", f"{FORMS}.structural_tag": "tools"},
 }
-"""By the field that asks for a form: the client's names for the engine's."""
+"""Client field names for the engine's, by the field that requests structured output."""
 B = TypeVar("B", bound="Body")
 
 
@@ -159,7 +159,7 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, data: bytes) -> Self:
-        """Parse a body, and refuse fields that ask for something unsupported."""
+        """Parse a body; raise for unsupported fields."""
         fields = given_fields(data)
         try:
             body = cls.model_validate(fields)
@@ -176,11 +176,11 @@ class Body(BaseModel):
 
     @property
     def is_for_prefill(self) -> bool:
-        """Whether a proxy says that the prompt alone is to be read, beside fields that speak of more."""
+        """Whether a proxy requests only the prefill, despite other fields."""
         return bool(self.kv_transfer_params and self.kv_transfer_params.do_remote_decode)
 
     def asked(self, role: Role | None, prompts: int = 1) -> Asked | None:
-        """Return what another server has to do with the request, by this one's role; None: nothing."""
+        """Return the work another server does for the request, by this server's role; None: none."""
         return asked_of(self.kv_transfer_params, self._rooms(prompts), role)
 
     def _rooms(self, prompts: int) -> list[Bootstrap] | None:
@@ -201,12 +201,12 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """List the unknown fields, which are ignored."""
+        """Unknown fields, which are ignored."""
         return unknown(self.model_extra or {})
 
     @property
     def said(self) -> dict[str, Any]:
-        """Return values at which unsupported fields ask for nothing more, such as `best_of` equal to `n`."""
+        """Values at which unsupported fields have no effect, such as `best_of` equal to `n`."""
         lengths = dict.fromkeys(("max_completion_tokens", "max_new_tokens"), self.max_tokens)
         return {"best_of": self.n or 1, "min_new_tokens": self.min_tokens, **lengths}
 
@@ -220,7 +220,7 @@ class Body(BaseModel):
 
     @cached_property
     def structure(self) -> Structure | None:
-        """Return the structure that the output must have, in whichever field it was given."""
+        """Return the required output structure, from either field."""
         given = []
         for name, own in (
             ("response_format", self.response_format),
@@ -241,7 +241,7 @@ class Body(BaseModel):
 
     @property
     def keep_alive_s(self) -> float | None:
-        """Return how long the model is to be kept after this request; None: it does not say."""
+        """Seconds to keep the model loaded after this request; None: not given."""
         given = self.keep_alive
         if given is None:
             return None
@@ -335,7 +335,7 @@ class ChatBody(Body):
 
     @property
     def budget(self) -> tuple[str, int] | None:
-        """Return how many tokens of thinking there may be, and which field says so."""
+        """Return the field that limits thinking, and its limit in tokens."""
         given = {name: value for name in BUDGETS if (value := getattr(self, name)) is not None}
         if len({*given.values()}) > 1:
             name = list(given)[-1]

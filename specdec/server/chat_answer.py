@@ -1,4 +1,4 @@
-"""One choice of a chat, in the form of OpenAI's API."""
+"""One choice of a chat in OpenAI's format."""
 
 import uuid
 from typing import Any
@@ -16,14 +16,14 @@ class ChatAnswer:
         self._events = AnswerEvents(expected)
         self.finish_reason = self._events.finish_reason
         self._index = -1
-        """Of the call that was begun last."""
+        """Index of the current call."""
 
     def parts(self, delta: Delta) -> list[Json]:
-        """Return what a piece of the answer adds, in order."""
+        """Return the message parts of a delta, in order."""
         return [self._part(event) for event in self._events.push(delta)]
 
     def message(self, delta: Delta) -> Json:
-        """Return a whole answer."""
+        """Return a whole message."""
         texts, calls = dict.fromkeys(("content", *THOUGHT), ""), list[Json]()
         for part in self.parts(delta):
             for name in texts:

@@ -1,4 +1,4 @@
-"""Completions and chats as answers and chunks: what those of one response share, around its choices."""
+"""Responses of completions and chats, whole or in chunks."""
 
 import json
 import time
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Chunks:
-    """Write the response to one request."""
+    """The response to one request."""
 
     is_typed = False
 
@@ -33,11 +33,11 @@ class Chunks:
         }
 
     def tell(self, beside: Json) -> None:
-        """Add fields that stand beside the choices at the end."""
+        """Add fields next to the choices of the last chunk or the whole response."""
         self._beside |= beside
 
     def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
-        """Write choices as JSON one by one: encoding holds all others."""
+        """Yield the response's JSON choice by choice: encoding blocks all other requests."""
         head = json.dumps({**self._head, "object": self._form.whole})
         yield f'{head[:-1]}, "choices": ['
         for place, choice in enumerate(sorted(said)):
@@ -68,7 +68,7 @@ class Chunks:
         return [failure.body]
 
     def _prompt_of(self, choice: int) -> Json:
-        """Return the token ids of a choice's prompt, which go where its own go."""
+        """Return a choice's prompt token ids, if token ids are requested."""
         shown, n = self._form.shown, self._prepared[0].params.n
         return {"prompt_token_ids": list(self._prepared[choice // n].ids)} if shown.token_ids else {}
 

@@ -27,10 +27,10 @@ def _serve(args: argparse.Namespace) -> Run:
             handler.addFilter(NamingFilter())
     logging.getLogger("specdec").setLevel(logging.DEBUG if args.verbose else logging.INFO)
     found = [find_models(model, engine_config) for model in args.model]
-    # Imported here, for no other command needs a web server.
+    # Imported here, since no other command needs a web server.
     from specdec.server.listen import bind
 
-    sock = bind(config.host, config.port)  # a port in use is reported before the imports, which take a second
+    sock = bind(config.host, config.port)  # report a port in use before the imports, which take a second
     from specdec.server.run import run
 
     def start() -> None:

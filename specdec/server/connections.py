@@ -12,16 +12,16 @@ from specdec.http.connection import Connection, limited
 from specdec.server.protocol import ApiConnection
 
 MOST_FILES = 1 << 16
-"""The limit of open files that the process asks the system for."""
+"""Limit of open files that the process requests from the system."""
 SPARE = 256
 """Descriptors reserved for everything else, and for connections accepted in one batch."""
 UNREAD_BYTES = 1 << 16
-"""Bytes of a body after which a connection is read no further until a handler asks for them. aiohttp counts
-a chunk, however small, as 16."""
+"""Bytes of a body after which a connection is paused until a handler reads them. aiohttp counts a chunk,
+however small, as 16."""
 
 
 class Connections:
-    """Keeps descriptors free: without any the server could not even refuse. Owned by the event loop."""
+    """Keeps file descriptors free, needed even to refuse a client. Owned by the event loop."""
 
     def __init__(self, most: int | None, idle_s: float, *, files: int = 1) -> None:
         """Accept at most this many connections, each of which needs `files` descriptors."""
@@ -38,11 +38,11 @@ class Connections:
             return ApiConnection(
                 server,
                 loop=asyncio.get_running_loop(),
-                access_log=None,  # as its own runner has it: our log says more
+                access_log=None,  # the runner has no access log either: ours says more
                 keepalive_timeout=self.idle_s,
-                lingering_time=0,  # `Connection` reads the rest of a body, in bounds
+                lingering_time=0,  # `Connection` drains the rest of a body, within limits
                 read_bufsize=UNREAD_BYTES,
-                auto_decompress=False,  # `read_body` unpacks what a handler wants
+                auto_decompress=False,  # `read_body` decompresses what a handler reads
             )
 
         return limited(server, self.most, new, self._busy.__contains__)

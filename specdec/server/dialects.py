@@ -1,4 +1,4 @@
-"""Bodies in the words of other APIs, which are answered as chats."""
+"""Base of other APIs' bodies, which are answered as chats."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -18,14 +18,14 @@ SHARED = (
 
 
 class Dialect(BaseModel):
-    """Fields that mean in every API what they mean in a chat; the bounds are those of `SamplingParams`."""
+    """Fields with the same meaning as in a chat; bounds are those of `SamplingParams`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Known and not supported, with the values at which they ask for nothing."""
+    """Known but unsupported fields, with the values that request nothing."""
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
-    """Known, and without effect on what is answered."""
+    """Known fields without effect on the answer."""
     NAMES: ClassVar[Names] = {}
     """This API's names for fields of a chat."""
 
@@ -44,7 +44,7 @@ class Dialect(BaseModel):
 
     @classmethod
     def read(cls, data: bytes) -> Self:
-        """Parse a body, and refuse fields that ask for something unsupported."""
+        """Parse a body; raise for unsupported fields."""
         try:
             body = cls.model_validate(given_fields(data))
         except ValidationError as error:
@@ -60,11 +60,11 @@ class Dialect(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """List what has no effect and may have been meant to: fields that are unknown here, and tools."""
+        """Ignored fields that may have been meant to have an effect: unknown ones, and tools."""
         return [name for name in self.model_extra or {} if name not in {*self.REFUSED, *self.HARMLESS}]
 
     def as_chat(self, messages: Sequence[Message], **own: Any) -> ChatBody:
-        """Return a chat of these messages with the shared fields and others that were given."""
+        """Return a chat of these messages, with the shared fields and `own`."""
         shared = {name: getattr(self, name) for name in SHARED}
         given = {name: value for name, value in {**shared, **own}.items() if value is not None}
         try:

@@ -1,4 +1,4 @@
-"""The engine's own counters, read at each scrape, under vLLM's metric names where it has any."""
+"""The engine's counters, read at each scrape, under vLLM's metric names where they exist."""
 
 import re
 from collections import Counter
@@ -28,24 +28,24 @@ CONTEXT = {
     "drafted": "Drafted tokens by context length.",
     "accepted": "Accepted draft tokens by context length.",
 }
-"""What is counted by context length; the longest context of a model bounds the number of labels."""
+"""Metrics by context length; a model's longest context bounds the number of labels."""
 OLDER = {
     "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
     "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
     "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
 }
-"""Metric names that vLLM has renamed: dashboards query either."""
+"""Metrics renamed by vLLM, with their old names: dashboards query either."""
 
 
 class EngineFigures(Collector):
-    """Reads the counters of loaded models while they step: values may be a step apart."""
+    """Collects the counters of loaded models while they step: values may be a step apart."""
 
     def __init__(self, residents: Iterable[tuple[Resident, Labels]]) -> None:
         self.residents = residents
 
     def collect(self) -> Iterable[Metric]:
-        """Return every family once, with the series of all models."""
+        """Yield every family once, with the series of all models."""
         families: dict[str, Metric] = {}
         for resident, labels in self.residents:
             for own in OneModel(resident, labels).collect():
@@ -57,7 +57,7 @@ class EngineFigures(Collector):
 
 
 class OneModel:
-    """Reads the counters of one model: where it is, and if it is loaded what its engine does."""
+    """Collects one model's state and, if loaded, its engine's counters."""
 
     def __init__(self, resident: Resident, labels: Labels) -> None:
         self.resident, self.labels = resident, labels
@@ -109,7 +109,7 @@ class OneModel:
         return family
 
     def _by(self, name: str, says: str, label: str, counts: Mapping[str, float]) -> Metric:
-        """Return a counter that is split by a label."""
+        """Return a counter with a further label."""
         family = CounterMetricFamily(name, says, labels=[*self.labels, label])
         for key, value in dict(counts).items():
             family.add_metric([*self.labels.values(), key], float(value))
@@ -180,7 +180,7 @@ class OneModel:
         yield self._by("specdec:prefix_evicted", says, "kind", evicted)
 
     def _state(self, settings: Resolved, waiting: int, *, is_awake: bool) -> Iterator[Metric]:
-        """Report the engine's state as vLLM does: awake or not, waiting only for capacity."""
+        """Yield the engine's state as in vLLM: awake or not, waiting only for capacity."""
         for name, says, label, values in (
             (
                 "num_requests_waiting_by_reason",
@@ -208,7 +208,6 @@ class OneModel:
         yield info
 
     def _sizes(self, sizes: Counter[int]) -> Metric:
-        """Build the histogram of tokens per step."""
         buckets = [(str(float(b)), sum(n for size, n in sizes.items() if size <= b)) for b in STEP_TOKENS]
         family = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens processed in a step.", labels=list(self.labels)
@@ -219,11 +218,11 @@ class OneModel:
 
 
 def renamed(text: bytes) -> bytes:
-    """Repeat the metrics in `OLDER` under their earlier names."""
+    """Append the metrics in `OLDER` under their old names."""
     lines = text.split(b"\n")
     again = []
     for name, older in OLDER.items():
-        # What follows the name decides: a histogram has three series, a counter one that ends with _total.
+        # The suffix decides: a histogram has three series, a counter one that ends with _total.
         own = re.compile(
             rb"(# (?:HELP|TYPE) )?" + name.encode() + rb"(?=[ {]|_bucket|_sum|_count|_total|_created)"
         )

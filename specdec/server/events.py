@@ -1,4 +1,4 @@
-"""What each choice of a chat thinks, says and calls: the same events for every API that writes them."""
+"""Events of each choice of a chat (thinking, text, calls), shared by all APIs."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from specdec.text.answers.thinking import ThinkingFormat
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the answers of one chat may hold beside text."""
+    """Optional content of a chat's answers: thinking and calls."""
 
     thinking: ThinkingFormat | None = None
     offer: Offer | None = None
@@ -19,9 +19,9 @@ class Expected:
 
 
 class AnswerEvents:
-    """The events of one choice. Where one call is allowed, those after the first are left out.
+    """The events of one choice. If one call is allowed, later ones are dropped.
 
-    An answer that must be calls has no text: what is none in it is the beginning of a tag that was cut off.
+    A forced call has no text: any text in it is the start of a tag that was cut off.
     """
 
     def __init__(self, expected: Expected) -> None:
@@ -32,17 +32,17 @@ class AnswerEvents:
         self._speaks = offer is None or offer.structure is None
         self._calls = 0
         self.has_thought = False
-        """Whether anything was thought, shown or not."""
+        """Whether there was any thinking, shown or not."""
 
     def push(self, delta: Delta) -> list[Event]:
-        """Return what a piece of the answer adds, in order; the last piece brings what was held back."""
+        """Return a delta's events, in order; the last delta includes held-back text."""
         events = self._reader.push(delta.text)
         if delta.finish_reason:
             events += self._reader.finish(cut=delta.finish_reason != "stop")
         return [event for event in events if self._shows(event)]
 
     def finish_reason(self, why: str | None) -> str | None:
-        """Return why it ended, in OpenAI's words: tool_calls if it holds any and was not cut off."""
+        """Return the finish reason in OpenAI's terms: tool_calls if it has calls and was not cut off."""
         return "tool_calls" if why == "stop" and self._calls else why
 
     def _shows(self, event: Event) -> bool:

@@ -1,4 +1,4 @@
-"""Errors in the form that clients of OpenAI's API expect."""
+"""Errors in OpenAI's format."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ KINDS = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""The error type by status; any other status is a server error."""
+"""Error type by status; all others are server errors."""
 
 
 KINDS_OF_VALUE = {"str", "int", "float", "bool", "list", "dict"}
@@ -44,14 +44,14 @@ SEVERAL = {
     "bootstrap_room": "give an integer of 63 bits, or a list with one for each prompt",
     "keep_alive": "give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model for good",
 }
-"""What fields may be that may be of several kinds: pydantic would speak of the first alone."""
+"""Remedies of fields with several allowed types: pydantic's errors only cover the first."""
 
 
 UNKNOWN_ENCODING = "Content-Encoding: this server does not support it; send gzip, deflate, or no encoding."
 
 
 class Failure(Exception):
-    """An error response. `param` names the field at fault, `code` is for programs."""
+    """An error response. `param` names the invalid field, `code` is machine-readable."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Failure(Exception):
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
         self.trace: Exception | None = None
-        """The exception to log: the server's own. The engine logs its own already."""
+        """Internal exception to log; the engine logs its own."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -74,12 +74,12 @@ class Failure(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def reason(self, *, in_full: bool) -> dict[str, str]:
-        """Return what the log may say of it: its message, which may repeat the request, only if in full."""
+        """Return log fields; the message, which may repeat the request, only with `in_full`."""
         found = {"code": self.code, "param": self.param, "reason": repr(str(self)) if in_full else None}
         return {name: value for name, value in found.items() if value}
 
     def response(self, body: Mapping[str, Any] | None = None) -> web.Response:
-        """Return it as a response, with the body of another API if it is given."""
+        """Return it as a response, optionally with another API's body."""
         text = json.dumps(self.body if body is None else body)
         return web.Response(
             status=self.status, text=text, content_type="application/json", headers=self.headers
@@ -87,16 +87,16 @@ class Failure(Exception):
 
 
 ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-"""Exceptions that end a task, a generator or the process, and are no errors."""
+"""Exceptions that end a task, a generator or the process, and are not errors."""
 
 
 class Panic(Exception):
-    """An extension module gave up: Rust's panics are no `Exception`, and would pass all handlers."""
+    """An extension module panicked: Rust's panics are not `Exception`s and would bypass all handlers."""
 
 
 @contextlib.contextmanager
 def without_panics() -> Iterator[None]:
-    """Raise a `Panic` in place of a `BaseException` that is an error."""
+    """Convert a `BaseException` that is an error to a `Panic`."""
     try:
         yield
     except (Exception, *ENDS):
@@ -106,13 +106,13 @@ def without_panics() -> Iterator[None]:
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Drop the frames of an error that was answered: they hold the request's body, in a reference cycle."""
+    """Drop the frames of a handled error: they hold the request's body in a reference cycle."""
     while error:
         error.__traceback__, error = None, error.__context__
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return what a client may know: its own mistakes in full, of an internal error only that it happened."""
+    """Return the client's view of an error: client errors in full, internal ones without details."""
     match error:
         case Failure():
             return error
@@ -121,7 +121,7 @@ def failure_of(error: Exception) -> Failure:
         case CapacityError():
             return Failure(503, str(error), code="capacity", headers={"Retry-After": "1"})
         case SpecdecError():
-            # The same words as in Python, where a setting is named with its class.
+            # The same message as in Python, where a setting is named with its class.
             message = str(error).replace("SamplingParams.", "").replace("SamplingParams ", "the request ")
             long = error.field == "prompt" and "max_model_len" in message
             return Failure(400, message, param=error.field, code="context_length_exceeded" if long else None)
@@ -145,7 +145,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _garbled(error: HttpProcessingError) -> Failure:
-    """Describe bytes that are not HTTP, and repeat none of them: they may hold keys."""
+    """Describe malformed HTTP without echoing it, since it may contain keys."""
     match error:
         case LineTooLong():
             return Failure(431, "The first line or a header is longer than the server reads; send less.")
@@ -154,21 +154,21 @@ def _garbled(error: HttpProcessingError) -> Failure:
         case InvalidURLError():
             return Failure(400, "The address in the first line cannot be read.")
         case _:
-            # Below the first line aiohttp shows what it read.
+            # After the first line aiohttp shows the data it parsed.
             why = error.message.partition("\n")[0].partition(": ")[0].rstrip(":.")
             return Failure(400, f"This is not a valid HTTP request: {why}.")
 
 
 Names = Mapping[str, str]
-"""The client's names for fields that the engine names otherwise."""
+"""Client field names for fields that the engine names differently."""
 
 
 SAME: Names = {}
-"""No field is named otherwise."""
+"""No renames."""
 
 
 def renamed(error: Exception, names: Names) -> Failure:
-    """Rename the fields of an error to the client's names, which may name a part of a field too."""
+    """Rename an error's fields to the client's names, including parts of a field."""
     failure = failure_of(error)
     param, said = failure.param, str(failure)
     if param is None:
@@ -181,13 +181,13 @@ def renamed(error: Exception, names: Names) -> Failure:
 
 
 def chained(first: Names, then: Names) -> Names:
-    """Return the names that come of renaming twice."""
+    """Return the composition of two renamings."""
     return {**then, **{name: then.get(own, own) for name, own in first.items()}}
 
 
 @contextlib.contextmanager
 def naming(names: Names) -> Iterator[None]:
-    """Re-raise the client's mistakes under its own field names."""
+    """Re-raise client errors under the client's field names."""
     try:
         yield
     except (Failure, SpecdecError) as error:
@@ -201,7 +201,7 @@ def without_inside(error: EngineError | str) -> str:
 
 
 def misfit(error: ValidationError) -> Failure:
-    """Name the first invalid field of a body and what it should be."""
+    """Return an error that names the first invalid field and the expected value."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(
         str(part)
@@ -215,5 +215,5 @@ def misfit(error: ValidationError) -> Failure:
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:
-    """Keep an error's headers that a client needs, such as Allow."""
+    """Return the headers of an error that a client needs, such as Allow."""
     return {name: value for name, value in headers.items() if name.lower() == "allow"}

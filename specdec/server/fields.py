@@ -1,4 +1,4 @@
-"""Fields outside the schema: refused if they ask for something, ignored if harmless or unknown."""
+"""Unknown and unsupported fields: refused if they request something, else ignored."""
 
 import itertools
 import logging
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 IGNORED = "x-specdec-ignored-fields"
 """The response header that lists the ignored fields of its request."""
 MAX_TOKENS = "x-specdec-max-tokens"
-"""The response header that says how many tokens a choice may have, `max_tokens` cut to the context."""
+"""Response header with a choice's maximum tokens, `max_tokens` cut to the context."""
 MOST_NAMES, LONGEST_NAME = 16, 64
-"""Of the fields that one answer names, and of those that the log knows: names are the clients' own."""
+"""Maximum number and length of ignored fields in a header, and in the log: clients choose the names."""
 MOST_LOGGED = 256
 MOST_LEVELS = 128
-"""Of objects and lists within each other: twice those of a schema that is served."""
+"""Maximum nesting of objects and lists: twice that of a supported schema."""
 
 HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -27,7 +27,7 @@ HARMLESS = {
     *("length_penalty", "early_stopping", "spaces_between_special_tokens", "mm_processor_kwargs"),
     *("media_io_kwargs", "stream_reasoning", "guided_decoding_backend"),
 }
-"""Known, and left alone: whatever they say, an answer would be the same. (Two of them steer beams alone.)"""
+"""Known and ignored: they would not change an answer. (Two of them only affect beam search.)"""
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "best_of": (),
@@ -82,7 +82,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "cache_control": (),
     "cache_marks": ([],),
 }
-"""Known and not supported, with the values at which they ask for nothing. Some are fields of one body."""
+"""Known but unsupported, with the values that request nothing. Some are supported in one body only."""
 FORM = 'give structured_outputs: {"json": …}, {"regex": …}, {"choice": …} or {"grammar": …}'
 MARK = 'put "cache_control": {"type": "ephemeral"} on a message of a chat, or on a part of its content'
 INSTEAD: Mapping[str, str] = {
@@ -99,14 +99,14 @@ INSTEAD: Mapping[str, str] = {
     "min_new_tokens": "give min_tokens",
     **dict.fromkeys(("cache_control", "cache_marks"), MARK),
 }
-"""The remedy, if it is not just to leave the field out."""
+"""Remedy, if not just to leave the field out."""
 
 
 def given_fields(data: bytes) -> dict[str, Any]:
     """Parse a body into its fields."""
     try:
         given = parse(data)
-    except RecursionError:  # a parser's own bound lies above ours
+    except RecursionError:  # the parser's own limit is above ours
         raise _too_deep() from None
     except ValueError:
         raise Failure(400, "the body is not JSON; send one object, as UTF-8.", code="invalid_json") from None
@@ -121,7 +121,7 @@ def _too_deep() -> Failure:
 
 
 def _check_shape(given: dict[str, Any]) -> None:
-    """Refuse a body that nests too deep for recursive parsers, or has too many parts."""
+    """Raise for a body that nests too deep for recursive parsers, or has too many parts."""
     level: list[Any] = [given]
     levels = parts = 0
     while level:
@@ -135,7 +135,7 @@ def _check_shape(given: dict[str, Any]) -> None:
 
 
 def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """Refuse fields that ask for something unsupported; a value that `said` names asks for nothing more."""
+    """Raise for fields that request something unsupported; values in `said` have no effect."""
     for name, value in extra.items():
         if name in REFUSED and value not in (*REFUSED[name], said.get(name)):
             instead = INSTEAD.get(name, "leave it out")
@@ -154,7 +154,7 @@ class Ignored:
         self._logged: set[str] = set()
 
     def headers(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the header that lists them, without characters that a header cannot hold."""
+        """Return the header that lists them, restricted to valid header characters."""
         if not names:
             return {}
         cut = [name[:LONGEST_NAME] for name in names[:MOST_NAMES]]

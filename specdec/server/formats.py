@@ -18,12 +18,12 @@ from specdec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 AT_ONCE = 64
-"""Elements of a list that are written at once: with 20 alternatives each some 100 KB."""
+"""List elements encoded at once; with 20 alternatives each some 100 KB."""
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Rows:
-    """A JSON list whose elements, which take much memory, are made as they are written."""
+    """A JSON list whose elements, which take much memory, are built while writing."""
 
     def __init__(self, rows: Sequence[Any], make: Callable[[Any], Any]) -> None:
         self._rows, self._make = rows, make
@@ -33,7 +33,7 @@ class Rows:
 
 
 def written(value: Any) -> Iterator[str]:
-    """Write JSON in pieces, its long lists a few elements at a time."""
+    """Yield JSON in pieces, long lists a few elements at a time."""
     if isinstance(value, Rows):
         rows, comma = iter(value), "["
         while some := list(islice(rows, AT_ONCE)):
@@ -65,7 +65,7 @@ class Usage:
     cached: dict[int, int] = field(default_factory=dict)
     """Tokens of each prompt found in the prefix cache by its first choice."""
     thinking: ThinkingTokens | None = None
-    """Those of the completion that are thinking, where it thinks."""
+    """Counter of thinking tokens, if there is thinking."""
 
     @classmethod
     def of(cls, prepared: Sequence[Prepared]) -> Self:
@@ -121,7 +121,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the response shows beside the text."""
+    """Optional response fields."""
 
     token_ids: bool = False
     origins: bool = False
@@ -130,33 +130,33 @@ class Shown:
 
 
 class Writer(Protocol):
-    """Writes one response in the form of its API: whole, or as events."""
+    """Writes one response in its API's format, whole or as events."""
 
     usage: Usage
     is_typed: bool
     """Whether events are named by their `type`; others end with `[DONE]`."""
 
     def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
-        """Write the whole response in pieces, from all that each choice has said."""
+        """Yield the whole response in pieces, from each choice's output."""
         ...
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
-        """Return what a choice's next delta adds to the stream, if anything."""
+        """Return the stream events of a choice's next delta."""
         ...
 
     def end(self) -> list[Json]:
-        """Return what ends the stream."""
+        """Return the last events of the stream."""
         ...
 
     def failed(self, failure: Failure) -> list[Json]:
-        """Return what ends a stream that has begun and fails."""
+        """Return the events that end a failed stream."""
         ...
 
 
 class Format(Protocol):
     shown: Shown
     prefix: str
-    """Of ids."""
+    """Prefix of ids."""
     whole: str
     chunk: str
     """The `object` names."""
@@ -220,7 +220,7 @@ class Completions:
         }
 
     def _logprobs(self, choice: int, delta: Delta, echo: Echo | None) -> Json:
-        """Write them as columns, a prompt's first; an offset is where a token's own text begins."""
+        """Return log-probabilities as columns, the prompt's first; offsets are those of each token's text."""
         prompts = filter(None, delta.prompt_logprobs or ())
         logprobs = [*prompts, *(delta.logprobs or ())]
         first = [echo.first] if echo else []
@@ -246,7 +246,7 @@ class Completions:
         return self.tokenizer.bytes_of(token) if self.tokenizer else spell(None, token).encode()
 
     def _named(self, token: int) -> str:
-        """Return a token's text, or its bytes, as OpenAI writes them, if it is a part of a character."""
+        """Return a token's text, or its bytes in OpenAI's notation if it is part of a character."""
         own = self._bytes(token)
         try:
             return own.decode()
@@ -261,7 +261,7 @@ class Chats:
         self.tokenizer, self.shown, self.expected = tokenizer, shown, expected
         self._answers: dict[int, ChatAnswer] = {}
         self._spelt: dict[int, tuple[str, list[int]]] = {}
-        """The text and the bytes of tokens whose log-probabilities were written."""
+        """Text and bytes of tokens already written in log-probabilities."""
 
     def first(self, choice: int) -> Json | None:
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
@@ -270,7 +270,7 @@ class Chats:
         return self._told(choice, "message", self._answer(choice).message(delta), delta)
 
     def parts(self, choice: int, delta: Delta) -> list[Json]:
-        """Write each piece as a chunk; what stands beside the text goes into the last."""
+        """Return one chunk per message part; the other fields go into the last."""
         own = self._answer(choice).parts(delta)
         if not own and not (
             delta.finish_reason or delta.logprobs or beside(delta, self.shown, self.tokenizer)
@@ -313,7 +313,7 @@ def _tells(delta: Delta) -> bool:
 
 
 def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
-    """Return the fields beside a text that were asked for."""
+    """Return requested fields next to the text."""
     own: Json = {}
     if shown.token_ids:
         own["token_ids"] = list(delta.token_ids)
@@ -328,7 +328,7 @@ def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
 
 
 def _ranked(own: TokenLogprob, tokenizer: Tokenizer | None) -> Json:
-    """Write what might stand at a place of the prompt, as vLLM does; only the likeliest have a known rank."""
+    """Return a prompt token's alternatives in vLLM's format; only the likeliest have a known rank."""
     ranks = {token: rank for rank, (token, _) in enumerate(own.top, 1)}
     return {
         str(token): {"logprob": logprob, "rank": ranks.get(token), "decoded_token": spell(tokenizer, token)}
@@ -337,7 +337,7 @@ def _ranked(own: TokenLogprob, tokenizer: Tokenizer | None) -> Json:
 
 
 def _draft(draft: DraftTree, tokenizer: Tokenizer | None) -> Json:
-    """Write a draft tree so that a page can draw it without a tokenizer."""
+    """Return a draft tree that a page can draw without a tokenizer."""
     bonus = draft.bonus
     return {
         "token_ids": list(draft.tokens),
@@ -349,7 +349,7 @@ def _draft(draft: DraftTree, tokenizer: Tokenizer | None) -> Json:
 
 
 def spell(tokenizer: Tokenizer | None, token: int) -> str:
-    """Return a token's text, a special one's too."""
+    """Return a token's text, including special tokens."""
     return tokenizer.spell(token) if tokenizer else f"token_id:{token}"
 
 

@@ -1,4 +1,4 @@
-"""The requests of one model: those that wait until they may enter, and the answers that its engine is at."""
+"""The requests of one model: those waiting for it to load, and its running answers."""
 
 import asyncio
 import contextlib
@@ -10,45 +10,45 @@ from specdec.server.failures import Failure
 
 
 class Work(Protocol):
-    """Something that an engine was asked for."""
+    """Work submitted to an engine."""
 
     @property
     def is_over(self) -> bool: ...
 
     def fail(self, failure: Failure) -> None:
-        """End it with an error, unless it is over."""
+        """End it with an error, unless it is finished."""
         ...
 
 
 class Gate:
-    """Owned by the event loop's thread; `on_change` is called when a request begins or ends to wait."""
+    """Requests of one model. Owned by the event loop's thread; `on_change` reports changes in waiting."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self.users = 0
-        """Requests under way."""
+        """Number of requests in progress."""
         self._waiting: list[asyncio.Future[SpecEngine]] = []
-        """Of these, those that wait until the model is loaded."""
+        """Requests that wait for the model to load."""
         self._answers: set[Work] = set()
-        """What the engine was asked for; what is over is perhaps still being read."""
+        """Work submitted to the engine; finished work may still be being read."""
 
     @property
     def waiting(self) -> int:
-        """Requests that wait until the model is loaded."""
+        """Number of requests waiting for the model to load."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Answers that the engine has not ended yet: they want an arena."""
+        """Number of answers the engine has not finished, which need an arena."""
         return sum(not own.is_over for own in self._answers)
 
     @property
     def inside(self) -> int:
-        """Requests that use the engine, or are about to; one whose answer is only being read does not."""
+        """Number of requests that use the engine or are about to, without those only being read."""
         return self.users - self.waiting - sum(own.is_over for own in self._answers)
 
     async def wait(self) -> SpecEngine:
-        """Wait until the gate is opened; raise why it is not."""
+        """Wait until the gate opens; raise if it is refused."""
         entry: asyncio.Future[SpecEngine] = asyncio.get_running_loop().create_future()
         self._waiting.append(entry)
         self._on_change()
@@ -60,12 +60,12 @@ class Gate:
             self._on_change()
 
     def open(self, engine: SpecEngine) -> None:
-        """Admit all that wait; they count as inside at once."""
+        """Admit all waiting requests, which count as inside at once."""
         for entry in self._taken():
             entry.set_result(engine)
 
     def refuse(self, failure: Callable[[], Failure]) -> None:
-        """Send away all that wait, each with an error of its own."""
+        """Refuse all waiting requests, each with its own error."""
         for entry in self._taken():
             entry.set_exception(failure())
 
@@ -74,14 +74,14 @@ class Gate:
         return [entry for entry in entries if not entry.done()]
 
     def end_all(self, failure: Callable[[], Failure]) -> None:
-        """Refuse what waits, and fail what the engine has not ended."""
+        """Refuse waiting requests, and fail unfinished answers."""
         self.refuse(failure)
         for answer in list(self._answers):
             answer.fail(failure())
 
     @contextlib.contextmanager
     def answering(self, answer: Work) -> Iterator[None]:
-        """Ask for an arena until an answer is over, in here or sooner."""
+        """Count an answer as needing an arena until it is finished, within the context."""
         self._answers.add(answer)
         self._on_change()
         try:

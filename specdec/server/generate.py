@@ -30,9 +30,9 @@ from specdec.server.tools.offer import Offer, untold
 logger = logging.getLogger(__name__)
 
 SPELLING = 5
-"""Times as long as reading a character takes spelling a token."""
+"""Cost of decoding a token, relative to encoding a character."""
 Work = Callable[[int, Callable[[], Any]], Awaitable[Any]]
-"""Do work of a size in the turn of a request's caller: `Served.work`."""
+"""Runs work of a given size in the caller's turn: `Served.work`."""
 MakeWriter = Callable[[Expected, Sequence[Prepared]], Writer]
 
 
@@ -108,7 +108,7 @@ async def answer_chat(
     ignored: Sequence[str] = (),
     names: Names = SAME,
 ) -> web.StreamResponse:
-    """Answer a chat, in whichever API it came: with its names for fields, and its form of answers."""
+    """Answer a chat of any API, with its field names and response format."""
     with naming(names):
         served.check_turns(len(body.messages))
         most_asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -165,18 +165,18 @@ async def answer_chat(
 
 
 def told_of(body: ChatBody, offer: Offer | None, served: Served) -> tuple[dict[str, Any], list[str]]:
-    """Return what the template is told beside the messages, and the fields that it has no variables for."""
+    """Return the template's variables besides the messages, and fields that it has no variables for."""
     variables, unmet = template_variables(body, served.template, served.template_kwargs)
     return variables | ({"tools": offer.plain} if offer else {}), unmet
 
 
 def _heard(state: State, asked: Asked | None) -> AbstractContextManager[None]:
-    """Notify a server that waits for a prompt at once if it is not prefilled."""
+    """Notify a server waiting for this prompt at once if it is not prefilled."""
     return state.reach.lender.heard(asked) if state.reach else nullcontext()
 
 
 async def _fetch(state: State, prepared: Sequence[Prepared], asked: Asked | None) -> None:
-    """Fetch what another server has of prompts, if it is asked: that is then a cached prefix here."""
+    """Fetch prefixes prefilled by another server, if requested; they become cached prefixes here."""
     if asked is not None:
         assert state.reach
         await state.reach.fetch(prepared, asked)
@@ -229,12 +229,12 @@ async def _answer(
 
 
 class Gathering(Mapping[int, Delta]):
-    """What each choice of an answer has said; a look-up puts the choice together."""
+    """Output of each choice; a look-up assembles it."""
 
     def __init__(self) -> None:
         self._said: dict[int, Gathered] = {}
         self.size = 0
-        """Tokens that it tells of."""
+        """Number of tokens reported."""
 
     def add(self, choice: int, delta: Delta) -> None:
         """Append a choice's next delta."""
@@ -257,14 +257,14 @@ async def _gather(answers: Answers | Lending, writer: Writer, watch: Watch) -> G
         writer.usage.add(own.choice, own.delta)
         watch.said(own)
         said.add(own.choice, own.delta)
-        await asyncio.sleep(0)  # all choices may have come at once
+        await asyncio.sleep(0)  # all choices may have arrived at once
     return said
 
 
 async def _stream(
     answers: Answers | Lending, writer: Writer, watch: Watch, stream: EventStream, names: Names, work: Work
 ) -> web.StreamResponse:
-    """Stream the deltas. After the first event an error is an event too: the status has been sent."""
+    """Stream the deltas. After the first event an error becomes an event, as the status has been sent."""
     try:
         async for own in answers:
             choice, delta, _ = own

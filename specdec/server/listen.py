@@ -1,4 +1,4 @@
-"""Listen at an address, and print it: what every server of ours does."""
+"""Bind, listen, and print the address; shared by all servers."""
 
 import asyncio
 import errno
@@ -15,26 +15,27 @@ from specdec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
-"""The backlog of the listening socket."""
+"""Backlog of the listening socket."""
 ACCEPTED = 16
-"""Connections accepted in an iteration of the event loop. Were it one, clients that connect and leave could
-fill the backlog, and a new connection would wait for a thousand iterations (5.3 s beside requests for
-/metrics, 0.7 s with 16). Where no descriptor is left, asyncio logs an error for each of them."""
+"""Connections accepted per iteration of the event loop. With one, clients that connect and leave could fill
+the backlog, and a new connection would wait for a thousand iterations (5.3 s beside requests for /metrics,
+0.7 s with 16). Without free descriptors, asyncio logs an error for each of them."""
 UNSENT_BYTES = 1 << 18
-"""The send buffer of a connection; the system's default grows to megabytes."""
+"""Send buffer of a connection; the system's default grows to megabytes."""
 HANDSHAKE_S = 10.0
-"""Seconds that a client's TLS handshake may take."""
+"""Maximum seconds of a TLS handshake."""
 TLS_READ_BYTES = 1 << 15
-"""Buffer of a TLS connection, allocated when it is accepted. With asyncio's own 256 KiB 8,000 clients that
-connected and stayed silent took 1.7 GB."""
+"""Buffer of a TLS connection, allocated on accept. With asyncio's own 256 KiB 8,000 silent clients took 1.7
+GB."""
 SWITCH_S = 1e-3
-"""Seconds for which a thread that runs Python, as one that reads a large body, holds the others up."""
+"""Python's thread switch interval: the delay that one thread, such as a parser of a large body, causes
+others."""
 
 
 async def listen(
     factory: Callable[[], asyncio.BaseProtocol], sock: socket.socket, tls: ssl.SSLContext | None
 ) -> tuple[asyncio.Server, str]:
-    """Accept connections at a socket that is bound; return its address too.
+    """Accept connections on a bound socket; return the server and its address.
 
     With TLS it sets the buffer size of all TLS connections of the process.
     """
@@ -50,12 +51,12 @@ async def listen(
 
 
 def say(line: str) -> None:
-    """Print a line; if it cannot be written, on a full disk perhaps, carry on."""
+    """Print a line; if that fails, on a full disk for example, continue."""
     try:
         print(line, flush=True)
     except OSError as error:
         logger.warning("standard output cannot be written: %s", error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python holds back of it too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also drops Python's buffered output
 
 
 def bind(host: str, port: int, prefix: str = "") -> socket.socket:
@@ -67,7 +68,7 @@ def bind(host: str, port: int, prefix: str = "") -> socket.socket:
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)  # accepted ones inherit it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)  # accepted connections inherit it
         sock.bind(address)
     except socket.gaierror as error:
         raise ConfigError(

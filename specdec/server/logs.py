@@ -1,4 +1,4 @@
-"""Log formats: text lines, or JSON objects; and which model a line is about."""
+"""Log formats (text lines or JSON objects), and the model a line is about."""
 
 import contextlib
 import json
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 OWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}
-"""Standard attributes of a record; the rest came by `extra`."""
+"""Standard attributes of a record; all others were passed as `extra`."""
 
 
 @dataclass(slots=True)
 class LoggedModel:
-    """Which model's engine a thread builds or runs."""
+    """The model whose engine a thread builds or runs."""
 
     name: str
     is_repeated: bool
-    """Whether it is being built though it was loaded before: what is said of that is in the log already."""
+    """Whether it is being built again, so that its messages are already in the log."""
 
 
 LOGGED_MODEL: ContextVar[LoggedModel | None] = ContextVar("LOGGED_MODEL", default=None)
-"""Set where an engine is built; the engine's thread inherits it."""
+"""Set while an engine is built; the engine thread inherits it."""
 
 
 @contextlib.contextmanager
 def naming_model(name: str, *, again: bool) -> Iterator[None]:
-    """Name the model in what an engine that is built in the block logs, in its own thread too."""
+    """Prefix log lines of an engine built in this context with the model's name, in its thread too."""
     model = LoggedModel(name, again)
     token = LOGGED_MODEL.set(model)
     try:
@@ -38,26 +38,26 @@ def naming_model(name: str, *, again: bool) -> Iterator[None]:
 
 
 class NamingFilter(logging.Filter):
-    """Put the model's name before the lines of its engine; leave out what a later load repeats."""
+    """Prefixes an engine's lines with the model's name; drops repetitions of a later load."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Name the model in the record; False where it repeats what the first load has said."""
+        """Add the model's name to the record; return False to drop a repetition."""
         model = LOGGED_MODEL.get()
         if model is None:
             return True
         if model.is_repeated and record.levelno <= logging.INFO:
             return False
-        if "model" not in vars(record):  # another handler may have named it
+        if "model" not in vars(record):  # another handler may have added it
             record.msg, record.args = f"{model.name}: {record.getMessage()}", ()
             record.model = model.name
         return True
 
 
 class JsonLines(logging.Formatter):
-    """Write one JSON object a line: time, level, logger, message, extra fields, exception."""
+    """Formats records as JSON, one object per line: time, level, logger, message, extra fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the object; nothing in it can begin a new line."""
+        """Return the object; newlines are escaped."""
         when = datetime.fromtimestamp(record.created, UTC)
         line = {
             "time": when.isoformat(timespec="milliseconds"),
@@ -75,4 +75,4 @@ FORMATTERS: dict[str, logging.Formatter] = {
     "text": logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"),
     "json": JsonLines(),
 }
-"""By `log_format`."""
+"""Formatters by `log_format`."""

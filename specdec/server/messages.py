@@ -1,4 +1,4 @@
-"""A chat's messages as clients send them, and the marks that say where chats begin alike."""
+"""A chat's messages, and cache marks for shared prefixes."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -30,13 +30,13 @@ MEDIA = frozenset(
         *("videos", "file_id", "file_url", "file_data"),
     }
 )
-"""Fields by which clients send what is no text, beside a message's or a part's own."""
+"""Fields of media content."""
 THOUGHT = ("reasoning_content", "reasoning")
-"""The fields of what an assistant thought; templates know the first."""
+"""Field names of an assistant's thinking; templates use the first."""
 
 
 class Mark(BaseModel):
-    """Says that other chats will be the same up to here, in the words of Anthropic's API."""
+    """Anthropic's cache mark: other chats will share the prefix up to here."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,7 +47,7 @@ class Mark(BaseModel):
 
 
 def _whole_mark(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """Speak of a mark as one: it has but one form, whichever part of it is wrong."""
+    """Report any error in a mark as one error, since it has a single valid form."""
     try:
         return read(value)
     except ValidationError:
@@ -61,13 +61,13 @@ def _kind(content: Any) -> str | None:
 EITHER = Discriminator(
     _kind, custom_error_type="either", custom_error_message="give a text, or a list of parts"
 )
-"""A text or a list: errors are those of the kind that was given, with their place in it."""
+"""A text or a list: errors refer to the given type, with the location inside it."""
 
 
 class TextAlone(BaseModel):
-    """What has fields of its own, and none for images, audio or videos: they are refused by name.
+    """Base of objects without media fields, which are refused by name.
 
-    A list of many is checked in Rust, which lets other threads run here alone, where each calls Python.
+    Lists are validated in Rust, which only lets other threads run when it calls Python, as here.
     """
 
     @model_validator(mode="before")
@@ -106,7 +106,7 @@ class Message(TextAlone):
     cache_control: CacheControl | None = None
 
     def plain(self, index: int) -> dict[str, Any]:
-        """Return it as a template reads it, its parts joined; it is the message of this index."""
+        """Return it in the template's format, with parts joined; `index` is its position."""
         calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
         thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
         own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE, *THOUGHT})
@@ -115,7 +115,7 @@ class Message(TextAlone):
 
     @property
     def marks(self) -> list[int]:
-        """Return after how many of its parts there is a mark of what other chats begin with too."""
+        """Return the numbers of parts before each cache mark."""
         parts = self.content if isinstance(self.content, list) else [Part()]
         found = [i + 1 for i, part in enumerate(parts) if part.cache_control]
         return [*found, len(parts)] if self.cache_control else found
@@ -126,19 +126,19 @@ class Message(TextAlone):
 
 
 def unread(kind: str, *, lacks: bool) -> str:
-    """Return why a part is refused: its type is unknown, or it lacks its text."""
+    """Return why a part is refused: unknown type, or missing text."""
     return f"a part of type {kind!r:.40} " + (
         "lacks its text; give it" if lacks else "is not read; send text alone"
     )
 
 
 def as_read(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the form that a chat template takes."""
+    """Return messages in the chat template's format."""
     return [message.plain(i) for i, message in enumerate(messages)]
 
 
 def beginnings(messages: Sequence[Message]) -> list[list[dict[str, Any]]]:
-    """Return what of a chat stands before each mark, as a template reads it."""
+    """Return the chat prefix before each mark, in the template's format."""
     marks = [(i, mark) for i, message in enumerate(messages) for mark in message.marks]
     if len(marks) > MOST_MARKS:
         raise Failure(

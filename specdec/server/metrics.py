@@ -1,4 +1,4 @@
-"""What a Prometheus scrape reads, by the names that dashboards for vLLM know."""
+"""Prometheus metrics under vLLM's names."""
 
 import asyncio
 import contextlib
@@ -60,19 +60,19 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
 REASONS = ("stop", "length", "abort", "error")
 SCRAPE_REST = 20.0
-"""Seconds of rest per second of CPU time that writing the figures takes. Without it, eight clients that
-polled /metrics cut another key's stream from 185 to 28 events per second (`tiny`, two shared cores)."""
+"""Seconds of pause per CPU second of generating metrics. Without it, eight clients that polled /metrics cut
+another key's stream from 185 to 28 events per second (`tiny`, two shared cores)."""
 OUTSIDE = (Failure, ConnectionError, asyncio.CancelledError, RequestError)
-"""What ends a choice from outside: its time is over, the server stops, its client has left or erred."""
+"""Exceptions that end a choice from outside: timeout, shutdown, or the client's disconnect or error."""
 
 
 def labels_of(model: str) -> Labels:
-    """Return the labels that every series of a model has, as in vLLM."""
+    """Return the labels of a model's series, as in vLLM."""
     return {"model_name": model, "engine": "0"}
 
 
 class Metrics:
-    """What a scrape reads: counts of what requests see, by model, and those of the engines themselves."""
+    """All metrics: request counts by model, and the engines' counters."""
 
     def __init__(self, residents: Sequence[Resident]) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -89,11 +89,11 @@ class Metrics:
         self._rests_until_s = 0.0
 
     def of(self, model: str) -> "ModelMetrics":
-        """Return what is counted of a model."""
+        """Return a model's metrics."""
         return ModelMetrics(self, labels_of(model))
 
     def histogram(self, name: str, says: str, buckets: tuple[float, ...], labels: Labels) -> Histogram:
-        """Return a model's histogram of a family, which begins here if there is none."""
+        """Return a model's histogram, creating its family if needed."""
         if name not in self._families:
             self._families[name] = Histogram(
                 name, says, list(labels), buckets=buckets, registry=self.registry
@@ -102,18 +102,18 @@ class Metrics:
         return found
 
     def counter(self, name: str, says: str, labels: Labels) -> Counter:
-        """Return a model's counter of a family, which begins here if there is none."""
+        """Return a model's counter, creating its family if needed."""
         if name not in self._families:
             self._families[name] = Counter(name, says, list(labels), registry=self.registry)
         found: Counter = self._families[name].labels(**labels)
         return found
 
     def answered(self, path: str, method: str, status: int) -> None:
-        """Count an answer of one of the server's addresses."""
+        """Count a response of a route."""
         self.answers.labels(handler=path, method=method, status=f"{status // 100}xx").inc()
 
     async def scrape(self) -> bytes:
-        """Return all figures; scrapes that come during a rest share one text, which is written after it."""
+        """Return all metrics; scrapes during a pause share one text generated after it."""
         if self._scrape is None:
             self._scrape = asyncio.create_task(self._rested_text())
         return await asyncio.shield(self._scrape)
@@ -127,15 +127,15 @@ class Metrics:
         return text
 
     def text(self) -> bytes:
-        """Write all figures, those of vLLM's that were renamed by their older names too."""
+        """Return all metrics, renamed ones under both names."""
         return renamed(generate_latest(self.registry))
 
 
 class ModelMetrics:
-    """Counts what requests of one model see.
+    """Request metrics of one model.
 
-    As in vLLM every choice is a request: n choices of a prompt are n times, n lengths and n prompts. One
-    that came to no end of its own has nothing but its reason, and its first token if there was one.
+    As in vLLM each choice counts as a request: n choices of a prompt are n times, n lengths and n prompts. A
+    choice that was ended from outside only counts its reason, and its first token if there was one.
     """
 
     def __init__(self, metrics: Metrics, labels: Labels) -> None:
@@ -203,7 +203,7 @@ class ModelMetrics:
 
     @contextlib.contextmanager
     def request(self, prepared: Sequence[Prepared], start_s: float) -> Iterator["Watch"]:
-        """Watch the choices of some prompts, which came at this time, to their end, whatever that is."""
+        """Track the choices of some prompts from their arrival to their end."""
         watch = Watch(self, prepared, start_s)
         try:
             yield watch
@@ -215,18 +215,18 @@ class ModelMetrics:
 
 
 class Watch:
-    """Follows the choices that were asked for together."""
+    """Tracks choices submitted together."""
 
     def __init__(self, metrics: ModelMetrics, prepared: Sequence[Prepared], start_s: float) -> None:
         self.metrics, self.prepared, self.start_s = metrics, prepared, start_s
         self._why = ""
-        """What ended the choices that came to no end of their own."""
+        """Reason of choices ended from outside."""
         self._last_s: dict[int, float] = {}
         self._ended: list[list[int]] = [[] for _ in prepared]
-        """Of each prompt: how many tokens its choices had that are over."""
+        """Per prompt: token counts of its finished choices."""
 
     def said(self, said: Said) -> None:
-        """Note a part of a choice: when the engine said what, not when it was looked at."""
+        """Record a choice's delta at the time the engine produced it."""
         choice, delta, steps = said
         prompt = choice // self.prepared[0].params.n
         self.metrics.written_total.inc(len(delta.token_ids))
@@ -241,14 +241,14 @@ class Watch:
                 self.metrics.between_s.observe(gap_s)
             self._last_s[choice] = at_s
         if delta.finish_reason and delta.stats:
-            if choice not in self._last_s:  # its prompt was read, and nothing more was asked for
+            if choice not in self._last_s:  # only a prefill was requested
                 self.metrics.read_total.inc(len(self.prepared[prompt].ids))
             self.metrics.ended[delta.finish_reason].inc()
             self.metrics.whole_s.observe(steps[-1][0] - self.start_s)
             self._end(prompt, delta.stats)
 
     def _end(self, prompt: int, stats: RequestStats) -> None:
-        """Note what the engine says of a choice that came to its end."""
+        """Record the statistics of a finished choice."""
         metrics, params, ended = self.metrics, self.prepared[prompt].params, self._ended[prompt]
         decode_s, tokens = stats.total_s - stats.first_token_s, stats.output_tokens
         metrics.queued_s.observe(stats.queued_s)
@@ -268,11 +268,11 @@ class Watch:
             metrics.longest.observe(max(ended))
 
     def fail(self, error: BaseException) -> None:
-        """Note what ends the choices that are left; what comes after it is no reason any more."""
+        """Record the reason for ending the remaining choices; the first one counts."""
         self._why = self._why or ("abort" if isinstance(error, OUTSIDE) else "error")
 
     def close(self) -> None:
-        """Count the choices that came to no end of their own, by what ended them."""
+        """Count the choices that were ended from outside, by reason."""
         left = sum(own.params.n - len(ended) for own, ended in zip(self.prepared, self._ended, strict=True))
         if left:
             self.metrics.ended[self._why].inc(left)

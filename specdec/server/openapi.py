@@ -88,7 +88,7 @@ def describe() -> dict[str, Any]:
 
 @cache
 def described() -> str:
-    """Return it as JSON; generating it takes a while."""
+    """Return the description as JSON; generating it takes a while."""
     return json.dumps(describe())
 
 

@@ -1,4 +1,4 @@
-"""Pages of other origins: which may ask and read responses (CORS), and the refusal of all others."""
+"""Cross-origin access: which pages may send requests and read responses (CORS); others are refused."""
 
 import ipaddress
 import re
@@ -16,15 +16,15 @@ ORIGIN = re.compile(r"([a-z][a-z0-9+.\-]*)://[^\s/?#@,]+")
 PORTS = {"http": ":80", "https": ":443"}
 """Default ports, which browsers omit."""
 EXPOSED = f"X-Request-ID, Request-ID, Retry-After, {IGNORED}, {MAX_TOKENS}"
-"""Response headers exposed to pages beside the safelisted ones."""
+"""Response headers exposed to pages, besides the safelisted ones."""
 NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
 METHODS = "GET, HEAD, POST, DELETE"
 KEPT_S = "600"
-"""How long a browser may cache a preflight, in seconds."""
+"""Seconds a browser may cache a preflight."""
 
 
 class Origins:
-    """The allowed origins. A malformed one is a `ConfigError`."""
+    """The allowed origins. Raises `ConfigError` for malformed ones."""
 
     def __init__(self, allowed: Sequence[str] | None) -> None:
         self._allowed = frozenset(map(_read, allowed or ()))
@@ -38,11 +38,11 @@ class Origins:
         return self.takes_any or origin.lower() in self._allowed
 
     def name_host(self, host: str) -> bool:
-        """Return whether a Host header names an allowed origin, as behind a proxy that passes it on."""
+        """Return whether a Host header names an allowed origin, as behind a proxy that forwards it."""
         return any(f"{scheme}://{host.lower()}" in self._allowed for scheme in PORTS)
 
     def headers(self, origin: str | None) -> dict[str, str]:
-        """Return the headers that let a page of this origin read a response, if it may."""
+        """Return the headers that let a page of this origin read a response, if allowed."""
         if not self._allowed:
             return {}
         if self.takes_any:
@@ -60,11 +60,11 @@ class PageGuard:
         self._origins, self._is_local = origins, is_local(host)
 
     def check(self, request: web.Request) -> None:
-        """Check a request's headers; raise a `Failure` if they are a foreign page's."""
+        """Raise a `Failure` if a foreign page sent the request."""
         self.refuse(request.headers.get("Host", ""), request.headers.get("Origin"))
 
     def refuse(self, host: str, origin: str | None) -> None:
-        """Raise a `Failure` if a page of another origin names this host, or itself, so."""
+        """Raise a `Failure` if the Origin is foreign, or the Host is not this machine."""
         try:
             name, own = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
         except ValueError:
@@ -82,7 +82,7 @@ class PageGuard:
 
 
 def foreign(origin: str) -> Failure:
-    """Return the refusal of a page."""
+    """Return the error for a foreign page."""
     return Failure(
         403,
         f"Origin: a page of {origin:.80} may not use this server; to allow it, start the server with "
@@ -106,10 +106,10 @@ def is_preflight(request: web.Request) -> bool:
 
 
 def let_through(request: web.Request) -> web.Response:
-    """Answer a preflight: allow the request with the headers that it names."""
+    """Answer a preflight, allowing the headers it names."""
     own = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": KEPT_S}
     names = request.headers.get("Access-Control-Request-Headers", "")
-    if NAMES.fullmatch(names):  # clients send many of their own; what they may do, the key says
+    if NAMES.fullmatch(names):  # clients send many custom headers; the key decides what they may do
         own["Access-Control-Allow-Headers"] = names
     if request.headers.get("Access-Control-Request-Private-Network") == "true":
         own["Access-Control-Allow-Private-Network"] = "true"

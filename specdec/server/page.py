@@ -10,13 +10,13 @@ from aiohttp import web
 
 WEB = files("specdec.server").joinpath("web")
 FOLDER = "/web/"
-"""The route of the files beside the page itself, which is at `/`."""
+"""Route of all files but the page itself, which is at `/`."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""No external resources, no inline scripts, no text read as HTML, no framing by other sites."""
+"""No external resources, no inline scripts, no text parsed as HTML, no framing by other sites."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -36,7 +36,7 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def playground(folder: Traversable) -> Mapping[str, Answer]:
-    """Read the files once; return their handlers by route. Files of an unknown type have no route."""
+    """Load the files once and return their handlers by route; unknown file types are skipped."""
     answers = {}
     for name, data in _read(folder):
         kind = KINDS.get(PurePath(name).suffix)
@@ -47,7 +47,7 @@ def playground(folder: Traversable) -> Mapping[str, Answer]:
 
 
 def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
-    """Yield the files of a folder and of those in it, by their paths from it."""
+    """Yield all files below a folder with their relative paths."""
     for entry in folder.iterdir():
         if entry.is_dir():
             yield from _read(entry, f"{prefix}{entry.name}/")
@@ -56,7 +56,7 @@ def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
 
 
 def _answering(data: bytes, kind: str) -> Answer:
-    """Make a handler that serves a file with an ETag."""
+    """Return a handler that serves a file with an ETag."""
     etag = hashlib.sha256(data).hexdigest()[:32]
 
     async def answer(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""JSON that clients send, parsed so that other threads run meanwhile."""
+"""Parse clients' JSON without blocking other threads."""
 
 import json
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
@@ -8,20 +8,20 @@ from typing import Any
 from specdec.server.failures import Failure
 
 SMALL = 1 << 16
-"""Bytes that the parser in C takes in a few milliseconds, in which it lets no other thread run."""
+"""Bytes that the C parser handles in a few milliseconds, while no other thread can run."""
 MOST_VALUES = 1 << 20
-"""Fields and elements of lists, all told: token ids of many long prompts."""
+"""Maximum fields and list elements of a body: enough for the token ids of many long prompts."""
 MOST_PARTS = 1 << 16
-"""Objects, their fields, and lists of a body, all told."""
+"""Maximum objects, fields and lists of a body."""
 
 
 def parse(data: bytes) -> Any:
-    """Parse a body, a large one in Python: others run between its values, and one too large ends early."""
+    """Parse a body; a large one in Python, which lets other threads run and stops early at the limits."""
     return json.loads(data) if len(data) <= SMALL else json.loads(data, cls=_Counting)
 
 
 class _Counting(json.JSONDecoder):
-    """Counts what it reads, and is good for one text."""
+    """Decoder that counts values and parts; used once."""
 
     def __init__(self) -> None:
         super().__init__(parse_int=_whole, parse_float=_broken)
@@ -58,7 +58,7 @@ class _Counting(json.JSONDecoder):
 
 
 def _whole(digits: str) -> int:
-    """Read a number; digits of other scripts, which the scanner in Python takes, are a `ValueError`."""
+    """Parse an integer; non-ASCII digits, which the Python scanner accepts, raise `ValueError`."""
     return int(digits.encode("ascii"))
 
 

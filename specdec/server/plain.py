@@ -13,7 +13,7 @@ from specdec.server.tools.bodies import Tool
 
 
 class PlainBody(BaseModel):
-    """Fields that both routes share."""
+    """Fields of both routes."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""The connections of the API's servers, with aiohttp's own errors in OpenAI's form."""
+"""Connections of the API servers, with aiohttp's own errors in OpenAI's format."""
 
 import asyncio
 import contextlib
@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 
 class ApiConnection(Connection):
-    """Reads one client's requests in turn, and the rest of bodies that were refused."""
+    """Handles one client's requests in order, and drains refused bodies."""
 
     __slots__ = ()
 
     def __init__(self, *args: Any, **kw: Any) -> None:
-        """Stop reading while two requests wait behind the one that is handled, instead of 32."""
+        """Pause reading while two requests are queued, instead of aiohttp's 32."""
         super().__init__(*args, **kw)
         self._max_msg_queue_size, self._msg_queue_resume_size = 2, 0
 
     def refusal(
         self, request: web.BaseRequest, status: int, error: BaseException | None, message: str | None
     ) -> web.Response:
-        """Return the response to an error outside every handler, and log it."""
+        """Return the response to an error outside all handlers, and log it."""
         failure = failure_of(error) if isinstance(error, Exception) else Failure(status, message or "")
         if failure.trace:
             logger.error("a request failed outside its handler", exc_info=failure.trace)
@@ -38,14 +38,14 @@ class ApiConnection(Connection):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response, and discard the rest of its request's body.
+        """Send a response, and drain the rest of its request's body.
 
-        An error that aiohttp raises before any handler gets our form.
+        Errors that aiohttp raises before any handler are converted to our format.
         """
         if isinstance(resp, web.HTTPException):
             resp = failure_of(resp).response()
         finished = await super().finish_response(request, resp, start_time)
-        if finished[1] or self._force_close:  # the client has left, or the server stops
+        if finished[1] or self._force_close:  # the client has disconnected, or the server stops
             return finished
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):

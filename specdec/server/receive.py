@@ -1,4 +1,4 @@
-"""Read request bodies when a handler asks for one, in bounded memory."""
+"""Receive request bodies on demand, in bounded memory."""
 
 import asyncio
 import contextlib
@@ -12,38 +12,38 @@ from aiohttp import web
 from specdec.server.failures import UNKNOWN_ENCODING, Failure
 
 ARRIVING_BYTES = 192 << 20
-"""Memory for bodies that arrive or wait to be parsed, as they were sent: they are unpacked in a few threads.
+"""Memory for bodies being received or waiting to be parsed, as sent: they are decompressed in a few threads.
 One caller gets at most half of it."""
 BODIES = 4
-"""Largest bodies that always fit into a budget; one alone needs three, by the rule of `BodyBudget`."""
+"""Maximum-size bodies that a budget holds; a single one needs three, by the rule of `BodyBudget`."""
 PIECE_BYTES = 1 << 18
-"""Size of the pieces in which a body is kept until it is whole: growing one buffer fragments the heap."""
+"""Size of the pieces of an incomplete body: growing one buffer fragments the heap."""
 MOST_PIECES, PIECE_LEAST = 1024, 256
-"""Chunks of a body that may be of any size, and the bytes that each further one must have on average. The
-event loop spends as much on a chunk of one byte as on one of 2 KiB: four clients that sent 3 MB each in such
-chunks stopped all streams for 5 s."""
+"""Chunks of a body that may have any size, and minimum average bytes of further ones. The event loop spends
+as much on a chunk of one byte as on one of 2 KiB: four clients that sent 3 MB each in such chunks stopped all
+streams for 5 s."""
 ENCODINGS = {"": None, "identity": None, "gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""The window argument of zlib by Content-Encoding."""
+"""zlib's window argument by Content-Encoding."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class BodyBudget:
     """Bounds the memory of all request bodies. Owned by the event loop.
 
-    A body may grow while its own bytes, those of its caller and those of all bodies fit into `most` together.
-    So one caller gets at most half, a new caller always finds free memory, and of one caller's bodies large
-    ones are refused before small ones.
+    A body may grow while its own bytes, its caller's and all bodies' together fit into `most`. So one caller
+    gets at most half, a new caller always finds free memory, and of one caller's bodies large ones are
+    refused before small ones.
     """
 
     def __init__(self, most: int, max_body_bytes: int) -> None:
         self.most = max(most, BODIES * max_body_bytes)
         self.held_bytes = 0
         self._held: Counter[str] = Counter()
-        """By caller."""
+        """Bytes by caller."""
 
     @contextlib.contextmanager
     def holding(self, caller: str) -> Iterator["HeldBody"]:
-        """Count one body of a caller until this is left."""
+        """Count a body of a caller within the context."""
         body = HeldBody(self, caller)
         try:
             yield body
@@ -53,7 +53,7 @@ class BodyBudget:
                 del self._held[caller]
 
     def admit(self, body: "HeldBody", num_bytes: int) -> None:
-        """Count more bytes of a body, or refuse them."""
+        """Count more bytes of a body, or raise."""
         after = body.num_bytes + self._held[body.caller] + self.held_bytes + 3 * num_bytes
         if after > self.most:
             raise Failure(
@@ -72,18 +72,18 @@ class BodyBudget:
 
 
 class HeldBody:
-    """A body that is counted in a budget."""
+    """A body counted in a budget."""
 
     def __init__(self, budget: BodyBudget, caller: str) -> None:
         self.caller, self.num_bytes, self._budget = caller, 0, budget
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes, or raise a `Failure` if the budget has no room for them."""
+        """Count more bytes, or raise a `Failure` if the budget is exhausted."""
         self._budget.admit(self, num_bytes)
 
 
 async def expect_later(request: web.Request) -> None:
-    """Hold `100 Continue` back until the body is wanted: `read_body` sends it."""
+    """Delay `100 Continue` until `read_body` wants the body."""
     if not _waits(request):
         raise web.HTTPExpectationFailed
 
@@ -94,23 +94,23 @@ def _waits(request: web.Request) -> bool:
 
 
 class Received(NamedTuple):
-    """A body as it was sent."""
+    """A body as sent."""
 
     data: bytes
     window: int | None
-    """The window argument of zlib; None: the body is not packed."""
+    """zlib's window argument; None: not compressed."""
     most: int
-    """Bytes that it may have."""
+    """Maximum decompressed bytes."""
 
     @property
     def is_packed(self) -> bool:
         return self.window is not None
 
     def unpack(self) -> bytes:
-        """Return what was packed. It takes up to a tenth of a second, so it belongs in a thread."""
+        """Return the decompressed body. Takes up to a tenth of a second: run it in a thread."""
         if self.window is None or not self.data:
             return self.data
-        # Some clients send deflate without zlib's header, of which these bits are always the same.
+        # Some clients send raw deflate; zlib's header always has these bits.
         is_bare = self.window == zlib.MAX_WBITS and self.data[0] & 0xF != zlib.DEFLATED
         unpacker = zlib.decompressobj(-self.window if is_bare else self.window)
         try:
@@ -125,7 +125,7 @@ class Received(NamedTuple):
 
 
 async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Received:
-    """Read a body; refuse one that is too slow, or too large alone or beside those of others."""
+    """Receive a body; raise if it is too slow, or too large alone or together with others."""
     most = request.client_max_size
     if (request.content_length or 0) > most:
         raise Failure(
@@ -141,8 +141,8 @@ async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Rec
         async with asyncio.timeout(limit_s):
             if _waits(request) and request.version >= (1, 1):
                 await request.writer.write(CONTINUE)
-                request.writer.output_size = 0  # it is no part of the answer
-            while request.can_read_body:  # aiohttp's reader of empty bodies, which all share, ends only once
+                request.writer.output_size = 0  # not part of the response
+            while request.can_read_body:  # aiohttp's shared reader of empty bodies ends only once
                 data, is_chunk_end = await request.content.readchunk()
                 held.add(len(data))
                 count += is_chunk_end
@@ -162,7 +162,7 @@ async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Rec
 
 
 def is_shredded(count: int, num_bytes: int) -> bool:
-    """Return whether a body comes in too many chunks for its bytes."""
+    """Return whether a body has too many chunks for its size."""
     return count > MOST_PIECES + num_bytes // PIECE_LEAST
 
 

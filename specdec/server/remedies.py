@@ -32,18 +32,18 @@ FITS = {
     "union_tag_invalid": "give a type of {expected_tags}",
     "union_tag_not_found": "give its type",
 }
-"""By pydantic's type of error, or by what stands before its first underscore."""
+"""By pydantic's error type, or its part before the first underscore."""
 
 
 def remedy(error: ErrorDetails) -> str:
-    """Return what to give instead, without the dot; our own errors say it themselves."""
+    """Return the remedy without a period; our own errors contain it."""
     kind = error["type"]
     form = FITS.get(kind) or FITS.get(kind.partition("_")[0])
     return form.format_map(_plain(error.get("ctx", {}))) if form else error["msg"]
 
 
 def _plain(context: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an error's figures; names of values stand in the quotes of JSON."""
+    """Return an error's values; names are quoted as in JSON."""
     return {
         name: value.replace("'", '"') if name.startswith("expected") else value
         for name, value in context.items()

@@ -1,4 +1,4 @@
-"""One model of the process: its engine while it is loaded, and the requests that wait for it."""
+"""One model of the process: its engine while loaded, and the requests waiting for it."""
 
 import asyncio
 import contextlib
@@ -24,28 +24,28 @@ from specdec.state_slots.pages import release_heap
 logger = logging.getLogger(__name__)
 
 RETRY_S = 30.0
-"""Seconds after which a model that could not be loaded is tried again, when it is asked for."""
+"""Seconds after which a request retries loading a model that failed to load."""
 POLL_S = 0.25
-"""Seconds between two looks at an engine that something is awaited of: one that has failed says nothing."""
+"""Poll interval of an engine operation: a failed engine does not report."""
 LET_GO_S = 1.0
-"""Seconds for the thread of an engine that has failed to end; one in a step that hangs does not."""
+"""Seconds to wait for a failed engine's thread to end; in a hanging step it does not."""
 
 
 class Status(StrEnum):
-    """Where a model is."""
+    """State of a model."""
 
     WARM = "warm"
-    """It is loaded and has an arena."""
+    """Loaded, with an arena."""
     RESTING = "resting"
-    """It is loaded; its arena is another's."""
+    """Loaded, without an arena."""
     LOADING = "loading"
     UNLOADED = "unloaded"
     FAILED = "failed"
-    """It could not be loaded, or its engine has failed for good."""
+    """Loading failed, or its engine has failed for good."""
 
 
 class Resident:
-    """Owned by the event loop's thread."""
+    """A model's state. Owned by the event loop's thread."""
 
     def __init__(
         self,
@@ -60,45 +60,45 @@ class Resident:
         self.folder, self.names, self.config = folder, tuple(names), config
         self.weight_bytes, self.keep_alive_s = weight_bytes, keep_alive_s
         self.may_unload = may_unload
-        """Whether requests may say how long it is kept."""
+        """Whether requests may set its keep-alive time."""
         self.engine: SpecEngine | None = None
         self.is_loading = self.is_resting = self.is_waking = False
         self.is_draining = False
-        """Whether no request enters: it is to be unloaded once those within have ended, or is being so."""
+        """Whether new requests wait: it is unloaded once the current ones have ended."""
         self.is_changing = False
-        """Whether it is being loaded, woken, rested or unloaded: the switcher leaves it alone meanwhile."""
+        """Whether it is being loaded, woken, rested or unloaded; the switcher skips it meanwhile."""
         self.is_unloading = False
         self.is_stuck = False
-        """Whether its engine has failed and its thread has not ended: its memory cannot be freed."""
+        """Whether its failed engine's thread still runs, so that its memory cannot be freed."""
         self.blocked: str | None = None
-        """Why it cannot have memory before the process is restarted."""
+        """Reason why it gets no memory until the process is restarted."""
         self.refusal: SpecdecError | None = None
-        """Why it can never be loaded by this process."""
+        """Reason why this process can never load it."""
         self.failure: str | None = None
-        """Why it could not be loaded the last time; the error itself would keep alive what was loaded."""
+        """Reason of the last failed load; the error itself would keep the loaded data alive."""
         self._failed_s = 0.0
         self._fault: str | None = None
-        """Why its last engine has failed, which has been let go since."""
+        """Reason of its last engine's failure, which was dropped since."""
         self._unrested: str | None = None
-        """Why its engine was given up though all that it holds is known: another one may be loaded."""
+        """Reason for closing an engine that was otherwise intact: another one may be loaded."""
         self.gate = Gate(self.look)
         self.callers: Counter[str] = Counter()
-        """By caller, its requests."""
+        """Number of requests by caller."""
         self.wanted_s: float | None = None
-        """Since when a request waits for weights or an arena; None: none does."""
+        """Time since which a request waits for weights or an arena; None: none does."""
         self.turn_s = 0.0
-        """Since when it has had its turn: what was preempted has been computed anew."""
+        """Start of its turn, after preempted requests have been recomputed."""
         self.used_s = time.monotonic()
-        """When its last answer was over, or it was loaded."""
+        """Time of its last finished answer, or of loading."""
         self._kept_until_s: dict[str, float] = {}
-        """Until when each caller wants it kept; an API key counts for its own alone."""
+        """Time until which each caller wants it kept; an API key only affects its own."""
         self.max_model_len: int | None = None
-        """Known once it was loaded."""
+        """Known after the first load."""
         self.switches = Counter[str]()
         self.switch_seconds = {"wake": 0.0, "load": 0.0}
-        """How often it was loaded, or got an arena after that, and how long it took, by `load` and `wake`."""
+        """Number and duration of loads, and of later wakes."""
         self.changed = asyncio.Event()
-        """Set when something has happened that the switcher should look at; all models share one."""
+        """Set on changes for the switcher; shared by all models."""
 
     @property
     def name(self) -> str:
@@ -118,14 +118,14 @@ class Resident:
 
     @property
     def fault(self) -> str | None:
-        """Why its engine has failed for good, until another one is loaded: that is the process's failure."""
+        """Reason of its engine's permanent failure, until another is loaded: the process counts as failed."""
         if self._unrested:
             return None
         return self.engine.fault if self.engine and not self.is_unloading else self._fault
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is loaded and its engine works."""
+        """Whether it is loaded with a working engine."""
         return self.engine is not None and self.engine.fault is None
 
     @property
@@ -134,7 +134,7 @@ class Resident:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether its weights take memory: also of an engine that has failed, until it is freed."""
+        """Whether its weights use memory, including those of a failed engine until freed."""
         return self.engine is not None or self.is_loading or self.is_unloading
 
     @property
@@ -152,20 +152,20 @@ class Resident:
         return not (self.gate.inside or self.gate.waiting)
 
     def look(self) -> None:
-        """Note since when requests wait, and have the switcher look."""
+        """Update the waiting time, and wake the switcher."""
         if self.gate.waiting or (self.gate.running and not self.is_warm):
             self.wanted_s = self.wanted_s or time.monotonic()
-        elif self.is_warm or not self.gate.inside:  # else those that were at the gate keep their place
+        elif self.is_warm or not self.gate.inside:  # otherwise requests at the gate keep their position
             self.wanted_s = None
         self.changed.set()
 
     def note_over(self) -> None:
-        """Note that an answer is over, though perhaps not read yet."""
+        """Record that an answer is finished, though maybe unread."""
         self.used_s = time.monotonic()
         self.look()
 
     def check_loadable(self) -> None:
-        """Refuse requests of a model that can never be loaded, or that has just failed."""
+        """Raise if the model can never be loaded, or has just failed."""
         if not self.may_load:
             raise self._unloadable()
 
@@ -181,14 +181,14 @@ class Resident:
         )
 
     def check_blocked(self) -> None:
-        """Refuse requests that would wait for memory which a failed engine does not give back."""
+        """Raise if requests would wait for memory that a failed engine holds."""
         if self.blocked:
             raise self._blocked()
         if self._unrested and self.engine:
             raise self._unloadable()
 
     def block(self, why: str | None) -> None:
-        """Note why it cannot have memory; what waits for that ends with this error."""
+        """Set why it gets no memory; waiting requests end with this error."""
         if self.blocked == why:
             return
         self.blocked = why
@@ -200,7 +200,7 @@ class Resident:
         return Failure(503, f"model: {self.name!r} {self.blocked}", param="model", code="engine_error")
 
     async def ready(self) -> SpecEngine:
-        """Wait until a request may enter; raise why it may not."""
+        """Wait until a request may use the engine; raise if it may not."""
         self.check_blocked()
         if self.engine and not self.is_draining:
             return self.engine
@@ -220,7 +220,7 @@ class Resident:
         self.callers[caller] += 1
 
     def leave(self, keep_alive_s: float | None, caller: str = "") -> None:
-        """Count a request off; its caller may say how long the model is kept for it."""
+        """Remove a request; its caller may set how long the model is kept for it."""
         self.gate.users -= 1
         self.callers -= Counter({caller: 1})
         self.used_s = time.monotonic()
@@ -233,35 +233,33 @@ class Resident:
 
     @contextlib.contextmanager
     def answering(self, answer: Work) -> Iterator[None]:
-        """Ask for an arena until an answer is over, in here or sooner."""
+        """Count an answer as needing an arena until it is finished, within the context."""
         self.check_blocked()
         with self.gate.answering(answer):
             yield
 
     def seconds_kept(self, now_s: float) -> float | None:
-        """Return how long the model is still to be kept; None: there is no end to it yet."""
+        """Return the remaining keep-alive seconds; None: no limit yet."""
         until_s = max(self._kept_until_s.values(), default=self._kept_until(None))
         if not self.is_sound or not self.is_unused or math.isinf(until_s):
             return None
         return max(until_s - now_s, 0.0)
 
     def build(self) -> SpecEngine:
-        """Build the engine, which has an arena from now on; any thread may. What is wrong is raised."""
+        """Build the engine with an arena; raises on failure. Thread-safe."""
         if self.refusal:
             raise self.refusal
         with naming_model(self.name, again=self.max_model_len is not None):
             return SpecEngine(self.folder, self.config)
 
     def note_failure(self, error: Exception | str) -> None:
-        """Note why there is no engine; requests that wait for one are told."""
-        told = (str(error) or repr(error)).replace(
-            str(self.folder), self.name
-        )  # where it lies is the operator's
+        """Record a failed load; waiting requests get the error."""
+        told = (str(error) or repr(error)).replace(str(self.folder), self.name)  # hide the path
         self.failure, self._failed_s = told, time.monotonic()
         self.gate.refuse(self._unloadable)
 
     def install(self, engine: SpecEngine, *, is_resting: bool = False) -> None:
-        """Take an engine that was built, and let requests enter."""
+        """Install a built engine, and admit requests."""
         self.failure = self._fault = None
         if not engine.fault:
             self._unrested = None
@@ -273,7 +271,7 @@ class Resident:
         self.gate.open(engine)
 
     async def load(self, has_room: Callable[[], bool]) -> None:
-        """Build the engine beside the event loop; it rests at once where no arena is free for it."""
+        """Build the engine in a thread; it rests at once if no arena is free."""
         self.is_loading = True
         try:
             engine = await apart(self.build, "load")
@@ -293,10 +291,10 @@ class Resident:
             self.look()
 
     async def unload(self) -> bool:
-        """Close the engine and free its memory; tell if that is done: one that fails meanwhile is kept."""
+        """Close the engine and free its memory; return whether done: one that fails meanwhile is kept."""
         assert self.engine
         self.is_draining = True
-        # It comes to stand between two steps: one that hangs in a step is found by the watchdog, not closed.
+        # Wait for the end of its step: a hanging step is found by the watchdog, not closed here.
         await self._done(self.engine, self.engine.begin_flush)
         if not self.engine.fault:
             self.is_unloading = True
@@ -307,13 +305,13 @@ class Resident:
         return self.engine is None
 
     def stay(self) -> None:
-        """Admit requests again: the memory that they were to free is not wanted any more."""
+        """Admit requests again: the memory they were to free is no longer needed."""
         self.is_draining = False
         if self.engine and not self.engine.fault:
             self.gate.open(self.engine)
 
     async def let_go(self) -> None:
-        """Free what an engine that has failed holds, as soon as its thread has ended."""
+        """Free a failed engine's memory once its thread has ended."""
         assert self.engine
         self._fault, self.is_draining = self.fault, False
         while not await self._closed():
@@ -326,9 +324,9 @@ class Resident:
         self.look()
 
     async def _closed(self) -> bool:
-        """Close the engine; tell if its thread has ended."""
+        """Close the engine; return whether its thread has ended."""
         assert self.engine
-        # The thread's frame may outlive the call: it is to hold no engine then.
+        # The thread's frame may outlive the call and must not keep the engine alive.
         closing = [self.engine]
         try:
             return await apart(lambda: closing[0].close(LET_GO_S), "close")
@@ -336,13 +334,13 @@ class Resident:
             closing.clear()
 
     async def _free(self) -> None:
-        """Free the memory of an engine that was closed; until then it counts as held."""
+        """Free a closed engine's memory, which counts as held until then."""
         self.engine, self.is_unloading = None, True
         await apart(settle_garbage, "free")
         self.is_draining = self.is_unloading = False
 
     async def rest(self) -> None:
-        """Give the arena back; requests that run are preempted."""
+        """Release the arena; running requests are preempted."""
         assert self.engine
         await self._done(self.engine, self.engine.begin_rest)
         self.is_resting = self.engine.fault is None
@@ -360,7 +358,7 @@ class Resident:
             self.look()
 
     async def _done(self, engine: SpecEngine, begin: Callable[[], "Future[None]"]) -> None:
-        """Wait for what an engine does between two steps; one that has failed for good does nothing more."""
+        """Wait for an engine operation between two steps; returns early if the engine has failed."""
         try:
             doing = asyncio.wrap_future(begin())
             while not engine.fault and not doing.done():
@@ -368,9 +366,9 @@ class Resident:
             if doing.done():
                 doing.result()
         except EngineError:
-            pass  # it has failed or was closed, which its requests hear
+            pass  # it failed or was closed, which its requests report
         except (OSError, MemoryError) as error:
-            # The system has refused pages. By then the arena was proved empty: closing the engine frees it.
+            # The system refused memory. The arena is empty by then: closing the engine frees it.
             logger.exception("%s is closed: its memory could not be handed over", self.name)
             why = error.strerror if isinstance(error, OSError) else None
             self._unrested = f"its memory could not be handed over ({why or 'no memory is left'})"
@@ -380,6 +378,6 @@ class Resident:
 
 
 def settle_garbage() -> None:
-    """Free what an unloaded model, or the loading of one, has left; any thread may."""
+    """Free memory left by unloading or loading a model; thread-safe."""
     gc.collect()
     release_heap()

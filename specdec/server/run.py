@@ -39,17 +39,17 @@ logger = logging.getLogger(__name__)
 REPORT_S = 10.0
 """Seconds between log lines about speculation."""
 IDLE_S = 5.0
-"""Seconds after which an idle model's process of forms is started, as imports take a core for two seconds, or
-ended where the model rests."""
+"""Idle seconds after which a model's grammar compiler process is started, since its imports use a core for
+two seconds, or ended if the model rests."""
 WATCH_S = 1.0
 """Seconds between two checks of the engine."""
 GRACE_S = 5.0
-"""For what is still open after draining, and for the last step to end."""
+"""Seconds for requests still open after draining, and for the last step to end."""
 STDERR = 2
 OURS = "specdec-"
-"""The prefix of the engine's thread names."""
+"""Prefix of our thread names."""
 FAILED = 70
-"""Exit code of a process whose engine hangs or has stopped: "internal software error" in sysexits.h."""
+"""Exit code if the engine hangs or has stopped: "internal software error" in sysexits.h."""
 
 
 def run(
@@ -83,8 +83,8 @@ def run(
             logger.critical("ending the process: %s", fault or "a step does not end")
         else:
             logger.info("stopped")
-        # A thread that is in a step, or that compiles a form, cannot be stopped, and would crash in an
-        # interpreter that is being finalized.
+        # A thread in a step, or compiling a grammar, cannot be stopped, and would crash during interpreter
+        # finalization.
         if failed or any(thread.daemon and thread.name.startswith(OURS) for thread in threading.enumerate()):
             _leave(FAILED if failed else 0)
 
@@ -98,8 +98,8 @@ async def serve(
 ) -> str | None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
-    A second signal stops without waiting. An engine that fails for good counts as a first signal, a task of
-    the server that fails as both. Return what has failed, if anything has.
+    A second signal stops without waiting. A permanent engine failure counts as a first signal, a failed
+    server task as both. Return the failure, or None.
     """
     if part is None:
         return await _serve(State(switcher, config), sock, tls)
@@ -111,7 +111,7 @@ async def serve(
 
 
 async def _serve(state: State, sock: socket.socket, tls: ssl.SSLContext | None) -> str | None:
-    """Do that with what all handlers share, which other servers reach already and until the end."""
+    """Serve with the state shared by all handlers."""
     switcher = state.switcher
     runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
     await runner.setup()
@@ -151,7 +151,7 @@ async def _serve(state: State, sock: socket.socket, tls: ssl.SSLContext | None) 
         return "a task of the server has failed" if broken else switcher.fault
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            # What is left is bounded: one more signal is to change nothing, the exit code neither.
+            # The rest is bounded: further signals must not change it, nor the exit code.
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
         faulthandler.cancel_dump_traceback_later()
@@ -192,14 +192,14 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
 
 
 async def _idle(state: State) -> None:
-    """Wait until nothing is under way, here or at servers that read what this one holds for them."""
+    """Wait until no request is in progress and other servers have released all leases."""
     await state.idle.wait()
     if state.reach:
         await state.reach.idle()
 
 
 def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.Task[None]") -> None:
-    """Stop the server where one of its own tasks has failed: what waits for it would wait in vain."""
+    """Stop the server if one of its own tasks has failed, since its users would wait forever."""
     if not task.cancelled() and (error := task.exception()):
         logger.critical("a task of the server has failed", exc_info=error)
         told.set()
@@ -207,15 +207,15 @@ def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.
 
 
 def _log_if_failed(task: "asyncio.Task[None]") -> None:
-    """Log that something beside the server has failed: it goes on without."""
+    """Log the failure of an auxiliary task; the server continues."""
     if not task.cancelled() and (error := task.exception()):
         logger.error("%s has failed and is no longer done", task.get_name(), exc_info=error)
 
 
 async def _watch(state: State, told: asyncio.Event) -> None:
-    """Watch the engines: report a step that hangs to its clients, and stop the server when an engine fails.
+    """Watch the engines: fail requests of a hanging step, and stop the server when an engine fails.
 
-    The process also ends if this task is not run any more because something holds the interpreter.
+    The process also exits if this task stops running because something blocks the interpreter.
     """
     limit_s, ends = state.config.step_timeout, state.config.exit_on_failure
     while not (ends and state.switcher.fault):
@@ -235,7 +235,7 @@ def _abandon_hung(engines: Sequence[SpecEngine], limit_s: float) -> None:
 
 
 async def _keep_forms(served: Served) -> None:
-    """Start the process of forms of an idle model that is warm, and end that of one that rests."""
+    """Start the grammar compiler of idle warm models, and end that of resting ones."""
     resident = served.resident
     while True:
         await asyncio.sleep(IDLE_S)
@@ -245,21 +245,21 @@ async def _keep_forms(served: Served) -> None:
                 engine.prepare_forms()
             elif resident.is_resting:
                 engine.release_forms()
-        del engine  # it may be unloaded meanwhile
+        del engine  # allow unloading meanwhile
 
 
 async def _report(state: State, served: Served) -> None:
-    """Log what a model has done since the last line, if anything."""
+    """Log a model's activity since the last line, if any."""
     named = f"{served.name}: " if len(state.served) > 1 else ""
     before = Tally.of(None)
     while True:
         await asyncio.sleep(REPORT_S)
-        # No engine is kept from one line to the next: it may be unloaded meanwhile.
+        # Keep no reference to the engine, so that it can be unloaded meanwhile.
         before = _report_since(before, served.resident.engine, named)
 
 
 class Tally(NamedTuple):
-    """What was counted, and when."""
+    """Counts at a time."""
 
     steps: int
     tokens: int
@@ -275,11 +275,11 @@ class Tally(NamedTuple):
 
 
 def _report_since(before: Tally, engine: SpecEngine | None, named: str) -> Tally:
-    """Log what an engine has done since a tally, if anything; return the next one."""
+    """Log an engine's activity since a tally, if any; return the next tally."""
     if engine is None:
         return Tally.of(None)
     now = Tally.of(engine.model.loop.counts)
-    since = before if before.counts is now.counts else Tally(0, 0, 0, 0, before.at_s, None)  # loaded anew
+    since = before if before.counts is now.counts else Tally(0, 0, 0, 0, before.at_s, None)  # reloaded
     steps, tokens = now.steps - since.steps, now.tokens - since.tokens
     drafted, accepted = now.drafted - since.drafted, now.accepted - since.accepted
     if steps:

@@ -1,4 +1,4 @@
-"""The server's settings; the engine has its own."""
+"""Settings of the server; the engine has its own."""
 
 import ipaddress
 import json

@@ -1,4 +1,4 @@
-"""What several models of one process are called, and what each may take of its memory."""
+"""Names and memory shares of several models in one process."""
 
 import os
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from specdec.setup.settings import Resolved
 from specdec.state_slots.pages import CAN_RELEASE
 
 WEIGHTS_SHARE = 0.6
-"""Part of the free memory that the weights of several models take on a CPU when nothing says how much."""
+"""Default fraction of free memory for the weights of several models on a CPU."""
 
 
 def open_models(models: Sequence[str | Path], engine_config: EngineConfig, config: ServerConfig) -> Switcher:
-    """Name the models and share the memory out; nothing large is read.
+    """Name the models and divide memory among them; reads no weights.
 
-    `memory_bytes` is cut into as many equal parts as models run at once, `host_cache_bytes` into one for
-    each model.
+    `memory_bytes` is divided by the number of models that run at once, `host_cache_bytes` by the number of
+    models.
     """
     found = [find_folder(model) for model in models]
     folders = [folder.resolve() for folder in found]
@@ -61,7 +61,10 @@ def open_models(models: Sequence[str | Path], engine_config: EngineConfig, confi
 
 
 def _names(folders: Sequence[Path], config: ServerConfig) -> list[list[str]]:
-    """Name each model by its folder (a link by itself), or as given; a single one may have several names."""
+    """Return each model's names: as given, or its folder's; a single model may have several.
+
+    A link counts by its own name.
+    """
     given = config.served_model_name
     if given and len(folders) == 1:
         return [given]
@@ -92,7 +95,7 @@ def _can_rest(engine_config: EngineConfig) -> bool:
 
 
 def _arenas(models: int, engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Settle how many models run at once; refuse what is built for a CPU alone."""
+    """Return how many models run at once; raise for CPU-only settings on other devices."""
     if _can_rest(engine_config):
         return min(config.arenas or 1, models)
     for field, is_set in (
@@ -110,7 +113,7 @@ def _arenas(models: int, engine_config: EngineConfig, config: ServerConfig) -> i
 
 
 def _open(folder: Path, engine_config: EngineConfig) -> Resolved | SpecdecError:
-    """Settle how a model would run alone, or say why it cannot."""
+    """Resolve a model's settings when alone, or return why it cannot run."""
     try:
         return open_model(folder, engine_config).settings
     except SpecdecError as error:
@@ -118,7 +121,7 @@ def _open(folder: Path, engine_config: EngineConfig) -> Resolved | SpecdecError:
 
 
 def _share(own: Resolved, left_bytes: int, *, arenas: int, models: int) -> EngineConfig:
-    """Return a model's own configuration: with its part of what is given, or else of what weights leave."""
+    """Return a model's own configuration, with its share of given memory, or of what the weights leave."""
     given, device = own.config, own.device.type
     whole = given.memory_bytes or int(AUTO_MEMORY_SHARE[device] * max(left_bytes, 0))
     memory_bytes = whole // arenas if given.memory_bytes else min(whole // arenas, own.memory_bytes)

@@ -43,29 +43,29 @@ logger = logging.getLogger(__name__)
 
 BUSY = {"Retry-After": "1"}
 LONG = 20_000
-"""Characters of an answer that take a while to write."""
+"""Characters of an answer that take long to encode."""
 LONG_TEXT = 4096
-"""Characters, or ids, of prompts that take milliseconds to tokenize: as many emoji some 9 ms on a Xeon."""
+"""Characters or ids of prompts that take milliseconds to tokenise: as many emoji some 9 ms on a Xeon."""
 LARGE = 4096
-"""Bytes of a body that takes milliseconds to read: it may hold a hundred messages."""
+"""Bytes of a body that takes milliseconds to parse: it may hold a hundred messages."""
 KEPT_BYTES = 384 << 20
-"""Memory for what bodies say, counted in bytes of JSON, until their requests end; one caller gets half."""
+"""Memory for parsed bodies, counted in bytes of JSON, until their requests end; one caller gets half."""
 T = TypeVar("T")
 STALLED_S = 10.0
-"""Seconds of a step after which load balancers are told to go elsewhere, well before step_timeout."""
+"""Seconds of a step after which readiness fails, well before step_timeout."""
 STOPPING = {"Retry-After": "10"}
 
 
 class EncodedChat(NamedTuple):
-    """A chat as the model reads it."""
+    """A rendered and tokenised chat."""
 
     ids: list[int]
     thinking: ThinkingFormat | None
-    """How its answer thinks, if it does."""
+    """Thinking format of its answer, if any."""
 
 
 class State:
-    """Owned by the event loop's thread."""
+    """Shared state. Owned by the event loop's thread."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class State:
     ) -> None:
         self.switcher, self.config = switcher, config
         self.reach = reach
-        """What lends prompts to other servers and fetches theirs; None: the server has no role in that."""
+        """Lending and fetching; None: the server has no role."""
         self.metrics = Metrics(switcher.residents)
         if reach:
             self.metrics.registry.register(ReachFigures(reach, labels_of(switcher.residents[0].name)))
@@ -85,14 +85,14 @@ class State:
         self.served = [
             Served(own, config, self.metrics.of(own.name), rests=rests) for own in switcher.residents
         ]
-        """The models; requests that name none ask the first."""
+        """The models; requests without a name use the first."""
         self.ignored = Ignored()
         self.bell = Bell(asyncio.get_running_loop())
         self.turns = Turns(alone=self.access.is_for_one)
         self.connections = Connections(config.max_connections, config.idle_timeout)
         self.arriving = BodyBudget(ARRIVING_BYTES, config.max_body_bytes)
         self.kept = BodyBudget(KEPT_BYTES, config.max_body_bytes)
-        """Memory for bodies; without keys each address is a caller."""
+        """Budgets for bodies; without keys each address is a caller."""
         self.responses = ResponseStore(
             config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
         )
@@ -100,7 +100,7 @@ class State:
         self.draining = False
         self._under_way: set[Deadline] = set()
         self._read: set[Deadline] = set()
-        """Of requests whose bodies are being read, or wait for it."""
+        """Deadlines of requests whose bodies are being parsed or wait for it."""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -114,16 +114,16 @@ class State:
 
     @property
     def choices(self) -> int:
-        """Choices in progress, of all models."""
+        """Number of choices in progress, over all models."""
         return sum(own.num_choices for own in self.served)
 
     @property
     def engines(self) -> list[SpecEngine]:
-        """List the engines of the models that are loaded."""
+        """Engines of the loaded models."""
         return [own.engine for own in self.switcher.residents if own.engine]
 
     def named(self, name: str | None) -> "Served":
-        """Return the model that a request asks for."""
+        """Return the model of this name, the first one if None; raise if unknown."""
         if name is None:
             return self.served[0]
         for own in self.served:
@@ -137,7 +137,7 @@ class State:
         )
 
     async def read(self, request: web.Request, until: Deadline, read: Callable[[bytes], T]) -> T:
-        """Read and parse a request's body, beside the event loop if it is large."""
+        """Receive and parse a request's body, in a thread if large."""
         with self.arriving.holding(request["kept"].caller) as held:
             body = await read_body(request, held, self.config.body_timeout)
 
@@ -154,11 +154,11 @@ class State:
     async def beside(
         self, request: web.Request, until: Deadline, work: Callable[[], T], more_bytes: int = 0
     ) -> T:
-        """Do work that grows with a request's body, in its turn and in a thread if there is much of it."""
+        """Run work whose cost depends on the body's size, in the caller's turn and in a thread if large."""
         if request["body_bytes"] + more_bytes <= LARGE:
             return work()
         if self.draining and until not in self._under_way:
-            raise _stopping()  # it would be refused once it was read
+            raise _stopping()  # it would be refused after parsing
         self._read.add(until)
         try:
             async with until.held():
@@ -177,7 +177,7 @@ class State:
         field: str = "n",
         keep_alive_s: float | None = None,
     ) -> "Iterator[Places]":
-        """Admit a request of a model, or refuse it, by this field, if too many choices are in progress."""
+        """Admit a request, or raise, naming `field`, if too many choices are in progress."""
         if self.draining:
             raise _stopping()
         most = self.config.max_queued
@@ -224,13 +224,13 @@ class State:
             places.let_go()
 
     def drain(self) -> None:
-        """Refuse new requests from now on, and those that are only being read."""
+        """Refuse new requests, including those still being parsed."""
         self.draining = True
         for until in self._read - self._under_way:
             until.end(_stopping())
 
     def end_all(self) -> None:
-        """Fail all requests in progress: the server stops."""
+        """Fail all requests in progress, for shutdown."""
         for until in list(self._under_way):
             until.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
 
@@ -240,9 +240,9 @@ def _stopping() -> Failure:
 
 
 class Places:
-    """A request's part of `max_queued`, until its handler has ended and the engine has dropped its choices.
+    """A request's part of `max_queued`, until its handler and the engine are done with it.
 
-    Otherwise a client that leaves at once could submit without limit.
+    Otherwise a client that disconnects at once could submit without limit.
     """
 
     def __init__(self, release: Callable[[], None]) -> None:
@@ -253,19 +253,19 @@ class Places:
         self._holders += 1
 
     def let_go(self) -> None:
-        """Release the places once every holder has let go."""
+        """Release them after the last holder."""
         self._holders -= 1
         if not self._holders:
             self._release()
 
 
 class Served:
-    """One model as requests see it: its engine, its names, its template and its figures."""
+    """One model for requests: engine, names, template and metrics."""
 
     def __init__(
         self, resident: Resident, config: ServerConfig, metrics: ModelMetrics, *, rests: bool
     ) -> None:
-        """Make callers rest after long work if there are several (`rests`)."""
+        """With `rests`, callers pause after long work."""
         self.resident, self.config, self.metrics = resident, config, metrics
         self.names, folder = resident.names, resident.folder
         self.choices = Counter[str]()
@@ -274,20 +274,20 @@ class Served:
         self.calls = call_format(config.tool_call_parser, self.template)
         """The model's tool call format, if it has one."""
         self.thinking = thinking_format(config.reasoning_parser, self.template)
-        """How the model marks its thinking, if it does."""
+        """The model's thinking markers, if any."""
         self.told = config.tool_call_parser == "none" or self.template.takes("tools")
-        """Whether the template states tools, or all are refused; else chats go without them."""
+        """Whether the template takes tools, or all are refused; otherwise chats ignore them."""
         self.template_kwargs = config.template_kwargs
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
-        """The playground's mode: the shipped model has a chat template but knows code alone."""
+        """The playground's mode: the shipped model has a chat template but only knows code."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
         self._templates = Pool("template", config.max_queued, rests=rests)
         self._workers = Pool("text", config.max_queued, rests=rests)
         self._is_slow = False
-        """Whether a short text has taken long to tokenize."""
+        """Whether a short text took long to tokenise."""
         self._marks_refused = False
-        """Whether the log says already that a mark was ignored."""
+        """Whether an ignored mark was logged."""
 
     @property
     def name(self) -> str:
@@ -299,13 +299,13 @@ class Served:
 
     @property
     def engine(self) -> SpecEngine:
-        """The engine, of a model that is loaded: it stays so while a request is under way that was ready."""
+        """The engine of a loaded model; it stays loaded during a request that was ready."""
         assert self.resident.engine, "the model is not loaded"
         return self.resident.engine
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of a sequence at most; None: the model was never loaded."""
+        """Maximum sequence length; None: never loaded."""
         return self.resident.max_model_len
 
     @property
@@ -313,12 +313,12 @@ class Served:
         return min(self._longest, self.max_model_len or self._longest)
 
     async def ready(self) -> None:
-        """Wait until the model is loaded; raise why it is not, or takes no requests."""
+        """Wait until the model is loaded; raise if it is not, or refuses requests."""
         await self.resident.ready()
         self.check_engine()
 
     def check_step(self) -> None:
-        """Refuse requests if a step has been running for too long."""
+        """Raise if the current step has been running for too long."""
         engine = self.resident.engine
         took_s, most_s = engine.step_seconds if engine else 0.0, min(STALLED_S, self.config.step_timeout / 2)
         if took_s > most_s:
@@ -331,14 +331,14 @@ class Served:
             )
 
     def check_engine(self) -> None:
-        """Refuse requests if the engine has failed for good."""
+        """Raise if the engine has failed for good."""
         if fault := self.resident.fault:
             raise Failure(503, without_inside(fault), code="engine_error", headers=STOPPING)
 
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, tenant: Tenant
     ) -> list[Prepared]:
-        """Validate all prompts before one starts: a mistake in the last must not cost the first's work."""
+        """Validate all prompts before one starts, so that an error in the last wastes no work."""
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
 
@@ -354,12 +354,12 @@ class Served:
             return await self._tokenize(sum(map(len, prompts)) + _size(params), prepare, tenant.flow[0])
 
     async def work(self, size: int, work: Callable[[], T], caller: str) -> T:
-        """Do work of a size in characters: what takes a while in a thread, in its caller's turn."""
+        """Run work of a size in characters; long work runs in a thread, in its caller's turn."""
         with without_panics():
             return await self._workers.do(work, caller) if size > LONG else work()
 
     async def _tokenize(self, size: int, work: Callable[[], T], caller: str) -> T:
-        """Do work that tokenizes: in a thread if the text is long, or once a short one has taken long.
+        """Run tokenisation, in a thread if the text is long, or once a short one has taken long.
 
         A tokenizer's regex may backtrack for a second over 40 characters.
         """
@@ -384,7 +384,7 @@ class Served:
             raise Failure(400, "prompt: it is not valid Unicode text.", param="prompt") from None
 
     def check_turns(self, count: int, field: str = "messages") -> None:
-        """Refuse more turns than the context has tokens, before they cost the time to convert and render."""
+        """Raise for more turns than the context has tokens, before converting and rendering them."""
         most = self.resident.max_model_len
         if most and count > most:
             raise Failure(
@@ -397,7 +397,7 @@ class Served:
     async def encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any], caller: str, *, answer: bool
     ) -> EncodedChat:
-        """Render a chat by the model's template and tokenize it."""
+        """Render a chat with the model's template and tokenise it."""
 
         def render() -> str:
             plain = as_read(messages)
@@ -412,7 +412,7 @@ class Served:
     async def marks(
         self, ids: Sequence[int], messages: Sequence[Message], variables: Mapping[str, Any], caller: str
     ) -> list[int]:
-        """Return how many of a chat's tokens each of its marked beginnings shares with it."""
+        """Return the shared prefix length in tokens of each marked chat prefix."""
 
         def render() -> list[str]:
             texts = (self._begun(plain, variables) for plain in beginnings(messages))
@@ -426,7 +426,7 @@ class Served:
         return [mark for mark in found if mark]
 
     def _begun(self, plain: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str | None:
-        """Render the beginning of a chat; None: some templates refuse half of one."""
+        """Render a chat prefix; None: some templates refuse partial chats."""
         try:
             text = self.template.render(plain, variables, answer=False)
             self.engine.check_length(text)
@@ -439,7 +439,7 @@ class Served:
 
 
 def _size(params: SamplingParams) -> int:
-    """Return how many ids and characters the parameters hold, beside the prompts."""
+    """Return the number of ids and characters in the parameters, without prompts."""
     ids = len(params.allowed_token_ids or ()) + len(params.stop_token_ids or ())
     form = len(params.structured_outputs.source) if params.structured_outputs else 0
     return ids + form + sum(map(len, params.bad_words or ()))
@@ -447,7 +447,7 @@ def _size(params: SamplingParams) -> int:
 
 @contextlib.contextmanager
 def _tokenizing() -> Iterator[None]:
-    """Name the client's field where the tokenizer panics, as on texts whose words its regex cannot split."""
+    """Convert a tokenizer's panic, as on texts its regex cannot split, to a client error."""
     try:
         yield
     except Panic as error:

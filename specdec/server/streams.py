@@ -1,4 +1,4 @@
-"""Responses as server-sent events, for clients that may be slow or gone."""
+"""Responses as server-sent events, for clients that may be slow or disconnected."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,14 @@ HEADERS = {
 AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER of zero: unsent data is discarded."""
 Beside = Callable[[Callable[[], bytes]], Awaitable[bytes]]
-"""Does work in a thread, in its caller's turn."""
+"""Runs work in a thread, in its caller's turn."""
 AT_A_TIME = 1 << 18
-"""Bytes of a long answer that are written before the client must have taken them."""
+"""Bytes of a long response encoded before the client must have received them."""
 DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """One streamed response. It starts with its first event, so that an earlier error has its own status."""
+    """A streamed response. Headers are sent with its first event, so earlier errors keep their own status."""
 
     def __init__(self, request: web.Request, stall_s: float, *, is_typed: bool) -> None:
         self.request, self.stall_s, self.is_typed = request, stall_s, is_typed
@@ -42,11 +42,11 @@ class EventStream:
         return self._response.prepared
 
     def framed(self, events: Iterable[Mapping[str, Any]]) -> bytes:
-        """Return events as they are sent, which any thread may do."""
+        """Return encoded events; thread-safe."""
         return b"".join(map(self._framed, events))
 
     async def send(self, data: bytes) -> None:
-        """Send framed events, and wait while the client does not read; abort one that never does."""
+        """Send framed events with back-pressure; abort a client that does not read."""
         async with read_within(self.request, self.stall_s):
             if not self.begun:
                 await self._response.prepare(self.request)
@@ -66,9 +66,9 @@ class EventStream:
 
 @contextlib.asynccontextmanager
 async def read_within(request: web.Request, stall_s: float) -> AsyncIterator[None]:
-    """Give a client up that does not read what is sent in here.
+    """Disconnect a client that does not read data sent in this context.
 
-    Its connection is reset: the system, too, is to keep nothing for it.
+    Its connection is reset, so that the system discards unsent data too.
     """
     _check_client(request.transport)
     try:
@@ -83,10 +83,9 @@ async def read_within(request: web.Request, stall_s: float) -> AsyncIterator[Non
 
 
 def _check_client(transport: asyncio.Transport | None) -> None:
-    """Raise an error if a TLS client has left while its further requests waited.
+    """Raise if a TLS client has disconnected while its further requests were queued.
 
-    asyncio reports that only once reading goes on; until then it drops what is written and logs a warning
-    each time.
+    asyncio reports that only when reading resumes; until then it drops writes and logs a warning each time.
     """
     tls = getattr(transport, "_ssl_protocol", None)
     if transport and getattr(tls, "_eof_received", False):
@@ -97,9 +96,9 @@ def _check_client(transport: asyncio.Transport | None) -> None:
 async def send_pieces(
     request: web.Request, pieces: Iterator[str], stall_s: float, beside: Beside | None
 ) -> web.StreamResponse:
-    """Send a JSON document piece by piece, each written `beside` the event loop; None: it is short.
+    """Send a JSON document in pieces, each encoded with `beside`; None: it is short.
 
-    A short one has its length. What of a long one the client has not read is not written yet.
+    A short one has a Content-Length. A long one is encoded as the client reads.
     """
     if beside is None:
         whole = web.Response(text="".join(pieces), content_type="application/json")
@@ -116,7 +115,7 @@ async def send_pieces(
 
 
 def _next(pieces: Iterator[str]) -> bytes:
-    """Write the next pieces, as many as are worth a thread's turn; nothing at the end."""
+    """Encode the next pieces, enough for a turn of a thread; empty at the end."""
     data = bytearray()
     for piece in pieces:
         data += piece.encode()
@@ -126,7 +125,7 @@ def _next(pieces: Iterator[str]) -> bytes:
 
 
 async def send_whole(request: web.Request, response: web.Response, stall_s: float) -> web.Response:
-    """Send a response that is not streamed to a client that may be slow."""
+    """Send a whole response to a client that may be slow."""
     if not response.prepared:
         async with read_within(request, stall_s):
             await response.prepare(request)

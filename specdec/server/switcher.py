@@ -1,9 +1,9 @@
-"""Decides which models are loaded, and which of them have an arena: they take turns where not all have room.
+"""Decides which models are loaded and which have an arena; they take turns if memory is short.
 
-Callers take turns whose length is proportional to their weights, and of one caller's models the first to
-wait is served first. An idle model gives its arena up at once, another one after its turn, and its requests
-go on when its next turn comes: nothing is lost, and none waits longer than the turns before it.
-Each change of a model is a task of its own, and what it will hold is counted from its beginning to its end.
+Callers take turns in proportion to their weights; of one caller's models the longest waiting is served first.
+An idle model gives up its arena at once, a busy one after its turn, and its requests continue in its next
+turn: nothing is lost, and waiting is bounded by the turns before it. Each change of a model is a separate
+task, whose final memory is counted from its start to its end.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from specdec.server.resident import Resident, settle_garbage
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""Seconds between two looks at a model that has yet to compute anew what its rest took back."""
+"""Poll interval of a model that recomputes preempted requests."""
 
 
 class Switcher:
-    """Owns the models of a process, and their shares of its memory."""
+    """Owns the models of a process and their memory shares."""
 
     def __init__(
         self,
@@ -36,15 +36,15 @@ class Switcher:
         self.residents, self.arenas = tuple(residents), arenas
         self.weights_bytes, self.switch_after_s = weights_bytes, switch_after_s
         self._served_s: dict[str, float] = {}
-        """By caller, when a model was last given an arena for it."""
+        """Time at which a model last got an arena for each caller."""
         self._weight: Callable[[str], float] = lambda _: 1.0
-        """Weight of a caller's share, which `run` is given."""
+        """Weight of a caller's share; set by `run`."""
         self.changed = asyncio.Event()
         for own in self.residents:
             own.changed = self.changed
 
     def start(self) -> None:
-        """Load, before any request comes, what fits; raise what is wrong where none can be loaded."""
+        """Load the models that fit, before serving; raise if none can be loaded."""
         faults: list[Exception] = []
         for own in self.residents:
             if not (own.refusal or self._left_bytes(own) >= 0):
@@ -66,16 +66,16 @@ class Switcher:
         settle_garbage()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End all engines; tell if their threads have ended."""
+        """Close all engines; return whether their threads have ended."""
         return all([own.engine.close(timeout_s) for own in self.residents if own.engine])
 
     @property
     def fault(self) -> str | None:
-        """Why an engine has failed for good, if one has."""
+        """Reason of a permanent engine failure, if any."""
         return next((own.fault for own in self.residents if own.fault), None)
 
     async def run(self, weight: Callable[[str], float]) -> None:
-        """Hand memory over as requests come and end, until cancelled; `weight` returns a caller's."""
+        """Reassign memory as requests arrive and end, until cancelled; `weight` returns a caller's weight."""
         self._weight = weight
         async with asyncio.TaskGroup() as changes:
             while True:
@@ -86,9 +86,9 @@ class Switcher:
                         await self.changed.wait()
 
     def _advance(self, changes: asyncio.TaskGroup) -> float | None:
-        """Begin all that can be done now; return after how long to look again.
+        """Start all possible changes; return the seconds until the next check.
 
-        None: when something has changed. What is begun goes on beside requests for all other models.
+        None: wait for a change. Requests for other models continue meanwhile.
         """
         waits_s = [self._end(own, changes) for own in self.residents if not own.is_changing]
         for own in self.residents:
@@ -98,7 +98,7 @@ class Switcher:
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _begin(self, own: Resident, change: Coroutine[None, None, None], changes: asyncio.TaskGroup) -> None:
-        """Change a model beside everything else; nothing else is done to it meanwhile."""
+        """Start a change of a model, which excludes other changes of it."""
 
         async def changing() -> None:
             try:
@@ -111,31 +111,31 @@ class Switcher:
         changes.create_task(changing())
 
     def _end(self, own: Resident, changes: asyncio.TaskGroup) -> float | None:
-        """Drop an engine that has failed, unload what is no longer kept; return how long it is kept."""
+        """Drop a failed engine, or unload an expired model; return its remaining keep-alive seconds."""
         if own.engine and own.engine.fault:
             if not own.gate.inside:
                 self._begin(own, own.let_go(), changes)
             return None
         kept_s = own.seconds_kept(time.monotonic())
         if own.engine and (kept_s == 0 or (own.is_draining and not own.gate.inside)):
-            own.is_draining = True  # from now on: a request that comes before the task begins waits too
+            own.is_draining = True  # set now, so that requests arriving before the task starts also wait
             self._begin(own, self._unload(own), changes)
             return None
         return kept_s
 
     def _load(self, changes: asyncio.TaskGroup) -> None:
-        """Load what is asked for: the first to wait has the first call on the memory."""
+        """Load a requested model; the longest waiting gets memory first."""
         waiting = [
             own
             for own in self.residents
             if own.engine is None and own.gate.waiting and own.may_load and not own.is_changing
         ]
-        if not waiting:  # what they drained for has been given up
+        if not waiting:  # the model they drained for was given up
             for own in self.residents:
                 if own.is_draining and not own.is_changing:
                     own.stay()
         if not waiting or any(own.is_loading for own in self.residents):
-            return  # one at a time: what its start-up measures touches an arena beyond the budget
+            return  # one at a time: start-up measurements use an arena beyond the budget
         own = min(waiting, key=self._order)
         if self._left_bytes(own) < 0:
             self._free_weights(own, changes)
@@ -144,7 +144,7 @@ class Switcher:
         own.is_loading = True
 
     def _hand_over(self, changes: asyncio.TaskGroup) -> float | None:
-        """Give arenas to those that wait, those that drain first; return how long the next has to wait."""
+        """Assign arenas to waiting models, draining ones first; return how long the next one waits."""
         waiting = [
             own
             for own in self.residents
@@ -172,7 +172,7 @@ class Switcher:
         return None
 
     def _order(self, own: Resident) -> tuple[float, float]:
-        """Return when it is a waiting model's turn: callers take turns, however many models each asks for."""
+        """Return a waiting model's sort key: callers take turns, however many models each uses."""
         return min((self._served_s.get(name, 0.0) for name in own.callers), default=0.0), own.wanted_s or 0.0
 
     def _has_room(self) -> bool:
@@ -180,10 +180,10 @@ class Switcher:
         return sum(own.holds_arena for own in self.residents) < self.arenas
 
     def _turn_left(self, own: Resident) -> float:
-        """Return how long a model may go on though others wait.
+        """Return the remaining seconds of a model's turn while others wait.
 
-        A turn begins when what was preempted at the end of the last one has been computed anew: else those
-        that take longer than a turn to compute would never get on.
+        A turn starts when requests preempted at the end of the last one have been recomputed; otherwise
+        requests whose recomputation exceeds a turn would never progress.
         """
         if own.is_draining:
             return math.inf
@@ -194,23 +194,23 @@ class Switcher:
         return max(own.turn_s + self._turn_length(own) - now_s, 0.0)
 
     def _turn_length(self, own: Resident) -> float:
-        """Return the seconds of a model's turn, in proportion to the largest weight of its callers.
+        """Return the length of a model's turn, in proportion to the largest weight of its callers.
 
-        The turns of all models that compete last `switch_after_s` on average, whatever the weights are.
+        The turns of all competing models average `switch_after_s`, whatever the weights.
         """
         competing = [other for other in self.residents if other.gate.running or other is own]
         weights = [max(map(self._weight, other.callers), default=1.0) for other in competing]
         return self.switch_after_s * weights[competing.index(own)] / fmean(weights)
 
     def _left_bytes(self, own: Resident) -> float:
-        """Return what would be left for weights with this model's beside those that are held."""
+        """Return the bytes left for weights after loading this model."""
         if self.weights_bytes is None:
             return math.inf
         held = sum(other.weight_bytes for other in self.residents if other.holds_weights and other is not own)
         return self.weights_bytes - held - own.weight_bytes
 
     def _free_weights(self, own: Resident, changes: asyncio.TaskGroup) -> None:
-        """Unload unused models until this one's weights fit; have others drain where that is too little."""
+        """Unload unused models until this one's weights fit; drain others if that is not enough."""
         others = [
             other for other in self.residents if other is not own and (other.is_sound or other.is_unloading)
         ]
@@ -218,7 +218,7 @@ class Switcher:
         staying = [other for other in others if not (other.is_draining or other.is_changing)]
         left_bytes = self._left_bytes(own) + sum(other.weight_bytes for other in leaving)
         if left_bytes + sum(other.weight_bytes for other in staying) < 0:
-            return  # it waits until what is being loaded can be unloaded again
+            return  # wait until a model being loaded can be unloaded again
         for other in sorted(staying, key=self._unload_order):
             if left_bytes >= 0:
                 return
@@ -229,11 +229,11 @@ class Switcher:
 
     @staticmethod
     def _unload_order(own: Resident) -> tuple[bool, float]:
-        """Order models by when they are unloaded for another: the unused ones first, then by their turns."""
+        """Return the unload order: unused models first, then by start of turn."""
         return not own.is_unused, own.used_s if own.is_unused else own.turn_s
 
     def _why_blocked(self, own: Resident) -> str | None:
-        """Return why a model cannot have memory before the process is restarted, if it cannot."""
+        """Return why a model gets no memory until the process is restarted, or None."""
         stuck = [other for other in self.residents if other.is_stuck and other is not own]
         if not stuck or own.is_warm or own.is_changing:
             return None
@@ -254,7 +254,7 @@ class Switcher:
             logger.info("loaded %s in %.2f s: weights of %s bytes", own.name, took_s, f"{size:,}")
 
     async def _woken(self, own: Resident, before: Resident | None = None) -> None:
-        """Give a model an arena: a free one, or that of another, which rests from now on."""
+        """Give a model a free arena, or that of another, which then rests."""
         start_s = time.monotonic()
         self._served_s |= dict.fromkeys(own.callers, start_s)
         if before:
@@ -264,7 +264,7 @@ class Switcher:
                 before.is_changing = False
                 before.look()
             if not (before.is_resting and own.is_sound):
-                return  # it has failed, and keeps its arena
+                return  # it failed and keeps its arena
         await own.wake()
         if own.is_warm and own.engine:
             took_s, size = self._count(own, "wake", start_s), own.engine.model.settings.memory_bytes

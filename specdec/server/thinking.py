@@ -1,4 +1,4 @@
-"""What a chat asks of its model's thinking, and how many tokens the thinking took."""
+"""Thinking settings of a chat, and counting of thinking tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from specdec.text.tokenizer import Tokenizer
 
 EFFORT = "reasoning_effort"
 LITTLE = {"none", "minimal"}
-"""The efforts at which a template that can only switch thinking switches it off."""
+"""Efforts that switch thinking off in templates that only have a switch."""
 
 
 def template_variables(
     body: ChatBody, template: ChatTemplate, defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a chat's variables of its template, and the fields for which that has none."""
+    """Return the template variables of a chat, and the fields without a variable."""
     switches, effort = [name for name in THINKING_SWITCHES if template.takes(name)], body.reasoning_effort
     own, ignored = dict[str, Any](), list[str]()
     if effort is not None:
@@ -33,24 +33,24 @@ def template_variables(
 
 
 def unread(variables: Iterable[str], template: ChatTemplate) -> list[str]:
-    """Return the variables that a request gives and its template does not read, as fields."""
+    """Return given variables that the template does not use, as field names."""
     return [f"{FIELD}.{name}" for name in variables if not template.takes(name)]
 
 
 def span_of(form: ThinkingFormat, budget: int | None) -> ThinkingSpan:
-    """Return what the engine has to know of an answer's thinking."""
+    """Return the engine's settings for an answer's thinking."""
     return ThinkingSpan(start=form.start, end=form.end, opened=form.opened, budget=budget)
 
 
 class ThinkingTokens:
-    """Count the tokens of thinking in a request's choices."""
+    """Counts thinking tokens of a request's choices."""
 
     def __init__(self, form: ThinkingFormat, tokenizer: Tokenizer) -> None:
         self._track = ThinkingTrack(form.start, form.end, tokenizer.spell, opened=form.opened)
         self._places: dict[int, Place] = {}
 
     def add(self, choice: int, ids: Sequence[int]) -> None:
-        """Take a choice's next tokens."""
+        """Process a choice's next tokens."""
         place = self._places.get(choice, self._track.first)
         for token in ids:
             place = self._track.after(place, token)

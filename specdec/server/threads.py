@@ -1,4 +1,4 @@
-"""Work in threads that nothing waits for when the process ends."""
+"""Work in daemon threads, which do not delay the exit of the process."""
 
 import asyncio
 import threading
@@ -12,15 +12,15 @@ from specdec.server.failures import Failure
 
 T = TypeVar("T")
 COUNT = 2
-"""Threads of a pool: those that run Python wait for each other."""
+"""Threads of a pool; threads that run Python block each other."""
 LONG_S = 0.05
-"""CPU time of work after which its caller rests: the engine's thread waits for the interpreter meanwhile."""
+"""CPU seconds of work after which its caller pauses, since it blocks the engine thread meanwhile."""
 REST = 3.0
-"""Seconds of rest for each such second."""
+"""Seconds of pause per CPU second."""
 
 
 async def apart(work: Callable[[], T], name: str) -> T:
-    """Do work that may never end, or take minutes, in a daemon thread; who is cancelled waits no longer."""
+    """Run work that may hang or take minutes in a daemon thread; cancelling stops the wait only."""
     doing: Future[T] = Future()
     doing.set_running_or_notify_cancel()
     _start(lambda: _do(doing, work), name)
@@ -28,28 +28,28 @@ async def apart(work: Callable[[], T], name: str) -> T:
 
 
 class Pool:
-    """At most `COUNT` daemon threads for what clients ask, with a bounded queue. Owned by the event loop.
+    """At most `COUNT` daemon threads for client work, with a bounded queue. Owned by the event loop.
 
-    Callers take turns, so that what one has waiting holds another up by what a thread is at alone. With
-    `rests`, after long work a caller's next waits in proportion, so that streams go on between the two.
+    Callers take turns, so one caller's queue only delays others by the work in progress. With `rests`, a
+    caller pauses after long work in proportion, so that streams continue in between.
 
-    A client that leaves before its work has begun takes it along. A thread ends when nothing waits.
+    Cancelled work is dropped from the queue. A thread ends when the queue is empty.
     """
 
     def __init__(self, name: str, most: int, *, rests: bool = False) -> None:
         self.name, self.most, self._rests = name, most, rests
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
-        """By caller, in the order of their turns; each has some."""
+        """Non-empty queues by caller, in turn order."""
         self._resting: dict[str, float] = {}
-        """Until when callers rest."""
+        """End of each caller's pause."""
         self._lock = threading.Condition()
         self._running = 0
-        """Threads."""
+        """Number of threads."""
         self._held = 0
-        """What waits, and what a thread is at."""
+        """Work waiting or in progress."""
 
     async def do(self, work: Callable[[], T], caller: str = "") -> T:
-        """Do a caller's work in its turn; refuse it where too much waits."""
+        """Run a caller's work in its turn; raise if the queue is full."""
         doing: Future[T] = Future()
 
         def run() -> None:
@@ -82,12 +82,12 @@ class Pool:
     def _run(self) -> None:
         while run := self._next():
             run()
-            del run  # it refers to a request's body, and to what came of it
+            del run  # it refers to a request's body and its result
             with self._lock:
                 self._held -= 1
 
     def _timed(self, work: Callable[[], T], caller: str) -> T:
-        """Do work, and let its caller rest after it, before anyone hears that it is done."""
+        """Run work and start its caller's pause before the result is visible."""
         start_s = time.thread_time()
         try:
             return work()
@@ -99,7 +99,7 @@ class Pool:
                     self._resting[caller] = begins_s + REST * used_s
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for the next work of a caller that does not rest; None: there is none."""
+        """Wait for the next work of a caller that is not pausing; None: the queue is empty."""
         with self._lock:
             while self._waiting:
                 now_s = time.monotonic()
@@ -114,7 +114,7 @@ class Pool:
             return None
 
     def _take(self, caller: str, run: Callable[[], None]) -> None:
-        """Take out what waits, and put its caller behind the others."""
+        """Remove work from the queue, and move its caller to the end."""
         own = self._waiting.pop(caller)
         own.remove(run)
         if own:

@@ -1,4 +1,4 @@
-"""TLS: the certificate that the server shows, read before the model is loaded."""
+"""TLS: load the certificate before the model."""
 
 import logging
 import math
@@ -15,22 +15,22 @@ from specdec.models.folder import short
 logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
-"""Seconds between two log lines about clients that speak plain HTTP."""
+"""Minimum seconds between log lines about plain HTTP clients."""
 PLAIN_HTTP = "HTTP_REQUEST"
-"""OpenSSL's reason for a handshake that is a request in plain HTTP."""
+"""OpenSSL's reason for a plain HTTP request instead of a handshake."""
 MISMATCH = "KEY_VALUES_MISMATCH"
-"""OpenSSL's reason for a key that is not the certificate's."""
+"""OpenSSL's reason for a key that does not match the certificate."""
 PIECE_BYTES = 1024
-"""Bytes decrypted between two checks of the time: 38 KeyUpdate messages, 1.7 ms."""
+"""Bytes decrypted between two time checks: 38 KeyUpdate messages, 1.7 ms."""
 ALLOWED_S, ALLOWED_PER_BYTE_S = 0.002, 1e-6
-"""CPU time that a connection's records may take without data, and for each byte of it. Records of 100 bytes
+"""CPU seconds allowed for a connection's records without data, and per byte of data. Records of 100 bytes
 take a tenth of that."""
 
 T = TypeVar("T")
 
 
 class Files(Protocol):
-    """The settings that name them."""
+    """Settings that name the files."""
 
     @property
     def ssl_certfile(self) -> str | None: ...
@@ -43,7 +43,7 @@ class Files(Protocol):
 
 
 def tls_context(config: Files) -> ssl.SSLContext | None:
-    """Read the certificate and its key; None: the server speaks plain HTTP."""
+    """Load the certificate and its key; None: plain HTTP."""
     if config.ssl_certfile is None:
         for field in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(config, field) is not None:
@@ -54,7 +54,7 @@ def tls_context(config: Files) -> ssl.SSLContext | None:
     asked: list[str] = []
 
     def password() -> str:
-        # OpenSSL would ask at the terminal where there is none.
+        # Without this, OpenSSL would prompt at the terminal.
         asked.append(config.ssl_keyfile_password or "")
         return asked[-1]
 
@@ -67,7 +67,7 @@ def tls_context(config: Files) -> ssl.SSLContext | None:
 
 
 class _Session(ssl.SSLObject):
-    """One client's TLS. It decrypts small pieces, and ends where these take too much time for their data.
+    """One client's TLS session. It decrypts small pieces, and aborts if they take too long for their data.
 
     OpenSSL would process all buffered KeyUpdate messages in one call, 45 us each: 40 connections without a
     key halted all streams for a second.
@@ -76,12 +76,12 @@ class _Session(ssl.SSLObject):
     incoming: ssl.MemoryBIO
     fed: ssl.MemoryBIO
     left_s = ALLOWED_S
-    """CPU time until more data must come."""
+    """Remaining CPU seconds before more data must arrive."""
     since_s = 0.0
-    """CPU time of the thread when the piece in work was fed; 0: there is none."""
+    """Thread CPU time at which the current piece was fed; 0: none."""
 
     def do_handshake(self) -> None:
-        """Go on with the handshake; log clients that speak plain HTTP, now and then."""
+        """Continue the handshake; log plain HTTP clients at a limited rate."""
         try:
             self._fed(super().do_handshake)
             self.since_s = 0.0
@@ -94,18 +94,18 @@ class _Session(ssl.SSLObject):
             raise
 
     def read(self, *args: Any) -> Any:
-        """Decrypt data. asyncio calls it until no more is there, so that each piece is timed to its end."""
+        """Decrypt data. asyncio calls it until none is left, so each piece is timed completely."""
         found = self._fed(partial(super().read, *args), self._take_time)
         size = found if isinstance(found, int) else len(found)
         self.left_s += size * ALLOWED_PER_BYTE_S
         return found
 
     def unwrap(self) -> Any:
-        """Go on with the shutdown."""
+        """Continue the shutdown."""
         return self._fed(super().unwrap, self._take_time)
 
     def _fed(self, act: Callable[[], T], account: Callable[[], None] = lambda: None) -> T:
-        """Do what reads records, feeding it piece by piece."""
+        """Run an operation that consumes records, feeding it in pieces."""
         while True:
             try:
                 return act()
@@ -118,23 +118,23 @@ class _Session(ssl.SSLObject):
                 self.fed.write(piece)
 
     def _take_time(self) -> None:
-        """Subtract the time that the last piece took."""
+        """Charge the CPU time of the last piece."""
         spent_s = time.thread_time() - self.since_s if self.since_s else 0.0
-        # A pass of the garbage collector may fall into one piece: that alone must not end a connection.
+        # A garbage collection may fall into one piece; it alone must not end a connection.
         self.left_s = min(self.left_s, ALLOWED_S) - min(spent_s, ALLOWED_S / 2)
         if self.left_s < 0:
             raise ssl.SSLError("its TLS records take too much time for little data")
 
 
 class _Context(ssl.SSLContext):
-    """Makes connections that bound what decrypting for them costs."""
+    """Context whose sessions bound their decryption cost."""
 
     sslobject_class = _Session
     told_s = -math.inf
-    """When a client that speaks plain HTTP was logged last."""
+    """Time at which a plain HTTP client was last logged."""
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, *args: Any, **kw: Any) -> ssl.SSLObject:
-        """Return a session that reads from `incoming` in small pieces."""
+        """Return a session that reads `incoming` in small pieces."""
         fed = ssl.MemoryBIO()
         session = super().wrap_bio(fed, *args, **kw)
         assert isinstance(session, _Session)
@@ -153,7 +153,7 @@ def _check_readable(field: str, path: str | None) -> None:
 
 
 def _refusal(config: Files, error: Exception, *, is_encrypted: bool) -> ConfigError:
-    """Return the error that names the file at fault, and the remedy."""
+    """Return the error that names the wrong file, and the remedy."""
     if is_encrypted:
         wrong = "does not open" if config.ssl_keyfile_password else "is missing for"
         return _unfit("ssl_keyfile_password", f"it {wrong} the key, which is encrypted; give the key's own")

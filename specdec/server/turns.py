@@ -1,27 +1,27 @@
-"""Turns of requests on the event loop, by caller."""
+"""Turn-taking of requests on the event loop, by caller."""
 
 import asyncio
 from collections import deque
 
 MOST = 4
-"""Requests that begin in an iteration. Those that begin together can share a step: 16 clients of one token
-each got 19 % fewer answers than without turns where this was 1, and 14 % fewer with 4 (a busy machine)."""
+"""Requests started per iteration. Those started together can share a step: 16 clients of one token each got
+19 % fewer answers than without turns if this was 1, and 14 % fewer with 4 (a busy machine)."""
 
 
 class Turns:
-    """Lets a few requests begin in each iteration of the event loop; callers take turns.
+    """Lets a few requests start in each iteration of the event loop; callers take turns.
 
-    Streams, and requests of other callers, then wait for these few, however many a caller sends at once.
-    Owned by the event loop. Where all callers are one (`alone`), only refused
-    requests wait: those of no caller.
+    So streams and other callers' requests only wait for these few, however many a caller sends at once. Owned
+    by the event loop. If there is a single caller (`alone`), only refused requests wait, which belong to no
+    caller.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
         self._alone = alone
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By caller, in the order of their turns; each has some."""
+        """Non-empty queues by caller, in turn order."""
         self._begun = 0
-        """Requests that have begun in this iteration."""
+        """Requests started in this iteration."""
 
     async def wait(self, caller: str) -> None:
         """Wait for a caller's turn."""
@@ -38,7 +38,7 @@ class Turns:
         await turn
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin the next requests whose clients have not left, and look again in the next iteration."""
+        """Start the next requests, skipping disconnected clients, and schedule the next iteration."""
         self._begun = 0
         while self._waiting and self._begun < MOST:
             caller = next(iter(self._waiting))

@@ -1,1 +1,1 @@
-"""From settings to a loop that runs: resolve them, fit memory, build the engine and warm it up."""
+"""From settings to a running loop: resolve them, fit memory, build the engine and warm it up."""

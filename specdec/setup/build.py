@@ -1,4 +1,4 @@
-"""Build what an engine runs from a model's folder and a configuration."""
+"""Build an engine from a model folder and a configuration."""
 
 import logging
 import time
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model with the memory and the loop that serve it."""
+    """A loaded model with its memory and loop."""
 
     core: EngineCore
     network: Network
@@ -75,7 +75,7 @@ class Model:
 
 
 def build(folder: str | Path, config: EngineConfig) -> Model:
-    """Read a checkpoint, settle every "auto", take the memory, and put the loop together."""
+    """Load a checkpoint, resolve "auto" settings, allocate memory, and build the loop."""
     opened = open_model(folder, config)
     checkpoint, network_spec, settings = opened.checkpoint, opened.network, opened.settings
     tokenizer = load_tokenizer(checkpoint.folder)
@@ -103,9 +103,9 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
 def build_random(
     network_spec: spec.Network, config: EngineConfig, *, stored: torch.dtype, stored_bytes: int, seed: int
 ) -> Model:
-    """Draw the weights on the device instead of reading them: nothing is on disk, and there is no tokenizer.
+    """Build a model with random weights, generated on the device, and without a tokenizer.
 
-    `stored` and `stored_bytes` are the type and the size that a checkpoint of this network would have.
+    `stored` and `stored_bytes` are the dtype and size that a checkpoint of this network would have.
     """
     heads = find_heads(None, network_spec, config)
     settings = resolve(config, network_spec, stored, stored_bytes, heads=heads)
@@ -116,13 +116,13 @@ def build_random(
         norm_offset=network_spec.norm.offset,
         quantize=_format(settings),
     )
-    # Of weights that are drawn no token is commoner than another.
+    # With random weights no token is more frequent than another.
     shortlist_C = torch.arange(min(config.draft_vocab, network_spec.vocab)) if config.draft_vocab else None
     return _load(network_spec, weights, None, settings, head_of(settings.drafters, heads), shortlist_C)
 
 
 def _format(settings: Resolved) -> WeightFormat | None:
-    """Return what large matrices are rounded to."""
+    """Return the format that large matrices are quantised to at load, or None."""
     return FORMATS[settings.quantize] if settings.quantize else None
 
 
@@ -134,7 +134,7 @@ def _load(
     source: HeadSource | None,
     shortlist_C: Tensor | None,
 ) -> Model:
-    """Fill the network, and the head or the copy that drafts, and put the loop together."""
+    """Load the network and its draft head or copy, and build the loop."""
     copied = CopiedWeights(weights) if has_copy(settings.drafters) else None
     is_packed = isinstance(weights, CheckpointWeights) and weights.is_packed
     with without_helpers() if is_packed else nullcontext():
@@ -168,13 +168,13 @@ def _load(
 def assemble(
     network: Network, head: Head | None, settings: Resolved, *, copy: Copy | None = None
 ) -> EngineCore:
-    """Put the loop together around a loaded network, and let it learn what its steps cost.
+    """Build the loop around a loaded network, and measure the cost of its steps.
 
-    `head` and `copy` are what drafts beside it, if either does.
+    `head` or `copy` draft, if given.
     """
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     executor = LocalExecutor(network, arena, settings.device)
-    # A step that waits for its processor costs no more by that; what a GPU does takes no thread's time.
+    # Waiting for a CPU does not count as step cost; GPU work takes no thread time.
     clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
     scheduler = Scheduler(
         arena,
@@ -213,14 +213,14 @@ def assemble(
         runner = _runner(loop, network, settings)
         if runner:
             loop.run_on_device(runner)
-    if settings.config.prefix_cache:  # what was made up is not to be kept
+    if settings.config.prefix_cache:  # after the warm-up, whose text must not be cached
         own = _prefix_cache(arena, network, settings, has_head=head is not None)
         loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
     return core
 
 
 def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_head: bool) -> PrefixCache:
-    """Make the cache over an arena, and the one below it over memory of the host, if there is any."""
+    """Build the prefix cache over an arena, with a lower tier in host memory if configured."""
     work, lower = ReadingWork.of(network.spec), None
     if settings.config.host_cache_bytes:
         try:
@@ -239,7 +239,7 @@ def _prefix_cache(arena: Arena, network: Network, settings: Resolved, *, has_hea
 
 
 def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
-    """Make what finds the score's weight, unless it was given, or nothing is kept that it could weigh."""
+    """Build the tuner of the eviction weight, unless it is fixed or has no effect."""
     layout = settings.layout
     if settings.config.prefix_policy != "tuned" or not (layout.states and layout.kv):
         return None
@@ -252,16 +252,16 @@ def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
 
 
 def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | None:
-    """Make what decides steps on the device: a head drafts there too, all others on the host.
+    """Build the runner of device steps: heads draft on the device, other drafters on the host.
 
-    None: a CPU's would ask the host, and were not asked for.
+    Return None if a CPU's steps cannot be taped and `graphs` was not requested.
     """
     head, arena, kernels = loop.speculation.head, loop.arena, network.kernels
     drafts = not settings.drafters or any(DRAFTERS[name].runs_on_device for name in settings.drafters)
     looks = not all(DRAFTERS[name].runs_on_device for name in settings.drafters)
     is_free = on_gpu(settings.kernels)
     size = settings.layout.block_tokens
-    # The C kernels look lengths up; where keys are kept in 8 bits torch reads them.
+    # The C kernels read row lengths themselves; with an 8-bit KV cache torch reads them on the host.
     looks_up = settings.kernels == "native" and settings.layout.page_dtype == settings.dtype
     pack = Packer(
         kernels,

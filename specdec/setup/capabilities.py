@@ -1,6 +1,6 @@
-"""What can be combined with what: one table, from which refusals, docs/families.md and the tests take theirs.
+"""Supported combinations: one table for errors, docs/families.md and tests.
 
-Supported is the product of the axes, less what a rule refuses.
+All combinations of the axes are supported, except those refused by a rule.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from specdec.setup.refusal import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination: a value of each axis."""
+    """One combination: a value per axis."""
 
     drafter: str
     shape: str
@@ -49,8 +49,9 @@ AXES: Mapping[str, tuple[str, ...]] = {
     ),
     "batch": ("alone", "mixed", "preempted"),
 }
-"""`filters` are top-k, top-p and min-p; a `mixed` step prefills beside decoding rows. With graphs, the
-`device` decides the steps in which it can. Prefixes that others have read are `kept`, or read again."""
+"""`filters` are top-k, top-p and min-p; a `mixed` step prefills besides decode rows. With graphs, the
+`device` runs the steps it can. Shared prefixes are `kept` in the cache, or `read`, that is prefilled again.
+"""
 
 
 NO_DRAFT = Refusal("topk", 'it has no meaning with draft="none"', "choose a drafter or leave it out")
@@ -82,7 +83,7 @@ SYNTHETIC_WORDS = {
     )
     for field in ("allowed_token_ids", "bad_words", "thinking")
 }
-"""Of a request, not of a cell: synthetic acceptance is for benchmarks and no axis."""
+"""Refused for requests, not cells: synthetic acceptance is for benchmarks and has no axis."""
 
 RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
     *(({"drafter": name, "shape": "tree"}, why) for name, why in NO_TREE.items()),
@@ -99,16 +100,16 @@ RULES: tuple[tuple[Mapping[str, str], Refusal], ...] = (
     ),
     ({"drafter": NONE, "shape": "tree"}, NO_DRAFT),
 )
-"""Cells that have all of these values are refused."""
+"""Cells with all of these values are refused."""
 
 
 def cells() -> Iterator[Cell]:
-    """Enumerate every combination, refused ones too."""
+    """Yield every combination, including refused ones."""
     return itertools.starmap(Cell, itertools.product(*AXES.values()))
 
 
 def refusal(cell: Cell) -> Refusal | None:
-    """Return why a combination is refused; None: it is supported."""
+    """Return why a combination is refused, or None."""
     own = dict(zip((field.name for field in fields(cell)), astuple(cell), strict=True))
     return next((why for where, why in RULES if where.items() <= own.items()), None)
 
@@ -116,10 +117,10 @@ def refusal(cell: Cell) -> Refusal | None:
 def resolve_drafters(
     draft: str, heads: Collection[str], *, synthetic: bool = False, graphs: bool = False, looks: bool = True
 ) -> tuple[str, ...]:
-    """Name the drafters, given the heads that were found. `auto` asks the first of them, and looks text up.
+    """Return the drafters, given the available heads. `auto` selects the first head, and look-ups.
 
-    Where drafts are accepted at given rates it is the head alone, which always has some to offer; and where
-    nothing `looks` text up between steps, which the device then drafts for itself.
+    With synthetic acceptance only the head is used, since it always drafts; also without `looks`, when the
+    device drafts and no look-ups run between steps.
     """
     if draft == NONE:
         return ()
@@ -137,7 +138,7 @@ def resolve_drafters(
 
 
 def check_request(params: SamplingParams, *, synthetic: bool) -> None:
-    """Refuse what a request asks for where drafts are accepted at given rates."""
+    """Raise for request features that synthetic acceptance does not support."""
     for given, refused in (
         (params.logprobs is not None, SYNTHETIC_LOGPROBS),
         (params.structured_outputs, SYNTHETIC_STRUCTURED),

@@ -1,4 +1,4 @@
-"""Which device is meant, and how much memory it can still give."""
+"""Device selection and free memory."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from specdec.errors import ConfigError
 
 
 def pick_device(name: str) -> torch.device:
-    """Settle which device is meant, and refuse one that is not there."""
+    """Return the device, or raise if it does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -18,12 +18,12 @@ def pick_device(name: str) -> torch.device:
             "CUDA build of torch.",
             field="device",
         )
-    # With its number: what tensors say of their device, and what torch.cuda.set_device takes.
+    # With its index, as tensors report their device and torch.cuda.set_device expects it.
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def free_memory(device: torch.device) -> int:
-    """Return what the device can still give; on a CPU within the limit of the process's control group."""
+    """Return free bytes of the device; on a CPU within the limit of the process's control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -33,6 +33,6 @@ def free_memory(device: torch.device) -> int:
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
         free = min(free, limit - int((group / "memory.current").read_text()))
-    except (OSError, StopIteration, ValueError):  # not this system's files, or no limit ("max")
+    except (OSError, StopIteration, ValueError):  # not on this system, or no limit ("max")
         pass
     return max(free, 0)

@@ -1,4 +1,4 @@
-"""The registry of drafters: what each needs of a model, and how it is made."""
+"""Registry of drafters: requirements and constructors."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from specdec.state_slots.arena import Arena
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a drafter is made beside."""
+    """Components for building a drafter."""
 
     head: Head | None
-    """Its own; None: it has no head."""
+    """Its head, or None."""
     copy: Copy | None
-    """The rounded network that drafts; None: it needs none."""
+    """The quantised copy that drafts, or None."""
     arena: Arena
     speculation: Speculation
     settings: Resolved
@@ -35,23 +35,23 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """How a drafter is made, and what it needs. `config/drafters.py` says what its name means to a user."""
+    """A drafter's constructor and requirements; `config/drafters.py` has its user description."""
 
     make: Callable[[Surroundings], Drafter]
     find_head: Callable[[Path | None, spec.Network, EngineConfig], HeadSource | None] | None = None
-    """Finds its head in a model's folder (None: weights are drawn); a drafter without a head has none."""
+    """Finds its head in a model's folder (None: random weights); None for drafters without a head."""
     missing: Refusal | None = None
-    """Why it is refused where its head was not found."""
+    """Refusal if its head is missing."""
     has_copy: bool = False
-    """Whether a rounded copy of the network drafts."""
+    """Whether a quantised copy of the network drafts."""
     host_only: Refusal | None = None
-    """Why it is refused where the device decides steps, if it is."""
+    """Refusal with device steps, if any."""
     lacking: tuple[str, ...] = ()
-    """Families whose checkpoints never hold its head."""
+    """Families whose checkpoints never contain its head."""
     runs_on_device: bool = False
-    """Whether the device drafts in the steps that it decides by itself."""
+    """Whether it drafts on the device in device steps."""
     in_auto: bool = False
-    """Whether `auto` asks it beside a head, or alone."""
+    """Whether `auto` uses it, with or without a head."""
 
     @property
     def has_head(self) -> bool:
@@ -59,7 +59,7 @@ class DrafterSpec:
 
     @property
     def has_weights(self) -> bool:
-        """Return whether it runs a network, and so always has something to offer."""
+        """Whether it runs a network, and so always drafts."""
         return self.has_head or self.has_copy
 
 
@@ -123,20 +123,20 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "suffix": DrafterSpec(lambda _: SuffixDrafter(), in_auto=True),
     "self-int4": DrafterSpec(_rounded_drafter, has_copy=True, host_only=SELF_ON_DEVICE),
 }
-"""By the names that users know them by, in the order of `config/drafters.py`."""
+"""By user-visible name, in the order of `config/drafters.py`."""
 
 assert list(DRAFTERS) == list(DRAFTER_OPTIONS), "config/drafters.py and this table name the same drafters"
 
 
 def find_heads(folder: Path | None, network: spec.Network, config: EngineConfig) -> dict[str, HeadSource]:
-    """Find the heads that could draft for a network, by their drafters' names."""
+    """Return the available heads for a network, by drafter name."""
     finders = {name: own.find_head for name, own in DRAFTERS.items() if own.find_head}
     found = ((name, find(folder, network, config)) for name, find in finders.items())
     return {name: head for name, head in found if head}
 
 
 def auto_drafters(heads: Collection[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the head that `auto` asks, one in a folder of its own before the model's, and the rest."""
+    """Return the head that `auto` selects, preferring one in a separate folder, and the other drafters."""
     head = min(heads, key=lambda name: not DRAFTER_OPTIONS[name].reads_folder, default=None)
     return head, tuple(name for name, own in DRAFTERS.items() if own.in_auto)
 
@@ -157,10 +157,10 @@ def has_weights(drafters: Collection[str]) -> bool:
 
 
 def has_copy(drafters: Collection[str]) -> bool:
-    """Return whether a rounded copy of the network drafts."""
+    """Return whether a quantised copy of the network drafts."""
     return any(DRAFTERS[name].has_copy for name in drafters)
 
 
 def quoted_heads() -> str:
-    """Name the drafters that have a head, as an error does."""
+    """Return the drafters with a head, quoted for an error message."""
     return " or ".join(repr(name) for name, own in DRAFTERS.items() if own.has_head)

@@ -1,4 +1,4 @@
-"""What a model costs, told before anything is loaded: its parameters and the bytes that a step reads."""
+"""A model's cost, computed before loading: parameters, and bytes that a step reads."""
 
 import functools
 import re
@@ -36,7 +36,7 @@ from specdec.setup.settings import Resolved
 
 CAT = torch.ops.aten.cat.default
 ARITHMETIC = 0.05
-"""What a token takes beside reading its experts, of both: it is paid again for experts that others met."""
+"""Fraction of a token's cost besides loading its experts, paid again for experts loaded by other tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +45,22 @@ class Parameter:
     count: int
     bytes: int
     experts: tuple[int, int] | None
-    """(experts chosen per token, experts there are), for the weights that only some tokens read."""
+    """(experts chosen per token, number of experts), for weights that only some tokens use."""
     uses: int = 1
-    """Layers that read it."""
+    """Number of layers that use it."""
 
     def expected_bytes(self, tokens: int) -> float:
-        """Count the bytes that a step over `tokens` tokens reads if each picks its experts at random."""
+        """Return the bytes a step over `tokens` tokens reads if each picks its experts at random."""
         if self.experts is None:
             return float(self.bytes * self.uses)
         return self.bytes * _share_met(*self.experts, tokens)
 
 
 def token_work(network: spec.Network) -> Callable[[int], float]:
-    """Return a function: what a step over some tokens adds to one over none, in the work of one token.
+    """Return a function from tokens to the extra work of a step, in units of one token.
 
-    With experts most of that is to read those that are met: many are new to the second token, few to the
-    fiftieth. Without any, it is the number of tokens.
+    With experts, most of it is loading those used: many are new to the second token, few to the fiftieth.
+    Without, it is the number of tokens.
     """
     layers = Counter((own.ffn.top_k, own.ffn.experts) for own in network.layers if isinstance(own.ffn, MoE))
     if not layers:
@@ -76,25 +76,25 @@ def token_work(network: spec.Network) -> Callable[[int], float]:
 
 
 def _share_met(chosen: int, total: int, tokens: int) -> float:
-    """Return which part of the experts this many tokens are expected to use that choose at random."""
+    """Return the expected fraction of experts used by this many tokens that choose at random."""
     return 1.0 - (1 - chosen / total) ** tokens
 
 
 class ShapeArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compute only the shapes of sums, products and concatenations of tensors on the meta device.
+    """Computes only shapes of sums, products and concatenations of meta tensors.
 
-    Torch does it in Python decompositions, for which it first imports its compiler: a second.
+    Torch uses Python decompositions for this, and imports its compiler first, which takes a second.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave `__torch_dispatch__` unwrapped: the wrapper imports the compiler too."""
+        """Leave `__torch_dispatch__` unwrapped, since the wrapper imports the compiler too."""
         return False
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute a shape where the rule is simple, with the first tensor's dtype; else run the operation."""
+        """Return an empty result of simple operations, with the first tensor's dtype; run all others."""
         tensors = args[0] if op is CAT else [arg for arg in args if isinstance(arg, Tensor)]
         if tensors and all(own.is_meta for own in tensors):
             first = tensors[0]
@@ -106,7 +106,7 @@ class ShapeArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ShapeWeights:
-    """Answer a network with tensors that have a shape and no memory, and keep the list."""
+    """Weights with shapes but no memory, which records all parameters."""
 
     def __init__(
         self,
@@ -116,23 +116,23 @@ class ShapeWeights:
         quantize: WeightFormat | None,
         numbers: Callable[[str], Numbers | None] = lambda name: None,
     ) -> None:
-        """Count large matrices in `quantize`, but those stored in integers as `numbers` says."""
+        """Count large matrices in `quantize`, except those stored as integers per `numbers`."""
         self.network, self.dtype, self.quantize, self.numbers = network, dtype, quantize, numbers
         self.parameters: list[Parameter] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Note one parameter."""
+        """Record a parameter."""
         dtype = dtype or self.dtype
         return self._note(name, shape, dtype, prod(shape) * dtype.itemsize)
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Note one large matrix, which may be quantised."""
+        """Record a large matrix, which may be quantised."""
         if form := self.numbers(name) or self.quantize:
             return self._note(name, shape, self.dtype, form.num_bytes(shape))
         return self.take(name, shape)
 
     def output(self, name: str, weight_ND: Tensor) -> Tensor:
-        """Note how the matrix that makes logits is held, where that is not how it was taken."""
+        """Record how the output matrix is stored, if it differs from the way it was taken."""
         if form := self.numbers(name) or (self.quantize and self.quantize.output):
             count = sum(own.count for own in self.parameters if own.name == name)
             self.parameters = [own for own in self.parameters if own.name != name]
@@ -144,11 +144,11 @@ class ShapeWeights:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def has(self, name: str) -> bool:
-        """Any tensor can be had."""
+        """Return True: every tensor exists."""
         return True
 
     def within(self, prefix: str) -> Weights:
-        """Note the parameters below a prefix."""
+        """Return weights that record parameters below a prefix."""
         return Scoped(self, prefix)
 
     def _experts(self, name: str) -> tuple[int, int] | None:
@@ -160,27 +160,27 @@ class ShapeWeights:
         return ffn.top_k, ffn.experts
 
     def _uses(self, name: str) -> int:
-        """Count the layers that read a weight: one that is lent goes by the name of its lender."""
+        """Return the number of layers that use a weight; a shared one has its first layer's name."""
         lent = re.match(rf"layers\.(\d+)\.mixer\.{SHARED}\.", name)
         return 1 + (sum(own.shares == int(lent[1]) for own in self.network.layers) if lent else 0)
 
 
 class CopyShapes(ShapeWeights):
-    """Keep the list of what a rounded copy holds of its own; it shares what is not rounded.
+    """Records the parameters of a quantised copy that it does not share.
 
-    That is in `quantize`, or in `dtype` where kernels widen it.
+    They are stored in `quantize`, or in `dtype` where kernels widen them.
     """
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Note nothing."""
+        """Record nothing: it is shared."""
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Note one large matrix."""
+        """Record a large matrix."""
         return self._note_in(self.quantize, name, shape)
 
     def output(self, name: str, weight_ND: Tensor) -> Tensor:
-        """Note the matrix that makes logits."""
+        """Record the output matrix."""
         return self._note_in(self.quantize and self.quantize.output, name, tuple(weight_ND.shape))
 
     def _note_in(self, form: WeightFormat | None, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -190,14 +190,14 @@ class CopyShapes(ShapeWeights):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Sum up a network's weights; what drafts beside it, a head or a copy, is counted apart."""
+    """A network's weights; a draft head or copy is counted separately."""
 
     network: spec.Network
     target: tuple[Parameter, ...]
     mtp: tuple[Parameter, ...]
     eagle: tuple[Parameter, ...] = ()
     copy: tuple[Parameter, ...] = ()
-    """What a copy that drafts holds beside what it shares."""
+    """Parameters of a copy that drafts, without shared ones."""
 
     @property
     def parameters(self) -> int:
@@ -220,19 +220,19 @@ class Footprint:
         return sum(p.bytes for p in self.copy)
 
     def step_bytes(self, tokens: int) -> float:
-        """Count the bytes of weights that one step over `tokens` tokens must read.
+        """Return the weight bytes that a step over `tokens` tokens must read.
 
-        An embedding beside an output matrix is read by row, which is nothing beside the rest.
+        An untied embedding is read by row, which is negligible.
         """
         return sum(p.expected_bytes(tokens) for p in self.target if p.name != self.table)
 
     @property
     def table(self) -> str | None:
-        """Name the embedding where it does not make logits too."""
+        """Name of the embedding if it is not also the output matrix."""
         return "embed.weight" if any(p.name == "head.weight" for p in self.target) else None
 
     def kinds(self) -> dict[str, int]:
-        """Count the target's mixers and feed-forwards by kind."""
+        """Return the number of the target's mixers and feed-forwards by kind."""
         return dict(Counter(part.kind for layer in self.network.layers for part in layer.parts))
 
 
@@ -246,10 +246,10 @@ def measure(
     copied_in: WeightFormat | None = FORMATS[COPIED_IN],
     numbers: Callable[[str], Numbers | None] = lambda name: None,
 ) -> Footprint:
-    """List every parameter of a network without holding any; large matrices are counted in `quantize`.
+    """Return a network's footprint without allocating it; large matrices are counted in `quantize`.
 
-    Those that a checkpoint stores in integers are counted as `numbers` says. With `copied` a rounded
-    copy is counted too, as it is kept: `copied_in` a format, or (None) widened.
+    Matrices stored as integers are counted per `numbers`. With `copied` a quantised copy is counted too, in
+    the format `copied_in`, or widened if that is None.
     """
     weights = ShapeWeights(network, dtype, quantize=quantize, numbers=numbers)
     own = ShapeWeights(network, dtype, quantize=quantize)
@@ -271,7 +271,7 @@ def measure(
 def measure_stored(
     checkpoint: Checkpoint, network: spec.Network, settings: Resolved, head: HeadSource | None = None
 ) -> Footprint:
-    """List every parameter of a checkpoint's network as an engine with these settings keeps it."""
+    """Return the footprint of a checkpoint's network as an engine with these settings stores it."""
     found = stored_numbers(checkpoint, network)
 
     def whole(name: str) -> Numbers | None:
@@ -289,11 +289,11 @@ def measure_stored(
 
 
 def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[int]) -> dict[str, Any]:
-    """Describe a checkpoint and what an engine with this configuration would need for it.
+    """Describe a checkpoint and the resources an engine with this configuration would need.
 
-    `sequences` counts how many of each length fit in the arena, of those that the engine would take, or of
-    its longest. `record_share` is a draft token's record over a state, of which a window alone
-    has none; drafters in records have it.
+    `sequences` counts how many of each length fit in the arena, for supported lengths, or else for the
+    longest. `record_share` is the size of a draft token's record relative to a state; it is only present with
+    drafters that use records.
     """
     opened = open_model(folder, config)
     network, settings = opened.network, opened.settings

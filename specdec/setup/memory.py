@@ -1,4 +1,4 @@
-"""What weights, drafts and sequences take, and how much of a machine's memory the arena is given."""
+"""Memory of weights, drafts and sequences, and the size of the arena."""
 
 import logging
 
@@ -18,9 +18,9 @@ from specdec.state_slots.layout import Layout
 logger = logging.getLogger(__name__)
 
 ROW = 4096
-"""Entries of a matrix's row, where only their sum is known."""
+"""Assumed row length of matrices of which only the total size is known."""
 AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
-"""Part of the free memory that the arena takes when nothing says how much. A CPU's is others' too."""
+"""Default fraction of free memory for the arena. A CPU's memory is shared with other processes."""
 
 
 def arena_bytes(
@@ -33,19 +33,19 @@ def arena_bytes(
     weights: int,
     copied: bool = False,
 ) -> int:
-    """Return the arena's size: what is given, or what all sequences and drafts want, if that is free."""
+    """Return the arena's size: as configured, or what all sequences and drafts need, if free."""
     if config.memory_bytes is not None:
         return config.memory_bytes
-    # Beside the sequences: the dummy slab, a slab of blocks that is partly used, and the drafts.
+    # Besides sequences: the dummy slab, a partly used slab of blocks, and drafts.
     wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
     wanted += draft_bytes(config, layout, bounds, copied=copied) if bounds else 0
     return min(wanted, int(AUTO_MEMORY_SHARE[device.type] * max(free_memory(device) - weights, 0)))
 
 
 def draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape, *, copied: bool) -> int:
-    """Count what every running request may borrow for drafts and keep of them, in whole slabs.
+    """Return the bytes that all running requests may borrow for drafts, in whole slabs.
 
-    Where a `copied` network drafts, it does so in a state of its own for each.
+    A `copied` network drafts in a separate state per request.
     """
     extent = Extent.of(config.max_running, bounds, looks=True)
     blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
@@ -69,9 +69,9 @@ def weight_bytes(
     packed: PackedSizes | None = None,
     packed_bytes: int = 0,
 ) -> int:
-    """Count what the weights will take, from what a checkpoint stores of them.
+    """Return the bytes of the loaded weights, from a checkpoint's stored sizes.
 
-    `narrow_bytes` are those of 8-bit floats. Integers, `packed`, will take `packed_bytes`.
+    `narrow_bytes` are those of 8-bit floats. Integers, `packed`, will use `packed_bytes`.
     """
     if packed:
         return packed_bytes + (stored_bytes - packed.stored) // stored.itemsize * dtype.itemsize
@@ -99,7 +99,7 @@ def copy_bytes(
     kept: WeightFormat | None,
     packed: PackedSizes | None = None,
 ) -> int:
-    """Count what a rounded copy will take beside the network, whose embedding it shares."""
+    """Return the bytes of a quantised copy besides the network, whose embedding it shares."""
     stored_bytes += packed.numbers * stored.itemsize - packed.stored if packed else 0
     sizes = network, dtype, stored, stored_bytes, narrow_bytes
     alone = weight_bytes(*sizes, quantize=COPIED_IN, kept=kept)
@@ -107,7 +107,7 @@ def copy_bytes(
 
 
 def longest_that_fits(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:
-    """Return how long one sequence may be: the engine only promises what the arena can hold."""
+    """Return the maximum length of one sequence that the arena can hold."""
 
     def needed(tokens: int) -> int:
         slabs = 1 + layout.states_per_slab

@@ -1,8 +1,8 @@
-"""Launch what serving may launch, once and before any request: Triton compiles a kernel when it first comes.
+"""Run every kernel variant once before requests arrive, since Triton compiles on first use.
 
-What is compiled hangs on forms, not on numbers: how wide a window is up to the next power of two, whether
-it is a tree, what it leaves behind, whether it follows a path or a long text. A window of each form is run on
-the dummy slab, which padding may read and write. Steps on the device are made ready where they are captured.
+Variants depend on properties rather than sizes: the window width up to the next power of two, whether it is a
+tree, what it writes, and whether it follows a path or a long text. A window of each kind runs on the dummy
+slab, which padding may read and write. Device steps are prepared where they are captured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from specdec.state_slots.window import Row, build_window
 
 @torch.inference_mode()
 def precompile(loop: DecodeLoop, network: Network, max_length: int) -> None:
-    """Run windows of every form, choose by every kind of rule, and take back; nothing of it is left."""
+    """Run all kinds of windows, sampling rules and rollbacks, without lasting effects."""
     device, head = loop.device, loop.speculation.head
     windows = list(_windows(loop, max_length))
     logits_NV = torch.zeros(0)
@@ -45,13 +45,13 @@ def precompile(loop: DecodeLoop, network: Network, max_length: int) -> None:
 
 
 def _windows(loop: DecodeLoop, max_length: int) -> Iterator[list[Row]]:
-    """Yield prompts, rows that decode, trees, and as many tokens as a step may have."""
+    """Yield prompts, decode rows, trees, and batches up to the maximum tokens of a step."""
     speculation, scheduler = loop.speculation, loop.scheduler
     widest = min(speculation.policy.bounds.num_draft_tokens, max_length) if speculation.drafters else 1
     chunk = min(scheduler.chunk_tokens, max_length)
 
     def rows(tree: TokenTree, slots: Sequence[Any] = (), count: int = 1) -> Iterator[list[Row]]:
-        """Yield windows that begin a text, follow a long one, and follow a path if one may come before."""
+        """Yield windows at the start of a text and after a long one, with a path where possible."""
         for length in (0, max_length - len(tree)):
             path = [(0, 0)] if length and widest > 1 and (slots or len(tree) == 1) else []
             if not _keeps_records(loop):
@@ -70,7 +70,7 @@ def _windows(loop: DecodeLoop, max_length: int) -> Iterator[list[Row]]:
 
 
 def _choose(loop: DecodeLoop, logits_1V: Tensor) -> None:
-    """Choose at a temperature, with filters and without; rank what a head would draft."""
+    """Sample at a temperature with and without filters; rank a head's guesses."""
     speculation, place_N = loop.speculation, torch.zeros(1, dtype=torch.int64, device=loop.device)
     for rules in _rules(loop):
         speculation.ranker.kernels.sample(logits_1V, rules, place_N, place_N)
@@ -79,7 +79,7 @@ def _choose(loop: DecodeLoop, logits_1V: Tensor) -> None:
 
 
 def _grow(loop: DecodeLoop, network: Network, max_length: int) -> None:
-    """Run the head on the trees that it grows: they may be wider than what is verified of them."""
+    """Run the head on trees as it grows them, which may be wider than verified windows."""
     drafter, bounds = loop.speculation.head, loop.speculation.policy.bounds
     assert drafter
     read = min(1 + bounds.topk * (bounds.num_steps - 1), max_length)
@@ -93,7 +93,7 @@ def _grow(loop: DecodeLoop, network: Network, max_length: int) -> None:
 
 
 def _draft_at_once(loop: DecodeLoop, network: Network, max_length: int) -> None:
-    """Draft a chain in one pass of the head, as steps of the host do."""
+    """Draft a chain in one pass of the head, as host steps do."""
     drafter = loop.speculation.head
     assert drafter and drafter.straight
     place_N = torch.zeros(1, dtype=torch.int64, device=loop.device)
@@ -106,13 +106,13 @@ def _draft_at_once(loop: DecodeLoop, network: Network, max_length: int) -> None:
 
 
 def _rules(loop: DecodeLoop) -> tuple[Rules, Rules]:
-    """Return a temperature's rules without filters, and with them."""
+    """Return sampling rules of a temperature without and with filters."""
     warm_N = torch.ones(1, device=loop.device)
     return Rules(warm_N), Rules(warm_N, top_p_N=warm_N)
 
 
 def _take_back(loop: DecodeLoop, network: Network, max_length: int) -> None:
-    """Fold a path into its state, and move the keys of accepted branches."""
+    """Fold a path into its state, and move the KV entries of accepted branches."""
     place_B1 = torch.zeros(1, 1, dtype=torch.int64, device=loop.device)
     if _keeps_records(loop):
         path = RecordIds(place_B1, place_B1)
@@ -124,12 +124,12 @@ def _take_back(loop: DecodeLoop, network: Network, max_length: int) -> None:
 
 
 def _keeps_records(loop: DecodeLoop) -> bool:
-    """Return whether what is accepted waits as records beside a state."""
+    """Return whether accepted drafts are pending records beside a state."""
     return bool(loop.arena.layout.states) and isinstance(loop.speculation.backing, RecordBacking)
 
 
 def _slots(loop: DecodeLoop, nodes: int) -> Sequence[Any]:
-    """Name the dummy slab's slots, as a backing would lend them."""
+    """Return the dummy slab's slots in the backing's format."""
     if not loop.arena.layout.states:
         return ()
     return [(0, 0)] * nodes if _keeps_records(loop) else [0] * nodes
@@ -144,10 +144,10 @@ def _chain(width: int) -> TokenTree:
 
 
 def _star(width: int) -> TokenTree:
-    """Hang all nodes on the root; of two nodes that is a chain."""
+    """Return a tree with all nodes below the root; with two nodes it is a chain."""
     return TokenTree((0,) * width, (-1, *[0] * (width - 1)))
 
 
 def _powers(most: int) -> list[int]:
-    """List the powers of two up to a number, and the number."""
+    """Return the powers of two below a number, and the number."""
     return [*(1 << i for i in range((most - 1).bit_length())), most]

@@ -1,11 +1,11 @@
-"""Why something is refused: the words that errors, documents and tests share."""
+"""Refusals: texts shared by errors, documents and tests."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something is refused, and what to do instead; `field` is the setting that asks for it."""
+    """Why a setting is refused, and the remedy; `field` is the setting."""
 
     field: str
     reason: str

@@ -1,4 +1,4 @@
-"""Resolve every "auto" of an EngineConfig against one model and one machine, once."""
+"""Resolve every "auto" of an EngineConfig for one model and machine, once."""
 
 import logging
 import math
@@ -50,25 +50,25 @@ from specdec.verify.synthetic import rates_for
 logger = logging.getLogger(__name__)
 
 CACHED_WEIGHTS = 64 << 20
-"""Smaller bfloat16 weights stay in the cache, and are faster in float32 where torch multiplies them."""
+"""Smaller bfloat16 weights stay in the CPU cache, and are faster in float32 with torch's kernels."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
-"""The largest draft where nothing is said of it: as deep as heads of one layer are run elsewhere."""
+"""Default largest draft: as deep as single-layer heads are run in other engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model's folder, described and not yet read, with the head that is to draft."""
+    """A model's folder with its description and draft head, before loading."""
 
     checkpoint: Checkpoint
     network: spec.Network
     head: HeadSource | None
     settings: Resolved
     shortlist_C: Tensor | None
-    """The tokens that a head drafts; None: all."""
+    """Tokens that a head may draft; None: all."""
 
 
 def open_model(folder: str | Path, config: EngineConfig) -> Opened:
-    """Describe a folder's model and its draft head, and settle how they run; nothing large is read."""
+    """Read a folder's description and draft head, and resolve settings; loads no weights."""
     checkpoint = Checkpoint(folder)
     network = read_network(checkpoint)
     if unread := unread_fields(checkpoint.config):
@@ -103,10 +103,10 @@ def resolve(
     packed: PackedSizes | None = None,
     heads: Mapping[str, HeadSource] | None = None,
 ) -> Resolved:
-    """Turn a configuration into settings, given the checkpoint's dtype and size, and what of it is narrower.
+    """Resolve a configuration, given the checkpoint's dtype and size.
 
-    `narrow_bytes` are those of 8-bit floats, `packed` what is stored in integers.
-    `heads` are those that were found, by their drafters' names; None: what a network of drawn weights has.
+    `narrow_bytes` are those of 8-bit floats, `packed` describes matrices stored as integers. `heads` are the
+    available heads by drafter name; None: those of a network with random weights.
     """
     heads = find_heads(None, network, config) if heads is None else heads
     _refuse_unbuilt(config)
@@ -120,7 +120,7 @@ def resolve(
     )
     synthetic = config.synthetic_acceptance is not None
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
-    # A GPU is not waited for between two steps.
+    # On a GPU, the host does not wait between steps.
     looks = not graphs or device.type == "cpu"
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs, looks=looks)
     if config.graphs is None and kernels == "native":
@@ -201,7 +201,7 @@ def _longest(config: EngineConfig, network: spec.Network) -> int:
 
 
 def _refuse_unbuilt(config: EngineConfig) -> None:
-    """Refuse by name what the configuration can say and this version cannot do."""
+    """Raise for combinations that this version does not support."""
     for field in PREFIX_FIELDS:
         if not config.prefix_cache and getattr(config, field) != EngineConfig.model_fields[field].default:
             raise ConfigError(
@@ -211,7 +211,7 @@ def _refuse_unbuilt(config: EngineConfig) -> None:
 
 
 def _alpha(config: EngineConfig) -> float:
-    """Settle the weight that prefixes are judged by."""
+    """Return the initial eviction weight."""
     if config.prefix_policy == "flops":
         return 1.0 if config.prefix_alpha is None else config.prefix_alpha
     if config.prefix_alpha is not None:
@@ -224,7 +224,7 @@ def _alpha(config: EngineConfig) -> float:
 
 
 def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
-    """Refuse what would be left unread where no head drafts."""
+    """Raise for head settings without a head."""
     for field in HEAD_FIELDS:
         if getattr(config, field) is not None and not has_head(drafters):
             raise ConfigError(
@@ -235,7 +235,7 @@ def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
 
 
 def _refuse_copy(config: EngineConfig, kernels: str, packed: PackedSizes | None) -> None:
-    """Refuse a rounded copy that these kernels do not multiply, and one of what is rounded alike."""
+    """Raise for a copy that these kernels do not support, or that equals the target's format."""
     for refused, why in (
         (on_gpu(kernels), SELF_ON_GPU),
         (config.quantize == COPIED_IN, SELF_IS_TARGET),
@@ -246,7 +246,7 @@ def _refuse_copy(config: EngineConfig, kernels: str, packed: PackedSizes | None)
 
 
 def _refuse_backing(slots: str, network: spec.Network) -> None:
-    """Refuse draft slots of a form in which one of the model's mixers can take no token back."""
+    """Raise for draft slots from which one of the model's mixers cannot roll back."""
     for mixer in network.mixers():
         if slots not in mixer.backings:
             others = " or ".join(sorted(mixer.backings))
@@ -257,9 +257,9 @@ def _refuse_backing(slots: str, network: spec.Network) -> None:
 
 
 def bounds_of(config: EngineConfig) -> Shape:
-    """Return the largest draft. What is given bounds it; what is not follows from what is.
+    """Return the largest draft; settings not given follow from the others.
 
-    Alone, `num_steps` asks for a chain, as elsewhere; nothing given, there is room for a tree.
+    `num_steps` alone requests a chain, as in other engines; without settings there is a tree.
     """
     is_chain = only_chains(config.draft)
     given = config.num_steps, 1 if is_chain else config.topk, config.num_draft_tokens
@@ -276,7 +276,7 @@ def bounds_of(config: EngineConfig) -> Shape:
     if tokens is None:
         tokens = min(most, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)
     bounds = Shape(min(steps, tokens - 1), topk, min(tokens, most))
-    # Before it expands the last level, a head has the nodes of all above it before it at once.
+    # Before the last level, a head processes the nodes of all levels above at once.
     if (nodes := 1 + bounds.topk * (bounds.num_steps - 1)) > MAX_WINDOW:
         raise ConfigError(
             f"topk: {topk} for {bounds.num_steps} steps makes a tree of {nodes} nodes while it grows, and "
@@ -311,7 +311,7 @@ def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
 
 
 def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Prefer the C kernels on a CPU and Triton's on a GPU; a name that is given is taken at its word."""
+    """Return the kernels: C on a CPU and Triton on a GPU if available, or the requested ones."""
     preferred = ("native" if device.type == "cpu" else "triton") if name == "auto" else name
     if preferred == "native":
         serves = device.type == "cpu" and dtype in SUFFIX and compiled() is not None
@@ -332,7 +332,7 @@ def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed: str | None) -> str | None:
-    """Name the format that these kernels multiply, of what is wanted or stored; others are widened."""
+    """Return the weight format that these kernels multiply directly; None: weights are widened."""
     if packed:
         if quantize:
             raise ConfigError(
@@ -348,13 +348,13 @@ def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed:
 
 
 def copied_in(kernels: str) -> WeightFormat | None:
-    """Return the format in which these kernels multiply by a rounded copy; None: it is widened."""
+    """Return the format in which these kernels multiply a quantised copy; None: it is widened."""
     own = _weights(COPIED_IN, kernels, stored_narrow=False, packed=None)
     return FORMATS[own] if own else None
 
 
 def _packed_bytes(packed: PackedSizes, kernels: str, dtype: torch.dtype) -> int:
-    """Count what published integers take: a GPU keeps those that fit its tiles, the plain form none."""
+    """Return the bytes of published integer weights: a GPU keeps those that fit its tiles, `cpu` none."""
     if on_gpu(kernels):
         return packed.tiled + packed.untiled * dtype.itemsize
     return packed.numbers * dtype.itemsize if kernels == "cpu" else packed.multiplied

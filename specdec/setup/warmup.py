@@ -1,4 +1,4 @@
-"""Step a made-up request through every width and shape before requests come, to learn what each costs."""
+"""Run an artificial request through every width and shape before serving, to measure their costs."""
 
 import itertools
 import logging
@@ -17,26 +17,26 @@ from specdec.draft.widths import WIDTHS
 logger = logging.getLogger(__name__)
 
 ROUNDS = 16
-"""The first times of a form are not counted: the warm-up ends after this many rounds."""
+"""Maximum rounds; the first times of a kind are not counted."""
 EVERY = 5
-"""Chains up to this deep are all timed: those that are drafted by default."""
+"""All chains up to this depth are timed: the default depths."""
 ENOUGH, LONGEST_S = 10, 0.2
-"""Rounds that tell widths apart on a busy machine; fewer where steps take longer and vary less."""
+"""Rounds that distinguish widths on a busy machine; fewer if steps take longer and vary less."""
 PROMPT = 8
 STRIDE = 7919
-"""A prime, so that multiples come round late in a vocabulary of any size."""
+"""A prime, so that multiples repeat late in any vocabulary."""
 
 Turn = tuple[list[Drafter], Shape | None]
 
 
 class Filler(Stateless):
-    """Draft as many tokens as are asked for, each another: the same ones would share their experts."""
+    """Drafts chains of distinct tokens: equal ones would share their experts."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab, self.calibrator = vocab, Calibrator()
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Propose chains of tokens that lie far apart."""
+        """Propose chains of widely spaced tokens."""
         return [self._chain(want) for want in wants]
 
     def _chain(self, want: Want) -> Proposal:
@@ -46,16 +46,16 @@ class Filler(Stateless):
 
 
 def warm_up(core: EngineCore) -> None:
-    """Teach the policy what steps and drafts cost, and leave nothing else behind."""
+    """Measure the costs of steps and drafts for the policy, without other lasting effects."""
     speculation, policy = core.loop.speculation, core.loop.speculation.policy
     drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
     planned: list[Drafter] = [speculation.planned] if speculation.planned else []
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
-    # A plain step behind a draft has that to fold in; those behind another plain one show what it takes.
+    # A plain step after a draft must fold it; those after another plain step show the plain cost.
     steps: list[Turn] = [([], None)] * 3
     steps += [([Filler(core.vocab)], Shape(width - 1, 1, width)) for width in widths if width > 1]
     drafts: list[Turn] = [(planned, shape) for shape in _tried(policy) if planned]
-    # What no text has room for cannot be learnt.
+    # Shapes longer than any sequence cannot be measured.
     steps, drafts = (
         [(own, shape) for own, shape in turns if PROMPT + 1 + _depth(shape) < core.max_length]
         for turns in (steps, drafts)
@@ -63,7 +63,7 @@ def warm_up(core: EngineCore) -> None:
     logger.info("timing %d widths and %d drafts before the first request", len(steps), len(drafts))
     request = None
     for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
-        # Before a text can end: a made-up one is not to be kept.
+        # End it before its text does: an artificial text must not be cached.
         speculation.draft_by(own, policy.of_shape(shape, drafts=own is planned))
         if request and (request.finish_reason or request.num_remaining_tokens <= _depth(shape)):
             _end(core, request)
@@ -84,9 +84,9 @@ def warm_up(core: EngineCore) -> None:
 
 
 def _tried(policy: Policy) -> tuple[Shape, ...]:
-    """Choose the shapes whose drafting is timed: deep chains as sparsely as wide steps.
+    """Return the shapes whose drafting is timed: deep chains as sparsely as wide steps.
 
-    What lies between is interpolated, and each takes passes of its own to time.
+    Costs in between are interpolated, since each shape takes extra passes to time.
     """
     deepest = policy.bounds.num_steps
     kept = {*range(1, EVERY + 1), *WIDTHS, deepest}
@@ -94,7 +94,7 @@ def _tried(policy: Policy) -> tuple[Shape, ...]:
 
 
 def _until_known(turns: Sequence[Turn], policy: Policy) -> Iterator[Turn]:
-    """Yield turns round by round, so that a slow moment is not taken for what one of a kind costs."""
+    """Yield turns round by round, so that a slow moment does not affect a single kind."""
     until_s = time.perf_counter() + LONGEST_S
     for count in range(1, ROUNDS + 1):
         yield from turns
@@ -109,7 +109,7 @@ def _depth(shape: Shape | None) -> int:
 
 
 def _end(core: EngineCore, request: Request) -> None:
-    """End a request, if it still runs; its drafter may not have been among those that heard of it."""
+    """End a request; its drafter may not be active, so notify it directly."""
     core.abort(request)
     core.run_until_idle()
     if planned := core.loop.speculation.planned:

@@ -1,1 +1,1 @@
-"""Decide what logits mean: which token each node chooses, and which path of the tree they make."""
+"""Sampling and verification: the token chosen at each node, and the accepted path."""

@@ -1,6 +1,7 @@
-"""Choose one token at each node: the argmax of processed logits plus the noise of (seed, position, token).
+"""Sample one token per node: argmax of processed logits plus noise keyed by (seed, position, token).
 
-Nothing of a batch, a slot or a step enters, so a node's choice is what plain sampling with its seed gives.
+The result does not depend on batch, slot or step, so a node's token equals that of plain sampling with its
+seed.
 """
 
 import time
@@ -22,14 +23,14 @@ from specdec.verify.limits import Limit, bounded_words
 from specdec.verify.logprobs import Logprob, logprobs_of
 
 WAIT_S = 0.005
-"""For what limits allow, each time that some of a step's choices need it."""
+"""Seconds to wait for grammar masks, each time some of a step's nodes need them."""
 HOTTEST = 1e30
-"""Beyond it float32 knows no temperature; all tokens are equally likely long before."""
+"""Highest temperature that float32 handles; tokens are equally likely long before."""
 
 
 def row_rule(params: SamplingParams) -> RowRule:
-    """Bound a request's numbers to what tensors and kernels take: the one place where they are read."""
-    # No vocabulary comes near the bound of top_k, which keeps a number of any size within its type.
+    """Return a request's parameters clamped to the ranges of tensors and kernels."""
+    # The top_k bound exceeds any vocabulary and fits the kernels' integer type.
     return RowRule(
         temperature=min(float(params.temperature), HOTTEST),
         top_k=min(max(params.top_k, 0), 2**31),
@@ -39,20 +40,20 @@ def row_rule(params: SamplingParams) -> RowRule:
 
 
 class BiasColumns(NamedTuple):
-    """What a request adds to its logits, as columns of int32 and float32 that steps join."""
+    """A request's logit bias as int32 and float32 columns, which steps concatenate."""
 
     tokens: "array[int]"
     values: "array[float]"
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self | None:
-        """Return them; None where nothing is added."""
+        """Return the columns, or None without a bias."""
         bias = params.logit_bias
         return cls(array("i", bias), array("f", bias.values())) if bias else None
 
 
 class Chooser:
-    """One request's rule of choice. Only `observe` changes it: penalties and limits hang on what was said."""
+    """One request's sampler. Only `observe` mutates it: penalties and limits depend on the output."""
 
     __slots__ = ("bias", "history", "limits", "params", "rule", "seed")
 
@@ -74,21 +75,21 @@ class Chooser:
 
     @property
     def ignores_history(self) -> bool:
-        """Whether what it compares hangs on the logits and the place alone."""
+        """Whether its choice depends only on logits and position."""
         return self.bias is None and self.history is None and not self.limits
 
     @property
     def is_greedy_plain(self) -> bool:
-        """Whether it compares the logits as they are."""
+        """Whether it takes the argmax of the raw logits."""
         return self.params.temperature == 0 and self.ignores_history
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether besides that only a token is asked for."""
+        """Whether its steps can run on the device: no history, and no log-probabilities."""
         return self.ignores_history and self.params.logprobs is None
 
     def observe(self, token: int) -> None:
-        """Count a token that the request has accepted."""
+        """Record an accepted token."""
         if self.history:
             self.history.observe(token)
         if self.limits:
@@ -96,34 +97,34 @@ class Chooser:
 
     @property
     def is_over(self) -> bool:
-        """Whether a limit lets nothing follow, as far as that is known."""
+        """Whether a limit is known to allow no further token."""
         return bool(self.limits) and any(limit.is_over for limit in self.limits)
 
     @property
     def fault(self) -> tuple[str, str] | None:
-        """Where a limit leaves nothing to choose and the output may not end: the field, and why."""
+        """Field and reason if a limit allows no token and the output may not end."""
         if not self.limits:
             return None
         return next(((own.field, own.fault) for own in self.limits if own.fault), None)
 
     @property
     def is_slow(self) -> bool:
-        """Whether a limit was late of late, so that a draft would be too."""
+        """Whether a limit's mask was late recently, so that drafts would be too."""
         return bool(self.limits) and any(limit.is_slow for limit in self.limits)
 
     def knows(self, path: tuple[int, ...] = ()) -> bool:
-        """Return whether a token can be chosen behind a path: what limits allow there is known."""
+        """Return whether the masks of all limits after a path are ready."""
         return not self.limits or all(limit.knows(path) for limit in self.limits)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A place where a token is to be chosen: for whom, where in the text, after which drafted tokens."""
+    """A node to sample at: the sampler, the text position, and the draft tokens before it."""
 
     chooser: Chooser
     position: int
     path: tuple[int, ...] = ()
-    """The drafted tokens from the root's child to this node, which the chooser has not observed."""
+    """Draft tokens from the root's child to this node, not yet observed by the chooser."""
 
 
 class Choice(NamedTuple):
@@ -132,7 +133,7 @@ class Choice(NamedTuple):
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of one of several choices; the first is the request's own."""
+    """Return the seed of choice `index`; the first is the request's own."""
     if index == 0:
         return seed
     mixed = splitmix64(splitmix64(seed % 2**64) ^ index)
@@ -140,7 +141,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def choose(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[Choice]:
-    """Choose a token at each node, given its logits, which stay as they are."""
+    """Sample a token at each node; logits are not modified."""
     tokens: list[int] = _chosen(logits_NV, nodes, kernels).tolist()
     logprobs = _logprobs(logits_NV, nodes, tokens)
     return [Choice(token, logprobs.get(n)) for n, token in enumerate(tokens)]
@@ -149,8 +150,8 @@ def choose(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[C
 def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
     """Return the token of each node, or NO_TOKEN.
 
-    Where nothing but logits and place count, the kernel picks that picks in steps on the device: its noise
-    and its sums may round otherwise than those of the other operations. Bare logits are compared alike.
+    Nodes that depend only on logits and position use the same kernel as device steps: its noise and sums may
+    round differently from the separate operations. Raw logits are compared identically.
     """
     if all(node.chooser.is_greedy_plain for node in nodes):
         return best_of(logits_NV)
@@ -176,9 +177,9 @@ def places(device: torch.device, nodes: Sequence[Node]) -> tuple[Rules, Tensor, 
 
 
 def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, *, noise: bool = True) -> Tensor:
-    """Return what is compared at each node: its logits by its request's rules, plus the noise of its place.
+    """Return each node's scores: processed logits plus the noise of its position.
 
-    The argument itself where no node has rules. Without `noise` it is what plain ranking would compare.
+    Returns the argument itself if no node has rules. Without `noise` the scores are those of plain ranking.
     """
     busy = [n for n, node in enumerate(nodes) if not node.chooser.is_greedy_plain]
     if not busy:
@@ -212,7 +213,7 @@ def _add_noise(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> No
 
 
 def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
-    """Gather the nodes' parameters; a part that none of them uses stays None."""
+    """Gather the nodes' parameters; a rule that none uses stays None."""
     temperatures, *filters = zip(*(node.chooser.rule for node in nodes), strict=True)
     columns = (
         make_column(values, device) if any(value != off for value in values) else None
@@ -232,7 +233,7 @@ def _bias(nodes: Sequence[Node], device: torch.device) -> Bias | None:
 
 
 def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
-    """Count what each penalised node has seen: its request's tokens and its own path's."""
+    """Return token counts of each penalised node: its request's tokens and its own path."""
     kept = [(n, own.along(node.path)) for n, node in enumerate(nodes) if (own := node.chooser.history)]
     if not kept:
         return None
@@ -246,14 +247,14 @@ def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
 
 
 def _floats(values: Sequence[float], device: torch.device) -> Tensor:
-    """Make a column of numbers, whatever the process's default type is."""
+    """Return a float32 column, independent of torch's default type."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _columns(
     kept: Sequence[tuple[int, tuple["array[int]", "array[float]"]]], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Join tokens and values of some rows; return the rows and each row's length before them."""
+    """Concatenate tokens and values of some rows; return row indices, lengths, tokens and values."""
     rows, columns = zip(*kept, strict=True)
     tokens, values = zip(*columns, strict=True)
     length_R = torch.tensor([len(column) for column in tokens], device=device)
@@ -261,7 +262,7 @@ def _columns(
 
 
 def _joined(columns: Sequence["array[Any]"], device: torch.device) -> Tensor:
-    """Join columns of int32, or of float32, into one."""
+    """Concatenate int32 or float32 columns."""
     dtype = torch.int32 if columns[0].typecode == "i" else torch.float32
     data = bytearray().join(columns)
     return (
@@ -270,7 +271,7 @@ def _joined(columns: Sequence["array[Any]"], device: torch.device) -> Tensor:
 
 
 def ask(nodes: Iterable[Node]) -> list[Chooser]:
-    """Start computing what limits allow at some nodes, and return whose they are."""
+    """Request masks at some nodes, and return their choosers."""
     paths: dict[Chooser, list[tuple[int, ...]]] = {}
     for node in nodes:
         if node.chooser.limits:
@@ -282,7 +283,7 @@ def ask(nodes: Iterable[Node]) -> list[Chooser]:
 
 
 def hear(nodes: Iterable[Node], *, always: bool = False) -> None:
-    """Wait a little for what limits allow at some nodes, all together; what is late is not known then."""
+    """Wait up to `WAIT_S` for the masks at some nodes; late ones stay unknown."""
     choosers = ask(nodes)
     until_s = time.monotonic() + WAIT_S
     for chooser in choosers:
@@ -291,14 +292,14 @@ def hear(nodes: Iterable[Node], *, always: bool = False) -> None:
 
 
 def _mask(nodes: Sequence[Node], device: torch.device) -> Mask | None:
-    """Gather what limits allow. Where that is not known nothing is bound, and the choice not to be used."""
+    """Gather the masks. An unknown mask allows everything, and its choice must be discarded."""
     hear(nodes)
     bounded = [(n, bounded_words(node.chooser.limits, node.path)) for n, node in enumerate(nodes)]
     kept = [(n, words_W) for n, words_W in bounded if words_W is not None]
     if not kept:
         return None
     rows, words = zip(*kept, strict=True)
-    # Choices of one request share the memory of their words, where these are the same.
+    # Nodes with identical masks share their memory.
     places = {words_W.data_ptr(): words_W for words_W in words}
     order = {place: k for k, place in enumerate(places)}
     sets = [order[words_W.data_ptr()] for words_W in words]
@@ -310,7 +311,7 @@ def _mask(nodes: Sequence[Node], device: torch.device) -> Mask | None:
 
 
 def _logprobs(logits_NV: Tensor, nodes: Sequence[Node], tokens: Sequence[int]) -> dict[int, Logprob]:
-    """Return the log-probabilities of the nodes that ask for them and have a token."""
+    """Return the log-probabilities of nodes that request them and have a token."""
     wanted = {
         n: own
         for n, node in enumerate(nodes)
@@ -325,5 +326,5 @@ def _logprobs(logits_NV: Tensor, nodes: Sequence[Node], tokens: Sequence[int]) -
 
 
 def logprob_of(logits_V: Tensor, token: int, wanted: int) -> Logprob:
-    """Read one row's log-probabilities; of equally likely tokens the smaller id stands first."""
+    """Return one row's log-probabilities; ties are ordered by token id."""
     return logprobs_of(logits_V[None], [token], [wanted])[0]

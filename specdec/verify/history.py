@@ -1,13 +1,13 @@
-"""What penalties count: the distinct tokens of a prompt and its output."""
+"""Token counts for penalties: the distinct tokens of a prompt and its output."""
 
 from array import array
 from collections.abc import Sequence
 
 
 class History:
-    """The distinct tokens of one request, and how often its output holds each, as columns.
+    """Distinct tokens of one request and their counts in its output, as columns.
 
-    Their number bounds what a step does for its penalties, whatever the vocabulary.
+    Penalty cost depends on their number, not on the vocabulary.
     """
 
     __slots__ = ("_place", "counts", "tokens")
@@ -18,7 +18,7 @@ class History:
         self.counts = array("f", bytes(4 * len(self.tokens)))
 
     def observe(self, token: int) -> None:
-        """Count a token of the output."""
+        """Count an output token."""
         place = self._place.setdefault(token, len(self.tokens))
         if place == len(self.tokens):
             self.tokens.append(token)
@@ -26,7 +26,7 @@ class History:
         self.counts[place] += 1
 
     def along(self, path: Sequence[int]) -> tuple["array[int]", "array[float]"]:
-        """Return the columns as if the output went on along a path."""
+        """Return the columns as if the output continued along a path."""
         if not path:
             return self.tokens, self.counts
         tokens, counts = self.tokens[:], self.counts[:]

@@ -1,4 +1,4 @@
-"""What of the vocabulary a node may choose from: sets of tokens as words of 32 bits."""
+"""Vocabulary masks: sets of tokens as 32-bit words."""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -7,53 +7,56 @@ import torch
 from torch import Tensor
 
 INVERTED = bytes(reversed(range(256)))
-"""What becomes of each byte where all its bits change."""
+"""Translation table that inverts all bits of a byte."""
 
 
 class Limit(Protocol):
-    """Limit one request's choices. It observes every token that the request accepts.
+    """Restricts one request's choices. It observes every token that the request accepts.
 
-    What may follow may take a while to find out: it is asked for, waited for a little, and then known or not.
-    It keeps bits, not tensors: a caller's thread, which may be the last to hold it, could not give these back
-    while the interpreter ends.
+    Masks may take time to compute: they are requested, waited for briefly, and then known or not. It stores
+    bytes, not tensors: a caller's thread may drop the last reference, and could not free tensors during
+    interpreter exit.
     """
 
     field: str
-    """Of a request, which asks for it."""
+    """Request field that sets it."""
 
     @property
     def fault(self) -> str | None:
-        """Return why the output cannot go on: nothing may follow and it is no end, for instance."""
+        """Reason why the output cannot continue, such as no allowed token before its end."""
 
     @property
     def is_over(self) -> bool:
-        """Return whether no token may follow, as far as that is known: the output has reached its end."""
+        """Whether no token may follow, as far as known: the output is complete."""
 
     @property
     def is_slow(self) -> bool:
-        """Return whether it was late recently, so that drafts had better not ask it more."""
+        """Whether it was late recently, so that drafts should not query it."""
 
     def ask(self, paths: Collection[tuple[int, ...]]) -> None:
-        """Start computing what may follow the output and paths of drafted tokens."""
+        """Start computing the masks after the output and these paths of draft tokens."""
 
     def wait(self, until_s: float, *, always: bool) -> None:
-        """Wait for what was asked until then (`time.monotonic`): `always`, or unless it was late of late."""
+        """Wait for requested masks until `until_s` (`time.monotonic`).
+
+        If they were late recently, wait only with `always`.
+        """
 
     def knows(self, path: tuple[int, ...]) -> bool:
-        """Return whether it is known what may follow a path."""
+        """Return whether the mask after a path is known."""
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
-        """Return what may follow the output and a path of drafted tokens, as int32 [W]; None: everything.
+        """Return the mask after the output and a path as int32 [W]; None: everything is allowed.
 
-        Everything, too, where the path itself goes where none may: no choice will ever reach it.
+        It is also None after a path that is itself disallowed, which no choice reaches.
         """
 
     def observe(self, token: int) -> bool:
-        """Take a token that was accepted; tell whether later ones are still bounded."""
+        """Record an accepted token; return whether later tokens are still restricted."""
 
 
 class Ready:
-    """A limit that knows at once what may follow."""
+    """A limit whose masks are always ready."""
 
     is_over = is_slow = False
     fault: str | None = None
@@ -69,7 +72,7 @@ class Ready:
 
 
 class NotYet(Ready):
-    """Forbids the tokens that end an output until it has some length; a form may end it yet."""
+    """Forbids end tokens before a minimum length; with `yields`, a grammar may still end the output."""
 
     field = "min_tokens"
 
@@ -90,7 +93,7 @@ class NotYet(Ready):
 
 
 class Allowed(Ready):
-    """Allows some tokens alone."""
+    """Allows only the given tokens."""
 
     field = "allowed_token_ids"
 
@@ -108,27 +111,27 @@ class Allowed(Ready):
 
 
 class Banned(Ready):
-    """Forbids the last token of a sequence wherever the output and the path end with the tokens before it."""
+    """Forbids the last token of a sequence after the tokens before it."""
 
     field = "bad_words"
 
     def __init__(self, sequences: Collection[tuple[int, ...]], vocab: int) -> None:
         self._lasts: dict[tuple[int, ...], frozenset[int]] = {}
-        """What may not follow, by what stands before it."""
+        """Forbidden tokens by the tokens before them."""
         for *before, last in sequences:
             self._lasts[*before] = self._lasts.get((*before,), frozenset()) | {last}
         self._lengths: dict[int, list[int]] = {}
-        """How long that may be, by its last token: the only lengths of the output's end to look up."""
+        """Lengths of those prefixes by their last token, which limits the look-ups."""
         for length, last in {(len(before), before[-1]) for before in self._lasts if before}:
             self._lengths.setdefault(last, []).append(length)
         self._longest = max(map(len, self._lasts))
         self._said: tuple[int, ...] = ()
-        """The end of the output, as much of it as can stand before a forbidden token."""
+        """End of the output, up to the longest such prefix."""
         self._vocab = vocab
         self._always = self._lasts.get((), frozenset())
         self._bits = all_but(self._always, vocab)
         self._here = self._always
-        """What may not follow the output."""
+        """Tokens forbidden after the output."""
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
         here = self._forbidden((*self._said, *path)) if path else self._here
@@ -152,7 +155,7 @@ class Banned(Ready):
 
 
 def bounded_words(limits: Sequence[Limit], path: tuple[int, ...]) -> Tensor | None:
-    """Return what all limits allow, None: everything. One that would leave nothing yields to those before."""
+    """Return the intersection of all masks, None: everything. A limit that would leave nothing is ignored."""
     words_W: Tensor | None = None
     for limit in limits:
         own_W = limit.words(path)
@@ -163,7 +166,7 @@ def bounded_words(limits: Sequence[Limit], path: tuple[int, ...]) -> Tensor | No
 
 
 def set_of(tokens: Collection[int], vocab: int) -> bytearray:
-    """Return the words in which some tokens stand, as bytes."""
+    """Return a set of tokens as bytes of its 32-bit words."""
     bits = bytearray(4 * -(-vocab // 32))
     for token in tokens:
         bits[token // 8] |= 1 << token % 8

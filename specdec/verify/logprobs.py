@@ -1,4 +1,4 @@
-"""Log-probabilities under the raw logits, all rows of a step at once."""
+"""Log-probabilities under the raw logits, for all rows of a step at once."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
@@ -12,15 +12,15 @@ ID_BYTES = 4
 
 
 class TopTokens(Sequence[tuple[int, float]]):
-    """The likeliest tokens at one place with their log-probabilities, the likeliest first.
+    """The likeliest tokens at one position with their log-probabilities, likeliest first.
 
-    Packed, because an answer may hold millions: as tuples of Python's numbers they take twelve times as much.
+    Packed, because an answer may hold millions: as tuples of Python numbers they take twelve times as much.
     """
 
     __slots__ = ("_count", "_data")
 
     def __init__(self, data: bytes, count: int) -> None:
-        """Take `count` ids as int32, and behind them the log-probabilities as float32 or float64."""
+        """Store `count` int32 ids, followed by the log-probabilities as float32 or float64."""
         self._data, self._count = data, count
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Logprob(NamedTuple):
 
 
 def logprobs_of(logits_NV: Tensor, tokens: Sequence[int], wanted: Sequence[int]) -> list[Logprob]:
-    """Return each row's log-probabilities; of equally likely tokens the smaller id stands first."""
+    """Return each row's log-probabilities; ties are ordered by token id."""
     dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     logprobs_NV = logits_NV.log_softmax(-1, dtype=dtype)
     token_N1 = torch.tensor(tokens, device=logits_NV.device)[:, None]

@@ -1,4 +1,4 @@
-"""Rank what a node's target is likeliest to choose, from a drafter's logits and the target's own noise."""
+"""Rank a node's likeliest samples from a drafter's logits and the target's noise."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from specdec.kernels.table import Kernels
 from specdec.verify.choose import Node, perturb, places
 
 Ranked = tuple[list[int], list[float]]
-"""Tokens, the likeliest first, and how sure the drafter is of each."""
+"""Tokens, the likeliest first, and the drafter's confidence in each."""
 
 
 def rank(
     logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, count: int, *, noise: bool = True
 ) -> list[Ranked]:
-    """Return the `count` best tokens of each node under its request's own rule of choice.
+    """Return the `count` best tokens of each node under its request's sampling rule.
 
-    Of equals the smaller id is first, as it is chosen. The target will compare its logits plus the noise of
-    (seed, position, token); so does this, with the drafter's logits. A confidence is the share of a token
-    under a softmax of what is compared, which is no probability once noise is in it: what compares nodes
-    must calibrate it. Without the noise it is one, of tokens that are the likeliest and not the coming ones.
+    Ties go to the smaller id, as in sampling. The target will compare its logits plus the noise of (seed,
+    position, token); this does the same with the drafter's logits. A confidence is the softmax share of these
+    scores. With noise it is not a probability, so it must be calibrated to compare nodes. Without noise it is
+    one, but for the likeliest tokens rather than the ones about to be sampled.
     """
     choosers = [node.chooser for node in nodes]
     if (

@@ -1,6 +1,6 @@
-"""Accept drafts at given rates instead of by their content: what speculation costs and earns, on any weights.
+"""Accept drafts at fixed rates instead of by content, to measure speculation with any weights.
 
-Only for benchmarks. The text is no longer the model's, and every output that comes of it says so.
+For benchmarks only: the text is no longer the model's, and outputs are marked as synthetic.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from specdec.state_slots.tree import TokenTree
 
 
 def rates_for(length: float, num_steps: int) -> tuple[float, ...]:
-    """Return the one rate at which drafts of `num_steps` have this mean acceptance length, bonus included."""
+    """Return equal rates that give drafts of `num_steps` this mean acceptance length, bonus included."""
     low, high = 0.0, 1.0
     for _ in range(60):
         rate = (low + high) / 2
@@ -22,9 +22,9 @@ def rates_for(length: float, num_steps: int) -> tuple[float, ...]:
 def accept_at_rates(
     chosen: Sequence[int], tree: TokenTree, rates: Sequence[float], *, seed: int, position: int
 ) -> tuple[list[int], TokenTree]:
-    """Rewrite choices and a tree so that a walk takes each node's first child at the rate of its depth.
+    """Rewrite choices and a tree so that a walk accepts each node's first child at its depth's rate.
 
-    `position` is that of the token chosen at the root. The bonus token is still the target's choice.
+    `position` is that of the token sampled at the root. The bonus token is still the target's choice.
     """
     own, tokens = row.accept_at_rates(chosen, tree.tokens, tree.parents, rates, seed=seed, position=position)
     return own, TokenTree(tuple(tokens), tree.parents)

@@ -1,4 +1,4 @@
-"""Walk down a tree along the tokens that the target chose."""
+"""Walk a draft tree along the tokens that the target sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from specdec.state_slots.tree import TokenTree
 @dataclass(frozen=True, slots=True)
 class AcceptedPath:
     nodes: tuple[int, ...]
-    """The nodes that the request keeps, the root first."""
+    """Accepted nodes, the root first."""
     emitted: tuple[int, ...]
-    """The tokens it gains: those of the nodes below the root, and the one chosen at the last of them."""
+    """Emitted tokens: those of the accepted nodes below the root, and the one sampled at the last node."""
 
 
 def walk(chosen: Sequence[int], tree: TokenTree) -> AcceptedPath:
-    """Follow the chosen token to the child that drafted it, from the root on, until no child did."""
+    """Follow the sampled token from the root to the child with that token, until there is none."""
     nodes = row.walk(chosen, tree.tokens, tree.parents)
     return AcceptedPath(tuple(nodes), tuple(chosen[node] for node in nodes))

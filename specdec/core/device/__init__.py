@@ -1,1 +1,1 @@
-"""Steps that decide on the device what was accepted, one after another, while the host looks on."""
+"""Steps that verify and accept drafts on the device, without a host round trip per step."""

@@ -1,4 +1,4 @@
-"""Capture work as a CUDA graph, and go on as before where that fails."""
+"""Capture CUDA graphs, and recover the stream when a capture fails."""
 
 import logging
 from collections.abc import Callable
@@ -10,34 +10,34 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MENDED = (2, 12)
-"""The first torch whose allocator is whole after a capture that failed."""
+"""First torch version whose allocator stays intact after a failed capture."""
 
 
 class Capturer:
-    """Captures on one device, into one pool of memory; what fails leaves the stream as it was."""
+    """Captures graphs on one device into one memory pool; a failed capture restores the stream."""
 
     def __init__(self, device: torch.device, pool: Any = None) -> None:
         self.device, self.pool = device, pool
         self._home, self._aside = torch.cuda.current_stream(device), _stream(device)
         self._failed: list[torch.cuda.CUDAGraph] = []
-        """Kept, since the allocator of an older torch goes on asking them."""
+        """Kept alive: the allocator of older torch versions still refers to them."""
 
     def warm(self, run: Callable[[], object]) -> None:
-        """Run beside the stream, as a capture demands: what a first run compiles or sets up is there then."""
+        """Run on a side stream, as capturing requires; this compiles and sets up what the capture needs."""
         self._aside.wait_stream(self._home)
         with torch.cuda.stream(self._aside):
             run()
         self._home.wait_stream(self._aside)
 
     def __call__(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Return the graph and what the run returned; raise RuntimeError where it cannot be captured."""
+        """Return the graph and the result of `run`; raise RuntimeError if it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self.pool):
                 result = run()
         except RuntimeError:
             self._failed.append(graph)
-            # A capture that failed leaves its own stream behind as the current one.
+            # A failed capture leaves its own stream as the current one.
             torch.cuda.set_stream(self._home)
             torch.cuda.synchronize(self.device)
             if tuple(map(int, torch.__version__.split(".")[:2])) < MENDED:

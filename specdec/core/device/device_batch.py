@@ -1,8 +1,8 @@
-"""A batch whose steps decide on the device: the host loads it, launches steps, reads what came, unloads it.
+"""A batch decoded on the device: the host loads it, launches steps, reads results and unloads it.
 
-While a step runs the host deals with the one before it. So a text ends one step late: what was computed for
-it meanwhile is dropped. Its memory is still released at once: whatever is put there is written by
-later operations of the same device, which take their turn.
+While a step runs, the host processes the previous one. So a sequence ends one step late, and the extra step's
+output is dropped. Its memory is released immediately: later writes to it are operations on the same device,
+which run in order.
 """
 
 from collections import deque
@@ -29,20 +29,20 @@ from specdec.state_slots.window import RecordSlot
 
 
 class Output(NamedTuple):
-    """What a step gave to the requests that still run."""
+    """Results of a step for the requests that still run."""
 
     key: GraphKey
     as_drafted: bool
-    """Whether its windows had been drafted in its own shape."""
+    """Whether its windows were drafted in the step's own shape."""
     requests: list[Request]
     outcomes: list[Outcome]
     committed: list[Committed | None]
     ahead: Ahead | None
-    """None: no step is under way, and no head has read on the device."""
+    """None: no step is in flight, and the head did not run on the device."""
 
 
 class DeviceBatch:
-    """Owns the rows on the device while they decode. One at a time; between two of them it holds nothing."""
+    """Owns the device rows of a decoding batch. One batch at a time; between batches it holds nothing."""
 
     def __init__(
         self,
@@ -57,25 +57,25 @@ class DeviceBatch:
         self.step, self.rows, self.extent, self.steps = step, rows, extent, steps
         self.arena, self.scheduler, self.head = arena, scheduler, head
         self.in_flight = IN_FLIGHT if rows.length_B.is_cuda else 1
-        """Steps that are under way at once, for one of which the host waits."""
+        """Maximum steps in flight; the host waits for the oldest."""
         self.held: list[RowSlots] = []
         self.reads = False
-        """Whether the head reads on the device; else what it has yet to read waits on the host."""
+        """Whether the head runs on the device; else its pending hidden states stay on the host."""
         self.drafts = True
-        """Whether windows may hold drafts."""
+        """Whether windows may contain drafts."""
         self.on_gpu = on_gpu(step.kernels.name)
         self.filtered = self.on_gpu
         self._pending: deque[Pending] = deque()
 
     @property
     def requests(self) -> list[Request]:
-        """List those that still decode."""
+        """Return the requests that still decode."""
         return [held.request for held in self.held if held.request.finish_reason is None]
 
     def begin(self, requests: Sequence[Request], *, reads: bool, drafts: bool) -> bool:
-        """Load requests that all decode; return False without room, or if the head has too much to catch up.
+        """Load decoding requests; return False without memory, or if the head has too much to catch up.
 
-        Without `drafts`, no draft slots are borrowed, and windows hold one token until the end.
+        Without `drafts`, no draft slots are borrowed, and windows hold one token until `end`.
         """
         self.reads, self.drafts = reads and self.head is not None, drafts
         wants = [want_of(request, None) for request in requests] if self.reads else []
@@ -90,7 +90,7 @@ class DeviceBatch:
                 self.held.clear()
                 return False
             self.held.append(held)
-        # One graph of a GPU serves every rule; a CPU filters where that is asked for.
+        # GPU graphs always include filters; on a CPU they run only if a request needs them.
         self.filtered = self.on_gpu or any(r.chooser.rule.is_filtered for r in requests)
         load(self.rows, self.extent, self.held)
         load_blocks(self.rows, self.held)
@@ -101,7 +101,7 @@ class DeviceBatch:
     def launch(
         self, key: GraphKey, *, trees: Sequence[TokenTree | None] = (), as_drafted: bool = True
     ) -> bool:
-        """Start a step, of the windows that were drafted or of these; False: there are no blocks for it."""
+        """Launch a step over the drafted windows or over `trees`; return False if blocks are missing."""
         assert key.nodes == 1 or self.drafts, "no slots were borrowed for drafts"
         self._drop_ended()
         if not all(self._reserve(own.request) for own in self.held if not own.gone):
@@ -115,13 +115,13 @@ class DeviceBatch:
 
     @property
     def is_full(self) -> bool:
-        """Whether a result should be read before another step is launched."""
+        """Whether a result must be read before the next launch."""
         return len(self._pending) >= self.in_flight
 
     def read(self) -> Output | None:
-        """Wait for the oldest step and follow what it did with each row's slots; None: none is under way.
+        """Wait for the oldest step and update each row's slots as the device did; None: no step in flight.
 
-        Requests that have ended before are left out.
+        Requests that have already finished are left out.
         """
         if not self._pending:
             return None
@@ -140,13 +140,13 @@ class DeviceBatch:
                     self.head.read(request.number, self.rows.hidden_BPD[b, : len(outcome.nodes)])
         ahead = None
         if self._pending or self.reads:
-            # A step without drafts reads its row's last token whatever comes of the one before.
+            # A step without drafts always processes exactly one token per row.
             alone = all(own.key.nodes == 1 for own in self._pending)
             ahead = Ahead(len(self._pending), alone * len(self._pending))
         return Output(pending.key, pending.as_drafted, requests, outcomes, committed, ahead)
 
     def end(self) -> None:
-        """Hand every request back to the host as the last step left it; the results have been read."""
+        """Return every request to the host after the last step; all results must have been read."""
         assert not self._pending
         for i, held in enumerate(self.held):
             if held.request.finish_reason is None:
@@ -154,12 +154,12 @@ class DeviceBatch:
         self._forget()
 
     def abandon(self) -> None:
-        """Forget everything after a step that failed: its requests end, and their memory goes with them."""
+        """Drop the batch after a failed step: its requests end, which frees their memory."""
         self._pending.clear()
         self._forget()
 
     def prefill_drafter(self, key: GraphKey) -> None:
-        """Draft the first windows: the head reads what it has yet to read of every request."""
+        """Draft the first windows: run the head on every request's pending hidden states."""
         if self.head is None or not self.reads:
             return
         rows, size = self.rows, self.steps.size(len(self.held))
@@ -184,7 +184,7 @@ class DeviceBatch:
         return self.scheduler.reserve(request, request.num_computed_tokens + self.extent.ahead)
 
     def _drop_ended(self) -> None:
-        """Make padding of rows whose requests are over, before a step runs on memory that others may hold."""
+        """Turn rows of finished requests into padding: their memory may already belong to others."""
         over = [
             b for b, own in enumerate(self.held) if not own.gone and own.request.finish_reason is not None
         ]
@@ -194,7 +194,7 @@ class DeviceBatch:
             self.held[b].gone = True
 
     def _committed(self, held: RowSlots, key: GraphKey, outcome: Outcome) -> Committed | None:
-        """Follow on the host what the device did with a row's slots."""
+        """Compute a row's committed state, tracking the device's slot exchange."""
         before, nodes = held.request.committed, outcome.nodes
         if before is None:
             return None
@@ -208,7 +208,7 @@ class DeviceBatch:
         return Committed(state, path)
 
     def _borrow(self, request: Request) -> RowSlots | None:
-        """Take the slots of two windows' records, or of one's states."""
+        """Borrow record slots for two windows, or state slots for one; None if there are too few."""
         nodes = self.extent.nodes
         if request.committed is None or nodes == 1:
             return RowSlots(request, (), ())

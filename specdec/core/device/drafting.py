@@ -1,6 +1,6 @@
-"""Draft on the device: the head reads what was accepted, then grows every row's tree level by level.
+"""Draft on the device: run the head on accepted tokens, then grow every row's tree level by level.
 
-The same trees as the host's drafter and grower make, without asking what any of them holds.
+The trees equal those of the host's drafter and grower; no tensor is read back.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ Table = Sequence[Sequence[Sequence[float]]]
 
 
 class Read(NamedTuple):
-    """Nodes that the head has read: their tokens, their parents' places among them, and its inputs."""
+    """Nodes processed by the head: tokens, indices of their parents among them, and input hidden states."""
 
     token_BA: Tensor
     parent_BA: Tensor
     hidden_BAD: Tensor
 
     def then(self, level: "Read") -> "Read":
-        """Put a level behind them."""
+        """Return them with a level appended."""
         return Read(*(torch.cat(pair, dim=1) for pair in zip(self, level, strict=True)))
 
 
 class DeviceDrafter:
-    """Owns the table that makes the head's beliefs probabilities; all else that changes is in the rows."""
+    """Draft with a head on the device. Owns the calibration table; all other state is in the rows."""
 
     def __init__(
         self,
@@ -48,21 +48,21 @@ class DeviceDrafter:
         window: int | None,
         noise: bool = True,
     ) -> None:
-        """Limit the head's attention to `window` tokens before what it reads at once; None: no limit."""
+        """Limit the head's attention to the last `window` tokens; None: no limit."""
         self.head, self.kernels, self.arena, self.pack = head, kernels, arena, pack
         self.window, self.noise = window, noise
         self.table_3DR = torch.tensor(table, dtype=torch.float64, device=arena.data.device)
 
     def calibrate(self, table: Table) -> None:
-        """Take over what was learnt of the head's beliefs."""
+        """Update the calibration table."""
         self.table_3DR.copy_(torch.tensor(table, dtype=torch.float64))
 
     @torch.inference_mode()
     def draft(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor, most: int) -> None:
-        """Read all that the head has not read, from position `start` on, and grow the next windows.
+        """Catch up the head from position `start_B`, and draft the next windows.
 
-        `count` says how many hidden states are to be read, `most` how many that can be. Where it is none, as
-        in a row whose numbers were NaN, what is drafted is of no use and does no harm.
+        `count_B` is the number of pending hidden states, at most `most`. Where it is 0, as in a row with NaN,
+        the draft is meaningless but harmless.
         """
         hidden_BAD, token_BA = rows.hidden_BPD[:, :most], rows.follows_BP[:, :most]
         out_BAD = self._read(rows, token_BA, None, start_B, hidden_BAD)
@@ -74,7 +74,7 @@ class DeviceDrafter:
         rows.blank(width_of(key.shape) if key.shape else 1)
 
     def _grow(self, rows: Rows, shape: Shape, after_BFD: Tensor) -> None:
-        """Grow drafts from what the head wrote after the roots, and make windows of the best nodes."""
+        """Grow drafts from the head's output at the roots, and write the best nodes to the windows."""
         ops, root_B1, m = self.kernels, rows.token_BM[:, :1], width_of(shape)
         up_B1, one_B1 = torch.full_like(root_B1, -1), torch.ones_like(root_B1, dtype=torch.float64)
         tokens, parents, scores, beliefs = [root_B1], [up_B1], [one_B1], [one_B1]
@@ -105,9 +105,9 @@ class DeviceDrafter:
             to_BM[:, :m] = best_BM
 
     def _follow(self, rows: Rows, shape: Shape, depth: int, read: Read, level: Read) -> tuple[Tensor, Read]:
-        """Read the frontier with the head; return what it wrote there, and all that it has read of the draft.
+        """Run the head on the frontier; return its output there, and all draft nodes processed so far.
 
-        A chain goes on where it ended; a tree is read again from its root.
+        A chain continues from its last token; a tree is processed again from its root.
         """
         start_B = rows.length_B - 1
         if shape.topk == 1:
@@ -116,16 +116,16 @@ class DeviceDrafter:
         return self._read(rows, read.token_BA, read.parent_BA, start_B, read.hidden_BAD)[:, seen:], read
 
     def _guess(self, after_BFD: Tensor, rows: Rows, count: int, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the best children of each node, by temperature and the noise of the place they would fill.
+        """Return each node's best children, by temperature and the noise of their position.
 
-        The target's filters are left out: they cost as much as the rest, and rarely change what is best.
+        The target's filters are left out: they cost as much as the rest and rarely change the best tokens.
         """
         b, f, _ = after_BFD.shape
         tokens, shares = [], []
         for start in range(0, b, some := max(1, LOGITS // f)):
             part = rows.part(start, start + some)
             logits_NV = self.head.logits(after_BFD[start : start + some].flatten(0, 1))
-            # A temperature orders nothing; what is asked for at none gets no noise.
+            # Temperature does not change the order; at temperature 0 no noise is added.
             own = Rules(spread(part.temperature_B if self.noise else 0 * part.temperature_B, f))
             at_N = spread(part.seed_B, f), spread(part.length_B + depth, f)
             token_NK, share_NK = self.kernels.topk_with_noise(logits_NV, own, *at_N, count)
@@ -136,7 +136,7 @@ class DeviceDrafter:
     def _read(
         self, rows: Rows, token_BA: Tensor, parent_BA: Tensor | None, start_B: Tensor, hidden_BAD: Tensor
     ) -> Tensor:
-        """Run the head over a window of each row; its KV lies where the row's tokens have theirs."""
+        """Run the head over a window per row; its KV cache uses the row's block table."""
         window = self.pack(rows, token_BA, parent_BA, start_B.clamp(min=0), last=self.window)
         hidden_TD = hidden_BAD.reshape(-1, hidden_BAD.shape[-1])
         return self.head.forward(window, hidden_TD, self.arena).view_as(hidden_BAD)

@@ -1,30 +1,30 @@
-"""How much a batch that decodes on the device may take, for each row of it and in all."""
+"""Size limits of a batch decoded on the device."""
 
 from dataclasses import dataclass
 
 from specdec.draft.proposal import Shape
 
 IN_FLIGHT = 2
-"""Steps that are under way at once, for one of which the host waits."""
+"""Maximum steps in flight; the host waits for the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How large a batch may get."""
+    """Maximum rows, window width, accepted path and draft positions."""
 
     rows: int
     nodes: int
-    """Of a window, the root included."""
+    """Nodes of a window, the root included."""
     path: int
-    """Of the longest accepted path, the root included."""
+    """Nodes of the longest accepted path, the root included."""
     drafts: int
-    """Positions that a head writes behind a window while it drafts."""
+    """KV positions that a head writes after a window while drafting."""
 
     @classmethod
     def of(cls, rows: int, bounds: Shape | None, *, looks: bool) -> "Extent":
-        """Measure what drafts within these bounds need; None: there are no drafters.
+        """Return the limits for drafts within these bounds; None: no drafters.
 
-        What is looked up goes as deep as a window has nodes, a head no deeper than it has steps.
+        Look-ups may be as deep as a window has nodes, a head's drafts as deep as it has steps.
         """
         if bounds is None:
             return cls(rows, 1, 1, 0)
@@ -34,15 +34,15 @@ class Extent:
 
     @property
     def ahead(self) -> int:
-        """Count the positions behind what the host knows of that steps under way may write."""
+        """Positions after the host's known length that steps in flight may write."""
         return (IN_FLIGHT + 2) * self.nodes + self.drafts
 
     @property
     def records(self) -> int:
-        """Count the records that a row borrows: two windows', beside the path that it came with."""
+        """Records that a row borrows: two windows', plus its initial path."""
         return 2 * self.nodes + self.path if self.nodes > 1 else 0
 
     @property
     def snapshots(self) -> int:
-        """Count the states that a row borrows, beside its own."""
+        """State slots that a row borrows, besides its own."""
         return self.nodes if self.nodes > 1 else 0

@@ -1,4 +1,4 @@
-"""Steps captured once for a number of rows and a key, and replayed: no launches from the host, no gaps."""
+"""CUDA graphs of device steps, captured per row count and key."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from specdec.core.device.steps import Steps
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of rows that are captured; a batch runs as the next one up, filled with padding."""
+"""Captured row counts; a batch runs at the next larger one, with padding."""
 BUDGET = 0.1
-"""Part of the free memory that graphs may take."""
+"""Fraction of the free memory for graphs."""
 
 
 class Graphs(Steps):
-    """Owns the captured graphs. What has none, since memory ran out, runs without."""
+    """Owns the captured graphs. Steps without one, for lack of memory, run eagerly."""
 
     def __init__(self, step: DeviceStep, rows: Rows, make_rows: Callable[[], Rows]) -> None:
         super().__init__(step, rows)
@@ -34,11 +34,11 @@ class Graphs(Steps):
         self._graphs: dict[tuple[GraphKey, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def size(self, count: int) -> int:
-        """Return the captured number of rows as which this many run."""
+        """Return the captured row count for this many requests."""
         return next(size for size in self.sizes if size >= count)
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
-        """Run a step over the first `size` rows; a captured one writes its result where it always does."""
+        """Run a step over the first `size` rows; a graph overwrites its previous result."""
         captured = self._graphs.get((key, size))
         if captured is None:
             return super().__call__(key, size)
@@ -48,10 +48,10 @@ class Graphs(Steps):
 
     @torch.inference_mode()
     def capture(self, keys: Sequence[GraphKey]) -> None:
-        """Capture every key in every size, the smallest first: those are what launches weigh on most.
+        """Capture every key in every size, the smallest first, where launch overhead weighs most.
 
-        A key that fails ends itself alone. What is not captured still runs, so that nothing is
-        compiled while others wait.
+        A failing key does not stop the others. Uncaptured steps are still warmed up, so nothing is compiled
+        while requests wait.
         """
         device = self.rows.length_B.device
         scratch, capturer = self._make_rows(), Capturer(device, torch.cuda.graph_pool_handle())
@@ -71,7 +71,7 @@ class Graphs(Steps):
                 if not is_full and key not in ended:
                     live = self.rows.part(0, size)
                     self._graphs[key, size] = capturer(partial(self.step, live, key))
-            except RuntimeError as error:  # torch's for memory that ran out is one too
+            except RuntimeError as error:  # also raised when memory runs out
                 if key not in ended:
                     logger.warning("%s of %d rows and more run uncaptured: %s", key, size, error)
                 ended.add(key)
@@ -80,9 +80,9 @@ class Graphs(Steps):
         logger.info("captured %d of %d graphs in %d MiB", len(self._graphs), len(wanted), taken)
 
     def warm(self, scratch: Rows, key: GraphKey, size: int) -> None:
-        """Run a step over padding: nothing that counts changes.
+        """Run a step over padding, which changes no live data.
 
-        What a head reads before a first step is run once, with the key that grows no draft from it.
+        With the key that drafts nothing, the head's prefill is run once as well.
         """
         rows = scratch.part(0, size)
         self.step(rows, key)

@@ -1,4 +1,4 @@
-"""Put what the host knows of requests into the rows on the device, without waiting for what runs there."""
+"""Copy request data to the device rows without waiting for running steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,32 +16,32 @@ from specdec.state_slots.window import RecordSlot
 
 
 class RowSlots:
-    """What one request lends to a batch."""
+    """Slots of one request in a batch."""
 
     def __init__(
         self, request: Request, sets: tuple[Sequence[RecordSlot], ...], snapshots: Sequence[int]
     ) -> None:
         self.request, self.sets, self.snapshots = request, sets, list(snapshots)
         self.before = request.committed
-        """What it had committed when it came; its path's records are given back in the end."""
+        """Committed state at loading; its path's records are released at the end."""
         self.blocks = 0
-        """Blocks of its table that the device knows."""
+        """Number of blocks the device table already has."""
         self.gone = False
-        """Its row is padding by now."""
+        """Whether its row has become padding."""
 
 
 def fill(x_B: Tensor, values: Sequence[Any]) -> None:
-    """Set the first rows of a tensor."""
+    """Copy values to the first rows of a tensor."""
     x_B[: len(values)].copy_(_staged(values, x_B.dtype, x_B.device), non_blocking=True)
 
 
 def ids(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Make a tensor of numbers on the device."""
+    """Return a device tensor of integers."""
     return _staged(values, torch.int64, device).to(device, non_blocking=True)
 
 
 def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
-    """Put every request's part into the rows."""
+    """Load every request into its row."""
     requests = [own.request for own in held]
     committed = [r.committed or Committed(0) for r in requests]
     fill(rows.length_B, [r.num_computed_tokens for r in requests])
@@ -65,7 +65,7 @@ def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
 
 
 def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:
-    """Send the device the blocks that it does not know yet."""
+    """Append new blocks to the device's block tables."""
     width = rows.table_BN.shape[1]
     places: list[int] = []
     blocks: list[int] = []
@@ -81,17 +81,17 @@ def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:
 
 
 def load_trees(rows: Rows, trees: Sequence[TokenTree | None], nodes: int) -> None:
-    """Make trees the next windows, filled up with chains of no tokens; other rows keep theirs."""
+    """Write trees to the next windows, padded with chains of `NO_TOKEN`; rows without a tree keep theirs."""
     given = [(b, tree) for b, tree in enumerate(trees) if tree]
     tokens = [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for _, t in given]
     parents = [[*t.parents, *range(len(t) - 1, nodes - 1)] for _, t in given]
     row_R = ids([b for b, _ in given], rows.token_BM.device)
     for to_BM, values in ((rows.token_BM, tokens), (rows.parent_BM, parents)):
         to_BM[:, :nodes].index_copy_(0, row_R, ids(values, to_BM.device))
-    for score_BM in (rows.score_BM, rows.belief_BM):  # which are those of what was drafted
+    for score_BM in (rows.score_BM, rows.belief_BM):  # these belong to the drafted windows
         score_BM.index_fill_(0, row_R, 0.0)
 
 
 def _staged(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a tensor on the host from which a GPU copies while the host goes on."""
+    """Return a host tensor, pinned if the target is a GPU, so that copies are asynchronous."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")

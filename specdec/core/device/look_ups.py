@@ -1,4 +1,4 @@
-"""What is looked up is verified instead of what the device has drafted, where more is expected of it."""
+"""Replace drafted windows by look-up results where these have a higher expected gain."""
 
 from collections.abc import Sequence
 
@@ -10,18 +10,18 @@ from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import MARGIN
 
 SELDOM = 15
-"""Steps at most that go without a look-up while none was of use: it takes as long as a small model's step."""
+"""Maximum steps between look-ups without use: one takes as long as a small model's step."""
 
 
 class LookUps:
-    """Asks the drafters that look text up, the more seldom the longer they were of no use."""
+    """Runs the look-up drafters, with exponential back-off while they are of no use."""
 
     def __init__(self, speculation: Speculation, policy: UniformPolicy) -> None:
         self.speculation, self.policy = speculation, policy
         self._wait = self._waited = 0
 
     def find(self, requests: Sequence[Request], shape: Shape | None) -> list[DraftRecord | None]:
-        """Return what is to be verified instead of what was drafted in a shape, if anything, by request."""
+        """Return by request the look-up result to verify instead of a draft of this shape, or None."""
         nothing: list[DraftRecord | None] = [None] * len(requests)
         bounds = self.policy.bounds
         if bounds is None or self._waited < self._wait:

@@ -1,4 +1,4 @@
-"""A window of every row on the device, as the network reads it."""
+"""Build the network's input window from device rows."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from specdec.state_slots.window import Window
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What the nodes of a window start from and where they leave what they add; a head's need none."""
+    """State inputs and outputs of a window's nodes; a head has none."""
 
     state_B: Tensor
     path: RecordIds | None
@@ -25,13 +25,13 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Puts all rows into one group; their windows are equally wide."""
+    """Packs all rows into one group of equal window width."""
 
     kernels: Kernels
     conv_width: int
     max_length: int
     asks: bool
-    """Whether the kernels are told how long the longest row is, for which the host waits; else, can be."""
+    """Whether kernels get the longest row's length, which waits for the device; else the maximum."""
     block_tokens: int
 
     def __call__(
@@ -44,10 +44,10 @@ class Packer:
         *,
         last: int | None = None,
     ) -> Window:
-        """Make a window behind each row's tokens; without parents it is a chain.
+        """Build a window after each row's tokens; without parents it is a chain.
 
-        What is beyond the model's length is dropped: the texts end before they get there. `last` leaves
-        out the blocks of all but the `last` tokens before it.
+        Positions are clamped to the model's length; sequences end before they get there. With `last`, only
+        the blocks of the last `last` tokens and of the window are visible.
         """
         b, m = token_BM.shape
         ancestors_BMM = tap_BMC = None
@@ -78,7 +78,7 @@ class Packer:
         return Window(token_T, position_BM.reshape(-1), (group,), tuple(range(0, b * m, m)))
 
     def _near(self, table_BN: Tensor, length_B: Tensor, last: int, width: int) -> tuple[Tensor, Tensor]:
-        """Cut each row's table to the blocks of its last tokens and of its window; count those tokens."""
+        """Return each row's block table cut to its last tokens and window, and the number of these tokens."""
         size, most = self.block_tokens, table_BN.shape[1]
         first_B = (length_B - last).clamp(min=0) // size
         count = min(-(-(last + size - 1 + width) // size), most)
@@ -87,15 +87,15 @@ class Packer:
 
 
 def spread(x_B: Tensor, count: int) -> Tensor:
-    """Give each of a row's nodes what is the row's, in memory of its own: a kernel reads it entry by entry.
+    """Repeat each row's value for its nodes, in contiguous memory, which kernels index entry by entry.
 
-    Of a single row a reshape would show one number under every index.
+    For a single row, a reshape would return a view with stride 0.
     """
     return x_B[:, None].expand(-1, count).contiguous().view(-1)
 
 
 def rules(rows: Rows, count: int, *, filtered: bool) -> Rules:
-    """Return the sampling rules of each row's nodes: the temperature alone, or all of them."""
+    """Return the sampling rules of each row's nodes: the temperature alone, or all of them if `filtered`."""
     if not filtered:
         return Rules(spread(rows.temperature_B, count))
     return Rules.of(spread(x_B, count) for x_B in rows.rule_B)

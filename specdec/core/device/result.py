@@ -1,4 +1,4 @@
-"""What a step on the device tells the host: for every row what was verified, and what came of it."""
+"""A device step's result for the host: each row's verified window and accepted path."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from specdec.state_slots.tree import TokenTree
 
 
 class Result(NamedTuple):
-    """What became of every row's window; of B rows, and of M nodes."""
+    """Result tensors of B rows and M nodes."""
 
     count_B: Tensor
-    """How many nodes were kept."""
+    """Number of accepted nodes, the root included."""
     node_BM: Tensor
     emitted_BM: Tensor
     token_BM: Tensor
@@ -26,36 +26,36 @@ class Result(NamedTuple):
 
 
 def pack(result: Result) -> Tensor:
-    """Put a result into one tensor of int64, so that one copy brings it to the host."""
+    """Pack a result into one int64 tensor, for a single copy to the host."""
     count_B, *whole, score_BM, belief_BM = result
     floats = score_BM.view(torch.int64), belief_BM.view(torch.int64)
     return torch.cat([count_B[:, None], *whole, *floats], dim=1)
 
 
 class Outcome(NamedTuple):
-    """One row's."""
+    """One row's result."""
 
     tree: TokenTree
     proposal: Proposal | None
-    """What the device drafted of the tree; None where it did not, or not in the step's shape."""
+    """The device's proposal for the tree; None if it has none, or not in the step's shape."""
     nodes: tuple[int, ...]
-    """The nodes that were kept, the root first; none where the target's numbers were NaN at the root."""
+    """Accepted nodes, the root first; empty if the target's logits at the root were NaN."""
     emitted: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A result on its way to the host."""
+    """A result being copied to the host."""
 
     key: GraphKey
     as_drafted: bool
-    """The windows were drafted in this key's shape; else their nodes stand for another tree."""
+    """Whether the windows were drafted in this key's shape; else scores belong to another tree."""
     packed_BX: Tensor
     arrived: torch.cuda.Event | None
 
     @classmethod
     def send(cls, key: GraphKey, result_BX: Tensor, *, as_drafted: bool) -> "Pending":
-        """Copy a result, which the next step may write over, to where the host can read it."""
+        """Start copying a result to the host, before the next step overwrites it."""
         if not result_BX.is_cuda:
             return cls(key, as_drafted, result_BX, None)
         packed_BX = torch.empty(result_BX.shape, dtype=result_BX.dtype, pin_memory=True)
@@ -65,12 +65,12 @@ class Pending:
         return cls(key, as_drafted, packed_BX, arrived)
 
     def wait(self) -> None:
-        """Return when the host may read it."""
+        """Wait until the copy has finished."""
         if self.arrived is not None:
             self.arrived.synchronize()
 
     def outcomes(self, rows: Iterable[int]) -> Iterator[Outcome]:
-        """Read some rows of it. A window that was filled up is read to its last token."""
+        """Yield the outcomes of some rows, with windows cut to their last token."""
         m = self.key.nodes
         whole = self.packed_BX.tolist()
         floats = self.packed_BX.view(torch.float64).tolist() if self.as_drafted and m > 1 else []

@@ -1,4 +1,4 @@
-"""A batch that decodes, as tensors that stay where they are: a captured step reads and writes them."""
+"""Device tensors of a decoding batch, at fixed addresses for captured steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -14,18 +14,18 @@ from specdec.kernels.sampling.rules import NO_TOKEN, RowRule, make_column
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """B rows of windows of up to M nodes, P of them on an accepted path.
+    """State of B rows: windows of up to M nodes, accepted paths of up to P.
 
     A row of length 0 is padding: its state slot, blocks and records are those of the dummy slab.
     """
 
     length_B: Tensor
-    """Tokens that the model has read and that count."""
+    """Number of committed tokens."""
     token_BM: Tensor
-    """The window that is verified next: the root, chosen last, and what was drafted; -1 fills up."""
+    """Next window: the last sampled token as root, then the draft, padded with -1."""
     parent_BM: Tensor
     score_BM: Tensor
-    """What its drafter thought of each node, as a proposal has it; the root's entry means nothing."""
+    """Scores and beliefs of the proposal; the root's entries are unused."""
     belief_BM: Tensor
     table_BN: Tensor
     state_B: Tensor
@@ -33,20 +33,20 @@ class Rows:
     path_place_BP: Tensor
     path_length_B: Tensor
     slab_B2M: Tensor
-    """Two sets of records: one is written while the path that the other holds is folded. They swap places."""
+    """Two sets of record slots: one is written while the other's path is folded. They swap each step."""
     place_B2M: Tensor
     snapshot_BM: Tensor
     seed_B: Tensor
     rule_B: tuple[Tensor, ...]
-    """By what its tokens are chosen: a column for each number of a RowRule."""
+    """Sampling parameters: one column per field of RowRule."""
     hidden_BPD: Tensor
-    """What the head has yet to read: hidden states, and the token that followed each."""
+    """Pending inputs of the head: hidden states, and the token that followed each."""
     follows_BP: Tensor
     start_B: Tensor
-    """From which position on, in a first window, and how many these are."""
+    """For a first window: first pending position, and number of pending hidden states."""
     count_B: Tensor
     last_BD: Tensor
-    """The hidden state that the root was chosen from."""
+    """Hidden state from which the root was sampled."""
 
     @classmethod
     def empty(
@@ -58,7 +58,7 @@ class Rows:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """Make rows that are all padding, with room for this many blocks and hidden states of this width."""
+        """Allocate padding rows with capacity for this many blocks and this hidden size."""
         rows, nodes, path = extent.rows, extent.nodes, extent.path
 
         def ids(*shape: int) -> Tensor:
@@ -93,7 +93,7 @@ class Rows:
         return made
 
     def clear(self) -> None:
-        """Make all rows padding again."""
+        """Reset all rows to padding."""
         for own in self._values():
             if isinstance(own, Tensor):
                 own.zero_()
@@ -103,7 +103,7 @@ class Rows:
         self.parent_BM[:, 0] = NO_TOKEN
 
     def blank(self, nodes: int) -> None:
-        """Leave the first nodes of every window; make the rest a chain of no tokens."""
+        """Reset all but the first `nodes` of every window to a chain of `NO_TOKEN`."""
         first, width = max(nodes, 1), self.token_BM.shape[1]
         self.token_BM[:, first:] = NO_TOKEN
         self.parent_BM[:, first:] = torch.arange(first - 1, width - 1, device=self.token_BM.device)
@@ -111,7 +111,7 @@ class Rows:
         self.belief_BM[:, first:] = 0.0
 
     def drop(self, row_R: Tensor) -> None:
-        """Make padding of some rows."""
+        """Turn some rows into padding."""
         for x_B in (self.length_B, self.path_length_B, self.state_B):
             x_B.index_fill_(0, row_R, 0)
         for x_B, off in zip(self.rule_B, RowRule(), strict=True):
@@ -120,7 +120,7 @@ class Rows:
             x_BM.index_fill_(0, row_R, 0)
 
     def part(self, start: int, end: int) -> "Rows":
-        """Show some rows alone (views)."""
+        """Return a view of some rows."""
         cut = slice(start, end)
         parts: Iterator[Any] = (
             own[cut] if isinstance(own, Tensor) else tuple(x[cut] for x in own) for own in self._values()

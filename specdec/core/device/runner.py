@@ -1,4 +1,4 @@
-"""When steps are decided on the device, and what comes of them on the host."""
+"""Decide when steps run on the device, and commit their results on the host."""
 
 import logging
 import time
@@ -29,76 +29,76 @@ from specdec.verify.walk import AcceptedPath
 logger = logging.getLogger(__name__)
 
 Commit = Callable[[StepResult], None]
-"""Gives requests what a step made for them."""
+"""Commits a step's results to its requests."""
 
 PLANNED = "drafts for several rows are planned"
 """Refusal reason while drafts are planned; expected, so not logged."""
 FEWEST = 0.5
-"""Part of the rows below which those that are left are loaded anew, as a smaller batch."""
+"""Fraction of live rows below which the batch is reloaded as a smaller one."""
 RELOAD, PATIENCE_S = 4.0, 0.5
-"""While requests wait, rows that have ended stay idle until that has cost `RELOAD` times what loading the
-batch took, for the unload, the schedule and a step on the host, or for `PATIENCE_S`."""
+"""While requests wait, finished rows stay idle until that has cost `RELOAD` times the loading of the batch,
+to pay for unloading, scheduling and a host step, or for `PATIENCE_S`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What of the loop a runner works with."""
+    """Parts of the decode loop that a runner uses."""
 
     scheduler: Scheduler
     speculation: Speculation
     counts: Callable[[], Counts]
-    """Those of now: they are counted anew after what warms up."""
+    """The current counts; they are replaced after warm-up."""
     commit: Commit
 
 
 class Runner(ABC):
-    """Hands requests to the device when all decode; takes them back when the host has a plan to make."""
+    """Moves requests to the device when all decode, and back when the host must plan a step."""
 
     def __init__(self, batch: DeviceBatch, host: Host) -> None:
         self.batch, self.host = batch, host
         self.steps = 0
-        """Steps that were read."""
+        """Number of steps read."""
         self.refusals = Counter({PLANNED: 0})
-        """Steps that were left to the host, by why."""
+        """Number of steps left to the host, by reason."""
         self._waiting = 0
         self._over = False
         self._was_full = False
-        """Whether the batch began with every place taken."""
+        """Whether all slots of the batch were in use at its start."""
         self._free = 0
-        """Rows of the batch whose requests have ended."""
+        """Number of rows whose requests have finished."""
         self._free_since_s: float | None = None
         self._next_turn_s = 0.0
-        """When to look again whether a waiting caller's turn has come."""
+        """Next time to check whether a waiting caller's turn has come."""
         self._load_s = self._idle_s = 0.0
-        """What loading the batch took, and what idle rows have cost since, by the clock of steps."""
+        """Seconds to load the batch, and cost of idle rows since, by the step clock."""
 
     @property
     def outlook(self) -> Outlook | None:
-        """Which drafts run now and why, where that is decided for steps of the device."""
+        """Current drafting decision, if it is made for device steps."""
         return None
 
     @abstractmethod
     def graph_keys(self) -> list[GraphKey]:
-        """List what steps may be made for, so that it can be captured."""
+        """Return the keys that steps may use, for capturing."""
 
     @abstractmethod
     def _reads(self, requests: Sequence[Request]) -> bool:
-        """Return whether a head is to read what these requests accept, so that it can draft."""
+        """Return whether a head must process these requests' accepted tokens, so that it can draft."""
 
     @abstractmethod
     def _start(self) -> None:
-        """Make the rows that were just loaded ready for a first step."""
+        """Prepare newly loaded rows for their first step."""
 
     @abstractmethod
     def _advance(self) -> bool:
-        """Run a step; tell whether there was memory for it."""
+        """Run a step; return False without memory for it."""
 
     @abstractmethod
     def _drain(self) -> None:
-        """Read what is still under way."""
+        """Read all steps in flight."""
 
     def begin(self, rows: Sequence[ScheduledRequest]) -> bool:
-        """Take over a step that is the device's to decide; tell whether this was one."""
+        """Run a step on the device if possible; return whether it ran."""
         requests = [row.request for row in rows]
         reason = self._refusal(requests)
         if reason is None:
@@ -119,29 +119,29 @@ class Runner(ABC):
         return False
 
     def go_on(self) -> bool:
-        """Advance the batch that is on the device by a step; False: there is none, or no more."""
+        """Run the next step of the batch on the device; return False if there is none or it has ended."""
         if not self.batch.held:
             return False
         self._over = self._over or self._is_interrupted()
         return self._run()
 
     def reset_counts(self) -> None:
-        """Count from here on; a reason that was logged is not logged again."""
+        """Reset the counts; reasons already logged are not logged again."""
         self.steps = 0
         self.refusals = Counter(dict.fromkeys(self.refusals, 0))
 
     def stop(self) -> None:
-        """Take the batch back after its last step, if there is one."""
+        """Unload the batch, if any, after reading its steps in flight."""
         if self.batch.held:
             self._drain()
             self.batch.end()
 
     def abandon(self) -> None:
-        """Forget the batch after a step that failed."""
+        """Drop the batch after a failed step."""
         self.batch.abandon()
 
     def _run(self, *, first: bool = False) -> bool:
-        """Run a step, and take the batch back after its last; tell whether a step was run."""
+        """Run a step and unload the batch if it has ended; return whether a step ran."""
         if first:
             self._start()
         advanced = not self._over and self._advance()
@@ -151,7 +151,7 @@ class Runner(ABC):
         return advanced
 
     def _drafts_on_host(self, requests: Sequence[Request]) -> bool:
-        """Return whether planned drafts for these requests must run on the host."""
+        """Return whether planned drafts for these requests run on the host."""
         if self.batch.held:
             drafts = self.batch.drafts
         else:
@@ -159,7 +159,7 @@ class Runner(ABC):
         return not drafts and any(own.params.speculate for own in requests)
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
-        """Return why the host runs this step, if it does."""
+        """Return why the host must run this step, or None."""
         if self._drafts_on_host(requests) and self.host.speculation.policy.plans_next:
             return PLANNED
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
@@ -171,7 +171,7 @@ class Runner(ABC):
         return self.batch.steps.refusal(requests)
 
     def _is_interrupted(self) -> bool:
-        """Return whether a request has arrived that can be admitted now, or one was cancelled."""
+        """Return whether a request can be admitted now, or one was cancelled."""
         scheduler = self.host.scheduler
         has_room = len(scheduler.running) < scheduler.max_running and not (self._was_full and self._waiting)
         came = len(scheduler.waiting) != self._waiting and (has_room or scheduler.may_preempt())
@@ -181,7 +181,6 @@ class Runner(ABC):
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
     def _commit(self, read: Output, seconds: dict[str, float]) -> None:
-        """Give requests what a step made for them."""
         self.steps += 1
         self.host.counts().spend(seconds)
         rows = [_row(*own) for own in zip(read.requests, read.outcomes, strict=True)]
@@ -191,7 +190,7 @@ class Runner(ABC):
         self._note_free_rows(seconds.get("whole", 0.0))
 
     def _note_free_rows(self, step_s: float) -> None:
-        """End the batch once idle rows have cost enough while others wait for their places."""
+        """End the batch once idle rows have cost enough while requests wait."""
         scheduler, free = self.host.scheduler, len(self.batch.held) - len(self.batch.requests)
         if free > self._free:
             scheduler.connector.advance()
@@ -205,27 +204,27 @@ class Runner(ABC):
         self._over |= is_late or self._idle_s >= RELOAD * self._load_s
 
     def _path(self, request: Request, outcome: Outcome, key: GraphKey) -> AcceptedPath:
-        """Return the path that the device has accepted: none where the numbers were NaN at the root."""
+        """Return the device's accepted path; it is empty if the logits at the root were NaN."""
         if outcome.nodes:
             return AcceptedPath(outcome.nodes, outcome.emitted)
         if key.nodes == 1:
             return AcceptedPath((0,), (NO_TOKEN,))
-        # They may be NaN for another node's sake: the token is tried again without any.
+        # Another node may have caused the NaN, so the token is sampled again without a draft.
         self.host.speculation.skip_draft_once(request)
         self._over = True
         return AcceptedPath((), ())
 
 
 def _row(request: Request, outcome: Outcome) -> ScheduledRequest:
-    """Make the row of a step that is over: what a draft borrowed the device has given back."""
+    """Build the scheduled row of a finished step; the device has already released draft slots."""
     slots = () if len(outcome.tree) > 1 else None
     return ScheduledRequest(request, outcome.tree, is_decode=True, slots=slots)
 
 
 class DeviceDraftRunner(Runner):
-    """The device drafts too, if there is a head: a step is launched before the last one has been read.
+    """Runs steps that also draft on the device, launching each before the previous one is read.
 
-    A `lazy` head reads nothing while nothing is drafted: what it has yet to read waits on the host.
+    A `lazy` head is not run while nothing is drafted: its pending hidden states stay on the host.
     """
 
     def __init__(self, batch: DeviceBatch, host: Host, policy: UniformPolicy, *, lazy: bool) -> None:
@@ -233,30 +232,30 @@ class DeviceDraftRunner(Runner):
         self.policy, self.lazy = policy, lazy
         self.look_ups = LookUps(host.speculation, policy) if host.speculation.looks else None
         self._found: dict[Request, DraftRecord] = {}
-        """What is verified in the next step, of which the device knows nothing."""
+        """Look-up results verified in the next step, which the device did not draft."""
         self._first_passes = 0
         self._mark_s: float | None = None
-        """When the last result came; None: none has."""
+        """Time of the last result; None: there is none yet."""
         self._shape: Shape | None = None
-        """That of the windows that are verified next."""
+        """Shape of the windows verified next."""
         self._next: tuple[Shape | None] | None = None
-        """The shape of the next step, where it was chosen before its windows were drafted."""
+        """Shape of the next step, if chosen before its windows were drafted."""
         self._asked: list[Request] = []
-        """For whom it was chosen."""
+        """Requests for which it was chosen."""
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
-        """Leave to the host what no one shape serves as well."""
+        """Refuse batches in which only some rows may draft."""
         if self.policy.bounds and len({own.params.speculate for own in requests}) > 1:
             return "some rows must not be drafted for"
         return super()._refusal(requests)
 
     def abandon(self) -> None:
-        """Forget what was to come as well."""
+        """Drop the batch and the choices for its next step."""
         self._next, self._asked, self._found = None, [], {}
         super().abandon()
 
     def graph_keys(self) -> list[GraphKey]:
-        """List every shape that may be chosen, and none, which requests may ask for."""
+        """Return the keys of every shape, and of no draft, which requests may ask for."""
         keys = list(map(self._key, dict.fromkeys((None, *self.policy.shapes))))
         if self.look_ups and self.policy.bounds:
             keys += [key.finding(self.policy.bounds.num_draft_tokens) for key in keys]
@@ -299,7 +298,7 @@ class DeviceDraftRunner(Runner):
         (shape,) = self._next
         key = self._key(shape)
         if self.batch.head and key.reads != self.batch.reads:
-            return False  # loaded anew, with a head that reads on, or that rests
+            return False  # reload with the head running, or idle
         self._next = None
         trees = self._look_up()
         if self._found and self.policy.bounds:
@@ -311,7 +310,7 @@ class DeviceDraftRunner(Runner):
         return launched
 
     def _look_up(self) -> list[TokenTree | None]:
-        """Return the trees that were looked up, for the rows of which more is expected of them."""
+        """Return look-up trees for the rows where they have a higher expected gain."""
         requests, self._found = self.batch.requests, {}
         if (
             self.look_ups is None
@@ -321,7 +320,7 @@ class DeviceDraftRunner(Runner):
             return []
         found = zip(requests, self.look_ups.find(requests, self._shape), strict=True)
         self._found = {request: record for request, record in found if record}
-        # Where nothing is drafted, what was looked up before is still there.
+        # Without drafting, windows still hold the previous look-up, so other rows are reset to their root.
         bare = None if self._shape else TokenTree((0,), (-1,))
         trees = [bare] * len(self.batch.held)
         for b, own in enumerate(self.batch.held):
@@ -361,7 +360,7 @@ class DeviceDraftRunner(Runner):
         return True
 
     def _drafted(self, read: Output, outcome: Outcome) -> DraftRecord | None:
-        """Return what the head has drafted of a window that was verified in its shape."""
+        """Return the head's draft record of a window that was verified in its shape."""
         head, shape = self.host.speculation.head, read.key.shape
         if head is None or shape is None or outcome.proposal is None:
             return None
@@ -369,7 +368,7 @@ class DeviceDraftRunner(Runner):
 
 
 class HostDraftRunner(Runner):
-    """The host looks drafts up, for which it must have read the step before."""
+    """Runs steps on the device with look-up drafts from the host, which reads each step before the next."""
 
     def __init__(self, batch: DeviceBatch, host: Host) -> None:
         super().__init__(batch, host)
@@ -377,21 +376,21 @@ class HostDraftRunner(Runner):
         self._sizes = sorted({1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest})
 
     def graph_keys(self) -> list[GraphKey]:
-        """List windows of the widths that are tried."""
+        """Return the keys of all window widths."""
         return [GraphKey.given(nodes, filtered=self.batch.filtered) for nodes in self._sizes]
 
     def _reads(self, requests: Sequence[Request]) -> bool:
         return False
 
     def _start(self) -> None:
-        """Do nothing: the windows come with each step."""
+        """Do nothing: each step gets its windows from the host."""
 
     def _drain(self) -> None:
-        """Do nothing: every step was read."""
+        """Do nothing: every step has been read."""
 
     def _advance(self) -> bool:
         clock, speculation, requests = Clock(), self.host.speculation, self.batch.requests
-        self.host.scheduler.work.begin({})  # these steps are not limited
+        self.host.scheduler.work.begin({})  # no work budget for these steps
         rows: list[ScheduledRequest] = []
         trees: list[TokenTree] = []
         nodes = 1

@@ -1,4 +1,4 @@
-"""One step of a batch, wholly on the device: verify, walk, commit, draft. The host reads of it later."""
+"""One step of a batch on the device: verify, walk, commit, draft. The host reads the result later."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,9 @@ from specdec.state_slots.arena import Arena
 
 
 class DeviceStep:
-    """Owns nothing but the way: all that changes is in the rows and in the arena.
+    """The step function; all mutable state is in the rows and the arena.
 
-    It never asks what a tensor holds, unless that lies on the host anyway, so that a GPU can capture it.
+    It never reads device tensors on the host, so a GPU can capture it.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class DeviceStep:
         snapshots: bool,
         rates: Sequence[float] | None,
     ) -> None:
-        """Write states of their own for the nodes, or records; accept drafts at `rates`, or by sampling."""
+        """Give nodes state snapshots or records; accept drafts at `rates`, or by sampling if None."""
         self.network, self.drafter, self.arena, self.pack = network, drafter, arena, pack
         self.kernels, self.snapshots, self.has_states = network.kernels, snapshots, bool(arena.layout.states)
         device = arena.data.device
         self.rate_N = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
     def __call__(self, rows: Rows, key: GraphKey) -> Tensor:
-        """Advance every row; return what `Pending` reads on the host."""
+        """Advance every row; return the packed result, which `Pending` reads."""
         m, before_B = key.nodes, rows.length_B.clone()
         token_BM, parent_BM = rows.token_BM[:, :m].clone(), rows.parent_BM[:, :m].clone()
         if not key.tree:
-            # What was drafted as a tree is tried as a chain: its tokens are still guesses.
+            # A window drafted as a tree is verified as a chain; its tokens remain valid guesses.
             parent_BM = torch.arange(-1, m - 1, device=token_BM.device).expand_as(token_BM)
         slots = self._slots(rows, m)
         window = self.pack(rows, token_BM, parent_BM if key.tree else None, before_B, slots)
@@ -72,12 +72,12 @@ class DeviceStep:
         return result_BX
 
     def prefill_drafter(self, rows: Rows, key: GraphKey) -> None:
-        """Draft the first windows from what the head has yet to read: `count` hidden states from `start`."""
+        """Draft the first windows from the head's pending hidden states."""
         if self.drafter:
             self.drafter.draft(rows, key, rows.start_B, rows.count_B, rows.follows_BP.shape[1])
 
     def _slots(self, rows: Rows, nodes: int) -> Slots | None:
-        """Return where the windows start from; nodes that may be rejected leave records or states."""
+        """Return state inputs and outputs; nodes that may be rejected write records or snapshots."""
         if not self.has_states:
             return None
         if self.snapshots:
@@ -90,7 +90,7 @@ class DeviceStep:
         return Slots(rows.state_B, rows.path, rows.path_length_B, record, None)
 
     def _choose(self, hidden_TD: Tensor, rows: Rows, key: GraphKey, position_T: Tensor) -> Tensor:
-        """Choose a token at every node, for the place behind the node's own."""
+        """Sample a token at every node, for the next position."""
         some = max(1, LOGITS // key.nodes)
         hidden_BMD = hidden_TD.view(len(rows.length_B), key.nodes, -1)
         position_BM = position_T.view(-1, key.nodes) + 1
@@ -106,7 +106,7 @@ class DeviceStep:
     def _walk(
         self, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the kept nodes, how many they are, and the tokens gained; padding keeps nothing."""
+        """Return the accepted nodes, their count, and the emitted tokens; padding rows accept none."""
         if self.rate_N is not None and token_BM.shape[1] > 1:
             chosen_BM, token_BM = self.kernels.accept_at_rates(
                 *(chosen_BM, token_BM, parent_BM, self.rate_N, rows.seed_B, rows.length_B + 1)
@@ -118,13 +118,13 @@ class DeviceStep:
         return node_BM, count_B, emitted_BM.masked_fill(beyond_BM, NO_TOKEN)
 
     def _commit(self, rows: Rows, slots: Slots | None, node_BM: Tensor, count_B: Tensor) -> None:
-        """Promote each accepted path: its records become the path, or its last node's state the row's."""
+        """Promote each accepted path: its records become the row's path, or a snapshot the row's state."""
         if slots and slots.record:
             most = min(node_BM.shape[1], rows.path_slab_BP.shape[1])
             path = RecordIds(rows.path_slab_BP[:, :most], rows.path_place_BP[:, :most])
             kept = node_BM[:, :most], count_B, slots.record, path
             self.kernels.promote(*kept, rows.path_length_B, rows.length_B)
-            # The next window writes the other set, while it folds this path.
+            # The next window writes the other set while it folds this path.
             rows.slab_B2M.copy_(rows.slab_B2M.flip(1))
             rows.place_B2M.copy_(rows.place_B2M.flip(1))
             return

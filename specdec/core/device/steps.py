@@ -1,4 +1,4 @@
-"""How steps over the first rows of a batch run: here as they stand; subclasses replay recorded ones."""
+"""Run steps over the first rows of a batch: eagerly here, replayed in subclasses."""
 
 from collections.abc import Sequence
 
@@ -11,24 +11,24 @@ from specdec.core.request import Request
 
 
 class Steps:
-    """Runs every step eagerly; a subclass overrides what it does otherwise."""
+    """Runs every step eagerly. Base of graph and tape replay."""
 
     pads = True
-    """Whether drafts of several rows are worth padding to the widest; the host does not pad."""
+    """Whether padding drafts of several rows to the widest pays; the host does not pad."""
 
     def __init__(self, step: DeviceStep, rows: Rows) -> None:
         self.step, self.rows = step, rows
 
     def size(self, count: int) -> int:
-        """Return how many rows run for this many requests."""
+        """Return the row count used for this many requests."""
         return count
 
     def refusal(self, requests: Sequence[Request]) -> str | None:
-        """Return why steps of these are better left to the host; None: they are worth running here."""
+        """Return why the host should run steps of these requests, or None."""
         return None
 
     def prepare(self) -> bool:
-        """Record a step ahead of its first use, while no request runs; return False when none is left."""
+        """Record a step before its first use, while no request runs; return False when none is left."""
         return False
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
@@ -36,5 +36,5 @@ class Steps:
         return self.step(self.rows.part(0, size), key)
 
     def prefill_drafter(self, key: GraphKey, size: int) -> None:
-        """Read all that the head has not read, and draft the first windows."""
+        """Catch up the head and draft the first windows."""
         self.step.prefill_drafter(self.rows.part(0, size), key)

@@ -1,4 +1,4 @@
-"""Steps recorded once for a number of rows and a key, then played in one call: what graphs are on a GPU."""
+"""CPU steps recorded once per row count and key, then replayed in one call, like CUDA graphs."""
 
 import logging
 from collections import deque
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TapedStep:
-    """What was recorded over the live rows, and where it writes its result, if it has one."""
+    """A recorded step and its result tensor, if it has one."""
 
     tape: Tape
     result_BX: Tensor | None
 
 
 class TapedSteps(Steps):
-    """Owns the tapes. What cannot be taped, as it asks what a tensor holds or is too large, is the host's."""
+    """Owns the tapes. Steps that read tensors on the host, or are too large, are left to the host."""
 
     pads = False
 
@@ -40,7 +40,7 @@ class TapedSteps(Steps):
         self._planned = deque[GraphKey]()
 
     def refusal(self, requests: Sequence[Request]) -> str | None:
-        """Refuse what cannot be taped."""
+        """Return a reason if steps of this many rows cannot be taped."""
         return f"steps of {len(requests)} rows cannot be taped" if len(requests) in self._refused else None
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
@@ -50,11 +50,11 @@ class TapedSteps(Steps):
         return result_BX.clone()
 
     def prefill_drafter(self, key: GraphKey, size: int) -> None:
-        """Read all that the head has not read, and draft the first windows."""
+        """Catch up the head and draft the first windows."""
         self._run(("prefill", key, size), partial(super().prefill_drafter, key, size))
 
     def _run(self, form: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:
-        """Play what was recorded of a form, or record it; an observer of calls sees each of them.
+        """Replay a recorded step, or record it; a listener of kernel calls sees them all, unrecorded.
 
         Only `run` makes views of the rows: making and freeing them took 0.3 ms of each step.
         """
@@ -77,9 +77,9 @@ class TapedSteps(Steps):
         return result_BX
 
     def plan(self, keys: Sequence[GraphKey]) -> bool:
-        """Record the widest step of one row now and plan the others; return False if it cannot be replayed.
+        """Record the widest one-row step now and plan the others; return False if it cannot be replayed.
 
-        A step that a request needs before its turn comes is recorded as it runs.
+        A step used before it is prepared is recorded on that use.
         """
         widest = max(keys, key=lambda key: key.nodes)
         self._planned.extend([widest, *keys])
@@ -88,7 +88,7 @@ class TapedSteps(Steps):
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Record one planned step of one row, which is padding; return False when none is left.
+        """Record one planned step of one padding row; return False when none is left.
 
         No request may be on the device.
         """

@@ -1,4 +1,4 @@
-"""Bodies of the Messages API, and the chats that they are."""
+"""Bodies of the Messages API, converted to chats."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -14,10 +14,10 @@ from specdec.server.tools.bodies import Called, Function, NamedFunction, NamedTo
 from specdec.server.tools.offer import Choice
 
 BILLING = "x-anthropic-billing-header:"
-"""How a block begins that Claude Code puts first into the system's message, for Anthropic's servers alone. It
-differs from request to request, so that no two prompts would have a prefix in common: it is left out."""
+"""Prefix of a block that Claude Code sends first in the system message, meant for Anthropic's servers. It
+differs per request, so no two prompts would share a prefix: it is dropped."""
 APART = "\n\n"
-"""What stands between the texts of blocks."""
+"""Separator between the texts of blocks."""
 
 
 class CacheMark(BaseModel):
@@ -45,7 +45,7 @@ class ThinkingBlock(BaseModel):
 
 
 class RedactedBlock(BaseModel):
-    """Thinking that another server has hidden; it says nothing here."""
+    """Encrypted thinking of another server; ignored."""
 
     type: Literal["redacted_thinking"]
 
@@ -58,13 +58,13 @@ class CallBlock(Marked):
 
 
 def _type(block: Any) -> str | None:
-    """Return a block's tag: no name of a field, so that errors have none in their place."""
+    """Return a block's tag. It differs from all field names, which keeps it out of error locations."""
     found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
     return f"{found} block" if isinstance(found, str) else None
 
 
 class AnyBlock(Marked):
-    """A block of which only the text can be told to the model."""
+    """A block of any type; only text is passed to the model."""
 
     type: str
     text: str | None = None
@@ -95,14 +95,14 @@ Block = Annotated[
 
 
 class Turn(TextAlone):
-    """A message as clients send it."""
+    """A message of a client."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[Annotated[str, Tag("str")] | Annotated[Many[Block], Tag("list")], EITHER]
 
 
 class AnyTool(BaseModel):
-    """A tool. Those of a type of Anthropic's own have no schema, and are left out."""
+    """A tool. Anthropic's built-in types have no schema and are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -125,7 +125,7 @@ class ToolChoice(BaseModel):
 
     @property
     def plain(self) -> Choice:
-        """Return it as a chat says it."""
+        """Return it in the chat API's format."""
         if self.type != "tool":
             return "required" if self.type == "any" else self.type
         if self.name is None:
@@ -153,7 +153,7 @@ class OutputConfig(BaseModel):
 
 
 class CountBody(Dialect):
-    """What a prompt is made of."""
+    """The fields that make up a prompt."""
 
     REFUSED = {"mcp_servers": ([],), "container": (), "fallbacks": ([],)}  # noqa: RUF012
     HARMLESS = frozenset(
@@ -196,7 +196,7 @@ class CountBody(Dialect):
         return [*dict.fromkeys(f"tools.{kind}" for kind in theirs), *super().ignored]
 
     def chat(self) -> ChatBody:
-        """Return the chat that this is."""
+        """Return the equivalent chat."""
         messages = [*_system(self.system), *_messages(self.messages)]
         if messages[-1].role == "assistant":
             raise Failure(
@@ -243,9 +243,9 @@ def _system(content: str | list[AnyBlock] | None) -> list[Message]:
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
-    """Yield a chat's messages: what tools gave back is a message each.
+    """Yield a chat's messages; each tool result becomes a message.
 
-    What a system says between turns is told as the user's, as many templates take it at the beginning alone.
+    System messages between turns become user messages, as many templates only accept one at the start.
     """
     calls: set[str] = set()
     for index, turn in enumerate(turns):
@@ -301,7 +301,7 @@ def _result(block: ResultBlock, index: int) -> Message:
 
 
 def _parts(blocks: Sequence[TextBlock | AnyBlock], where: str) -> list[Part]:
-    """Return blocks as the parts of a message, set apart from each other."""
+    """Return blocks as message parts with separators."""
     parts = []
     for i, block in enumerate(blocks):
         if block.type != "text" or block.text is None:

@@ -1,4 +1,4 @@
-"""Errors in the form that clients of Anthropic's API expect."""
+"""Errors in Anthropic's format."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from specdec.server.failures import Failure
 
 PATH = "/v1/messages"
 VERSION = "anthropic-version"
-"""The header that every request of Anthropic's clients has, whichever address it asks."""
+"""Header of every request of Anthropic's clients, on any path."""
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -17,7 +17,7 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""The error type by status; any other of the client's is an invalid request, of the server's an API error."""
+"""Error type by status; other client errors are invalid requests, other server errors API errors."""
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
@@ -26,5 +26,5 @@ def error_body(failure: Failure) -> dict[str, Any]:
 
 
 def speaks_anthropic(path: str, headers: Mapping[str, str]) -> bool:
-    """Return whether a request uses Anthropic's API, in whose form its error is."""
+    """Return whether a request uses Anthropic's API, and gets errors in its format."""
     return VERSION in headers or path == PATH or path.startswith(f"{PATH}/")

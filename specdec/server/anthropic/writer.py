@@ -1,4 +1,4 @@
-"""One answer in the form of the Messages API: whole, or as its typed events."""
+"""Responses of the Messages API, whole or as typed events."""
 
 import json
 import uuid
@@ -14,10 +14,10 @@ from specdec.server.formats import Usage
 
 Json = dict[str, Any]
 SIGNATURE = "specdec"
-"""Clients send thinking back with its signature, and some leave out what has none. This one signs nothing."""
+"""Signature of thinking: clients return it, and some drop thinking without one. It signs nothing."""
 REASONS = {"stop": "end_turn", "length": "max_tokens"}
 BROKEN = "INVALID_JSON"
-"""The field in which arguments stand that are no JSON: a call's input must be an object."""
+"""Field that holds arguments which are not a JSON object, as a call's input must be."""
 
 
 class MessageWriter(Blocks):
@@ -71,7 +71,7 @@ class MessageWriter(Blocks):
         return [{"type": "message_start", "message": self._head | own}, {"type": "ping"}]
 
     def _why(self) -> Json:
-        """Return why the answer ended."""
+        """Return the stop reason."""
         assert self.delta and self.delta.finish_reason
         if self.has_called:
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -98,7 +98,7 @@ def _delta(block: Block, delta: Json) -> Json:
 
 
 def _content(block: Block) -> Json:
-    """Return a block as a whole answer has it."""
+    """Return a block's content as in a whole response."""
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.kind == "text":

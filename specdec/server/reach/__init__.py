@@ -1,1 +1,1 @@
-"""Prefill apart from decode, as clients and routers ask for it: vLLM's protocol and SGLang's."""
+"""Disaggregated prefill as clients and routers request it: vLLM's and SGLang's protocols."""

@@ -1,4 +1,4 @@
-"""What a request says of another server: vLLM's `kv_transfer_params`, and SGLang's `bootstrap_*`."""
+"""Request fields about another server: vLLM's `kv_transfer_params`, and SGLang's `bootstrap_*`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -9,7 +9,7 @@ from specdec.server.failures import Failure
 from specdec.server.settings import Role
 
 VERSION: Literal[1] = 1
-"""Of what stands in `kv_transfer_params.specdec`."""
+"""Version of `kv_transfer_params.specdec`."""
 MOST_ROOM = (1 << 63) - 1
 Name = Annotated[str, Field(max_length=256)]
 Port = Annotated[StrictInt, Field(ge=1, le=65535)]
@@ -17,7 +17,7 @@ Room = Annotated[StrictInt, Field(ge=0, le=MOST_ROOM)]
 
 
 class LeaseTerms(BaseModel):
-    """One prompt's lease, as the server that read it has signed it."""
+    """One prompt's lease, signed by the prefill instance."""
 
     lease: Name
     mac: Name
@@ -38,7 +38,7 @@ class SignedLeases(BaseModel):
 
 
 class TransferParams(BaseModel):
-    """vLLM's `kv_transfer_params`; what its connectors add beside these fields is left alone."""
+    """vLLM's `kv_transfer_params`; other fields of its connectors are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -60,7 +60,7 @@ class TransferParams(BaseModel):
 
 
 class Bootstrap(NamedTuple):
-    """SGLang's fields of one prompt, which the server that reads it and the one that writes get alike."""
+    """SGLang's fields of one prompt, which prefill and decode instances both get."""
 
     host: str | None
     port: int | None
@@ -68,22 +68,22 @@ class Bootstrap(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Fetch the prompts from another server, and write."""
+    """Fetch the prompts from another server, and decode."""
 
     params: TransferParams | None
     rooms: tuple[Bootstrap, ...]
-    """One for each prompt, where there are no `params`."""
+    """One per prompt, if there are no `params`."""
 
 
 class Lend(NamedTuple):
     """Prefill the prompts for another server."""
 
     rooms: tuple[int, ...] | None
-    """Where that server asks for them, one for each prompt; None: by what this one answers."""
+    """Rooms in which that server asks for them, one per prompt; None: it gets leases from this response."""
     fetch: Fetch | None = None
-    """How to come by their beginnings, which that server has."""
+    """How to fetch their prefixes, which that server has."""
     cached_only: bool = False
-    """Read nothing: lend what is cached of them."""
+    """Lend only what is cached, without prefill."""
 
 
 Asked = Lend | Fetch
@@ -92,7 +92,7 @@ Asked = Lend | Fetch
 def asked_of(
     params: TransferParams | None, rooms: Sequence[Bootstrap] | None, role: Role | None
 ) -> Asked | None:
-    """Settle what this server is to do by its role; None: answer normally. What is impossible is refused."""
+    """Return this server's part by its role; None: answer normally. Raises for impossible requests."""
     if params is None and rooms is None:
         return None
     field = "bootstrap_room" if params is None else "kv_transfer_params"
@@ -163,10 +163,10 @@ def _by_params(params: TransferParams, role: Role) -> Asked | None:
 
 
 def each_of(field: str, given: Any, prompts: int, n: int) -> list[Any]:
-    """Return a field's value for each prompt: several have a list; `n` choices of one may have one too."""
+    """Return a field's value per prompt; a single prompt may also have one per choice."""
     values = given if isinstance(given, list) else [given]
     if prompts == 1 and len(values) == n:
-        return values[:1]  # sglang-router counts choices as SGLang does; they share what is read
+        return values[:1]  # sglang-router, like SGLang, sends one per choice; the choices share one prefill
     if len(values) != prompts:
         raise Failure(400, f"{field}: {len(values)} for {prompts} prompts; give one per prompt.", param=field)
     return values

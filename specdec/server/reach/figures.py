@@ -1,4 +1,4 @@
-"""What a scrape reads of prompts that are lent and fetched."""
+"""Metrics of lent and fetched prompts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from specdec.server.reach.reach import Reach
 
 
 class ReachFigures(Collector):
-    """Reads the counters of a server that has a role."""
+    """Collects the counters of a server with a role."""
 
     def __init__(self, reach: Reach, labels: Labels) -> None:
         self.reach, self.labels = reach, labels
@@ -94,5 +94,5 @@ class ReachFigures(Collector):
 
 
 def plain(counts: Mapping[Any, int]) -> dict[str, int]:
-    """Return counts as they are now: the scrape is written later."""
+    """Return a copy of counts, since the scrape is written later."""
     return {str(key): count for key, count in counts.items()}

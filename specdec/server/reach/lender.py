@@ -1,4 +1,4 @@
-"""Prompts that a server reads for others: how they are begun, and by what the others fetch them."""
+"""Prefill prompts for other servers, and return how to fetch them."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from specdec.server.reach.bodies import VERSION, Asked, Lend
 
 BUSY = {"Retry-After": "1"}
 POLL_S = 0.02
-"""Between two checks whether others have released what is held for them."""
+"""Poll interval for memory held for others."""
 
 
 class Loaned:
-    """One prompt that is read for another server; one of a single token leaves nothing to be read."""
+    """A prompt prefilled for another server; a single-token prompt has nothing to lend."""
 
     def __init__(
         self, book: Book, prepared: Prepared, lease: Lease | None = None, loan: Loan | None = None
@@ -32,7 +32,7 @@ class Loaned:
         self.lease = lease
 
     async def read(self) -> RequestStats:
-        """Wait until the prompt has been read; raise why it is not."""
+        """Wait for the prefill and return its statistics; raise if it failed."""
         if self.lease:
             with refusing():
                 await self._book.finish(self.lease)
@@ -40,13 +40,13 @@ class Loaned:
         return stats or RequestStats(prompt_tokens=len(self._prepared.ids), output_tokens=0)
 
     def give_up(self) -> None:
-        """Read no further, and hold nothing."""
+        """Stop the prefill and release its memory."""
         if self.lease:
             self._book.cancel(self.lease)
 
 
 class Lender:
-    """Owned by the event loop's thread: has prompts read, and says by what others fetch them."""
+    """Starts prefills for other servers. Owned by the event loop's thread."""
 
     def __init__(
         self,
@@ -59,20 +59,20 @@ class Lender:
         most_bytes: int,
         share: Callable[[str], float] = lambda caller: 1.0,
     ) -> None:
-        """Hold `most_bytes` at most, and `share` of that for a caller, whatever the others hold."""
+        """Hold at most `most_bytes`, and per caller at most its `share` of that."""
         self._secret, self._transfers = secret, transfers
         self._host, self._port, self._most_bytes, self._share = host, port, most_bytes, share
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By caller, each held by the request that waits for memory: those behind it come after it."""
+        """Locks by caller, held by its request that waits for memory; its later requests queue."""
         self.book = book
 
     async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[Loaned]:
-        """Prefill prompts for another server, which finds them by their rooms or by what `told` returns.
+        """Prefill prompts for another server, which finds them by rooms or by the result of `told`.
 
-        They begin together, once what is held for others leaves room: none waits while it holds another.
-        Where all who asked for the rooms have given up meanwhile, nothing is read: it would be held in vain,
-        and those behind it would give up in turn. The requests of a caller come after each other, and keep
-        none of another's waiting.
+        They start together once memory is available, so no request holds some while waiting for more. If all
+        readers of the rooms have left meanwhile, nothing is prefilled: its memory would be wasted, and later
+        readers would leave in turn. Requests of one caller queue behind each other, and never delay another
+        caller's.
         """
         caller = prepared[0].terms.tenant.caller
         turn = self._turns.setdefault(caller, asyncio.Lock())
@@ -95,7 +95,7 @@ class Lender:
         return self._begin(prepared, rooms)
 
     async def lend_cached(self, prepared: Sequence[Prepared]) -> list[Loaned]:
-        """Lend what is cached of prompts, where that is worth fetching: nothing is read or waited for."""
+        """Lend the cached prefixes that are worth fetching, without prefill or waiting."""
         cached = [asyncio.wrap_future(self._transfers.cached(own)) for own in prepared]
         lengths = [length if length >= WORTH_FETCHING else 0 for length in await asyncio.gather(*cached)]
         known = [_begun(own, length) for own, length in zip(prepared, lengths, strict=True)]
@@ -112,7 +112,7 @@ class Lender:
         return int(self._share(caller) * self._most_bytes)
 
     def _has_room(self, num_bytes: int, caller: str) -> bool:
-        """Return whether this much may be held now: what one key had prefilled leaves room for others."""
+        """Return whether this much may be held now, within the caller's and the total limit."""
         if self.book.held_by(caller) + num_bytes > self._most_of(caller):
             return False
         return self.book.figures.held_bytes + num_bytes <= self._most_bytes
@@ -149,7 +149,7 @@ class Lender:
         return Loaned(self.book, prepared, lease, loans[0])
 
     def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:
-        """Return what a router hands on as `kv_transfer_params`, signed by this server."""
+        """Return `kv_transfer_params` for the router, signed by this server."""
         held = [own.lease for own in loaned if own.lease]
         return {
             "do_remote_prefill": True,
@@ -174,14 +174,14 @@ class Lender:
         return {"lease": lease.id, "mac": mac, "tokens": lease.prompt.length}
 
     def refuse(self, rooms: Sequence[int | None]) -> None:
-        """Notify the readers that wait in a room at once that nothing will be in it."""
+        """Notify readers waiting for these rooms that their prompts are not prefilled."""
         for room in rooms:
             if room is not None:
                 self.book.rooms.fail(room)
 
     @contextlib.contextmanager
     def heard(self, asked: Asked | None) -> Iterator[None]:
-        """Notify the readers that wait in a request's rooms at once if it fails in the block."""
+        """If the context raises, notify readers waiting for the request's rooms."""
         try:
             yield
         except BaseException:
@@ -191,13 +191,13 @@ class Lender:
 
 
 def _begun(prepared: Prepared, length: int) -> Prepared:
-    """Return a prompt of which `length` tokens are lent: all but the last one."""
+    """Return a prompt cut to lend `length` tokens, all but its last one."""
     return prepared._replace(ids=prepared.ids[: length + 1])
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Raise what the book refuses as an answer to the client."""
+    """Convert refusals of the book to client errors."""
     try:
         yield
     except Refusal as refusal:

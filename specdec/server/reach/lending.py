@@ -1,4 +1,4 @@
-"""Prompts that are read for another server: the other side of `Answers`, with nothing to say but that."""
+"""Requests prefilled for another server; counterpart of `Answers`, without output."""
 
 import asyncio
 import time
@@ -18,12 +18,12 @@ from specdec.server.reach.lender import Lender, Loaned
 
 
 def lending_params(body: Body) -> SamplingParams:
-    """Return what of a body bears upon reading alone: all that says how to choose tokens is another's."""
+    """Return the parameters that affect prefill; sampling is the decode instance's."""
     return SamplingParams(max_tokens=1, cache_salt=body.cache_salt)
 
 
 class Lending:
-    """The prompts of one request, each read once and held for who asks. Leaving it early gives them up."""
+    """The prompts of one request, each prefilled once and held. Leaving early releases them."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class Lending:
                 loaned.give_up()
 
     def fail(self, failure: Failure) -> None:
-        """End it with an error, unless it is over."""
+        """End it with an error, unless it is finished."""
         if not self.is_over:
             self._until.end(failure)
 
     async def __aiter__(self) -> AsyncIterator[Said]:
-        """Yield each prompt once it has been prefilled; at the end, by what it is fetched."""
+        """Yield each prompt once prefilled; at the end, add how to fetch them to the response."""
         async with self._until.held():
             self._loaned = await self._lend()
         keeping = asyncio.create_task(self._keep(), name="leases to be handed on")
@@ -69,7 +69,7 @@ class Lending:
             self._writer.tell({"kv_transfer_params": self._lender.told(self._loaned)})
 
     async def _keep(self) -> None:
-        """Hold the first prompts of a long list for as long as the last ones are read."""
+        """Keep the first leases of a long list alive while the last ones are prefilled."""
         while self._asked.rooms is None:
             await asyncio.sleep(BEAT_S)
             self._lender.book.hand_on(own.lease for own in self._loaned if own.lease)

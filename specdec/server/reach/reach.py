@@ -1,4 +1,4 @@
-"""What a server lends to others and fetches from them. State holds one of these, or none."""
+"""A server's lending and fetching; `State` has one of these, or None."""
 
 import asyncio
 import contextlib
@@ -30,16 +30,16 @@ from specdec.state_slots.transfer.plan import Plan
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Between two looks whether others have read what is held for them."""
+"""Poll interval for leases held for others."""
 RETRY = {"Retry-After": "1"}
 LENT_SHARE: Mapping[Role, float] = {"prefill": 0.9, "decode": 0.0, "both": 0.5}
-"""Part of the memory that may be held for others: two servers that do both would else wait for each other."""
+"""Fraction of memory that may be held for others: with role both, two servers could otherwise deadlock."""
 UNLOST = {"fetched", "not_needed", "scored"}
-"""Outcomes of prompts that were to be had."""
+"""Outcomes that are no failure to fetch."""
 
 
 class Reach:
-    """Owned by the event loop's thread, from before the server says that it serves until it has drained."""
+    """Owned by the event loop's thread, from before the server is ready until it has drained."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Reach:
         self.role, self.lender, self.peers, self.carrier, self.port = role, lender, peers, carrier, port
         self._engine, self._fetcher, self._config = engine, fetcher, config
         self._declining: set[asyncio.Task[None]] = set()
-        """Words to others that a prompt is read here."""
+        """Tasks that tell other servers that a prompt is prefilled here."""
         self.unasked: Counter[str] = Counter()
-        """Prompts that were not asked for, by why: each token was to be read here, or no lease was named."""
+        """Prompts not fetched by reason: each token must be computed here, or no lease was named."""
 
     @property
     def book(self) -> Book:
-        """The leases of what is lent."""
+        """All leases."""
         return self.lender.book
 
     @property
@@ -69,9 +69,9 @@ class Reach:
         return self._fetcher.figures
 
     async def fetch(self, prepared: Sequence[Prepared], asked: Asked) -> None:
-        """Fetch what another server has; what cannot be fetched is prefilled here, unless that fails.
+        """Fetch prefixes from another server; what cannot be fetched is prefilled, or an error per settings.
 
-        A server that is to lend reads it in any case: that is what it is asked for.
+        A server that lends always prefills: that is the request.
         """
         fetch = asked.fetch if isinstance(asked, Lend) else asked
         if fetch is None:
@@ -88,7 +88,7 @@ class Reach:
             )
 
     async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
-        """Fetch one prompt, and tell what became of it."""
+        """Fetch one prompt; return the outcome."""
         ids, tenant = covered(prepared.ids, reference), prepared.terms.tenant
         if len(ids) == 1:
             return "not_needed"
@@ -104,13 +104,13 @@ class Reach:
         return why
 
     async def stop(self) -> None:
-        """Decline nothing any more; what is held for this server ends by its silence."""
+        """Cancel declines; leases held for this server expire."""
         for declining in self._declining:
             declining.cancel()
         await asyncio.gather(*self._declining, return_exceptions=True)
 
     async def idle(self) -> None:
-        """Wait until others have read, or given up, what is held for them."""
+        """Wait until other servers have read or released all leases."""
         while self.book.figures.held and not self._engine.fault:
             await asyncio.sleep(POLL_S)
 
@@ -119,9 +119,9 @@ class Reach:
 async def opened(
     part: Part, engine: SpecEngine, folder: Path, config: ServerConfig, share: Callable[[str], float]
 ) -> AsyncIterator[Reach]:
-    """Make the arena readable, and listen at the side channel, until this is left.
+    """Register the arena and serve the side channel within the context.
 
-    `share` returns the part of what is lent that one caller's prompts may take.
+    `share` returns the fraction of lent memory that one caller's prompts may use.
     """
     transfers, settings = engine.transfers, engine.model.settings
     facts = await apart(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
@@ -161,7 +161,7 @@ async def opened(
 
 
 def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
-    """Return by what each prompt is fetched; None: what the request says of it is not enough."""
+    """Return each prompt's reference; None if the request's fields do not suffice."""
     if asked.params is None:
         return [
             RoomReference(own.host, own.port, own.room) if own.host and own.port else None
@@ -178,6 +178,6 @@ def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
 
 
 def covered(ids: Sequence[int], reference: Reference | None) -> Sequence[int]:
-    """Return the prompt of which a reference is said to cover all tokens but the last one."""
+    """Return the part of a prompt that a reference covers, plus the next token."""
     tokens = reference.tokens if isinstance(reference, LeaseReference) else None
     return ids if tokens is None else ids[: tokens + 1]

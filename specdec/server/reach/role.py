@@ -1,4 +1,4 @@
-"""What part a server takes in prefill apart from decode: settled at its start, or refused by name."""
+"""A server's part in disaggregated prefill, resolved at its start."""
 
 import importlib.util
 import os
@@ -12,15 +12,15 @@ from specdec.reach.terms import SHORTEST_SECRET, VARIABLE, Secret
 from specdec.server.settings import Role, ServerConfig
 
 NIXL = ("nixl_cu12", "nixl_cu13")
-"""The packages of which one is needed."""
+"""Packages, one of which is required."""
 USUAL_PORT = ServerConfig.model_fields["reach_port"].default
 LOOPBACK = "127.0.0.1"
-"""Where side channels listen by default. Any user of the machine may listen at other loopback addresses,
-and could relay requests that are sent there."""
+"""Default address of side channels. Any user of the machine may listen on other loopback addresses, and could
+relay requests sent there."""
 
 
 class Part(NamedTuple):
-    """What a server does for others, the key by which they know each other, and whom it fetches from."""
+    """A server's role, the shared secret, and the peers it may fetch from."""
 
     role: Role
     secret: Secret
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 def settle_part(
     config: ServerConfig, engine: EngineConfig, models: int, environment: Mapping[str, str] = os.environ
 ) -> Part | None:
-    """Return a server's part, if it has one; refuse, before anything is loaded, what it cannot go with."""
+    """Return a server's part, or None; raise for incompatible settings before anything is loaded."""
     secret = Secret.read(environment)
     if secret is None:
         if config.role is None:
@@ -66,7 +66,7 @@ def settle_part(
 
 
 def allowed_peers(config: ServerConfig) -> Allowed:
-    """Read from whom prompts may be fetched: at first from this machine, at the usual port or this one's."""
+    """Return the peers to fetch from; by default this machine, at the default port or this one's."""
     peers = config.reach_peers
     if peers is None:
         peers = [LOOPBACK, f"{LOOPBACK}:{USUAL_PORT}"]
@@ -74,7 +74,7 @@ def allowed_peers(config: ServerConfig) -> Allowed:
 
 
 def _check_one_model(config: ServerConfig, models: int) -> None:
-    """Refuse what would move or free the memory that other servers read."""
+    """Raise for settings that would move or free memory that other servers read."""
     for field, is_set in (
         ("model", models > 1),
         ("arenas", config.arenas is not None),
@@ -91,7 +91,7 @@ def _check_one_model(config: ServerConfig, models: int) -> None:
 
 
 def _check_nothing_given(config: ServerConfig) -> None:
-    """Refuse settings of the side channel where there is none: who gives them has forgotten the secret."""
+    """Raise for side channel settings without a secret, which was probably forgotten."""
     for field in sorted(config.model_fields_set):
         if field.startswith("reach_") and getattr(config, field) is not None:
             raise ConfigError(
@@ -102,5 +102,5 @@ def _check_nothing_given(config: ServerConfig) -> None:
 
 
 def _without(config: ServerConfig) -> str:
-    """Explain how a server is started without a part."""
+    """Return how to start a server without a part."""
     return f"unset {VARIABLE}" if config.role is None else f"leave role out and unset {VARIABLE}"

@@ -19,16 +19,16 @@ from specdec.server.responses.tools import AnyTool, ChosenTool, Toolbox
 LONGEST_ID = 128
 LOGPROBS = "message.output_text.logprobs"
 REPEATED = {"instructions", "reasoning", "text", "tool_choice", "tools"}
-"""Fields that each response repeats, in a stream three times; `metadata` is short."""
+"""Fields that each response repeats, three times in a stream; `metadata` is short."""
 MOST_REPEATED = 1 << 20
-"""Bytes of JSON that these fields may have. A stream that repeated 15 MB stopped all others for 2 s."""
+"""Maximum bytes of these fields as JSON. A stream that repeated 15 MB stopped all others for 2 s."""
 MOST_METADATA = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 def _few(metadata: Any) -> Any:
-    """Count fields before each is checked: the mistakes of many would all be collected."""
+    """Limit the number of fields before validating them: all errors would be collected."""
     if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
         size = {"field_type": "Dictionary", "max_length": MOST_METADATA, "actual_length": len(metadata)}
         raise PydanticKnownError("too_long", size)
@@ -44,7 +44,7 @@ class TextFormat(BaseModel):
 
     @property
     def response_format(self) -> ResponseFormat:
-        """Return it as a chat says it."""
+        """Return it in the chat API's format."""
         if self.type != "json_schema":
             return ResponseFormat(type=self.type)
         if self.schema_ is None:
@@ -143,11 +143,11 @@ class ResponseBody(Dialect):
 
     @cached_property
     def repeated(self) -> dict[str, Any]:
-        """Return what a response repeats of its request, as it was given."""
+        """Return request fields repeated by the response, as given."""
         return self.model_dump(exclude_unset=True, mode="json", by_alias=True, include=REPEATED)
 
     def chat(self, before: Sequence[Item], toolbox: Toolbox) -> ChatBody:
-        """Return the chat that this is, behind what was said before."""
+        """Return the equivalent chat, after the stored conversation."""
         own: dict[str, Any] = {"max_tokens": self.max_output_tokens}
         own |= {name: getattr(self, name) for name in BUDGETS}
         if self.text and self.text.format:
@@ -159,6 +159,6 @@ class ResponseBody(Dialect):
         if self.reasoning:
             own["reasoning_effort"] = self.reasoning.effort
         messages = as_messages(self.instructions, [*before, *self.items], first=-len(before))
-        if messages:  # the next request of a conversation begins with all of this one's
+        if messages:  # the conversation's next request starts with all of this one
             messages[-1].cache_control = Mark(type="ephemeral")
         return self.as_chat(messages, **own)

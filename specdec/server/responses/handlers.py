@@ -73,7 +73,7 @@ async def retrieve(request: web.Request, state: State) -> web.Response:
     if request.query.get("stream", "false") != "false":
         raise Failure(400, "stream: a stored response is whole; leave it out.", param="stream")
     stored = state.responses.get(request["caller"], request.match_info["name"])
-    request["kept"].add(len(stored.response))  # a client that does not read has a copy of its own
+    request["kept"].add(len(stored.response))  # a slow client has its own copy
     return web.Response(body=stored.response, content_type="application/json")
 
 

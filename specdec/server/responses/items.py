@@ -1,4 +1,4 @@
-"""Items of a conversation in the Responses API, and the chat that they are."""
+"""Items of a conversation in the Responses API, converted to a chat."""
 
 import json
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[ItemPart], Tag("
 
 
 class Said(TextAlone):
-    """A message. One without a type is one too."""
+    """A message; also the default type."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -38,7 +38,7 @@ class Reasoning(BaseModel):
 
 
 class Call(BaseModel):
-    """A function that was called; `namespace` is the group of tools that it belongs to."""
+    """A function call; `namespace` is its group of tools."""
 
     type: Literal["function_call"]
     call_id: str
@@ -56,7 +56,7 @@ class CustomCall(BaseModel):
 
 
 class Output(BaseModel):
-    """What a call gave back."""
+    """Result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -64,7 +64,7 @@ class Output(BaseModel):
 
 
 def _type(item: Any) -> str:
-    """Return an item's tag: no name of a field, so that errors have none in their place."""
+    """Return an item's tag. It differs from all field names, which keeps it out of error locations."""
     kind = (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
     return "output item" if kind in ("function_call_output", "custom_tool_call_output") else f"{kind} item"
 
@@ -85,13 +85,13 @@ Item = Annotated[
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name by which the model knows a tool of a namespace."""
+    """Return the model's name of a tool in a namespace."""
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
 @dataclass(slots=True)
 class Turn:
-    """What an assistant has said in one turn so far, as a template reads it."""
+    """An assistant's output in one turn, in the template's format."""
 
     reasoning: str = ""
     text: str | None = None
@@ -105,12 +105,12 @@ class Turn:
 
 
 def as_messages(instructions: str | None, items: Iterable[Item], *, first: int = 0) -> list[Message]:
-    """Return the chat that items are: an assistant's reasoning, texts and calls in a row are one message.
+    """Convert items to a chat; an assistant's consecutive reasoning, texts and calls are one message.
 
-    Errors count items from `first` on: stored ones, which come before the request's own, are below 0.
+    Error indices count from `first`: stored items, which precede the request's own, are negative.
 
-    What systems and developers say before the first turn is one message of the system, for many templates
-    take only one, at the beginning; what they say later is told as the user's.
+    System and developer messages before the first turn become one system message, since many templates only
+    accept one, at the start; later ones become user messages.
     """
     system = [instructions] if instructions else []
     messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""Responses that are kept for a while, so that later ones can go on from them."""
+"""Stored responses, so that later requests can continue them."""
 
 import threading
 import time
@@ -10,18 +10,18 @@ from typing import NamedTuple
 from specdec.server.failures import Failure
 
 OVERHEAD = 1024
-"""Bytes that an entry takes beside what it holds."""
+"""Overhead of an entry in bytes."""
 
 
 class Stored(NamedTuple):
-    """One response: the items that it was asked with and those that it said, and itself, as JSON."""
+    """A response with its input and output items, as JSON."""
 
     items: bytes
     response: bytes
     previous: str | None
-    """The response that it went on from."""
+    """Id of the response it continues."""
     num_items: int = 0
-    """How many items there are."""
+    """Number of items."""
     used_s: float = 0.0
 
     @property
@@ -31,18 +31,18 @@ class Stored(NamedTuple):
 
 @dataclass(slots=True)
 class Shelf:
-    """The responses of one caller, the one least recently used first."""
+    """One caller's responses, least recently used first."""
 
     entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     size: int = 0
 
 
 class ResponseStore:
-    """Keep responses by caller: each finds its own alone.
+    """Stores responses by caller; callers only see their own.
 
-    Both bounds are those of all callers together. Beyond them the caller that has most loses first what it
-    has not used for longest. Using a response uses those that it went on from, so that a conversation loses
-    its end before its beginning. Long answers are written beside the event loop, so that a lock is needed.
+    Both limits apply to all callers together. Beyond them, the largest caller loses its least recently used
+    response. Using a response also uses its predecessors, so a conversation loses its end before its
+    beginning. Long answers are written in threads, hence the lock.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ResponseStore:
             return sum(shelf.size for shelf in self._shelves.values())
 
     def put(self, caller: str, name: str, stored: Stored) -> None:
-        """Keep a response; one that is larger than all that may be kept is not."""
+        """Store a response, unless it exceeds the whole limit."""
         if not self.most or stored.size > self.most_bytes:
             return
         with self._lock:
@@ -78,7 +78,7 @@ class ResponseStore:
                 self._drop(most, next(iter(self._shelves[most].entries)))
 
     def get(self, caller: str, name: str) -> Stored:
-        """Return a caller's response, or refuse what is unknown: to others' it says the same."""
+        """Return a caller's response; raise if unknown, which includes those of others."""
         with self._lock:
             stored = self._find(caller, name, None)
             self._use(self._shelves[caller], name)
@@ -99,7 +99,7 @@ class ResponseStore:
         return shelf.entries[name]
 
     def history(self, caller: str, name: str | None) -> list[Stored]:
-        """Return the responses of which this one is the last, the first one first."""
+        """Return the chain of responses that ends with this one, the first one first."""
         found, last = list[Stored](), name
         with self._lock:
             while name is not None:
@@ -115,7 +115,7 @@ class ResponseStore:
             self._drop(caller, name)
 
     def _use(self, shelf: Shelf, name: str | None) -> None:
-        """Note that a response was used, and after it those that it went on from."""
+        """Mark a response as used, then its predecessors."""
         while name is not None and name in shelf.entries:
             shelf.entries[name] = shelf.entries[name]._replace(used_s=self._clock())
             shelf.entries.move_to_end(name)
@@ -132,7 +132,7 @@ class ResponseStore:
             del self._shelves[caller]
 
     def _expire(self) -> None:
-        """Drop what was not used for too long; entries stand in the order of their last use."""
+        """Drop expired responses; entries are ordered by last use."""
         oldest_s = self._clock() - self.keep_s
         for caller, shelf in list(self._shelves.items()):
             while shelf.entries and (first := next(iter(shelf.entries.items())))[1].used_s < oldest_s:

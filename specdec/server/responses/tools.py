@@ -1,4 +1,4 @@
-"""Tools of the Responses API, and the functions that the model is told of instead."""
+"""Tools of the Responses API, converted to functions for the model."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
@@ -18,7 +18,7 @@ INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""What a custom tool takes: a text."""
+"""Parameters of a custom tool: a text."""
 
 
 class FunctionTool(Function):
@@ -26,7 +26,7 @@ class FunctionTool(Function):
 
 
 class CustomTool(BaseModel):
-    """A tool that takes a text: the model is told of a function with one parameter, `input`."""
+    """A tool that takes a text; the model sees a function with one parameter, `input`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,7 +36,7 @@ class CustomTool(BaseModel):
 
 
 class BuiltIn(BaseModel):
-    """A tool that OpenAI runs itself, such as web_search. It is left out, as there is none here."""
+    """A tool that OpenAI runs itself, such as web_search. Not available here, so it is ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -78,7 +78,7 @@ class ChosenTool(BaseModel):
 
     @property
     def named(self) -> NamedTool | None:
-        """Return the tool as a chat names it, if it is one that is served here."""
+        """Return the tool in the chat API's format, if supported."""
         if self.type not in ("function", "custom") or self.name is None:
             return None
         function = NamedFunction(name=flat_name(self.name, self.namespace))
@@ -86,7 +86,7 @@ class ChosenTool(BaseModel):
 
 
 class Known(NamedTuple):
-    """A tool by the client's names."""
+    """A tool by its client names."""
 
     name: str
     namespace: str | None
@@ -94,14 +94,14 @@ class Known(NamedTuple):
 
 
 class Toolbox:
-    """The tools of one request: as a chat has them, and what a call of each is in this API."""
+    """A request's tools in the chat API's format, and how to report calls of each."""
 
     def __init__(self, given: Iterable[AnyTool]) -> None:
         self.tools: list[Tool] = []
         self.known: dict[str, Known] = {}
-        """By the name that the model knows."""
+        """By the model's name."""
         self.left_out: dict[str, None] = {}
-        """Kinds of tools that are not served here, each once."""
+        """Unsupported tool types, each once."""
         for tool in given:
             if isinstance(tool, Namespace):
                 for own in tool.tools:
@@ -120,16 +120,16 @@ class Toolbox:
             own = {name: own[name] for name in ("name", "description") if name in own} | {"parameters": INPUT}
         try:
             function = Function(**own | {"name": name})
-        except ValidationError as error:  # the two names together may be too long
+        except ValidationError as error:  # the combined name may be too long
             raise Failure(400, f"tools: {namespace!r:.80}: {misfit(error)}", param="tools") from None
         self.tools.append(Tool(type="function", function=function))
 
     def called(self, name: str) -> Known:
-        """Return which tool a call is of; the model may call what it was not told of."""
+        """Return the tool of a call; the model may call unknown ones."""
         return self.known.get(name) or Known(name, None, False)
 
     def choice(self, given: str | ChosenTool | None) -> Choice | None:
-        """Return which of the tools must be called, as a chat says it."""
+        """Return the tool choice in the chat API's format."""
         if not isinstance(given, ChosenTool):
             return given  # type: ignore[return-value]
         if given.type == "allowed_tools":

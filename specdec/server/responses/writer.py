@@ -1,4 +1,4 @@
-"""One response in the form of the Responses API: whole, or as its typed events."""
+"""Responses of the Responses API, whole or as typed events."""
 
 import json
 import time
@@ -19,7 +19,7 @@ Keep = Callable[[Json], None]
 
 
 class ResponseWriter(Blocks):
-    """`keep` is given the response once it is whole, before its last event is sent."""
+    """Writes one response; `keep` stores it when complete, before its last event is sent."""
 
     is_typed = True
 
@@ -57,7 +57,7 @@ class ResponseWriter(Blocks):
 
     def added(self, block: Block, text: str) -> list[Json]:
         if block.kind == "call" and self._toolbox.called(block.name).is_custom:
-            return []  # its text is found once the JSON around it is whole
+            return []  # its text is known once its JSON is complete
         return [self._of_text(block, "delta", delta=text)]
 
     def closed(self, block: Block, *, is_cut: bool) -> list[Json]:
@@ -101,13 +101,13 @@ class ResponseWriter(Blocks):
         return {"type": "summary_text" if self._as_summary else "reasoning_text", "text": text}
 
     def _of_part(self, block: Block, what: str, text: str) -> Json:
-        """Return the event of a part of an item: each item has one, a call none."""
+        """Return the event of an item's part: one per item, none for a call."""
         is_summary = block.kind == "thinking" and self._as_summary
         name = "reasoning_summary_part" if is_summary else "content_part"
         return self._of(block, f"response.{name}.{what}", part=self._part(block, text))
 
     def _of_text(self, block: Block, what: str, **own: Any) -> Json:
-        """Return the event of a text within an item."""
+        """Return the event of a text in an item."""
         if block.kind == "call":
             is_custom = self._toolbox.called(block.name).is_custom
             name = "custom_tool_call_input" if is_custom else "function_call_arguments"
@@ -132,7 +132,7 @@ class ResponseWriter(Blocks):
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def _end(self) -> Json:
-        """Return the whole response, and keep it."""
+        """Return the whole response, and store it."""
         assert self.delta and self.delta.finish_reason
         status, reason = ENDS[self.delta.finish_reason]
         own: Json = {"incomplete_details": {"reason": reason}} if reason else {}
@@ -146,13 +146,13 @@ class ResponseWriter(Blocks):
 
 
 ENDS = {"stop": ("completed", None), "length": ("incomplete", "max_output_tokens")}
-"""The status of a response by its finish reason, and why it is incomplete."""
+"""Status and incompleteness reason by finish reason."""
 CODES = {400: "invalid_prompt", 404: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""The API's codes by status; any other is an error of the server."""
+"""Error codes by status; all others are server errors."""
 
 
 def _head(body: ResponseBody, model: str) -> Json:
-    """Return what a response repeats of its request."""
+    """Return the response fields known from the request."""
     given = body.repeated
     effort, summary = (getattr(body.reasoning, name, None) for name in ("effort", "summary"))
     return {
@@ -198,7 +198,7 @@ def _usage(usage: Usage) -> Json:
 
 
 def _input(arguments: str) -> str:
-    """Return the text that a custom tool was called with: what is no JSON with an input is it itself."""
+    """Return a custom tool's input; arguments without a valid input are returned as they are."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""Tools: what a chat may call, and how the calls that a model writes are read."""
+"""Tools that a chat may call, and their calls."""

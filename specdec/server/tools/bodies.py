@@ -1,4 +1,4 @@
-"""Tools and calls as clients send them."""
+"""Tools and calls in client requests."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from specdec.text.answers.source import LONGEST_NAME
 
 LONGEST_READ = 1 << 18
-"""Characters of a call's arguments that are read; longer ones are told to the template as text."""
+"""Maximum characters of arguments that are parsed; longer ones are passed to the template as text."""
 
 
 class Function(BaseModel):
@@ -47,7 +47,7 @@ class Allowed(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """A choice among some of the tools; the model is told of these alone."""
+    """A choice among some of the tools; the model only sees these."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,7 +67,7 @@ class CalledFunction(BaseModel):
 
 
 class Called(BaseModel):
-    """A call that an assistant's message holds."""
+    """A call in an assistant's message."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,7 +75,7 @@ class Called(BaseModel):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Return it as a template reads it: arguments as an object, wherever they are one."""
+        """Return it in the template's format, with arguments as an object where possible."""
         own = self.model_dump(exclude_unset=True)
         arguments = self.function.arguments
         if isinstance(arguments, str):

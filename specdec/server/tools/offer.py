@@ -21,7 +21,7 @@ Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 def _whole_choice(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """Speak of a choice as one, whichever of its forms was meant."""
+    """Report any error in a choice as one error."""
     try:
         return read(value)
     except ValidationError:
@@ -37,29 +37,29 @@ GivenChoice = Annotated[Choice, WrapValidator(_whole_choice)]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools of one chat, and how its model calls them."""
+    """The tools of one chat and the model's call format."""
 
     tools: tuple[Tool, ...]
     form: CallFormat
     parallel: bool
-    """An answer may hold more than one call."""
+    """Whether an answer may contain several calls."""
     structure: Structure | None
     """The structure of the answer if a call is required."""
 
     @property
     def plain(self) -> list[dict[str, Any]]:
-        """Return the tools as a template reads them."""
+        """Return the tools in the template's format."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     @property
     def calls(self) -> Calls:
-        """Return what an answer may call."""
+        """Return the calls an answer may contain."""
         own = (tool.function for tool in self.tools)
         return Calls(self.form, {function.name: function.parameters or {} for function in own})
 
 
 def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:
-    """Return the tool fields that are ignored because the template states no tools and none is required."""
+    """Return the tool fields ignored because the template takes no tools and none is required."""
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
     if told or not tools or mode not in (None, "auto"):
         return []
@@ -74,7 +74,7 @@ def make_offer(
     form: CallFormat | None,
     told: bool = True,
 ) -> Offer | None:
-    """Return the tools that a chat may call; None: none. Without tools in the template it answers in text."""
+    """Return the tools that a chat may call, or None. If the template takes no tools, it answers in text."""
     _check_names(tools or [])
     if untold(tools, choice, told=told):
         return None
@@ -100,7 +100,7 @@ def make_offer(
 
 
 def _named(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
-    """Return the tools of these names, in their own order, or refuse a name that none has."""
+    """Return the tools of these names in their own order; raise for an unknown name."""
     known = {tool.function.name for tool in tools}
     for name in names:
         if name not in known:
@@ -110,11 +110,11 @@ def _named(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
 
 
 FRAME = 130
-"""Characters of a structural tag beside what it holds."""
+"""Overhead of a structural tag in characters."""
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
-    """Refuse tools that share a name: a call would be ambiguous."""
+    """Raise for tools with equal names, whose calls would be ambiguous."""
     names = Counter(tool.function.name for tool in tools)
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
@@ -124,7 +124,7 @@ def _check_names(tools: Sequence[Tool]) -> None:
 
 
 def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structure:
-    """Return the structural tag of an output that calls one or several of the tools."""
+    """Return the structural tag that forces one or several calls."""
     tags, size = [], 0
     for function in (tool.function for tool in tools):
         begin, end = form.frame(function.name)
