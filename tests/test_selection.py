@@ -30,7 +30,7 @@ class Item:
 
 
 def product(widths: Iterable[int]) -> list[Any]:
-    """Return a test's items over pairs of widths and families, in each form."""
+    """Return a test's items over pairs of widths and families, for each of FORMS."""
     pairs = list(zip(widths, FAMILIES, strict=False))
     return [Item(width=w, family=f, form=form) for (w, f), form in itertools.product(pairs, FORMS)]
 

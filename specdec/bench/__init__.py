@@ -1,1 +1,1 @@
-"""Benchmarks of the engine: each checks its results before it prints a figure."""
+"""Benchmarks of the engine: each checks its results before printing figures."""

@@ -58,7 +58,7 @@ class EngineRunner:
             if reading:
                 prefill_s += took_s
             elif decoding:
-                # On a GPU a step's tokens appear after the next launch: attribute both steps' time to them.
+                # A device step's tokens appear only after the next launch: count both as one step.
                 silent_s += took_s
                 if gained := sum(request.output_length for request in requests) - before:
                     step_s.append(silent_s)

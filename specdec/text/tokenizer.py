@@ -144,7 +144,7 @@ class TextStream:
         """Tokens since the text last ended with a whole character."""
         self._held = ""
         self.length = 0
-        """Characters of the text so far, including held-back ones."""
+        """Characters of the text so far, including those held back for a stop string."""
         self.stopped = False
         self.stop: str | None = None
         """The stop string that ended the output."""

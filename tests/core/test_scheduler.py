@@ -80,7 +80,7 @@ class Bench:
         self.scheduler.charge(row.request for row in plan.rows)
         for row in plan.rows:
             request = row.request
-            # Shared prefill has its blocks.
+            # Scheduled tokens have their blocks.
             assert (
                 len(request.table_N) >= LAYOUT.blocks_for(request.num_computed_tokens) and request.committed
             )

@@ -117,7 +117,7 @@ class Launches:
 
 def install() -> Launches:
     """Record launches from now on, and skip large computations and random draws."""
-    load_kernels("triton")  # before conftest's interpreter could bind them
+    load_kernels("triton")  # before the interpreter is enabled
     os.environ["TRITON_INTERPRET"] = "1"  # required by Triton on a CPU
     driver.set_active(_Driver())
     launches = Launches()

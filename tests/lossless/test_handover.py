@@ -450,7 +450,7 @@ def test_no_more_land_than_can_run(folder: Path) -> None:
 
 
 def test_a_landing_begins_when_the_last_request_ends(folder: Path) -> None:
-    """It waits for that request's memory, and no other message would wake the engine."""
+    """It waited behind that request, and no other message would wake the engine."""
     with engines(folder, 1, {**fields_of("none", "chain", "record", "host"), "max_running": 1}) as (engine,):
         holds, go_on = Event(), Event()
 

@@ -335,7 +335,7 @@ def test_a_form_that_is_never_compiled_costs_nobody_else_anything(told: Told) ->
 
 
 def test_a_task_of_the_server_that_fails_ends_it_with_its_exit_code(tmp_path: Path) -> None:
-    told = Told(tmp_path)  # separate, as every server watches its engines, including the one beside it
+    told = Told(tmp_path)  # a file of its own: another server's watcher would consume the fault
     with Live(*PLAIN_TEXT, env=told.env, entry="tests.server.faulty") as own:
         told.fail("watched")
         own.process.wait(timeout=60)

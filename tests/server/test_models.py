@@ -317,7 +317,7 @@ def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
             await ask(own, keep=0.02)
             assert own.status is Status.WARM
             await until(lambda: own.status is Status.UNLOADED)
-            # keep_alive applies per key: another key's value does not unload the model, whatever its length.
+            # keep_alive applies per key: another key's 0 does not unload the model.
             for keep in (-1.0, 60.0, None):
                 await ask(own, keep=keep, caller="alice")
                 await ask(own, keep=0.0, caller="bob")
@@ -411,7 +411,7 @@ def test_who_leaves_while_it_waits_ends_at_once(folders: list[str]) -> None:
             assert second.engine and second.engine.fault is None
             await until(lambda: not second.engine or second.engine.stats().waiting == 0)
             assert second.is_resting and second.wanted_s is None
-            # An upload needs no model: it may even be unloaded.
+            # An answer that is still being read needs no model, which may even be unloaded.
             await long
             assert len((await ask(second))[0]) == SHORT.max_tokens  # an idle one makes way at once
             # So does one whose answer is complete but still being read.

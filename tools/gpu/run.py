@@ -63,7 +63,7 @@ class Device:
 
     @property
     def slug(self) -> str:
-        """Return the device's name in a form for file names."""
+        """Return the device's name for use in file names."""
         short = re.sub(r"nvidia|geforce|hbm\d\w*|pcie|sxm\d?", "", self.name.lower())
         return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or self.kind
 

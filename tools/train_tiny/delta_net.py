@@ -1,4 +1,4 @@
-"""The gated delta rule over whole texts, for training: chunks in matrix form, with a carried state.
+"""The gated delta rule over whole texts, for training: chunkwise with matrix products and a carried state.
 
 The equations are those of the engine's windows: with G the cumulated log-decay inside a chunk, A_ij = β_i
 e^{G_i−G_j} (k_i·k_j) below the diagonal, U = (I + A)^{-1} β [V − e^{G} (K S)], and so on.

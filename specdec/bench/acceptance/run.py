@@ -283,7 +283,7 @@ def _in_turn(lists: Sequence[Sequence[T]]) -> Iterator[T]:
 def _read(
     options: Options, folder: Path, tokenizer: Tokenizer | None, most: int, vocab: int
 ) -> tuple[list[Asked], list[str]]:
-    """Tokenize the prompts; return those that leave room for an answer, and a message about the others."""
+    """Tokenize the prompts; return those that fit with an answer, and a message about the others."""
     asked, too_long = [], []
     names: dict[tuple[str, str], int] = {}
     for prompt in options.prompts:

@@ -163,7 +163,7 @@ def _read(carrier: Carrier, plan: Plan, slots: Slots) -> float:
 
 
 def _check(carrier: Carrier, plan: Plan, arena: Arena, slots: Slots, seed: int) -> None:
-    """Raise unless every byte was read to its place."""
+    """Raise unless every byte was read to the right position."""
     theirs = Arena(arena.layout, arena.data.nbytes, arena.data.device)
     _fill(theirs, seed)
     arena.data.zero_()

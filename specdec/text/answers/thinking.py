@@ -118,7 +118,7 @@ def overruns(end: str, spelled: Iterable[str]) -> dict[str, list[int]]:
 
 
 class ThinkingTrack:
-    """Track where thinking begins and ends in an output's tokens. Supports several markers."""
+    """Track where thinking begins and ends in an output's tokens. Markers may span tokens."""
 
     def __init__(self, start: str, end: str, spell: Callable[[int], str], *, opened: bool) -> None:
         self._start, self._end, self._spell = start, end, spell

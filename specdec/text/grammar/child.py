@@ -169,7 +169,7 @@ class Follower:
         return Walk(matcher)
 
     def _place(self, walk: "Walk", path: Path) -> bytes:
-        """Return the mask after a path. A dead path allows any token: the output ends there with an error."""
+        """Return the mask after a path; any token is allowed after a draft path outside the grammar."""
         with Alarm(FOLLOW_S):
             if not walk.go_to(path):
                 return bytes([Kind.DEAD if not path else Kind.FREE])

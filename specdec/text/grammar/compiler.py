@@ -24,7 +24,7 @@ PATIENCE_S = 20.0
 PLACES, MOST_PLACES = 3, 2
 """Grammars compiled concurrently, one core each: in total, and for one caller."""
 KEPT = 16
-"""Cached grammars that no running output uses, at most."""
+"""Maximum cached grammars; running outputs keep theirs alive beyond it."""
 
 Wanted = tuple[Tenant, str, str]
 """The cache's key: tenant, kind and source. Tenants do not share compiled grammars."""

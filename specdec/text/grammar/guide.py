@@ -15,7 +15,7 @@ from specdec.text.grammar.template import Link
 from specdec.text.grammar.wire import COST, Job, Kind, Path, pack
 
 FAULTS = 1
-"""Outputs that may crash a grammar's process; one more, and all outputs of the grammar fail."""
+"""Outputs that may get a grammar's process killed; one more, and all outputs of the grammar fail."""
 GIVEN_UP_S = 10.0
 """Seconds without a frame from a busy process; a frame may hold the answers of many outputs."""
 SLOW_S = 0.002
@@ -48,8 +48,8 @@ class Asked(NamedTuple):
 class Form:
     """A compiled grammar. Only the engine's thread may use it.
 
-    Its process works on one frame of jobs at a time; new jobs form the next frame. If a job crashes the
-    process, its output fails, and a new process follows the other outputs once.
+    Its process works on one frame of jobs at a time; new jobs form the next frame. If a job gets
+    the process killed, its output fails, and a new process follows the other outputs once.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Form:
         self._compile_again = compile_again
         self._again: Future[Form] | None = None
         self._faults = 0
-        """Outputs that have crashed its process."""
+        """Outputs that got its process killed."""
         self._guides: weakref.WeakSet[Guide] = weakref.WeakSet()
         self._asking: dict[Guide, None] = {}
         self._under_way: deque[Asked] = deque()

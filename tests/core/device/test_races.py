@@ -74,7 +74,7 @@ def test_what_is_cut_into_parts_is_put_together_by_one_program(monkeypatch: pyte
 
 @triton.jit
 def _shift(x, out, apart):
-    """Copy an entry at an offset: with 1, conflicts with the next program."""
+    """Copy an entry from an offset: in place, this conflicts with the next program."""
     own = tl.program_id(0)
     tl.store(out + own, tl.load(x + own + apart))
 
