@@ -1,1 +1,1 @@
-"""Tests, sorted as the package is; a regular package, so that no other `tests` on the path answers for it."""
+"""Tests, mirroring the package; a regular package, so that other `tests` on the path do not shadow it."""

@@ -1,4 +1,4 @@
-"""What many tests share for a session: random checkpoints, and processes that have xgrammar loaded."""
+"""Session-wide fixtures: random checkpoints, and processes with xgrammar loaded."""
 
 import gc
 import os
@@ -21,18 +21,18 @@ from tests.forked import FORKING
 from tests.kernels import interpreter
 from tests.selection import mark_products
 
-# A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
+# A background shell makes its jobs, and their children, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A user's own servers may need these; with them the tests' would ask for a key, or take a role.
+# These may be set for the user's own servers; tests' servers would require a key, or take a role.
 for variable in ("SPECDEC_REACH_SECRET", "SPECDEC_API_KEY"):
     os.environ.pop(variable, None)
 
 if not torch.cuda.is_available():
-    # Before any kernel is defined: they are made for the interpreter, or for a GPU.
+    # Before any kernel is defined: kernels are bound to the interpreter or to a GPU.
     interpreter.install()
 
-# How long an example takes says more of the machine than of the code.
+# An example's run time depends on the machine more than on the code.
 hypothesis.settings.register_profile("specdec", deadline=None)
 hypothesis.settings.load_profile("specdec")
 
@@ -53,17 +53,17 @@ HYBRID: Mapping[str, Any] = {
     "initializer_range": 0.3,
     "tie_word_embeddings": True,
 }
-"""Three gated delta nets and one attention layer: small, and with every kind of memory."""
+"""Three gated delta nets and one attention layer: small, with every kind of memory."""
 
 
 def pytest_report_header() -> str:
-    """Describe the CPU and its kernels. Missing C kernels are compiled here, once for all workers."""
+    """Describe the CPU and its kernels. Compiles missing C kernels here, once for all workers."""
     return f"CPU: {cpu_model()}, {os.cpu_count()} cores; {forms.describe()}"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; choose what the default run takes of large products."""
+    """Skip GPU tests without a GPU; mark redundant parameter products as exhaustive."""
     if not torch.cuda.is_available():
         absent = pytest.mark.skip(reason="torch finds no CUDA device")
         for item in items:
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect tests without the garbage collector, which found nothing there in 4 s."""
+    """Collect tests without the garbage collector, which spent 4 s and found no garbage."""
     gc.disable()
     try:
         return (yield)
@@ -85,7 +85,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture
 def three_threads() -> Iterator[None]:
-    """Let what is large be shared, however many threads the other tests have."""
+    """Run with three torch threads, so that large operations are parallel."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -95,7 +95,7 @@ def three_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a random checkpoint, or finds the one it wrote before."""
+    """Return a function that writes a random checkpoint, cached by its arguments."""
     written: dict[str, Path] = {}
 
     def write(
@@ -119,9 +119,9 @@ def hybrid(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a family's small model whose heads agree with it in part, or finds it.
+    """Return a function that writes a family's small model, whose drafters partly agree with it; cached.
 
-    A test that changes what lies in the folder writes one of its own.
+    Tests that modify the folder write their own.
     """
     from tests.models.agreeing import VOCAB, write_agreeing
 
@@ -138,23 +138,23 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
 
 @pytest.fixture(scope="session")
 def folder(family_folder: Callable[..., Path]) -> Path:
-    """Return the model that most tests of whole engines draft with."""
+    """Return the model that most whole-engine tests use."""
     return family_folder("qwen3_5")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_grammar_processes() -> Iterator[None]:
-    """Fork grammar processes from one that has xgrammar loaded: a new interpreter spends 2 s on it."""
+    """Fork grammar processes from a process that has xgrammar loaded: importing it takes 2 s."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template, "subprocess", FORKING)
         yield
 
 
 class SharedTemplate(Template):
-    """The process that has xgrammar loaded, left to the engines that come after the one which is closed."""
+    """A grammar template process that survives the close of one engine, for the next ones."""
 
     def close(self) -> None:
-        """Leave it running."""
+        """Keep it running."""
 
 
 @pytest.fixture(scope="session")
@@ -169,7 +169,7 @@ def grammar_processes() -> Iterator[dict[tuple[str, int, tuple[int, ...]], Share
 def shared_grammar_process(
     grammar_processes: dict[tuple[str, int, tuple[int, ...]], SharedTemplate],
 ) -> Iterator[None]:
-    """Start one grammar process for all engines of a vocabulary: each would spend 50 ms, a thousand times."""
+    """Start one grammar process per vocabulary for all engines: saves 50 ms, a thousand times."""
 
     def share(tokenizer: str, vocab: int, eos: list[int]) -> Template:
         key = tokenizer, vocab, tuple(eos)

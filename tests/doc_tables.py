@@ -1,4 +1,4 @@
-"""The tables that documents show, made from the code: `python -m tests.doc_tables` writes them there."""
+"""Documentation tables generated from the code: `python -m tests.doc_tables` writes them."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -30,7 +30,7 @@ TERSE = (
     (r"a number of bytes such as \d+ or", "bytes or"),
     (r"True or False(, or None)?", "bool"),
 )
-"""Shorter forms of what fits a setting, for tables."""
+"""Shorter wordings of a setting's values, for tables."""
 DOCS = Path(__file__).parents[1] / "docs"
 TITLES: Mapping[str, str] = {
     "host": "no graphs",
@@ -48,13 +48,13 @@ TITLES: Mapping[str, str] = {
     "alone": "one row",
     "mixed": "prompts beside decoding rows",
 }
-"""What the documents call them, where that is something else."""
+"""Display names of values."""
 LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling", "batch": "batches"}
-"""The axes that the table names as lists, and what it calls them."""
+"""The axes shown as lists in the table, and their titles."""
 
 
 def tables() -> Iterator[tuple[Path, str, str]]:
-    """Yield each table's page, the name of its markers there, and its text."""
+    """Yield each table's page, marker name and text."""
     yield DOCS / "families.md", "capabilities", capability_table()
     yield DOCS / "settings.md", "aliases", alias_table()
     for settings in TABLES:
@@ -62,7 +62,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
 
 
 def shown(page: str, marker: str) -> str:
-    """Return what a page has between two markers."""
+    """Return the part of a page between two markers."""
     return page.split(f"<!-- {marker} -->\n")[1].split(f"\n<!-- /{marker} -->")[0]
 
 
@@ -87,7 +87,7 @@ def settings_table(settings: type[Settings]) -> str:
 
 
 def capability_table() -> str:
-    """Render what is supported as docs/families.md shows it; drafters that can do the same share a row."""
+    """Render the capabilities for docs/families.md; drafters with equal capabilities share a row."""
     heads = [f"{title}: {', '.join(TITLES.get(v, v) for v in AXES[axis])}" for axis, title in LISTED.items()]
     marked = [(axis, value) for axis in ("shape", "backing", "steps", "prefixes") for value in AXES[axis]]
     sharing: dict[tuple[str, ...], list[str]] = {}
@@ -105,7 +105,7 @@ def capability_table() -> str:
 
 
 def _listed(axis: str, held: Collection[str]) -> str:
-    """Name the values of an axis that are supported, in few words."""
+    """Return a short list of an axis's supported values."""
     missing = [TITLES.get(value, value) for value in AXES[axis] if value not in held]
     if not held:
         return "–"

@@ -1,8 +1,8 @@
 """Run `python -m MODULE ARGUMENTS` as a fork of a process that has torch, transformers and aiohttp imported.
 
-These imports are most of the time that a small server takes to start. The process that is forked has one
-thread and has only imported modules, so a fork behaves like a new interpreter, except that variables which
-are read during those imports (OMP_NUM_THREADS) have the values of the test's own environment.
+These imports are most of a small server's start-up time. The forked process has one thread and has only
+imported modules, so a fork behaves like a new interpreter, except that variables read during those imports
+(OMP_NUM_THREADS) have the values of the test's own environment.
 """
 
 import atexit
@@ -24,16 +24,16 @@ from specdec.text.grammar import template
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _LOCK = Lock()
-"""Held while a process is started or its exit code is read, which can be read once."""
+"""Held while a process is started or its exit code is read, which is possible only once."""
 
 
 class ForkedProcess:
-    """The methods of `subprocess.Popen` that tests of servers call."""
+    """The methods of `subprocess.Popen` that server tests call."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], output: int, channel: int | None = None
     ) -> None:
-        """Fork, with output and errors to a descriptor; that of a channel replaces the last argument."""
+        """Fork, with stdout and stderr to a descriptor; a channel's descriptor replaces the last argument."""
         assert list(command[:2]) == [sys.executable, "-m"]
         given = [Connection(os.dup(own)) for own in (output, channel) if own is not None]
         forkserver.ensure_running()
@@ -47,7 +47,7 @@ class ForkedProcess:
             own.close()
         assert self._process.pid
         self.pid = self._process.pid
-        atexit.register(self.kill)  # multiprocessing waits for processes that a test has left running
+        atexit.register(self.kill)  # multiprocessing waits for processes left running by a test
 
     def poll(self) -> int | None:
         with _LOCK:
@@ -69,7 +69,7 @@ class ForkedProcess:
 
 
 def fork_to_pipe(command: Sequence[str], env: Mapping[str, str]) -> tuple[ForkedProcess, IO[str]]:
-    """Fork; return what reads the output too."""
+    """Start a fork; return it with a reader of its output."""
     reader, writer = os.pipe()
     try:
         return ForkedProcess(command, env, writer), os.fdopen(reader, encoding="utf-8")
@@ -84,7 +84,7 @@ def _run(
     output: Connection,
     channel: Connection | None = None,
 ) -> None:
-    """Run the module in this process as `python -m` does, its output unbuffered."""
+    """Run the module in this process as `python -m` does, with unbuffered output."""
     module, *arguments = command
     if channel:
         arguments[-1] = str(channel.fileno())
@@ -96,7 +96,7 @@ def _run(
     os.environ.clear()
     os.environ.update(env)
     sys.argv = [module, *arguments]
-    # This process's engines fork their grammar processes too, from the same fork server.
+    # Engines in this process fork their grammar processes from the same fork server.
     server: Any = forkserver._forkserver
     server.ensure_running = lambda: None
     if authkey:
@@ -106,7 +106,7 @@ def _run(
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
-        atexit._run_exitfuncs()  # as at the end of an interpreter; multiprocessing leaves them out
+        atexit._run_exitfuncs()  # as at an interpreter's exit; multiprocessing skips them
 
 
 def _fork_grammar(
@@ -117,4 +117,4 @@ def _fork_grammar(
 
 
 FORKING = SimpleNamespace(Popen=_fork_grammar, DEVNULL=subprocess.DEVNULL)
-"""Takes the place of `subprocess` where grammar processes are started."""
+"""Replaces `subprocess` in the grammar template."""

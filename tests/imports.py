@@ -1,4 +1,4 @@
-"""The package's imports, read from its sources, so that those inside functions count like any other."""
+"""The package's imports, parsed from its sources, so that imports inside functions count."""
 
 import ast
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ PACKAGE = "specdec"
 
 
 def part_of(module: str) -> str:
-    """Return the part of the package that a module's dotted name belongs to."""
+    """Return the subpackage of a module's dotted name."""
     return module.split(".")[1] if "." in module else module
 
 
 @cache
 def imported(source: str, module: str, *, is_package: bool) -> tuple[str, ...]:
-    """Return the dotted name of everything of ours that a source imports, wherever in it."""
+    """Return the dotted names that a source imports from this package, at any level."""
     return tuple(_imported(source, module, is_package=is_package))
 
 
@@ -29,7 +29,8 @@ def _imported(source: str, module: str, *, is_package: bool) -> Iterator[str]:
             case ast.ImportFrom():
                 start = anchor[: len(anchor) - node.level + 1] if node.level else []
                 name = ".".join([*start, *filter(None, [node.module])])
-                # `from specdec import engine` names a part, `from specdec.engine import x` does so already.
+                # `from specdec import engine` names a subpackage, `from specdec.engine import x` does so
+                # already.
                 yield from (f"{name}.{alias.name}" for alias in node.names)
             case ast.Call(args=[ast.Constant(value=str(name)), *_]) if _is_dynamic_import(node.func):
                 yield name
@@ -45,7 +46,7 @@ def _is_dynamic_import(function: ast.expr) -> bool:
 
 
 def modules() -> list[tuple[str, Path]]:
-    """List every module of the package with its file."""
+    """Return every module of the package with its file."""
     found = []
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

@@ -1,6 +1,6 @@
-"""Draw the package's rooms, and who imports whom, as docs/map.svg: `make map`.
+"""Draw the package's subpackages and their imports as docs/map.svg: `make map`.
 
-Arrows that follow from others are left out. A room lies just below those that import it.
+Arrows implied by others are left out. A box lies just below those that import it.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -24,7 +24,7 @@ ROOMS: Mapping[str, str] = {
     "text": "tokenizer, grammars",
     "config": "what a user may set",
 }
-"""What a box holds. The five on top share one; every room imports `errors`, a file, which is left out."""
+"""Box captions. The top five share one box; every subpackage imports `errors`, which is left out."""
 
 WIDTH, BOX_W, BOX_H, FLOOR_H = 960, 210, 46, 84
 
@@ -32,7 +32,7 @@ Arrows = Mapping[str, Set[str]]
 
 
 def arrows() -> Arrows:
-    """Read which room imports which. What `specdec` itself names is the engine's."""
+    """Return which box imports which. The imports of `specdec` itself count as the engine's."""
     box = {room: rooms for rooms in ROOMS for room in rooms.split()}
     found: dict[str, set[str]] = {rooms: set() for rooms in ROOMS}
     for module, path in modules():
@@ -46,7 +46,7 @@ def arrows() -> Arrows:
 
 
 def floors(found: Arrows) -> dict[str, int]:
-    """Count floors from the top: each room lies below all that import it. A circle is an error."""
+    """Assign layers from the top: each box lies below all that import it. A cycle raises ValueError."""
     known: dict[str, int] = {}
 
     def descend(room: str, below: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def floors(found: Arrows) -> dict[str, int]:
 
 
 def direct(found: Arrows) -> list[tuple[str, str]]:
-    """List the arrows that do not follow from others."""
+    """Return the arrows that others do not imply."""
 
     def below(room: str) -> set[str]:
         return set(found[room]).union(*(below(lower) for lower in found[room]))
@@ -77,7 +77,7 @@ def direct(found: Arrows) -> list[tuple[str, str]]:
 
 
 def draw(found: Arrows) -> str:
-    """Return the picture: a floor for each layer, a box for each room, an arrow for each import."""
+    """Return the SVG: a row per layer, a box per subpackage, an arrow per import."""
     floor_of = floors(found)
     lowest = max(floor_of.values())
     places: dict[str, tuple[float, int]] = {}

@@ -1,10 +1,10 @@
-"""What servers and their grammar processes import: the fork server of a test worker loads it once."""
+"""The imports of servers and their grammar processes: a test worker's fork server loads them once."""
 
 import gc
 import os
 from contextlib import suppress
 
-# xgrammar looks for CUDA while it is imported: by NVML, or forks of this process could not use CUDA.
+# xgrammar checks for CUDA on import: use NVML, or forks of this process could not use CUDA.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import tokenizers  # noqa: F401
@@ -18,6 +18,6 @@ from specdec.text.grammar import child  # noqa: F401
 with suppress(ImportError):
     import xgrammar  # noqa: F401
 
-# The forks share the memory of what was imported for as long as the collector does not write to it.
+# Forks share the imports' memory until the collector writes to it.
 gc.collect()
 gc.freeze()

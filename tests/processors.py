@@ -1,6 +1,6 @@
-"""Rerun CPU-dependent tests with newer CPU features switched off: `python -m tests.processors`.
+"""Rerun CPU-dependent tests with newer CPU features disabled: `python -m tests.processors`.
 
-The switches are those of the C kernels, ATen, oneDNN and MKL.
+The switches cover the C kernels, ATen, oneDNN and MKL.
 """
 
 import os
@@ -19,7 +19,7 @@ ENGINES = (
     "tests/engine/test_threads.py",
     "tests/lossless/test_drafts.py",
 )
-"""Tests of engines, whose outcome is the same on every CPU without bfloat16 units."""
+"""Engine tests whose outcome is the same on every CPU without bfloat16 units."""
 FILES = (*KERNELS, *ENGINES)
 
 _TORCH = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}

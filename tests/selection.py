@@ -1,4 +1,4 @@
-"""Which tests the default run takes: `make test` leaves out those marked `exhaustive`."""
+"""Selection of the default run: `make test` skips tests marked `exhaustive`."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 
 EXHAUSTIVE = pytest.mark.exhaustive
 FEW = 4
-"""A test with at most this many combinations of parameters runs all of them by default."""
+"""Tests with at most this many parameter combinations run all of them by default."""
 
 
 def only(kept: Collection[Any] | Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
-    """Mark the values that are not kept as exhaustive. A tuple stands for several arguments."""
+    """Mark all values except the kept ones as exhaustive. A tuple holds several arguments."""
     cases = [value if hasattr(value, "values") else _case(value) for value in values]
     found = [_value(case) for case in cases]
     keep = kept if callable(kept) else kept.__contains__
@@ -33,9 +33,9 @@ def _marked(case: Any) -> Any:
 
 
 def mark_products(items: Sequence[pytest.Item]) -> None:
-    """Mark tests as exhaustive whose parameters all occur in other tests of the same function.
+    """Mark tests as exhaustive if other tests of the same function cover all their parameters.
 
-    What is left of a large product is a small set in which each value of each parameter occurs.
+    A small subset of a large product remains, in which each value of each parameter occurs.
     """
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -50,7 +50,7 @@ def mark_products(items: Sequence[pytest.Item]) -> None:
 
 
 def _is_skipped(item: Any) -> bool:
-    """Return whether the item does not run here, so that it covers nothing."""
+    """Return whether the item is skipped here, and so covers nothing."""
     if item.get_closest_marker("skip"):
         return True
     return any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
@@ -67,7 +67,7 @@ def _each_value_once(items: Sequence[Any]) -> Collection[Any]:
 
 
 def _values(item: Any) -> set[tuple[Any, ...]]:
-    """Return one value per `parametrize` mark, which may be of several arguments, and per fixture."""
+    """Return one value per `parametrize` mark, which may set several arguments, and per fixture."""
     params, found = dict(item.callspec.params), set()
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]

@@ -1,4 +1,4 @@
-"""What documents show of settings, aliases and capabilities is what there is."""
+"""The documented settings, aliases and capabilities match the code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Who may import whom. Read from the sources, so that imports inside functions count like any other."""
+"""Import rules between subpackages, checked in the sources, so that imports inside functions count."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.imports import PACKAGE, ROOT, imported, modules, part_of
 LINKS = ("draft", "verify", "state_slots", "kernels", "bench", "server")
 
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
-"""The files beside the rooms."""
+"""Files beside the subpackages."""
 
 PARTS = {"kernels", "state_slots", "models", "draft", "verify"}
 BELOW_CORE = {"config", "text"} | PARTS
@@ -16,7 +16,7 @@ BELOW_SETUP = BELOW_CORE | {"core"}
 BELOW_ENGINE = BELOW_SETUP | {"setup"}
 ENGINE = BELOW_ENGINE | {"engine"}
 PUBLIC = {PACKAGE}
-"""The package itself: what `from specdec import SpecEngine` names."""
+"""The package itself, as in `from specdec import SpecEngine`."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state_slots": {"config", "kernels"},
     "models": {"config", "kernels", "state_slots"},
     "draft": {"config", "kernels", "state_slots"},
-    # How a token is chosen is what a request's parameters say.
+    # Sampling is defined by a request's parameters.
     "verify": {"config", "kernels", "state_slots"},
     "http": set(),
     "core": BELOW_CORE,
@@ -36,18 +36,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     PACKAGE: {"config", "core", "engine"},
     "bench": ENGINE | PUBLIC | {"http", "reach"},
     "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"http", "reach"},
-    # A router is no engine: of a server it has what any of them needs, from the listening socket to errors.
+    # A router has no engine; it shares the servers' HTTP code, from the listening socket to errors.
     "route": {"config", "http", "server"},
-    # The command line starts servers and benchmarks; nothing else may know them.
-    # A command is imported once it is chosen, and all end where the process does.
+    # The command line starts servers and benchmarks; no other part may import them. Commands are imported
+    # when chosen.
     "cli": ENGINE - PARTS | PUBLIC | {"models", "http", "reach", "bench", "server", "route", "__main__"},
     "__main__": {"cli"},
 }
-"""What each room may import beside itself and `errors`: the layers, from below."""
+"""What each subpackage may import beside itself and `errors`, from the lowest layer up."""
 
 
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """List the imports of a source that its place in the house forbids."""
+    """Return the forbidden imports of a source."""
     part, found = part_of(module), []
     if part not in MAY_IMPORT:
         return [f"{module}: the part {part!r} has no row in the table of tests/test_imports.py"]

@@ -1,4 +1,4 @@
-"""What a visitor sees first: the links at the root, the public names, the one version."""
+"""The repository's public face: links at the root, public names, a single version."""
 
 import ast
 import importlib
@@ -23,7 +23,7 @@ def test_root_link_leads_into_the_package(name: str) -> None:
 
 
 def test_kernels_package_is_empty() -> None:
-    # transformers looks for a package of this name and, run from the root, finds the link.
+    # transformers looks for a package of this name and, when run from the root, finds the link.
     assert (ROOT / "kernels" / "__init__.py").read_text("utf-8") == ""
 
 

@@ -1,4 +1,4 @@
-"""The default run sees each value of each parameter, and keeps the marks that tests set by hand."""
+"""The default run covers each value of each parameter, and keeps explicit marks."""
 
 import itertools
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ FAMILIES, FORMS = ("a", "b", "c", "d"), ("cpu", "native")
 
 
 class Item:
-    """What `mark_products` reads of a test."""
+    """The part of a test item that `mark_products` uses."""
 
     def __init__(self, **params: Any) -> None:
         self.callspec = type("Callspec", (), {"params": params})
@@ -30,7 +30,7 @@ class Item:
 
 
 def product(widths: Iterable[int]) -> list[Any]:
-    """Return a test of pairs of widths and families, in each form."""
+    """Return a test's items over pairs of widths and families, for each of FORMS."""
     pairs = list(zip(widths, FAMILIES, strict=False))
     return [Item(width=w, family=f, form=form) for (w, f), form in itertools.product(pairs, FORMS)]
 

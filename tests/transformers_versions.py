@@ -1,6 +1,6 @@
 """Compare logits with the oldest and newest supported transformers: `python -m tests.transformers_versions`.
 
-Other releases than the installed one are downloaded from PyPI into build/, once, without their dependencies.
+Releases that are not installed are downloaded from PyPI into build/, once, without their dependencies.
 """
 
 import os
@@ -17,7 +17,7 @@ CHOSEN = ("-m", "not exhaustive", "tests/models/test_options.py")
 
 
 def releases() -> tuple[str, ...]:
-    """Read from pyproject.toml the oldest supported release and the one that tests are pinned to."""
+    """Return the oldest supported release and the pinned one, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     found = [re.fullmatch(r"transformers[>=]=([\d.]+)", own) for own in requirements]
@@ -26,7 +26,7 @@ def releases() -> tuple[str, ...]:
 
 
 def environment(release: str) -> dict[str, str]:
-    """Return the variables that put a release before the installed one; install it first if need be."""
+    """Return the environment that puts a release before the installed one, installing it if needed."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if release != version("transformers"):
         folder = ROOT / "build" / f"transformers-{release}"

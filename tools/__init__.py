@@ -1,1 +1,1 @@
-"""Programs for the maintainers of specdec, outside its wheel."""
+"""Maintainers' programs, not part of the wheel."""

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: add pages from outside docs/ to the site, and make their links work there."""
+"""MkDocs hooks: add pages from outside docs/ to the site, and fix their links."""
 
 import posixpath
 import re

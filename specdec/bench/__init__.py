@@ -1,1 +1,1 @@
-"""What the engine does, measured: each benchmark checks its results before it prints a figure."""
+"""Benchmarks of the engine: each checks its results before printing figures."""

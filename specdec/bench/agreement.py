@@ -1,4 +1,4 @@
-"""When tokens that differ are wrong: where numbers are exact. Elsewhere two right answers differ often."""
+"""Decide when differing tokens are wrong: with exact dtypes. With others, correct engines often differ."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,21 +16,22 @@ from specdec.verify.choose import Chooser, Node, perturb
 
 EXACT = (torch.float32, torch.float64)
 EXCUSED_GAP = 1e-4
-"""How far under the best logit a float32 or float64 token may lie, relative to the largest: two right
-implementations round differently, and a tie this close may fall to either."""
+"""How far under the best logit a float32 or float64 token may lie, relative to the largest: correct
+implementations round differently, and either token may win a tie this close."""
 SAME_MODEL = 0.05
-"""The mean gap of a peer's tokens, relative to the largest logit, that rounding explains anywhere."""
+"""Largest mean gap of a peer's tokens, relative to the largest logit, that rounding explains."""
 SAME_BITS = 1.5
-"""And by how much it may exceed this engine's own in the same bits: 4-bit copies of random weights write
-tokens that lie half as far under the best as any token does."""
+"""Largest ratio to this engine's own gap in the same precision: with 4-bit random weights, tokens lie half as
+far under the best logit as an arbitrary token."""
 OWNER = "agreement"
 _WIDTHS = {"fp8": "8-bit", "int8": "8-bit", "int4": "4-bit"}
 
 
 def rounding(settings: Resolved, stored: Announced | None = None) -> str:
-    """Name what rounds so coarsely that a difference is shown and not refused; empty where nothing does.
+    """Name the coarse rounding that makes token differences informational; empty if there is none.
 
-    `stored` is how the checkpoint was published, if in fewer bits: others multiply them differently.
+    `stored` is the checkpoint's own weight format, if quantized: other engines multiply such weights
+    differently.
     """
     found = [] if settings.dtype in EXACT else [str(settings.dtype).removeprefix("torch.")]
     if form := settings.quantize or (stored and stored.name):
@@ -41,7 +42,7 @@ def rounding(settings: Resolved, stored: Announced | None = None) -> str:
 
 
 def agreement(gap_BT: Tensor) -> dict[str, float]:
-    """Count the tokens that have the best logit, by how far those chosen lie under it."""
+    """Count the tokens with the best logit, and measure how far the others lie under it."""
     return {
         "tokens": gap_BT.numel(),
         "equal": int((gap_BT == 0).sum()),
@@ -51,7 +52,7 @@ def agreement(gap_BT: Tensor) -> dict[str, float]:
 
 
 def require_same_model(name: str, peer: Mapping[str, float], own: Mapping[str, float], oracle: str) -> None:
-    """Raise if a peer's tokens are those of another model, going by its agreement and by this engine's."""
+    """Raise if a peer's tokens are those of another model, judged by its gaps and this engine's."""
     most = max(SAME_MODEL, SAME_BITS * own["mean_gap"])
     if not peer["mean_gap"] <= most:
         raise EngineError(
@@ -69,7 +70,7 @@ def require_rounding(
     other: Sequence[int],
     what: str,
 ) -> None:
-    """Raise unless two tokens nearly tie where the texts part; `model` is an idle engine to ask."""
+    """Raise unless the tokens nearly tie where two texts diverge; `model` must be idle."""
     gap = gap_between(model, prompt, params, plain, other)
     if not gap <= EXCUSED_GAP:
         raise EngineError(
@@ -80,7 +81,7 @@ def require_rounding(
 
 @torch.inference_mode()
 def last_logits(model: Model, tokens: Sequence[int], count: int) -> Tensor:
-    """Compute the logits behind each of a text's last tokens, in one pass; the engine must be idle."""
+    """Compute the logits that predict each of a text's last tokens, in one pass; the engine must be idle."""
     arena, network = model.loop.arena, model.network
     blocks = arena.take_blocks(OWNER, arena.layout.blocks_for(len(tokens)))
     state = arena.take_state(OWNER) if arena.layout.states else 0
@@ -93,7 +94,7 @@ def last_logits(model: Model, tokens: Sequence[int], count: int) -> Tensor:
 
 
 def gaps(logits_TV: Tensor, output: Sequence[int]) -> Tensor:
-    """Return how far each chosen token lies under the best logit, relative to the largest; 0 is best."""
+    """Return how far each chosen token lies under the best logit, relative to the largest; 0 for the best."""
     logits_TV = logits_TV.float()
     chosen_T1 = torch.tensor(output, device=logits_TV.device)[:, None]
     gap_T = logits_TV.amax(-1) - logits_TV.gather(1, chosen_T1)[:, 0]
@@ -104,10 +105,10 @@ def gaps(logits_TV: Tensor, output: Sequence[int]) -> Tensor:
 def gap_between(
     model: Model, prompt: Sequence[int], params: SamplingParams, plain: Sequence[int], other: Sequence[int]
 ) -> float:
-    """Return how far apart two texts' tokens lie where they part, relative to the largest logit."""
+    """Return the score gap between two texts' tokens where they diverge, relative to the largest logit."""
     at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
     if at is None:
-        return float("inf")  # one goes on where the other ends: no rounding does that
+        return float("inf")  # one text ends where the other continues: rounding cannot explain that
     tokens = [*prompt, *plain[:at]]
     logits_1V = last_logits(model, tokens, 1)
     assert params.seed is not None

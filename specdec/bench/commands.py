@@ -1,4 +1,4 @@
-"""The benchmarks' command lines. A benchmark itself is imported when it runs, for it brings torch along."""
+"""The benchmarks' command lines. A benchmark is imported when it runs, as it needs torch."""
 
 import argparse
 import math
@@ -21,7 +21,7 @@ from specdec.errors import ConfigError
 from specdec.models.folder import GIVEN, find_models
 
 LEAST_BANDWIDTH = 1e6
-"""Bytes per second: below it a unit was forgotten."""
+"""Bytes per second; a smaller value lacks its unit."""
 
 
 def add_throughput(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def _throughput(args: argparse.Namespace) -> Run:
     out = out_file(args)
     if options.model is not None:
         _, config = find_models(options.model, config)
-    # Imported late: no other command waits for torch and what the benchmark needs.
+    # Imported late: other commands do not need torch or the benchmark's packages.
     if options.random:
         from specdec.bench.random_run import run_random
 
@@ -76,11 +76,11 @@ def _model(args: argparse.Namespace) -> Run:
 
 
 def _speed(text: str) -> float:
-    """Read bytes per second, with a unit or without."""
+    """Parse bytes per second, with or without a unit."""
     found = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?)(?:b(?:/s)?)?\s*", text, re.IGNORECASE)
     try:
         speed = float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " ") if found else math.nan
-    except ValueError:  # of two points
+    except ValueError:  # two decimal points
         speed = math.nan
     if not LEAST_BANDWIDTH <= speed < math.inf:
         raise ConfigError(
@@ -91,7 +91,7 @@ def _speed(text: str) -> float:
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the benchmark of servers."""
+    """Add the options of the serving benchmark."""
     parser.set_defaults(command=_serve)
     parser.add_argument("url", metavar="URL", help="an OpenAI-style server, such as http://localhost:8000")
     add_options(parser, ServeOptions, without={"url"})
@@ -107,7 +107,7 @@ def _serve(args: argparse.Namespace) -> Run:
 
 
 def add_reach(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the benchmark of prefill apart from decode."""
+    """Add the options of the prefill/decode disaggregation benchmark."""
     parser.set_defaults(command=_reach)
     parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=GIVEN)
     add_options(parser, ReachOptions, without={"model", "seed"})
@@ -130,7 +130,7 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def out_file(args: argparse.Namespace) -> Output:
-    """Return where the report is to go, before anything is measured for it."""
+    """Return the report's destination; refuse a bad one before measuring."""
     path: Path | None = args.out
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ConfigError(f"--out: {path} is no file in a folder that exists; name one", field="out")

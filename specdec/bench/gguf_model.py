@@ -1,8 +1,8 @@
-"""Write a checkpoint as llama.cpp reads it: one GGUF file, its matrices in the bits that are asked for.
+"""Convert a checkpoint to one GGUF file for llama.cpp, its matrices in the requested precision.
 
 The file is for benchmarks, which send token ids: its vocabulary is numbers without an end of text, so that
-outputs go on to any length. Three things differ from what transformers stores: decays are -exp(A_log), the
-offset of one is added to norms, and value heads are ordered so that those of one key head lie apart.
+outputs reach any length. Three things differ from transformers' layout: decays are -exp(A_log), the offset of
+one is added to norms, and value heads are ordered so that those of one key head lie apart.
 """
 
 import hashlib
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter, TensorNameMap
 
 FileType = Literal["F32", "F16", "BF16", "Q8_0", "Q4_0"]
-"""What matrices are stored in; norms, decays and convolutions stay in float32."""
+"""Type of the matrices; norms, decays and convolutions are float32."""
 ARCHITECTURES: Mapping[str, str] = {"qwen3": "QWEN3", "qwen3_5": "QWEN35"}
-"""The families that are written, as the gguf package spells them."""
+"""Supported families, as the gguf package spells them."""
 REVISION = 1
-"""Of this module's files: those of another revision are written anew."""
+"""Version of the files this module writes; others are rewritten."""
 GROUP = 32
-"""Inputs that Q8_0 and Q4_0 round together."""
+"""Inputs per Q8_0 or Q4_0 scale."""
 GATES = ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight")
-"""Matrices that this engine never rounds; they stay wide there too."""
+"""Matrices that this engine never quantizes; the file does not either."""
 LOGITS = ("embed_tokens.weight", "lm_head.weight")
-"""What makes logits: this engine rounds it to 8 bits where others have 4."""
+"""The logits' matrices: this engine rounds them to 8 bits when others have 4."""
 HEAD: Mapping[str, str] = {
     "fc.weight": "nextn.eh_proj.weight",
     "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
     "pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
     "norm.weight": "nextn.shared_head_norm.weight",
 }
-"""The multi-token head but for its layer. llama.cpp keeps all of it in one more block behind the body's."""
+"""The MTP head without its layer. llama.cpp stores it in an extra block after the body's."""
 
 
 def cached_gguf(folder: Path, kind: FileType) -> Path:
-    """Return a checkpoint's GGUF file from the user's cache, writing it there the first time."""
+    """Return a checkpoint's GGUF file in the user's cache, writing it on first use."""
     checkpoint = Checkpoint(folder)
     name = checkpoint.folder.resolve().name
     files = sorted(path for path in checkpoint.folder.iterdir() if path.suffix in (".json", ".safetensors"))
@@ -73,7 +73,7 @@ def cached_gguf(folder: Path, kind: FileType) -> Path:
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: FileType) -> None:
-    """Write a checkpoint's file; one tensor at a time is in memory."""
+    """Write a checkpoint's file, with one tensor in memory at a time."""
     import gguf
 
     network = read_network(checkpoint)
@@ -99,7 +99,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: FileType) -> None:
 
 
 def _refuse_full_disk(num_bytes: int, path: Path) -> None:
-    """Refuse to write more bytes than the disk has."""
+    """Raise CapacityError if the disk lacks space for the file."""
     free = shutil.disk_usage(path.parent).free
     if num_bytes > free:
         raise CapacityError(
@@ -110,7 +110,7 @@ def _refuse_full_disk(num_bytes: int, path: Path) -> None:
 
 
 def refuse_unlike(network: Network) -> None:
-    """Refuse a network that llama.cpp has another form of, or that is not written yet."""
+    """Refuse a network that llama.cpp implements differently, or that this module does not support."""
     odd = ""
     if network.family not in ARCHITECTURES:
         odd = f"the family {network.family} is not written for it yet, only {' and '.join(ARCHITECTURES)}"
@@ -164,7 +164,7 @@ def _entries(checkpoint: Checkpoint, network: Network, kind: FileType) -> Iterat
 
 
 def _name(bare: str, layers: int, known: "TensorNameMap") -> str | None:
-    """Translate a tensor's name, given without the prefix of the body."""
+    """Translate a tensor's name, given without the body's prefix."""
     if bare.startswith("mtp."):
         bare = bare.removeprefix("mtp.")
         if bare in HEAD:
@@ -176,7 +176,7 @@ def _name(bare: str, layers: int, known: "TensorNameMap") -> str | None:
 
 
 def _form(bare: str, shape: tuple[int, ...], kind: FileType, stored: torch.dtype) -> str:
-    """Return how a tensor is stored: as this engine holds it, with the same things wide."""
+    """Return a tensor's type in the file: quantized where this engine quantizes it."""
     if len(shape) < 2 or bare.endswith("conv1d.weight"):
         return "F32"
     if kind not in ("Q8_0", "Q4_0"):
@@ -195,7 +195,7 @@ def _form(bare: str, shape: tuple[int, ...], kind: FileType, stored: torch.dtype
 def _reader(
     checkpoint: Checkpoint, disk: str, bare: str, network: Network, orders: Mapping[str, tuple[int, Tensor]]
 ) -> Callable[[], Tensor]:
-    """Return what reads a tensor and makes of it what llama.cpp expects."""
+    """Return a function that loads a tensor and converts it to llama.cpp's layout."""
     _, of_delta_net, part = bare.rpartition("linear_attn.")
     normed = bare.endswith("norm.weight") or ".pre_fc_norm" in bare
     offset = network.norm.offset if normed and not of_delta_net else 0.0
@@ -215,9 +215,10 @@ def _reader(
 
 
 def _head_orders(network: Network) -> dict[str, tuple[int, Tensor]]:
-    """Return along which axis, and in which order, value heads are stored in the tensors of a delta net.
+    """Return the axis and order of value heads in the tensors of a delta net.
 
-    transformers has the heads of a key head beside each other; llama.cpp repeats the key heads in turn.
+    transformers stores the value heads of a key head next to each other; llama.cpp cycles through the key
+    heads.
     """
     net = next((mixer for mixer in network.mixers() if isinstance(mixer, GatedDeltaNet)), None)
     if net is None:
@@ -239,7 +240,7 @@ def _head_orders(network: Network) -> dict[str, tuple[int, Tensor]]:
 
 
 def _add_fields(writer: "GGUFWriter", network: Network) -> None:
-    """Describe the network, and a vocabulary that is numbers."""
+    """Write the network's metadata, and a vocabulary of numbers."""
     layers = (*network.layers, *network.mtp)
     mixers = [layer.mixers[0] for layer in layers]
     full = next(mixer for mixer in mixers if isinstance(mixer, Attention))
@@ -262,7 +263,7 @@ def _add_fields(writer: "GGUFWriter", network: Network) -> None:
     recurrent = [isinstance(mixer, GatedDeltaNet) for mixer in mixers]
     if net := next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)), None):
         pairs = full.rope.dim // 2
-        # Of text, the three positions of a token are one: any sections that cover all pairs are right.
+        # A text token's three positions are equal: any sections that cover all pairs are right.
         writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
         writer.add_ssm_conv_kernel(net.conv)
         writer.add_ssm_state_size(net.key_dim)
@@ -271,6 +272,6 @@ def _add_fields(writer: "GGUFWriter", network: Network) -> None:
         writer.add_ssm_inner_size(net.value_heads * net.value_dim)
         writer.add_full_attention_interval(recurrent.index(False) + 1)
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
-    # Of the kinds that llama.cpp knows, this one demands no token but the end of a line.
+    # Of llama.cpp's tokenizer types, this one requires no token except the line feed.
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([r"\n", *(f"<{i}>" for i in range(1, network.vocab))])

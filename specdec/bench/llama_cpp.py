@@ -1,4 +1,4 @@
-"""llama.cpp as a peer: its server in a process of its own, with the same weights in the same bits."""
+"""llama.cpp as a peer: its server in a separate process, with the same weights in the same precision."""
 
 import importlib.util
 import json
@@ -42,7 +42,7 @@ WIDE: Mapping[torch.dtype, FileType] = {
     torch.bfloat16: "BF16",
 }
 OWN_ENVIRONMENT = ("GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")
-"""What this package sets for its own threads and memory."""
+"""Variables that this package sets for its own threads and memory."""
 LOADING_S = 300.0
 POLL_S = 0.05
 LOG_TAIL = 600
@@ -51,7 +51,7 @@ LOG_TAIL = 600
 def find_program(named: Path | None) -> str | None:
     """Return the llama-server to run, the named one or that on PATH; None: the package xllamacpp.
 
-    What is missing is refused, before anything is loaded.
+    Missing packages are refused before anything is loaded.
     """
     if named is not None and not os.access(named, os.X_OK):
         raise ConfigError(
@@ -71,7 +71,7 @@ def find_program(named: Path | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a server is started with, by the names that `llama_server.py` reads."""
+    """Settings that `llama_server.py` starts a server with."""
 
     program: str | None
     model: str
@@ -79,24 +79,24 @@ class ServerSettings:
     threads: int
     slots: int
     context: int
-    """Tokens of all slots together."""
+    """Context size of all slots together, in tokens."""
     batch: int
-    """Tokens that one pass may read, so that the prompts of a batch end together."""
+    """Maximum tokens per pass, so that a batch's prompts finish prefill together."""
     cache: str
     drafts: int = 0
-    """Depth of drafting by the model's own multi-token head; 0: plain decoding."""
+    """Draft depth of the model's MTP head; 0: plain decoding."""
     rates: tuple[float, ...] = ()
-    """Synthetic acceptance: the share of steps in which this depth is reached."""
+    """Synthetic acceptance: for each depth, the share of steps that reach it."""
 
 
 def settings_for(
     checkpoint: Checkpoint, model: Model, program: str | None, batch: int, prompt_tokens: int, new_tokens: int
 ) -> list[ServerSettings]:
-    """Return how llama.cpp runs the same model: without drafts, then as this engine drafts."""
+    """Return llama.cpp's settings for the same model: without drafts, then with this engine's drafts."""
     own, (file, kind) = model.settings, _file(checkpoint, model.settings)
     drafting = "mtp" in own.drafters and bool(model.network.spec.mtp)
     depth = own.bounds.num_steps if drafting else 0
-    # A draft may write past the last token before it is cut.
+    # A draft may exceed the last token before it is cut.
     each = prompt_tokens + new_tokens + 1 + depth
     plain = ServerSettings(
         program,
@@ -114,7 +114,7 @@ def settings_for(
 
 
 def _file(checkpoint: Checkpoint, own: Resolved) -> tuple[Path, str]:
-    """Return the GGUF file that llama.cpp reads, the model's own or one that is written, and its type."""
+    """Return the GGUF file for llama.cpp, the model's own or a converted one, and its type."""
     kind = ROUNDED.get(own.quantize) if own.quantize else WIDE.get(own.dtype)
     packed = own.weights if own.weights != own.quantize else None  # published as integers
     if own.device.type == "cpu":
@@ -131,21 +131,21 @@ def _file(checkpoint: Checkpoint, own: Resolved) -> tuple[Path, str]:
 
 
 def reached(rates: Sequence[float], depth: int) -> tuple[float, ...]:
-    """Turn rates of each depth, given the one above, into the shares of steps that reach it."""
+    """Convert conditional acceptance rates by depth into the shares of steps that reach each depth."""
     shares = tuple(accumulate(rates, mul))
     return (*shares, *[0.0] * (depth - len(shares))) if shares else ()
 
 
 def features(said: str) -> list[str]:
-    """Read from what a server says which features of the processor its build uses."""
+    """Parse the CPU features that a server's build uses from its log."""
     found = re.search(r"system_info: .*?CPU : (.*)", said)
     return re.findall(r"(\w+) = 1\b", found[1]) if found else []
 
 
 class LlamaCppPeer:
-    """Greedy decoding by llama.cpp's server, its prompts read in one pass; the figures are its own timings.
+    """Greedy decoding by llama.cpp's server, with prefill in one pass; the figures are its own timings.
 
-    HTTP and JSON are outside of them, the choice of tokens is inside. The server runs until `close`.
+    They exclude HTTP and JSON, and include the choice of tokens. The server runs until `close`.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -153,10 +153,10 @@ class LlamaCppPeer:
         self.name = f"{LLAMA_CPP}, draft-mtp" if settings.drafts else LLAMA_CPP
         self.settings, port = settings, _free_port()
         self.url = f"http://{llama_server.HOST}:{port}"
-        # No proxy stands between this machine and itself.
+        # Use no proxy for localhost.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._log = tempfile.NamedTemporaryFile("wb")  # noqa: SIM115
-        # -P: beside the program lie modules that are named as Python's own.
+        # -P: modules next to the script share names with Python's own.
         self._server = subprocess.Popen(
             [sys.executable, "-P", llama_server.__file__, json.dumps(asdict(settings) | {"port": port})],
             stdin=subprocess.PIPE,
@@ -173,7 +173,7 @@ class LlamaCppPeer:
             raise
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
-        """Send all prompts in one request. A step's time is the mean: the server says the sum alone."""
+        """Send all prompts in one request. The step time is a mean: the server reports only the sum."""
         body = {
             "prompt": [list(prompt) for prompt in prompts],
             "n_predict": 1 + new_tokens,
@@ -194,7 +194,7 @@ class LlamaCppPeer:
                 f"had {len(prompts[0])} and {1 + new_tokens} were asked for; no figure is shown",
                 field="peers",
             )
-        # The first token comes with the prompt; each later one with a step of its own, or accepted in one.
+        # Prefill gives the first token; each later one takes a step, unless it was an accepted draft.
         steps = sum(new_tokens - timing.get("draft_n_accepted", 0) for timing in timings)
         decode_s = sum(timing["predicted_ms"] for timing in timings) / 1e3
         return Sample(
@@ -205,7 +205,7 @@ class LlamaCppPeer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Describe the build, what it found of the processor, and how it runs."""
+        """Describe the build, the CPU features it detected, and its settings."""
         build = self.settings.program or f"{PACKAGE} {metadata.version(PACKAGE)}"
         kind, threads = self.settings.kind, self.settings.threads
         found = features(self._said())
@@ -221,13 +221,13 @@ class LlamaCppPeer:
         }
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         assert self._server.stdin is not None
         self._server.stdin.close()
         try:
             self._server.wait(2 * llama_server.PATIENCE_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._server.pid, signal.SIGKILL)  # the program that it runs too
+            os.killpg(self._server.pid, signal.SIGKILL)  # also ends the program it runs
             self._server.wait()
         self._log.close()
 
@@ -237,7 +237,7 @@ class LlamaCppPeer:
             try:
                 with self._http.open(f"{self.url}/health", timeout=SERVER_TIMEOUT_S):
                     return
-            except OSError:  # not there yet, or still loading
+            except OSError:  # not listening yet, or still loading
                 time.sleep(POLL_S)
         raise EngineError(
             f"{self.name} did not start with {self.settings.model}; it said: …{self._said()[-LOG_TAIL:]}",

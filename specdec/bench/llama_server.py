@@ -1,7 +1,7 @@
-"""Run a server of llama.cpp until standard input ends: the program that is named, or the package xllamacpp.
+"""Run a llama.cpp server until standard input closes: the named program, or the package xllamacpp.
 
-It is started by path and imports nothing of this package, whose settings for OpenMP's threads are not
-llama.cpp's. The process that started it may end in any way: the pipe ends with it, and so does the server.
+It is started by path and imports nothing of this package, whose OpenMP settings must not apply to llama.cpp.
+When the parent process ends, in whatever way, the pipe closes and the server stops.
 """
 
 import json
@@ -16,13 +16,13 @@ HOST = "127.0.0.1"
 
 
 def arguments(wanted: Mapping[str, Any]) -> list[str]:
-    """Put the settings as `llama-server` reads them; flash attention is its own choice."""
+    """Return the settings as `llama-server` arguments; it chooses flash attention itself."""
     given = ["--model", wanted["model"], "--host", HOST, "--port", str(wanted["port"])]
     given += ["--threads", str(wanted["threads"]), "--threads-batch", str(wanted["threads"])]
     given += ["--ctx-size", str(wanted["context"]), "--parallel", str(wanted["slots"]), "--no-kv-unified"]
     given += ["--batch-size", str(wanted["batch"]), "--fit", "off"]
     given += ["--ctx-checkpoints", "0", "--cache-ram", "0"]
-    given += ["--log-verbosity", "4"]  # the least that tells what it found of the processor
+    given += ["--log-verbosity", "4"]  # the lowest level that logs the detected CPU features
     given += ["--cache-type-k", wanted["cache"], "--cache-type-v", wanted["cache"]]
     if wanted["drafts"]:
         given += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(wanted["drafts"])]
@@ -32,7 +32,7 @@ def arguments(wanted: Mapping[str, Any]) -> list[str]:
 
 
 def parameters(wanted: Mapping[str, Any]) -> Any:
-    """Put the same settings as xllamacpp reads them."""
+    """Return the settings as xllamacpp's parameters."""
     import xllamacpp
 
     given = xllamacpp.CommonParams()
@@ -53,7 +53,7 @@ def parameters(wanted: Mapping[str, Any]) -> Any:
 
 
 def serve_program(wanted: Mapping[str, Any]) -> int:
-    """Run the program; return what it ended with."""
+    """Run the program; return its exit code."""
     server = subprocess.Popen([wanted["program"], *arguments(wanted)], stdin=subprocess.DEVNULL)
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""What each benchmark may be asked: a field is an option of its command, with its help and its check."""
+"""The options of each benchmark: a field is a command-line option with its help and its check."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from specdec.config.base import Settings
 from specdec.config.fields import integer, positive, switch, text
 
 LLAMA_CPP = "llama.cpp"
-"""The peer that is a program, or a package."""
+"""The llama.cpp peer: a program, or a package."""
 
 Counts = list[Annotated[int, Field(ge=1)]]
 
@@ -23,11 +23,11 @@ def names(default: list[str] | None, title: str) -> Any:
 
 
 class ThroughputOptions(Settings):
-    """What `specdec bench throughput` measures."""
+    """Options of `specdec bench throughput`."""
 
     model: str | None = None
     seed: int | None = None
-    """The engine's own, of prompts and random weights too."""
+    """The engine's seed, also used for prompts and random weights."""
     shape: str = text("tiny", "without MODEL: random weights of a named size")
     batch: Counts = numbers([1, 4, 16], "rows, with commas")
     prompt_tokens: Counts = numbers([32, 512], "tokens of a prompt, with commas")
@@ -45,7 +45,7 @@ class ThroughputOptions(Settings):
 
 
 class ModelOptions(Settings):
-    """The step whose bytes `specdec bench model` counts."""
+    """The step described by `specdec bench model`."""
 
     shape: str = text("qwen3-next-80b-a3b", "a named size")
     quantize: Literal["fp8", "int8", "int4"] | None = Field(
@@ -64,7 +64,7 @@ class ModelOptions(Settings):
 
 
 class PromptOptions(Settings):
-    """Which prompts a benchmark sends."""
+    """Selection of the prompts to send."""
 
     prompts: Path | None = Field(
         None, title="JSON lines, or .txt (default: the sets that ship)", description="a file"
@@ -74,7 +74,7 @@ class PromptOptions(Settings):
 
 
 class ServeOptions(PromptOptions):
-    """What `specdec bench serve` sends, and how."""
+    """Options of `specdec bench serve`."""
 
     url: str
     model: str | None = text(None, "model name (default: the first of /v1/models)")
@@ -100,7 +100,7 @@ ReachPart = Literal["wire", "serve", "steady"]
 
 
 class ReachOptions(Settings):
-    """What `specdec bench reach` measures; engines have one core and one thread each."""
+    """Options of `specdec bench reach`; each engine has one core and one thread."""
 
     model: str = "tiny"
     only: list[ReachPart] = Field(
@@ -127,4 +127,4 @@ class ReachOptions(Settings):
         description="two numbers of cores",
     )
     seed: int | None = None
-    """The engine's own, of prompts, arrivals and sampling too."""
+    """The engine's seed, also used for prompts, arrivals and sampling."""

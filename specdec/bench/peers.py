@@ -21,25 +21,25 @@ from specdec.errors import ConfigError, EngineError
 from specdec.http.client import DONE, ask_model, base_url, event_data, is_url, reason
 
 FAST_PATHS = ("fla", "causal_conv1d", "mamba_ssm")
-"""Packages that `transformers` runs recurrent layers with, where it can import them."""
+"""Optional packages with which `transformers` runs recurrent layers."""
 
 SERVER_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one run of a batch took: all prompts read, then each step that gave every row a token."""
+    """Times of one run of a batch: prefill of all prompts, then each decode step."""
 
     prefill_s: float
     step_s: tuple[float, ...]
     token_ids: tuple[tuple[int, ...], ...] | None
     """None: the contestant does not report its tokens."""
     tokens_per_step: float = 1.0
-    """What a step gave each row on average; more than one where drafts were accepted."""
+    """Mean tokens per row and step; above one with accepted drafts."""
 
     @property
     def token_s(self) -> float:
-        """Return the time of a step over the tokens that it gave each row."""
+        """Return the mean step time divided by the tokens per row."""
         return sum(self.step_s) / len(self.step_s) / self.tokens_per_step
 
 
@@ -47,16 +47,16 @@ class Contestant(Protocol):
     name: str
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
-        """Prefill prompts of one length and decode greedily by 1 + `new_tokens` tokens each, past any end."""
+        """Prefill prompts of one length and decode 1 + `new_tokens` tokens each greedily, ignoring EOS."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Describe what must be known beside this contestant's figures."""
+        """Return facts about this contestant to show beside its figures."""
         ...
 
 
 class TransformersPeer:
-    """Greedy decoding with a cache, one forward pass a step, as `generate` does it without its overheads."""
+    """Greedy decoding with a cache, one forward pass per step, without the overheads of `generate`."""
 
     name = "transformers"
 
@@ -65,12 +65,12 @@ class TransformersPeer:
 
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         self.model, self.device = model.to(device).eval(), device
-        # transformers 5.24 has renamed it.
+        # Renamed in transformers 5.24.
         self.cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     @torch.inference_mode()
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
-        """Time the forward passes, the choice of the token included."""
+        """Time the forward passes, including the choice of the token."""
         marks = [time.perf_counter()]
         token_BT, cache, chosen = torch.tensor(prompts, device=self.device), None, []
         for _ in range(1 + new_tokens):
@@ -83,7 +83,7 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def judge(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Tensor:
-        """Return the `gaps` of each row's chosen tokens, given the text before them."""
+        """Return the `gaps` of each row's chosen tokens, given the preceding text."""
         found = []
         for prompt, output in zip(prompts, outputs, strict=True):
             token_1T = torch.tensor([[*prompt, *output[:-1]]], device=self.device)
@@ -98,14 +98,14 @@ class TransformersPeer:
 
 
 class ServerPeer:
-    """A running server with a streaming `/v1/completions`; its figures include HTTP and its own queue."""
+    """A running server with streaming `/v1/completions`; its figures include HTTP and queueing."""
 
     def __init__(self, url: str) -> None:
         self.name = base_url(url)
         self.model = ""
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
-        """Send all prompts at once; a step's time is the run's mean, for a stream may bundle tokens."""
+        """Send all prompts at once; the step time is the run's mean, as a stream may bundle tokens."""
         try:
             return asyncio.run(self._run(prompts, new_tokens))
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
@@ -134,7 +134,7 @@ class ServerPeer:
     async def _complete(
         self, session: aiohttp.ClientSession, prompt: Sequence[int], max_tokens: int
     ) -> tuple[float, float, int]:
-        """Return when the first and the last token came, and how many there were."""
+        """Return the arrival times of the first and the last token, and the number of tokens."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
@@ -159,12 +159,12 @@ class ServerPeer:
         return first_s, last_s, counted or chunks
 
     def describe(self) -> dict[str, Any]:
-        """Name the model that the server says it serves."""
+        """Return the server's model name."""
         return {"model": self.model, "tokens": "not compared"}
 
 
 def refuse_unknown(names: Sequence[str]) -> None:
-    """Refuse a peer that is neither known by name nor a URL, before anything is loaded."""
+    """Refuse a peer that is neither a known name nor a URL, before anything is loaded."""
     for name in names:
         if name not in ("transformers", LLAMA_CPP) and not is_url(name):
             raise ConfigError(
@@ -177,7 +177,7 @@ def refuse_unknown(names: Sequence[str]) -> None:
 def connect(
     names: Sequence[str], transformers: TransformersPeer | None, llama_cpp: Sequence[Contestant] = ()
 ) -> list[Contestant]:
-    """Turn names and URLs into contestants, in the order given; llama.cpp may be several."""
+    """Turn names and URLs into contestants, in order; llama.cpp may be several."""
     known: dict[str, Sequence[Contestant]] = {LLAMA_CPP: llama_cpp}
     if transformers:
         known[transformers.name] = [transformers]

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 PALETTE = ("#1863bd", "#b8562f", "#1f9a87", "#683270", "#bf8600", "#2f373d")
-"""Distinct with colour vision deficiencies, with a contrast of at least 3:1 to white."""
+"""Distinguishable with colour vision deficiencies; contrast to white at least 3:1."""
 NUM_COLOURS = len(PALETTE)
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "os^DvP"
 MARKED = 24
-"""Points up to which a line has markers."""
+"""Maximum points of a line with markers."""
 WIDTH = 7.6
-"""Inches."""
+"""Figure width, in inches."""
 
 Values = Sequence[float | None]
 
@@ -49,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One series: a value for each group, and the ends of its error bar. None leaves a bar out."""
+    """One series: a value per group, and the ends of its error bar. None leaves a bar out."""
 
     name: str
     values: Values
@@ -67,7 +67,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(title: str, height: float, legend: Sequence[str] = ()) -> "Figure":
-    """Return an empty figure with room for `height` inches of plot and for the names of a legend."""
+    """Return an empty figure with space for `height` inches of plot and a legend of these names."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -170,7 +170,7 @@ def mark_empty(axes: "Axes") -> None:
 
 
 def plain_text(text: str) -> str:
-    """Return a text on one line in which matplotlib finds no mathematics."""
+    """Return a text on one line, escaped so that matplotlib does not parse it as mathematics."""
     printable = "".join(c if c.isprintable() else " " for c in text)
     return " ".join(printable.split()).replace("$", r"\$")
 
@@ -182,24 +182,24 @@ def save_plot(figure: "Figure", folder: Path, name: str) -> None:
 
 
 def render(figure: "Figure", kind: str, salt: str = "specdec") -> bytes:
-    """Return a figure as a file. The same figure and salt, which enters ids, give the same SVG."""
+    """Render a figure as a file. SVG output depends only on the figure and the salt of its ids."""
     import matplotlib
 
-    # Without a date, and without matplotlib's address.
+    # Omit the date, and matplotlib's address.
     about = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}[kind]
     file = BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}), warnings.catch_warnings():
-        # A PNG shows boxes for such characters; an SVG leaves them to the reader's fonts.
+        # A PNG shows boxes for missing glyphs; an SVG uses the viewer's fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(file, format=kind, dpi=150, metadata=about)
     return file.getvalue()
 
 
 def inline_svg(figure: "Figure", label: str) -> str:
-    """Return a figure as an element of a page. Its ids depend on the label, which is for screen readers."""
+    """Render a figure as an HTML element. Its ids depend on the label, which is for screen readers."""
     text = render(figure, "svg", salt=label).decode("utf-8")
     element = text[text.index("<svg") :]
-    # Groups have ids that repeat from plot to plot; nothing refers to them.
+    # Group ids repeat from plot to plot; nothing refers to them.
     element = re.sub(r'<g id="[\w.]+">', "<g>", element)
     return element.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
 
@@ -211,7 +211,7 @@ def _add_legend(figure: "Figure", handles: Sequence["Artist"], names: Sequence[s
 
 
 def _columns(names: Sequence[str]) -> int:
-    """Return how many names of a legend fit side by side."""
+    """Return how many legend entries fit side by side."""
     return max(1, min(4, len(names), 84 // (max(map(len, names), default=0) + 8)))
 
 

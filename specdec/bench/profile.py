@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: by kernel, and how long the device waits for the host."""
+"""Profile decode steps by kernel, and measure how long the device waits for the host."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def profile_steps(runner: EngineRunner, prompts: Sequence[Sequence[int]]) -> dic
 
 
 class _Named:
-    """Shows native kernels to the profiler by name; meanwhile no tape is replayed."""
+    """Record native kernels in the profiler by name; tapes are not replayed meanwhile."""
 
     def __enter__(self) -> None:
         listening.recorder = self
@@ -70,12 +70,12 @@ class _Named:
 
 
 def room(num_steps: int) -> int:
-    """Count the tokens that a row may gain while it is watched and before, however much is accepted."""
+    """Return the most tokens that a row may gain before and during profiling."""
     return (2 * STEPS + 1) * (num_steps + 1)
 
 
 def idle_share(spans: Iterable[tuple[float, float]]) -> float:
-    """Return which part of the time from the first start to the last end nothing ran."""
+    """Return the share of the time between the first start and the last end in which nothing ran."""
     ordered = sorted(spans)
     if not ordered:
         return 1.0
@@ -88,7 +88,7 @@ def idle_share(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay a profile out for people."""
+    """Format a profile."""
     rows = [
         {
             "kernel": own["name"][:90],

@@ -1,4 +1,4 @@
-"""Random EAGLE heads in their published layouts, for any target. What they draft is noise."""
+"""Random EAGLE heads in their published layouts, for any target. Their drafts are noise."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Kind = Literal["eagle", "eagle3"]
 
 
 def eagle_config(target: spec.Network, kind: Kind, **changes: Any) -> dict[str, Any]:
-    """Describe a head as wide as its target. An EAGLE-3 head ranks half of the vocabulary."""
+    """Return the config of a head as wide as its target. An EAGLE-3 head ranks half of the vocabulary."""
     width, heads, layers = target.hidden, max(target.hidden // 64, 1), len(target.layers)
     config = {
         "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"],
@@ -46,9 +46,9 @@ def eagle_config(target: spec.Network, kind: Kind, **changes: Any) -> dict[str, 
 def eagle_tensors(
     config: Mapping[str, Any], target: spec.Network, *, seed: int, spread: float = 0.15
 ) -> dict[str, Tensor]:
-    """Draw the tensors of a described head; one that says how many tokens it ranks is EAGLE-3's.
+    """Draw the tensors of a head with this config; one with `draft_vocab_size` is EAGLE-3's.
 
-    Where its width is not the target's, an embedding is among them.
+    An embedding is included if the head's width differs from the target's.
     """
     generator = torch.Generator().manual_seed(seed)
     width, dtype = config["hidden_size"], getattr(torch, config["torch_dtype"])
@@ -106,6 +106,6 @@ def write_random_eagle(
     spread: float = 0.15,
     **changes: Any,
 ) -> None:
-    """Write a random head for a target; `changes` are fields of the head's config."""
+    """Write a random head for a target; `changes` override fields of the head's config."""
     config = eagle_config(target, kind, **changes)
     write_eagle(folder, config, eagle_tensors(config, target, seed=seed, spread=spread))

@@ -1,4 +1,4 @@
-"""What of a named shape fits a device: weights drawn there, and how many rows beside them."""
+"""Fit a named shape on a device: weights drawn there, and the number of rows beside them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,23 +17,24 @@ from specdec.setup.resolve import resolve
 from specdec.setup.settings import Resolved
 
 ARENA_SHARE = 0.8
-"""The arena's share of the memory beside the weights; the rest is for activations, logits and CUDA graphs."""
+"""The arena's share of the memory left by the weights; the rest is for activations, logits and CUDA
+graphs."""
 ANYTHING = 1 << 50
-"""Memory enough for a model to be described whatever the device has."""
+"""More memory than any device has, to resolve settings independently of the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One shape on one device, before anything is allocated."""
+    """A shape's memory on one device, before anything is allocated."""
 
     name: str
     model: TimeModel
     stored: torch.dtype
     settings: Resolved
-    """As they would be with memory enough."""
+    """Settings resolved with unlimited memory."""
     weight_bytes: int
     arena_bytes: int
-    """What there is for each arena: one that drafts, one that does not."""
+    """Bytes for each arena: one with drafts, one without."""
 
     @property
     def stored_bytes(self) -> int:
@@ -42,7 +43,7 @@ class Fit:
         return sum(p.count for p in held) * self.stored.itemsize
 
     def row_bytes(self, tokens: int, slots: str) -> int:
-        """Count what a row of this many tokens takes, with its window's slots and, of records, the path's."""
+        """Return the bytes of a row of this many tokens, with its window's slots (and the path's records)."""
         layout, bounds = self.settings.layout, self.settings.bounds
         own = layout.sequence_bytes(tokens)
         if not self.settings.drafters:
@@ -59,7 +60,7 @@ class Fit:
         return max(self.arena_bytes - 4 * self.settings.layout.slab_bytes, 0) // self.row_bytes(tokens, slots)
 
     def memory_for(self, rows: int, tokens: int) -> int:
-        """Return the arena that this many rows need, slabs that are partly used included."""
+        """Return the arena size for this many rows, including partly used slabs."""
         layout = self.settings.layout
         needed = (
             (rows * self.row_bytes(tokens, self.settings.config.slots) + 4 * layout.slab_bytes) * 21 // 20
@@ -68,7 +69,7 @@ class Fit:
 
 
 def fit(name: str, config: EngineConfig) -> Fit:
-    """Describe a named shape on the device that is asked for; refuse one whose weights are too large."""
+    """Describe a named shape on the requested device; refuse one whose weights are too large."""
     raw = shape_config(name)
     network, stored = families.network(raw), families.stored_dtype(raw)
     count = TimeModel(network, stored).footprint
@@ -78,7 +79,7 @@ def fit(name: str, config: EngineConfig) -> Fit:
     copied = has_copy(settings.drafters)
     model = TimeModel(network, settings.dtype, quantize=settings.weight_format, copied=copied)
     weight_bytes = model.weight_bytes(mtp=has_head(settings.drafters))
-    # While the last matrix is drawn it stands beside all others once more.
+    # Drawing the last matrix needs a second copy of it beside all other weights.
     largest = max(p.count for p in model.footprint.target) * settings.dtype.itemsize
     free = free_memory(settings.device)
     if weight_bytes + largest > free:
@@ -97,7 +98,7 @@ def fit(name: str, config: EngineConfig) -> Fit:
 
 
 def fitting(found: Fit, batches: Sequence[int], tokens: int) -> list[int]:
-    """Choose the batches whose rows an arena holds; refuse if there is none."""
+    """Return the batches that fit the arena; raise if there are none."""
     most = found.rows(tokens, found.settings.config.slots)
     kept = [batch for batch in batches if batch <= most]
     if not kept:

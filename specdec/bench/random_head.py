@@ -1,4 +1,4 @@
-"""A random multi-token head for a random model: `transformers` knows it from the config but saves none."""
+"""A random MTP head for a random model: `transformers` saves none, though the config describes it."""
 
 import json
 import re
@@ -16,7 +16,7 @@ SINGLE, BODY = "model.safetensors", "model-body.safetensors"
 
 
 def add_random_head(folder: Path, config: Mapping[str, Any], *, seed: int) -> None:
-    """Write the head's tensors as a further shard, if the config speaks of a head of Qwen's kind.
+    """Write the head's tensors as an additional shard, if the config has a Qwen-style head.
 
     Its layer is shaped like the body's last attention layer.
     """
@@ -37,7 +37,7 @@ def add_random_head(folder: Path, config: Mapping[str, Any], *, seed: int) -> No
     tensors["mtp.fc.weight"] = draw(wide.new_empty(len(wide), 2 * len(wide)))
     save_file(tensors, folder / SHARD, metadata={"format": "pt"})
     places = dict(_places(folder))
-    if (folder / SINGLE).exists():  # which readers prefer to an index
+    if (folder / SINGLE).exists():  # readers prefer it to an index
         (folder / SINGLE).rename(folder / BODY)
         places = dict.fromkeys(places, BODY)
     index = {"metadata": {}, "weight_map": places | dict.fromkeys(tensors, SHARD)}
@@ -54,7 +54,7 @@ def _places(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _last_attention_layer(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of the last layer that has queries, by their names within it."""
+    """Load the tensors of the last layer that has queries, by their names within it."""
     found: dict[int, dict[str, str]] = {}
     places = dict(_places(folder))
     for name in places:

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DRAFT = f"draft-{platform.node()}-"
-"""What the names of folders begin with, before the process, that are still being written."""
+"""Folder name prefix of unfinished checkpoints, followed by the process id."""
 LARGE = 1 << 30
-"""Weights of as many bytes take so long to write that it is said."""
+"""Weights this large take long enough to write that a message is logged."""
 SPREAD = 0.05
-"""Wider than an untrained model's usual 0.02, or it would emit one token for ever."""
+"""Wider than the usual 0.02: an untrained model would otherwise repeat one token forever."""
 RANKED = 8192
-"""Tokens that a drawn EAGLE head ranks."""
+"""Vocabulary of a random EAGLE head."""
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 ALPHABET = "Ġetaoinshrdlucmfwypvbgkjqxz"
-"""What merged tokens are spelt with; Ġ is how a byte-level vocabulary writes the space."""
+"""Letters of merged tokens; Ġ is a byte-level vocabulary's space."""
 
 
 def shape_config(name: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def shape_config(name: str) -> dict[str, Any]:
 
 
 def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
-    """Return a random checkpoint of this config from the user's cache, writing it there the first time."""
+    """Return a random checkpoint of this config in the user's cache, writing it on first use."""
     versions = torch.__version__, metadata.version("transformers")
     recipe = json.dumps([config, seed, "heads", *versions], sort_keys=True)
     folder = random_models() / hashlib.sha256(recipe.encode()).hexdigest()[:16]
@@ -82,13 +82,13 @@ def cached_checkpoint(config: Mapping[str, Any], *, seed: int) -> Path:
                 _add_eagle(draft, config, seed=seed)
                 os.replace(draft, folder)
         except (OSError, SafetensorError) as error:
-            if not folder.exists():  # which another process may have written meanwhile
+            if not folder.exists():  # another process may have written it in the meantime
                 raise ConfigError(f"{folder} cannot be written ({error}); make room there") from error
     return folder
 
 
 def _add_eagle(folder: Path, config: Mapping[str, Any], *, seed: int) -> None:
-    """Write an EAGLE-3 head, of sizes as published ones, into the folder of a model without a head."""
+    """Write an EAGLE-3 head of typical size into the folder of a model without a head."""
     network, dtype = families.network(config), stored_dtype(config)
     if network.mtp:
         return
@@ -105,7 +105,7 @@ def _add_eagle(folder: Path, config: Mapping[str, Any], *, seed: int) -> None:
 
 @contextmanager
 def draft_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder to write in and to move what is whole out of: an interrupted run leaves nothing half."""
+    """Create a temporary folder to write in and move finished files out of; remove it at the end."""
     draft = Path(tempfile.mkdtemp(prefix=f"{DRAFT}{os.getpid()}-", dir=parent))
     try:
         yield draft
@@ -114,13 +114,13 @@ def draft_folder(parent: Path) -> Iterator[Path]:
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int:
-    """Count the bytes of a model's weights, its head's included."""
+    """Return the bytes of a model's weights, including its head."""
     footprint = measure(families.network(config), stored_dtype(config))
     return sum(p.bytes for p in (*footprint.target, *footprint.mtp))
 
 
 def refuse_what_does_not_fit(num_bytes: int, folder: Path) -> None:
-    """Refuse a model that memory cannot hold while it is drawn, or the disk when it is written."""
+    """Refuse a model that exceeds the free memory or disk space."""
     places = {"memory": free_memory(torch.device("cpu")), str(folder): shutil.disk_usage(folder).free}
     for place, free in places.items():
         if num_bytes > free:
@@ -132,11 +132,11 @@ def refuse_what_does_not_fit(num_bytes: int, folder: Path) -> None:
 
 
 def clear_drafts(folder: Path) -> None:
-    """Remove what runs of this machine began to write and were killed over."""
+    """Remove unfinished checkpoints of this machine's killed processes."""
     for draft in folder.glob(f"{DRAFT}*"):
         pid = draft.name.removeprefix(DRAFT).partition("-")[0]
         try:
-            os.kill(int(pid), 0)  # asks whether it lives, and does nothing to it
+            os.kill(int(pid), 0)  # checks whether it is alive, without sending a signal
         except ProcessLookupError:
             shutil.rmtree(draft, ignore_errors=True)
         except (PermissionError, ValueError):
@@ -145,7 +145,7 @@ def clear_drafts(folder: Path) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep its progress bars and warnings off the terminal; what matters of them is said in the reports."""
+    """Suppress transformers' progress bars and warnings; the reports contain the relevant ones."""
     from transformers.utils import logging as hf_logging
 
     verbosity, progress = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -169,7 +169,7 @@ def write_random_checkpoint(
     settings |= {"eos_token_id": BYTES, "bos_token_id": None, "pad_token_id": None}
     settings["dtype"] = dtype or settings.get("dtype", "float32")
     hf_config = AutoConfig.for_model(**settings)
-    # Only this model's draws follow the seed; the caller's generator is left where it was.
+    # Seed only this model's draws; the caller's generator is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, settings["dtype"]))
@@ -181,7 +181,7 @@ def write_random_checkpoint(
 def byte_tokenizer(vocabulary: int) -> "PreTrainedTokenizerFast":
     """Build a byte-level BPE of exactly this size: the bytes, the end of text, then short invented words.
 
-    Every id then stands for text, so that what a random model emits can be seen.
+    Every id has a text, so that a random model's output is visible.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -199,7 +199,7 @@ def byte_tokenizer(vocabulary: int) -> "PreTrainedTokenizerFast":
 
 
 def invented_words() -> Iterator[tuple[str, str]]:
-    """Yield merges without end: all pairs of letters, then all pairs with a third letter, and so on."""
+    """Yield merges endlessly: all pairs of letters, then all pairs with a third letter, and so on."""
     words = list(ALPHABET)
     while True:
         merges = [(word, letter) for word in words for letter in ALPHABET[1:]]

@@ -1,4 +1,4 @@
-"""Decoding speed of named shapes whose weights are drawn on the device: with drafts and without, by batch."""
+"""Decode speed of named shapes with weights drawn on the device: with and without drafts, by batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from specdec.setup.resolve import DEFAULT_STEPS
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a runner's requests drafted in one run."""
+    """Draft counters of a runner's requests."""
 
     steps: int
     drafted: int
@@ -36,14 +36,14 @@ class Counted:
         return cls(counts.steps, counts.drafted)
 
     def since(self, before: "Counted") -> float:
-        """Return the mean window between two counts, the root included."""
+        """Return the mean window between two counts, including the root."""
         return 1 + (self.drafted - before.drafted) / max(self.steps - before.steps, 1)
 
 
 def run_random(options: ThroughputOptions, config: EngineConfig, out: Output) -> None:
     """Measure and publish the report.
 
-    Ctrl-C ends it as it ends anything, once the cases that were finished are shown.
+    Ctrl-C is raised again once the finished cases have been published.
     """
     if options.model is not None or options.peers:
         name = "model" if options.model is not None else "peers"
@@ -56,7 +56,7 @@ def run_random(options: ThroughputOptions, config: EngineConfig, out: Output) ->
 
 
 def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
-    """Draw the weights, run every batch with drafts and without, and return the report."""
+    """Draw the weights, run every batch with and without drafts, and return the report."""
     watched = profiling.room(config.num_steps or DEFAULT_STEPS) if options.profile else 0
     needed = longest(options, config, watched=watched)
     given = config.model_dump(exclude_unset=True)
@@ -66,7 +66,7 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
     room = EngineConfig(
         max_running=max(batches), max_model_len=needed, memory_bytes=found.memory_for(max(batches), tokens)
     )
-    machine = measure_machine(found.settings.device)  # before the weights leave no room for it
+    machine = measure_machine(found.settings.device)  # while there is still memory for it
     model = build_random(
         found.model.network,
         EngineConfig.of(room, {name: value for name, value in given.items() if name != "memory_bytes"}),
@@ -119,7 +119,7 @@ def _measure(
     runners: Sequence[EngineRunner],
     cases: Sequence[Case],
 ) -> Iterator[dict[str, Any]]:
-    """Run each case on all runners in turn, and compare their tokens where numbers are exact."""
+    """Run each case on all runners in turn, and compare their tokens if the dtype is exact."""
     with tqdm(total=len(cases) * (options.warmup + options.repeats), leave=False, disable=None) as progress:
         for case in cases:
             progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
@@ -149,9 +149,9 @@ def _measure(
 
 
 def check(found: Fit, samples: Mapping[str, Sequence[Sample]]) -> dict[str, int] | None:
-    """Compare the tokens with drafts and without; where numbers are exact a difference ends the benchmark.
+    """Compare the tokens with and without drafts; raise on a difference if the dtype is exact.
 
-    What is accepted at given rates is another text: there is nothing to compare.
+    Skipped with synthetic acceptance, whose text differs by design.
     """
     if found.settings.synthetic or len(samples) < 2:
         return None
@@ -201,7 +201,7 @@ def _figures(
 
 
 def _memory(found: Fit, batch: int, tokens: int) -> dict[str, Any]:
-    """Return what a row takes with either kind of draft slot, and how many rows the arena would hold."""
+    """Return the bytes per row for either kind of draft slot, and the rows that fit the arena."""
     rows = {slots: found.rows(tokens, slots) for slots in ("record", "snapshot")}
     return {
         "batch": batch,
@@ -213,7 +213,7 @@ def _memory(found: Fit, batch: int, tokens: int) -> dict[str, Any]:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay the report out for people."""
+    """Format the report."""
     lines = [
         f"random weights of shape {report['shape']}: {report['parameters'] / 1e6:,.1f} M parameters, "
         f"{report['dtype']}{f', matrices in {form}' if (form := report['quantize']) else ''}, "
@@ -262,7 +262,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def _memory_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Show what a row takes; it is the same for every batch."""
+    """Yield the bytes per row, which are the same for every batch."""
     own = report["memory"][0]
     for slots, size in own["row_bytes"].items():
         yield {

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine it ran on, its summary of samples, its table and its JSON line."""
+"""Shared by all benchmarks: machine description, summaries of samples, tables and the JSON line."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ class Summary(NamedTuple):
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Return the median and the interval that holds the middle four fifths of the samples."""
+    """Return the median, p10 and p90 of the samples."""
     return Summary(statistics.median(samples), percentile(samples, 0.1), percentile(samples, 0.9))
 
 
@@ -37,14 +37,14 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
 
 
 class Interruption:
-    """Says whether Ctrl-C ended a measurement."""
+    """Whether Ctrl-C ended a measurement."""
 
     happened = False
 
 
 @contextmanager
 def until_interrupted(results: Sized) -> Iterator[Interruption]:
-    """Take Ctrl-C as the end of a measurement that has results; without any, it ends the command."""
+    """End a measurement on Ctrl-C if it has results; otherwise let the exception through."""
     interruption = Interruption()
     try:
         yield interruption
@@ -55,7 +55,7 @@ def until_interrupted(results: Sized) -> Iterator[Interruption]:
 
 
 def environment() -> dict[str, Any]:
-    """Describe the machine and the versions of a measurement."""
+    """Return the machine and the software versions."""
     import torch  # imported late: without torch the other benchmarks still explain what is missing
 
     versions = {name: _version(name) for name in ("specdec", "torch", "transformers", "triton")}
@@ -71,14 +71,14 @@ def environment() -> dict[str, Any]:
 
 
 def setup_line(report: Mapping[str, Any]) -> str:
-    """Name the machine, the versions and the commit of a report."""
+    """Format the machine, the versions and the commit of a report."""
     machine = report["gpu"] if report["device"] != "cpu" else f"{report['cpu']}, {report['threads']} threads"
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     return f"{machine}; {versions}; commit {report['commit']}"
 
 
 def commit() -> str | None:
-    """Return the commit of the sources in use, marked `+` where they differ from it; None outside a clone."""
+    """Return the commit of the sources, with `+` if they are modified; None outside a clone."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -96,7 +96,7 @@ def commit() -> str | None:
 
 
 def cpu_model() -> str:
-    """Return the processor's name as the system gives it."""
+    """Return the processor's name as reported by the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -113,7 +113,7 @@ def _version(package: str) -> str | None:
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Lay out rows of equal keys as columns: text to the left, figures to the right."""
+    """Format rows with equal keys as columns: text left-aligned, figures right-aligned."""
     columns = list(rows[0])
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
 
@@ -130,13 +130,13 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def json_line(report: Mapping[str, Any]) -> str:
-    """Write a report as one line, its figures to six digits."""
+    """Serialise a report as one line, rounding figures to six digits."""
     return json.dumps(_rounded(report), separators=(", ", ": "))
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a report goes beside its table: to a file or folder (--out), to standard output (--json)."""
+    """The report's destinations beside the table: a file or folder (--out), standard output (--json)."""
 
     path: Path | None = None
     as_json: bool = False
@@ -156,7 +156,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def publish(shown: str, report: Mapping[str, Any], out: Output) -> None:
     """Print the table, or with `--json` the report and the table on stderr; write the report to `--out`.
 
-    A report that cannot be written is printed, so that no measurement is lost.
+    If writing fails, the report is printed, so that no measurement is lost.
     """
     line = json_line(report)
     print(shown, file=sys.stderr if out.as_json else sys.stdout, flush=True)

@@ -22,7 +22,7 @@ ENGINE = "specdec"
 
 
 class EngineRunner:
-    """Decode in this thread: what a step costs, without the queues around it and without making text."""
+    """Run an EngineCore in this thread: the cost of a step without queues and detokenization."""
 
     def __init__(self, model: Model, name: str = ENGINE) -> None:
         self.model, self.name = model, name
@@ -34,7 +34,7 @@ class EngineRunner:
         return cls(build(folder, config))
 
     def plain(self) -> "EngineRunner":
-        """Return a runner of the same weights, with memory of its own, that drafts nothing."""
+        """Return a runner with the same weights and its own memory, without drafts."""
         settings = replace(self.model.settings, drafters=(), synthetic=None)
         core = assemble(self.model.network, None, settings)
         return EngineRunner(replace(self.model, core=core, settings=settings), f"{ENGINE}, draft none")
@@ -42,8 +42,8 @@ class EngineRunner:
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
         """Time each step of the loop.
 
-        Reading the prompts ends with the step in which the last row gets its first token; steps count as
-        decoding while every row takes part in them.
+        Prefill ends with the step in which the last row gets its first token; a step counts as decoding if
+        every row takes part.
         """
         core = self.model.core
         requests = self.submit(prompts, new_tokens)
@@ -58,7 +58,7 @@ class EngineRunner:
             if reading:
                 prefill_s += took_s
             elif decoding:
-                # A step on the device gives its tokens when the next has been launched: both are one here.
+                # A device step's tokens appear only after the next launch: count both as one step.
                 silent_s += took_s
                 if gained := sum(request.output_length for request in requests) - before:
                     step_s.append(silent_s)
@@ -84,16 +84,16 @@ class EngineRunner:
         )
 
     def submit(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
-        """Put requests into the queue that give 1 + `new_tokens` tokens each."""
+        """Queue requests for 1 + `new_tokens` tokens each."""
         core = self.model.core
-        # Each run reads the same prompts: drafting what the last one said would measure its replay.
+        # Runs repeat the same prompts: drafting from the last run's outputs would measure a replay.
         core.loop.keep_apart()
         params = SamplingParams(max_tokens=1 + new_tokens, temperature=0.0, ignore_eos=True)
         requests = [core.new_request(prompt, params, seed=row) for row, prompt in enumerate(prompts)]
         return [core.add_request(request) for request in requests]
 
     def describe(self) -> dict[str, Any]:
-        """Describe which kernels ran and which drafter."""
+        """Describe the kernels and the drafters in use."""
         settings = self.model.settings
         return {
             "kernels": describe_kernels(self.model.network.kernels.name),

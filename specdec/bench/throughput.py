@@ -1,6 +1,7 @@
-"""Prefill and decode speed over batches and lengths, beside other engines in the same run.
+"""Prefill and decode speed by batch and length, beside other engines in the same run.
 
-Tokens are checked by the logits of `transformers`, or, of a GGUF file, by the engine's own in one pass.
+Tokens are checked against the logits of `transformers`, or for GGUF files against the engine's own in one
+pass.
 """
 
 import itertools
@@ -40,11 +41,11 @@ RANDOM_DRAFTS = (
     "random weights: drafts cannot gain here, since few are accepted; use --synthetic-acceptance "
     "to time accepted drafts"
 )
-"""Said of drafts by a random model."""
+"""Note in the report on drafts with random weights."""
 
 
 class Oracle(Protocol):
-    """Judges greedy tokens by its own logits."""
+    """Judge greedy tokens by logits."""
 
     name: str
 
@@ -57,20 +58,20 @@ class Case:
     prompt_tokens: int
 
     def prompts(self, vocab: int, seed: int) -> list[list[int]]:
-        """Draw the prompts, by the seed and the case alone."""
+        """Draw the prompts, which depend only on the seed and the case."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(vocab, (self.batch, self.prompt_tokens), generator=generator).tolist()
 
 
 @dataclass(slots=True)
 class CaseResult:
-    """Collect one case's samples, repeat by repeat, and what the check said."""
+    """One case's samples by contestant, and the result of the check."""
 
     case: Case
     agreement: Mapping[str, float]
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     peers: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    """The same of each peer that reports its tokens."""
+    """The agreement of each peer that reports its tokens."""
 
 
 def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
 def run(options: ThroughputOptions, config: EngineConfig, out: Output) -> None:
     """Measure and publish the report; publish nothing if the check fails.
 
-    Ctrl-C ends it as it ends anything, once the cases that were finished are shown.
+    Ctrl-C is raised again once the finished cases have been published.
     """
     with quiet_transformers():
         report = benchmark(options, config)
@@ -161,9 +162,9 @@ def _measure(
     *,
     exact: bool,
 ) -> tuple[list[CaseResult], Summary]:
-    """Run every case: the check, the warm-up, then the contestants in turn, then memory's speed.
+    """Run every case: the check, the warm-up, the contestants in turn, then the bandwidth probe.
 
-    Ctrl-C leaves the cases that were finished, if there are any.
+    Ctrl-C keeps the finished cases, if any.
     """
     spec, settings = engine.model.network.spec, engine.model.settings
     probe, bandwidths = BandwidthProbe(settings.device), []
@@ -176,7 +177,7 @@ def _measure(
             of_all = f"case {number} of {len(cases)}"
             progress.set_description(f"{of_all}: batch {case.batch}, prompt {case.prompt_tokens}")
             prompts = case.prompts(spec.vocab, options.seed or 0)
-            # What is accepted at given rates is not the model's text; what speaks for it decodes plainly.
+            # With synthetic acceptance the text is wrong by design; check plain decoding instead.
             judged = plain if settings.synthetic else engine
             result = CaseResult(case, check(judged, oracle, prompts, options.new_tokens, exact=exact))
             progress.update()
@@ -190,7 +191,7 @@ def _measure(
                         require_same_model(contestant.name, found, result.agreement, oracle.name)
                         result.peers[contestant.name] = found
                 progress.update()
-            # After the runs, not between them: a pass leaves the caches full of its own bytes.
+            # After the runs rather than between them: the probe evicts everything from the CPU's caches.
             bandwidths += [probe.bytes_per_second() for _ in range(options.repeats)]
             results.append(result)
     return results, summarise(bandwidths)
@@ -201,10 +202,10 @@ def _cases(options: ThroughputOptions) -> list[Case]:
 
 
 def _with_room(config: EngineConfig, options: ThroughputOptions) -> EngineConfig:
-    """Size the engine for the largest case, where the user did not.
+    """Size the engine for the largest case, unless the user did.
 
-    A step holds the prompts of a whole batch, as it does in the peers. Otherwise the first rows decode while
-    the last ones are prefilled, and with accepted drafts they end before all rows decode.
+    One step can prefill a whole batch, as in the peers. Otherwise the first rows would decode while the last
+    are prefilled, and with accepted drafts finish before all rows decode.
     """
     prompts = max(options.batch) * max(options.prompt_tokens)
     room = EngineConfig(
@@ -216,9 +217,9 @@ def _with_room(config: EngineConfig, options: ThroughputOptions) -> EngineConfig
 
 
 def longest(options: ThroughputOptions, config: EngineConfig, *, watched: int = 0) -> int:
-    """Return the length that the largest case needs; refuse one given that is less.
+    """Return the length that the largest case needs; refuse a smaller `max_model_len`.
 
-    `watched` tokens are written where steps are watched after the cases.
+    `watched` tokens are decoded for the profile after the cases.
     """
     needed = max(options.prompt_tokens) + max(options.new_tokens, watched) + 1
     if config.max_model_len is not None and config.max_model_len < needed:
@@ -238,9 +239,9 @@ def check(
     *,
     exact: bool,
 ) -> dict[str, float]:
-    """Compare each token of the engine with the logits that the oracle has for the same text.
+    """Compare each token of the engine with the oracle's logits for the same text.
 
-    Where numbers are exact, a token that is not the best one, by more than rounding, ends the benchmark.
+    With exact dtypes, raise if a token is further under the best one than rounding explains.
     """
     outputs = engine.run(prompts, new_tokens).token_ids
     assert outputs is not None
@@ -251,7 +252,7 @@ def check(
 
 
 def _refuse(gap_BT: Tensor, oracle: str) -> None:
-    """Raise if a token is wrong; a NaN is."""
+    """Raise if a gap exceeds rounding or is NaN."""
     wrong = (~(gap_BT <= EXCUSED_GAP)).nonzero().tolist()
     if wrong:
         row, place = wrong[0]
@@ -297,15 +298,15 @@ def _token_s(sample: Sample) -> float:
 
 
 def _speedup(theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sample], float]) -> Summary:
-    """Return their speed over our own, above 1 where they are faster.
+    """Return their speed relative to ours, above 1 if they are faster.
 
-    Runs are compared in pairs: a disturbance of the machine slows both sides of a quotient.
+    Runs are compared in pairs: a disturbance of the machine slows both sides of a ratio.
     """
     return summarise([time_s(b) / time_s(a) for a, b in zip(theirs, own, strict=True)])
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay the report out for people."""
+    """Format the report."""
     what = report["model"] or f"random weights of shape {report['shape']}"
     lines = [
         f"{what}: {report['family']}, {report['parameters'] / 1e6:,.1f} M parameters, {report['dtype']}",
@@ -334,7 +335,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _shown(checked: Sequence[Mapping[str, float]], oracle: str) -> str:
-    """Return how many tokens of all cases agree, and how far off the others are."""
+    """Describe how many tokens of all cases agree, and how far off the others are."""
     tokens, equal = (sum(case[key] for case in checked) for key in ("tokens", "equal"))
     worst = max(case["largest_gap"] for case in checked)
     mean = sum(case["mean_gap"] * case["tokens"] for case in checked) / tokens
@@ -346,7 +347,7 @@ def _shown(checked: Sequence[Mapping[str, float]], oracle: str) -> str:
 
 
 def legend(ratio: str, *, synthetic: bool) -> list[str]:
-    """Explain the columns; those with quotients as the table has them."""
+    """Explain the columns, including ratios as named in the table."""
     lines = [
         "ms/step: median of steps; decode tok/s: batch over a row's mean time per token, median of repeats",
         f"tokens/step: what a step gave a row, mean of a repeat; {ratio} in the same repeat, median",
@@ -362,7 +363,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for case in report["cases"]:
         for name, figures in case["figures"].items():
             step, share = figures["step_s"], figures["bandwidth_share"]
-            # What is read from a cache says nothing of memory, whose speed the share is of.
+            # Weights that fit a cache say nothing about memory, which the share refers to.
             cached = report["weight_bytes"] <= report["cache_bytes"] or share > 1
             yield {
                 "batch": str(case["batch"]),

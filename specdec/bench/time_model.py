@@ -23,13 +23,13 @@ DRAFTING, HEAD = "draft steps", "output matrix"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step does: `rows` requests, each with a window of `window` tokens behind `context` others."""
+    """One step: `rows` requests, each with a window of `window` tokens after `context` cached ones."""
 
     rows: int = 1
     window: int = 1
     context: int = 0
     accepted: float = 1.0
-    """Tokens that a row gains by the step, the bonus token included."""
+    """Tokens gained per row and step, including the bonus token."""
     draft_steps: int = 0
     topk: int = 1
     slots: str = "record"
@@ -50,7 +50,7 @@ class TimeModel:
         quantize: WeightFormat | None = None,
         copied: bool = False,
     ) -> None:
-        """Count large matrices in `quantize`, those of the head that drafts too; `copied`: a copy drafts."""
+        """Count large matrices, also the head's, in format `quantize`; `copied`: a rounded copy drafts."""
         self.network = network
         self.footprint: Footprint = measure(network, dtype, quantize=quantize, copied=copied)
         self.layout: Layout = memory_layout(network, dtype, head=network.mtp)
@@ -58,7 +58,7 @@ class TimeModel:
     def step(self, work: Work) -> dict[str, float]:
         """Return the bytes of one step by kernel class, the largest first.
 
-        A weight is read once however many tokens share it, an expert's if one of the tokens chose it: of E
+        A weight is read once however many tokens share it, an expert's weights only if a token chose it: of E
         experts, T tokens that choose k each at random touch E(1 − (1 − k/E)^T).
         """
         found: dict[str, float] = {}
@@ -75,14 +75,14 @@ class TimeModel:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def weight_bytes(self, *, mtp: bool) -> int:
-        """Count the bytes of the weights in memory."""
+        """Return the bytes of the weights in memory."""
         head = self.footprint.mtp if mtp else ()
         return sum(p.bytes for p in (*self.footprint.target, *self.footprint.copy, *head))
 
     def _draft_bytes(self, work: Work) -> float:
-        """Count the passes of the head that drafts: over what was accepted, then over topk tokens a level.
+        """Count the passes of the MTP head: over the accepted tokens, then over topk tokens per level.
 
-        A copy begins with a copy of each state, and then decodes.
+        A copy that drafts starts by copying each state, and then decodes.
         """
         if self.footprint.copy:
             return self._copy_bytes(work)
@@ -108,14 +108,14 @@ class TimeModel:
         return states + work.draft_steps * (step + states)
 
     def _kv_bytes(self, layers: Sequence[Mixer], rows: int, context: int, window: float) -> float:
-        """Count keys and values: what is seen was committed and is read once a row, or written and read."""
+        """Count keys and values: those in reach are read once per row, the window's are written and read."""
         per_layer = self.layout.block_bytes / self.layout.block_tokens / len(self.layout.kv)
         reaches = (mixer.reach() for mixer in layers)
         seen = sum(context if reach is None else min(context, reach - 1) for reach in reaches)
         return per_layer * rows * (seen + 2 * window * len(layers))
 
     def _kind(self, name: str) -> str | None:
-        """Name the class of kernels that reads a parameter; None: it is read by row, which is nothing."""
+        """Return the kernel class that reads a parameter; None for an embedding, read only by row."""
         if name == self.footprint.table:
             return None
         if name in ("head.weight", "embed.weight"):
@@ -133,7 +133,7 @@ class TimeModel:
 
 
 def read_bytes(parameter: Parameter, tokens: float) -> float:
-    """Count what this many tokens, on average, read of a parameter: all of it, or the experts they chose."""
+    """Return the expected bytes read of a parameter by this many tokens: all, or the chosen experts'."""
     if parameter.experts is None:
         return parameter.expected_bytes(1)
     chosen, total = parameter.experts
@@ -141,7 +141,7 @@ def read_bytes(parameter: Parameter, tokens: float) -> float:
 
 
 def state_bytes(layout: Layout, window: int, slots: str) -> int:
-    """Count what a row's recurrent layers move for a window.
+    """Return the bytes that a row's recurrent layers move for a window.
 
     Records: the state is read and written once, the accepted path's records are read (at most as many as a
     window has) and the window's are written: 2s + 2mr. Snapshots: the state is read once and written after
@@ -155,7 +155,7 @@ def state_bytes(layout: Layout, window: int, slots: str) -> int:
 def describe(
     network: spec.Network, work: Work, bandwidth: float, *, quantize: str | None = None
 ) -> dict[str, Any]:
-    """Return the floor of a step in seconds and the most tokens per second that it allows."""
+    """Return the minimum time of a step in seconds, and the maximum tokens per second."""
     model = TimeModel(network, quantize=FORMATS[quantize] if quantize else None)
     found = model.step(work)
     total = sum(found.values())
@@ -197,7 +197,7 @@ def run(options: ModelOptions, bandwidth: float, out: Output) -> None:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay the report of a shape out for people."""
+    """Format the report."""
     steps = report["draft_steps"]
     drafts = f"{steps} draft steps with topk {report['draft_topk']}" if steps else "nothing drafted"
     rows = [

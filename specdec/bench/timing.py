@@ -15,7 +15,7 @@ Call = Callable[[], object]
 WARMUP = 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 PROBE_BYTES = 1 << 30
-"""More than any cache holds."""
+"""Larger than any cache."""
 LAUNCHES = 200
 CPU_SECONDS = 0.25
 """Time limit for a problem's samples: some of torch's plain operations are slow."""
@@ -31,20 +31,20 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the time model needs of a device, measured."""
+    """A device's measured constants for the time model."""
 
     copy_bytes_per_s: float
     launch_s: float
-    """The least that a kernel takes beside its neighbours, in a graph where there are graphs."""
+    """Minimum time of a kernel among others, in a CUDA graph if available."""
 
     def predict_s(self, num_bytes: float) -> float:
         return num_bytes / self.copy_bytes_per_s + self.launch_s
 
 
 def time_calls(calls: Sequence[Call], device: torch.device, repeats: int, *, asks: bool = False) -> Timing:
-    """Time a call by running all of them in turn: each works on buffers of its own, which must be fetched.
+    """Time a call by running all of them in turn: each has its own buffers, so that caches do not help.
 
-    What asks for values on the host is not captured.
+    Calls that read values on the host (`asks`) are not captured.
     """
     if device.type == "cpu":
         return Timing(summarise(_clock(calls, repeats)), "clock")
@@ -58,9 +58,9 @@ def time_calls(calls: Sequence[Call], device: torch.device, repeats: int, *, ask
 
 
 def measure_machine(device: torch.device, num_bytes: int | None = None) -> Machine:
-    """Copy a buffer larger than any cache, and launch kernels that do nothing.
+    """Copy a buffer larger than any cache, and launch empty kernels.
 
-    On a GPU a kernel copies, as kernels read and write: on an H200 `copy_` reaches 2.7 TB/s, a kernel 4.2.
+    On a GPU an elementwise kernel copies, as kernels do: on an H200 `copy_` reaches 2.7 TB/s, a kernel 4.2.
     """
     count = num_bytes or COPY_BYTES[device.type]
     source, target = (torch.ones(count // 4, dtype=torch.float32, device=device) for _ in range(2))
@@ -75,21 +75,21 @@ def measure_machine(device: torch.device, num_bytes: int | None = None) -> Machi
 
 
 class BandwidthProbe:
-    """Read one large tensor with every thread that torch has."""
+    """Read one large tensor with all of torch's threads."""
 
     def __init__(self, device: torch.device, num_bytes: int = PROBE_BYTES) -> None:
-        # Written once, or the system would back every page with the same zeros.
+        # Written once, as the system would otherwise back every page with the same zeros.
         self.data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
 
     def bytes_per_second(self) -> float:
-        """Take one pass; a sum writes nothing back, and the read of its result waits for the device."""
+        """Sum the tensor: this writes nothing back, and reading the result waits for the device."""
         start_s = time.perf_counter()
         self.data.sum().item()
         return self.data.nbytes / (time.perf_counter() - start_s)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the size of the cache nearest to memory; 0 where the system does not say."""
+    """Return the size of the last-level cache; 0 if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [
@@ -111,7 +111,7 @@ def _clock(calls: Sequence[Call], repeats: int) -> list[float]:
 
 
 def _captured(calls: Sequence[Call], device: torch.device, *, asks: bool) -> tuple[Call, str]:
-    """Capture the calls in one CUDA graph; what cannot be captured is launched eagerly."""
+    """Capture the calls in one CUDA graph; launch eagerly if that fails."""
 
     def launch() -> None:
         for call in calls:
@@ -129,7 +129,7 @@ def _captured(calls: Sequence[Call], device: torch.device, *, asks: bool) -> tup
 
 
 def _events(run: Call, repeats: int) -> list[float]:
-    """Return the seconds of each run by the device's own clock."""
+    """Return the seconds of each run by the device's clock."""
     pairs = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

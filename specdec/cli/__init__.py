@@ -1,4 +1,4 @@
-"""The `specdec` command. What a user gets wrong is one line and exit code 2."""
+"""The `specdec` command. A user's mistake prints one line and exits with code 2."""
 
 import argparse
 import importlib
@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "demo": ("stream completions of the shipped model, drafts in colour", "cli.commands:add_demo"),
     }
 )
-"""Help text and the function that adds the options: a command is imported once it is chosen."""
+"""Help text and the function that adds the options; a command is imported when it is chosen."""
 
 _RUN = "specdec chat MODEL talks to a model in the terminal, specdec serve MODEL serves it over HTTP"
 _DOWNLOAD = "a model named OWNER/NAME is downloaded when it is first used, as in specdec chat OWNER/NAME"
@@ -48,7 +48,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "complete": "specdec generate MODEL --prompt TEXT completes a prompt",
     }
 )
-"""Commands of other programs, and what does here what they do there."""
+"""Commands of other programs, and their equivalents here."""
 
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {
@@ -68,7 +68,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "bench serve": "http://127.0.0.1:8000",
     }
 )
-"""One command line for the help of each command."""
+"""An example command line for each command's help."""
 
 BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -92,7 +92,7 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | None = None) -> int:
-    """Run one command and return its exit code; `on_start` is called when all that it needs is imported."""
+    """Run one command and return its exit code; `on_start` is called once everything is imported."""
     args = _parser().parse_args(argv)
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | No
 
 
 def _line(message: str) -> str:
-    """Put a message on one line, without control characters: names in a checkpoint may hold them."""
+    """Put a message on one line, without control characters, which names in a checkpoint may contain."""
     line = "; ".join(message.splitlines())
     return "".join(own if own.isprintable() else "\N{REPLACEMENT CHARACTER}" for own in line)
 
@@ -127,7 +127,7 @@ def _parser() -> Parser:
 
 
 def add_benchmarks(parser: Parser) -> None:
-    """Add the benchmarks below `bench`."""
+    """Add the benchmarks as subcommands of `bench`."""
     _add(parser, BENCHMARKS, "BENCHMARK")
 
 
@@ -141,6 +141,6 @@ def _add(parser: Parser, commands: Mapping[str, tuple[str, str]], metavar: str) 
 
 
 def _fill(home: str, parser: Parser) -> None:
-    """Import a command's options, `module:function`, and add them."""
+    """Import a command's `module:function`, and add its options."""
     module, _, function = home.partition(":")
     getattr(importlib.import_module(f"specdec.{module}"), function)(parser)

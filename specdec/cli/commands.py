@@ -1,6 +1,6 @@
 """The `generate`, `info`, `top` and `demo` commands.
 
-Each says what is wrong, then imports what it runs and returns it: from there on Ctrl-C is an exception.
+Each checks its arguments, then imports its function and returns it: from there on Ctrl-C is an exception.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
 
 
 def read_text(path: Path | None, option: str) -> str:
-    """Read a file, or standard input, as UTF-8 whatever the terminal's own encoding is."""
+    """Read a file or standard input as UTF-8, whatever the locale's encoding."""
     source = short(path) if path else "standard input"
     try:
         return (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
@@ -105,7 +105,7 @@ def read_text(path: Path | None, option: str) -> str:
         reason = f"{source} cannot be read: {error.strerror}"
     except UnicodeDecodeError as error:
         reason = f"{source} is not UTF-8 text from byte {error.start} on; convert it first"
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # an invalid file name
         reason = f"{source} cannot be read: {error}"
     raise RequestError(f"{option}: {reason}", field="prompt")
 
@@ -179,7 +179,7 @@ WORDS = {
     "arena_bytes": "memory for sequences and drafts",
     "sequences": "sequences that fit in it",
 }
-"""What figures are called where people read them; of what a model does not have nothing is said."""
+"""Names of the figures in the table; figures that a model lacks are omitted."""
 
 
 def _plain(name: str, value: Any) -> str:
@@ -214,14 +214,14 @@ def _top(args: argparse.Namespace) -> Run:
     if options.api_key is not None and options.api_key_env is not None:
         raise ConfigError("--api-key: --api-key-env gives the key already; give one of them", field="api_key")
     key = secret(options.api_key_env) if options.api_key is None else options.api_key
-    # Imported late: no other command but a benchmark needs an HTTP client.
+    # Imported late: only benchmarks and `top` need an HTTP client.
     from specdec.cli.top.view import run
 
     return partial(run, options, key)
 
 
 def add_demo(parser: Parser) -> None:
-    """Add nothing: the demo is always the same."""
+    """Add no options: the demo is always the same."""
     parser.set_defaults(command=_demo)
 
 

@@ -1,4 +1,4 @@
-"""The demo: the shipped model writes, accepted drafts in colour, and the speed-up."""
+"""The demo: stream the shipped model's text with accepted drafts in colour, and show the speedup."""
 
 import asyncio
 import statistics
@@ -17,32 +17,32 @@ PROMPT = '''class Parser:
     def __init__(self, path):
 '''
 TOKENS, ROUNDS, SKIPPED = 192, 7, 64
-"""Tokens of a text, how often it is written to compare, and its first tokens, which are not timed: what pays
-is learnt by them."""
+"""Tokens of a text, rounds of the comparison, and the first tokens, which are not timed: during them the
+engine learns which drafts pay."""
 MEMORY = 256 << 20
-"""Of each engine: two stand side by side, and neither may take most of what there is."""
+"""Memory of each engine: two run side by side, and neither may take most of it."""
 
 
 def demo() -> None:
-    """Stream a text greedily and one at temperature 1, each beside the same engine without drafts."""
+    """Stream a greedy text and one at temperature 1, comparing each with the same engine without drafts."""
     print("specdec's own small model, which knows Python's syntax and little else:\n", file=sys.stderr)
     config = EngineConfig(memory_bytes=MEMORY, max_model_len=1024)
     with SpecEngine("tiny", config) as engine, SpecEngine("tiny", config, draft="none") as plain:
         for each in (engine, plain):
             each.warm_up()
-            each.model.loop.keep_apart()  # the rounds write one text: looking it up would not be speculation
+            each.model.loop.keep_apart()  # rounds repeat one text: looking it up would not be speculation
         for temperature, title in ((0.0, "greedily"), (1.0, "at temperature 1, with a seed")):
             params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
             print(f"--- {title}", file=sys.stderr, flush=True)
             print(PROMPT, end="", flush=True)
             stream_text(engine, PROMPT, params)
             print(f"{_compared(engine, plain, params)}\n", file=sys.stderr, flush=True)
-    name = sys.argv[0] if Path(sys.argv[0]).name == "specdec" else "specdec"  # a clone's is not on the PATH
+    name = sys.argv[0] if Path(sys.argv[0]).name == "specdec" else "specdec"  # a clone's is not on PATH
     print(f"More: {name} generate tiny TEXT; {name} bench acceptance tiny", file=sys.stderr)
 
 
 def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> str:
-    """Write the same text with both in turn; report the speedup by drafts, its uncertainty and the reason."""
+    """Generate the same text with both in turn; report the speedup, its spread and the engine's outlook."""
     ratios, texts = [], set[tuple[int, ...]]()
     for number in range(ROUNDS):
         seconds = {}
@@ -60,7 +60,7 @@ def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> 
 
 
 async def _timed(engine: SpecEngine, params: SamplingParams) -> tuple[tuple[int, ...], float]:
-    """Write the text; return its tokens, and the seconds of one of those that are timed."""
+    """Generate the text; return its tokens, and the seconds per timed token."""
     tokens: list[int] = []
     marks: list[tuple[int, float]] = []
     async for delta in engine.stream(PROMPT, params):

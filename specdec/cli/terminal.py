@@ -1,6 +1,6 @@
-"""What `generate` shows: text as it comes, drafted tokens in colour, figures at its end.
+"""Output of `generate`: streamed text, draft tokens in colour, figures at the end.
 
-Interrupted, it shows what was said until then.
+An interrupt still prints the output so far.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def generate(
 
 
 def stream_text(engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, colour: str = "auto") -> None:
-    """Print a completion as it comes, and its figures on stderr at the end."""
+    """Stream a completion to stdout, and print its figures on stderr at the end."""
     coloured, progress = paints(colour), StreamProgress()
     try:
         stats = asyncio.run(_print_deltas(engine, prompt, params, progress, coloured=coloured))
@@ -58,7 +58,7 @@ def stream_text(engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, c
 
 
 class StreamProgress:
-    """Count a stream's tokens and time them: an interrupted request has no statistics of its own."""
+    """Count and time a stream's tokens: an interrupted request has no statistics."""
 
     def __init__(self) -> None:
         self.output_tokens = self.accepted = 0
@@ -75,7 +75,7 @@ class StreamProgress:
         self.accepted += sum(origin > 0 for origin in delta.origins)
 
     def figures(self, prompt_tokens: int) -> str:
-        """Describe the stream until its last delta."""
+        """Describe the stream up to its last delta."""
         first_token_s, total_s = self._first_s - self._start_s, self._last_s - self._start_s
         line = _timings(prompt_tokens, self.output_tokens, first_token_s, total_s)
         return f"{line}\ninterrupted: {self.accepted} of these tokens were accepted from drafts"
@@ -84,7 +84,7 @@ class StreamProgress:
 def print_choices(
     engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, as_json: bool, colour: str = "auto"
 ) -> None:
-    """Print every choice once all have ended; Ctrl-C prints what they had said by then."""
+    """Print every choice once all have ended; Ctrl-C prints the choices so far."""
     heard: list[list[Delta]] = [[] for _ in range(params.n)]
     coloured = paints(colour)
     try:
@@ -96,14 +96,14 @@ def print_choices(
 
 
 def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
-    """Return pieces as a terminal may show them, accepted draft tokens in colour."""
+    """Return pieces for a terminal, accepted draft tokens in colour."""
     shown, accepted = [], False
     for text, origin in pieces:
         if coloured and accepted != (origin > 0):
             accepted = origin > 0
             shown.append(ACCEPTED if accepted else PLAIN)
         shown.append(visible(text))
-    # Each piece resets its colour: what is printed next, or after an interrupt, begins plain.
+    # Each piece resets its colour, so that later output is plain even after an interrupt.
     return "".join([*shown, PLAIN] if accepted else shown)
 
 
@@ -128,7 +128,7 @@ def _timings(prompt_tokens: int, output_tokens: int, first_token_s: float, total
 
 
 def _earned(stats: RequestStats) -> str:
-    """Describe what drafts gained and cost."""
+    """Describe the gains and costs of drafts."""
     depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
     spent = ", ".join(
         f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
@@ -161,7 +161,7 @@ async def _print_deltas(
         began = True
         raise
     finally:
-        if began:  # what comes next, an error or the shell's prompt, has a line of its own
+        if began:  # the following error or shell prompt starts a new line
             print(flush=True)
     return stats
 
@@ -191,19 +191,19 @@ def _prompt_ids(engine: SpecEngine, prompt: Prompt) -> list[int]:
 
 
 def _pieces(engine: SpecEngine, delta: Delta) -> Iterable[Piece]:
-    """Return what can be shown of a delta: without a tokenizer there is no text, but there are ids."""
+    """Return a delta's pieces; without a tokenizer, its ids."""
     if engine.tokenizer:
         return delta.pieces
     return [Piece(f"{token} ", origin) for token, origin in zip(delta.token_ids, delta.origins, strict=True)]
 
 
 def _ended(deltas: list[Delta]) -> bool:
-    """Return whether a choice has finished: its statistics come with its end."""
+    """Return whether a choice has finished: its last delta carries the statistics."""
     return bool(deltas) and deltas[-1].stats is not None
 
 
 def _as_json(completion: Completion, *, ended: bool) -> str:
-    """Write a completion as one line; one that was cut has no statistics, for they come with its end."""
+    """Serialise a completion as one line, without statistics if it was interrupted."""
     fields = dataclasses.asdict(completion)
     if ended:
         fields["stats"]["acceptance_length"] = completion.stats.acceptance_length

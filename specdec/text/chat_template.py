@@ -21,11 +21,11 @@ from specdec.errors import CheckpointError, RequestError
 log = logging.getLogger(__name__)
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""The variables by which chat templates switch thinking: Qwen's and Nemotron's, and DeepSeek's."""
+"""Template variables that switch thinking: Qwen's and Nemotron's, and DeepSeek's."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """The roles of OpenAI's API; a template may have others, such as `ipython`."""
 LONGEST_ANSWER = 4096
-"""Default max_tokens of a chat: some models never end on their own."""
+"""Default max_tokens of a chat: some models never stop on their own."""
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 """Errors that a template raises for messages it does not support."""
 
@@ -33,7 +33,7 @@ Message = Mapping[str, Any]
 
 
 class _Generation(Extension):
-    """Render the content of `{% generation %}`, which marks the assistant's text for training."""
+    """Render the content of `{% generation %}`, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -43,14 +43,14 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """Turn messages into text as the checkpoint's tokenizer does; without a template, join their texts."""
+    """Render messages as the checkpoint's tokenizer does; without a template, join their texts."""
 
     def __init__(
         self, source: str | None, special: Mapping[str, str], *, where: Path, tool_use: str | None = None
     ) -> None:
         self.is_plain = source is None
         self.source = tool_use or source or ""
-        """The template of chats with tools; some checkpoints have a separate one."""
+        """The template for chats with tools; some checkpoints have a separate one."""
         self._special, self._where = special, where
         self._sources = "".join({source or "", self.source})
         environment = _environment()
@@ -61,18 +61,18 @@ class ChatTemplate:
                 for own in {source or "", self.source}
                 for name in find_undeclared_variables(environment.parse(own))
             }
-        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja writes Python
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja compiles to Python
             raise CheckpointError(
                 f"{where} has a chat template that does not parse ({error}); fix or remove it",
                 field="chat_template",
             ) from error
 
     def takes(self, variable: str) -> bool:
-        """Return whether the template has a variable, such as `tools`."""
+        """Return whether the template uses a variable, such as `tools`."""
         return variable in self._variables
 
     def check_roles(self, messages: Sequence[Message]) -> None:
-        """Refuse roles that are neither usual nor spoken of by the template, which would pass them over."""
+        """Refuse roles that are neither standard nor in the template, which would silently drop them."""
         for i, message in enumerate(messages):
             role = message["role"]
             if role not in ROLES and (not role or role not in self._sources):
@@ -85,10 +85,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, answer: bool = True
     ) -> str:
-        """Return the chat as text, up to where the model's answer begins.
+        """Return the chat as text, up to the start of the model's answer.
 
-        It holds the special tokens already: encode it without those that a tokenizer puts around a text.
-        `answer=False` leaves out what opens the answer; `variables` are the template's own, such as `tools`.
+        The text contains the special tokens: encode it with `special=False`. `answer=False` omits the
+        generation prompt; `variables` are passed to the template, such as `tools`.
         """
         if self.is_plain:
             return "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -126,13 +126,13 @@ def load_template(folder: Path) -> ChatTemplate:
 
 
 def longest_answer(folder: Path) -> int | None:
-    """Return how many tokens a checkpoint's `generation_config.json` gives an answer, if it says so."""
+    """Return `max_new_tokens` of a checkpoint's `generation_config.json`, if set."""
     most = _config(folder / "generation_config.json").get("max_new_tokens")
     return most if type(most) is int and most > 0 else None  # `true` is an int too
 
 
 def render(folder: Path, messages: Sequence[Message]) -> str:
-    """Return one chat as a checkpoint's model reads it."""
+    """Render one chat with a checkpoint's template."""
     return load_template(folder).render(messages)
 
 
@@ -149,13 +149,13 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str | None:
-    """Return a special token's text; some files write it as an object."""
+    """Return a special token's text; some files store it as an object."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
 def _named(templates: Any, name: str) -> str | None:
-    """Choose among named templates, as older files have them; a single one serves all chats."""
+    """Choose among named templates, as in older files; a single template is used for all chats."""
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
         templates = next((own.get("template") for own in entries if own.get("name") == name), None)
@@ -163,7 +163,7 @@ def _named(templates: Any, name: str) -> str | None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Give templates the globals that `transformers` gives them, and nothing of this process."""
+    """Build a sandbox with the globals that `transformers` gives templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -174,7 +174,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, indent: int | None = None, **settings: Any) -> str:
-    """Write JSON as it stands in a prompt: Jinja's own filter would escape it for HTML."""
+    """Serialise JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **settings)
 
 

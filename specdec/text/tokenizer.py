@@ -1,4 +1,4 @@
-"""The tokenizer of a folder, and the incremental detokenizer with stop strings."""
+"""A folder's tokenizer, and the incremental detokenizer with stop strings."""
 
 import copy
 import re
@@ -14,15 +14,15 @@ from specdec.errors import CheckpointError
 from specdec.text.stops import StopNode
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""The replacement character: bytes that are no character, or not yet."""
+"""The replacement character: bytes that are not, or not yet, a character."""
 LONGEST = 4
-"""Bytes of a UTF-8 character, and so the tokens that one may take."""
+"""Bytes of a UTF-8 character, and so the most tokens that one may need."""
 CONTEXT = 8
 """Tokens kept as context when detokenizing; at most five times as many are decoded at once."""
 _SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
 BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""The characters by which byte-level vocabularies, as GPT-2's, spell each byte."""
+"""How byte-level vocabularies such as GPT-2's spell each byte."""
 SPOKEN = {
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>"),
     *("<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>", "<|python_tag|>"),
@@ -32,51 +32,51 @@ SPOKEN = {
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "｜DSML｜"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
 }
-"""Special tokens that are detokenized nevertheless: calls and thinking are found by them."""
+"""Special tokens that are detokenized nevertheless: they mark tool calls and thinking."""
 
 
 class Tokenizer:
-    """Read and write text as the model's own tokenizer does."""
+    """Encode and decode text as the model's own tokenizer does."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        # Files keep training's truncation and padding; a prompt takes neither.
+        # Files retain training's truncation and padding, which must not apply to prompts.
         inner.no_truncation()
         inner.no_padding()
         self.inner = inner
         added = inner.get_added_tokens_decoder().items()
         self.longest = max(map(len, inner.get_vocab()), default=1)
-        """Characters that a token may stand for at most: one is spelled with at least as many signs."""
+        """Upper bound on a token's length in characters: its vocabulary entry is at least as long."""
         self._spelt: dict[int, str] = {}
         self._special = {i for i, token in added if token.special and token.content not in SPOKEN}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the tokens of a text, with the special ones that the tokenizer puts around it.
+        """Return the tokens of a text, with the special ones that the tokenizer adds around it.
 
-        A chat that a template rendered has its own already: encode it with `special=False`.
+        A chat rendered by a template contains its own: encode it with `special=False`.
         """
         # Encoding a batch releases the GIL; encoding a single text does not.
         ids: list[int] = self.inner.encode_batch([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; special tokens have none."""
+        """Return the text of tokens, skipping special ones."""
         spoken = [token for token in ids if token not in self._special]
         text: str = self.inner.decode(spoken, skip_special_tokens=False)
         return text
 
     def spell(self, token: int) -> str:
-        """Return one token's text, special ones' too."""
+        """Return one token's text, including special tokens."""
         text = self._spelt.get(token)
         if text is None:
             text = self._spelt[token] = self.inner.decode([token], skip_special_tokens=False)
         return text
 
     def spell_all(self, vocab: int) -> Iterator[str]:
-        """Yield the texts of a vocabulary's tokens by their ids, without keeping them."""
+        """Yield the texts of a vocabulary's tokens by id, uncached."""
         return (self.inner.decode([token], skip_special_tokens=False) for token in range(vocab))
 
     def bytes_of(self, token: int) -> bytes:
-        """Return one token's own bytes, which may be a part of a character."""
+        """Return one token's bytes, which may be part of a character."""
         text = self.spell(token)
         piece = self.inner.id_to_token(token) if INCOMPLETE in text else None
         if piece and (found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece)):
@@ -86,9 +86,9 @@ class Tokenizer:
         return text.encode()
 
     def spellings(self, word: str) -> set[tuple[int, ...]]:
-        """Return the tokens of a word at a text's beginning and after a space.
+        """Return the tokenizations of a word at the start of a text and after a space.
 
-        One blank before it says no more than none. A word that begins with other blanks is read as it is.
+        One leading space is ignored. A word with other leading white space is encoded unchanged.
         """
         bare = word.removeprefix(" ")
         texts = (word,) if not bare or bare[0].isspace() else (bare, f" {bare}")
@@ -101,12 +101,12 @@ class Tokenizer:
         return other
 
     def is_silent(self, token: int) -> bool:
-        """Return whether a token has no text: a special one, or an id that only the model's table has."""
+        """Return whether a token has no text: a special token, or an id without a vocabulary entry."""
         return token in self._special or self.inner.id_to_token(token) is None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """Read `tokenizer.json`; a folder without one serves token ids only."""
+    """Load `tokenizer.json`; a folder without one serves token ids only."""
     path = folder / "tokenizer.json"
     if not has_file(path):
         return None
@@ -123,10 +123,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 class TextStream:
     """Detokenize one output incrementally.
 
-    Held back are the bytes of an unfinished character and whatever may become a stop string; the stop string
-    that is completed first ends the text before it, or behind it with `keeps_stop`, but one that is complete
-    before any may end it is text.
-    Each token costs the decoding of a bounded window.
+    Bytes of an unfinished character and possible starts of a stop string are held back. The first completed
+    stop string ends the text before it, or after it with `keeps_stop`; one completed while stops are not
+    allowed is text. Each token costs the decoding of a bounded window.
     """
 
     def __init__(
@@ -134,30 +133,31 @@ class TextStream:
     ) -> None:
         self._tokenizer, self._keeps_stop = tokenizer, keeps_stop
         self._node = None if stops is None or stops.is_final else stops
-        """What of a stop string stands at the end of the text; None: there are no stop strings."""
+        """The stop-string state at the end of the text; None without stop strings."""
         self._ids: list[int] = []
         self._decoded = 0
-        """Characters of the window's text that were emitted."""
+        """Characters of the window's text emitted so far."""
         self._mark = 0
-        """Tokens of the window after which its text was whole; it may be forgotten up to there."""
+        """Window length at which the text last ended with a whole character; tokens before it may be
+        dropped."""
         self._unfinished = 0
-        """Tokens since the text was whole, that is, ended with a finished character."""
+        """Tokens since the text last ended with a whole character."""
         self._held = ""
         self.length = 0
-        """Characters of the text so far, those that are held back for a stop string included."""
+        """Characters of the text so far, including those held back for a stop string."""
         self.stopped = False
         self.stop: str | None = None
         """The stop string that ended the output."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Take one token and return the text that can be emitted; stop strings end it where they may."""
+        """Append a token and return the text that can be emitted; stop strings apply if `may_stop`."""
         if self.stopped or self._tokenizer.is_silent(token):
             return ""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         broken = len(text) - len(text.rstrip(INCOMPLETE))
         self._unfinished = self._unfinished + 1 if broken else 0
-        # What has had all the tokens of a character is none; only its last piece may still begin one.
+        # After LONGEST tokens the bytes cannot form a character; only the last may still begin one.
         certain = len(text) - (broken if self._unfinished <= LONGEST else min(broken, 1))
         new = text[self._decoded : certain]
         self._decoded = max(self._decoded, certain)
@@ -166,13 +166,13 @@ class TextStream:
         return self._release(new, may_stop=may_stop)
 
     def finish(self) -> str:
-        """Return the text that was held back; the output has ended."""
+        """Return the held-back text at the end of the output."""
         new = self._tokenizer.decode(self._ids)[self._decoded :]
         self._ids, self._decoded = [], 0
         return self._release(new, last=True)
 
     def _slide(self, pending: int) -> None:
-        """Forget old tokens, then find the place again from the end: only the text's head has changed."""
+        """Drop old tokens and recompute the emitted length: only the head of the window's text changes."""
         if not self._unfinished and len(self._ids) - self._mark >= CONTEXT:
             forgotten, self._mark = self._mark, len(self._ids) - self._mark
         elif len(self._ids) - self._mark > 2 * CONTEXT:
@@ -188,7 +188,7 @@ class TextStream:
         if self._node is None:
             return new
         text, end = self._held + new, len(self._held)
-        for sign in new:  # the first to be complete: how tokens cut the text must not matter
+        for sign in new:  # the first to complete, independent of how tokens split the text
             self._node, end = self._node.after(sign), end + 1
             if may_stop and self._node.stop:
                 self.stopped, self.stop, self._held = True, self._node.stop, ""
@@ -199,25 +199,25 @@ class TextStream:
 
 
 class Piece(NamedTuple):
-    """A piece of text that one token wrote, or completed."""
+    """A piece of text that one token produced or completed."""
 
     text: str
     origin: int
-    """Where the token came from: 0 is the target's own choice, n at least 1 a draft's at depth n."""
+    """The token's origin: 0 is the target's own choice, n >= 1 a draft token at depth n."""
 
 
 class Cutter:
-    """Cut a text, which may lag behind its tokens, into what each of them wrote."""
+    """Cut a text, which may lag behind its tokens, into pieces per token."""
 
     def __init__(self) -> None:
         self._ends: deque[tuple[int, int]] = deque()
-        """Where the tokens' texts end that have not been cut to their end, and the tokens' origins."""
+        """End positions and origins of tokens whose text has not been fully cut."""
         self._noted = self._cut = 0
         self._last = 0
-        """The origin of the token noted last: what is shown at the end for lack of more is its."""
+        """The origin of the last token, used for text beyond all noted tokens."""
 
     def note(self, length: int, origin: int) -> None:
-        """Note a token and the length of the text with it."""
+        """Record a token's origin and the length of the text including it."""
         self._last = origin
         if length > self._noted:
             self._ends.append((length, origin))
@@ -237,6 +237,6 @@ class Cutter:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of the text may be the beginning of the stop string."""
+    """Return the length of the text's longest suffix that may begin the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

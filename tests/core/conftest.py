@@ -1,4 +1,4 @@
-"""Engines here open by the hundred; they share the process that has xgrammar loaded."""
+"""Many engines are opened here: they share the process with xgrammar loaded."""
 
 import pytest
 

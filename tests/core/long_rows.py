@@ -1,7 +1,7 @@
-"""One caller runs hundreds of long rows beside another's stream: `python -m tests.core.long_rows`.
+"""One caller's hundreds of long rows beside another's stream: `python -m tests.core.long_rows`.
 
-Prints the stream's longest pauses, the longest steps by the time of the engine's thread, and what the first
-caller got per second, of the clock and of CPU time.
+Prints the stream's longest pauses, the longest steps by the engine thread's CPU time, and the first caller's
+throughput per second of wall and CPU time.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from specdec.errors import SpecdecError
 
 
 def stream(engine: SpecEngine, came_s: list[float], until: threading.Event) -> None:
-    """Ask for one answer after the other, and note when something comes."""
+    """Send one request after the other, and record the arrival times of their deltas."""
     while not until.is_set():
         ended = threading.Event()
 

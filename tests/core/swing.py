@@ -1,8 +1,7 @@
-"""A load that swings from many short requests to few long ones and back, and what it fills of the arena.
+"""A load that alternates between many short and few long requests, and its use of the arena.
 
-`python -m tests.core.swing` prints it for the shipped model. Only steps count in which requests wait
-for memory: where none does, there is nothing to fill it with. Texts end when they are long enough,
-drafts go on.
+`python -m tests.core.swing` prints it for the shipped model. Only steps with requests waiting for memory
+count: otherwise there is nothing to fill it with. Outputs end at their length limit; drafts continue.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from specdec.core.scheduler import BLOCKS, STATES
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many requests with prompts and texts of so many tokens."""
+    """A number of requests with prompts and outputs of fixed lengths."""
 
     requests: int
     prompt: int
@@ -26,23 +25,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What one end of the swing came to."""
+    """The result of one phase of the load."""
 
     slabs: Sequence[float]
-    """Which part of the slabs held anything, in each step in which somebody waited for memory."""
+    """Share of slabs in use, for each step with requests waiting for memory."""
     bytes: Sequence[float]
-    """Which part of the arena's bytes requests had, without what is only kept, holes and padding."""
+    """Share of the arena's bytes held by requests, excluding the prefix cache, holes and padding."""
     most_running: int
     drafted: int
     preempted: int
 
     def full(self, part: float) -> float:
-        """Return in which part of those steps more than a part of the slabs was taken."""
+        """Return the share of those steps with more than a given share of slabs in use."""
         return sum(own > part for own in self.slabs) / max(len(self.slabs), 1)
 
 
 def swing(engine: SpecEngine, loads: Sequence[Load], vocab: int) -> Iterator[End]:
-    """Serve one load after the other with one engine."""
+    """Run the loads one after the other on one engine."""
     loop, draw = engine.model.loop, random.Random(0)
     scheduler, right = loop.scheduler, loop.step
     slabs, taken, running = list[float](), list[float](), list[int]()
@@ -78,7 +77,7 @@ def swing(engine: SpecEngine, loads: Sequence[Load], vocab: int) -> Iterator[End
 
 
 def main() -> None:
-    """Show the shipped model's swing, with prefixes that are kept and without."""
+    """Print the shipped model's results, with and without the prefix cache."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memory-bytes", type=int, default=24_000_000)
     memory = parser.parse_args().memory_bytes

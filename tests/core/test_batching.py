@@ -1,4 +1,4 @@
-"""Rows that share steps, memory and an engine say what they would have said alone."""
+"""Rows that share steps, memory and an engine give the outputs they give alone."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ def draw_requests(seed: int, count: int, longest: int) -> tuple[list[list[int]],
 
 
 def alone(folder: Path, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
-    """Complete each request by itself, its whole prompt in one window."""
+    """Complete each request alone, its whole prompt in one window."""
     with SpecEngine(folder, dtype="float64", chunk_tokens=4096) as engine:
         return [engine.generate([p], own)[0] for p, own in zip(prompts, params, strict=True)]
 
@@ -43,7 +43,7 @@ def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
 
 
 def bytes_for(layout: Layout, sequences: int, length: int) -> int:
-    """Count the slabs that so many sequences of this length take, and the dummy."""
+    """Return the bytes of this many sequences of a length, and of the dummy slab."""
     blocks = sequences * layout.blocks_for(length)
     slabs = 1 + sequences * layout.states_per_slab + -(-blocks // layout.blocks_per_slab)
     return slabs * layout.slab_bytes
@@ -57,7 +57,7 @@ def layout(hybrid: Path) -> Layout:
 
 @pytest.fixture(scope="module")
 def drawn(hybrid: Path) -> tuple[list[list[int]], list[SamplingParams], list[Completion]]:
-    """Return requests for batches of every chunk length, and what each is told alone."""
+    """Return requests for batches of every chunk length, and their outputs alone."""
     prompts, params = draw_requests(1, 24, longest=90)
     return prompts, params, alone(hybrid, prompts, params)
 
@@ -77,9 +77,9 @@ def test_a_mixed_batch_equals_its_rows_alone(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernels_that_users_get_batch_alike(hybrid: Path, layout: Layout, dtype: str) -> None:
-    """Float32 and bfloat16 run in other forms than float64: alone against mixed and preempted, greedy.
+    """Float32 and bfloat16 use other kernels than float64: alone against mixed and preempted, greedy.
 
-    A token may differ only where rounding decides, which a trained model would not show; count and bound it.
+    A token may differ only by rounding, which would be rare in a trained model; the number is bounded.
     """
     prompts, params = draw_requests(8, 16, longest=30)
     params = [SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True) for _ in params]
@@ -131,7 +131,7 @@ def test_other_families_batch_alike(checkpoint: Callable[..., Path], model_type:
 
 @EXHAUSTIVE
 def test_many_requests_and_cancellations_leave_nothing_behind(hybrid: Path, layout: Layout) -> None:
-    """200 requests at once through an arena that holds 6, some cancelled at random moments."""
+    """200 concurrent requests in an arena for 6, some cancelled at random times."""
     prompts, params = draw_requests(5, 200, longest=40)
     rng = random.Random(6)
     leave_after = [rng.randint(0, 10) if rng.random() < 0.3 else None for _ in prompts]

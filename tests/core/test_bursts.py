@@ -1,4 +1,4 @@
-"""Requests that come together and begin alike: one reads what they share, and the others wait for it."""
+"""Concurrent requests with a common prefix: one prefills it, and the others wait for it."""
 
 import asyncio
 import random
@@ -14,12 +14,12 @@ from tests.models.agreeing import END
 
 __all__ = ["folder"]
 STEM = 130
-"""Over four chunks, and no whole number of blocks."""
+"""Over four chunks, and not a multiple of the block size."""
 MANY = {**SETTINGS, "max_running": 8}
 
 
 def burst(count: int, *, stem: int = STEM, vocab: int = VOCAB) -> list[list[int]]:
-    """Make prompts that begin alike and end otherwise."""
+    """Make prompts with a common prefix."""
     draw = random.Random(5)
     begun = [draw.randrange(vocab) for _ in range(stem)]
     return [[*begun, number, *(draw.randrange(vocab) for _ in range(5 * number))] for number in range(count)]
@@ -112,7 +112,7 @@ def test_who_waits_goes_on_when_the_reader_leaves(folder: Path, draft: str) -> N
 
 
 def test_without_room_for_a_state_each_reads_for_itself(folder: Path) -> None:
-    """Where those that run need all of memory nothing is kept, and nobody waits for ever."""
+    """If running requests need all memory, nothing is cached, and no request waits forever."""
     prompts = burst(6)
     small = {**MANY, "max_model_len": 176, "memory_bytes": 160_000}
     with SpecEngine(folder, draft="none", **small) as engine:
@@ -126,7 +126,7 @@ def test_without_room_for_a_state_each_reads_for_itself(folder: Path) -> None:
 
 
 def test_a_burst_that_does_not_wait_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: all read at once."""
+    """The mutant: all prefill at once."""
     monkeypatch.setattr(Scheduler, "_is_being_read", lambda *_: False)
     with SpecEngine(folder, draft="none", **MANY) as engine:
         done = engine.generate(burst(3), params(3))

@@ -1,4 +1,4 @@
-"""Counts of drafts: sums, shares by depth of what reached it, and a step's time by phase."""
+"""Draft counters: sums, acceptance by depth, and step time by phase."""
 
 from collections import Counter
 from itertools import accumulate
@@ -13,7 +13,7 @@ from specdec.core.stats import PHASES, Clock, Counts, Sums, context_bound
 steps = st.integers(0, 8).flatmap(
     lambda depth: st.tuples(st.just(depth), st.integers(0, depth), st.integers(depth, depth + 5))
 )
-"""A draft's depth, how deep it was accepted, and its nodes."""
+"""A draft's depth, its accepted depth, and its nodes."""
 
 
 def test_nothing_counted_is_nothing() -> None:
@@ -29,7 +29,7 @@ def test_time_is_of_so_many_steps() -> None:
 
 
 def test_counts_by_hand() -> None:
-    """A chain of 3 of which 1 is accepted, a tree that is followed to its end, a step without a draft."""
+    """A chain of 3 with 1 accepted, a tree accepted to its end, a step without a draft."""
     counts = Counts()
     counts.note(drafted=3, depth=2, accepted=1, tokens=2, context=1)
     counts.note(drafted=7, depth=2, accepted=2, tokens=3, context=1024)
@@ -71,7 +71,7 @@ def test_sums_agree_with_each_other(drafts: list[tuple[int, int, int]]) -> None:
     for i, rate in enumerate(counts.per_depth):
         reached = [d for d in drafts if d[0] > i and d[1] >= i]
         assert rate == pytest.approx(sum(d[1] > i for d in reached) / len(reached) if reached else 0.0)
-    # Whoever reached a depth had reached those above it.
+    # Drafts that reached a depth had reached those above it.
     assert list(counts.reached) == sorted(counts.reached, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""Memory follows the load from many short requests to few long ones and back, and drafts go on meanwhile."""
+"""Memory follows a load from many short to few long requests and back, while drafts continue."""
 
 import statistics
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_both_ends_of_a_swing_fill_the_arena(folder: Path, draft: str, prefix_ca
     with SpecEngine(folder, prefix_cache=prefix_cache, **fields) as engine:
         for end in swing(engine, LOADS, VOCAB):
             assert statistics.median(end.slabs) > 0.9 and end.full(0.9) > 0.5
-            # Of requests alone; the slabs of so small a model are padded by 20 to 40 %.
+            # Requests alone; the slabs of such a small model have 20 to 40 % padding.
             assert statistics.median(end.bytes) > 0.7
             assert end.drafted > 100
         assert engine.stats().failed_steps == 0

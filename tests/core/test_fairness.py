@@ -1,4 +1,4 @@
-"""Callers share one engine: what one submits neither starves nor slows another beyond its share."""
+"""Callers share one engine: no caller starves or slows another beyond its share."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
 
 
 class Crowd(Bench):
-    """A bench whose callers submit requests, each with the next number."""
+    """A bench whose callers submit numbered requests."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,7 +37,7 @@ class Crowd(Bench):
 
     @property
     def served(self) -> Counter[Tenant]:
-        """Tokens computed by tenant, those that were computed again left out."""
+        """Return the computed tokens by tenant, without recomputed ones."""
         served: Counter[Tenant] = Counter()
         for own in self.requests:
             served[own.tenant] += own.charged_tokens
@@ -48,7 +48,7 @@ class Crowd(Bench):
 
 
 def serves_a_latecomer() -> None:
-    """Alice has filled every place and queues more; Bob asks for one short answer, then for many."""
+    """Alice has filled every slot and queues more; Bob sends one short request, then many."""
     crowd = Crowd(slabs=40)
     crowd.ask(ALICE, 40, max_tokens=50)
     crowd.advance(5)
@@ -95,13 +95,13 @@ def test_more_callers_than_places_take_turns() -> None:
 
 
 def test_a_turn_lasts_as_long_as_its_prefill_took() -> None:
-    """Else two long prompts could preempt each other for ever, and neither be answered."""
+    """Otherwise two long prompts could preempt each other forever without an answer."""
     now_s = 0.0
     crowd = Crowd(slabs=40, max_running=1, chunk_tokens=4)
     crowd.scheduler.clock = lambda: now_s
     (first,) = crowd.ask(ALICE, prompt=32, max_tokens=30)
     crowd.ask(BOB)
-    for _ in range(14):  # eight of them prefill, each as long as a turn
+    for _ in range(14):  # eight of these prefill, each as long as a turn
         crowd.advance()
         now_s += TURN_S
         assert first in crowd.scheduler.running
@@ -110,7 +110,7 @@ def test_a_turn_lasts_as_long_as_its_prefill_took() -> None:
 
 
 def test_a_batch_is_not_interrupted_for_a_turn_while_places_are_free() -> None:
-    """What waits then waits for memory, which a turn would not give it."""
+    """The waiting request then needs memory, which a turn would not provide."""
     now_s = 0.0
     crowd = Crowd(slabs=40)
     crowd.scheduler.clock = lambda: now_s
@@ -138,7 +138,7 @@ def test_one_callers_requests_take_no_turns() -> None:
 
 
 def test_places_are_divided_however_a_caller_cuts_its_work() -> None:
-    """Alice sends long prompts with short answers, Bob the opposite: each keeps half of the places."""
+    """Alice sends long prompts with short answers, Bob the opposite: each keeps half of the slots."""
     crowd = Crowd(slabs=60)
     for _ in range(150):
         crowd.ask(ALICE, 4, prompt=40, max_tokens=4)
@@ -204,7 +204,7 @@ def test_new_connections_do_not_starve_one_that_stays() -> None:
 
 
 def test_places_are_not_taken_from_one_caller_for_a_request_that_waits_for_more() -> None:
-    """Bob's second prompt waits for the step's budget, so nothing of Alice's is preempted for it."""
+    """Bob's second prompt waits for the step's budget, so Alice is not preempted for it."""
     crowd = Crowd(slabs=60, chunk_tokens=8)
     crowd.ask(ALICE, 20, max_tokens=50)
     crowd.advance(10)
@@ -272,7 +272,7 @@ def test_a_step_admits_a_bounded_number_beside_another_caller(others: int) -> No
     crowd.ask(ALICE, others, max_tokens=50)
     crowd.advance()
     crowd.ask(ALICE, 60, max_tokens=50)
-    crowd.scheduler.clock = partial(next, count(step=ADMITTING_S / 80))  # each request takes two parts of it
+    crowd.scheduler.clock = partial(next, count(step=ADMITTING_S / 80))  # each request takes two of these
     crowd.advance()
     assert crowd.running(ALICE) == others + (40 if others else 60)
     crowd.advance()
@@ -298,7 +298,7 @@ def test_two_that_cannot_run_together_do_not_alternate() -> None:
 
 
 def test_parked_requests_are_shown_before_they_are_preempted() -> None:
-    """What they have computed can be cached while memory is theirs."""
+    """Their computed tokens can be cached while they still hold memory."""
     crowd, parked = Crowd(slabs=40), list[Request]()
 
     def park(requests: Iterable[Request]) -> None:

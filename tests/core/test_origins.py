@@ -1,4 +1,4 @@
-"""Every token says where it came from, on every path, and the statistics count the same."""
+"""Every token has its origin on every path, and the statistics agree."""
 
 import asyncio
 from collections import Counter
@@ -29,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def accepted_by_depth(stats: RequestStats) -> Counter[int]:
-    """Count from the histogram how many drafted tokens were accepted at each depth."""
+    """Return the accepted draft tokens by depth, from the histogram."""
     found = Counter[int]()
     for accepted, steps in stats.histogram.items():
         found.update(dict.fromkeys(range(1, accepted + 1), steps))
@@ -37,7 +37,7 @@ def accepted_by_depth(stats: RequestStats) -> Counter[int]:
 
 
 def disagreements(done: Iterable[Completion]) -> list[str]:
-    """Name what origins and statistics say differently."""
+    """List the differences between origins and statistics."""
     wrong = []
     for i, own in enumerate(done):
         drafted = Counter(origin for origin in own.origins if origin)
@@ -45,7 +45,7 @@ def disagreements(done: Iterable[Completion]) -> list[str]:
             wrong.append(f"{i}: {len(own.origins)} origins of {len(own.token_ids)} tokens")
         if drafted != accepted_by_depth(own.stats) or drafted.total() != own.stats.accepted:
             wrong.append(f"{i}: {drafted} where the histogram is {own.stats.histogram}")
-        # A depth follows the one above it; whatever comes first is the target's.
+        # A depth follows the previous one; the first token is the target's.
         if any(b not in (0, a + 1) for a, b in zip((0, *own.origins), own.origins, strict=False)):
             wrong.append(f"{i}: {own.origins}")
     return wrong
@@ -80,7 +80,7 @@ def test_a_drafter_that_is_always_right_or_never(
     params = SamplingParams(max_tokens=21, temperature=0.0, ignore_eos=True)
     with SpecEngine(folder, dtype="float64", draft="mtp", adaptive=False, **fields) as engine:
         (own,) = engine.generate([5], params)
-    # The first comes of the prompt, and each step's last is the target's.
+    # The first token is from prefill, and each step's last is the target's.
     assert own.origins == (0, *expected[1:21]) and own.stats.drafted > 0
 
 
@@ -101,7 +101,7 @@ def test_stops_limits_choices_and_preemption_cut_origins_with_their_tokens(
 
 
 def test_an_origin_that_is_wrong_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: the bonus token counted as the draft's, too."""
+    """The mutant: the bonus token counted as a draft."""
 
     def all_drafted(self: ScheduledRequest, path: AcceptedPath) -> list[int]:
         return [i + 1 for i in range(len(path.emitted))]
@@ -122,7 +122,7 @@ def test_deltas_carry_their_tokens_origins_and_pieces(folder: Path) -> None:
     for delta in deltas:
         assert len(delta.origins) == len(delta.token_ids)
         assert "".join(piece.text for piece in delta.pieces) == delta.text
-        # A token is a letter here, but for the silent end.
+        # A token is one letter here, except the end token, which has no text.
         shown = [o for t, o in zip(delta.token_ids, delta.origins, strict=True) if t != END]
         assert [piece.origin for piece in delta.pieces] == shown
     assert tuple(origin for delta in deltas for origin in delta.origins) == whole.origins

@@ -1,4 +1,4 @@
-"""A step that fails anywhere, with whatever half done, spoils nothing for those who come after it."""
+"""A step that fails anywhere, at any stage, leaves no damage for later requests."""
 
 import queue
 import threading
@@ -55,7 +55,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 
 
 def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
-    """Find a function that a step goes through, and which call of it is to fail, its work done."""
+    """Return a function that a step calls, and which call should fail after doing its work."""
     loop = engine.model.loop
     match name:
         case "planned":
@@ -100,7 +100,7 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
 
 
 def break_once(owner: Any, name: str, at: int, error: Exception, patch: pytest.MonkeyPatch) -> None:
-    """Let the `at`-th call of a function raise after it has done its work."""
+    """Make the `at`-th call of a function raise after it has done its work."""
     right, calls = getattr(owner, name), 0
 
     def wrong(*arguments: Any, **named: Any) -> Any:
@@ -115,7 +115,7 @@ def break_once(owner: Any, name: str, at: int, error: Exception, patch: pytest.M
 
 
 def watch_forgetting(engine: SpecEngine, patch: pytest.MonkeyPatch) -> list[list[Node]]:
-    """Note what prefixes are left whenever all is begun afresh."""
+    """Record the cached prefixes left after each recovery."""
     loop, left = engine.model.loop, list[list[Node]]()
     right, cache = loop.recover, loop.scheduler.cache
 
@@ -128,7 +128,7 @@ def watch_forgetting(engine: SpecEngine, patch: pytest.MonkeyPatch) -> list[list
 
 
 def ask(engine: SpecEngine) -> list[tuple[int, ...] | SpecdecError]:
-    """Ask all prompts together; return what each was told."""
+    """Complete all prompts together; return each one's output or error."""
     inbox: queue.SimpleQueue[tuple[int, Delta | SpecdecError]] = queue.SimpleQueue()
     prepared = [engine.prepare(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     engine.submit(prepared, lambda *said: inbox.put(said))
@@ -149,7 +149,7 @@ def ask(engine: SpecEngine) -> list[tuple[int, ...] | SpecdecError]:
 
 @pytest.fixture(scope="module")
 def expected(hybrid: Path) -> list[tuple[int, ...]]:
-    """What each prompt is told alone."""
+    """Return each prompt's output alone."""
     with SpecEngine(hybrid, draft="none", prefix_cache=False, dtype="float64") as engine:
         return [
             engine.generate([prompt], params)[0].token_ids
@@ -161,7 +161,7 @@ def expected(hybrid: Path) -> list[tuple[int, ...]]:
 def engine(
     request: pytest.FixtureRequest, hybrid: Path, expected: list[tuple[int, ...]]
 ) -> Iterator[SpecEngine]:
-    """Open an engine whose drafts are accepted in part, where it has any."""
+    """Open an engine whose drafts, if any, are partly accepted."""
     with SpecEngine(hybrid, **{"dtype": "float64", "max_running": 2, **WAYS[request.param]}) as engine:
         if speculation := engine.model.loop.speculation if engine.model.settings.drafters else None:
             texts = [(*prompt, *said) for prompt, said in zip(PROMPTS, expected, strict=True)]
@@ -170,7 +170,7 @@ def engine(
 
 
 def settled(engine: SpecEngine) -> None:
-    """Wait until the engine has nothing to do; prove that nothing is left of anybody."""
+    """Wait until the engine is idle; check that no request left anything behind."""
     before = engine.stats().clean_checks
     until_s = time.monotonic() + 60
     engine._worker._put(lambda: None)
@@ -184,7 +184,7 @@ def settled(engine: SpecEngine) -> None:
     for drafter in speculation.drafters[:1]:
         assert not drafter._fed and not len(drafter.index)
     assert loop.runner is None or not loop.runner.batch.held
-    engine.flush()  # of the prefixes that later ones have left
+    engine.flush()  # prefixes cached by later requests
     usage = loop.arena.usage()
     assert usage.free_slabs == usage.slabs
 
@@ -225,7 +225,7 @@ def test_a_step_may_fail_anywhere(
 def test_texts_that_are_complete_outlive_a_step_that_fails(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both requests end in one step, and what is kept of them for later ones fails."""
+    """Both requests end in one step, and caching their prefixes fails."""
     prompts, params = [[1, 2, 3], [4, 5, 6]], SamplingParams(max_tokens=6, ignore_eos=True, seed=7)
     with SpecEngine(hybrid, draft="none", dtype="float64") as engine:
         expected = [own.token_ids for own in engine.generate(prompts, params)]
@@ -238,7 +238,7 @@ def test_texts_that_are_complete_outlive_a_step_that_fails(
 def test_whose_draft_is_not_trusted_is_forgotten_too(
     engine: SpecEngine, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step fails after a draft made the numbers NaN, and before the request has decoded without one."""
+    """The step fails after a draft caused NaN, and before the request has decoded without drafts."""
     loop, right = engine.model.loop, engine.model.network.logits
 
     def logits(hidden_TD: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def test_whose_draft_is_not_trusted_is_forgotten_too(
 def test_a_head_forgets_what_a_failed_step_has_left(
     checkpoint: Callable[..., Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden states of requests that are over would never be read."""
+    """Hidden states of finished requests would never be used."""
     folder = checkpoint(mtp_num_hidden_layers=1)
     chain = {"adaptive": False, "num_steps": 3, "topk": 1}
     with SpecEngine(
@@ -275,7 +275,7 @@ def test_a_head_forgets_what_a_failed_step_has_left(
 
 
 def test_what_cannot_be_put_right_ends_the_engine(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody is told, and nobody is taken in."""
+    """All requests get the error, and new ones are refused."""
     with SpecEngine(hybrid, draft="none", max_running=2) as engine:
         loop = engine.model.loop
         monkeypatch.setattr(loop, "recover", loop.check_idle)

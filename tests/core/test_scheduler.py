@@ -1,4 +1,4 @@
-"""Who takes part, whose memory gives way, and who is told: the scheduler without a model."""
+"""Scheduling without a model: admission, preemption and callbacks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ from specdec.verify.choose import Chooser
 LAYOUT = Layout((KVShape(1, 16),), (StateShape(2, 8, 16, 3, 40),), torch.float32, block_tokens=4)
 LONGEST = 64
 TOKEN = 7
-"""What every step says."""
+"""Every step's output."""
 
 
 @dataclass
 class Bench:
-    """A scheduler over so many slabs, and what it told of whom."""
+    """A scheduler over some slabs, with a record of its callbacks."""
 
     slabs: int = 12
     max_running: int = 8
@@ -73,14 +73,14 @@ class Bench:
         return request
 
     def step(self) -> list[tuple[int, int]]:
-        """Plan, read what was planned, say a token where nothing is owed; return who read how much."""
+        """Plan a step, compute it, emit a token for completed rows; return the tokens computed by row."""
         plan, self.steps = self.scheduler.schedule(), self.steps + 1
         for row in plan.rows:
             row.request.num_computed_tokens += row.num_tokens
         self.scheduler.charge(row.request for row in plan.rows)
         for row in plan.rows:
             request = row.request
-            # What a share reads has its place.
+            # Scheduled tokens have their blocks.
             assert (
                 len(request.table_N) >= LAYOUT.blocks_for(request.num_computed_tokens) and request.committed
             )
@@ -105,7 +105,7 @@ class Bench:
 
 
 def fill(bench: Bench) -> None:
-    """Let a stranger take every block and state that is left."""
+    """Allocate every free block and state to an unrelated owner."""
     while bench.arena.take_blocks("stranger", 1) is not None:
         pass
 
@@ -292,7 +292,7 @@ def test_every_request_ends_once_and_nothing_stays(seed: int) -> None:
 
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
 def test_draft_slots_shrink_before_anyone_waits(backing: str) -> None:
-    """However few slots are free: a draft takes what there is, and no row loses anything by it."""
+    """A draft uses the free slots, however few, and no row loses anything by it."""
     shape, sizes = Shape(8, 1, 9), set[int]()
     per_slab = LAYOUT.records_per_slab if backing == "record" else 1
     for spare in range(14):

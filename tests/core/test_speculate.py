@@ -1,4 +1,4 @@
-"""A request may do without drafts beside others that have them, and may be shown what was drafted for it."""
+"""A request may disable drafts beside others that have them, and may request its draft trees."""
 
 import asyncio
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def open_engine(folder: Path, mode: str) -> SpecEngine:
 
 
 def each(count: int, **changes: Any) -> list[SamplingParams]:
-    """Make parameters that differ by request; a sequence among the changes has one of each."""
+    """Make parameters that differ by request; a sequence among the changes has one value for each."""
     return [
         SamplingParams(
             max_tokens=14 + i,
@@ -75,7 +75,7 @@ def test_the_device_decides_steps_without_drafts_too(folder: Path, mode: str) ->
 
 
 def told(folder: Path, mode: str, **changes: Any) -> list[Completion]:
-    """Return what requests said that were to be told of their drafts: the text is that of the others."""
+    """Return the outputs of requests for draft trees, checking that the text is unchanged."""
     with open_engine(folder, mode) as engine:
         done = engine.generate(PROMPTS, each(len(PROMPTS), trees=True, **changes))
         others = engine.generate(PROMPTS, each(len(PROMPTS), **changes))
@@ -85,16 +85,16 @@ def told(folder: Path, mode: str, **changes: Any) -> list[Completion]:
 
 
 def spelled(tree: DraftTree) -> list[tuple[int, int]]:
-    """Return the tokens that a step gave and their origins."""
+    """Return a step's emitted tokens and their origins."""
     path = [(tree.tokens[node], depth) for depth, node in enumerate(tree.accepted, start=1)]
     return path if tree.bonus is None else [*path, (tree.bonus, 0)]
 
 
 def disagreements(whole: Completion) -> list[str]:
-    """Name what trees, tokens and statistics say differently."""
+    """List the differences between trees, tokens and statistics."""
     wrong, stats = [], whole.stats
     said = [pair for tree in whole.drafts for pair in spelled(tree)]
-    # The first token comes of the prompt, which no step verified.
+    # The first token is from prefill, which verifies nothing.
     if said != list(zip(whole.token_ids, whole.origins, strict=True))[1:]:
         wrong.append(f"the trees spell {said}")
     roots = [whole.token_ids[0]]
@@ -145,7 +145,7 @@ def test_each_delta_has_the_drafts_of_its_steps(folder: Path) -> None:
 
     with open_engine(folder, "tree") as engine:
         first, *deltas = asyncio.run(heard(engine))
-    assert first.drafts == ()  # its token comes of the prompt
+    assert first.drafts == ()  # the token of prefill
     for delta in deltas:
         said = [token for tree in delta.drafts for token, _ in spelled(tree)]
         assert said == list(delta.token_ids) and len(delta.drafts) == 1

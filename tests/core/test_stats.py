@@ -1,4 +1,4 @@
-"""An engine's statistics are the sum of its requests', and both agree with what the steps did."""
+"""An engine's statistics are the sums of its requests', and both match its steps."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Ledger:
-    """What the steps of an engine did, counted from the outside: by depth, drafts there and followed."""
+    """An independent count of an engine's steps: by depth, drafts that reached it and were accepted."""
 
     drafted: int = 0
     reached: Counter[int] = field(default_factory=Counter)
@@ -45,7 +45,7 @@ def watch(engine: SpecEngine) -> Ledger:
                 continue
             ledger.drafted += len(row.tree) - 1
             for depth, node in enumerate(path.nodes, start=1):
-                # Below each node that was accepted a child was drafted, or the draft had come to its end.
+                # Below each accepted node a child was drafted, unless the draft ended there.
                 if node in row.tree.parents:
                     ledger.reached[depth] += 1
                     ledger.followed[depth] += depth < len(path.nodes)
@@ -55,7 +55,7 @@ def watch(engine: SpecEngine) -> Ledger:
 
 
 def ask(engine: SpecEngine, **changes: Any) -> list[Completion]:
-    """Ask for texts of several lengths at once; none of them ends early."""
+    """Complete requests of several lengths together; none ends early."""
     prompts = [[(7 * i + 3 * j) % END for j in range(1 + i % 5)] for i in range(COUNT)]
     params = [
         SamplingParams(**{"max_tokens": 9 + i, "temperature": 0.0, "ignore_eos": True, **changes})
@@ -65,7 +65,7 @@ def ask(engine: SpecEngine, **changes: Any) -> list[Completion]:
 
 
 def histogram_sums(histogram: dict[int, int]) -> tuple[int, int]:
-    """Return the steps in a histogram and the tokens that they accepted."""
+    """Return a histogram's steps and accepted tokens."""
     return sum(histogram.values()), sum(accepted * steps for accepted, steps in histogram.items())
 
 
@@ -118,7 +118,7 @@ def test_shares_by_depth_are_of_the_drafts_that_got_there(folder: Path, mode: st
 
 
 def test_a_step_counts_where_its_context_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text of 30 tokens behind a prompt of 6, where up to 8 tokens are the shortest contexts."""
+    """30 tokens after a prompt of 6; the smallest context class is up to 8 tokens."""
     monkeypatch.setattr("specdec.core.stats.SHORTEST", 8)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     with SpecEngine(folder, dtype="float64", **MODES["mtp chain"]) as engine:
@@ -138,15 +138,15 @@ def test_a_step_counts_where_its_context_ends(folder: Path, monkeypatch: pytest.
 
 
 def test_a_chain_of_one_request_by_hand(folder: Path) -> None:
-    """Acceptance at the given rates: all at depth 1, none at depth 2, of which every draft gets there."""
+    """Fixed acceptance rates: all at depth 1, none at depth 2, which every draft reaches."""
     rates: dict[str, Any] = {"num_steps": 3, "synthetic_acceptance": [1.0, 0.0, 1.0]}
     params = SamplingParams(max_tokens=21, temperature=0.0, ignore_eos=True)
     with SpecEngine(folder, dtype="float64", draft="mtp", adaptive=False, **rates) as engine:
         stats = engine.generate([5], params)[0].stats
-    # The first token comes of the prompt, and two of each step.
+    # The first token is from prefill; each step adds two.
     assert (stats.steps, stats.accepted, stats.histogram) == (10, 10, {1: 10})
     assert stats.acceptance_length == 2.0
-    # In the last step there was room for one drafted token and the bonus.
+    # The last step had space for one draft token and the bonus.
     assert stats.drafted == 9 * 3 + 1 and stats.per_depth[:2] == (1.0, 0.0)
 
 
@@ -159,14 +159,14 @@ def test_preempted_requests_count_each_token_and_step_once(folder: Path) -> None
     for own in done:
         stats = own.stats
         assert stats.output_tokens == len(own.token_ids)
-        # Reading the prompt says one token, and so may reading what a preemption took back.
+        # Prefill gives one token, as may the prefill after a preemption.
         assert stats.output_tokens - 2 <= stats.verified_tokens <= stats.output_tokens - 1
         assert stats.verified_tokens == stats.steps + stats.accepted
         assert histogram_sums(stats.histogram) == (stats.steps, stats.accepted)
 
 
 def told(folder: Path, **changes: Any) -> list[Case]:
-    """Let a plain engine say how texts go on beyond where they will be stopped."""
+    """Return plain decoding outputs that go beyond the later stops."""
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, **changes)
     prompts = [[(7 * i + 3) % END, i] for i in range(8)]
     with SpecEngine(folder, dtype="float64", draft="none") as engine:
@@ -175,7 +175,7 @@ def told(folder: Path, **changes: Any) -> list[Case]:
 
 
 def test_a_text_that_ends_within_what_was_accepted_rejects_nothing(folder: Path) -> None:
-    """All that is drafted is right; what lies behind a stop was neither reached by the text nor rejected."""
+    """All drafts are correct; tokens after a stop count as neither reached nor rejected."""
     cases = told(folder)
     stops = [case.said[0].token_ids[6] for case in cases]
     params = [

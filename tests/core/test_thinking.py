@@ -1,4 +1,4 @@
-"""Where thinking ends, in the output and along drafted paths, and what may follow there."""
+"""The end of thinking, in the output and along draft paths, and the tokens allowed there."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -30,7 +30,7 @@ SPELT = {
 
 
 class Letters:
-    """A tokenizer of a few tokens, in which the end is two of them."""
+    """A tokenizer of a few tokens, in which the end marker takes two."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return {"<a>": [4], "</a>": [1, 3], "?": [], "x<": [20], "*|*": [30]}.get(text, [])
@@ -43,7 +43,7 @@ class Letters:
 
 
 class Counting(Allowed):
-    """A form of three tokens, one after the other: what may follow hangs on how far it has come."""
+    """A grammar of three tokens in sequence: the allowed tokens depend on its progress."""
 
     def __init__(self) -> None:
         super().__init__((), VOCAB)
@@ -111,7 +111,7 @@ def test_a_budget_ends_thinking_token_by_token_along_a_path_too() -> None:
         ((2, 2), {1}),
         ((2, 2, 1), {3}),
         ((2, 2, 1, 3), EVERYTHING),
-        ((2, 1), {3}),  # an end that is begun goes on
+        ((2, 1), {3}),  # a started end marker continues
         ((2, 1, 3), EVERYTHING),
         ((5,), EVERYTHING),
         ((2, 5, 2, 2), EVERYTHING),
@@ -145,7 +145,7 @@ def test_an_output_that_may_think_opens_with_that_or_with_its_form() -> None:
 
 
 def disagreements(shared: ThinkingTerms) -> list[tuple[int, ...]]:
-    """List the texts of which a part, drafted, is bounded otherwise than once it is accepted."""
+    """List the texts for which a draft's mask differs from the mask after acceptance."""
     found = []
     for text in product((1, 3, 4, 5, 10), repeat=4):
         for at, formed in product(range(len(text) + 1), (False, True)):
@@ -159,7 +159,7 @@ def disagreements(shared: ThinkingTerms) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("budget", [None, 0, 2])
 def test_a_path_says_what_its_tokens_say_once_they_are_accepted(opened: bool, budget: int | None) -> None:
-    """Whatever is drafted, each node is bounded as plain decoding would be there."""
+    """Each draft node has the mask that plain decoding would have there."""
     assert not disagreements(terms(opened=opened, budget=budget))
 
 
@@ -180,7 +180,7 @@ def _observe(limit: ThinkingLimit, tokens: tuple[int, ...]) -> bool:
 
 
 class Reading(Allowed):
-    """A form that notes the text that it is shown."""
+    """A grammar that records its text."""
 
     def __init__(self) -> None:
         super().__init__((), VOCAB)
@@ -195,7 +195,7 @@ class Reading(Allowed):
 
 
 def unseen(shared: ThinkingTerms) -> list[tuple[int, ...]]:
-    """List the texts that may be sampled and whose form sees other characters than stand behind the end."""
+    """List the sampleable texts whose grammar does not see exactly the characters after the end marker."""
     found = []
     for text in product((1, 2, 3, 5, 7, 8, 9), repeat=4):
         form = Reading()
@@ -211,7 +211,7 @@ def unseen(shared: ThinkingTerms) -> list[tuple[int, ...]]:
 
 
 def test_a_form_sees_all_that_stands_behind_the_end() -> None:
-    """A token that holds the rest of the end and more would begin the form's text beside the form."""
+    """A token with the rest of the end marker and more would bypass the grammar's first characters."""
     limit = terms().begin(Reading())
     assert may_follow(limit, (1,)) == THINKING - {7} and 9 in may_follow(limit, (1,))
     assert may_follow(limit, (2,)) == THINKING and may_follow(limit, (1, 3)) == EVERYTHING

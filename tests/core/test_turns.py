@@ -1,4 +1,4 @@
-"""Chats whose turns go on from the state that the last one left: nothing is read twice, no text changes."""
+"""Multi-turn chats that reuse the last turn's state: no token is prefilled twice, no text changes."""
 
 import random
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ Chat = tuple[list[tuple[int, ...]], list[int]]
 
 
 def chat(engine: SpecEngine, number: int, **params: Any) -> Chat:
-    """Ask and go on; return the answers, and how much of each prompt had to be read."""
+    """Run a chat; return the answers, and the prefilled tokens of each prompt."""
     draw = random.Random(number)
     text: list[int] = []
     answers, read = [], []
@@ -50,7 +50,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Iterator[dict[str, Chat]]:
-    """Chat by each rule without drafts and without a cache."""
+    """Run a chat for each rule without drafts and without a cache."""
     with SpecEngine(folder, draft="none", prefix_cache=False, **LARGE) as engine:
         yield {name: chat(engine, number, **params) for number, (name, params) in enumerate(RULES.items())}
 
@@ -68,8 +68,8 @@ def test_a_turn_goes_on_where_the_last_one_ended(
             found, read = chat(engine, number, **params)
             assert engine.stats().failed_steps == 0
         assert found == plain
-        # What was asked anew, and the last token of the answer before.
+        # The new prompt tokens, and the last token of the previous answer.
         new = [b - a - len(answer) + 1 for a, b, answer in zip(whole, whole[1:], found, strict=False)]
         near = sum(count <= most for count, most in zip(read[1:], new, strict=True))
-        # A stop within what was accepted may leave a state that lies behind it.
+        # A stop within the accepted path may leave a state beyond it.
         assert near == TURNS - 1 or (name == "stopped" and near and draft != "none")

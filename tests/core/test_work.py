@@ -1,4 +1,4 @@
-"""While several callers run, a step does no more work than was seen to take as long as it may."""
+"""While several callers run, a step's work is bounded by what fits its time limit."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -21,15 +21,15 @@ EVEN = {"alice": 1.0, "bob": 1.0}
 
 
 class Timed(Crowd):
-    """A crowd whose steps take time in proportion to their work, or more from now on."""
+    """A crowd whose step times are proportional to work, or increase from some step on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.scheduler.clock = lambda: 0.0  # however slow the machine, all are admitted at once
+        self.scheduler.clock = lambda: 0.0  # admits all at once, however slow the machine
         self.fitting = 100.0
-        """Work that takes STEP_S."""
+        """Work of STEP_S seconds."""
         self.turns: list[dict[int, int]] = []
-        """Of each step the tokens that each request computed."""
+        """For each step, the computed tokens by request."""
         self.works: list[float] = []
 
     def step(self) -> list[tuple[int, int]]:
@@ -92,7 +92,7 @@ def test_a_step_is_divided_by_weight() -> None:
 
 
 def work_of(prompt: int) -> float:
-    """Return the work of a prompt: a token behind 1000 is twice that of one without context."""
+    """Return a prompt's work: a token after 1000 counts twice one without context."""
     return 1000.0 * prompt + prompt * (prompt - 1) / 2
 
 
@@ -135,7 +135,7 @@ def test_the_limit_follows_what_steps_take() -> None:
 
 
 def test_texts_do_not_depend_on_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside Bob's stream few of Alice's rows fit in a step, and of their drafts fewer."""
+    """Beside Bob's stream few of Alice's rows fit in a step, and fewer of their drafts."""
     monkeypatch.setattr(work, "LEAST", 4)
     monkeypatch.setattr(work, "STEP_S", 1e-9)
     sizes: list[int] = []
@@ -150,7 +150,7 @@ def test_texts_do_not_depend_on_the_rows_of_a_step(monkeypatch: pytest.MonkeyPat
 
 
 def test_recorded_steps_are_not_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of several callers fit in each of them, whatever the host's last step has used."""
+    """Drafts of several callers fit in each, whatever the last host step used."""
     fits, fitted = WorkBudget.fits, list[bool]()
     settings = {"draft": "ngram", "topk": 1, "kernels": "cpu", "graphs": True, "adaptive": False}
     with SpecEngine(folder, dtype="float32", **settings) as engine:
@@ -169,7 +169,7 @@ def test_recorded_steps_are_not_limited(folder: Path, monkeypatch: pytest.Monkey
 
 
 def _texts(engine: SpecEngine, params: SamplingParams, tenants: list[Tenant]) -> list[str]:
-    """Return the texts of one prompt of each tenant, the first tenant's choices first."""
+    """Return the texts of one prompt per tenant, the first tenant's choices first."""
     texts, ended = [""] * (6 * len(tenants)), Event()
     left = len(texts)
 

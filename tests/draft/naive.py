@@ -1,4 +1,4 @@
-"""What the drafters promise, written the slow way: look everywhere, build every candidate, sort."""
+"""Naive reference for the drafters: search everywhere, build every candidate, sort."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Candidate:
 
 
 def tokens(vocabulary: int = 3, max_size: int = 60) -> st.SearchStrategy[list[int]]:
-    """Draw texts over few tokens, so that contexts come again."""
+    """Draw texts over few tokens, so that contexts repeat."""
     return st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=max_size)
 
 
@@ -44,7 +44,7 @@ def proposals(draw: st.DrawFn, vocabulary: int = 4, max_size: int = 12) -> Propo
 
 
 def paths(proposal: Proposal) -> list[tuple[int, ...]]:
-    """Return the tokens from the root's child to each node; none for the root."""
+    """Return the tokens from the root's child to each node; empty for the root."""
     found: list[tuple[int, ...]] = [()]
     for token, parent in list(zip(proposal.tree.tokens, proposal.tree.parents, strict=True))[1:]:
         found.append((*found[parent], token))
@@ -54,9 +54,9 @@ def paths(proposal: Proposal) -> list[tuple[int, ...]]:
 def longest_match(
     texts: Sequence[Sequence[int]], context: Sequence[int], lengths: range
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the length of the longest end of `context` that something follows, and each (text, place).
+    """Return the length of the longest suffix of `context` with a continuation, and each (text, position).
 
-    Texts come in the order in which they are asked, and places latest first.
+    Texts are in the order searched, positions latest first.
     """
     for length in reversed(lengths):
         if length <= len(context):
@@ -73,7 +73,7 @@ def longest_match(
 
 
 def continuation(text: Sequence[int], place: int, limit: int, *, open_ended: bool) -> tuple[int, ...]:
-    """Read on from `place`, in an open-ended text into what was read, until its end or that of an output."""
+    """Return the continuation at `place`, up to the end of the text or output; an open text repeats."""
     longer = list(text)
     for i in range(place, place + limit):
         if i == len(longer):

@@ -1,4 +1,4 @@
-"""A drafter that knows the texts to come and spoils some of what it says."""
+"""A drafter that knows the future texts, and makes some of its drafts wrong."""
 
 from collections.abc import Sequence
 from random import Random
@@ -9,16 +9,16 @@ from specdec.draft.proposal import Proposal, Shape
 from specdec.state_slots.tree import TokenTree
 
 DECAY = 0.9
-"""A node's score over its parent's."""
+"""A node's score relative to its parent's."""
 SILENT = 0.15
-"""How often nothing is proposed, so that rows with and without a draft take turns."""
+"""Share of empty proposals, so that rows with and without drafts alternate."""
 
 
 class Oracle(Stateless):
-    """Propose how a text really goes on, each token with a chance of `rate`; in a tree, among decoys.
+    """Propose a text's true continuation, each token right with probability `rate`; in a tree, among decoys.
 
-    What it says depends on the sequence alone. The true token stands anywhere among its siblings, and decoys
-    have children of their own, so that accepted paths wind through the tree.
+    Proposals depend only on the sequence. The true token is anywhere among its siblings, and decoys have
+    children, so that accepted paths wind through the tree.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]], *, vocab: int, rate: float = 0.7) -> None:
@@ -26,7 +26,7 @@ class Oracle(Stateless):
         self.texts, self.vocab, self.rate = [tuple(text) for text in texts], vocab, rate
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Propose for each sequence; one that is no known text gets decoys only."""
+        """Return a proposal for each sequence; unknown sequences get only decoys."""
         return [self._propose(w.tokens, w.shape) if w.shape else Proposal.bare(w.tokens[-1]) for w in wants]
 
     def _propose(self, said: Sequence[int], shape: Shape) -> Proposal:
@@ -55,7 +55,7 @@ class Oracle(Stateless):
                     scores.append(scores[parent] * DECAY)
                     tokens.append(token)
                     parents.append(parent)
-            # A spoilt spine goes on below its last node, which no text reaches.
+            # After a wrong token the spine continues below the last node, which no text reaches.
             spine = on_spine if on_spine is not None else (below[-1] if below else spine)
             others = [node for node in below if node != spine][: shape.topk - 1]
             level = sorted([spine, *others]) if below else []

@@ -1,4 +1,4 @@
-"""A world in which steps take known times and drafts are accepted at known rates, for a policy to learn."""
+"""A simulation with known step times and acceptance rates, for a policy to learn."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,16 +15,17 @@ from specdec.draft.widths import WIDTHS
 OTHER = 999
 """A token that is never drafted."""
 SECOND = 0.5
-"""How often a further sibling is right where those before it are not, as a part of the first one's rate."""
+"""Probability of each further sibling, given that those before are wrong, relative to the first one's
+rate."""
 JITTER = 0.02
 ROOM = 100
 ROUNDS = 3
-"""How often the warm-up measures each width and each shape."""
+"""Warm-up measurements of each width and shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Milliseconds: of a step at all, of each token in it, of each level drafted, of a plan."""
+    """Milliseconds per step, per token in it, per draft level, and per plan."""
 
     step: float
     token: float
@@ -39,19 +40,19 @@ class Costs:
 
 
 Rate = Callable[[int, int], float]
-"""How often the first choice of a draft is right, of a row and a step."""
+"""Probability that a draft's first choice is right, by row and step."""
 
 Noise = Callable[[Random], float]
-"""By how much some work takes longer than it should."""
+"""Factor by which some work is slowed down."""
 
 
 def jitter(rng: Random) -> float:
-    """Return the noise of a machine that does nothing else."""
+    """Return the noise of an otherwise idle machine."""
     return 1 + JITTER * rng.uniform(-1, 1)
 
 
 def neighbour(rng: Random) -> float:
-    """Return that of one with a busy neighbour: every third piece of work is interrupted, some for long."""
+    """Return the noise beside a busy neighbour: every third piece of work is interrupted, some for long."""
     return jitter(rng) * (1 + (rng.expovariate(0.5) if rng.random() < 0.35 else 0.0))
 
 
@@ -60,16 +61,16 @@ class Outcome:
     tokens: int = 0
     total_ms: float = 0.0
     wasted_ms: float = 0.0
-    """Spent beyond what the same steps without any draft would have taken."""
+    """Time beyond that of the same steps without drafts."""
     quiet_ms: float = 0.0
-    """What those steps would have taken without any draft."""
+    """Time of those steps without drafts."""
     lost_ms: float = 0.0
-    """What plans, drafts and wider steps took beyond what they saved, by the times of a quiet moment."""
+    """Net time lost to plans, drafts and wider steps, without noise."""
     steps: int = 0
     asked: Counter[int] = field(default_factory=Counter)
-    """Rows by how deep they were asked to draft in a step; 0: not at all."""
+    """Rows by requested draft depth; 0: no draft."""
     verified: Counter[int] = field(default_factory=Counter)
-    """Drafted tokens that were verified, by row."""
+    """Verified draft tokens, by row."""
 
     @property
     def rate(self) -> float:
@@ -81,7 +82,7 @@ class Outcome:
 
 
 class World:
-    """Rows that decode for ever under one policy."""
+    """Rows that decode endlessly under one policy."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class World:
         grows: bool = True,
         noise: Noise = jitter,
     ) -> None:
-        """Let a look-up find a chain with these scores for every row, in every step that asks it."""
+        """`found`: scores of the chain that a look-up finds for every row whenever it is asked."""
         self.grows, self.noise = grows, noise
         self.policy, self.costs, self.rate = policy, costs, rate
         self.found = None if found is None else Proposal.chain(0, [0] * len(found), found)
@@ -118,7 +119,7 @@ class World:
         self.policy.on_new_rows(new / rows)
 
     def renew(self) -> None:
-        """End all requests, and begin as many others."""
+        """Replace all requests by new ones."""
         rows, self.tracks = len(self.tracks), []
         self.resize(rows)
 
@@ -172,7 +173,7 @@ class World:
         self.steps += 1
 
     def _draft(self, shape: Shape) -> Proposal:
-        """Grow a draft whose drafter always says the same: what that is worth, its calibrator finds out."""
+        """Grow a draft with constant beliefs; the calibrator learns their actual value."""
         grower = Grower(0, shape, self.calibrator)
         beliefs = [0.5**rank for rank in range(1, shape.topk + 1)]
         while grower.frontier:
@@ -181,14 +182,14 @@ class World:
         return grower.finish()
 
     def _emit(self, proposal: Proposal, kept: Proposal, rate: float) -> Sequence[int]:
-        """Say what the target says, as far as the verified nodes let it out."""
+        """Return the target's tokens, as far as the verified nodes match."""
         text: list[int] = []
         while len(proposal.tree.follow(text)) > len(text):
             text.append(self._say(rate))
         return text[: len(kept.tree.follow(text))]
 
     def _say(self, rate: float) -> int:
-        """Draw the target's token: 0 at the rate, and else each further one at a part of it."""
+        """Draw the target's token: 0 with probability `rate`, else each further one at a fraction of it."""
         for token in range(4):
             if self.rng.random() < (rate * SECOND if token else rate):
                 return token

@@ -1,4 +1,4 @@
-"""Track records: how deep drafts are accepted, by request and by engine, by chain and by tree."""
+"""Track records: accepted depth by request and engine, for chains and trees."""
 
 from random import Random
 
@@ -13,7 +13,7 @@ CHAIN, TREE = Shape(4, 1, 5), Shape(4, 3, 9)
 
 
 def accepted(rng: Random, rates: list[float], depth: int) -> int:
-    """Draw how deep the target follows a draft of so many steps."""
+    """Draw the accepted depth of a draft."""
     reached = 0
     while reached < depth and rng.random() < rates[reached]:
         reached += 1
@@ -106,7 +106,7 @@ def test_a_request_starts_from_the_engines_experience_and_adds_to_it() -> None:
 
 
 def test_what_one_request_learns_reaches_another_at_once() -> None:
-    """Expectations are kept; they must not outlive what they were made of."""
+    """Cached expectations must be invalidated when their data change."""
     engine = TrackRecord()
     one, other = TrackRecord(engine), TrackRecord(engine)
     before = other.expected(CHAIN, 3)

@@ -1,4 +1,4 @@
-"""Calibrated scores are the rates that are then observed, whatever was believed, and always probabilities."""
+"""Calibrated scores match the observed rates, whatever the beliefs, and are always probabilities."""
 
 from collections import defaultdict
 from random import Random
@@ -17,7 +17,7 @@ SHAPE = Shape(num_steps=3, topk=2, num_draft_tokens=9)
 
 
 def draft(random: Random, calibrator: Calibrator) -> Proposal:
-    """Grow a tree from beliefs that are drawn anew for each node."""
+    """Grow a tree with new random beliefs at each node."""
     grower = Grower(0, SHAPE, calibrator)
     while grower.frontier:
         for node in grower.frontier:
@@ -27,7 +27,7 @@ def draft(random: Random, calibrator: Calibrator) -> Proposal:
 
 
 def accept(random: Random, proposal: Proposal, bias: dict[tuple[int, int], float]) -> tuple[int, ...]:
-    """Draw the accepted path, where a node's chance is what was believed times the bias of its place."""
+    """Draw the accepted path: a node's probability is its belief times the bias of its depth and rank."""
     ranks, depths = proposal.ranks, proposal.tree.depths
     path = [0]
     while True:
@@ -43,7 +43,7 @@ def accept(random: Random, proposal: Proposal, bias: dict[tuple[int, int], float
 
 
 def test_scores_become_the_rates_that_are_observed() -> None:
-    """A drafter too sure of itself at first and too modest deeper down, its second choices worst."""
+    """A drafter overconfident at first and underconfident deeper, its second choices worst."""
     bias = {(1, 0): 0.6, (1, 1): 0.9, (2, 0): 0.8, (2, 1): 0.5, (3, 0): 1.1, (3, 1): 0.3}
     random, calibrator = Random(1), Calibrator()
     predicted: defaultdict[tuple[int, int], float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What a step is said to cost: as measured where it was, and a guess that is no surprise where it was not."""
+"""Predicted step costs: measured values where available, and a plausible estimate elsewhere."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from specdec.draft.costs import GROUP, KEPT, KEPT_WIDTH, Costs, Samples, bucket
 
 APART = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Widths that no two of are taken for one."""
+"""Widths in different buckets."""
 
 
 def alone(times: dict[int, float]) -> Costs:
-    """Return costs of which steps of one row are known, by their tokens."""
+    """Return costs with measured steps of one row, by tokens."""
     costs = Costs()
     for tokens, seconds in times.items():
         costs.observe(1, tokens, seconds)
@@ -120,7 +120,7 @@ def test_beyond_the_widest_a_step_costs_more_but_not_out_of_proportion(
 @pytest.mark.parametrize(("step", "token"), [(20.0, 0.02), (50.0, 1.5), (1.0, 4.0)])
 @pytest.mark.parametrize("rows", [2, 8, 32])
 def test_steps_of_many_rows_are_guessed_from_one_of_theirs(rows: int, step: float, token: float) -> None:
-    """Where a token always costs the same, one step of so many rows tells what wider ones cost."""
+    """With constant cost per token, one step with as many rows determines wider ones."""
     costs = alone({width: step + token * width for width in (1, 2, 4, 8)})
     costs.observe(rows, rows, step + token * rows)
     for nodes in (1, 2, 4):
@@ -130,7 +130,7 @@ def test_steps_of_many_rows_are_guessed_from_one_of_theirs(rows: int, step: floa
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_each_further_token_is_told_to_cost_something(rows: int) -> None:
-    """A draft must not look free because its step is as good as one without it."""
+    """A draft must not look free because its measured step is as fast as one without."""
     costs = alone({width: 1.0 + 4.0 * width for width in (1, 2, 4, 8)})
     for tokens in (rows, rows + 1, rows + 2, rows + 3):
         for _ in range(KEPT):
@@ -149,7 +149,7 @@ def test_what_rows_cost_beyond_their_tokens_is_learnt_and_kept_apart_by_their_nu
 
 
 def test_rows_of_several_widths_have_times_of_their_own() -> None:
-    """Until they were seen, a further group adds a little; then what it was found to add."""
+    """Before measurements a further group adds a little; then its measured cost."""
     costs = alone({1: 1.0, 8: 2.0})
     costs.observe(8, 8, 4.0)
     one = [costs.predict(8, tokens) for tokens in (8, 16, 32)]
@@ -162,7 +162,7 @@ def test_rows_of_several_widths_have_times_of_their_own() -> None:
 
 
 def test_where_nothing_was_measured_times_follow_the_work() -> None:
-    """A step that reads what its tokens meet of 64 experts: known at 1 and 8 tokens, and of 4 rows at 4."""
+    """A step that loads the experts its tokens choose, of 64: measured at 1 and 8 tokens, and 4 rows at 4."""
 
     def met(tokens: int) -> float:
         return 16 * (1 - (15 / 16) ** tokens)
@@ -177,7 +177,7 @@ def test_where_nothing_was_measured_times_follow_the_work() -> None:
     for rows, tokens in ((1, 4), (1, 24), (4, 16), (4, 32)):
         assert bent.predict(rows, tokens) == pytest.approx(time(tokens))
         assert abs(straight.predict(rows, tokens) / time(tokens) - 1) > 0.05
-    for costs in (straight, bent):  # what was measured is believed
+    for costs in (straight, bent):  # measurements take precedence
         costs.observe(4, 16, 50.0)
         assert costs.predict(4, 16) == pytest.approx(50.0)
 

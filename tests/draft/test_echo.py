@@ -1,4 +1,4 @@
-"""A text that repeats itself is noticed, however few tokens are indexed at a time."""
+"""Detects a text that repeats itself, however few tokens are indexed at a time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A tree grown level by level is the one that EAGLE-2's rule picks from the full set of candidates."""
+"""A tree grown level by level equals EAGLE-2's choice from the full set of candidates."""
 
 from collections.abc import Sequence
 from random import Random
@@ -39,7 +39,7 @@ def path_to(grower: Grower, node: int) -> tuple[int, ...]:
 
 
 def by_brute_force(shape: Shape, seed: int) -> tuple[list[tuple[int, ...]], list[float]]:
-    """List all candidates that EAGLE-2 grows, and sort them by score."""
+    """Return EAGLE-2's choice: all candidates, sorted by score."""
     level: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     every: list[tuple[tuple[int, ...], float]] = []
     for _ in range(shape.num_steps):

@@ -1,4 +1,4 @@
-"""A head drafts from exactly what it has not read, and every node of its tree as its own path as a chain."""
+"""A head prefills exactly the tokens it has not seen, and each tree node equals its path as a chain."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ TEXT = [5, 17, 40, 3, 3, 28, 61, 9, 12, 33, 7, 50, 2, 2, 19, 44, 8, 30, 21, 6, 1
 CHAIN, TREE = Shape(4, 1, 5), Shape(3, 3, 12)
 CHUNK = 512
 EXACT = 1e-6
-"""Of float64 logits: the router of Nemotron's experts rounds to float32 whatever the model's type."""
+"""For float64 logits: the router of Nemotron's experts uses float32 whatever the model's dtype."""
 
 
 @dataclass
 class Watched:
-    """A real head that notes what it reads: positions, tokens and hidden states."""
+    """A real head that records its inputs: positions, tokens and hidden states."""
 
     inner: MTPHead
     read: list[tuple[list[int], list[int], Tensor]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Watched:
 
 
 class Ranked(NamedTuple):
-    """A sequence's drafted tokens, behind which guesses were ranked."""
+    """A sequence's draft path, after which guesses were ranked."""
 
     key: Hashable
     path: tuple[int, ...]
@@ -68,7 +68,7 @@ class Bench:
         return list(zip(best_NK.indices.tolist(), best_NK.values.tolist(), strict=True))
 
     def read(self, key: str, own: Sequence_, tokens: Sequence[int]) -> None:
-        """Let the target read tokens of a sequence, and the drafter have its hidden states."""
+        """Run tokens of a sequence through the target, and pass their hidden states to the drafter."""
         self.runner.step([(own, tokens)])
         self.drafter.read(key, own.hidden[-1])
 
@@ -81,7 +81,7 @@ class Bench:
         return self.drafter.propose([want(key, own, shape, start)])[0]
 
     def alone(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Return the head's logits below a path, read one token at a time in fresh memory."""
+        """Return the head's logits after a path, computed token by token in fresh memory."""
         own = self.runner.sequence()
         self.runner.step([(own, tokens[:-1])])
         inputs, out_D = torch.cat(own.hidden), torch.empty(0)
@@ -125,7 +125,7 @@ def test_it_reads_exactly_what_it_has_not_read(bench: Bench) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("shapes", [(CHAIN, TREE, CHAIN), (TREE, CHAIN, TREE)], ids=["chains", "trees"])
 def test_every_node_reads_its_own_path(bench: Bench, shapes: Sequence[Shape]) -> None:
-    """At once, and behind drafts that were rejected, whose keys and values must not show."""
+    """Also after rejected drafts, whose KV must be invisible."""
     own = bench.begin("a", 7)
     for shape, more in zip(shapes, (1, 4, 1), strict=True):
         bench.logits.clear()
@@ -162,7 +162,7 @@ def test_proposals_are_what_was_ranked(bench: Bench) -> None:
 
 @torch.inference_mode()
 def test_sequences_that_draft_together_draft_as_alone(bench: Bench) -> None:
-    """Of different lengths, one wanting a tree, one a chain, one nothing, in any order."""
+    """With different lengths, as a tree, a chain or no draft, in any order."""
     asked: list[tuple[str, int, int, Shape | None]] = [
         ("a", 5, 0, TREE),
         ("b", 12, 3, CHAIN),
@@ -218,7 +218,7 @@ def test_what_is_too_much_to_keep_is_read_without_a_draft(bench: Bench) -> None:
     assert bench.propose("a", own, None).num_drafted == 0
     assert not bench.drafter.is_full("a") and not bench.logits
     bench.drafter.chunk_tokens = 64
-    # What was read early was read alike.
+    # Early and late prefill give the same result.
     bench.read("a", own, TEXT[6:8])
     late = bench.begin("b", 8)
     early_found, late_found = (bench.propose(key, s, TREE) for key, s in (("a", own), ("b", late)))
@@ -254,7 +254,7 @@ def test_what_is_kept_keeps_nothing_else_alive(bench: Bench) -> None:
 
 @torch.inference_mode()
 def test_a_drafts_keys_and_values_stay_within_what_was_reserved(bench: Bench) -> None:
-    """The loop reserves as many positions as a draft verifies, or as the head reads while it drafts."""
+    """The loop reserves as many positions as a draft verifies, or as the head writes while it drafts."""
     for shape in (TREE, CHAIN, Shape(4, 4, 3)):
         bench.head.read.clear()
         own = bench.begin("a", 5)

@@ -1,4 +1,4 @@
-"""An index of n-grams finds what looking everywhere finds, whatever was appended, forgotten and made anew."""
+"""The n-gram index finds what an exhaustive search finds, after appending, forgetting and rebuilding."""
 
 from random import Random
 
@@ -16,7 +16,7 @@ LENGTHS = st.sets(st.integers(1, 6), min_size=1).map(lambda lengths: sorted({1, 
 def test_searching_finds_the_longest_match_wherever_it_is(
     pieces: list[list[int]], context: list[int], lengths: list[int], depth: int
 ) -> None:
-    """With some lengths indexed and a match of any length, up to the depth."""
+    """Some lengths are indexed; matches of any length up to the depth are found."""
     history = History(lengths, depth)
     for piece in pieces:
         history.extend(piece)
@@ -47,7 +47,7 @@ def test_forgetting_leaves_what_an_index_of_the_rest_would_find(
 
 @pytest.mark.parametrize("forgotten", [0, 1, 700])
 def test_a_larger_index_finds_the_same(forgotten: int) -> None:
-    """The index is made anew when it has become too small, with what was forgotten left out."""
+    """A full index is rebuilt larger, without the forgotten tokens."""
     random = Random(forgotten)
     text = [random.randrange(40) for _ in range(3000)]
     history = History([1, 2, 4], depth=8)
@@ -112,7 +112,7 @@ def test_a_continuation_ends_with_its_output_or_repeats_itself(
 
 
 def test_an_index_holds_one_entry_per_token_and_length_and_few_heads() -> None:
-    """What bounds the memory: so many entries, whatever the text, also after long forgetting."""
+    """Memory is bounded by this number of entries, whatever the text, even after much forgetting."""
     random, kept, longest = Random(0), 2000, 200
     history = History([1, 2, 4, 8, 16], depth=64)
     for _ in range(300):

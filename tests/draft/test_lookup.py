@@ -1,4 +1,4 @@
-"""An index is told every token of a sequence once, in order, however rarely it is asked."""
+"""The index receives every token of a sequence once, in order, however rarely it is queried."""
 
 from collections.abc import Hashable, Sequence
 from random import Random
@@ -24,7 +24,7 @@ NO_BLOCKS = torch.empty(0, dtype=torch.int64)
 
 
 class Spy(LookupDrafter):
-    """Repeats the latest tokens of a text, and shows what it was told."""
+    """Repeat a text's latest tokens, and record the calls."""
 
     def __init__(self) -> None:
         super().__init__([1], 1)
@@ -59,7 +59,7 @@ def test_who_wants_nothing_is_no_trouble_to_the_index() -> None:
 
 
 def test_long_texts_are_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows wait for that. Rows that grow in each step do not keep long ones from being indexed."""
+    """All rows wait for indexing, but rows that grow in each step do not starve long ones."""
     monkeypatch.setattr(lookup_module, "MOST_INDEXED", 10)
     lookup = Spy()
     lengths, indexed = [6, 30, 3], 0
@@ -93,7 +93,7 @@ def test_an_end_shares_the_output_and_forgets_the_sequence(
         lookup.propose([want([1, 2, 3], 2)])
     lookup.end("a", [1, 2], output, ALICE)
     assert lookup.num_shared_tokens == shared and not lookup._texts
-    # The same key may come again, as another sequence.
+    # A key may be reused by another sequence.
     lookup.propose([want([7, 8], 1)])
     assert lookup._texts["a"].tokens == [7, 8]
 
@@ -103,7 +103,7 @@ def test_an_end_shares_the_output_and_forgets_the_sequence(
 def test_being_asked_now_and_then_changes_no_proposal(
     make: type[NgramDrafter | SuffixDrafter], data: st.DataObject
 ) -> None:
-    """Sequences that come, are asked at any time, and end: as if the index had been told all at once."""
+    """Sequences start, are queried at random times, and end: equal to indexing everything at once."""
     lookup, other, rng = make(), make(), Random(data.draw(st.integers(0, 99)))
     for key, text in enumerate(data.draw(st.lists(tokens(max_size=40).filter(bool), max_size=4))):
         prompt_length = rng.randint(1, len(text))
@@ -124,7 +124,7 @@ def test_an_output_serves_the_next_request_whether_it_was_asked_about_or_not() -
             lookup.propose([want([1, 2, 3], 2)])
         lookup.end("a", [1, 2], [3, 4, 5, 6], ALICE)
         assert lookup.propose([want([9, 3, 4], 1, Shape(2, 1, 3), "b")])[0].tree.tokens[1:] == (5, 6)
-        # What a cancelled request was told serves nobody.
+        # A cancelled request's output is not shared.
         lookup.propose([want([30, 31, 32, 33], 1, SHAPE, "c")])
         lookup.end("c", [30], None, ALICE)
         assert lookup.propose([want([9, 31, 32], 1, SHAPE, "d")])[0].num_drafted == 0

@@ -1,4 +1,4 @@
-"""Prompt look-up proposes what followed the latest of the longest matches."""
+"""Prompt look-up proposes the tokens after the latest of the longest matches."""
 
 import pytest
 from hypothesis import given
@@ -69,7 +69,7 @@ def test_longer_matches_score_higher() -> None:
 
 
 def test_a_loop_goes_on() -> None:
-    """The latest place is one period back, so that what follows it is what is being drafted."""
+    """The latest match is one period back, so that its continuation is the draft itself."""
     assert drafter_with([1, 2, 3, 1, 2, 3]).look_up("request", Shape(7, 1, 8)).tree.tokens[1:] == (
         1,
         2,

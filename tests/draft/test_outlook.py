@@ -1,4 +1,4 @@
-"""Which drafts run, and why: told by an engine's statistics, whoever decides."""
+"""The active drafter and the reason, as reported in an engine's statistics."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_reasons_by_hand() -> None:
 
 @pytest.mark.parametrize(("cost", "pays"), [(1.2, True), (9.0, False)])
 def test_steps_of_the_device_are_judged_by_what_they_took(cost: float, pays: bool) -> None:
-    """Every draft is accepted: a chain of one gives two tokens a step."""
+    """All drafts are accepted: a chain of one gives two tokens per step."""
     policy, track = UniformPolicy(Shape(1, 1, 2), adaptive=True), TrackRecord()
     for _ in range(40):
         shape = policy.choose([track])

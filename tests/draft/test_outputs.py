@@ -1,4 +1,4 @@
-"""Finished outputs are found by their own tenant alone, and evicted by fair parts of a bounded memory."""
+"""Finished outputs are visible to their own tenant only, and evicted fairly from bounded memory."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ ALICE, BOB, SALTED = Tenant("alice"), Tenant("bob"), Tenant("alice", "salt")
 TENANTS = (ALICE, BOB, SALTED, SOLE)
 SHAPE = Shape(4, 3, 12)
 Kept = list[tuple[Tenant, list[int]]]
-"""Outputs that are to be found, the oldest first."""
+"""Findable outputs, the oldest first."""
 
 
 def spelled(kept: Kept, tenant: Tenant) -> list[int]:
@@ -32,7 +32,7 @@ def stored(outputs: Outputs, tenant: Tenant) -> list[int]:
 
 
 def evicted(kept: Kept, limit: int) -> Kept:
-    """Evict by the rule, written the slow way: who has most loses the oldest."""
+    """Evict naively: the caller with most tokens loses its oldest output."""
     kept = list(kept)
     while sum(len(output) + 1 for _, output in kept) > limit:
         held = defaultdict[str, int](int)
@@ -57,7 +57,7 @@ def test_what_others_wrote_changes_no_proposal(said: Kept, text: list[int]) -> N
 
 
 def test_one_index_for_all_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: every tenant reads what any has written."""
+    """A mutant: every tenant sees all outputs."""
     right = Outputs.add
     monkeypatch.setattr(Outputs, "add", lambda outputs, output, tenant: right(outputs, output, SOLE))
     monkeypatch.setattr(Outputs, "of", lambda outputs, tenant: tuple(outputs._texts.values()))

@@ -1,4 +1,4 @@
-"""The policy finds what pays: no drafts, deep ones or some between, for whom, and again when that changes."""
+"""The policy finds what pays: no, deep or intermediate drafts, for each row, and again after changes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,9 +20,9 @@ TOKENS_DOMINATE = Costs(step=1, token=4, level=1)
 WIDTH_IS_CHEAP = Costs(step=20, token=0.02, level=0.5)
 BETWEEN = Costs(step=50, token=1.5, level=4)
 SETTLED, MEASURED = 400, 1000
-"""Steps until what was learnt counts, and over which it is judged."""
+"""Warm-up steps, and steps measured."""
 NEARLY = 0.93
-"""Of what the best fixed shape earns: the rest pays for learning."""
+"""Required share of the best fixed shape's rate; the rest is the cost of learning."""
 
 
 def always(rate: float) -> Rate:
@@ -41,7 +41,7 @@ def settled(bounds: Shape, costs: Costs, rate: Rate, rows: int = 1) -> Outcome:
 
 
 def chain_rate(costs: Costs, rate: float, depth: int, *, drafting: int = 1, rows: int = 1) -> float:
-    """Say how fast rows are of which some always draft a chain of one depth."""
+    """Return the token rate if some rows always draft a chain of one depth."""
     tokens = rows + drafting * sum(rate**level for level in range(1, depth + 1))
     return tokens / (costs.verify(rows + drafting * depth) + costs.level * depth * bool(drafting))
 
@@ -84,7 +84,7 @@ def test_a_tree_is_grown_where_it_pays(rate: float, costs: Costs, pays: bool) ->
     found = settled(TREE, costs, always(rate))
     fixed = world(TREE, costs, always(rate), adaptive=False).run(MEASURED)
     assert found.rate >= NEARLY * max(fixed.rate, best_rate(costs, rate, TREE.num_steps))
-    # A chain of three has three nodes at most; more say that trees are verified.
+    # A chain of three has at most three nodes; more shows that trees are verified.
     assert (found.verified[0] > 3.5 * MEASURED) == pays
 
 
@@ -97,7 +97,7 @@ def test_drafts_follow_when_acceptance_changes(before: float, after: float) -> N
 
 def test_drafting_stops_when_drafts_stop_being_accepted() -> None:
     changing = world(CHAIN, BETWEEN, lambda row, step: 0.9 if step < 1000 else 0.02)
-    assert changing.run(1000).asked[0] < 20  # what a step takes without a draft is looked up now and then
+    assert changing.run(1000).asked[0] < 20  # the plain step's time is remeasured occasionally
     changing.run(SETTLED)
     assert changing.run(MEASURED).waste <= 0.03
 
@@ -114,7 +114,7 @@ def test_what_is_looked_up_alone_is_verified_where_it_pays(rate: float, pays: bo
 
 
 class Looking:
-    """A policy over look-ups alone, which says whether it asked for one; each plan takes a part of a step."""
+    """A policy with look-ups only, which reports whether it asked for one; a plan takes part of a step."""
 
     def __init__(self) -> None:
         self.policy, self.tracks, self.asked = (
@@ -147,14 +147,14 @@ GOOD = Proposal.chain(0, [1, 2, 3], [0.9, 0.8, 0.7])
 
 
 def test_plans_rest_only_while_they_do_not_pay() -> None:
-    """Plans that save more than they take are made for every step; others live on their budget."""
+    """Plans that save more than they cost are made for every step; others within their budget."""
     looking = Looking()
     assert all(looking.looks(GOOD if step % 8 == 0 else Proposal.bare(0)) for step in range(200))
     looking.find_nothing(100)
     assert 0 < looking.find_nothing(2000) <= 2000 * LOOKUP_SHARE / 0.1 + 1
     while not looking.looks(GOOD):
         pass
-    assert looking.looks(GOOD)  # one that is worth drafting wakes the policy up
+    assert looking.looks(GOOD)  # a draft that pays reactivates the policy
 
 
 def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
@@ -168,12 +168,12 @@ def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
 
 
 def test_few_new_rows_among_many_are_not_planned_for() -> None:
-    """They cost a server with three keys a fifth of its throughput; an eighth of a batch counts."""
+    """Planning for them cost a server with three keys a fifth of its throughput; 1/8 of a batch counts."""
     looking = Looking()
     looking.find_nothing(200)
 
     def change(steps: int) -> int:
-        """Replace a row of 64 before each step; return how many steps were planned."""
+        """Replace a row of 64 before each step; return the number of planned steps."""
         planned = 0
         for _ in range(steps):
             looking.policy.on_new_rows(1 / 64)
@@ -230,7 +230,7 @@ def test_a_plan_that_drafts_pays_while_no_costs_are_known() -> None:
 
 
 SMALL = Costs(step=0.8, token=0.1, level=0.15, plan=0.06)
-"""About what the shipped model takes: a plan is a fifteenth of a step, and a draft costs half of one."""
+"""Roughly the shipped model's costs: a plan is a fifteenth of a step, a draft half of one."""
 NOISES = {"quiet": jitter, "busy": neighbour}
 
 
@@ -252,7 +252,7 @@ def test_drafts_that_never_pay_cost_next_to_nothing_after_64_tokens(
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_that_pay_are_found_in_bounded_steps(noise: str, seed: int) -> None:
-    """After they have not paid for long: a phase of a text, or of what is asked of an engine."""
+    """After a long time without gain: a new phase of a text, or of the load."""
     turns = World(
         Policy(CHAIN, adaptive=True),
         SMALL,
@@ -274,7 +274,7 @@ def test_drafts_that_pay_are_found_in_bounded_steps(noise: str, seed: int) -> No
 
 @pytest.mark.parametrize(("rate", "drafts"), [(0.9, False), (0.2, True)])
 def test_what_a_look_up_finds_is_drafted_anew_only_where_that_is_better(rate: float, drafts: bool) -> None:
-    """A head that is right in 0.8 of cases, beside a look-up that is as sure as it is right."""
+    """A head that is right in 0.8 of cases, beside a look-up with accurate scores."""
     scores = [rate**depth for depth in range(1, 8)]
     beside = World(Policy(CHAIN, adaptive=True), BETWEEN, always(0.8 if drafts else rate), found=scores)
     beside.run(SETTLED)
@@ -315,7 +315,7 @@ def test_a_probe_is_paid_for_and_what_a_head_reads_for_it() -> None:
 
 @pytest.mark.parametrize("rows", [2, 4, 16])
 def test_a_batch_drafts_for_every_row_where_width_is_cheap(rows: int) -> None:
-    """What was measured of one row must not make a wider step than that look dearer than it is."""
+    """Measurements of one row must not make a wider step look costlier than it is."""
     found = settled(Shape(5, 1, 6), WIDTH_IS_CHEAP, always(0.8), rows)
     assert found.rate >= NEARLY * best_rate(WIDTH_IS_CHEAP, 0.8, 5, drafting=rows, rows=rows)
 
@@ -343,7 +343,7 @@ def test_rows_of_good_and_of_bad_drafts_are_told_apart() -> None:
 
 
 def test_a_row_comes_back_beside_one_that_drafts_all_the_time() -> None:
-    """What one row accepts must not keep the policy from trying another again."""
+    """One row's acceptance must not stop the policy from retrying another."""
     costs = Costs(step=10, token=1, level=0.2)
     mixed = world(CHAIN, costs, lambda row, step: 0.9 if row or step >= 600 else 0.03, rows=2)
     assert mixed.run(600).verified[1] > 600
@@ -357,7 +357,7 @@ shapes = st.builds(
 
 
 def experienced(rng: Random, shape: Shape, rows: int) -> tuple[Policy, list[TrackRecord]]:
-    """Return a policy and rows that have lived through something."""
+    """Return a policy and rows with random measurements."""
     policy = Policy(shape, adaptive=True)
     for _ in range(rng.randrange(12)):
         policy.steps.observe(rng.choice([1, 1, rows]), rng.randint(rows, 64), rng.uniform(0.001, 0.1))
@@ -414,7 +414,7 @@ def test_a_policy_that_knows_no_costs_drafts() -> None:
 
 
 def test_a_slow_hour_is_forgotten() -> None:
-    """Steps without a draft were slow once; believing it still would make any draft look cheap."""
+    """Steps without drafts were slow once; still assuming so would make any draft look cheap."""
     costs = Costs(step=10, token=2, level=2)
     learning = world(CHAIN, costs, always(0.05))
     learning.costs = Costs(step=60, token=2, level=2)

@@ -1,4 +1,4 @@
-"""Proposals are trees whose best part is a tree again, and which merge without losing or doubling a path."""
+"""Proposals are trees; their best part is a tree, and merging neither loses nor duplicates a path."""
 
 from itertools import accumulate
 
@@ -56,7 +56,7 @@ def test_the_best_are_the_highest_scores_with_their_parents(proposal: Proposal, 
     best, size = proposal.best(limit), len(proposal.tree)
     assert len(best.tree) == min(max(limit, 1), size)
     assert sorted(best.scores) == sorted(proposal.scores)[size - len(best.tree) :]
-    # That the paths are the same says that the right parents were kept.
+    # Equal paths show that the right parents were kept.
     every = paths(proposal)
     kept = [every.index(path) for path in paths(best)]
     assert kept == sorted(kept), "the order changed"
@@ -108,7 +108,7 @@ def test_merging_chains_makes_a_fork_where_they_part() -> None:
 
 @given(st.lists(st.floats(0, 1), max_size=30))
 def test_a_product_of_probabilities_never_rises(chances: list[float]) -> None:
-    """The rule that no child scores above its parent survives rounding."""
+    """Scores never increase from parent to child, even with rounding."""
     Proposal.chain(0, range(len(chances)), list(accumulate(chances, lambda a, b: a * b)))
 
 

@@ -1,4 +1,4 @@
-"""A rounded copy reads what is committed, guesses behind what it guessed, and leaves no trace."""
+"""A quantized copy drafts from committed tokens and its own guesses, and leaves no trace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,19 +25,19 @@ FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
 TEXT = [5, 17, 40, 3, 3, 28, 61, 9, 12, 33, 7, 50, 2, 2, 19, 44]
 CHAIN = Shape(4, 1, 5)
 EXACT = 1e-6
-"""Of float64 logits: the router of Nemotron's experts rounds to float32 whatever the model's type."""
+"""For float64 logits: the router of Nemotron's experts uses float32 whatever the model's dtype."""
 
 
 @dataclass
 class Held:
-    """A sequence's memory, as a request has it."""
+    """A sequence's memory, as held by a request."""
 
     table_N: Tensor
     committed: Committed | None
 
 
 class Bench:
-    """A small model and its copy, whose guesses are the likeliest tokens; what they were made of is noted."""
+    """A small model and its copy, whose guesses are the likeliest tokens; their logits are recorded."""
 
     def __init__(self, folder: Path, backing: str) -> None:
         self.runner = Runner(folder, torch.float64, copied=True, slabs=80)
@@ -56,7 +56,7 @@ class Bench:
         return [*zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
     def begin(self, tokens: Sequence[int], chunk: int) -> tuple[Sequence_, Want]:
-        """Have the target read all tokens but the last, the root of what is drafted."""
+        """Prefill all tokens but the last, the draft's root, in the target."""
         own = self.runner.sequence()
         for at in range(0, len(tokens) - 1, chunk):
             self.runner.step([(own, tokens[at : min(at + chunk, len(tokens) - 1)])])
@@ -65,7 +65,7 @@ class Bench:
 
     @torch.inference_mode()
     def verify(self, own: Sequence_, want: Want, drafted: Sequence[int], accepted: int) -> Want:
-        """Have the target verify a chain, of which so many nodes are kept, the root counted."""
+        """Verify a chain in the target and accept `accepted` nodes, including the root."""
         held, tokens = want.memory, [want.tokens[-1], *drafted]
         assert isinstance(held, Held)
         before = held.committed or Committed(0)
@@ -80,7 +80,7 @@ class Bench:
         return replace(want, tokens=[*want.tokens, *drafted[: accepted - 1], 4])
 
     def behind(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Have the target read the tokens anew, and the copy the root and a path as text behind them."""
+        """Prefill the tokens in the target, then run the root and a path through the copy as plain text."""
         own, _ = self.begin(tokens, chunk=5)
         assert self.runner.copy is not None
         return self.runner.step([(own, [tokens[-1], *path])], by=self.runner.copy)[0][-1]
@@ -108,7 +108,7 @@ def test_each_token_is_guessed_behind_those_before_it(
 
 
 def traces(bench: Bench) -> set[str]:
-    """Draft twice; name what is not as with a twin that drafts nothing."""
+    """Draft twice; return what differs from a sequence without drafts."""
     arena, wrong = bench.runner.arena, set()
     states, logits = [], []
     for drafts in (True, False):
@@ -153,7 +153,7 @@ def in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_token_early(patch: pytest.MonkeyPatch) -> None:
-    """Write keys and values over the last ones that are committed."""
+    """Overwrite the last committed KV."""
     inner = Continuation.row
 
     def wrong(draft: Continuation) -> Row:
@@ -211,7 +211,7 @@ def test_blocks_may_move_while_states_are_borrowed(folder: Path, monkeypatch: py
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_shipped_model_takes_most_of_what_its_copy_guesses(temperature: float) -> None:
-    """At temperature 1 too: the copy ranks by the noise by which the target will choose."""
+    """Also at temperature 1: the copy ranks with the target's sampling noise."""
     prompts = ["def read_lines(path):\n", "import os\n", "class Stack:\n    def push(self, item):\n"]
     params = [
         SamplingParams(max_tokens=100, temperature=temperature, seed=i, ignore_eos=True) for i in range(3)

@@ -1,4 +1,4 @@
-"""Suffix drafting proposes by the counts of what followed the longest match, in bounded memory."""
+"""Suffix drafting proposes by the counts of the longest match's continuations, in bounded memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ def finish(drafter: SuffixDrafter, output: list[int], prompt: Sequence[int] = ()
 
 
 def by_counting(outputs: Sequence[Sequence[int]], text: Sequence[int], shape: Shape) -> list[Candidate]:
-    """Return what may be proposed, from all occurrences in the request and in the outputs."""
+    """Return the candidates from all occurrences in the request and in the outputs."""
     shared = [token for output in outputs for token in (*output, END)]
     length, places = longest_match([text, shared], text, range(1, 65))
     num_steps = min(shape.num_steps, 2 * length)
@@ -150,7 +150,7 @@ def test_ending_forgets_a_request_wholly() -> None:
 
 
 def test_memory_is_bounded_under_long_random_streams() -> None:
-    """Entries of the index and buckets, as many as the limit allows and no more, however long it runs."""
+    """Index entries and buckets stay within the limit, however long it runs."""
     limit, random = 3000, Random(5)
     drafter = SuffixDrafter(max_shared_tokens=limit)
     said: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The choice of one shape for a batch: it finds what pays, looks again, and loses little otherwise."""
+"""The choice of one shape per batch: it finds what pays, re-explores, and otherwise loses little."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Cost = Callable[[Shape | None], float]
 def run(
     policy: UniformPolicy, rows: int, steps: int, rate: float, cost: Cost, seed: int = 0
 ) -> tuple[float, Counter]:
-    """Decode so many steps in a world of these costs and this rate at every depth; return seconds a token."""
+    """Simulate steps with given costs and one rate at every depth; return seconds per token."""
     rng, tracks = Random(seed), [TrackRecord() for _ in range(rows)]
     seconds, tokens, chosen, before = 0.0, 0, Counter[Shape | None](), None
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""A chain drafted in one pass is the chain that is drafted level by level, in every way a token is chosen."""
+"""A chain drafted in one pass equals the chain drafted level by level, for every sampling method."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,17 +27,17 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "mixed": [GREEDY, FILTERED, WARM, GREEDY],
     "beside": [GREEDY, PENALISED, WARM, FILTERED],
 }
-"""How the rows of a batch choose."""
+"""The rows' sampling parameters, by case."""
 
 
 Made = dict[Any, list[tuple[Any, ...]]]
-"""By request, what was proposed: tokens, parents and beliefs. Scores learn from all requests as they come."""
+"""By request, its proposals: tokens, parents and beliefs. Scores learn from all requests in order."""
 
 
 def drafts(
     rules: str, *, straight: bool, count: int, prompts: Sequence[str] = PROMPTS, **fields: Any
 ) -> tuple[list[Any], Made, int, int]:
-    """Return what was said, each request's proposals, how many passes made chains, and how many tapes."""
+    """Return the outputs, each request's proposals, the single-pass chains, and the tapes."""
     made: Made = {}
     with SpecEngine("tiny", adaptive=False, topk=1, graphs=False, max_model_len=512, **fields) as engine:
         head = engine.model.loop.speculation.head
@@ -75,7 +75,7 @@ def drafts(
     [("mtp", 1, "bfloat16"), ("mtp", 4, "bfloat16"), ("mtp", 4, "float32"), ("eagle", 2, "float32")],
 )
 def test_one_pass_drafts_what_levels_draft(draft: str, rules: str, count: int, dtype: str) -> None:
-    """Where one row of a batch is not drafted with the others, its products are of another width."""
+    """Unless a row is drafted separately, which changes the width of the batch's products."""
     fields = {"draft": draft, "num_steps": 4, "dtype": dtype}
     by_level = drafts(rules, straight=False, count=count, **fields)
     at_once = drafts(rules, straight=True, count=count, **fields)
@@ -98,7 +98,7 @@ def test_one_that_minds_what_it_said_keeps_no_other_from_it() -> None:
 
 
 def test_a_chain_is_drafted_alike_at_every_length() -> None:
-    """Whatever length a tape was made at, it is played at others."""
+    """A tape recorded at one length is replayed at others."""
     long = ["x = [1, 2, 3]\n" * 40]
     fields = {"count": 1, "draft": "mtp", "num_steps": 7, "dtype": "bfloat16"}
     for cut in range(0, 24, 3):
@@ -130,7 +130,7 @@ def test_so_it_does_whatever_the_head_is_told(fields: dict[str, Any]) -> None:
         for (*found, found_beliefs), (*wanted, beliefs) in zip(
             at_once[1][key], by_level[1][key], strict=True
         ):
-            # A window begins with a whole block: deeper levels may see more of it.
+            # A window starts at a block boundary: deeper levels may see more of it.
             depth = 1 if "draft_window" in fields else len(beliefs)
             assert [part[:depth] for part in found] == [part[:depth] for part in wanted]
             assert found_beliefs[:depth] == pytest.approx(beliefs[:depth], rel=1e-4)

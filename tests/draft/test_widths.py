@@ -1,4 +1,4 @@
-"""Rows get the widths that pay: no worse than one width for all, and no group that is too dear."""
+"""Rows get the widths that pay: never worse than one width for all, and no group that costs too much."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -21,12 +21,12 @@ Sums = Sequence[Sequence[float]]
 
 
 def straight(rows: int, token: float, group: float = 0.0) -> Curves:
-    """Return what steps take where a token costs so much of a pass, and a further group of rows so much."""
+    """Return step times with constant costs per token and per further group of rows, relative to a pass."""
     return lambda groups: lambda nodes: 1 + token * (rows + nodes) + group * (groups - 1)
 
 
 def chains(seed: int, rows: int) -> list[Proposal]:
-    """Draw chains as a head drafts them: some texts are easy for it, others not."""
+    """Draw a head's chains: some texts are easy for it, others not."""
     rng, found = Random(seed), []
     for _ in range(rows):
         sure = rng.betavariate(0.8, 0.8)
@@ -40,13 +40,13 @@ def sums_of(drafted: Sequence[Proposal]) -> list[list[float]]:
 
 
 def rate_of(widths: Sequence[int], sums: Sums, curve: Curves) -> float:
-    """Return the tokens a second that rows of these widths are expected to give."""
+    """Return the expected token rate of rows with these widths."""
     tokens = len(sums) + sum(own[min(width, len(own) - 1)] for own, width in zip(sums, widths, strict=True))
     return tokens / curve(len(set(widths)))(sum(widths))
 
 
 def best_of_any(sums: Sums, curve: Curves) -> float:
-    """Return the best rate of rows of any widths: nodes are bought one by one, and groups cost nothing."""
+    """Return the best rate of rows of any widths: nodes are added one by one, and groups are free."""
     marginal = sorted((more - less for own in sums for less, more in pairwise(own)), reverse=True)
     tokens = accumulate(marginal, initial=float(len(sums)))
     return max(own / curve(1)(nodes) for nodes, own in enumerate(tokens))
@@ -83,7 +83,7 @@ def test_rows_have_three_widths_at_most_beside_none(rows: int) -> None:
 
 @pytest.mark.parametrize(("rows", "least"), [(8, 1.01), (64, 1.03)])
 def test_widths_by_row_give_more_than_one_width(rows: int, least: float) -> None:
-    """Over the same scores, where a row costs an eighth of a pass to a whole one; close to any widths."""
+    """On the same scores, with row costs from an eighth of a pass to a whole one; close to the optimum."""
     ratios, nearly = [], []
     for token in (1, 1 / 2, 1 / 4, 1 / 8):
         curve = straight(rows, token / rows)
@@ -104,7 +104,7 @@ def test_where_groups_are_dear_all_rows_have_one_width() -> None:
 
 
 def test_a_step_of_the_costs_is_not_crossed_for_little() -> None:
-    """Where a ninth token costs as much as a pass, eight rows' nodes keep within what is left of eight."""
+    """If a ninth token costs as much as a pass, eight tokens are not exceeded."""
     sums = sums_of(chains(3, 4))
     cut = best_cut(sums, lambda groups: lambda nodes: 1.0 if nodes <= 4 else 9.0, mixed=True)
     assert 0 < cut.nodes <= 4
@@ -116,7 +116,7 @@ def test_nothing_drafted_is_nothing_verified() -> None:
 
 
 def planned(rows: int, token: float, *, mixed: bool = True, group: float = 0.0) -> Policy:
-    """Return a policy that knows what steps of so many rows and widths take."""
+    """Return a policy with measured times for these rows and several widths."""
     policy = Policy(Shape(DEPTH, 1, DEPTH + 1), adaptive=True, mixed=mixed)
     for groups in range(1, 5):
         for tokens in (rows, 2 * rows, 4 * rows, 8 * rows):
@@ -141,7 +141,7 @@ def test_a_batch_is_cut_to_widths_by_row() -> None:
         assert len({len(own.tree) for own in kept}) > 2
         for own, whole in zip(kept, drafted, strict=True):
             assert own == whole.best(len(own.tree))
-        # Better drafts are cut no shorter: with another row's width some would be.
+        # Better drafts are cut no shorter, unlike with another row's width.
         best, worst = (
             max(drafted, key=lambda own: min(own.scores)),
             min(drafted, key=lambda own: own.scores[1]),
@@ -150,7 +150,7 @@ def test_a_batch_is_cut_to_widths_by_row() -> None:
 
 
 def test_a_row_that_got_another_rows_width_gives_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: widths that are moved on by a row keep their number and cost, not what they bring."""
+    """The mutant: rotated widths keep their number and cost, but not their gain."""
     rows, token = 16, 1 / 32
 
     def wrong(sums: Sums, curve: Curves, *, mixed: bool) -> Cut:
@@ -188,9 +188,9 @@ def test_widths_that_are_tried_have_neighbours_that_differ_by_a_factor() -> None
 def test_experts_that_tokens_meet_are_reckoned_with(
     known: Sequence[tuple[int, int]], gain: float, least: float
 ) -> None:
-    """Of 128 experts each token reads 8, which is most of a step: of one row all widths are known, of 8 few.
+    """Each token loads 8 of 128 experts, most of a step's time: one row is measured at all widths, 8 at few.
 
-    A straight line takes further tokens for too dear, or a few of them for too cheap, and then drafts lose.
+    A straight line overestimates further tokens, or underestimates a few, and then drafts lose.
     """
 
     def met(tokens: int) -> float:

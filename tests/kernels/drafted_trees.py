@@ -1,4 +1,4 @@
-"""Random windows and random growths for the kernels of trees, and what the host's classes make of them."""
+"""Random windows and tree growths for the tree kernels, and the host classes' results for them."""
 
 import random
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from specdec.verify.walk import AcceptedPath
 
 
 def draw_tree(rng: random.Random, width: int, vocabulary: int = 5) -> TokenTree:
-    """Draw a tree over few tokens, deep or flat, no two children of a node alike."""
+    """Draw a deep or flat tree over few tokens, without equal siblings."""
     reach = rng.choice((1, 2, 4, width))
     tokens, parents, edges = [rng.randrange(vocabulary)], [-1], set()
     while len(tokens) < width:
@@ -32,7 +32,7 @@ def draw_tree(rng: random.Random, width: int, vocabulary: int = 5) -> TokenTree:
 
 
 def draw_choices(rng: random.Random, tree: TokenTree, vocabulary: int = 5) -> list[int]:
-    """Choose at each node what one of its children drafted, or anything, or, seldom, nothing."""
+    """Choose a token at each node: usually a child's, or any, or rarely none."""
     chosen = []
     for node in range(len(tree)):
         drafted = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == node]
@@ -46,19 +46,19 @@ def stack(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def windows(trees: Sequence[TokenTree]) -> tuple[Tensor, Tensor]:
-    """Return the tokens and the parents of equally wide trees."""
+    """Return the tokens and the parents of trees of equal width."""
     return stack([tree.tokens for tree in trees]), stack([tree.parents for tree in trees])
 
 
 def kept_part(path: AcceptedPath) -> AcceptedPath:
-    """Leave out a last node at which nothing was chosen, as the decode loop does."""
+    """Drop a last node at which no token was chosen, as the decode loop does."""
     if path.emitted[-1] != NO_TOKEN:
         return path
     return AcceptedPath(path.nodes[:-1], path.emitted[:-1])
 
 
 def padded(path: AcceptedPath, width: int) -> tuple[list[int], int, list[int]]:
-    """Return a path as the kernels do: nodes, how many they are, and the tokens gained."""
+    """Return a path in the kernels' format: nodes, their count, and the tokens gained."""
     count = len(path.nodes)
     return (
         [*path.nodes, *range(count, width)],
@@ -68,7 +68,7 @@ def padded(path: AcceptedPath, width: int) -> tuple[list[int], int, list[int]]:
 
 
 def draw_calibrator(rng: random.Random) -> Calibrator:
-    """Draw one that has seen much, little or nothing, and of which the last place stands for others too."""
+    """Draw a calibrator with many, few or no observations, whose last depth and rank are shared."""
     if rng.random() < 0.2:
         return Assumed([rng.choice((0.0, 0.5, 0.93, 1.0)) for _ in range(rng.randrange(4))])
     calibrator = Calibrator(max_depth=rng.choice((2, 8)), max_rank=rng.choice((1, 3, 8)))
@@ -81,7 +81,7 @@ def draw_calibrator(rng: random.Random) -> Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a model says about the frontier: a row's children of each node, likeliest first."""
+    """A model's ranking of the frontier: each node's children, likeliest first."""
 
     token_BFK: Tensor
     share_BFK: Tensor
@@ -116,7 +116,7 @@ def grow_on_host(levels: Sequence[Level], row: int, shape: Shape, calibrator: Ca
 def grow(
     ops: ModuleType, levels: Sequence[Level], shape: Shape, table_3DR: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grow all rows together as a captured step does, from a root of token 0; return what `prune` leaves."""
+    """Grow all rows together as a captured step does, from a root of token 0; return `prune`'s output."""
     rows, topk = len(levels[0].token_BFK), shape.topk
     node_BF = torch.zeros(rows, 1, dtype=torch.int64)
     score_BF = torch.ones(rows, 1, dtype=torch.float64)
@@ -138,7 +138,7 @@ def grow(
 def synthetic_walk(
     ops: ModuleType, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, *draws: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk along rewritten choices; return nodes, counts and the tokens gained."""
+    """Walk along the choices rewritten at fixed rates; return nodes, counts and the tokens gained."""
     own_BM, left_BM = ops.accept_at_rates(chosen_BM, token_BM, parent_BM, *draws)
     node_BM, count_B = ops.walk(own_BM, left_BM, parent_BM)
     beyond_BM = torch.arange(node_BM.shape[1]) >= count_B[:, None]
@@ -146,7 +146,7 @@ def synthetic_walk(
 
 
 def proposals_of(pruned: Sequence[Tensor]) -> list[Proposal]:
-    """Return what `prune` left as proposals."""
+    """Convert the output of `prune` to proposals."""
     found = []
     for tokens, parents, scores, beliefs in zip(*(part.tolist() for part in pruned), strict=True):
         tree = TokenTree(tuple(tokens), tuple(parents))

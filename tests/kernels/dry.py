@@ -1,8 +1,8 @@
-"""Engines of real shapes on the CPU whose kernels are not run, but noted with what Triton would compile.
+"""Engines of real shapes on the CPU that record kernel launches, with what Triton would compile.
 
-A process of its own: under the interpreter that the other tests use, there is nothing to compile. Weights are
-zeros that take no memory until they are written, which they never are. What steers the host (tokens, walks,
-trees) is computed by the CPU's forms, so that requests run as they do on a GPU, to their ends.
+Runs in a separate process: under the other tests' interpreter nothing is compiled. Weights are zeros that
+take no memory, as they are never written. Operations that steer the host (tokens, walks, trees) run on the
+CPU, so that requests proceed as on a GPU, to their ends.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ STEERING = {
     *("relations", "walk", "accept_at_rates", "promote", "children", "frontier", "prune"),
     *("sample", "topk_with_noise"),
 }
-"""What decides which tokens and trees come next."""
+"""Operations that decide the next tokens and trees."""
 
 
 LARGE = 1 << 26
@@ -47,7 +47,7 @@ LARGE = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel as the JIT would compile it."""
+    """One kernel specialisation, as the JIT would compile it."""
 
     kernel: JITFunction
     signature: Mapping[str, str]
@@ -57,17 +57,17 @@ class Compiled:
 
     @property
     def folder(self) -> str:
-        """Name the folder of the kernel's file."""
+        """Return the folder of the kernel's file."""
         module: str = self.kernel.__module__
         return module.split(".")[-2]
 
     def knows(self, name: str) -> bool:
-        """Tell whether a constant is given."""
+        """Return whether a constant is set."""
         names = self.kernel.arg_names
         return any(names[at] == name and value is not None for (at, *_), value in self.constants.items())
 
     def __str__(self) -> str:
-        """Name the kernel and what it is compiled for."""
+        """Format the kernel and its specialisation."""
         names = self.kernel.arg_names
         known = " ".join(f"{names[at]}={value}" for (at, *_), value in self.constants.items())
         types = " ".join(f"{name}:{kind}" for name, kind in self.signature.items() if kind != "constexpr")
@@ -76,7 +76,7 @@ class Compiled:
 
 
 class _Driver:
-    """Stands in for an H100's."""
+    """A fake H100 driver."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET
@@ -89,7 +89,7 @@ class _Driver:
 
 
 class Launches:
-    """Notes every launch instead of making it."""
+    """Record every launch without running it."""
 
     def __init__(self) -> None:
         self.compiled: dict[tuple[str, str, str], Compiled] = {}
@@ -109,16 +109,16 @@ class Launches:
 
     @contextlib.contextmanager
     def new(self) -> Iterator[list[Compiled]]:
-        """Give what is compiled for the first time meanwhile."""
+        """Yield a list that receives the kernels first compiled in the block."""
         before, found = len(self.compiled), list[Compiled]()
         yield found
         found += list(self.compiled.values())[before:]
 
 
 def install() -> Launches:
-    """Note launches from now on, and let nothing large be computed or drawn."""
-    load_kernels("triton")  # before they would be made for the interpreter
-    os.environ["TRITON_INTERPRET"] = "1"  # what Triton's kernels need on a CPU
+    """Record launches from now on, and skip large computations and random draws."""
+    load_kernels("triton")  # before the interpreter is enabled
+    os.environ["TRITON_INTERPRET"] = "1"  # required by Triton on a CPU
     driver.set_active(_Driver())
     launches = Launches()
     JITFunction.run = lambda self, *args, **named: launches.run(self, *args, **named)
@@ -133,7 +133,7 @@ def install() -> Launches:
 
 
 def make(network: spec.Network, config: EngineConfig, *, ready: bool = True) -> Model:
-    """Build an engine of a network; `ready`: launch beforehand what one on a GPU does."""
+    """Build an engine of a network; `ready`: make the warm-up launches of a GPU engine."""
     model = build_random(network, config, stored=torch.bfloat16, stored_bytes=1, seed=0)
     if ready:
         precompile(model.loop, model.network, model.settings.max_model_len)
@@ -149,7 +149,7 @@ def make(network: spec.Network, config: EngineConfig, *, ready: bool = True) -> 
 
 
 def serve(model: Model, prompts: Sequence[int], params: Sequence[SamplingParams]) -> None:
-    """Run requests to their ends: each prompt alone, then all kinds of request at once, coming one by one."""
+    """Run requests to their ends: each prompt alone, then every kind of request together, staggered."""
     core, numbers = model.core, itertools.count(1)
     for length in prompts:
         _submit(core, next(numbers), length, params[0])
@@ -173,7 +173,7 @@ _empty = torch.empty
 
 
 def _blank(*size: Any, **named: Any) -> Tensor:
-    """Make zeros; what is large comes fresh from the system, as zeros that take no memory until written."""
+    """Return zeros; large ones come fresh from the system, and take no memory until written."""
     made = _empty(*size, **named)
     return made.zero_() if made.device.type == "cpu" and made.nbytes < LARGE else made
 
@@ -214,14 +214,14 @@ class Blank:
 
 
 def _alike(noted: Any, computed: Any) -> Any:
-    """Return what was computed in the types of what was noted: the CPU's forms are wider in places."""
+    """Cast the computed results to the recorded kernel's dtypes, as the CPU's are sometimes wider."""
     if isinstance(computed, Tensor):
         return computed.to(noted.dtype)
     return computed and tuple(map(_alike, noted, computed))
 
 
 def _steered(name: str) -> Kernels:
-    """Let what steers the host be computed too; what Triton's form would leave to the CPU's own is there."""
+    """Also compute operations that steer the host, with the CPU's kernels."""
     kernels, cpu = load_kernels(name), load_kernels("cpu")
 
     def both(field: str) -> Callable[..., Any]:

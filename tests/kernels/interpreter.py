@@ -1,11 +1,11 @@
 """Triton's interpreter with correct bfloat16 and 8-bit floats, and float sums in a fixed order.
 
-As shipped, it computes with the bits of a bfloat16 as if they were an integer, and adds in NumPy's order,
-which depends on the processor, the shape, the memory layout and the row. Kernels promise that a token has
-the same bits in every window. So here the order of a sum depends on the number of its terms alone, and a test
-of that promise tests the kernel, not the BLAS of the machine.
+As shipped, it treats the bits of a bfloat16 as an integer, and sums in NumPy's order, which depends on the
+processor, the shape, the memory layout and the row. Kernels promise that a token has the same bits in every
+window. Here the order of a sum depends only on the number of its terms, so that a test of that promise tests
+the kernel, not the machine's BLAS.
 
-`install` must run before any kernel is defined; conftest does that where there is no GPU.
+`install` must run before any kernel is defined; conftest does so without a GPU.
 """
 
 import os
@@ -83,18 +83,18 @@ def install() -> None:
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        # A number is an array of one entry here, which NumPy no longer takes for an index.
+        # A number is an array of one entry here, which newer NumPy does not accept as an index.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     patch, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch_tensor
     Builder.create_dot, Builder.binary_op, Builder.unary_op = create_dot, binary_op, unary_op
     ReduceOps.sum = sum_floats
     Builder.cast_impl, Builder.create_fp_to_fp, Builder.get_bf16 = cast_impl, create_fp_to_fp, get_bf16
-    # The language's functions become the interpreter's once: it would look for all of them, and exchange
-    # them, at each launch and at each call of a function from a kernel, which takes more than the kernels.
+    # Patch the language's functions once: the interpreter would patch them all at each launch and each call
+    # of a function from a kernel, which takes longer than the kernels.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
-    # A shape is a tuple of the language: its type would be spelled out for each, and is not asked for.
+    # A shape is a tuple of the language; computing its type for each one is slow, and nothing needs it.
     tl.core._type_for_tuple_values = lambda values, fields=None: SimpleNamespace(fields=fields or [])
 
 
@@ -105,7 +105,7 @@ def dot(a: Any, b: Any) -> Any:
 
 
 def fold(terms: Any) -> Any:
-    """Sum along the first axis, whose length is a power of two: halves are added until one entry is left."""
+    """Sum along the first axis, whose length is a power of two, by adding halves."""
     while len(terms) > 1:
         half = len(terms) // 2
         terms = terms[:half] + terms[half:]
@@ -113,7 +113,7 @@ def fold(terms: Any) -> Any:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let new tensors hold NaN until they are written, so that what a kernel leaves out is seen."""
+    """Fill new tensors with NaN, so that entries a kernel omits are detected."""
 
     def empty(*shape: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
         size = shape[0] if isinstance(shape[0], tuple) else shape

@@ -26,7 +26,7 @@ from tests.kernels import trees
 HIDDEN = 24
 STATES = ("delta net", "delta net, 1 to 1", "mamba-2", "kda")
 KINDS = (*STATES, "lightning", "short conv")
-"""Lightning attention runs on the recurrence of Mamba-2; the last one keeps a window alone."""
+"""Lightning attention uses the recurrence of Mamba-2; the last one has only a window."""
 KERNEL_SETS = [
     ("reference", torch.float64),
     ("cpu", torch.float64),
@@ -36,7 +36,7 @@ KERNEL_SETS = [
 
 
 class RandomWeights:
-    """Answer with noise; decays are mild, so that a state remembers what was wrong with it."""
+    """Random weights with slow decays, so that errors persist in a state."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
@@ -113,7 +113,7 @@ class Mixer:
         return self.layer(x_TD, step)
 
     def feed(self, x_TD: Tensor, memory: RecurrentMemory, slot: int) -> Tensor:
-        """Read certain tokens."""
+        """Run tokens without drafts."""
         return self.run(x_TD, memory, trees.build_group([trees.chain(len(x_TD))], [slot]))
 
     def fold(

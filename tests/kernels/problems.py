@@ -1,4 +1,4 @@
-"""Small networks with every kind of layer, whose operations are compared with their references anywhere."""
+"""Small networks with every kind of layer, to compare operations with their references anywhere."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -118,19 +118,19 @@ NETWORKS: Mapping[str, spec.Network] = {
 }
 PLANS = (token_problems.plan, window_problems.plan, attention_problems.plan)
 LOADS = ((1, 1), (1, 2), (3, 5), (2, 16), (65, 1), (5, 63))
-"""Batches and windows: single rows, odd ones, and the widest windows that drafts have."""
+"""Batches and windows: single rows, odd sizes, and the widest draft windows."""
 COLD = 1 << 16
 
 
 def bench_of(kernels: str, device: torch.device, dtype: torch.dtype) -> Bench:
-    """Work on few sets of buffers."""
+    """Return a bench with few buffer sets."""
     return Bench.of(kernels, device, dtype, cold_bytes=COLD)
 
 
 def problems(
     bench: Bench, name: str, *, batch: int = 3, window: int = 5, of: spec.Network | None = None
 ) -> Iterator[Planned]:
-    """List the problems of a small network, or of one that is given, at one load."""
+    """Yield the problems of a small network, or of the given one, at one load."""
     sizes = Sizes(name, of or NETWORKS[name], batch, window, context=17)
     for plan in PLANS:
         yield from plan(bench, sizes)

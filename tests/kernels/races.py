@@ -1,7 +1,7 @@
-"""Find memory that one program of a launch writes and another one touches: on a GPU nothing orders the two.
+"""Detect memory that one program of a launch writes and another accesses: a GPU does not order them.
 
-Triton's interpreter runs programs one after the other, so that a race changes no result there. Here every
-address that a program reads or writes is noted by its first byte, and compared when the launch is over.
+Triton's interpreter runs programs in sequence, so a race does not change results there. Here the address of
+every access is recorded, and compared after each launch.
 """
 
 from collections import Counter, defaultdict
@@ -17,14 +17,14 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 
 class Race(NamedTuple):
-    """What programs of a kernel share."""
+    """A conflict between programs of a kernel."""
 
     kernel: str
     argument: str
 
 
 class Races:
-    """Collects what the launches of a while do."""
+    """Collect the conflicts of launches."""
 
     def __init__(self) -> None:
         self.launches = Counter[str]()
@@ -33,13 +33,13 @@ class Races:
         self._touched: list[tuple[tuple[int, int, int], bool, np.ndarray]] = []
 
     def note(self, pointers: Any, mask: Any, *, writes: bool) -> None:
-        """Note what the program that runs touches."""
+        """Record an access of the running program."""
         address, touches = np.broadcast_arrays(pointers.data, np.asarray(mask.data, dtype=bool))
         program = interpreter.interpreter_builder.grid_idx
         self._touched.append((program, writes, np.unique(address[touches])))
 
     def compare(self, executor: GridExecutor, given: dict[str, Any]) -> None:
-        """Look for addresses that two programs share and one of them writes, and forget the launch."""
+        """Record addresses that two programs share and one writes, then clear the launch's accesses."""
         touched, self._touched = self._touched, []
         kernel = f"{executor.fn.__module__.removeprefix('specdec.kernels.')}.{executor.fn.__name__}"
         self.launches[kernel] += 1
@@ -57,7 +57,7 @@ class Races:
 
 
 def _owner(given: dict[str, Any], address: int) -> str:
-    """Name the first argument whose memory holds an address."""
+    """Return the first argument whose memory contains an address."""
     for name, value in given.items():
         if isinstance(value, Tensor) and value.numel():
             size = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True)) + 1
@@ -68,7 +68,7 @@ def _owner(given: dict[str, Any], address: int) -> str:
 
 @contextmanager
 def watched(patch: pytest.MonkeyPatch) -> Iterator[Races]:
-    """Watch every launch meanwhile."""
+    """Watch every launch in the block."""
     races = Races()
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     call = GridExecutor.__call__

@@ -1,6 +1,6 @@
-"""Serve real shapes without a GPU and compile for an H100 what was launched; print what came, as JSON lines.
+"""Run real shapes without a GPU, and compile the launched kernels for an H100; prints JSON lines.
 
-A process of its own: under the interpreter that the other tests use, there is nothing to compile.
+Runs in a separate process: under the other tests' interpreter nothing is compiled.
 """
 
 import json
@@ -30,7 +30,7 @@ from tests.kernels import dry
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FEW = {"num_hidden_layers": 2, "full_attention_interval": 2}
-"""A layer of each kind launches what all layers do."""
+"""One layer of each kind launches the kernels of all layers."""
 EXPERTS = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
 EXPERTS |= {"moe_shared_expert_intermediate_size": 3712, "n_group": 8, "topk_group": 4}
 TREE = {"draft": "mtp", "num_steps": 4, "topk": 4, "num_draft_tokens": 8}
@@ -68,7 +68,7 @@ WHOLE = {
     "nemotron-h int4": (CASES["nemotron-h"][0], {**CASES["nemotron-h"][1], "quantize": "int4"}),
     "float32 int8": (CASES["float32"][0], {**CASES["float32"][1], "quantize": "int8"}),
 }
-"""Cases of which only the products of whole numbers are compiled: other ones' kernels are those above."""
+"""Cases of which only the integer products are compiled: other kernels are those above."""
 CONVOLVED, LIGHTNING = ("kimi-linear-48b", "jamba-mini", "lfm2-8b-a1b"), ("minimax-text-01",)
 SUFFIX = {"draft": "suffix", "num_draft_tokens": 16}
 OF_STATES = {"chunk_scan", "conv", "delta_net", "pending", "recurrence", "selective_scan"}
@@ -77,8 +77,8 @@ RECURRENT: Mapping[str, tuple[Sequence[str], Mapping[str, Any], set[str]]] = {
     "recurrent float32": (CONVOLVED, {**SUFFIX, "dtype": "float32"}, {"chunk_scan"}),
     "lightning": (LIGHTNING, SUFFIX, {"chunk_scan", "recurrence"}),
 }
-"""Cases with the recurrent layers that the others lack: their shapes, and the folders whose kernels are
-compiled, for compiling takes seconds each."""
+"""Cases with further recurrent layers: their shapes, and the folders whose kernels are compiled, as each
+kernel takes seconds."""
 PROMPTS = (1, 7, 16, 17, 33, 65, 100, 128, 2048)
 PATHS = range(1, 17)
 PARAMS = [
@@ -89,14 +89,14 @@ PARAMS = [
         {"temperature": 0.7, "top_k": 20, "seed": 2},
         {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "seed": 3},
         {"temperature": 0.0, "repetition_penalty": 1.2},
-        # Of no other token's: here all are equally likely, and would be sorted.
+        # Without other tokens' log-probabilities: all are equally likely here, and would be sorted.
         {"temperature": 1.0, "logprobs": 0, "seed": 4},
     )
 ]
 
 
 def recurrent(shapes: Sequence[str]) -> spec.Network:
-    """Put a recurrent layer of each shape into one network, whose convolutions have as many taps."""
+    """Return one network with a recurrent layer of each shape, with equally many convolution taps."""
     whole = network({**SHAPES["0.8b"], **FEW})
     layers = []
     for shape in shapes:
@@ -107,9 +107,9 @@ def recurrent(shapes: Sequence[str]) -> spec.Network:
 
 
 def compile_for_sm90(compiled: dry.Compiled) -> dict[str, Any]:
-    """Return registers, bytes of shared memory, and of the stack: that is where registers are spilled to.
+    """Return registers, bytes of shared memory and of the stack, to which registers are spilled.
 
-    `together`: four warps share a product's instruction.
+    `together`: four warps share a product's instruction (wgmma).
     """
     source = ASTSource(
         compiled.kernel, compiled.signature, dict(compiled.constants), dict(compiled.attributes)
@@ -132,9 +132,9 @@ def compile_for_sm90(compiled: dry.Compiled) -> dict[str, Any]:
 
 
 def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compiled]:
-    """Serve a case; return what was launched for the first time after the engine had been made ready.
+    """Run a case; return the kernels first launched after the engine was made ready.
 
-    Where it was not, drafts do not follow the clock: all that a case can launch is launched.
+    If not `ready`, drafts do not depend on times: everything that a case can launch is launched.
     """
     if case in RECURRENT:
         shapes, settings, _ = RECURRENT[case]
@@ -161,14 +161,14 @@ def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compil
 
 
 def pack_for_flashinfer() -> None:
-    """Launch the one kernel of ours that FlashInfer's attention needs."""
+    """Launch our only kernel that FlashInfer's attention needs."""
     for tree in (TokenTree.chain([0] * 4), TokenTree((0,) * 8, (-1, *[0] * 7)), TokenTree.chain([0] * 64)):
         row = Row(tree, 100, torch.zeros(20, dtype=torch.int64), 0)
         flashinfer.pack(build_window([row], 4, torch.device("cpu")).groups[0])
 
 
 def main(cases: list[str], *, compiles: bool) -> None:
-    """Print what each case launched late, then what every kernel needs."""
+    """Print each case's late launches, then every kernel's resources."""
     launches = dry.install()
     for case in cases:
         late = launch(launches, case, ready=compiles)

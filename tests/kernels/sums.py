@@ -1,11 +1,11 @@
-"""In which order units sum products of pairs of bfloat16. Each product is exact, and each sum rounds once."""
+"""The summation orders of products of bfloat16 pairs. Each product is exact; each sum rounds once."""
 
 import torch
 from torch import Tensor
 
 
 def by_pairs(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Add pair by pair, the second entry first, as vectors do on every processor."""
+    """Add pair by pair, the second entry first, as vector units do on every processor."""
     sum_TN = torch.zeros(len(x_TD), len(weight_ND))
     for k in range(x_TD.shape[1]):
         sum_TN = _add(sum_TN, x_TD, weight_ND, k ^ 1)
@@ -13,7 +13,7 @@ def by_pairs(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
 
 
 def by_tiles(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Add what sixteen pairs make: the sum of their first entries, plus that of their second ones."""
+    """Add sixteen pairs at a time: the sum of their first entries, plus that of their second ones."""
     sum_TN = torch.zeros(len(x_TD), len(weight_ND))
     for block in range(0, x_TD.shape[1], 32):
         entries = [torch.zeros_like(sum_TN), torch.zeros_like(sum_TN)]
@@ -24,7 +24,7 @@ def by_tiles(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
 
 
 def by_matrix_units(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Add as where there are such units: vectors multiply what fills no tiles."""
+    """Add as on CPUs with matrix units; inputs that fill no tiles are multiplied by vector units."""
     return (by_pairs if x_TD.shape[1] % 32 else by_tiles)(x_TD, weight_ND)
 
 

@@ -1,4 +1,4 @@
-"""Paged attention against its reference, along paths, and blind to all that a node may not see."""
+"""Paged attention against its reference, along paths, ignoring everything a node must not see."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Case:
-    """Pages with every row's history in place, NaN wherever nothing valid stands, and a window to come."""
+    """Pages with every row's history, NaN elsewhere, and the next window."""
 
     pages: Tensor
     group: Group
@@ -67,7 +67,7 @@ def path_to(tree: Tree, node: int) -> list[int]:
 def build_group(
     lengths: Sequence[int], tree: Tree | None, width: int, table: Sequence[Sequence[int]]
 ) -> Group:
-    """Describe rows whose windows all have the same tree, or are chains where it is None."""
+    """Build a group of rows whose windows have the same tree, or are chains for None."""
     ancestors = None
     if tree is not None:
         seen = [[j in path_to(tree, i) for j in range(width)] for i in range(width)]
@@ -90,12 +90,12 @@ def build_group(
 
 
 def make_pages(num_blocks: int, heads: Heads) -> Tensor:
-    """Make one layer's pages among those of others, all NaN."""
+    """Make one layer's pages between those of others, all NaN."""
     return layer_of(make_blocks(num_blocks, 2, BLOCK, heads.keys, heads.dim, dtype=heads.dtype))
 
 
 def copy_of(pages: Tensor) -> Tensor:
-    """Copy the pages, gaps and strides included."""
+    """Copy the pages, including gaps and strides."""
     whole = pages.as_strided((pages.untyped_storage().nbytes() // pages.element_size(),), (1,), 0)
     return whole.clone().as_strided(pages.shape, pages.stride(), pages.storage_offset())
 
@@ -114,7 +114,7 @@ def make_case(
     free = torch.randperm(rows * per_row + 3, generator=generator).tolist()
     table = [free[row * per_row : (row + 1) * per_row] for row in range(rows)]
     for row, length in enumerate(lengths):
-        # Padding may name any block: here the one that no row owns.
+        # Padding may name any block: here one that no row owns.
         needed = -(-(length + width) // BLOCK)
         table[row][needed:] = [free[-1]] * (per_row - needed)
     pages = make_pages(len(free), heads)
@@ -164,7 +164,7 @@ def test_head_ratios_equal_reference(dim: int, queries: int, keys: int, dtype: t
 
 @pytest.mark.parametrize(("length", "width"), [(0, 257), (65, 300)])
 def test_long_chunk_equals_reference(length: int, width: int) -> None:
-    """Wider than the part of a chunk that shares a mask."""
+    """Longer than the part of a chunk that shares a mask."""
     case = make_case((length,), width, heads=Heads(2, 1, 4, torch.float32))
     assert_close(case.run(cpu), case.run(reference))
 
@@ -182,7 +182,7 @@ def test_queries_may_be_strided() -> None:
     [((0,), 1), ((15,), 2), ((47,), 32), ((14,), 33), ((7,), 513), ((0, 63, 16), 1), ((3, 40), 65)],
 )
 def test_append_equals_reference(lengths: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
-    """Every byte: what belongs to others, the layers beside included, stays as it was."""
+    """Compares every byte: other rows' and layers' memory must not change."""
     case = make_case(lengths, width, heads=Heads(dtype=dtype))
     actual, expected = copy_of(case.pages), copy_of(case.pages)
     cpu.append(case.k, case.v, actual, case.group)
@@ -236,7 +236,7 @@ def test_rows_equal_the_same_rows_alone() -> None:
 
 
 def test_shared_blocks_serve_several_rows() -> None:
-    """Three rows begin with the same two blocks and go on in their own."""
+    """Three rows share their first two blocks and continue in their own."""
     case = make_case((37, 37, 37), 4)
     table = case.group.table_BN.clone()
     table[:, :2] = table[0, :2]
@@ -262,7 +262,7 @@ def test_what_is_not_valid_changes_nothing(lengths: tuple[int, ...], tree: Tree 
 
 
 class Sizes(TorchDispatchMode):
-    """Remember the largest tensor that any operation returned."""
+    """Record the size of the largest tensor that any operation returned."""
 
     largest = 0
 
@@ -321,7 +321,7 @@ def test_mutant_is_seen(mutate: Callable[[Case], Case], lengths: tuple[int, ...]
 
 @pytest.mark.parametrize("garbage", [torch.nan, 0.5], ids=["NaN", "a number"])
 def test_leaked_invalid_position_is_seen(garbage: float) -> None:
-    """A query that reads one position beyond its row's last must not pass, whatever stands there."""
+    """An implementation that reads one position beyond the row's last must fail, whatever is stored there."""
     case = make_case((37,), 1)
     case = replace(case, pages=torch.where(case.pages.isnan(), garbage, case.pages))
     pages = copy_of(case.pages)
@@ -335,7 +335,7 @@ def test_leaked_invalid_position_is_seen(garbage: float) -> None:
 
 @dtypes
 def test_a_gate_for_each_head_equals_reference(dtype: torch.dtype) -> None:
-    """In C each is the same bits beside any others."""
+    """In C a head's bits do not depend on other heads."""
     x_THW, gates_TN = torch.randn(7, 3, 5).to(dtype), 4 * torch.randn(7, 9).to(dtype)
     gate_TH = gates_TN[:, 6:]
     expected_THW = reference.gate_heads(x_THW, gate_TH)

@@ -1,4 +1,4 @@
-"""The GPU's attention, in Triton's interpreter, against the reference and along the paths of its trees."""
+"""The GPU's attention, in Triton's interpreter, against the reference and along tree paths."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,14 +30,14 @@ from tests.tolerances import BFLOAT16_EQUAL
 
 GPU = ModuleType("triton")
 vars(GPU).update(append=kv_cache.append, attend=triton.attend, move=kv_cache.move)
-"""The operations as `cpu` and `reference` have them in one file."""
+"""The operations as grouped in `cpu` and `reference`."""
 NARROW = Heads(4, 2, 16, torch.float32)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 Splitter = Callable[[int], None]
 
 
 class Recorder(TorchDispatchMode):
-    """Note every operation of torch that runs."""
+    """Record the names of all torch operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> Splitter:
-    """Return a function that settles into how many parts rows are cut, of a tile of keys at least."""
+    """Return a function that sets the number of parts a row is split into."""
 
     def settle(count: int) -> None:
         monkeypatch.setattr(triton, "LEAST", 1)
@@ -76,7 +76,7 @@ def test_window_equals_reference(
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_widest_window_equals_reference(kind: str, splits: int, split: Splitter) -> None:
-    """More queries than a program takes, and every bit of the mask."""
+    """More queries than one program takes, and every bit of the mask."""
     split(splits)
     tree = random_tree(64, 3) if kind == "tree" else None
     case = make_case((30,), 64, tree=tree, heads=Heads(4, 1, 16, torch.bfloat16))
@@ -85,7 +85,7 @@ def test_widest_window_equals_reference(kind: str, splits: int, split: Splitter)
 
 @dtypes
 def test_prompt_equals_cpu(dtype: torch.dtype) -> None:
-    """A chunk of several programs' queries behind what was read before."""
+    """A chunk of several programs' queries after committed tokens."""
     case = make_case((70,), 150, heads=Heads(4, 2, 16, dtype))
     assert_close(case.run(GPU), case.run(cpu))
 
@@ -117,7 +117,7 @@ def test_node_equals_its_path_as_a_chain(length: int, width: int) -> None:
 
 
 def test_one_wrong_bit_of_the_mask_is_seen() -> None:
-    """For each pair of nodes, the last of 64 too: to hide one or to show one changes that node alone."""
+    """Hiding or exposing one node, including the last of 64, changes only the node with the wrong bit."""
     width, tree = 64, random_tree(64, 2)
     case = make_case((20,), width, tree=tree, heads=Heads(1, 1, 16, torch.float32))
     right = case.run(GPU)
@@ -131,7 +131,7 @@ def test_one_wrong_bit_of_the_mask_is_seen() -> None:
 
 
 def test_rows_are_blind_to_each_other_and_to_padding() -> None:
-    """Padding rows stand at the dummy block: they may write there, and change nothing of the others."""
+    """Padding rows use the dummy block: they may write there, and must not affect other rows."""
     case = make_case((40, 7), 3, heads=NARROW)
     dummy = min(set(range(len(case.pages))) - set(case.group.table_BN.flatten().tolist()))
     table_BN = torch.cat((case.group.table_BN, torch.full((2, case.group.table_BN.shape[1]), dummy)))
@@ -145,7 +145,7 @@ def test_rows_are_blind_to_each_other_and_to_padding() -> None:
 
 
 def test_a_bound_may_lie_far_above_the_lengths(split: Splitter) -> None:
-    """As in a captured step: the number of splits is the bound's, most find nothing to do."""
+    """As in a captured step: the number of splits follows the bound, and most have no work."""
     split(5)
     case = make_case((3, 70), 4, tree=(-1, 0, 0, 1), heads=NARROW)
     table_BN = torch.cat((case.group.table_BN, torch.full((2, 60), len(case.pages) - 1)), dim=1)
@@ -164,7 +164,7 @@ def test_splits_keep_a_gpu_busy_and_are_worth_merging(programs: int, longest: in
 @dtypes
 @pytest.mark.parametrize(("lengths", "width"), [((0,), 1), ((15, 40), 3), ((14,), 33)])
 def test_append_and_move_equal_reference(lengths: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
-    """Every byte: what belongs to others, the layers beside included, stays as it was."""
+    """Compares every byte: other rows' and layers' memory must not change."""
     case = make_case(lengths, width, heads=Heads(4, 3, 63, dtype))
     actual, expected = copy_of(case.pages), copy_of(case.pages)
     first = torch.tensor(lengths)[:, None]
@@ -188,7 +188,7 @@ NORMS = {"none": None, "own": torch.bfloat16, "wide": torch.float32}
 def test_layer_equals_reference(
     dtype: torch.dtype, gated: bool, norm: str, rotated: int, wide: bool, split: Splitter
 ) -> None:
-    """In bfloat16 the pages hold what the reference writes, but for sums rounded in another order."""
+    """In bfloat16 the pages equal the reference's, except for sums rounded in another order."""
     split(1 + rotated // 8)
     projected, layer, rotation, pages, group = make_layer(
         dtype, gated=gated, norm=NORMS[norm], rotated=rotated, lengths=(70, 5), tree=(-1, 0, 0, 1)
@@ -214,7 +214,7 @@ def make_layer(
     tree: Sequence[int],
     dim: int = 24,
 ) -> tuple[Tensor, AttentionLayer, tuple[Tensor, Tensor] | None, Tensor, Group]:
-    """Draw a layer with 6 heads for 2 of keys, and its input; NaN stands wherever nothing valid does."""
+    """Draw a layer with 6 query and 2 key heads, and its input; unwritten memory is NaN."""
     heads = Heads(6, 2, dim, dtype)
     case = make_case(lengths, len(tree), tree=tuple(tree), heads=heads)
     generator = torch.Generator().manual_seed(1)
@@ -233,7 +233,7 @@ def make_layer(
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_nothing_is_read_back_from_the_device(splits: int, split: Splitter) -> None:
-    """A captured step holds no operation that waits for the device, or whose result has the data's size."""
+    """A captured step has no operation that waits for the device, or whose result's size depends on data."""
     split(splits)
     projected, layer, rotation, pages, group = make_layer(
         torch.bfloat16, gated=True, norm=torch.float32, rotated=8, lengths=(40, 5), tree=(-1, 0, 0, 1)

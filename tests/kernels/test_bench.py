@@ -1,4 +1,4 @@
-"""The benchmark of single operations: what is wrong gets no figure, and bytes are those of the formulas."""
+"""The benchmark of single operations: wrong results get no figure, and bytes follow the formulas."""
 
 import json
 from collections.abc import Callable
@@ -63,12 +63,12 @@ def test_every_operation_of_a_step_has_a_problem() -> None:
 
 
 def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with one entry of its last row's result off, or of the memory it writes."""
+    """Return the function with an error in one entry of its last row's result, or of the memory it writes."""
 
     def run(*args: Any, **settings: Any) -> Any:
         out = function(*args, **settings)
         told = out if not isinstance(out, tuple) else out[1]
-        if told is None:  # what it changes is an argument, pages or a memory, at what the next one names
+        if told is None:  # it changes an argument, pages or a memory, at the next argument's ids
             at = next(i for i, x in enumerate(args) if isinstance(x, torch.Tensor | RecurrentMemory))
             told = args[at]
             if isinstance(told, RecurrentMemory):
@@ -130,7 +130,7 @@ def test_a_wrong_tree_mask_is_seen() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_gpu_runs_is_measured_like_any_other(shape: str) -> None:
-    """Once each, and of the backings the default: an interpreter runs them where there is no GPU."""
+    """Once each with the default backing: an interpreter runs them without a GPU."""
     bench = bench_of("triton")
     planned = [p for p in problems(bench, shape, batch=1, window=2) if p.backing in ("", "record")]
     errors = {(p.operation, p.detail): p.build().error() for p in planned}
@@ -166,7 +166,7 @@ def test_row_error_is_of_the_worst_row(value: float) -> None:
 
 
 def test_bytes_follow_the_formulas() -> None:
-    """Count what an arena's own layout says of the same layer."""
+    """Derived from an arena's layout of the same layer."""
     (mixer,) = NETWORKS["experts"].layers[0].mixers
     assert isinstance(mixer, GatedDeltaNet)
     size = traffic.recurrent(mixer.state_shape(), 4)
@@ -285,7 +285,7 @@ def test_ctrl_c_shows_what_was_finished(
     assert report["interrupted"] and [row["status"] for row in report["rows"]] == ["ok", "ok"]
     out = capsys.readouterr().err
     assert f"INTERRUPTED: 2 of {report['planned']} problems" in out and "delta in" in out
-    # What was not reached has a benchmark all the same.
+    # Operations that were not reached still have a benchmark.
     assert "experts" in report["not_measured"] and "swiglu" not in report["not_measured"]
 
 

@@ -1,4 +1,4 @@
-"""The convolution of a window against one output at a time, and what taking tokens back must not change."""
+"""The convolution of a window against one output at a time, and its independence of rejected tokens."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -40,7 +40,7 @@ def weights(layer: Layer, *, bias: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def with_pending(layer: Layer, rows: int) -> tuple[RecurrentMemory, list[list[tuple[int, int]]]]:
-    """Record a window of 6 in every row and accept paths of unequal length, the first of three empty."""
+    """Record a window of 6 in every row and accept paths of different lengths, the first of three empty."""
     memory = make_memory(layer, SLOTS[rows])
     records = scattered(rows, 6, seed=5)
     group = build_group([chain(6)] * rows, SLOTS[rows], records=records, conv_taps=layer.taps)
@@ -73,7 +73,7 @@ def assert_equals_reference(
 
 @pytest.fixture(params=["host", "device"])
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run with slices where they do, and as on a device: by ids alone."""
+    """Run with slices where possible, and as on a device: by ids alone."""
     monkeypatch.setattr(kernel_rows, "on_host", lambda ids: request.param == "host")
 
 
@@ -88,7 +88,7 @@ def test_chain_equals_reference(width: int, taps: int, rows: int, recorded: bool
     memory, paths = start(layer, rows, pending=pending)
     records = in_order(rows, width) if recorded else None
     group = build_group([chain(width)] * rows, SLOTS[rows], paths=paths, records=records, conv_taps=taps)
-    # The layer hands over columns of a wider projection.
+    # Inputs are columns of a wider projection, as in a layer.
     x_TC = noise(rows * width, layer.channels + 3)[:, 2:-1]
     assert_equals_reference(x_TC, layer, memory, group, bias=bool(width % 2))
 
@@ -113,7 +113,7 @@ def test_tree_equals_reference(kind: str, width: int, taps: int, rows: int, pend
 def test_float32_chain_equals_reference(
     width: int, rows: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long float32 chains take another way, in tiles."""
+    """Long float32 chains use a different algorithm, in tiles."""
     monkeypatch.setattr(cpu, "TILE", tile)
     layer = Layer(dtype=torch.float32)
     group = build_group([chain(width)] * rows, SLOTS[rows])

@@ -35,7 +35,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Ten
 
 
 def weights(layer: Layer, *, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Draw a float32 weight, as models hold it, beside a bias in the model's dtype."""
+    """Draw a float32 weight, as models store it, and a bias in the model's dtype."""
     weight_CK = noise(layer.taps, layer.channels, seed=2).t()
     return weight_CK, noise(layer.channels, dtype=layer.dtype) if bias else None
 
@@ -84,7 +84,7 @@ def assert_equals_reference(
 def test_window_equals_reference(
     kind: str, width: int, taps: int, backing: str, pending: bool, dtype: torch.dtype, rows: int
 ) -> None:
-    """Rows have pending paths of 0, 2 and 5 inputs; the layer hands over columns of a wider projection."""
+    """Rows have pending paths of 0, 2 and 5 inputs; inputs are columns of a wider projection."""
     layer, slots = Layer(taps=taps, channels=131 if width == 2 else 9, dtype=dtype), SLOTS[rows]
     memory, records = with_records(layer, rows)
     paths = [own[:length] for own, length in zip(records, [0, 2, 5] if rows == 3 else [2], strict=True)]
@@ -102,7 +102,7 @@ def test_window_equals_reference(
 
 @pytest.mark.parametrize(("width", "dtype"), [(65, torch.float32), (130, torch.bfloat16)])
 def test_long_chain_equals_reference(width: int, dtype: torch.dtype) -> None:
-    """Wider than a program goes: the old window is replaced after all have read it."""
+    """Wider than one program: the old window is replaced after all have read it."""
     layer = Layer(dtype=dtype)
     memory, records = with_records(layer, 3)
     group = build_group([chain(width)] * 3, SLOTS[3], paths=[records[0][:3], [], records[2][:6]])
@@ -111,7 +111,7 @@ def test_long_chain_equals_reference(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backing", ["certain", "record", "snapshot"])
 def test_the_dummy_row_changes_nothing_and_gives_zero(backing: str) -> None:
-    """It stands in slot 0, and its record in place (0, 0); all it is given may be NaN."""
+    """The dummy row uses slot 0 and record (0, 0); all its inputs may be NaN."""
     layer, slots = Layer(dtype=torch.float32), (4, 0)
     memory = make_memory(layer, (4,))
     before = copy_of(memory)
@@ -132,7 +132,7 @@ def test_the_dummy_row_changes_nothing_and_gives_zero(backing: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "width"), [("chain", 2), ("random", 17)])
 def test_a_path_is_convolved_to_the_same_bits_again(kind: str, width: int, dtype: torch.dtype) -> None:
-    """Behind a path's end anything may stand; here rows accept all, nothing, and one token."""
+    """Memory after a path's end is arbitrary; rows accept all, no, and one token."""
     layer = Layer(channels=64, dtype=dtype)
     trees, records = [draw(kind, width, seed) for seed in range(3)], scattered(3, width, seed=9)
     memory = make_memory(layer, SLOTS[3])

@@ -1,4 +1,4 @@
-"""Whole recurrent layers on the GPU's kernels, in the interpreter: what windows leave and take back."""
+"""Whole recurrent layers on the GPU's kernels, in the interpreter: window memory and rollback."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Ten
 
 
 def make_layer(dtype: torch.dtype) -> tuple[DeltaLayer, RecurrentMemory]:
-    """Draw a layer whose values are longer than its keys; states are float32, inputs in its own dtype."""
+    """Draw a layer whose values are longer than its keys; states are float32, inputs in their own dtype."""
     sizes = Layer(groups=1, heads=2, key=6, value=9, channels=2 * 6 + 2 * 9, dtype=torch.float32)
     layer = DeltaLayer(
         *(1, 2, 6, 9),
@@ -54,12 +54,12 @@ def make_layer(dtype: torch.dtype) -> tuple[DeltaLayer, RecurrentMemory]:
 
 
 def project(tokens: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """Draw what a projection gives: queries, keys, values, gates, write strengths and decays."""
+    """Draw a projection's output: queries, keys, values, gates, write strengths and decays."""
     return noise(tokens, 2 * 6 + 2 * 2 * 9 + 2 * 2, dtype=dtype, seed=seed)
 
 
 def assert_same(actual: RecurrentMemory, expected: RecurrentMemory, dtype: torch.dtype) -> None:
-    """Inputs are copied; updates and states are sums of what was rounded to the model's dtype."""
+    """Inputs are copied; updates and states are sums of values rounded to the model's dtype."""
     assert_same_memory(actual, expected, KERNEL[dtype])
     for x, y in ((actual.window_SIC, expected.window_SIC), (actual.input_SRC, expected.input_SRC)):
         assert torch.equal(x.nan_to_num(), y.nan_to_num())
@@ -100,7 +100,7 @@ def test_a_layer_equals_the_reference(
 
 
 def test_keys_are_made_again_to_the_same_bits() -> None:
-    """By the window that folds them, and for a fold alone; rows accepted all, nothing, and one token."""
+    """Recomputed by the window that folds them, and by a fold alone; rows accepted all, no, and one token."""
     layer, memory = make_layer(torch.bfloat16)
     records, tree = scattered(3, 5, seed=5), draw("random", 5, 3)
     projected_TN = project(15, torch.bfloat16)
@@ -127,7 +127,7 @@ def test_keys_are_made_again_to_the_same_bits() -> None:
 
 @pytest.mark.parametrize("kind", ["delta net, 1 to 1", "mamba-2", "lightning"])
 def test_folding_accepted_nodes_equals_feeding_them(kind: str) -> None:
-    """Rows accept a path or nothing; what follows reads it lazily, or after a fold."""
+    """Rows accept a path or nothing; the next window folds it lazily, or after an explicit fold."""
     mixer, slots = Mixer(kind, "triton", torch.float32), [7, 2]
     tree, records = draw("random", 7, 1), scattered(2, 7, seed=3)
     path, x_TD, following_TD = path_to(tree, 6), mixer.inputs(14), mixer.inputs(4, seed=8)

@@ -1,4 +1,4 @@
-"""What is handed to FlashInfer, against a stand-in that reads it as its documentation says."""
+"""The arguments passed to FlashInfer, against a fake that follows its documentation."""
 
 import sys
 from collections import defaultdict
@@ -75,7 +75,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tentative(group: Group) -> Group:
-    """Let a group's windows be taken back."""
+    """Make a group's windows drafts, by giving them snapshot slots."""
     return replace(group, snapshot_BM=torch.zeros(group.rows, group.width, dtype=torch.int64))
 
 
@@ -171,7 +171,7 @@ QWEN = {**SHAPES["qwen3-next-80b-a3b"], "num_hidden_layers": 2, "full_attention_
 
 @pytest.fixture
 def scratches(monkeypatch: pytest.MonkeyPatch) -> Scratches:
-    """Note by width what XQA would be given to work in, and run no kernel."""
+    """Record XQA's scratch buffers by width, and run no kernel."""
     noted: Scratches = defaultdict(list)
 
     def note(*given: Any, q_seq_len: int, **_: Any) -> None:
@@ -194,7 +194,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Model:
 def test_no_module_is_built_for_the_width_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch, scratches: Scratches
 ) -> None:
-    """Neither for what a head reads: a module takes nvcc a minute or two."""
+    """Nor for a head's prefill: compiling a module takes nvcc a minute or two."""
     model = make_engine(monkeypatch)
     precompile(model.loop, model.network, 4096)
     assert sorted(scratches) == [1, 2, 4, 8]
@@ -204,7 +204,7 @@ def test_no_module_is_built_for_the_width_of_a_prompt(
 def test_engines_of_one_process_share_no_scratch(
     monkeypatch: pytest.MonkeyPatch, scratches: Scratches
 ) -> None:
-    """Their steps run on streams of their own; all layers and forms of one engine share what it has."""
+    """Their steps run on different streams; all layers and graphs of one engine share its scratch."""
     used = []
     for _ in range(2):
         runner = make_engine(monkeypatch).loop.runner

@@ -1,4 +1,4 @@
-"""Weights of eight bits: rounding, widening, joining and choosing rows, against the same by loops."""
+"""8-bit weights: rounding, dequantization, joining and row selection, against loops."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ from tests.tolerances import KERNEL
 
 sizes = pytest.mark.parametrize(("rows", "columns"), [(1, 1), (63, 65), (128, 256), (300, 129)])
 FINENESS = 2**-4
-"""Of a number of three bits behind the first one: half a step, relative to it."""
+"""Relative error of a number with three mantissa bits: half a step."""
 SMALLEST = 2**-10 / 448
-"""Half a step where the numbers run out below, relative to the largest entry of a block."""
+"""Half of the smallest step, relative to the largest entry of a block."""
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Draw entries whose size differs from place to place, so that no two blocks are alike."""
+    """Draw entries whose magnitudes vary, so that no two blocks are alike."""
     generator = torch.Generator().manual_seed(seed)
     noise, size = (torch.randn(shape, generator=generator) for _ in range(2))
     return noise * torch.exp(2 * size)

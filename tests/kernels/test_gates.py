@@ -1,4 +1,4 @@
-"""What feeds a recurrence: the fast forms against the formulas, and the formulas against what they mean."""
+"""Inputs of a recurrence: fast kernels against the formulas, and the formulas against definitions."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from specdec.kernels.gates import cpu, reference
 from tests.tolerances import KERNEL
 
-# Only the inputs are narrow: both forms compute in float32.
+# Only the inputs are narrow: both implementations compute in float32.
 TOLERANCE = {**KERNEL, torch.bfloat16: KERNEL[torch.float32]}
 WIDE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
 
@@ -21,7 +21,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tor
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_delta_gates_equal_reference(dtype: torch.dtype, tokens: int) -> None:
-    # The layer hands over columns of a wider projection.
+    # Inputs are columns of a wider projection, as in a layer.
     b_TH, a_TH = noise(tokens, 10, dtype=dtype).mul(20).split(5, dim=-1)
     A_log_H, bias_H = noise(5, seed=1).float(), noise(5, seed=2).to(WIDE[dtype])
     before = a_TH.clone(), A_log_H.clone()
@@ -45,7 +45,7 @@ def test_delta_gates_decay_and_write_within_their_ranges(ops: object) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_bounded_decays_are_those_of_the_formula(dtype: torch.dtype) -> None:
-    """A vector for each head, from almost no decay to the bound itself, and from what would overflow."""
+    """A vector per head, from almost no decay to the bound itself, including inputs that would overflow."""
     b_TH, a_TN = (
         noise(7, 3, dtype=dtype),
         noise(7, 12, dtype=dtype).mul(torch.tensor([[1.0, 1e4, 1e38]]).repeat(1, 4).to(dtype)),

@@ -1,4 +1,4 @@
-"""Weights of whole numbers: how they are rounded, and their products in C against exact sums."""
+"""Integer weights: their rounding, and their products in C against exact sums."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_rounding_loses_at_most_a_step(form: Rounding, outputs: int, inputs: int
     rounded = form.quantise(exact_ND)
     step_ND = rounded.scale[:, None] if form.bits == 8 else rounded.scale.repeat_interleave(GROUP, 1)
     error_ND = (widen(rounded) - exact_ND).abs()
-    # Half of one to nearest; of 4 bits there is no 8 opposite -8, and the scale is fitted afterwards.
+    # Half a step when rounding to nearest; 4 bits have no 8 opposite -8, and the scale is fitted afterwards.
     assert (error_ND <= (0.501 if form.bits == 8 else 1.2) * step_ND.abs()[:, :inputs]).all()
     assert rounded.number_ND.abs().max() <= (127 if form.bits == 8 else 8)
 
@@ -105,11 +105,11 @@ OTHERS = [
     *((8, "symmetric"), (6, "symmetric"), (6, "offsets"), (4, "offsets")),
     *((8, "halves"), (6, "halves"), (4, "halves")),
 ]
-"""Kinds that GGUF files have."""
+"""Formats found in GGUF files."""
 
 
 def of_file(bits: int, kind: str, dtype: torch.dtype, shape: tuple[int, int]) -> Integers:
-    """Draw a matrix as a GGUF file may have it."""
+    """Draw a matrix in a GGUF file's format."""
     generator = torch.Generator().manual_seed(bits)
     middle, group = 1 << bits - 1, HALF if kind == "halves" else GROUP
     number_ND = torch.randint(-middle, middle, shape, generator=generator).to(torch.int8)
@@ -180,7 +180,7 @@ PUBLISHED = [
 def published(
     bits: int, group: int | None, zeros: bool, scales: torch.dtype, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Integers:
-    """Draw a matrix as others rounded it; scales in bfloat16 are smaller than float16 can hold."""
+    """Draw a matrix as published quantized models have it; bfloat16 scales are below float16's range."""
     generator = torch.Generator().manual_seed(bits)
     middle, columns = 1 << bits - 1, -(-shape[1] // GROUP)
     number_ND = torch.randint(-middle, middle, shape, generator=generator).to(torch.int8)
@@ -197,7 +197,7 @@ def published(
 @pytest.mark.parametrize("inputs", [64, 200])
 @pytest.mark.parametrize("kind", ["symmetric", "offsets", "halves", "zeros"])
 def test_widened_weights_are_those_that_are_multiplied(kind: str, inputs: int) -> None:
-    """A group with one activation of 127 is rounded to that number exactly."""
+    """A group with a single activation of 127 is quantized exactly."""
     shape = (5, inputs)
     matrix = (
         published(4, 32, True, torch.float16, torch.float32, shape)
@@ -215,7 +215,7 @@ def test_widened_weights_are_those_that_are_multiplied(kind: str, inputs: int) -
 def test_products_of_published_numbers_are_exact_sums_alike_in_every_window(
     bits: int, group: int | None, zeros: bool, scales: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """As wide as 127 times the largest numbers and zero points, which float32 must still hold exactly."""
+    """Up to 127 times the largest numbers and zero points, which float32 must still represent exactly."""
     matrix, bias_N = published(bits, group, zeros, scales, dtype, (70, 200)), draw(70, seed=1).to(dtype)
     x_TD = draw(19, 200, seed=2).to(dtype)
     x_TD[0], x_TD[1] = 1.0, -1.0
@@ -236,7 +236,7 @@ def test_products_of_published_numbers_are_exact_sums_alike_in_every_window(
 
 @in_c
 def test_symmetric_numbers_are_multiplied_in_the_plain_form() -> None:
-    """Scales in bfloat16 that float16 holds need no other; smaller ones give the same numbers in small."""
+    """bfloat16 scales that fit float16 use the plain layout; smaller scales give proportional results."""
     own = published(4, 32, False, torch.float16, torch.float32, (33, 96))
     own = own._replace(scale=own.scale.clamp(1e-2, 1).bfloat16())
     tiny = own._replace(scale=own.scale * 2**-20)

@@ -1,4 +1,4 @@
-"""Whole numbers times activations of 16 bits in Triton, against plain dequantised weights in float32."""
+"""Integer weights times 16-bit activations in Triton, against dequantized weights in float32."""
 
 from collections.abc import Callable
 
@@ -19,11 +19,11 @@ from tests.selection import only
 from tests.tolerances import KERNEL, KERNEL_FLOAT16
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where there is no GPU, kernels are interpreted."""
+"""Without a GPU, kernels are interpreted."""
 FORMATS = pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 CUT = 1030
-"""Columns of which each program takes a part."""
+"""A number of columns that is split between programs."""
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -31,20 +31,20 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def draw_matrix(form: Rounding, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Integers:
-    """Let sizes differ, so that a scale in another place is seen."""
+    """Draw a matrix with varying magnitudes, so that misplaced scales are detected."""
     size = draw(*shape[:-1], 1, seed=seed + 100).exp() * draw(*shape, seed=seed + 200).mul(0.3).exp()
     return form.quantise((draw(*shape, seed=seed) * size * shape[-1] ** -0.5).to(dtype))
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare with the largest entry in mind: small ones are differences of large products."""
+    """Compare relative to the largest entry: small ones are differences of large products."""
     assert actual.dtype == expected.dtype
     tolerance = KERNEL_FLOAT16 if expected.dtype == torch.float16 else KERNEL[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
 def unpack(tiles: Tiles) -> Tensor:
-    """Read a matrix's numbers out of its tiles, one by one."""
+    """Extract a matrix's numbers from its tiles, one by one."""
     rows, columns = tiles.shape
     number_ND = torch.empty(rows, columns, dtype=torch.int8)
     for row in range(rows):
@@ -107,7 +107,7 @@ def test_products_equal_dequantised_weights(
 
 @pytest.mark.parametrize("tokens", [3, 20, 70])
 def test_parts_follow_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a layer has them: whole numbers, and beside them what must stay exact."""
+    """As in a layer: integer parts, and beside them unquantized ones."""
     x_TD, bias_N = draw(tokens, 130, dtype=torch.bfloat16), draw(90, dtype=torch.bfloat16, seed=2)
     given = {"dtype": torch.bfloat16}
     parts: list[Matrix] = [draw_matrix(INT4, 50, 130, **given), draw(7, 130, **given, seed=3)]
@@ -121,7 +121,7 @@ def test_parts_follow_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch) -
 @FORMATS
 @pytest.mark.parametrize("columns", only({130}, [130, CUT]))
 def test_a_row_does_not_depend_on_its_window(columns: int, form: Rounding, dtype: torch.dtype) -> None:
-    """Bit for bit up to 64 tokens, in tiles of each height, and whatever the other rows hold."""
+    """Bit for bit up to 64 tokens, in tiles of each height, whatever the other rows hold."""
     weight = triton.pack(draw_matrix(form, 20, columns, dtype=dtype))
     assert (triton.whole_tiling(draw(1, columns), 20).split > 1) == (columns == CUT)
     x_TD = draw(64, columns, dtype=dtype)
@@ -134,7 +134,7 @@ def test_a_row_does_not_depend_on_its_window(columns: int, form: Rounding, dtype
 
 
 def test_parts_that_depend_on_the_window_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the same tile, cut along its columns for one token only."""
+    """The control: the same tile, split along its columns for one token only."""
     weight, x_TD, tiling = triton.pack(draw_matrix(INT4, 40, CUT)), draw(2, CUT), triton.whole_tiling
 
     def mutated(x_TD: Tensor, rows: int) -> triton.Tiling:
@@ -219,7 +219,7 @@ def test_experts_equal_dequantised_weights(
     weights = draw_experts(form, num_experts, width, hidden, gated=gated, dtype=dtype)
     index_TA, weight_TA = choose(tokens, num_experts, top_k)
     packed = [moe.pack_experts(own) for own in weights]
-    if tokens <= moe.NARROW_WINDOW:  # the plan of wider windows is made of whole numbers
+    if tokens <= moe.NARROW_WINDOW:  # wider windows plan in integers, which hold no NaN
         poison(monkeypatch)
     found = moe.experts(x_TD, *packed, index_TA, weight_TA, gated=gated)
     assert_close(found, moe_reference.experts(x_TD, *weights, index_TA, weight_TA, gated=gated))

@@ -1,4 +1,4 @@
-"""The interpreter's float sums: their bits depend on their own terms and on nothing beside them."""
+"""The interpreter's float sums: their bits depend only on their own terms."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def total(x_MK: Tensor, axis: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("across", [False, True])
 def test_an_entry_of_a_product_does_not_depend_on_its_tile(across: bool, dtype: torch.dtype) -> None:
-    """NumPy's matmul fails here with every kernel of its BLAS that was tried, AVX-512 to SSE3."""
+    """NumPy's matmul fails here with every BLAS kernel tried, AVX-512 to SSE3."""
     a_MK, b_NK = draw(SIDE, dtype, 0), draw(SIDE, dtype, 1)
     whole_MN = multiply(a_MK, b_NK, across)
     torch.testing.assert_close(whole_MN, 1 + a_MK.float() @ b_NK.float().T, rtol=1e-5, atol=1e-5)
@@ -71,7 +71,7 @@ def test_an_entry_of_a_product_does_not_depend_on_its_tile(across: bool, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_an_entry_of_a_sum_does_not_depend_on_its_tile(axis: int, dtype: torch.dtype) -> None:
-    """NumPy's sum fails here: where no other axis is left, it adds eight terms at a time."""
+    """NumPy's sum fails here: without another axis it adds eight terms at a time."""
     x_MK = draw(SIDE, dtype, 0)
     whole_M = total(x_MK, axis)
     torch.testing.assert_close(whole_M, x_MK.sum(1), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A recurrence whose decay is a vector over the keys, in every form, against the reference."""
+"""Recurrences with per-key decays, in every kernel, against the reference."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -178,7 +178,7 @@ def test_every_node_equals_its_path_and_a_wrong_ancestor_is_noticed(ops: ModuleT
 
 @pytest.mark.parametrize(("ops", "dtype"), FORMS, ids=name)
 def test_accepted_nodes_equal_tokens_that_were_fed(ops: ModuleType, dtype: Any) -> None:
-    """What rejected branches hold changes no bit of the state; siblings may stand in any order."""
+    """Rejected branches affect no bit of the state; siblings may be in any order."""
     layer, tree, path = layer_of(dtype), (-1, 0, 0, 1, 2, 3, 2), [0, 2, 6]
     tokens, memory = draw_tokens(layer, 7), make_memory(layer, SLOTS[1])
     other, k_path, found = draw_tokens(layer, 7, seed=77), keys_of(tokens, [path], 7), []

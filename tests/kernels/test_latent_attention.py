@@ -1,4 +1,4 @@
-"""Keys that end in their values, and products by head: every form against the reference, and its mutants."""
+"""Latent attention and products by head: every kernel against the reference, and mutants."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -33,14 +33,14 @@ from tests.kernels.test_attention import (
 from tests.kernels.test_attention_triton import GPU
 
 DIMS = ((13, 9, 6, 1), (40, 24, 6, 2), (16, 16, 3, 1), (72, 64, 32, 1))
-"""Entries of a key, those of its value, query heads, key heads; values may be whole keys."""
+"""Key dim, value dim, query heads, key heads; values may be whole keys."""
 WINDOWS: tuple[tuple[int, Tree | None], ...] = ((1, None), (5, random_tree(5, 2)), (19, None))
 NATIVE = pytest.param(native, torch.float32, marks=pytest.mark.skipif(not compiled(), reason="no C compiler"))
 FORMS = [(cpu, torch.float64), (cpu, torch.bfloat16), (GPU, torch.float32), (GPU, torch.bfloat16), NATIVE]
 
 
 def latent(case: Case) -> Case:
-    """Drop the values, wherever they were."""
+    """Drop the separate values."""
     whole = case.pages._base
     assert whole is not None
     keys = whole[:, :, OWN : OWN + 1, :1].expand(-1, -1, LAYERS, -1, -1, -1)
@@ -61,7 +61,7 @@ def run(ops: ModuleType, case: Case, value_dim: int) -> Tensor:
 
 
 def as_two(case: Case) -> Case:
-    """Store every key once more, as a value of its own."""
+    """Store every key twice, the second time as its value."""
     pages = case.pages.expand(-1, 2, *[-1] * 3).contiguous()
     return replace(case, pages=pages, v=case.k)
 
@@ -71,7 +71,7 @@ def as_two(case: Case) -> Case:
 def test_values_are_where_keys_end(
     width: int, tree: Tree | None, dim: int, value_dim: int, heads: int, kv_heads: int
 ) -> None:
-    """As with values of their own that are the same keys; the mutant takes where keys begin."""
+    """Equal to separate values that are copies of the keys; the mutant uses the start of keys."""
     case = latent(make_case((37, 0), width, tree=tree, heads=Heads(heads, kv_heads, dim)))
     whole_THD = as_two(case).run(reference)
     out = run(reference, case, value_dim)
@@ -88,7 +88,7 @@ def test_values_are_where_keys_end(
 def test_form_equals_reference(
     dim: int, value_dim: int, heads: int, kv_heads: int, narrow: bool, ops: ModuleType, dtype: torch.dtype
 ) -> None:
-    """Pages hold NaN wherever nothing valid stands."""
+    """Unwritten pages hold NaN."""
     for width, tree in WINDOWS:
         case = latent(make_case((20, 3), width, tree=tree, heads=Heads(heads, kv_heads, dim, dtype)))
         case = quantised(case) if narrow else case
@@ -97,7 +97,7 @@ def test_form_equals_reference(
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_gpu_splits_rows(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of 512, of which few queries and keys meet in a program."""
+    """Values of 512, with few queries and keys per program."""
     monkeypatch.setattr("specdec.kernels.attention.triton.LEAST", 1)
     monkeypatch.setattr("specdec.kernels.attention.triton.choose_splits", lambda *_: splits)
     case = latent(make_case((70, 9), 3, tree=(-1, 0, 0), heads=Heads(8, 1, 515, torch.bfloat16)))
@@ -122,7 +122,7 @@ def test_append_and_move_touch_no_other_byte(dtype: torch.dtype, ops: ModuleType
 
 
 def make_layer(dtype: torch.dtype, width: int) -> tuple[Tensor, AttentionLayer, Rotation, Tensor, Group]:
-    """Draw a layer of 6 heads for one of keys of 40 and values of 24, whose first entries are rotated."""
+    """Draw a layer of 6 query heads and one key head, keys of 40 and values of 24, partly rotated."""
     tree = random_tree(width, 3) if width > 1 else None
     case = latent(make_case((33, 7), width, tree=tree, heads=Heads(6, 1, 40, dtype)))
     layer = AttentionLayer(6, 1, 40, SCALE, False, None, None, 0.0, value_dim=24)
@@ -149,7 +149,7 @@ def test_layer_equals_reference(ops: ModuleType, width: int, dtype: torch.dtype)
 @pytest.mark.skipif(not compiled(), reason="no C compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_in_every_window(dtype: torch.dtype) -> None:
-    """Of attention and of products by head: with drafts and without, a text is the same."""
+    """For attention and products by head: a text is the same with and without drafts."""
     projected_TN, layer, rotation, pages, group = make_layer(dtype, 33)
     group = replace(group, ancestors_BMM=None)
     wide_pages = copy_of(pages)
@@ -181,7 +181,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def test_each_head_has_its_own_weight(
     heads: int, outputs: int, inputs: int, dtype: torch.dtype, ops: ModuleType
 ) -> None:
-    """Of heads that lie apart, in odd widths too; the mutant swaps two heads."""
+    """Heads are strided, also with odd widths; the mutant swaps two heads."""
     weight_HNK = draw(heads, outputs, inputs, dtype=dtype)
     for tokens in (1, 7, 33):
         x_THK = draw(tokens, heads, inputs + 3, dtype=dtype)[..., 3:]

@@ -1,4 +1,4 @@
-"""Kernels may start before the previous one has ended: each must wait before it touches memory."""
+"""With programmatic launches a kernel may start early: each must wait before it accesses memory."""
 
 import ast
 from pathlib import Path
@@ -23,12 +23,12 @@ def decorator(function: ast.FunctionDef) -> str:
 
 
 def first_statement(function: ast.FunctionDef) -> str:
-    """Return a function's first statement behind its docstring."""
+    """Return a function's first statement after its docstring."""
     return ast.unparse(function.body[ast.get_docstring(function) is not None])
 
 
 def faults(source: str) -> list[str]:
-    """Return the kernels that a grid launches and that do not wait first, or not as `kernel` arranges."""
+    """Return the kernels launched with a grid that do not wait first, or lack the `kernel` decorator."""
     tree = ast.parse(source)
     functions = {own.name: own for own in ast.walk(tree) if isinstance(own, ast.FunctionDef)}
     launched = {

@@ -1,4 +1,4 @@
-"""Products in Triton against the reference: weights of 8 and 16 bits, narrow and wide windows."""
+"""Products in Triton against the reference: 8- and 16-bit weights, narrow and wide windows."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from specdec.kernels.linear.matrix import Matrix
 from tests.tolerances import KERNEL
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where there is no GPU, kernels are interpreted."""
+"""Without a GPU, kernels are interpreted."""
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 KINDS: dict[str, Callable[[Tensor], Matrix | list[Matrix]]] = {
     "dense": lambda weight_ND: weight_ND,
@@ -20,7 +20,7 @@ KINDS: dict[str, Callable[[Tensor], Matrix | list[Matrix]]] = {
     "parts": lambda weight_ND: [*map(fp8.quantise, weight_ND[:-3].split(50)), weight_ND[-3:]],
 }
 CUT = 1030
-"""Columns of which each program takes a part."""
+"""A number of columns that is split between programs."""
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -28,7 +28,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare with the largest entry in mind: small ones are differences of large products."""
+    """Compare relative to the largest entry: small ones are differences of large products."""
     assert actual.dtype == expected.dtype
     tolerance = KERNEL[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
@@ -58,7 +58,7 @@ def test_long_rows_are_cut_and_tiles_depend_on_the_weight_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "fp8"])
 def test_a_row_does_not_depend_on_its_window(kind: str) -> None:
-    """Bit for bit, and whatever the other rows hold."""
+    """Bit for bit, whatever the other rows hold."""
     weight = triton.pack(KINDS[kind](draw(40, CUT, seed=1).to(torch.bfloat16)))
     x_TD = draw(9, CUT, dtype=torch.bfloat16)
     alone = triton.linear(x_TD[4:5], weight)

@@ -1,4 +1,4 @@
-"""Mamba-2 between its projections: every form against the reference, and what windows leave and take back."""
+"""Mamba-2 between its projections: every kernel against the reference, window memory and rollback."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def make_layer(
     bias: bool = True,
     norm: str = "of gated",
 ) -> tuple[MambaLayer, RecurrentMemory]:
-    """Draw a layer with mild decays and its memory; states are float32 at least, inputs in its own dtype."""
+    """Draw a layer with slow decays and its memory; states are at least float32, inputs in its dtype."""
     groups, heads, key, value = sizes
     channels = heads * value + 2 * groups * key
     wide_norm = norm == "before gate" and dtype == torch.bfloat16
@@ -81,7 +81,7 @@ def make_layer(
 
 
 def project(layer: MambaLayer, tokens: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """Draw what a projection gives, as columns of something wider; steps reach far both ways."""
+    """Draw a projection's output, as columns of a wider tensor; step sizes vary widely."""
     drawn = noise(tokens, sum(layer.widths) + 16, dtype=dtype, seed=seed)[:, 16:]
     drawn[:, -layer.heads :] *= 3
     return drawn
@@ -94,7 +94,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def assert_same(actual: RecurrentMemory, expected: RecurrentMemory, dtype: torch.dtype) -> None:
-    """Inputs are copied; updates and states are sums of what was rounded to the model's dtype."""
+    """Inputs are copied; updates and states are sums of values rounded to the model's dtype."""
     assert_same_memory(actual, expected, KERNEL[dtype])
     for x, y in ((actual.window_SIC, expected.window_SIC), (actual.input_SRC, expected.input_SRC)):
         assert torch.equal(x.nan_to_num(), y.nan_to_num())
@@ -103,7 +103,7 @@ def assert_same(actual: RecurrentMemory, expected: RecurrentMemory, dtype: torch
 def verify(
     layer: MambaLayer, memory: RecurrentMemory, rows: int, dtype: torch.dtype
 ) -> list[list[tuple[int, int]]]:
-    """Leave six records of each row, and name those that it has accepted."""
+    """Record six tokens per row, and return the records of each row's accepted path."""
     records = scattered(rows, 6, seed=5)
     group = build_group([chain(6)] * rows, SLOTS[rows], records=records)
     reference.mamba(project(layer, 6 * rows, dtype, seed=7), layer, memory, group)
@@ -133,7 +133,7 @@ LAYERS: list[tuple[str, int, str, bool, int, torch.dtype]] = [
 def test_a_layer_equals_the_reference(
     ops: Any, kind: str, width: int, backing: str, pending: bool, rows: int, dtype: torch.dtype
 ) -> None:
-    # Of each kind of layer in the models one: they differ behind the recurrence alone.
+    # One norm of each kind of layer: they differ only after the recurrence.
     norm = {"certain": "of gated", "snapshot": "none", "record": "before gate" if rows == 3 else "of gated"}
     layer, memory = make_layer(dtype, norm=norm[backing])
     accepted = verify(layer, memory, rows, dtype)
@@ -193,7 +193,7 @@ def test_padding_rows_give_zeros_and_leave_the_dummy_as_it_is(backing: str, widt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_keys_are_made_again_to_the_same_bits(dtype: torch.dtype) -> None:
-    """By the window that folds them, and for a fold alone; rows accepted all, nothing, and one token."""
+    """Recomputed by the window that folds them, and by a fold alone; rows accepted all, no, and one token."""
     layer, memory = make_layer(dtype)
     records, tree = scattered(3, 5, seed=5), draw("random", 5, 3)
     group, found = build_group([tree] * 3, SLOTS[3], records=records), {}
@@ -220,7 +220,7 @@ def test_keys_are_made_again_to_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def swap_parent(parents: Parents) -> Parents:
-    """Hang the last node under a sibling of its parent, or under the root where it has none."""
+    """Give the last node another parent."""
     parent = parents[-1]
     others = [i for i in range(len(parents) - 1) if i != parent]
     return (*parents[:-1], others[-1])
@@ -241,7 +241,7 @@ def as_it_is(group: Group, other: Group) -> Group:
 @pytest.mark.parametrize("change", [as_it_is, taps_of_another, ancestors_of_another])
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
 def test_a_node_equals_its_path_as_a_chain(backing: str, change: Callable[[Group, Group], Group]) -> None:
-    """And one whose parent was swapped does not, be it in the convolution alone or in the state alone."""
+    """With a swapped parent, in the convolution or the state alone, it does not."""
     layer, memory = make_layer(torch.float32)
     tree, width = draw("random", 7, 1), 7
     group, other = (
@@ -266,7 +266,7 @@ def test_a_node_equals_its_path_as_a_chain(backing: str, change: Callable[[Group
 @pytest.mark.parametrize("stale", [None, "update_SRHW", "decay_SRH", "input_SRC"])
 @pytest.mark.parametrize("form", ["lazy", "fold"])
 def test_what_was_accepted_is_folded_in(form: str, stale: str | None) -> None:
-    """A window and a fold give what feeding the accepted tokens gives, and a stale record does not."""
+    """Folding, by a window or alone, equals running the accepted tokens; a stale record does not."""
     layer, memory = make_layer(torch.float32)
     tree, records = draw("random", 6, 2), scattered(1, 6, seed=3)
     path, projected_TN = path_to(tree, 5), project(layer, 6, torch.float32)

@@ -1,4 +1,4 @@
-"""Routing against the models' own routers, ties included; experts against the token-by-token sum."""
+"""Routing against the models' own routers, including ties; experts against the token-by-token sum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare with the largest entry in mind: small ones are differences of large products, each rounded."""
+    """Compare relative to the largest entry: small ones are differences of large products, each rounded."""
     assert actual.dtype == expected.dtype
     tolerance = KERNEL[expected.dtype]
     largest = max(1.0, float(expected.abs().max()))
@@ -35,7 +35,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def tied(logits_TE: Tensor) -> Tensor:
-    """Leave few distinct values, so that most choices are between equals."""
+    """Round to few distinct values, so that most choices are ties."""
     return logits_TE.round()
 
 
@@ -50,7 +50,7 @@ def test_softmax_routing_equals_reference(
             ops.route_softmax(logits_TE, top_k, renormalise=renormalise) for ops in (cpu, reference)
         )
         assert torch.equal(actual[0], expected[0])
-        # One step of the logits' dtype apart is all that the weights may be.
+        # Weights may differ by one step of the logits' dtype.
         assert actual[1].dtype == expected[1].dtype == dtype
         torch.testing.assert_close(actual[1], expected[1], rtol=KERNEL[dtype], atol=0)
 
@@ -182,7 +182,7 @@ def test_experts_equal_reference(
 def test_experts_in_c_give_a_token_the_same_bits_in_every_window(
     dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more pairs of a token and an expert, too, than other forms in C take rows."""
+    """Also with more token-expert pairs than other C kernels take rows."""
     tokens, top_k = 200, 3
     x_TD, (index_TA, weight_TA) = draw(tokens, 40, dtype=dtype), choose(tokens, 5, top_k)
     weights = draw_experts(5, 28, 40, gated=gated, dtype=dtype)
@@ -209,13 +209,13 @@ def test_experts_equal_transformers(dtype: torch.dtype, tokens: int) -> None:
     x_TD = draw(tokens, HIDDEN, dtype=dtype)
     index_TA, weight_TA = choose(tokens, NUM_EXPERTS, 3)
     for module in (gated, plain):
-        # The sums of the default form, which wants widths in multiples of 16 bytes.
+        # The sums of the default implementation, which needs widths in multiples of 16 bytes.
         module.config._experts_implementation = "batched_mm"
         is_gated = module is gated
         up_EID, down_EDI = draw_experts(NUM_EXPERTS, 28, HIDDEN, gated=is_gated, dtype=dtype)
         parameter = module.gate_up_proj if is_gated else module.up_proj
         parameter.data, module.down_proj.data = up_EID, down_EDI
-        # A softmax router hands its weights over in the model's dtype, a sigmoid router in float32.
+        # A softmax router returns its weights in the model's dtype, a sigmoid router in float32.
         given_TA = weight_TA.to(dtype) if is_gated else weight_TA
         expected = module(x_TD, index_TA, given_TA).detach()
         for ops in (cpu, reference):

@@ -17,7 +17,7 @@ from specdec.kernels.routing import triton as routing
 from tests.tolerances import KERNEL
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where there is no GPU, kernels are interpreted."""
+"""Without a GPU, kernels are interpreted."""
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 KINDS: dict[str, Callable[[Tensor], Matrix]] = {"dense": lambda weight_END: weight_END, "fp8": fp8.quantise}
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -28,14 +28,14 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare with the largest entry in mind: small ones are differences of large products, each rounded."""
+    """Compare relative to the largest entry: small ones are differences of large products, each rounded."""
     assert actual.dtype == expected.dtype
     tolerance = KERNEL[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
 def best(key_E: Tensor, top_k: int) -> list[int]:
-    """Sort by loops: larger first, the lower index among equals."""
+    """Sort by loops: larger first, ties by index."""
     return sorted(range(len(key_E)), key=lambda e: (-float(key_E[e]), e))[:top_k]
 
 
@@ -46,7 +46,7 @@ def test_softmax_routing_equals_reference(
     tokens: int, num_experts: int, top_k: int, renormalise: bool, dtype: torch.dtype
 ) -> None:
     drawn = draw(tokens, num_experts, dtype=dtype)
-    for logits_TE in (drawn, drawn.round()):  # rounded, most choices are between equals
+    for logits_TE in (drawn, drawn.round()):  # rounded, most choices are ties
         index_TA, weight_TA = routing.route_softmax(logits_TE, top_k, renormalise=renormalise)
         assert index_TA.tolist() == [best(logits_E, top_k) for logits_E in logits_TE]
         _, expected_TA = reference.route_softmax(logits_TE, top_k, renormalise=renormalise)
@@ -85,7 +85,7 @@ def test_a_token_gone_wrong_names_experts_that_exist(value: float) -> None:
     logits_TE[1] = value
     logits_TE[2, 3] = value
     options = {"groups": 3, "top_groups": 2, "renormalise": True, "scale": 1.0}
-    with numpy.errstate(all="ignore"):  # the interpreter computes with it
+    with numpy.errstate(all="ignore"):  # used by the interpreter
         softmax = routing.route_softmax(logits_TE, 4, renormalise=True)
         sigmoid = routing.route_sigmoid(logits_TE, logits_TE.new_zeros(12), 4, **options)
     for index_TA, weight_TA in (softmax, sigmoid):
@@ -134,7 +134,7 @@ def test_experts_equal_reference(
     x_TD = draw(tokens, hidden, dtype=dtype)
     weights = [KINDS[kind](w) for w in draw_experts(num_experts, width, hidden, gated=gated, dtype=dtype)]
     index_TA, weight_TA = choose(tokens, num_experts, top_k)
-    given_TA = weight_TA.to(dtype) if gated else weight_TA  # as the routers of either hand them over
+    given_TA = weight_TA.to(dtype) if gated else weight_TA  # in the respective router's dtype
     own: dict[str, Any] = {"gated": gated, "limit": 0.5 if width % 2 else torch.inf}
     found = triton.experts(x_TD, *weights, index_TA, given_TA, **own)
     assert_close(found, reference.experts(x_TD, *weights, index_TA, given_TA, **own))
@@ -170,7 +170,7 @@ def test_a_token_does_not_depend_on_its_window(tokens: int) -> None:
 
 def test_blocks_hold_each_pair_once() -> None:
     index_TA, _ = choose(70, 6, 2)
-    index_TA[index_TA == 4] = 5 - index_TA[index_TA == 4] % 2  # an expert that more tokens chose
+    index_TA[index_TA == 4] = 5 - index_TA[index_TA == 4] % 2  # expert 5 gets expert 4's tokens too
     index_TA = index_TA[index_TA[:, 0] != index_TA[:, 1]]
     plan = triton._plan(index_TA, 9)
     covered: list[int] = []

@@ -1,4 +1,4 @@
-"""Moving the keys and values of an accepted path into place."""
+"""Moving the KV of an accepted path into place."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -27,7 +27,7 @@ def noise(*shape: int, seed: int = 1) -> Tensor:
 
 
 def group_of(trees: list[Parents], lengths: list[int]) -> Group:
-    """Lay the rows' blocks out of order, strided as an arena lays them."""
+    """Build a group whose blocks are out of order, strided as in an arena."""
     table_BN = torch.randperm(12, generator=torch.Generator().manual_seed(1)).view(3, 4)[: len(trees)]
     base = build_group(trees, list(range(len(trees))))
     return replace(base, table_BN=table_BN, length_B=torch.tensor(lengths), max_length=max(lengths))
@@ -42,7 +42,7 @@ def pages_with(lengths: list[int], group: Group) -> Tensor:
 
 
 def moves(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return from where to where each row's accepted nodes go, padded with the root's own place."""
+    """Return source and target positions of each row's accepted nodes, padded with the root's."""
     paths = [path_to(TREE, node) for node in NODES]
     longest = max(map(len, paths))
     source = [
@@ -59,7 +59,7 @@ def moves(lengths: list[int]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("ops", [reference, cpu])
 @pytest.mark.parametrize("moved", [True, False], ids=["right", "mutant"])
 def test_moving_an_accepted_path_equals_feeding_it(ops: ModuleType, moved: bool) -> None:
-    """The path crosses a block's border in two rows; the mutant leaves out the move."""
+    """The path crosses a block boundary in two rows; the mutant omits the move."""
     width = len(TREE)
     group = group_of([TREE] * 3, LENGTHS)
     k_TJD, v_TJD = (noise(3 * width, 2, 5, seed=s) for s in (2, 3))
@@ -87,7 +87,7 @@ def test_moving_an_accepted_path_equals_feeding_it(ops: ModuleType, moved: bool)
 
 @pytest.mark.parametrize("ops", [cpu, pytest.param(native, marks=needs_c)])
 def test_all_are_read_before_any_is_written_and_nothing_else_changes(ops: ModuleType) -> None:
-    """Positions swap and shift onto each other; the forms agree on every byte."""
+    """Positions swap and shift onto each other; the kernels agree on every byte."""
     group = group_of([chain(1)] * 3, [40, 40, 40])
     pages = pages_with([40, 40, 40], group)
     source = torch.tensor([[3, 17, 18, 19], [39, 0, 1, 2], [5, 5, 5, 5]])

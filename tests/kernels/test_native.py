@@ -1,4 +1,4 @@
-"""The C forms of narrow windows against the plain forms, and what happens without a compiler."""
+"""C kernels of narrow windows against the torch kernels, and the fallback without a compiler."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(compiled.compiled() is None, reason="there is no
 
 @pytest.fixture(autouse=True)
 def only_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where a C form hands over to the plain one: the comparison would be of a thing with itself."""
+    """Fail if a C kernel falls back to torch, which would compare torch with itself."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the plain form was called")
@@ -113,14 +113,14 @@ def test_rotate_equals_the_plain_form(dtype: torch.dtype, dim: int, half: int) -
     cos_TR, sin_TR = rope.rope_table(torch.arange(4) * 100, 2 * half, 1e4)
     found_THD, expected_THD = (form(x_THD, cos_TR, sin_TR) for form in (pointwise.rotate, PLAIN["rotate"]))
     close(found_THD, expected_THD)
-    # A key must not depend on which form made it; in float32 the compiler may fuse a product with its sum.
+    # A key must not depend on the kernel; in float32 the compiler may fuse multiply and add.
     assert dtype == torch.float32 or torch.equal(found_THD, expected_THD)
 
 
 def recurrent_case(
     kind: str, width: int, rows: int, recorded: bool, layer: trees.Layer
 ) -> tuple[Group, Group]:
-    """Return a window that leaves records, one that finds a path of them pending, one that reuses them."""
+    """Return a window that leaves records, and one that folds a path of them and reuses the others."""
     slots = [7, 2, 5][:rows]
     tree = [trees.draw(kind, width, seed) for seed in range(rows)]
     records = trees.scattered(rows, 2 * width, seed=3)
@@ -220,7 +220,7 @@ def attention_group(lengths: list[int], parents: list[trees.Parents]) -> Group:
 
 
 def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, pages: Tensor, group: Group) -> Tensor:
-    """Run a layer that does nothing but attend."""
+    """Run a layer that only attends."""
     layer = AttentionLayer(q_THD.shape[1], k_TJD.shape[1], q_THD.shape[2], 0.2, False, None, None, 0.0)
     projected_TN = torch.cat([x.flatten(1) for x in (q_THD, k_TJD, v_TJD)], dim=1)
     return native_attention.self_attention(projected_TN, layer, None, pages, group)
@@ -234,7 +234,7 @@ def attend(q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, pages: Tensor, group: Gr
 def test_attention_equals_the_plain_form(
     heads: int, kv_heads: int, dim: int, lengths: list[int], width: int, kind: str, dtype: torch.dtype
 ) -> None:
-    """Positions that nobody wrote hold NaN, which must not be seen."""
+    """Unwritten positions hold NaN, which must not be seen."""
     group = attention_group(lengths, [trees.draw(kind, width, seed) for seed in range(len(lengths))])
     ours = layer_of(make_blocks(40, 2, 16, kv_heads, dim, dtype=dtype))
     for row, length in enumerate(lengths):
@@ -256,7 +256,7 @@ def test_attention_equals_the_plain_form(
 
 
 def test_a_wrong_ancestor_is_seen() -> None:
-    """The mutant: one entry of the mask is wrong."""
+    """The mutant: one wrong entry of the mask."""
     parents = trees.star(5)
     group = attention_group([20], [parents])
     pages = draw(40, 2, 16, 2, 16)
@@ -292,7 +292,7 @@ def test_without_openmp_one_thread_runs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "BUILT", tmp_path)
     monkeypatch.setattr(compiled, "THREADS", ("-fno-such-flag", compiled.THREADS[1]))
-    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O1"))  # what is made is not run
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O1"))  # the library is compiled but not run
     caplog.set_level("INFO")
     uncached: Callable[[], object] = compiled.loaded.__wrapped__
     assert uncached() is not None
@@ -394,7 +394,7 @@ def test_keys_are_rounded_once_or_with_every_product(wide: bool) -> None:
 
 
 def test_attention_rounds_its_weights_as_torch_does() -> None:
-    """Rounding them not at all leaves three of four outputs as they are."""
+    """Without rounding, three of four outputs would still be equal."""
     group = attention_group([70], [trees.chain(1)])
     pages, layer = (
         draw(40, 2, 16, 2, 16, dtype=torch.bfloat16),
@@ -408,7 +408,7 @@ def test_attention_rounds_its_weights_as_torch_does() -> None:
 
 
 def test_no_buffer_follows_the_processs_default_type() -> None:
-    """Buffers of half the size would be written past their end."""
+    """Half-size buffers would be written beyond their end."""
     layer = trees.Layer(dtype=torch.float32)
     memories = [trees.make_memory(layer, [7]) for _ in range(2)]
     group = trees.build_group([trees.chain(3)], [7])

@@ -1,4 +1,4 @@
-"""What the C forms are compiled for can be chosen, and is told."""
+"""The compile target of the C kernels can be chosen, and is reported."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ uncached: Callable[[], compiled.Loaded | None] = compiled.loaded.__wrapped__
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no library made beforehand."""
+    """Use an empty cache, without prebuilt libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "BUILT", tmp_path / "built")
     return tmp_path / "specdec" / "native"
@@ -73,7 +73,7 @@ def test_what_a_target_leaves_unused_is_listed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_each_target_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines may share a cache: all but `native` are the same on each of them."""
+    """Machines may share a cache: all but `native` are identical on each of them."""
 
     def names(features: str) -> dict[str, str]:
         monkeypatch.setattr(compiled, "features", lambda: frozenset(features.split()))
@@ -98,7 +98,7 @@ def test_a_librarys_name_tells_of_every_source() -> None:
 def test_a_target_that_the_compiler_does_not_know_is_passed_over(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O1"))  # what is made is not run
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O1"))  # the library is compiled but not run
     newer = replace(targets.NATIVE, name="newer", flags=("-mno-such-unit",))
     monkeypatch.setattr(compiled, "candidates", lambda: (newer, targets.NATIVE))
     with caplog.at_level(logging.INFO):
@@ -134,7 +134,7 @@ def test_a_target_that_cannot_run_here_is_not_loaded(
 def test_a_process_without_a_compiler_runs_what_was_made_beforehand(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In C, in a process that finds no program at all; and in torch without the library."""
+    """In C, in a process that finds no compiler; and in torch without the library."""
     found = compiled.loaded()
     assert found is not None
     name = found.target.name
@@ -201,7 +201,7 @@ def test_what_runs_is_told(found: forms.Forms | None, words: str, monkeypatch: p
 def test_bfloat16_stays_where_something_multiplies_it_well(
     in_c: bool, library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The C forms need no units for it; in torch it is the library's units that make it fast."""
+    """The C kernels need no bfloat16 units; in torch it is fast only if the library has such kernels."""
     monkeypatch.setattr("specdec.setup.resolve.compiled", lambda: object() if in_c else None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: library)
     cpu, config = torch.device("cpu"), EngineConfig()

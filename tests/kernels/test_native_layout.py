@@ -1,4 +1,4 @@
-"""How C lays integers out, against the same in numpy, byte for byte."""
+"""The layout of integers in C against numpy, byte for byte."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compil
 
 
 def laid_numbers(matrix: Integers) -> np.ndarray:
-    """Lay numbers out as integer.inc describes it."""
+    """Lay numbers out as described in integer.inc."""
     (outputs, inputs), bits = matrix.shape, matrix.bits
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
     filled = np.zeros((panels * PANEL, groups * GROUP), np.uint8)
@@ -36,7 +36,7 @@ def laid_numbers(matrix: Integers) -> np.ndarray:
 
 
 def laid_scales(matrix: Integers) -> Tensor:
-    """Lay scales out, and what else groups have."""
+    """Lay out scales, and the other per-group values."""
     panels = -(-matrix.shape[0] // PANEL)
     if not matrix.by_group:
         return torch.cat([matrix.scale, torch.zeros(panels * PANEL - len(matrix.scale))])
@@ -58,7 +58,7 @@ def laid_scales(matrix: Integers) -> Tensor:
 
 
 def matrices(shape: tuple[int, int]) -> list[Integers]:
-    """Draw a matrix of each kind; those of files may have scales in float32, which are rounded."""
+    """Draw a matrix of each kind; GGUF files may have float32 scales, which are rounded."""
     scales = (torch.float16, torch.bfloat16)
     found = [form.quantise(draw(*shape)) for form in (INT8, INT4)]
     found += [
@@ -82,7 +82,7 @@ MORE = [pytest.param((n, k), marks=EXHAUSTIVE) for n in (2, 31, 32, 33, 129) for
 
 @pytest.mark.parametrize("shape", [*SHAPES, *MORE], ids=str)
 def test_integers_are_laid_out_byte_for_byte(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte is written: memory is filled before."""
+    """Every byte is written: memory is filled beforehand."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
@@ -104,7 +104,7 @@ def test_integers_are_laid_out_byte_for_byte(shape: tuple[int, int], monkeypatch
 
 
 def test_layouts_do_not_depend_on_threads() -> None:
-    """Of more panels than one thread takes, also where torch works without helpers."""
+    """With more panels than one thread takes, also where torch has no helper threads."""
     matrix = of_file(6, "halves", torch.float32, (1000, 1024))
     shared = linear.lay_whole(matrix)
     with without_helpers():
@@ -114,7 +114,7 @@ def test_layouts_do_not_depend_on_threads() -> None:
 
 
 def test_views_are_laid_out_as_their_copies() -> None:
-    """Of one expert, and of one row of many."""
+    """One expert, a range of rows, and every second row."""
     whole = of_file(4, "offsets", torch.float32, (40, 96))
     for rows in (slice(3, 4), slice(20, 40), slice(0, 40, 2)):
         view = whole._each(lambda own, rows=rows: own[rows])  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The C forms of matrix products, noise and ranking against the plain forms and the specification."""
+"""C kernels of matrix products, noise and ranking against the torch kernels and the specification."""
 
 import math
 
@@ -22,7 +22,7 @@ TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def tiled() -> bool:
-    """Tell whether matrix units multiply bfloat16 here."""
+    """Return whether matrix units multiply bfloat16 here."""
     found = forms()
     return found is not None and found.tiles
 
@@ -60,7 +60,7 @@ def test_a_rows_product_does_not_depend_on_its_window(dtype: torch.dtype) -> Non
 
 @TYPES
 def test_no_rows_have_no_product(dtype: torch.dtype) -> None:
-    """A tile that is configured without rows ends the process."""
+    """Configuring a tile without rows would kill the process."""
     packed = linear.pack(_weights(65, 64, dtype))
     assert linear.linear(torch.empty(0, 64, dtype=dtype), packed).shape == (0, 65)
 
@@ -68,7 +68,7 @@ def test_no_rows_have_no_product(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("inputs", [48, 320])
 @pytest.mark.parametrize("tokens", [1, 3, 6, 16, 31, 50])
 def test_products_in_bfloat16_have_the_same_bits_on_every_processor(tokens: int, inputs: int) -> None:
-    """Matrix units alone have an order of their own."""
+    """Only matrix units have a different summation order."""
     weight_ND, x_TD = _weights(70, inputs), _weights(tokens, inputs)
     found = linear.linear(x_TD, linear.pack(weight_ND))
     wanted = by_matrix_units if tiled() else by_pairs
@@ -123,7 +123,7 @@ def test_noise_is_the_references() -> None:
 
 
 def test_noise_at_the_ends_of_its_range() -> None:
-    """Among two million words are some next to 0 and next to 1; the plain form keeps all their digits."""
+    """Of two million words some are next to 0 and 1; the torch kernel keeps all their digits."""
     seed_N, position_N = torch.arange(64), torch.arange(64) * 17
     found, wanted = (form.gumbel(seed_N, position_N, 1 << 15) for form in (sampling, cpu))
     assert found.isfinite().all() and found.max() > 13 and found.min() < -2.6
@@ -135,7 +135,7 @@ def test_noise_at_the_ends_of_its_range() -> None:
 def test_ranking_is_the_references(vocab: int, count: int) -> None:
     generator = torch.Generator().manual_seed(vocab + count)
     scores_NV = torch.randn(4, vocab, generator=generator)
-    scores_NV[1] = scores_NV[1].round()  # many are equal
+    scores_NV[1] = scores_NV[1].round()  # many ties
     scores_NV[2, vocab // 2 :] = -math.inf
     scores_NV[3] = -math.inf
     token_NC, share_NC = sampling.topk(scores_NV, count)
@@ -145,7 +145,7 @@ def test_ranking_is_the_references(vocab: int, count: int) -> None:
 
 
 def test_shares_of_a_large_vocabulary_are_those_of_float64() -> None:
-    """Rounded scores are of few kinds, whose exponentials would be rounded alike again and again."""
+    """Rounded scores have few values, whose exponentials would repeat the same rounding error."""
     scores_NV = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(0))
     scores_NV[1] = scores_NV[1].round()
     token_NC, share_NC = sampling.topk(scores_NV, 64)
@@ -158,7 +158,7 @@ def test_shares_of_a_large_vocabulary_are_those_of_float64() -> None:
     "odd", [{7: math.nan}, {7: math.inf}, {0: math.nan, 5: 2.0, 7: math.inf, 39: math.nan}]
 )
 def test_ranking_of_what_is_no_number(odd: dict[int, float], count: int) -> None:
-    """It stands above all numbers, and other rows do not mind."""
+    """NaN ranks above all numbers, and other rows are unaffected."""
     scores_NV = torch.randn(3, 40, generator=torch.Generator().manual_seed(count)).round()
     for token, score in odd.items():
         scores_NV[1, token] = score
@@ -170,7 +170,7 @@ def test_ranking_of_what_is_no_number(odd: dict[int, float], count: int) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_compared_is_logits_over_temperature_plus_noise(dtype: torch.dtype) -> None:
-    """To the last bit: siblings share noise, a cold row between them has none, and places come again."""
+    """To the last bit: siblings share noise, a greedy row between them has none, and positions repeat."""
     generator = torch.Generator().manual_seed(0)
     logits_NV = (torch.randn(7, 301, generator=generator) * 4).to(dtype)
     rules = Rules(torch.tensor([1.0, 0.7, 0.0, 0.7, 1.3, 0.0, 1.0]))

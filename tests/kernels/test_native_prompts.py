@@ -1,4 +1,4 @@
-"""The recurrence in C over windows that are longer than any draft: certain tokens, solved some at a time."""
+"""The recurrence in C over windows longer than any draft: tokens without drafts, solved in chunks."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_prompts_equal_the_plain_form(
         k_path = None if group.path is None else k_path_BPGK
         expected = recurrence.scan_window(*inputs, theirs, group, k_path)
         with monkeypatch.context() as patch:
-            patch.setattr(recurrence, "scan_window", None)  # the comparison would be of a thing with itself
+            patch.setattr(recurrence, "scan_window", None)  # it would be compared with itself
             found = recurrent.scan_window(*inputs, ours, group, k_path)
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
         trees.assert_same_memory(ours, theirs, TOLERANCE)

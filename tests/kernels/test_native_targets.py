@@ -1,6 +1,6 @@
-"""Forms compiled for other processors against those that run here: ARM's under an emulator.
+"""Kernels compiled for other processors against the local ones: ARM's under an emulator.
 
-The same calls are made on the same memory, in this process and in a small program (replay.c).
+The same calls run on the same memory, in this process and in a small program (replay.c).
 """
 
 import ctypes
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compil
 
 @dataclass(slots=True)
 class Calls:
-    """Calls of C forms whose tensors all lie in one image of memory."""
+    """Calls of C kernels whose tensors all lie in one memory image."""
 
     image: bytearray = field(default_factory=bytearray)
     words: list[int] = field(default_factory=list)
@@ -55,14 +55,14 @@ class Calls:
     results: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def put(self, x: Tensor) -> int:
-        """Copy a tensor into the image, and return where."""
+        """Copy a tensor into the image, and return its offset."""
         at = len(self.image)
         data = x.contiguous().view(torch.uint8).numpy().tobytes()
         self.image += data + bytes(-len(data) % 64)
         return at
 
     def call(self, name: str, *arguments: Tensor | float | None, results: tuple[int, ...]) -> None:
-        """Add a call; of its arguments those of these numbers are compared afterwards."""
+        """Add a call; `results` are the numbers of the arguments to compare afterwards."""
         self.words.append(NUMBERS[name])
         for number, (kind, value) in enumerate(zip(FORMS[name], arguments, strict=True)):
             if isinstance(value, Tensor):
@@ -77,14 +77,14 @@ class Calls:
                 self.words.append(int(value or 0))
 
     def found(self, image: Tensor) -> list[Tensor]:
-        """View the results in an image."""
+        """Return the results in an image."""
         return [
             image[at : at + like.nbytes].clone().view(like.dtype).view(like.shape)
             for at, like in self.results
         ]
 
     def here(self) -> list[Tensor]:
-        """Make the calls with the forms of this process."""
+        """Make the calls with this process's kernels."""
         library = compiled()
         assert library is not None
         image = torch.frombuffer(self.image, dtype=torch.uint8).clone()
@@ -95,7 +95,7 @@ class Calls:
         return self.found(image)
 
     def there(self, command: list[str], folder: Path) -> tuple[list[Tensor], str]:
-        """Make them in a program of its own, which says what it was compiled for."""
+        """Make the calls in a separate program, which reports its compile target."""
         counts = np.array([len(self.image), len(self.words), len(self.addresses)])
         numbers = (np.array(part, dtype=np.int64).tobytes() for part in (self.words, self.addresses))
         (folder / "calls").write_bytes(counts.tobytes() + bytes(self.image) + b"".join(numbers))
@@ -107,7 +107,7 @@ class Calls:
 
 @functools.cache
 def program(target: Target, folder: Path) -> list[str]:
-    """Compile the forms and the driver, once for all workers; return the command that runs them."""
+    """Compile the kernels and the driver, once for all workers; return the command that runs them."""
     programs = folder.parent
     foreign = target.machine == "aarch64" != platform.machine()
     if foreign and not (shutil.which(CROSS) and shutil.which(EMULATOR)):
@@ -118,7 +118,7 @@ def program(target: Target, folder: Path) -> list[str]:
     assert compiler is not None
     text, place = programs / f"{target.name}.c", programs / target.name
     flags = flags_for(target, "-fopenmp-simd")
-    # Whole, with its library: an emulator need not know where a foreign one lies.
+    # Linked statically: an emulator may not find a foreign library.
     command = [
         *compiler.split(),
         *flags,
@@ -129,7 +129,7 @@ def program(target: Target, folder: Path) -> list[str]:
         "-lm",
     ]
     with text.open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # another worker may be at it
+        fcntl.flock(held, fcntl.LOCK_EX)  # another worker may be compiling
         if not place.exists():
             text.write_text(f'{source()}#include "{DRIVER}"\n')
             subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -138,7 +138,7 @@ def program(target: Target, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """Return where this worker writes its calls; beside it lie the programs, which all workers share."""
+    """Return this worker's folder for calls; the programs, shared by all workers, are next to it."""
     base = tmp_path_factory.getbasetemp()
     own = (base if worker_id == "master" else base.parent) / "targets" / worker_id
     own.mkdir(parents=True, exist_ok=True)
@@ -157,9 +157,9 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def products(dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, turned: bool = False) -> Calls:
-    """Multiply; turned: each pair's second entry comes first.
+    """Multiply; `turned` swaps the entries of each pair.
 
-    In bfloat16 large products at both ends cancel out: what their sum rounds away tells of the order.
+    In bfloat16, large products at both ends cancel: the rounding of their sum reveals the order.
     """
     x_TD, weight_ND = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
     if dtype == torch.bfloat16:
@@ -180,7 +180,7 @@ def products(dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, turned
 
 
 def whole_matrices(bits: int, dtype: torch.dtype, outputs: int, inputs: int) -> list[Integers]:
-    """Draw a matrix in each layout: rounded here, with zero points and both kinds of scales, and of files."""
+    """Draw a matrix in each layout: quantized here, published ones with zero points, and GGUF formats."""
     shape, scales = (outputs, inputs), (torch.float16, torch.bfloat16)
     files = [of_file(own, kind, dtype, shape) for own, kind in OTHERS if own == bits]
     if bits == 6:
@@ -200,7 +200,7 @@ def add_whole_product(calls: Calls, matrix: Integers, rows: int) -> None:
 
 
 SIZES = [(1, 33, 72), (3, 70, 104), (6, 16, 40), (9, 130, 200)]
-"""Rows, outputs and inputs, which fill no tiles of matrix units."""
+"""Rows, outputs and inputs that do not fill matrix units' tiles."""
 WHOLE_SIZES = [*SIZES, (2, 18, 33), (8, 17, 96), (21, 33, 160)]
 
 
@@ -208,7 +208,7 @@ WHOLE_SIZES = [*SIZES, (2, 18, 33), (8, 17, 96), (21, 33, 160)]
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_have_the_same_bits(target: Target, dtype: torch.dtype, folder: Path) -> None:
-    """Those in float32 where sums are fused, as on all but the oldest processors."""
+    """In float32 only with fused multiply-add, as on all but the oldest processors."""
     command, found = program(target, folder), forms()
     vectors, integers, pairs = EXPECTED[target.name]
     assert found is not None
@@ -244,7 +244,7 @@ def test_products_of_whole_numbers_have_the_same_bits(
 def test_blocks_and_layouts_have_the_same_bits(target: Target, folder: Path) -> None:
     command, calls = program(target, folder), Calls()
     for kind in (own for own in KINDS.values() if own.numbers > 1):
-        data = torch.randint(0, 0x7C, (3 * kind.bytes,), dtype=torch.uint8)  # no NaN: their bits may differ
+        data = torch.randint(0, 0x7C, (3 * kind.bytes,), dtype=torch.uint8)  # no NaN: its bits may differ
         parts = {"number": poisoned(3 * kind.numbers, dtype=torch.int8), "scale": poisoned(3, 16)}
         parts |= {"offset": poisoned(3, 16)} if kind.name in KEPT and KEPT[kind.name].middle else {}
         book = codebook(kind.name)
@@ -270,7 +270,7 @@ def test_blocks_and_layouts_have_the_same_bits(target: Target, folder: Path) -> 
 @targets
 @pytest.mark.parametrize("with_beta", [True, False])
 def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path) -> None:
-    """Of a window of certain tokens, and of two drafted branches that keep states of their own."""
+    """A window without drafts, and one with two draft branches that keep their own states."""
     command = program(target, folder)
     rows, width, groups, heads, key, value = 2, 3, 2, 4, 24, 40
     tokens = rows * width
@@ -295,7 +295,7 @@ def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path)
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
-    """Of chains and trees behind committed tokens, with heads that fill no whole registers; latent too."""
+    """Chains and trees after committed tokens, with head dims that fill no whole registers; also latent."""
     command, calls = program(target, folder), Calls()
     rows, width, heads, kv_heads, dim, block, blocks = 2, 3, 6, 2, 40, 16, 3
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.uint8).repeat(rows, 1, 1)
@@ -360,7 +360,7 @@ AMX = named("amx")
 
 
 def emulated(name: str, *flags: str, on: str = "avx512-vnni") -> Target:
-    """Put an emulation in C in place of the compiler's AMX."""
+    """Replace the compiler's AMX intrinsics by an emulation in C."""
     without = named(on)
     header = ("-include", str(DRIVER.with_name("amx.h")))
     return replace(without, name=name, flags=(*without.flags, *header, *flags))
@@ -370,7 +370,7 @@ def emulated(name: str, *flags: str, on: str = "avx512-vnni") -> Target:
 @pytest.mark.parametrize("shape", [(1, 2), (15, 40), (33, 65), (70, 320)], ids=str)
 @EXHAUSTIVE
 def test_products_by_amx_have_the_same_bits(bits: int, shape: tuple[int, int], folder: Path) -> None:
-    """The emulation ends the program where a processor would refuse a tile."""
+    """The emulation aborts on tiles that a processor would refuse."""
     command, calls = program(emulated("amx"), folder), Calls()
     for rows in range(1, 66):
         for matrix in whole_matrices(bits, torch.float32, *shape):
@@ -424,7 +424,7 @@ def test_wrong_tiles_are_noticed_from_nine_rows_on(folder: Path) -> None:
 
 @EXHAUSTIVE
 def test_the_compilers_amx_is_what_is_emulated(tmp_path: Path) -> None:
-    """Assembled and not run, whatever this processor has."""
+    """Assembled but not run, on any processor."""
     found = find_compiler()
     assert found is not None
     compiler, text, assembly = found.split(), tmp_path / "forms.c", tmp_path / "forms.s"

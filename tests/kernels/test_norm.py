@@ -1,4 +1,4 @@
-"""RMS norms against their formulas and against the models they come from."""
+"""RMS norms against their formulas and the models that use them."""
 
 from types import ModuleType
 
@@ -93,7 +93,7 @@ def test_norms_equal_transformers(ops: ModuleType, dtype: torch.dtype, tokens: i
     first, last = NemotronHRMSNormGated(4 * 32, 32), Qwen3NextRMSNormGated(32)
     for module in (offset, plain, own, first, last):
         module.to(dtype).weight.data = weight_D[: len(module.weight)]
-    # Mamba-2's scan of a prompt hands its sums over in float32, a delta net's in the model's dtype.
+    # Mamba-2's prefill scan returns its sums in float32, a delta net's in the model's dtype.
     narrow_TD = wide_TD.to(dtype).view(-1, 32)
     pairs = (
         (ops.rms_norm(x_TD, 1 + weight_D.float(), EPS), offset(x_TD)),

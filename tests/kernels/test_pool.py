@@ -1,4 +1,4 @@
-"""Work is shared between threads of the C forms' own, by several callers; nothing is lost or done twice."""
+"""The C kernels' thread pool with several callers: no work is lost or done twice."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ TURNS = 200
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Let each caller have helpers, more than there may be processors."""
+    """Give each caller helpers, possibly more than there are processors."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -28,7 +28,7 @@ def threads() -> Iterator[None]:
 
 
 def test_callers_at_a_time_get_their_own_results() -> None:
-    """More of them than there is room for at once: some then work alone."""
+    """More callers than the pool has slots: some work alone."""
     weight_ND = torch.randn(1000, 256, generator=torch.Generator().manual_seed(0))
     packed = linear.pack(INT8.quantise(weight_ND))
     inputs = [torch.randn(1 + i % 9, 256, generator=torch.Generator().manual_seed(i)) for i in range(12)]
@@ -64,7 +64,7 @@ if child == 0:
     os._exit(0 if same else 1)
 assert same and os.waitpid(child, 0)[1] == 0
 """
-"""A child has none of its parent's helpers, and starts its own."""
+"""A forked child has no helpers of its parent, and starts its own."""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -87,7 +87,7 @@ for _ in range(20):
     linear.linear(x_TD, packed)
 assert seen and all(seen)
 """
-"""Signals are left to the program's own threads, and the helpers do not keep it from ending."""
+"""Signals go to the program's own threads, and helpers do not block its exit."""
 
 
 def test_helpers_take_no_signals_and_end_with_the_program() -> None:
@@ -114,7 +114,7 @@ for helper in tasks() - before:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor")
 def test_helpers_are_not_bound_to_the_processor_of_the_thread_that_starts_them() -> None:
-    """Where a user binds OpenMP's threads, all helpers would share that one."""
+    """If a user binds OpenMP's threads, all helpers would otherwise share one processor."""
     bound = {**os.environ, "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"}
     ended = subprocess.run(
         [sys.executable, "-c", BOUND], env=bound, check=True, timeout=120, capture_output=True, text=True
@@ -138,5 +138,5 @@ assert all(torch.equal(linear.linear(x_TD, two), wanted) for _ in range(300))
 
 
 def test_many_helpers_and_few_chunks() -> None:
-    """Those that may not draw leave the work to those that may."""
+    """Helpers that may not draw chunks leave the work to the others."""
     subprocess.run([sys.executable, "-c", FEW], check=True, timeout=120)

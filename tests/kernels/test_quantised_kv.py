@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits: a token's are the same numbers in the window that writes them and ever after."""
+"""8-bit KV: a token's values are the same in the window that writes them and in later ones."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -36,7 +36,7 @@ forms = pytest.mark.parametrize(
 
 
 def quantised(case: Case) -> Case:
-    """Keep what was read before in 8 bits; some of the window's keys lie beyond their range."""
+    """Store committed KV in 8 bits; some of the window's keys exceed the range."""
     case.k[0, 0, 0], case.k[1, 0, 1], case.v[0, 0, 0] = 500.0, -1e4, 470.0
     whole = case.pages._base
     assert whole is not None
@@ -72,7 +72,7 @@ def test_form_equals_reference(tree: Tree | None, ops: ModuleType, dtype: torch.
     assert torch.equal(written.view(torch.uint8), expected.view(torch.uint8))
     out = ops.attend(case.q, written, case.group, SCALE)
     assert_close(out, reference.attend(case.q, expected, case.group, SCALE))
-    # What is read is what stands there, and no more of it was kept than 8 bits.
+    # The values read are the stored ones, which have 8 bits.
     wide = replace(case, pages=expected.to(dtype))
     assert_close(out, reference.attend(case.q, wide.pages, case.group, SCALE))
 
@@ -80,7 +80,7 @@ def test_form_equals_reference(tree: Tree | None, ops: ModuleType, dtype: torch.
 @forms
 @pytest.mark.parametrize("kept", [True, False], ids=["right", "mutant"])
 def test_window_equals_its_tokens_one_by_one(ops: ModuleType, dtype: torch.dtype, kept: bool) -> None:
-    """The mutant attends to the window's own keys as they were before they were written."""
+    """The mutant attends to the window's own keys before their rounding."""
     case = make((20,), TREE, dtype)
     written = case if kept else replace(case, pages=case.pages.to(dtype))
     out = run(ops, written)
@@ -112,7 +112,7 @@ def run(ops: ModuleType, case: Case) -> Tensor:
 @pytest.mark.parametrize("ops", [layer_cpu, native, layer_triton], ids=["cpu", "native", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layer_equals_reference(dtype: torch.dtype, ops: ModuleType) -> None:
-    """Narrow enough for the form in C, which leaves pages of 8 bits to torch."""
+    """Narrow enough for the C kernel, which leaves 8-bit pages to torch."""
     tree = random_tree(5, 4)
     case = make((20, 3), tree, dtype, width=5)
     layer = AttentionLayer(4, 2, 16, SCALE, True, torch.full((16,), 9.0), torch.full((16,), 90.0), 1e-6)

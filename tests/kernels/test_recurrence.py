@@ -1,4 +1,4 @@
-"""The recurrence of a window against the one of its tokens, and what taking tokens back must not change."""
+"""A window's recurrence against its tokens one by one, and its independence of rejected tokens."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -45,7 +45,7 @@ def assert_equals_reference(
 
 @pytest.fixture(params=["gathered", "in place", "device"])
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run with the states gathered, worked on row by row where they lie, and as on a device: by ids alone."""
+    """Run with states gathered, with states processed in place row by row, and by ids as on a device."""
     monkeypatch.setattr(states, "LARGE", 0 if request.param == "in place" else 1 << 40)
     for module in (kernel_rows, states):
         monkeypatch.setattr(module, "on_host", lambda ids: request.param != "device")
@@ -128,7 +128,7 @@ def test_output_has_the_queries_dtype_and_computes_in_the_states() -> None:
 @pytest.mark.parametrize("ops", [reference, cpu])
 @pytest.mark.parametrize("node", range(7))
 def test_promoting_a_node_equals_feeding_its_path(ops: ModuleType, node: int) -> None:
-    """Take back all but one path of a recorded tree: outputs and state are those of certain tokens."""
+    """With all but one path of a recorded tree rejected, outputs and state are those without drafts."""
     layer, tree = Layer(), random_tree(7, seed=node)
     tokens, following = draw_tokens(layer, 7), draw_tokens(layer, 3, seed=2)
     path = path_to(tree, node)

@@ -73,7 +73,7 @@ def assert_equals_reference(
 def test_window_equals_reference(
     kind: str, width: int, backing: str, pending: bool, rows: int, delta: bool
 ) -> None:
-    """Of three rows the first has no pending path; the others have paths of unequal length."""
+    """Of three rows the first has no pending path; the others have paths of different lengths."""
     memory, paths, k_path = start(LAYER, rows, delta=delta, pending=pending)
     group = build_group(
         [draw(kind, width, seed) for seed in range(rows)],
@@ -89,7 +89,7 @@ def test_window_equals_reference(
     ("width", "backing"), [(3, "certain"), (2, "record"), (18, "record"), (2, "snapshot")]
 )
 def test_blocks_of_columns_share_a_head(width: int, backing: str) -> None:
-    """Sizes that fill no block; keys that serve two heads; inputs that are columns of a projection."""
+    """Sizes that fill no block; keys shared by two heads; inputs that are columns of a projection."""
     layer = Layer(groups=2, heads=4, key=33, value=37, dtype=torch.float32)
     memory, paths, k_path = start(layer, 1, delta=True, pending=backing != "snapshot")
     group = build_group(
@@ -117,7 +117,7 @@ def test_narrow_inputs_are_computed_wide_and_rounded_once(width: int) -> None:
 @pytest.mark.parametrize("width", [3, 17])
 @pytest.mark.parametrize("backing", ["certain", "record", "snapshot"])
 def test_the_dummy_row_changes_nothing_and_gives_zero(width: int, backing: str) -> None:
-    """It stands in slot 0, and its record in place (0, 0); all that it is given may be NaN."""
+    """The dummy row uses slot 0 and record (0, 0); all its inputs may be NaN."""
 
     def spoil(x: Tensor) -> Tensor:
         return torch.cat([x, torch.full_like(x, torch.nan)])
@@ -182,7 +182,7 @@ def test_strong_decays_stay_finite_and_exact(kind: str, width: int) -> None:
 
 
 def test_fold_gives_the_state_at_any_accepted_position() -> None:
-    """Also that of a layer which is a convolution alone."""
+    """Also for a layer that is only a convolution."""
     memory, _, _ = with_pending(LAYER, 3)
     k_path = draw_tokens(LAYER, 27, seed=3).k.unflatten(0, (3, 9))
     memory.input_SRC.copy_(torch.randn(memory.input_SRC.shape))

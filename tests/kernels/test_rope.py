@@ -77,7 +77,7 @@ def test_interleaved_sections_are_plain_for_text() -> None:
 
 
 def test_a_frequency_that_counts_in_the_head_is_seen() -> None:
-    """The exponent of a partial rope is based on the rotated entries, not on the head."""
+    """The exponent of a partial rope is based on the rotated entries, not on the head dim."""
     wrong, _ = cpu.rope_table(positions(5), 64, 1e4)
     right, _ = cpu.rope_table(positions(5), 16, 1e4)
     assert not torch.equal(wrong[:, :8], right)

@@ -1,4 +1,4 @@
-"""Noise by counter and the processing of logits: exact against the specification, and right as a law."""
+"""Counter-based noise and logits processing: exact against the specification, and the right distribution."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.tolerances import KERNEL_FLOAT32
 
 BIT64 = st.integers(-(2**63), 2**63 - 1)
 RARE = 3.719
-"""The normal deviate that chance exceeds once in ten thousand: the bound of every check at fixed seeds."""
+"""Normal deviate exceeded by chance once in ten thousand: the bound of every check at fixed seeds."""
 
 
 def generator(seed: int) -> torch.Generator:
@@ -25,7 +25,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def chi_square_limit(freedom: int) -> float:
-    """The value exceeded once in ten thousand (Wilson and Hilferty)."""
+    """Return the chi-square value exceeded once in ten thousand (Wilson and Hilferty)."""
     return freedom * (1 - 2 / (9 * freedom) + RARE * math.sqrt(2 / (9 * freedom))) ** 3
 
 
@@ -63,7 +63,7 @@ def test_gumbel_is_finite_at_the_ends() -> None:
 
 
 def test_gumbel_of_a_row_ignores_the_batch() -> None:
-    """Batches are worked on in parts, and vectors end inside a row."""
+    """Batches are processed in parts, and vectors end inside a row."""
     vocab = cpu.CACHED // 2 - 3
     seed_N, position_N = torch.arange(5) * 11, torch.arange(5) + 100
     together_NV = cpu.gumbel(seed_N, position_N, vocab)
@@ -74,7 +74,7 @@ def test_gumbel_of_a_row_ignores_the_batch() -> None:
 
 
 def draw_along(axis: str, number: int) -> Tensor:
-    """Noise of neighbouring seeds, positions or tokens, everything else being equal: [5 others, number]."""
+    """Return noise of neighbouring seeds, positions or tokens, all else equal: [5 others, number]."""
     near, zero = torch.arange(number), torch.zeros(number, dtype=torch.int64)
     if axis == "seed":
         return cpu.gumbel(near, zero + 3, 5).T
@@ -92,12 +92,12 @@ def test_gumbel_is_uniform_beneath_and_has_its_moments(axis: str) -> None:
     assert chi_square(count_C, torch.full((bins,), 1 / bins)) < chi_square_limit(bins - 1)
     number, variance = len(noise_X), math.pi**2 / 6
     assert abs(float(noise_X.mean()) - 0.5772156649) < RARE * math.sqrt(variance / number)
-    # The fourth central moment of the law is 5.4 times the variance squared.
+    # The fourth central moment of the distribution is 5.4 times the variance squared.
     assert abs(float(noise_X.var()) - variance) < RARE * variance * math.sqrt(4.4 / number)
 
 
 def largest_correlation(noise_AX: Tensor) -> float:
-    """The largest correlation between a line and itself shifted, in its own standard deviations."""
+    """Return the largest autocorrelation over some lags, in its own standard deviations."""
     centred_AX = (noise_AX - noise_AX.mean(-1, keepdim=True)) / noise_AX.std(-1, keepdim=True)
     found = [0.0]
     for lag in (1, 2, 3, 4, 16, 64, 1024, 4096):
@@ -129,7 +129,7 @@ def test_each_bit_of_the_words_flips_half_the_time_beside_a_neighbour() -> None:
 
 
 def random_rules(rows: int, vocab: int, seed: int) -> Rules:
-    """Rules in which each row uses some of the features, and some features are used by no row."""
+    """Return rules in which each row uses some of the features, and some features are unused."""
     g = generator(seed)
 
     def mixed(values_N: Tensor, off: float) -> Tensor:
@@ -155,7 +155,7 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
         mixed(rand(-2, 2), 0)[row_R],
     )
     words_KW = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), generator=g).int()
-    words_KW[:, 0] |= 1  # something is left
+    words_KW[:, 0] |= 1  # never empty
     mask = Mask(row_R, torch.randint(0, 2, (len(row_R),), generator=g), words_KW)
     return Rules(
         temperature_N=mixed(mixed(rand(0.2, 2), 1), 0) if seed % 4 else rand(0.2, 2),
@@ -169,7 +169,7 @@ def random_rules(rows: int, vocab: int, seed: int) -> Rules:
 
 
 def _columns_of(whole: Bias | Penalties, n: int) -> tuple[Tensor, ...]:
-    """Return the columns of one row, which is the first then; of no row where it has none."""
+    """Return one row's columns, renumbered as row 0; empty if it has none."""
     own_E, own_R = whole.at[0] == n, whole.row_R == n
     return (
         torch.zeros_like(whole.row_R[own_R]),
@@ -180,7 +180,7 @@ def _columns_of(whole: Bias | Penalties, n: int) -> tuple[Tensor, ...]:
 
 
 def take_row(rules: Rules, n: int) -> Rules:
-    """The rules of one row alone."""
+    """Return the rules of one row alone."""
     bias = rules.bias and Bias(*_columns_of(rules.bias, n))
     penalties = rules.penalties and Penalties(*_columns_of(rules.penalties, n))
     mask = rules.mask
@@ -196,7 +196,7 @@ def take_row(rules: Rules, n: int) -> Rules:
 @pytest.mark.parametrize("vocab", [1, 63, 65])
 def test_process_equals_reference(vocab: int, dtype: torch.dtype) -> None:
     for seed in range(16):
-        # Every other time logits lie on a grid, so that many are equal.
+        # Every other time logits lie on a grid, so that many tie.
         logits_NV = torch.randn(5, vocab, generator=generator(seed)) * 3
         logits_NV = (logits_NV.round() if seed % 2 else logits_NV).to(dtype)
         rules, before_NV = random_rules(5, vocab, seed), logits_NV.clone()
@@ -213,7 +213,7 @@ def test_process_equals_reference(vocab: int, dtype: torch.dtype) -> None:
 def test_native_process_equals_cpu_to_the_bit(
     vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text must not change with the form that processes its logits."""
+    """A text must not depend on the kernel that processes its logits."""
     adjusted, called, function = 0, list[str](), native.function
     monkeypatch.setattr(native, "function", lambda name, *rest: called.append(name) or function(name, *rest))
     for seed in range(32):
@@ -258,7 +258,7 @@ def test_process_leaves_rows_that_ask_for_nothing_bit_for_bit() -> None:
 
 
 def keep(logits: list[float], **rules: Tensor) -> list[int]:
-    """The ids that processing keeps, which all forms must agree on."""
+    """Return the ids that processing keeps, on which all kernels must agree."""
     logits_NV, own = torch.tensor([logits], dtype=torch.float32), Rules(torch.ones(1), **rules)
     forms = [cpu.process(logits_NV, own), reference.process(logits_NV, own)]
     if compiled():
@@ -273,7 +273,7 @@ def keep(logits: list[float], **rules: Tensor) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 63, 65, 700, 5000])
 def test_native_filters_keep_what_the_reference_keeps(vocab: int, dtype: torch.dtype) -> None:
-    """What stays has the same bits as without filters, whatever other rows ask for."""
+    """Kept scores have the same bits as without filters, whatever other rows use."""
     for seed in range(24):
         logits_NV = torch.randn(5, vocab, generator=generator(seed)) * (1 + seed % 3)
         logits_NV = (logits_NV.round() if seed % 2 else logits_NV).to(dtype)
@@ -313,7 +313,7 @@ def test_filters_keep_the_best_token_at_their_limits() -> None:
 
 
 def test_top_p_counts_what_top_k_left() -> None:
-    """Shares 0.4, 0.3, 0.2, 0.1: of the first three, renormalised, two hold 0.77."""
+    """Probabilities 0.4, 0.3, 0.2, 0.1: of the first three, renormalised, two hold 0.77."""
     logits = [math.log(share) for share in (0.4, 0.3, 0.2, 0.1)]
     assert keep(logits, top_p_N=torch.tensor([0.75])) == [0, 1, 2]
     assert keep(logits, top_k_N=torch.tensor([3]), top_p_N=torch.tensor([0.75])) == [0, 1]
@@ -348,13 +348,13 @@ DRAWS = 40_000
 
 
 def law(kept: list[int], temperature: float = 1.0) -> Tensor:
-    """Probabilities of the tokens that are kept, from the definition."""
+    """Return the probabilities of the kept tokens, by definition."""
     weights = [math.exp(x / temperature) if v in kept else 0.0 for v, x in enumerate(LOGITS)]
     return torch.tensor(weights, dtype=torch.float64) / sum(weights)
 
 
 def draw(rules_1: Rules, axis: str) -> Tensor:
-    """How often each token is the best of scores and noise, over many seeds or positions."""
+    """Count how often each token has the best score plus noise, over many seeds or positions."""
     scores_NV = cpu.process(torch.tensor([LOGITS]), rules_1)
     near, same = torch.arange(DRAWS), torch.full((DRAWS,), 12)
     noise_NV = cpu.gumbel(near, same, 7) if axis == "seed" else cpu.gumbel(same, near, 7)
@@ -382,7 +382,7 @@ def test_the_best_of_scores_and_noise_follows_the_law(
 
 
 def test_the_check_of_the_law_has_power() -> None:
-    """A temperature of 1.1 for 1 lies 80 and more beyond chance: it passes less than once in a thousand."""
+    """A temperature of 1.1 instead of 1 shifts the statistic by over 80: it passes in less than 0.1 %."""
     everything = list(range(7))
     wrong_V, right_V = law(everything, 1.1), law(everything)
     assert DRAWS * float(((wrong_V - right_V) ** 2 / right_V).sum()) > 80
@@ -393,7 +393,7 @@ def test_the_check_of_the_law_has_power() -> None:
 
 @pytest.mark.parametrize("logits", [[0.0, 1.0, 2.0], [float("nan")] * 3, [float("inf"), 1.0, 2.0]])
 def test_top_p_too_small_to_be_told_from_nothing_keeps_the_best(logits: list[float]) -> None:
-    """And a row that is no number troubles no other row."""
+    """And a NaN row affects no other row."""
     logits_NV = torch.tensor([logits, [3.0, 2.0, 1.0]])
     rules = Rules(temperature_N=torch.ones(2), top_p_N=torch.tensor([1e-46, 1e-46]))
     kept_NV = cpu.process(logits_NV, rules).isfinite()

@@ -1,4 +1,4 @@
-"""Picking and ranking tokens: every form against the specification, with ties, filters and no numbers."""
+"""Sampling and ranking tokens: every kernel against the specification, with ties, filters and NaN."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -15,9 +15,9 @@ from specdec.kernels.sampling.rules import Bias, Penalties, Rules
 SEEDS = torch.tensor([0, -1, 2**63 - 1, -(2**63), 7, 123456789012345678])
 POSITIONS = torch.tensor([0, 1, 131_071, 2**40, 7, 5])
 NOISE = 2e-6
-"""How far noise may lie from its formula of w in float32, relative or absolute: logarithms are rounded."""
+"""Error of noise against its formula of w in float32, relative or absolute: logarithms are rounded."""
 SHARE = 1e-5
-# NumPy, which runs the kernels here, warns of what a GPU computes in silence.
+# NumPy, which runs the kernels here, warns where a GPU is silent.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 forms = pytest.mark.parametrize("ops", [cpu, triton], ids=["cpu", "triton"])
 
@@ -27,13 +27,13 @@ def generator(seed: int) -> torch.Generator:
 
 
 def draw(vocab: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw logits; every other time they lie on a grid, so that many are equal."""
+    """Draw logits; every other time they lie on a grid, so that many tie."""
     logits_NV = torch.randn(6, vocab, generator=generator(seed)) * 3
     return (logits_NV.round() if seed % 2 else logits_NV).to(dtype)
 
 
 def draw_rules(vocab: int, seed: int) -> Rules:
-    """Draw rules that use each filter or none, in rows of every temperature."""
+    """Draw rules with or without each filter, in rows of every temperature."""
     g = generator(seed + 1000)
 
     def column(low: float, high: float, off: float) -> Tensor | None:
@@ -92,7 +92,7 @@ def test_noise_keeps_its_digits_at_both_ends() -> None:
     _noise_of[(1,)](word_X, noise_X, BLOCK=64)
     assert_is_noise_of(noise_X, word_X)
     assert noise_X.max() > 22 and noise_X.min() < -2.8
-    # Where noise is large w has all its digits, and the noise those of the specification.
+    # Where noise is large, w is exact, and the noise equals the specification's.
     expected_X = torch.tensor([reference._noise(h) for h in words])
     large_X = expected_X > 0
     torch.testing.assert_close(noise_X[large_X], expected_X[large_X], rtol=NOISE, atol=NOISE)
@@ -129,7 +129,7 @@ def test_parts_of_a_vocabulary_make_one_row(vocab: int, dtype: torch.dtype) -> N
 
 
 def kept(logits_NV: Tensor, rules: Rules) -> list[list[int]]:
-    """Read from the limits of each row what its filters leave."""
+    """Return the tokens that each row's filter limits keep."""
     least_N1, last_N1 = (limit_N[:, None] for limit_N in triton._limits(logits_NV, rules))
     scores_NV = logits_NV / torch.where(rules.temperature_N > 0, rules.temperature_N, 1)[:, None]
     equals_NV = (scores_NV == least_N1) & (torch.arange(logits_NV.shape[1]) <= last_N1)
@@ -202,7 +202,7 @@ def test_of_equals_the_smallest_id_is_first(ops: ModuleType) -> None:
     ids=str,
 )
 def test_a_row_with_what_is_no_number_is_told(ops: ModuleType, filters: dict[str, float]) -> None:
-    """No filter may cut it out of sight, and it troubles no other row."""
+    """Filters must not hide NaN, and other rows are unaffected."""
     columns = {name: torch.full((6,), value) for name, value in filters.items()}
     rules = replace(sampled(**columns), temperature_N=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0]))
     logits_NV = draw(70, 4)
@@ -241,7 +241,7 @@ def test_what_the_kernels_have_no_part_in_goes_to_plain_torch() -> None:
 
 @forms
 def test_another_seed_or_position_is_another_token(ops: ModuleType) -> None:
-    """That forms agree says something only where noise decides."""
+    """Validates the comparisons: the noise decides the token."""
     flat_NV, rules = torch.zeros(6, 65), sampled()
     tokens = [
         tuple(ops.sample(flat_NV, rules, SEEDS + i, POSITIONS + j).tolist())

@@ -1,4 +1,4 @@
-"""Mamba-1's recurrence: every form against the specification, and what taking tokens back must not change."""
+"""Mamba-1's recurrence: every kernel against the specification, and its independence of rejected tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ def weights_of(layer: Layer) -> SelectiveLayer:
 
 
 def memory_of(layer: Layer, slots: Sequence[int]) -> RecurrentMemory:
-    """Make records that hold a key for each head where others hold a decay."""
+    """Make records with a key per head in place of a decay."""
     keys = poisoned((SLABS, PLACES), (layer.heads, layer.key), layer.dtype)
     return make_memory(layer, slots)._replace(decay_SRH=keys)
 
@@ -92,7 +92,7 @@ def run(
 
 
 def inputs_of(tokens: Tokens, nodes: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Pick the inputs [B, P, H, W] of the nodes that each row accepted, padded with NaN."""
+    """Return the inputs [B, P, H, W] of each row's accepted nodes, padded with NaN."""
     x_path = tokens.x.new_full((len(nodes), max(map(len, nodes)), *tokens.x.shape[1:]), torch.nan)
     for b, path in enumerate(nodes):
         x_path[b, : len(path)] = tokens.x[[b * width + node for node in path]]
@@ -100,7 +100,7 @@ def inputs_of(tokens: Tokens, nodes: Sequence[Sequence[int]], width: int) -> Ten
 
 
 def start(layer: Layer, weights: SelectiveLayer, rows: int) -> tuple[RecurrentMemory, Any, Tensor]:
-    """Verify a window of 9 in every row and accept paths of unequal length, the first of three empty."""
+    """Verify a window of 9 in every row and accept paths of different lengths, the first of three empty."""
     memory, trees = memory_of(layer, SLOTS[rows]), [random_tree(9, seed) for seed in range(rows)]
     records, tokens = scattered(rows, 9, seed=5), draw_tokens(layer, rows * 9, seed=3)
     run(reference, tokens, weights, memory, build_group(trees, SLOTS[rows], records=records))
@@ -117,7 +117,7 @@ def compare(
     x_path: Tensor | None,
     tokens: Tokens | None = None,
 ) -> None:
-    """Hold a form's output, and every byte of its memory, against the specification."""
+    """Compare a kernel's output, and every byte of its memory, with the specification."""
     weights, tolerance = weights_of(layer), KERNEL_FLOAT64 if layer.dtype == torch.float64 else KERNEL_FLOAT32
     tokens = tokens or draw_tokens(layer, group.rows * group.width)
     expected_memory, actual_memory = copy_of(memory), copy_of(memory)
@@ -134,7 +134,7 @@ WINDOWS = [("chain", 1), ("chain", 7), ("star", 7), ("random", 16), ("random", 6
 @pytest.mark.parametrize("kept", ["record", "snapshot", "certain"])
 @pytest.mark.parametrize(("kind", "width"), WINDOWS)
 def test_a_window_equals_the_specification(form: Any, kept: str, kind: str, width: int) -> None:
-    """One row or three, clean or with a pending path, one head or several, inputs that stand apart."""
+    """One row or three, with or without a pending path, one head or several, strided inputs."""
     if kept == "snapshot" or form is triton:
         width = min(width, 9)  # the memory has a slot for each; the interpreter is slow
     rows, ratio = 1 + 2 * (width % 2), width % 3
@@ -162,7 +162,7 @@ def test_a_window_equals_the_specification(form: Any, kept: str, kind: str, widt
 @pytest.mark.parametrize("form", [*FORMS, in_c, triton])
 @pytest.mark.parametrize("node", [0, 3, 6])
 def test_promoting_a_node_equals_feeding_its_path(form: Any, node: int) -> None:
-    """Take back all but one path of a tree: later outputs and states are those of certain tokens."""
+    """With all but one path of a tree rejected, later outputs and states are those without drafts."""
     layer = Layer(heads=2, value=5, dtype=torch.float64 if form in FORMS else torch.float32)
     tree, weights = random_tree(7, seed=node), weights_of(layer)
     tokens, following = draw_tokens(layer, 7), draw_tokens(layer, 3, seed=2)
@@ -186,7 +186,7 @@ def test_promoting_a_node_equals_feeding_its_path(form: Any, node: int) -> None:
 
 
 def test_what_a_token_reads_is_the_same_in_every_window() -> None:
-    """In C the bits are alike: a chain at once, one by one, and as a path of a tree."""
+    """In C the bits are equal: as a chain at once, token by token, and as a path of a tree."""
     if compiled() is None:
         pytest.skip("there are no C forms")
     layer = Layer(heads=1, key=16, value=40, dtype=torch.float32)
@@ -203,7 +203,7 @@ def test_what_a_token_reads_is_the_same_in_every_window() -> None:
 
 
 def test_a_siblings_state_is_noticed() -> None:
-    """A mutant: a node goes on from the one before it, whatever its parent is."""
+    """A mutant: a node continues from the previous one, whatever its parent is."""
     layer = Layer(heads=1, value=33)
     weights, tokens = weights_of(layer), draw_tokens(layer, 7)
     records = scattered(1, 7, seed=1)
@@ -214,7 +214,7 @@ def test_a_siblings_state_is_noticed() -> None:
 
 
 def test_the_dummy_row_changes_nothing_and_gives_zero() -> None:
-    """On a GPU it stands in slot 0; all that it is given may be NaN."""
+    """On a GPU the dummy row uses slot 0; all its inputs may be NaN."""
     layer = Layer(heads=1, value=70, dtype=torch.float32)
     weights, own = weights_of(layer), draw_tokens(layer, 3)
     tokens = Tokens(*(torch.cat([x, torch.full_like(x, torch.nan)]) for x in vars(own).values()))

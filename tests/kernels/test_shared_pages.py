@@ -1,4 +1,4 @@
-"""The C form reads pages with which several rows begin once; each row's bits are those it has alone."""
+"""The C kernel reads pages shared by several rows once; each row's bits are those it has alone."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C compil
 ROWS, BLOCK, DIM = 24, 16, 24
 SIZES = (128, 113, 100, 65, 64, 63, 33, 32, 31, 15, 1, 0)
 LENGTH_B = torch.tensor([SIZES[b % len(SIZES)] for b in range(ROWS)])
-"""The first is the longest; some are shorter than what others share."""
+"""The first is the longest; some are shorter than the shared prefix of others."""
 
 
 def tables(shared: tuple[int, ...], blocks: int) -> Tensor:
-    """Give each row blocks of its own, but the first row's at `shared` places, if it has filled them."""
+    """Give each row its own blocks, except at the `shared` positions that it has filled."""
     table_BN = 1 + torch.arange(ROWS * blocks).view(ROWS, blocks)
     for place in shared:
         table_BN[BLOCK * (place + 1) <= LENGTH_B, place] = table_BN[0, place]
@@ -47,7 +47,7 @@ def outputs(
     dtype: torch.dtype,
     alone: bool,
 ) -> Tensor:
-    """Run rows over one set of pages, together or each by itself."""
+    """Run rows over one set of pages, together or one by one."""
     generator = torch.Generator().manual_seed(width)
     blocks = (max(SIZES) + width) // BLOCK + 1
     pages = torch.randn(1 + ROWS * blocks, 2, BLOCK, layer.kv_heads, DIM, generator=generator).to(dtype)
@@ -100,7 +100,7 @@ def test_rows_with_common_pages_have_the_bits_they_have_alone(
 
 
 def test_what_is_shared_counts() -> None:
-    """The control: rows that have other pages there have other outputs."""
+    """The control: rows with other pages there have other outputs."""
     layer = make_layer(4, 2, None)
     one, other = (
         outputs(shared, layer, width=1, tree=False, dtype=torch.float32, alone=False)

@@ -1,4 +1,4 @@
-"""Attention that sees a part of the past, in every form: by position along each path, never by place."""
+"""Sliding-window attention in every kernel: by position along each path, not by index in the window."""
 
 import itertools
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def by_position(case: Case, tree: Tree | None, window: int) -> Tensor:
 
 
 def poisoned(case: Case, window: int) -> Tensor:
-    """Copy the pages, with no number where a row's first query does not reach."""
+    """Copy the pages, with NaN beyond the reach of a row's first query."""
     pages = copy_of(case.pages)
     for row, length in enumerate(case.group.length_B.tolist()):
         for position in range(max(length + 1 - window, 0)):
@@ -114,7 +114,7 @@ def poisoned(case: Case, window: int) -> Tensor:
 @forms
 @pytest.mark.parametrize("shape", SHAPES)
 def test_window_equals_a_mask_by_position(shape: str, form: Form) -> None:
-    """Windows shorter than a tree, as long as a block, longer than all; what lies before may be anything."""
+    """Windows shorter than a tree, as long as a block, longer than all; earlier memory is NaN."""
     width, tree = SHAPES[shape]
     for window, lengths in itertools.product(WINDOWS, LENGTHS):
         case = make_case(lengths, width, tree=tree, heads=HEADS)
@@ -135,7 +135,7 @@ def test_a_window_that_is_one_off_is_seen(shape: str, wrong: int, form: Form) ->
 
 @pytest.mark.parametrize("splits", [2, 5])
 def test_parts_of_a_window_are_merged(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of parts, also where most of them lie behind the end."""
+    """With any number of parts, including many beyond the end."""
     monkeypatch.setattr(attention_triton, "LEAST", 1)
     monkeypatch.setattr(attention_triton, "choose_splits", lambda *_: splits)
     for window, shape in ((17, "fork"), (130, "bush"), (200, "chain"), (70, "one")):
@@ -161,7 +161,7 @@ def test_splits_are_those_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_before_the_window_are_not_gathered(shape: str) -> None:
-    """In plain torch, which would fail at a block that is not there."""
+    """In plain torch, which would fail on a missing block."""
     width, tree = SHAPES[shape]
     case = make_case((130,), width, tree=tree, heads=HEADS)
     pages, table_BN = copy_of(case.pages), case.group.table_BN.clone()
@@ -187,7 +187,7 @@ def test_pages_of_8_bits(shape: str, form: Form) -> None:
 @needs_c
 @pytest.mark.parametrize("shape", SHAPES)
 def test_c_gives_a_query_the_same_bits_in_any_window(shape: str) -> None:
-    """Alone, as the end of a chain, what a node gives is what it gives in its tree."""
+    """A node's output equals that at the end of a chain of its path."""
     width, tree = SHAPES[shape]
     case = make_case((37,), width, tree=tree, heads=replace(HEADS, dtype=torch.bfloat16))
     together = _native(case, copy_of(case.pages), 17)

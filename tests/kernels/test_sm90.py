@@ -1,4 +1,4 @@
-"""What serving real shapes launches: compiled before anyone waits, and without spills on an H100."""
+"""Kernels launched by real shapes: compiled before the first request, and without spills on an H100."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from tests.selection import EXHAUSTIVE, only
 
 ROOT = Path(specdec.__file__).parents[1]
 STACK = 128
-"""Bytes of stack that float32 may take a thread, where heads of 128 and 256 outgrow the registers."""
+"""Bytes of stack allowed per thread in float32, where heads of 128 and 256 exceed the registers."""
 
 
 def run(*words: str) -> list[dict[str, Any]]:
-    """Run the process that launches; in this one kernels are made for the interpreter."""
+    """Run the launching process; in this one kernels are bound to the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.sm90", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -51,7 +51,7 @@ def test_recurrent_layers_are_compiled_beforehand_and_without_spills(case: str) 
 @EXHAUSTIVE
 @pytest.mark.parametrize("case", WHOLE)
 def test_whole_numbers_are_multiplied_without_spills_and_alike_in_every_window(case: str) -> None:
-    """What four warps share may sum otherwise than what each of them has for itself."""
+    """A product shared by four warps may sum in a different order than one warp's."""
     served, *compiled = run(case)
     assert served == {"case": case, "late": []}
     allowed = STACK if case.startswith("float32") else 0
@@ -65,7 +65,7 @@ def test_whole_numbers_are_multiplied_without_spills_and_alike_in_every_window(c
 
 @EXHAUSTIVE
 def test_an_engine_that_was_not_made_ready_compiles_while_it_serves() -> None:
-    """The control: there are kernels of every part of a step to compile."""
+    """The control: every part of a step has kernels to compile."""
     (served,) = run("--cold", "qwen3-next")
     late = {name.split()[0].rpartition(".")[2] for name in served["late"]}
     assert {"_linear", "_fold_state", "_part", "_walk", "_promote", "_prune"} <= late

@@ -1,4 +1,4 @@
-"""Windows that leave whole states, against the reference; and keys that are made a second time."""
+"""Windows that leave whole states, against the reference; and recomputed keys."""
 
 from types import ModuleType
 
@@ -36,7 +36,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> tor
 
 @pytest.fixture(params=["gathered", "in place", "device"])
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run with the states gathered, worked on row by row where they lie, and as on a device: by ids alone."""
+    """Run with states gathered, with states processed in place row by row, and by ids as on a device."""
     monkeypatch.setattr(states, "LARGE", 0 if request.param == "in place" else 1 << 40)
     for module in (kernel_rows, states):
         monkeypatch.setattr(module, "on_host", lambda ids: request.param != "device")
@@ -102,9 +102,9 @@ def test_convolution_in_c_equals_the_plain_form(kind: str, taps: int, dtype: tor
 def test_a_path_is_convolved_to_the_same_bits_again(
     kind: str, width: int, ops: ModuleType, dtype: torch.dtype
 ) -> None:
-    """So the keys that fold a record are those with which its update was solved.
+    """A record is folded with exactly the keys that its update was solved with.
 
-    The channels fill whole vectors, as heads do: torch's silu rounds the rest of a vector otherwise.
+    The channels fill whole vectors, as heads do: torch's silu rounds a vector's remainder differently.
     """
     layer, slots = Layer(channels=64, dtype=dtype), SLOTS[1]
     tree, records = draw(kind, width, 3), scattered(1, width, seed=9)

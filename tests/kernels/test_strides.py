@@ -1,4 +1,4 @@
-"""Every form takes the strides that it is given, or refuses them by an error: none reads wrong numbers."""
+"""Every kernel supports the given strides or raises StrideError: none computes wrong results."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from tools.kernels.problems import Planned
 needs_c = pytest.mark.skipif(not compiled(), reason="no C compiler")
 FORMS = ["reference", "cpu", pytest.param("native", marks=needs_c), "triton"]
 BY_ADDRESS = FORMS[2:]
-"""Forms that read memory by address; the others go by way of torch, which knows strides."""
+"""Kernels that use raw addresses; the others use torch, which handles strides."""
 RECURRENT = ("experts", "mamba", "selective")
 ORDERS = {
     "heads outermost": (0, 3, 1, 2, 4),
@@ -35,14 +35,14 @@ ORDERS = {
     "parts innermost": (0, 2, 3, 1, 4),
     "blocks within heads": (3, 0, 1, 2, 4),
 }
-"""Dimensions of pages [N, parts, tokens, J, D], as they follow each other in memory."""
+"""The dimensions of pages [N, parts, tokens, J, D] in memory order."""
 
 Relay = Callable[[Tensor], Tensor]
 Views = Callable[..., tuple[Any, ...]]
 
 
 def laid(order: tuple[int, ...]) -> Relay:
-    """Return zeros in memory of another order, beside as much that no one may touch."""
+    """Return a function that makes zeros in another memory order, next to as much forbidden memory."""
 
     def relay(view: Tensor) -> Tensor:
         sizes = [view.shape[dim] for dim in order]
@@ -54,7 +54,7 @@ def laid(order: tuple[int, ...]) -> Relay:
 
 
 def apart(view: Tensor) -> Tensor:
-    """Return zeros of which no two lie side by side."""
+    """Return zeros of which no two are adjacent."""
     return torch.full((*view.shape, 2), torch.nan, dtype=view.dtype)[..., 0].zero_()
 
 
@@ -83,7 +83,7 @@ def of_memory(form: str, name: str) -> Iterator[Planned]:
 
 
 def outcome(problem: Planned) -> str:
-    """Say whether an operation gave the right numbers, wrong ones, or refused what it was given."""
+    """Return whether an operation is right, wrong, or refuses its inputs."""
     try:
         error = problem.build().error()
     except StrideError:
@@ -102,7 +102,7 @@ def test_pages_may_lie_in_any_order(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_numbers_come_of_pages_in_any_order(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit: only where keys are read differs."""
+    """To the bit: only the addresses of keys differ."""
     found = []
     for order in ORDERS.values():
         with monkeypatch.context() as patch:
@@ -118,7 +118,7 @@ def test_a_head_s_entries_lie_side_by_side(form: str, monkeypatch: pytest.Monkey
 
 
 def _as_tokens_outermost(x: Tensor, inner: int) -> tuple[int, ...]:
-    """Tell the strides of pages as if tokens lay outermost within a block."""
+    """Return the strides of pages as if tokens were outermost within a block."""
     if x.ndim != 5 or inner != 1:
         return outer_strides(x, inner)
     _, _, tokens, heads, dim = x.shape
@@ -127,7 +127,7 @@ def _as_tokens_outermost(x: Tensor, inner: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("form", BY_ADDRESS)
 def test_a_form_that_ignores_the_strides_of_pages_is_seen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: what the forms took for granted before."""
+    """The mutant: the layout assumed by default."""
     for module in (call, kv_cache_triton):
         monkeypatch.setattr(module, "outer_strides", _as_tokens_outermost)
     assert "wrong" in [outcome(problem) for problem in of_pages(form)]
@@ -169,7 +169,7 @@ def _unchecked_window(window_SIC: Tensor) -> int:
 def test_a_form_that_does_not_check_memory_is_seen(
     form: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: the outer strides are taken, and the inner dimensions for dense."""
+    """The mutant: outer strides are used, but inner dimensions are assumed dense."""
     relay_memory(monkeypatch, field, apart)
     for module in (call, recurrent, conv_triton, pending_triton, recurrence_triton):
         monkeypatch.setattr(module, "outer_strides", _unchecked_outer, raising=False)
@@ -192,7 +192,7 @@ def test_outer_strides_are_those_before_dense_dimensions() -> None:
 
 
 def test_c_forms_get_addresses_of_checked_tensors_alone() -> None:
-    """Beside those of what they write, which was made for it."""
+    """And addresses of outputs, which they allocate themselves."""
     taken = {
         path.name: len(re.findall(r"\.data_ptr\(\)", path.read_text()))
         for path in Path(native.__file__).parent.glob("*.py")

@@ -1,4 +1,4 @@
-"""Each form of an operation has the signature that `Kernels` declares."""
+"""Each implementation of an operation has the signature that `Kernels` declares."""
 
 import inspect
 from typing import Any, get_type_hints
@@ -9,7 +9,7 @@ from specdec.kernels.table import OPERATIONS, PLACES, Kernels, load_kernels
 
 
 def shape_of(function: Any) -> list[tuple[str, Any, Any]]:
-    """Return what a caller can see of the parameters: names, kinds and defaults."""
+    """Return the parameters' names, kinds and defaults."""
     parameters = inspect.signature(function).parameters.values()
     return [(own.name, own.kind, own.default) for own in parameters if own.name != "self"]
 

@@ -1,4 +1,4 @@
-"""Whole recurrent layers: what a window of drafts leaves behind, in records and in snapshots of the state."""
+"""Whole recurrent layers: the records and state snapshots that a draft window leaves."""
 
 from dataclasses import replace
 from random import Random
@@ -45,7 +45,7 @@ def close(mixer: Mixer, found: Tensor, expected: Tensor) -> bool:
 
 
 def same(mixer: Mixer, found: RecurrentMemory, slot: int, expected: RecurrentMemory, at: int) -> bool:
-    """Compare what two slots say of a sequence. The projection rounds by the width: no bits are compared."""
+    """Compare two slots' sequences. The projection's rounding depends on the width, so not bit for bit."""
     return all(close(mixer, x[slot], y[at]) for x, y in zip(found[:2], expected[:2], strict=True))
 
 
@@ -56,7 +56,7 @@ def test_folding_accepted_nodes_equals_feeding_them(mixer: Mixer, kind: str, wid
     x_TD, records = mixer.inputs(rows * width), scattered(rows, width, seed=3)
     recorded, fed = mixer.memory(slots), mixer.memory(slots)
     out_TD = mixer.run(x_TD, recorded, build_group(trees, slots, records=records))
-    # Rows accept paths of different lengths, one of them none.
+    # Rows accept paths of different lengths, one of them empty.
     paths = [[] if b == 1 else path_to(tree, max(0, width - 1 - b)) for b, tree in enumerate(trees)]
     following_TD = mixer.inputs(rows * 3, seed=8)
     expected_TD = []
@@ -141,7 +141,7 @@ def test_rejected_branches_cannot_change_what_is_committed(mixer: Mixer, snapsho
 
 
 def wrong_nodes(mixer: Mixer, tree: Parents, group: Group) -> set[int]:
-    """List the nodes whose output or state is not that of their path, fed as a chain."""
+    """Return the nodes whose output or state differs from that of their path as a chain."""
     x_TD, memory = mixer.inputs(len(tree)), mixer.memory([4])
     out_TD, wrong = mixer.run(x_TD, memory, group), set()
     for node in range(len(tree)):
@@ -169,7 +169,7 @@ def test_a_wrong_tree_is_noticed(mixer: Mixer, snapshots: bool) -> None:
     only_taps = replace(group, tap_BMC=swapped.tap_BMC)
     assert (4 in wrong_nodes(mixer, TREE, only_taps)) == (mixer.sizes.taps > 1)
 
-    # With snapshots only the parent is read from the mask: the nearest ancestor. Taps need none.
+    # Snapshots use only the parent in the mask, the nearest ancestor; taps use none.
     assert group.ancestors_BMM is not None
     mask_BMM = group.ancestors_BMM.clone()
     mask_BMM[0, 4, 3] = True

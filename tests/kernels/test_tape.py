@@ -1,4 +1,4 @@
-"""A tape makes the same calls of the same memory, and refuses what it could not make again."""
+"""A tape repeats the same calls on the same memory, and refuses calls that it cannot repeat."""
 
 import gc
 import weakref
@@ -50,7 +50,7 @@ def test_columns_are_spread_as_the_reference_spreads_them(ops: Any, dtype: torch
 
 @needs_c
 def test_a_guess_is_played_for_what_now_lies_there() -> None:
-    """Cold or warm, of other seeds and places, and where something is no number."""
+    """Greedy or sampled, with other seeds and positions, and with NaN."""
     logits_NV, rules = drawn(2, 50, dtype=torch.bfloat16), Rules(torch.tensor([0.0, 0.7]))
     seed_N, position_N = torch.tensor([1, 2]), torch.tensor([8, 9])
     given = logits_NV, rules, seed_N, position_N, 2
@@ -92,7 +92,7 @@ def test_what_is_played_reads_what_now_lies_there(dtype: torch.dtype) -> None:
 
 
 def chosen(x: Tensor, n: Tensor) -> Tensor:
-    """Follow numbers as a walk does: what is found along one dimension, by what another holds."""
+    """Index along one dimension by another tensor's values, as a walk does."""
     order = n.sort(dim=-1, descending=True, stable=True).indices
     spread = torch.zeros_like(n).scatter(1, order, torch.arange(5).expand_as(order))
     return torch.cat([order, spread, n.gather(1, (n % 5).flip(1))], 1)
@@ -127,7 +127,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 SIGNLESS = [OPERATIONS["fractions"]]
-"""Of a zero and a zero the lesser may have either sign."""
+"""The smaller of two zeros may have either sign."""
 
 
 @needs_c
@@ -240,7 +240,7 @@ def test_views_and_fresh_memory_are_no_computation() -> None:
 
 @needs_c
 def test_what_is_given_up_is_freed_at_once() -> None:
-    """A tape keeps much memory in few objects: no collector of cycles would come in time."""
+    """A tape holds much memory in few objects: the cycle collector would come too late."""
     with Tape() as tape:
         torch.ones(9).clone()
     gone = weakref.ref(tape)

@@ -1,4 +1,4 @@
-"""Trees as tensors against the classes that the host keeps them in: the same nodes, and the same floats."""
+"""Trees as tensors against the host's classes: the same nodes, and the same floats."""
 
 import random
 from types import ModuleType, SimpleNamespace
@@ -53,7 +53,7 @@ def test_walk_is_the_walk_of_the_host(ops: ModuleType, rows: int, width: int) ->
     padded = [draws.padded(path, width) for path in expected]
     assert node_BM.tolist() == [nodes for nodes, _, _ in padded]
     assert count_B.tolist() == [count for _, count, _ in padded]
-    # What a caller gathers is what the host says.
+    # Gathering the chosen tokens along the walk gives the host's result.
     gained_BM = draws.stack(chosen).gather(1, node_BM)
     gained = [own[: len(path.nodes)] for own, path in zip(gained_BM.tolist(), expected, strict=True)]
     assert gained == [list(path.emitted) for path in expected]
@@ -61,7 +61,7 @@ def test_walk_is_the_walk_of_the_host(ops: ModuleType, rows: int, width: int) ->
 
 
 def test_a_node_that_fills_a_row_up_is_never_walked_to() -> None:
-    """Not even where no token was chosen, which is written as the filling node's own token is."""
+    """Even if no token was chosen, which is encoded like the padding node's token."""
     token_BM, parent_BM = (
         draws.stack([[5, 6, -1, 7], [5, -1, 6, 7]]),
         draws.stack([[-1, 0, 0, 1], [-1, 0, 0, 2]]),
@@ -117,7 +117,7 @@ def test_synthetic_walk_is_the_hosts(ops: ModuleType, rows: int, width: int) -> 
 
 @pytest.mark.parametrize("ops", [cpu, reference])
 def test_a_draw_is_compared_with_its_rate_as_whole_numbers_are(ops: ModuleType) -> None:
-    """Bounds beside the drawn number itself, where the last bit decides."""
+    """Bounds next to the drawn number itself, where the last bit decides."""
     tree, outcomes = TokenTree.chain((1, 2)), set()
     for position in range(60):
         drawn = splitmix64(splitmix64(5) ^ position)
@@ -163,7 +163,7 @@ def draw_shape(rng: random.Random) -> Shape:
 
 
 def growths_that_differ(ops: ModuleType | SimpleNamespace, cases: int, rows: int) -> int:
-    """Grow with the kernels and on the host; count the rows whose nodes or floats differ at all."""
+    """Grow with the kernels and on the host; count the rows whose nodes or floats differ."""
     different = 0
     for seed in range(cases):
         rng = random.Random(seed)
@@ -172,7 +172,7 @@ def growths_that_differ(ops: ModuleType | SimpleNamespace, cases: int, rows: int
         table_3DR = torch.tensor(calibrator.table(), dtype=torch.float64)
         try:
             found = draws.proposals_of(draws.grow(ops, levels, shape, table_3DR))
-        except AssertionError:  # what a mutant makes may be no tree at all
+        except AssertionError:  # a mutant's result may not be a tree
             found = [Proposal.bare(0)] * rows
         expected = [draws.grow_on_host(levels, b, shape, calibrator) for b in range(rows)]
         different += sum(a != b for a, b in zip(found, expected, strict=True))
@@ -206,7 +206,7 @@ def test_growing_otherwise_is_caught(part: str) -> None:
 
 @FORMS
 def test_pruning_keeps_what_a_proposal_keeps(ops: ModuleType, rows: int) -> None:
-    """Also of trees that no one grew level by level."""
+    """Also for trees that were not grown level by level."""
     rng = random.Random(1)
     for size, count in ((1, 1), (5, 9), (12, 4), (63, 20), (65, 63)):
         trees, weights, proposals = [], [], []
@@ -225,7 +225,7 @@ def test_pruning_keeps_what_a_proposal_keeps(ops: ModuleType, rows: int) -> None
 
 
 def test_no_tensor_is_ever_asked_what_it_holds() -> None:
-    """Tensors that hold nothing go through every function: a host that asked for an answer would fail."""
+    """Fake tensors pass through every function: reading a value on the host would fail."""
     rows, width, levels, topk = 3, 8, 3, 4
     with FakeTensorMode():
         ids_BM, float_B = torch.zeros(rows, width, dtype=torch.int64), torch.zeros(rows, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Trees on a GPU give what plain torch gives, bit for bit, and with it the host's own trees."""
+"""Trees on a GPU equal those of plain torch, bit for bit, and so the host's own."""
 
 import random
 
@@ -23,7 +23,7 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 
 
 def draw_window(width: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw what was chosen, tokens and parents; one row is filled up, and its last nodes are nobody's."""
+    """Draw choices, tokens and parents; one row is padded with unused nodes at its end."""
     rng = random.Random(f"{width} {seed}")
     trees = [draws.draw_tree(rng, width) for _ in range(ROWS)]
     chosen = draws.stack([draws.draw_choices(rng, tree) for tree in trees])

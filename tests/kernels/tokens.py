@@ -1,4 +1,4 @@
-"""A recurrence's random inputs, and rows that have records pending."""
+"""A recurrence's random inputs, and rows with pending records."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def run(
 
 
 def keys_of(tokens: Tokens, nodes: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Pick the keys [B, P, G, K] of the nodes that each row accepted, padded with NaN."""
+    """Return the keys [B, P, G, K] of each row's accepted nodes, padded with NaN."""
     longest = max(map(len, nodes))
     k_path = tokens.k.new_full((len(nodes), longest, *tokens.k.shape[1:]), torch.nan)
     for b, path in enumerate(nodes):
@@ -63,7 +63,7 @@ def keys_of(tokens: Tokens, nodes: Sequence[Sequence[int]], width: int) -> Tenso
 def with_pending(
     layer: Layer, rows: int, *, delta: bool = True
 ) -> tuple[RecurrentMemory, list[list[tuple[int, int]]], Tensor]:
-    """Verify a window of 9 in every row and accept paths of unequal length, the first of three empty."""
+    """Verify a window of 9 in every row and accept paths of different lengths, the first of three empty."""
     memory = make_memory(layer, SLOTS[rows])
     trees = [random_tree(9, seed) for seed in range(rows)]
     records = scattered(rows, 9, seed=5)

@@ -1,4 +1,4 @@
-"""Random trees, and a recurrent layer's memory as an arena shows it: strided, and NaN where nothing is."""
+"""Random trees, and a recurrent layer's memory as in an arena: strided, NaN where unwritten."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Layer:
 
     @property
     def decays(self) -> tuple[int, ...]:
-        """Shape of a token's decays."""
+        """Return the shape of a token's decays."""
         return (self.heads, self.key) if self.by_key else (self.heads,)
 
 
@@ -52,7 +52,7 @@ def draw(kind: str, width: int, seed: int) -> Parents:
 
 
 def path_to(parents: Parents, node: int) -> list[int]:
-    """List the nodes from the root to `node`."""
+    """Return the nodes from the root to `node`."""
     return [*(path_to(parents, parents[node]) if parents[node] >= 0 else []), node]
 
 
@@ -61,13 +61,13 @@ def ancestors(parents: Parents) -> list[list[bool]]:
 
 
 def taps(parents: Parents, count: int) -> list[list[int]]:
-    """List where each node's convolution finds its inputs, counting those before the window first."""
+    """Return the input indices of each node's convolution, counting those before the window first."""
     before = list(range(count - 1))
     return [(before + [count - 1 + j for j in path_to(parents, i)])[-count:] for i in range(len(parents))]
 
 
 def record_ids(places: Sequence[Sequence[tuple[int, int]]]) -> RecordIds:
-    """Name records by (slab, place), each row padded with records that nobody wrote."""
+    """Build record ids from (slab, index) pairs, padding each row with unwritten records."""
     longest = max(map(len, places))
     ids = torch.tensor([[*row, *[(SLABS - 1, PLACES - 1)] * (longest - len(row))] for row in places])
     ids = ids.long().view(len(places), longest, 2)
@@ -75,7 +75,7 @@ def record_ids(places: Sequence[Sequence[tuple[int, int]]]) -> RecordIds:
 
 
 def scattered(rows: int, width: int, seed: int) -> list[list[tuple[int, int]]]:
-    """Give each row records of its own, out of order and in several slabs."""
+    """Give each row its own records, out of order and in several slabs."""
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm((SLABS - 1) * PLACES, generator=generator)[: rows * width].tolist()
     places = [divmod(at, PLACES) for at in free]
@@ -83,12 +83,12 @@ def scattered(rows: int, width: int, seed: int) -> list[list[tuple[int, int]]]:
 
 
 def in_order(rows: int, width: int, first: int = 3) -> list[list[tuple[int, int]]]:
-    """Give each row records that stand side by side in a slab of its own."""
+    """Give each row consecutive records in its own slab."""
     return [[(b + 1, first + i) for i in range(width)] for b in range(rows)]
 
 
 def snapshot_slots(rows: int, width: int, taken: Sequence[int]) -> list[list[int]]:
-    """Give each node of each row a state slot of its own, out of order."""
+    """Give each node of each row its own state slot, out of order."""
     free = [slot for slot in range(1, SLABS) if slot not in taken]
     free = free[::2] + free[1::2]
     return [free[b * width : (b + 1) * width] for b in range(rows)]
@@ -124,7 +124,7 @@ def build_group(
 
 
 def make_memory(layer: Layer, slots: Sequence[int], seed: int = 0) -> RecurrentMemory:
-    """Fill the states and windows of `slots` with noise; everything else, records included, is NaN."""
+    """Fill the states and windows of `slots` with noise; everything else, including records, is NaN."""
     inputs = layer.taps - 1
     memory = RecurrentMemory(
         poisoned((SLABS,), (layer.heads, layer.key, layer.value), layer.dtype),
@@ -141,14 +141,14 @@ def make_memory(layer: Layer, slots: Sequence[int], seed: int = 0) -> RecurrentM
 
 
 def copy_of(memory: RecurrentMemory) -> RecurrentMemory:
-    """Copy the memory, gaps and strides included."""
+    """Copy the memory, including gaps and strides."""
     return RecurrentMemory(
         *(_whole(x).clone().as_strided(x.shape, x.stride(), x.storage_offset()) for x in memory)
     )
 
 
 def with_inputs(memory: RecurrentMemory, dtype: torch.dtype) -> RecurrentMemory:
-    """Keep what the convolution reads in a dtype of its own, which records do not hold yet."""
+    """Change the dtype of the convolution's inputs; records hold none yet."""
     return memory._replace(
         window_SIC=memory.window_SIC.mT.to(dtype).mT,
         input_SRC=torch.full_like(memory.input_SRC, torch.nan, dtype=dtype),
@@ -156,14 +156,14 @@ def with_inputs(memory: RecurrentMemory, dtype: torch.dtype) -> RecurrentMemory:
 
 
 def assert_same_memory(actual: RecurrentMemory, expected: RecurrentMemory, tolerance: float) -> None:
-    """Compare every byte: what was not to be written must still be NaN."""
+    """Compare every byte: memory not to be written must still be NaN."""
     for name, x, y in zip(RecurrentMemory._fields, actual, expected, strict=True):
         same = torch.allclose(_whole(x), _whole(y), rtol=tolerance, atol=tolerance, equal_nan=True)
         assert same, f"{name} differs"
 
 
 def poisoned(outer: tuple[int, ...], inner: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Make a view [*outer, *inner] whose inner parts are dense and stand apart."""
+    """Make a view [*outer, *inner] whose inner parts are dense and have gaps between them."""
     dense, apart = [1], [torch.Size(inner).numel() + 3]
     for length in reversed(inner[1:]):
         dense.insert(0, dense[0] * length)

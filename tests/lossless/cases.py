@@ -1,4 +1,4 @@
-"""Requests with every sampling feature, what plain decoding says to them, and engines that draft."""
+"""Requests with every sampling feature, their plain decoding outputs, and engines that draft."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +23,13 @@ from tests.tolerances import FLOAT64_LOGITS
 LONGEST = 64
 FEW = 4
 EXACT = 1e-9
-"""How far numbers may lie from those of plain decoding in float64, where no router rounds."""
+"""Tolerance to plain decoding in float64, for models without a float32 router."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "chain": {"num_steps": 4, "topk": 1, "num_draft_tokens": 5},
     "tree": {"num_steps": 4, "topk": 3, "num_draft_tokens": 11},
 }
 ENDING = {END: 2.0}
-"""Makes the end of a text likelier, so that some end within a draft."""
+"""Makes the end token likelier, so that some outputs end within a draft."""
 BAD_WORDS = ["aa", "bb", "ca", "dab", "abcd"]
 PAIRS = Structure(regex=r"([a-f]{2}[0-9]?\.){2,}")
 FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
@@ -40,7 +40,7 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"temperature": 1.3, "top_k": 8, "min_p": 0.05},
     ],
     "penalties": [
-        # Few tokens, and each less likely once said: the last ones, drafted or not, decide the next.
+        # Few tokens, each less likely once sampled: the next token depends on the last ones, drafted or not.
         {
             "temperature": 0.0,
             "repetition_penalty": 1.2,
@@ -63,20 +63,20 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     ],
     "words": [
         {"temperature": 0.0, "allowed_token_ids": [*range(0, END, 3)], "ignore_eos": True},
-        # Pairs of the letters that are likely here: what is forbidden hangs on the path of each node.
+        # Pairs of likely letters: the tokens forbidden at a node depend on its path.
         {"temperature": 0.7, "logit_bias": dict.fromkeys(range(4), 6.0), "bad_words": BAD_WORDS},
-        # Thinking that its budget ends, by two tokens, in the midst of drafts.
+        # Thinking ended by its budget, by two tokens, in the middle of drafts.
         {"temperature": 0.7, "thinking": ThinkingSpan(end="9.", budget=5)},
     ],
 }
-"""By the names of the capability table's sampling axis."""
-if find_spec("xgrammar") is None:  # as on a GPU's machine, for which nothing is installed
+"""Keyed by the values of the capability table's sampling axis."""
+if find_spec("xgrammar") is None:  # as on a bare GPU machine
     FEATURES = {**FEATURES, "structured": [own for own in FEATURES["structured"] if "min_tokens" in own]}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request and what plain decoding, alone, says to it: a completion for each choice."""
+    """One request and its plain decoding output: a completion per choice."""
 
     feature: str
     prompt: Sequence[int]
@@ -89,13 +89,13 @@ class Case:
 
 
 def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an engine that others are compared with: it drafts nothing and keeps nothing."""
+    """Return the settings of the baseline engine: no drafts, no prefix cache."""
     own = {"draft": "none", "prefix_cache": False, "max_model_len": LONGEST}
     return {"dtype": "float64", **fields, **own}
 
 
 def plain_cases(folder: Path, **fields: Any) -> list[Case]:
-    """Draw the requests and let a plain engine answer each by itself, its prompt in one window."""
+    """Draw requests, each answered alone by a plain engine, its prompt in one window."""
     rng, cases = Random(2), []
     with SpecEngine(folder, **plain(fields)) as engine:
         for feature, settings in FEATURES.items():
@@ -104,7 +104,8 @@ def plain_cases(folder: Path, **fields: Any) -> list[Case]:
                 params = SamplingParams(**{"max_tokens": 12, "seed": rng.getrandbits(40), **own})
                 said = engine.generate([prompt], params)
                 if feature == "stop":
-                    # Two letters from the middle of the text; that they are met early is part of the test.
+                    # Two letters from the middle of the text; they may occur earlier, which is part of the
+                    # test.
                     text = said[0].text
                     params = params.model_copy(update={"stop": [text[8:10] or text[:2] or "@", "@@"]})
                     said = engine.generate([prompt], params)
@@ -113,7 +114,7 @@ def plain_cases(folder: Path, **fields: Any) -> list[Case]:
 
 
 def in_brief(folder: Path, cases: Sequence[Case], **fields: Any) -> list[Case]:
-    """Ask the same for few tokens."""
+    """Return the same cases with few tokens."""
     brief = []
     with SpecEngine(folder, **plain(fields)) as engine:
         for case in cases:
@@ -124,23 +125,23 @@ def in_brief(folder: Path, cases: Sequence[Case], **fields: Any) -> list[Case]:
 
 @dataclass(slots=True)
 class Seen:
-    """What an engine's steps held."""
+    """Counters of an engine's steps."""
 
     mixed: int = 0
-    """Steps in which a prompt was read beside a row that verified a draft."""
+    """Steps with prefill beside a row that verified a draft."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Drafts by how much of their depth was accepted: none, part or all."""
+    """Drafts by accepted depth: none, part or all."""
     winding: int = 0
     """Drafts whose accepted path left the first branch."""
     overshot: int = 0
-    """Steps that verified more than their request took: its text ended inside what was accepted."""
+    """Steps that verified more than their request used: its output ended within the accepted path."""
 
 
 @contextmanager
 def drafting_engine(
     folder: Path, drafter: str, cases: Sequence[Case], *, rate: float = 0.7, **fields: Any
 ) -> Iterator[tuple[SpecEngine, Seen]]:
-    """Open an engine whose drafter may also be the oracle, and watch its steps."""
+    """Open an engine, possibly with the oracle as drafter, and count its steps."""
     fields = {"dtype": "float64", "max_model_len": LONGEST, "adaptive": False, **fields}
     if drafter == "none":
         fields = {k: v for k, v in fields.items() if k not in {"adaptive", *SHAPES["chain"]}}
@@ -175,7 +176,7 @@ def _watch(engine: SpecEngine, seen: Seen) -> None:
 
 
 def preempt_each(engine: SpecEngine) -> None:
-    """Take every request's memory away once, after its first tokens, whatever it holds by then."""
+    """Preempt every request once, after its first tokens."""
     scheduler = engine.model.loop.scheduler
     schedule = scheduler.schedule
 
@@ -189,8 +190,8 @@ def preempt_each(engine: SpecEngine) -> None:
 
 
 def memory_for(layout: Layout, sequences: int, blocks: int) -> int:
-    """Count the bytes of so many states and blocks, and of the dummy slab."""
-    of_blocks = -(-blocks // layout.blocks_per_slab) if layout.kv else 1  # room for drafts
+    """Return the bytes of this many states and blocks, and of the dummy slab."""
+    of_blocks = -(-blocks // layout.blocks_per_slab) if layout.kv else 1  # space for drafts
     slabs = 1 + sequences * layout.states_per_slab + of_blocks
     return slabs * layout.slab_bytes
 
@@ -207,7 +208,7 @@ def generate(engine: SpecEngine, cases: Sequence[Case]) -> list[list[Completion]
 def differences(
     cases: Sequence[Case], found: Sequence[Sequence[Completion]], *, within: float = EXACT
 ) -> list[str]:
-    """Name what differs from plain decoding: tokens, text, the reason of the end, log-probabilities."""
+    """List the differences from plain decoding: tokens, text, finish reason, log-probabilities."""
     wrong = []
     for i, (case, own) in enumerate(zip(cases, found, strict=True)):
         for expected, got in zip(case.said, own, strict=True):
@@ -220,9 +221,9 @@ def differences(
 
 
 def rounding(network: Network, exact: float = EXACT) -> float:
-    """Say how far numbers may lie from plain decoding's in float64: `exact`, where no router rounds.
+    """Return the tolerance to plain decoding in float64: `exact`, unless a router rounds.
 
-    A sigmoid router rounds to float32 whatever the model's type, unless it is a narrow one.
+    A sigmoid router computes in float32 whatever the model's dtype, unless it is a narrow one.
     """
     experts = [layer.ffn for layer in network.layers if isinstance(layer.ffn, MoE)]
     wide = any(own.router == "sigmoid" and not own.narrow_router for own in experts)

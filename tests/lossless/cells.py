@@ -1,4 +1,4 @@
-"""Cells of the capability table in float32, where rounding may decide between two tokens that nearly tie."""
+"""Cells of the capability table in float32, where rounding may decide near ties."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from tests.models.runner import Runner
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """A text that is not the plain one: where it parts, and how close two tokens were there."""
+    """Where a text differs from plain decoding, and the two tokens' gap there."""
 
     what: str
     gap: float
 
 
 class Family:
-    """A small model of one family, and what plain decoding says on one device to every feature's requests."""
+    """A family's small model, and its plain decoding outputs on one device for every feature."""
 
     def __init__(self, folder: Path, family: str, **fields: Any) -> None:
         self.folder, self.family, self.fields = folder, family, {"dtype": "float32", **fields}
@@ -32,9 +32,9 @@ class Family:
         self.texts = 0
 
     def partings(self, drafter: str, shape: str, backing: str) -> Iterator[Parting]:
-        """Run a drafter's cells: each feature alone, all mixed, each preempted, and each with prefixes kept.
+        """Run a drafter's cells: each feature alone, all mixed, each preempted, and each with a prefix cache.
 
-        Yield what differs. A prompt that comes by a second time leaves a state, which serves the third.
+        Yield the differences. A prompt's second run leaves a state in the cache, which the third one uses.
         """
         fields = {**self.fields, **SHAPES[shape], "slots": backing}
         alone = list({case.feature: case for case in self.cases}.values())
@@ -58,12 +58,12 @@ class Family:
                     yield Parting(f"{cell}: {case.feature}", self._gap(case, index, found))
 
     def _gap(self, case: Case, index: int, found: Completion) -> float:
-        """Return how far apart the two best tokens are in float64, in what is compared, where texts part."""
+        """Return the gap between the two best tokens' perturbed float64 logits where the texts diverge."""
         said, other = case.said[index].token_ids, found.token_ids
         shortest = min(len(said), len(other))
         at = next((i for i in range(shortest) if said[i] != other[i]), shortest)
         if at == shortest:
-            return float("inf")  # one goes on where the other ends: no rounding does that
+            return float("inf")  # one text ends where the other continues: rounding cannot explain that
         runner = Runner(self.folder, torch.float64)
         tokens = [*case.prompt, *said[:at]]
         logits_V = runner.read(tokens, len(tokens))[-1]

@@ -1,4 +1,4 @@
-"""Engines here open by the hundred: they share the plain texts, and the process that has xgrammar loaded."""
+"""Hundreds of engines are opened here: they share plain outputs and the process with xgrammar loaded."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +16,7 @@ def _shared(shared_grammar_process: None) -> None:
 
 @pytest.fixture(scope="session")
 def known(family_folder: Callable[..., Path]) -> Callable[[str], tuple[Path, list[Case]]]:
-    """Return a function that finds a family's folder and what plain decoding says to every request there."""
+    """Return a function from a family to its folder and the plain decoding outputs of all requests."""
 
     @cache
     def find(family: str) -> tuple[Path, list[Case]]:

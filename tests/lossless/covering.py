@@ -1,4 +1,4 @@
-"""Few rows that hold each pair of values: what a table's product is thinned to."""
+"""Pairwise covering: thin a product to few rows that contain each pair of values."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ Row = tuple[str, ...]
 
 
 def pairs(row: Row) -> set[tuple[tuple[int, str], ...]]:
-    """List what a row says of each two of its axes."""
+    """Return the pairs of values in a row, by axis."""
     return set(itertools.combinations(enumerate(row), 2))
 
 
 def covering(rows: Sequence[Row]) -> list[Row]:
-    """Choose rows, each the first of those that add most, until they hold each pair that any row holds."""
+    """Greedily choose rows that add most pairs, until every pair of any row is covered."""
     own = {row: pairs(row) for row in rows}
     missing, chosen = set().union(*own.values()), list[Row]()
     while missing:

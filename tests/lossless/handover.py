@@ -1,4 +1,4 @@
-"""Hand a prompt from one engine to another by copying bytes, as a carrier would."""
+"""Hand over a prompt between two engines by copying bytes, like a transfer backend."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ LIMIT_S = 60
 def copy_blocks(
     reader: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing, *, since: int = 0
 ) -> int:
-    """Copy the blocks that are ready, of those to come from the `since`-th on; return how many are."""
+    """Copy the finished blocks from the `since`-th on; return the number of finished blocks."""
     there, here = reader.transfers.arena, writer.transfers.arena
     first = len(landing.shared)
     ready = lent.blocks[first:]
@@ -40,14 +40,14 @@ def hand_over(
     hidden: Callable[[Tensor | None], Tensor | None] = lambda own: own,
     copied: Copy | None = None,
 ) -> bool:
-    """Have one engine read a prompt, and another cache what came of it; tell whether it was worth it.
+    """Prefill a prompt in one engine and cache it in another; return whether the transfer was accepted.
 
-    `overlapped`: finished blocks are copied while later ones are read. `hidden` and `copied` spoil things.
+    `overlapped`: blocks are copied while later ones are prefilled. `hidden` and `copied` inject faults.
     """
     landing = writer.transfers.begin_landing(prompt[:-1], SOLE).result(LIMIT_S)
     if landing is None:
         return False
-    # Whatever lay there before counts for nothing: these bytes are NaN in every type.
+    # Earlier contents must not matter: these bytes are NaN in every dtype.
     for block in landing.blocks:
         writer.transfers.arena.block_bytes_X(block).fill_(0xFF)
     if landing.state is not None:

@@ -1,7 +1,7 @@
-"""A token's numbers do not depend on the window it is read in, where the C forms multiply.
+"""A token's values do not depend on its window's width with the C kernels.
 
-Log-probabilities with drafts are those without, to the bit: in float32, in whole numbers, and in bfloat16,
-but for large weights that a processor's matrix units multiply.
+Log-probabilities with drafts equal those without, bit for bit: in float32, with integer weights, and in
+bfloat16 except for large weights multiplied by a CPU's matrix units.
 """
 
 import itertools
@@ -35,7 +35,7 @@ CASES = [
     *itertools.product((own for own in REPRESENTATIVES if own not in EVERY_CELL), FORMATS[2::2]),
 ]
 BRIEF = {CASES[0], *((family, FORMATS[2]) for family in EVERY_CELL), (EVERY_CELL[0], FORMATS[3])}
-"""What the default run takes of them."""
+"""The subset of the default run."""
 TOKENS, LENGTHS = 24, (1, 7, 40, 130)
 
 
@@ -66,7 +66,7 @@ def settings(dtype: str, quantize: str | None, **fields: Any) -> dict[str, Any]:
 def drafted(
     folder: Path, plain: Sequence[Completion], fields: dict[str, Any], **more: Any
 ) -> list[list[Any]]:
-    """Let an oracle draft what plain decoding said, often wrongly, for rows alone and side by side."""
+    """Decode with an oracle that often drafts wrongly, for rows alone and batched."""
     with SpecEngine(folder, draft="ngram", adaptive=False, **fields, **more) as engine:
         speculation = engine.model.loop.speculation
         speculation.drafters.clear()
@@ -93,7 +93,7 @@ def test_numbers_with_drafts_are_those_without(
 
 @pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", "int8"), ("float32", None)])
 def test_keys_of_8_bits_give_the_same_numbers_too(folder: Path, dtype: str, quantize: str | None) -> None:
-    """They are widened for the form that reads wide ones: none of what attends sees how wide a window is."""
+    """Cached keys are widened before attention, so its kernels do not depend on the window's width."""
     fields = settings(dtype, quantize, kv_dtype="fp8")
     with SpecEngine(folder, draft="none", **fields) as engine:
         plain = ask(engine, together=False)
@@ -124,7 +124,7 @@ def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_a_step_of_many_prompts_gives_each_its_own_numbers(quantize: str) -> None:
-    """And of more tokens than prompts may bring, beside rows that write."""
+    """Also with more tokens than the prefill budget, beside decoding rows."""
     rng = Random(7)
     asked = [[rng.randrange(900) for _ in range(39)] for _ in range(30)]
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True)
@@ -136,7 +136,7 @@ def test_a_step_of_many_prompts_gives_each_its_own_numbers(quantize: str) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_copy_that_drafts_changes_no_number(folder: Path, dtype: str) -> None:
-    """In 8 bits, of whose matrices it is another rounding."""
+    """An int4 copy of int8 weights: the drafter's rounding differs."""
     fields = settings(dtype, "int8")
     with SpecEngine(folder, draft="none", **fields) as engine:
         plain = numbers(ask(engine, together=False))

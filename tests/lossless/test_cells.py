@@ -1,4 +1,4 @@
-"""The cells that a GPU is asked about, on a CPU: that they run, and that they see what is wrong."""
+"""The cells of the GPU tests, on a CPU: they run, and detect errors."""
 
 from typing import Any
 

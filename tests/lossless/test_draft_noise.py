@@ -1,4 +1,4 @@
-"""Guesses ranked with the target's noise or without: the text is the same, and with it more is accepted."""
+"""Drafts ranked with or without the target's noise: the text is equal; with noise more is accepted."""
 
 from pathlib import Path
 from typing import Any

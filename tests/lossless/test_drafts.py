@@ -1,4 +1,4 @@
-"""Drafts that agree in part, go deep, end inside a path, lack memory, or are cancelled: all lossless."""
+"""Drafts that agree in part, are deep, end inside a path, lack memory, or are cancelled: all lossless."""
 
 import asyncio
 import random
@@ -40,7 +40,7 @@ def folder(family_folder: Folder) -> Folder:
 
 
 def ask(engine: SpecEngine, count: int, **changes: object) -> list[Case]:
-    """Ask plain decoding for texts of some length."""
+    """Return plain decoding outputs for prompts of several lengths."""
     cases = []
     for i in range(count):
         params = SamplingParams(
@@ -66,7 +66,7 @@ def plain(folder: Path, count: int, **changes: object) -> list[Case]:
 
 @pytest.mark.parametrize("family", HEADS)
 def test_heads_agree_in_part(folder: Folder, family: str) -> None:
-    """What these tests are worth: a head's chains and trees are followed nowhere, in part, to their end."""
+    """Validates these tests: a head's chains and trees are rejected, partly accepted and fully accepted."""
     cases = plain(folder(family), 24, temperature=0.0, max_tokens=16)
     for shape, fields in SHAPES.items():
         with drafting_engine(folder(family), "mtp", cases, **fields) as (engine, seen):
@@ -108,7 +108,7 @@ def test_deep_trees_and_full_acceptance(folder: Folder, family: str, backing: st
 def test_a_shape_chosen_by_the_clock_changes_nothing(
     folder: Folder, family: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which drafts are made depends on times then; what is said must not. Here they are thrown like dice."""
+    """Drafts depend on step times in this mode; outputs must not. Here times are random."""
     rng, observe = random.Random(5), Costs.observe
     monkeypatch.setattr(
         *(Costs, "observe"),
@@ -126,7 +126,7 @@ def test_a_shape_chosen_by_the_clock_changes_nothing(
 @pytest.mark.parametrize("backing", BACKINGS)
 @pytest.mark.parametrize("family", only({"qwen3_5"}, ["qwen3", "qwen3_5", "nemotron_h"]))
 def test_drafts_give_way_before_anyone_waits(folder: Folder, family: str, backing: str) -> None:
-    """Long texts in little memory: drafts shrink, what they hold is reclaimed, and rows are preempted."""
+    """Long outputs in little memory: drafts shrink, their slots are reclaimed, and rows are preempted."""
     cases = plain(folder(family), 8, max_tokens=55)
     with drafting_engine(folder(family), "oracle", cases, slots=backing, **SHAPES["tree"]) as (engine, _):
         layout = engine.model.settings.layout
@@ -156,7 +156,7 @@ ENDS: Mapping[str, Callable[[Completion], Mapping[str, object]]] = {
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_text_ends_inside_an_accepted_path(folder: Folder, shape: str, end: str) -> None:
-    """The oracle knows how texts would go on beyond their end: what comes after it must not come out."""
+    """The oracle continues texts beyond their end: nothing after the end may be emitted."""
     longest = 19 if end == "max_model_len" else LONGEST
     full = plain(folder("qwen3_5"), 9, logit_bias={END: 3.0})
     with SpecEngine(
@@ -174,7 +174,7 @@ def test_a_text_ends_inside_an_accepted_path(folder: Folder, shape: str, end: st
         assert differences(cases, generate(engine, cases)) == []
     reasons = Counter(case.said[0].finish_reason for case in cases)
     assert reasons["length" if end.startswith("max") else "stop"] >= 3
-    # A draft is never deeper than there is room for; where a text stops earlier only the target can say.
+    # Drafts never exceed the length limit; an earlier stop is known only to the target.
     assert (seen.overshot > 0) == (not end.startswith("max"))
 
 
@@ -198,7 +198,7 @@ def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str
             await asyncio.gather(*(leave_after(case, 3 * i) for i, case in enumerate(cases)))
 
         asyncio.run(run())
-        # `drafting_engine` proves on the way out that every slab is free.
+        # `drafting_engine` checks on exit that every slab is free.
         assert differences(cases[:1], generate(engine, cases[:1])) == []
         assert not len(engine.model.loop.speculation.acceptance)
 
@@ -207,7 +207,7 @@ def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str
 @pytest.mark.skipif(not compiled(), reason="needs a C compiler")
 @pytest.mark.parametrize("family", only(EVERY_CELL, REPRESENTATIVES))
 def test_float32_in_the_kernels_that_users_get(folder: Folder, family: str) -> None:
-    """Narrow and wide windows round differently there: a text may part where two tokens nearly tie."""
+    """Narrow and wide windows round differently: a text may diverge where two tokens nearly tie."""
     exact = plain(folder(family), 12)
     total = excused = 0
     for drafter in ("mtp", "oracle") if family in HEADS else ("oracle",):
@@ -228,7 +228,7 @@ def test_float32_in_the_kernels_that_users_get(folder: Folder, family: str) -> N
 
 
 def gap_where_they_part(folder: Path, case: Case, other: Completion) -> float:
-    """Return how far apart the two best tokens are, in what is compared, where a text first differs."""
+    """Return the gap between the two best tokens' perturbed logits where a text first differs."""
     said = case.said[0].token_ids
     at = next(i for i, (a, b) in enumerate(zip(said, other.token_ids, strict=True)) if a != b)
     runner = Runner(folder, torch.float64)

@@ -1,4 +1,4 @@
-"""Thousands of tokens in windows of drafts leave the state that they leave when each is read by itself."""
+"""The state after thousands of tokens in draft windows equals the state after decoding them one by one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +22,13 @@ CASES = [
     *(("qwen3_5", kernels, 4000) for kernels in ("auto", "cpu")),
     *((family, "auto", 1000) for family in REPRESENTATIVES[1:] if (True, False) not in parts(family)),
 ]
-"""A long text, and a shorter one of every other mixer that keeps a state."""
+"""A long text, and a shorter one for every other recurrent mixer."""
 
 
 def run(
     engine: SpecEngine, prompt: Sequence[int], params: SamplingParams
 ) -> tuple[Sequence[int], list[Tensor]]:
-    """Complete a prompt; return its tokens and all layers' states when the last of them but one was read."""
+    """Complete a prompt; return its tokens and all layers' states after the second to last token."""
     loop, states = engine.model.loop, list[Tensor]()
 
     def copy_states(report: StepReport) -> None:
@@ -72,7 +72,7 @@ def test_the_state_after_thousands_of_tokens_of_drafts(
     assert len(said) == tokens + len(PROMPT) and counts.accepted > tokens / 3
     print(f"steps by accepted tokens: {dict(sorted(counts.histogram.items()))}")
     assert all(counts.histogram[accepted] > tokens / 100 for accepted in range(5))
-    if said != truth:  # rounding decided between two tokens: read what was said, a token at a time
+    if said != truth:  # rounding decided a near tie: decode the actual output token by token
         with SpecEngine(tmp_path, draft="none", chunk_tokens=1, **fields) as engine:
             _, expected = run(engine, said[:-1], params.model_copy(update={"max_tokens": 1}))
     drifts = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]

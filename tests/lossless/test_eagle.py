@@ -1,4 +1,4 @@
-"""EAGLE heads in a whole engine: they draft, host and device alike, and no text changes for it."""
+"""EAGLE heads in a whole engine: they draft on host and device alike, and change no text."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -103,7 +103,7 @@ def test_a_model_is_described_with_the_head_that_drafts(known: Known, tmp_path: 
 
 @pytest.mark.parametrize("draft", ["mtp", "eagle"])
 def test_only_the_commonest_tokens_are_drafted(known: Known, draft: str) -> None:
-    """Of an EAGLE-3 head's own choice, those that are among them."""
+    """An EAGLE-3 head's own vocabulary is restricted further."""
     folder, _ = known("qwen3_5")
     wanted = set(commonest(folder, 20, VOCAB).tolist())
     assert wanted == {token for token in range(VOCAB) if token % 7 > 4} | {4, 11}
@@ -166,7 +166,7 @@ def test_without_counts_the_first_tokens_are_the_commonest(tmp_path: Path) -> No
 
 
 def test_the_commonest_are_those_with_most_counts(tmp_path: Path) -> None:
-    """Of equals the smaller ids; what is left out has none; more than there are is all."""
+    """Ties go to smaller ids; tokens without a count have none; a larger number selects all."""
     (tmp_path / COUNTS).write_text('{"counts": [1, 5, 0, 5, 1, 1]}')
     assert commonest(tmp_path, 3, 8).tolist() == [0, 1, 3]
     assert commonest(tmp_path, 6, 8).tolist() == [0, 1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""A prompt that another engine has read gives the text and the drafts of one engine."""
+"""A prompt prefilled by another engine gives the text and the drafts of a single engine."""
 
 import itertools
 import time
@@ -53,7 +53,7 @@ ALL = [
     and not (drafter == "none" and shape == "tree")
 ]
 CELLS = covering(ALL)
-"""Every pair of values."""
+"""A pairwise covering."""
 OTHERS = [
     (family, "suffix", "tree", "record", "host") for family in REPRESENTATIVES if family not in FAMILIES
 ]
@@ -77,7 +77,7 @@ def engines(folder: Path, count: int, fields: Mapping[str, Any]) -> Iterator[lis
 
 
 def by_one(engine: SpecEngine) -> list[list[Completion]]:
-    """Ask one engine for everything, and let nothing serve what comes later."""
+    """Run all prompts on one engine, flushing the prefix cache in between."""
     said = []
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         said.append(engine.generate([prompt], [params]))
@@ -90,7 +90,7 @@ def by_two(reader: SpecEngine, writer: SpecEngine, **spoilt: Any) -> list[list[C
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         assert hand_over(reader, writer, prompt, overlapped=bool(i % 2), **spoilt)
         said.append(writer.generate([prompt], [params]))
-        # A head reads the last token again where there is no state.
+        # A head prefills the last token again without a state.
         assert said[-1][0].stats.cached_tokens >= len(prompt) - 2
         writer.flush()
         if i % 3 == 0:
@@ -122,7 +122,7 @@ def test_texts_and_drafts_are_those_of_one_engine(
     with engines(family_folder(family), 3, fields) as (reader, writer, one):
         alone, found = by_one(one), by_two(reader, writer)
         assert texts(found) == texts(alone)
-        if drafter != "auto":  # which asks the clock who drafts
+        if drafter != "auto":  # auto's choice depends on time
             assert drafts(found) == drafts(alone)
             assert lengths(found) == lengths(alone)
         for engine in (reader, writer):
@@ -134,7 +134,7 @@ def test_texts_and_drafts_are_those_of_one_engine(
 
 
 def without_the_heads_keys(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
-    """Leave out what the head has read: zeros in its layer, the last one."""
+    """Omit the head's KV: zeros in its layer, the last one."""
     arena = writer.transfers.arena
     blocks = torch.tensor(landing.blocks)
     arena.pages(len(arena.layout.kv) - 1)[blocks] = 0
@@ -142,7 +142,7 @@ def without_the_heads_keys(_: SpecEngine, lent: Lent, writer: SpecEngine, landin
 
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_a_head_whose_keys_stay_behind_is_cold(family_folder: Callable[..., Path], family: str) -> None:
-    """A mutant of drafts, not of texts: those are the target's own."""
+    """A mutant that changes drafts but no text, as the target decides texts."""
     with engines(family_folder(family), 3, fields_of("mtp", "chain", "record", "host")) as (
         reader,
         writer,
@@ -198,7 +198,7 @@ def test_what_is_there_in_part_is_not_copied_again(folder: Path) -> None:
 
 
 def test_a_reader_that_preempts_lends_the_same(folder: Path) -> None:
-    """Its memory holds one prompt and a half; the rest is preempted, and read again."""
+    """Its memory holds one and a half prompts; the rest is preempted and prefilled again."""
     fields = fields_of("mtp", "tree", "record", "host")
     with engines(folder, 1, fields) as (one,):
         alone, layout = by_one(one), one.model.settings.layout
@@ -215,7 +215,7 @@ def test_a_reader_that_preempts_lends_the_same(folder: Path) -> None:
 
 
 def test_a_prompt_that_is_preempted_does_not_wait_for_what_it_lends_itself(folder: Path) -> None:
-    """Its memory holds one prompt: what was lent of it before is in the way of reading it anew."""
+    """Its memory holds one prompt: blocks that it has lent must not block its own new prefill."""
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (one,):
         layout = one.model.settings.layout
@@ -234,7 +234,7 @@ def test_a_prompt_that_is_preempted_does_not_wait_for_what_it_lends_itself(folde
 
 
 def preempt_readers(engine: SpecEngine, after: int = 1) -> None:
-    """Take the memory of whatever lends once, when it has read so much."""
+    """Preempt each request once, after it has prefilled `after` tokens."""
     scheduler = engine.model.loop.scheduler
     schedule = scheduler.schedule
 
@@ -248,7 +248,7 @@ def preempt_readers(engine: SpecEngine, after: int = 1) -> None:
 
 
 def test_what_is_lent_outlives_every_eviction(folder: Path) -> None:
-    """Compaction and eviction leave it alone; only a failure takes it back, and says so."""
+    """Lent blocks survive compaction and eviction; only a failure revokes them, and marks the loan."""
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (one,):
         layout = one.model.settings.layout
@@ -274,7 +274,7 @@ def test_what_is_lent_outlives_every_eviction(folder: Path) -> None:
 
 
 def test_a_step_that_fails_takes_back_what_is_lent_and_leaves_what_lands(folder: Path) -> None:
-    """Another process may still write into what is landing: no request gets that memory."""
+    """Another process may still write into a landing: its memory must not be reused."""
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (engine,):
         loan = engine.transfers.lend(engine.prepare(PROMPTS[0], SamplingParams(max_tokens=1)))
@@ -338,7 +338,7 @@ def test_a_loan_that_is_given_back_early_is_not_read_on(folder: Path) -> None:
 
 
 def test_memory_that_lands_is_left_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros may be written after what comes from outside: a mutant that takes a state of zeros is noticed."""
+    """Detects a mutant: zeroing a landing's state after the transfer has written it."""
     fields = fields_of("none", "chain", "record", "host")
 
     def is_untouched() -> bool:
@@ -383,7 +383,7 @@ def test_a_landing_waits_for_memory_and_can_be_given_up(folder: Path) -> None:
 
 
 def test_no_landing_waits_for_an_engine_that_ends(folder: Path) -> None:
-    """One that begins while the thread ends has missed what tells the others."""
+    """A landing that begins while the thread is ending misses the shutdown notice."""
     with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
         engine.model.loop.close()
         assert engine.transfers.begin_landing(PROMPTS[0][:-1], SOLE).result(60) is None
@@ -412,7 +412,7 @@ def test_no_landing_waits_for_an_engine_that_hangs(folder: Path) -> None:
 
 
 def test_requests_wait_for_what_is_lent_and_are_not_refused(folder: Path) -> None:
-    """Nothing runs meanwhile, and nothing turns: a message wakes the engine when memory comes back."""
+    """The engine sleeps meanwhile: a message wakes it when the lent memory is returned."""
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (one,):
         layout = one.model.settings.layout
@@ -434,7 +434,7 @@ def test_requests_wait_for_what_is_lent_and_are_not_refused(folder: Path) -> Non
 
 
 def test_no_more_land_than_can_run(folder: Path) -> None:
-    """What waited for its request might be evicted, and would have been fetched for nothing."""
+    """A landing whose request has to wait might be evicted, and its transfer wasted."""
     with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
         begun = [engine.transfers.begin_landing(own[:-1], SOLE) for own in PROMPTS[:6]]
         landed = [own.result(60) for own in begun[:4]]
@@ -450,7 +450,7 @@ def test_no_more_land_than_can_run(folder: Path) -> None:
 
 
 def test_a_landing_begins_when_the_last_request_ends(folder: Path) -> None:
-    """It waited for its turn behind that request, and nothing else comes that would wake the engine."""
+    """It waited behind that request, and no other message would wake the engine."""
     with engines(folder, 1, {**fields_of("none", "chain", "record", "host"), "max_running": 1}) as (engine,):
         holds, go_on = Event(), Event()
 
@@ -477,7 +477,7 @@ def test_a_landing_begins_when_the_last_request_ends(folder: Path) -> None:
 def test_landings_and_requests_have_memory_in_the_order_of_their_coming(
     folder: Path, arrived_s: float, count: int, begins: bool
 ) -> None:
-    """Else either might wait for as long as others of the other kind come."""
+    """Otherwise either kind could starve the other."""
     with engines(folder, 1, fields_of("none", "chain", "record", "host")) as (engine,):
         connector = engine.model.loop.scheduler.connector
         assert isinstance(connector, KVTransfer)
@@ -490,7 +490,7 @@ def test_landings_and_requests_have_memory_in_the_order_of_their_coming(
         scheduler = landings.requests
 
         def wait_behind(requests: Any) -> None:
-            """Called by the engine's thread, which must not be reading `requests` meanwhile."""
+            """Runs in the engine's thread, which must not be using `requests` meanwhile."""
             landings.requests = requests
             landings.advance()
 

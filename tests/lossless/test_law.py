@@ -1,6 +1,6 @@
-"""The law of sampled tokens, independent of how drafts are verified: exact enumeration and a chi-square.
+"""The distribution of sampled tokens, by exact enumeration and a chi-square test.
 
-That texts equal those of plain decoding says nothing if both share a mistake; this counts outcomes instead.
+Equality with plain decoding would not detect an error common to both; this test counts outcomes.
 """
 
 import itertools
@@ -28,11 +28,11 @@ PROMPT, TEMPERATURE = [4, 1, 2], 2.0
 VOCAB = 8
 SAMPLES = 4000
 SIGNIFICANCE = 1e-3
-"""How likely a right engine would be rejected, were the seeds drawn anew."""
+"""Probability of rejecting a correct engine with new seeds."""
 POWER = 0.999
-"""How likely the mutant is rejected, at least; how it is estimated is said where it is computed."""
+"""Minimum probability of rejecting the mutant; see `power` for the estimate."""
 LEAST = 5.0
-"""Outcomes expected less often are counted together."""
+"""Outcomes with a smaller expected count are merged."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "chain": {"num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 10},
@@ -47,7 +47,7 @@ def folder(family_folder: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def law(folder: Path) -> Mapping[Outcome, float]:
-    """Enumerate the first three tokens with the target's own softmax, from prefixes read one by one."""
+    """Enumerate the first three tokens by the target's softmax, prefix by prefix."""
     runner = Runner(folder, torch.float64, slabs=80)
 
     def following(path: Outcome) -> list[float]:
@@ -67,7 +67,7 @@ def law(folder: Path) -> Mapping[Outcome, float]:
 
 
 def draw(folder: Path, shape: Mapping[str, Any]) -> Counter[Outcome]:
-    """Let as many requests as there are samples say their first tokens, with drafts; only seeds differ."""
+    """Sample the first tokens with drafts, varying only the seed."""
     with SpecEngine(
         folder, draft="mtp", adaptive=False, dtype="float32", max_model_len=16, chunk_tokens=512, **shape
     ) as engine:
@@ -98,10 +98,10 @@ def p_value(statistic: float, freedom: int) -> float:
 
 
 def power(statistic: float, freedom: int) -> float:
-    """Estimate how often a mutant that gave this statistic would be rejected.
+    """Estimate the probability that a mutant with this statistic is rejected.
 
-    Its noncentrality is what the statistic exceeds the degrees of freedom by; the noncentral chi-square is
-    taken as normal, with its own mean and variance.
+    Its noncentrality is the statistic minus the degrees of freedom; the noncentral chi-square is approximated
+    by a normal distribution with its mean and variance.
     """
     critical = next(x for x in itertools.count(freedom) if p_value(x, freedom) < SIGNIFICANCE)
     beyond = max(statistic - freedom, 0.0)
@@ -123,7 +123,7 @@ def test_the_law_with_drafts_is_the_targets(folder: Path, law: Mapping[Outcome, 
 def test_accepting_the_second_best_is_rejected(
     folder: Path, law: Mapping[Outcome, float], shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: a draft is accepted when it is merely among the target's two best."""
+    """The mutant: a draft is accepted if it is among the target's two best tokens."""
     monkeypatch.setattr("specdec.core.loop.choose", choose_with_second)
     monkeypatch.setattr(DecodeLoop, "_walk", walk_by_two)
     statistic, freedom = chi_square(draw(folder, SHAPES[shape]), law)
@@ -133,7 +133,7 @@ def test_accepting_the_second_best_is_rejected(
 
 
 def choose_with_second(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[Choice]:
-    """Choose as always, and note each node's second best where its log-probability would stand."""
+    """Choose as usual, and store each node's second best token in place of its log-probability."""
     best_N2 = choosing.perturb(logits_NV, nodes, kernels).topk(2).indices.tolist()
     return [Choice(first, Logprob(float(second), ())) for first, second in best_N2]
 

@@ -1,9 +1,9 @@
-"""With one seed the text is the same whoever drafts, in whatever shape, backing, batch and memory.
+"""With one seed the text is the same for every drafter, shape, backing, batch and memory size.
 
-Each family visits cells in which every value of an axis meets every value of every other axis, with all
-sampling features in each; families without states do so together. The exhaustive run adds all other cells of
-two families; the default run takes fewer, so that all families together hold every pair. In float64, where
-rounding decides nothing.
+Each family visits cells in which every pair of values of two axes occurs, with all sampling features in each;
+families without states share one such set. The exhaustive run adds all other cells of two families; the
+default run takes fewer, so that all families together hold every pair. Float64, so that rounding decides
+nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,23 +34,23 @@ from tests.selection import EXHAUSTIVE
 
 Known = Callable[[str], tuple[Path, list[Case]]]
 Group = tuple[str, ...]
-"""A family, drafter, shape, backing, and whether the device decides steps."""
+"""Family, drafter, shape, backing, and where steps are decided (host or device)."""
 Place = tuple[str, str]
-"""Whether prefixes are kept, and the batch."""
+"""Prefix cache mode and batch."""
 Visit = tuple[Place, Sequence[Case], Sequence[Sequence[Completion]]]
 
 
 @pytest.fixture(scope="module")
 def brief(known: Known) -> Callable[[str], list[Case]]:
-    """Return a function that finds what plain decoding says to every request of a family in few tokens."""
+    """Return a function from a family to plain decoding outputs of few tokens."""
     return cache(lambda family: in_brief(*known(family)))
 
 
 def ways() -> Mapping[str, list[Row]]:
-    """List the drafters, shapes, backings, steps, prefixes and batches of each family.
+    """Return the drafters, shapes, backings, steps, prefixes and batches of each family.
 
-    An oracle drafts wherever ngram does. Prompts beside decoding rows and preemptions are the host's, which
-    takes turns with the device in families of which every cell is visited.
+    The oracle is used wherever ngram is. Mixed and preempted batches run on the host, which alternates with
+    the device in families of which every cell is visited.
     """
     found: dict[str, list[Row]] = {}
     for cell in cells():
@@ -71,13 +71,13 @@ ATTENTION_ALONE = tuple(family for family in WAYS if (True, False) in parts(fami
 
 
 def sharing(family: str) -> Group:
-    """Name the families that hold every pair of values together."""
+    """Return the families that together cover every pair of values."""
     return ATTENTION_ALONE if family in ATTENTION_ALONE else (family,)
 
 
 @cache
 def shared(families: Group) -> list[Row]:
-    """Choose rows, a family before each, that hold every pair of values; families start at different rows."""
+    """Return a pairwise covering over several families, whose rows start at different offsets."""
     every: list[Row] = []
     for family in families:
         first = 7 * list(WAYS).index(family)
@@ -86,12 +86,12 @@ def shared(families: Group) -> list[Row]:
 
 
 def visited(family: str) -> list[Row]:
-    """Return what is visited of a family."""
+    """Return the visited cells of a family."""
     return [tuple(row) for own, *row in shared(sharing(family)) if own == family]
 
 
 def groups(rows: Callable[[str], Sequence[Row]]) -> Mapping[Group, list[Place]]:
-    """Group what one engine's settings serve."""
+    """Group the cells by engine settings."""
     found: dict[Group, list[Place]] = {}
     for family in WAYS:
         for *settings, prefixes, batch in rows(family):
@@ -100,7 +100,7 @@ def groups(rows: Callable[[str], Sequence[Row]]) -> Mapping[Group, list[Place]]:
 
 
 def others(family: str) -> list[Row]:
-    """Return the rest of the product, for families of which every cell is visited."""
+    """Return the remaining cells, for families of which every cell is visited."""
     first = set(visited(family)) if family in EVERY_CELL else set(WAYS[family])
     return [row for row in WAYS[family] if row not in first]
 
@@ -110,7 +110,7 @@ DEFAULT = {
     (family, *settings)
     for family, *settings, _, _ in covering([(family, *row) for family in WAYS for row in visited(family)])
 }
-"""What `make test` runs: every pair of values in some family, and every value in each."""
+"""Cells of `make test`: every pair of values in some family, and every value in each."""
 CELLS = [
     *(
         pytest.param(group, places, id="-".join(group), marks=() if group in DEFAULT else EXHAUSTIVE)
@@ -144,17 +144,17 @@ def test_all_rows_are_visited_once(family: str) -> None:
 
 
 LOOK_UPS = ("ngram", "suffix", "auto", "oracle")
-"""Drafters that are asked on the host before every step; what the device decides beside them is chance."""
+"""Drafters that run on the host before every step; device steps beside them are timing-dependent."""
 
 
 def is_decided(engine: SpecEngine, steps: str) -> bool:
-    """Tell whether the device decided steps, if it was to."""
+    """Return whether the device decided steps, if required."""
     runner = engine.model.loop.runner
     return runner.steps > 0 if runner else steps == "host"
 
 
 def hits(engine: SpecEngine, cases: Sequence[Case]) -> list[list[Completion]]:
-    """Ask for each alone, after its prompt has come by again: a state is kept where it was known to end."""
+    """Answer each request after a run of its prompt has left a state in the prefix cache."""
     for case in cases:
         engine.generate([case.prompt], SamplingParams(max_tokens=1))
     done = [own for case in cases for own in generate(engine, [case])]
@@ -165,12 +165,12 @@ def hits(engine: SpecEngine, cases: Sequence[Case]) -> list[list[Completion]]:
 def visits(
     known: Known, brief: Callable[[str], list[Case]], group: Group, places: Sequence[Place]
 ) -> Iterator[Visit]:
-    """Ask the requests in each place, all kept prefixes' places by one engine; yield what is said there."""
+    """Run the requests in each place, sharing one engine for all with a prefix cache; yield the outputs."""
     family, drafter, shape, backing, steps = group
     folder, cases = known(family)
     by_length = sorted(cases, key=lambda case: len(case.said[0].token_ids))
     longest = list({case.feature: case for case in by_length}.values())
-    # Of each feature one request meets a cache and another reads its prompt beside others, by turns.
+    # Of each feature, one request hits the cache and another prefills beside others, alternating.
     last = [case for case in cases if case not in longest and len(case.said[0].token_ids) > FEW]
     others = list({case.feature: case for case in (*longest, *last)}.values())
     again, once = (longest, others) if ORDER.index(group) % 2 else (others, longest)
@@ -182,13 +182,13 @@ def visits(
     if ("read", "mixed") in places:
         with drafting_engine(folder, drafter, cases, chunk_tokens=5, **fields) as (engine, seen):
             yield ("read", "mixed"), once, generate(engine, once)
-            # An n-gram seldom comes by while a prompt is read: the oracle drafts in the same place.
+            # N-grams seldom match during prefill: the oracle covers this case.
             assert seen.mixed > 0 or drafter in ("none", "ngram")
             layout = engine.model.settings.layout
     if ("read", "preempted") in places:
         with drafting_engine(folder, drafter, cases, **fields) as (engine, _):
             layout = engine.model.settings.layout
-        # Room for three, and even they must give their memory back once.
+        # Memory for three sequences, each of which is still preempted once.
         fields["memory_bytes"] = memory_for(layout, sequences=3, blocks=10)
         with drafting_engine(folder, drafter, cases, chunk_tokens=64, **fields) as (engine, _):
             preempt_each(engine)

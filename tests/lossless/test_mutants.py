@@ -1,4 +1,4 @@
-"""Mistakes in the loop that the equality of texts must notice: one patch each, on the same requests."""
+"""Mutants of the loop that the text comparison must detect: one patch each, on the same requests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ Known = Callable[[str], tuple[Path, list[Case]]]
 
 
 def keeps_the_texts(known: Known, family: str, backing: str = "record") -> bool:
-    """Tell whether trees of the oracle change nothing; a loop that breaks down has changed something."""
+    """Return whether trees of the oracle leave the texts unchanged; a crash counts as a change."""
     folder, cases = known(family)
     fields = {**SHAPES["tree"], "slots": backing, "chunk_tokens": 16}
     try:
@@ -44,7 +44,7 @@ def keeps_the_texts(known: Known, family: str, backing: str = "record") -> bool:
 
 
 def noise_of_the_step(patch: Patch) -> None:
-    """Let the number of calls enter the noise."""
+    """Make the noise depend on the number of calls."""
     inner, calls = choosing._add_noise, iter(range(1, 10**6))
 
     def wrong(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:
@@ -55,7 +55,7 @@ def noise_of_the_step(patch: Patch) -> None:
 
 
 def noise_of_the_row(patch: Patch) -> None:
-    """Let a node's place in the batch enter the noise."""
+    """Make the noise depend on a node's position in the batch."""
     inner = choosing._add_noise
 
     def wrong(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:
@@ -77,13 +77,13 @@ def noise_of_the_root(patch: Patch) -> None:
 
 
 def penalties_of_the_root(patch: Patch) -> None:
-    """Hide a node's own path from its penalties."""
+    """Ignore a node's own path in its penalties."""
     inner = ScheduledRequest.node
     patch.setattr(ScheduledRequest, "node", lambda row, node: replace(inner(row, node), path=()))
 
 
 def accepts_a_near_miss(patch: Patch) -> None:
-    """Go to the first child where the chosen token was not drafted, if there is one."""
+    """Follow the first child if the chosen token was not drafted."""
 
     def wrong(chosen: Sequence[int], tree: TokenTree) -> AcceptedPath:
         path = walk(chosen, tree)
@@ -97,12 +97,12 @@ def accepts_a_near_miss(patch: Patch) -> None:
 
 
 def no_move(patch: Patch) -> None:
-    """Leave the accepted path's keys and values where the tree had them."""
+    """Leave the accepted path's KV at the tree's positions."""
     patch.setattr("specdec.models.network.Network.move", lambda *_: None)
 
 
 def moves_one_short(patch: Patch) -> None:
-    """Forget the last position of a path whose keys and values are moved."""
+    """Omit the last position of a path whose KV is moved."""
     from specdec.models.network import Network
 
     inner = Network.move
@@ -114,7 +114,7 @@ def moves_one_short(patch: Patch) -> None:
 
 
 def folds_twice(patch: Patch) -> None:
-    """Give the records back and go on naming them: the next window folds them again."""
+    """Release the records but still reference them: the next window folds them again."""
     inner = backings.release_path
 
     def wrong(arena: Any, owner: Any, before: Committed) -> Committed:
@@ -125,7 +125,7 @@ def folds_twice(patch: Patch) -> None:
 
 
 def stale_record(patch: Patch) -> None:
-    """Keep the record of a rejected node in place of the last accepted one's."""
+    """Keep a rejected node's record in place of the last accepted one's."""
     inner = backings.RecordBacking.promote
 
     def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
@@ -147,7 +147,7 @@ def short_path(patch: Patch) -> None:
 
 
 def freed_slot(patch: Patch) -> None:
-    """Give an accepted record back while its path still names it: another row's draft overwrites it."""
+    """Release an accepted record that its path still references: another row's draft overwrites it."""
     inner = backings.RecordBacking.promote
 
     def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
@@ -159,7 +159,7 @@ def freed_slot(patch: Patch) -> None:
 
 
 def stale_state(patch: Patch) -> None:
-    """Go on with the state before the tree."""
+    """Continue with the state before the tree."""
     inner = backings.SnapshotBacking.promote
 
     def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
@@ -169,7 +169,7 @@ def stale_state(patch: Patch) -> None:
 
 
 def blended_siblings(patch: Patch) -> None:
-    """Let every second node see the node before it, ancestor or not."""
+    """Let every second node attend to the node before it, ancestor or not."""
     inner = windows._ancestors
 
     def wrong(trees: list[TokenTree], device: torch.device) -> Tensor:
@@ -186,7 +186,7 @@ OF_EVERY_FAMILY = (
     *(noise_of_the_step, noise_of_the_row, noise_of_the_root, penalties_of_the_root, accepts_a_near_miss),
     *(no_move, moves_one_short, folds_twice, freed_slot),
 )
-"""What no mixer could hide; two families show it."""
+"""Mutants that any mixer exposes; tested with two families."""
 OF_A_MIXER: Sequence[tuple[Mutant, str, Sequence[str]]] = (
     (blended_siblings, "record", REPRESENTATIVES),
     (stale_record, "record", STATEFUL),

@@ -1,4 +1,4 @@
-"""A drafted token whose numbers are not finite: plain decoding never reads it, so it must not matter."""
+"""A draft token that causes NaN: plain decoding never computes it, so it must not matter."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ FIELDS = {"draft": "ngram", "adaptive": False, "num_steps": 2, "topk": 2, "num_d
 
 
 class Poisoner(Stateless):
-    """Propose the poison beside the token that comes, and below it."""
+    """Draft the poison token beside the true token, and below it."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self.calibrator, self.text, self.drafts = Calibrator(), text, 0
 
     def propose(self, wants: Sequence[Want]) -> list[Proposal]:
-        """Offer the true token last, so that the poison stands before it in the window."""
+        """Put the true token last, so that the poison precedes it in the window."""
         return [self._propose(w) if w.shape else Proposal.bare(w.tokens[-1]) for w in wants]
 
     def _propose(self, want: Want) -> Proposal:
@@ -67,7 +67,7 @@ def test_a_rejected_draft_that_is_no_number_changes_nothing(folder: Path, kernel
 
 
 def test_what_came_before_an_output_that_is_no_number_is_still_said(folder: Path) -> None:
-    """With drafts the failure comes where it comes without: after the tokens before it."""
+    """With drafts the failure occurs at the same token as without, after emitting those before it."""
     with SpecEngine(folder, dtype="float64", draft="none", max_model_len=64) as engine:
         asked = [[1 + i, 2 + 3 * i % 11, 3] for i in range(40)]
         said_plainly = zip(asked, engine.generate(asked, PARAMS), strict=True)

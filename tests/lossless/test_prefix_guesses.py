@@ -34,7 +34,7 @@ def test_the_second_chat_with_a_system_prompt_hits_and_texts_stay() -> None:
 
 
 def test_the_speed_of_prefill_is_not_taken_from_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It decides whether copying a prefix takes less time: a step of one token takes as long as one of 30."""
+    """The rate decides whether copying a prefix is faster; a step of one token takes as long as of 30."""
     seen = list[float]()
     monkeypatch.setattr(Rates, "observe_reading", lambda _, work, seconds: seen.append(work))
     with SpecEngine("tiny", dtype="float32", draft="none") as engine:

@@ -1,7 +1,7 @@
-"""Texts with prefixes that are kept equal those without: drafters, backings, mixers, and too little memory.
+"""Texts with a prefix cache equal those without: for drafters, backings, mixers, and little memory.
 
-Prompts part from one another anywhere and come in many orders; requests are preempted and cancelled, what was
-kept gives way and is flushed, and whoever wants every token of a prompt judged reads all of it.
+Prompts diverge anywhere and arrive in many orders; requests are preempted and cancelled, prefixes are evicted
+and flushed, and requests for prompt log-probabilities prefill the whole prompt.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from tests.selection import EXHAUSTIVE, only
 from tests.tolerances import FLOAT64_LOGITS
 
 FAMILIES = ("qwen3_5", "qwen3")
-"""Those with each drafter: one with states, one without."""
+"""Families tested with each drafter: one with states, one without."""
 SETTINGS: Mapping[str, Any] = {"dtype": "float64", "max_model_len": 192, "chunk_tokens": 24, "max_running": 4}
 WAYS: Sequence[Mapping[str, Any]] = (
     {"temperature": 0.0, "ignore_eos": True},
@@ -39,14 +39,14 @@ WAYS: Sequence[Mapping[str, Any]] = (
 
 @dataclass(frozen=True)
 class Known:
-    """A model, and what it says to each prompt by itself, without a cache."""
+    """A model, and its outputs for each prompt alone, without a cache."""
 
     folder: Path
     said: Sequence[Sequence[Completion]]
 
 
 def grove(seed: int, count: int) -> list[list[int]]:
-    """Make prompts that part from one another anywhere, some of them twice, some where a block ends."""
+    """Make prompts that diverge anywhere, some of them twice, some at a block boundary."""
     draw = random.Random(seed)
     prompts: list[list[int]] = [[draw.randrange(END) for _ in range(90)]]
     while len(prompts) < count:
@@ -76,7 +76,7 @@ def known(family_folder: Callable[..., Path]) -> Callable[[str], Known]:
 
 
 def wrong(engine: SpecEngine, known: Known, order: Sequence[int]) -> list[str]:
-    """Ask for some prompts together; name what differs from what is known."""
+    """Complete some prompts together; list the differences from the known outputs."""
     done = iter(engine.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order]))
     found = []
     for i in order:
@@ -96,7 +96,7 @@ def judged_alike(own: Completion, expected: Completion) -> bool:
 
 
 def load(engine: SpecEngine, known: Known) -> list[str]:
-    """Ask in turn and together, in several orders, beside somebody who gives up, with a flush between."""
+    """Run prompts one by one and together, in several orders, beside a cancelled request and a flush."""
     draw, found = random.Random(8), []
     for turn, count in enumerate((5, len(PROMPTS), 7)):
         order = draw.sample(range(len(PROMPTS)), count)
@@ -122,7 +122,7 @@ ALL = [
 OTHERS = [(family, "suffix", "record", "host") for family in REPRESENTATIVES if family not in FAMILIES]
 CELLS = ALL + OTHERS
 BRIEF = [cell for cell in covering(ALL) if cell[0] == "qwen3_5"]
-"""What the default run takes of them."""
+"""The subset of the default run."""
 
 
 @EXHAUSTIVE
@@ -136,7 +136,7 @@ def test_texts_are_those_without_a_cache(
     fields = {"draft": drafter, "slots": backing, "graphs": steps == "device", **shape, **SETTINGS}
     with SpecEngine(own.folder, prefix_cache=False, **fields) as engine:
         layout = engine.model.settings.layout
-    # On the device each row borrows the records of two windows, or a state for each node.
+    # On the device each row uses the records of two windows, or a state per node.
     states = 5 if steps == "host" and backing == "record" else 10 if backing == "snapshot" else 16
     memory = memory_for(layout, sequences=states, blocks=24 if layout.states else 32)
     with SpecEngine(own.folder, prefix_cache=True, memory_bytes=memory, **fields) as engine:
@@ -147,8 +147,8 @@ def test_texts_are_those_without_a_cache(
         assert stats.preemptions > 10 and cache.counts.hit > 300
         assert cache.counts.blocks_evicted > 20 or not layout.kv
         assert cache.counts.states_evicted > 10 or not layout.states
-        assert (loop.runner is not None) == (steps == "device")  # which takes what steps it has memory for
-        engine.generate([1], PARAMS[-1])  # who has given up is gone before the next one ends
+        assert (loop.runner is not None) == (steps == "device")  # takes the steps it has memory for
+        engine.generate([1], PARAMS[-1])  # the cancelled request is gone before this one ends
         engine.flush()
         usage = loop.arena.usage()
         assert usage.free_slabs == usage.slabs
@@ -158,7 +158,7 @@ def test_texts_are_those_without_a_cache(
 def test_what_a_request_would_go_on_from_does_not_keep_it_out(
     known: Callable[[str], Known], family: str
 ) -> None:
-    """There is room for one sequence: whose prefix is kept finds none beside it, and reads it again."""
+    """Memory holds one sequence: a cached prefix without space for a copy is dropped and prefilled again."""
     folder, long = known(family).folder, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as engine:
         layout = engine.model.settings.layout
@@ -178,7 +178,7 @@ def test_what_a_request_would_go_on_from_does_not_keep_it_out(
 def test_a_head_goes_on_as_if_it_had_read_all(
     known: Callable[[str], Known], family: str, draft: str, graphs: bool
 ) -> None:
-    """Whatever the arena held before, what is lent holds the head's keys of every token."""
+    """Whatever the arena held before, a cached prefix includes the head's keys of every token."""
     greedy = {"temperature": 0.0, "ignore_eos": True}
     fields = {**SETTINGS, "draft": draft, "adaptive": False, "graphs": graphs, **SHAPES["tree"]}
     first = PROMPTS[0][:64]
@@ -187,7 +187,7 @@ def test_a_head_goes_on_as_if_it_had_read_all(
     accepted: dict[bool, list[float]] = {}
     for cached in (False, True):
         with SpecEngine(known(family).folder, prefix_cache=cached, **fields) as engine:
-            # NaN in every type; the dummy slab stays as it is.
+            # NaN in every dtype; the dummy slab stays unchanged.
             engine.model.loop.arena.data[engine.model.settings.layout.slab_bytes :].fill_(0xFF)
             engine.generate([first], SamplingParams(max_tokens=1, **greedy))
             done = [engine.generate([own], SamplingParams(max_tokens=30, **greedy))[0] for own in texts]
@@ -200,7 +200,7 @@ def test_a_head_goes_on_as_if_it_had_read_all(
 def test_texts_of_one_step_that_go_on_from_each_other_keep_their_own_states(
     checkpoint: Callable[..., Path],
 ) -> None:
-    """Without attention a node holds no blocks: it grows with any text that goes on from it."""
+    """Without attention a node holds no blocks: any text that continues it extends it."""
     folder = checkpoint(layer_types=["linear_attention"] * 4)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with SpecEngine(folder, draft="none", prefix_cache=False, dtype="float64") as engine:

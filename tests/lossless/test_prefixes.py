@@ -1,4 +1,4 @@
-"""Texts with prefixes that are kept equal those without, whoever drafts and whatever gives way."""
+"""Texts with a prefix cache equal those without, for every drafter and eviction."""
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -35,7 +35,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 
 def family(seed: int, count: int) -> list[list[int]]:
-    """Make prompts that part from one another anywhere, some of them twice."""
+    """Make prompts that diverge anywhere, some of them twice."""
     draw = random.Random(seed)
     prompts: list[list[int]] = [[draw.randrange(VOCAB) for _ in range(100)]]
     while len(prompts) < count:
@@ -76,7 +76,7 @@ def test_texts_are_those_without_a_cache(
 def test_the_state_of_another_prefix_is_noticed(
     folder: Path, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mutant: what is lent is the state of whoever stands above."""
+    """A mutant: the cache returns an ancestor's state."""
     right = PrefixCache.lend
 
     def wrong(cache: PrefixCache, owner: Hashable, lease: Lease, state: int | None) -> Hit:
@@ -95,14 +95,14 @@ def test_the_state_of_another_prefix_is_noticed(
     assert [own.token_ids for own in found] != [own.token_ids for own in alone]
 
 
-# Every place in a block and in a chunk, twice; then every place in a block far behind them.
+# Every position in a block and in a chunk, twice; then every position in a later block.
 LENGTHS = (*range(1, 66), *range(66, 210, 9))
 FOUR = SamplingParams(max_tokens=4, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def continued(folder: Path) -> list[tuple[list[int], int, Completion]]:
-    """Return a prompt of each length, a token after it, and what a plain engine says to both."""
+    """Return prompts of each length, a further token, and a plain engine's output for both."""
     draw = random.Random(5)
     with SpecEngine(folder, draft="none", prefix_cache=False, **SETTINGS) as plain:
         stems = [[draw.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
@@ -224,7 +224,7 @@ def test_what_one_salt_has_said_drafts_for_it_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("why", ["cancelled", "preempted"])
 def test_who_leaves_while_it_reads_takes_nothing_of_others(folder: Path, why: str) -> None:
-    """It parts from the others where no state is kept, so that the node that they share is split for it."""
+    """It diverges from the others where no state is cached, so that their common node is split for it."""
     draw, params = random.Random(8), SamplingParams(max_tokens=2, temperature=0.0)
     shared = [draw.randrange(VOCAB) for _ in range(90)]
     with SpecEngine(folder, draft="none", **SETTINGS) as engine:
@@ -263,7 +263,7 @@ def test_who_leaves_while_it_reads_takes_nothing_of_others(folder: Path, why: st
 def test_a_stopped_answer_need_not_be_read_again(
     folder: Path, alone: list[Completion], draft: str, slots: str, graphs: bool
 ) -> None:
-    """Its caller leaves after some tokens while others go on; the next turn goes on from the last of them."""
+    """The client disconnects after some tokens while others continue; the next turn reuses all of them."""
     params, stops = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True), (1, 2, 6, 15)
     own = {**SETTINGS, **DRAFTS[draft], "slots": slots, "graphs": graphs}
     with (
@@ -293,7 +293,7 @@ def test_a_stopped_answer_need_not_be_read_again(
 
 
 def test_what_only_the_host_knows_is_where_prompts_part_too(folder: Path) -> None:
-    """Prompts that come in a circle, larger than what the device keeps of it."""
+    """Prompts in a cycle, larger than the device's cache."""
     draw, params = random.Random(4), SamplingParams(max_tokens=2, temperature=0.0)
     stems = [[draw.randrange(VOCAB) for _ in range(100)] for _ in range(6)]
     small = {**SETTINGS, "max_running": 1, "memory_bytes": 300_000, "host_cache_bytes": "8MiB"}

@@ -1,6 +1,6 @@
-"""A drafter that the package has never heard of: named by a user, served losslessly, beside others and alone.
+"""A drafter from outside the package: registered by a user, lossless, beside others and alone.
 
-All that it takes is in this file. `docs/architecture.md` says how a drafter of the package is added.
+All its code is in this file. `docs/architecture.md` explains how to add a drafter to the package.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ PARAMS = [
 
 
 class Followers(Stateless):
-    """Guess that a token is followed by what followed it before, latest first."""
+    """Draft the tokens that followed the last token before, most recent first."""
 
     def __init__(self) -> None:
         self.calibrator = Calibrator()
@@ -69,7 +69,7 @@ class Followers(Stateless):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Followers]:
-    """Register the drafter, and return all that are made."""
+    """Register the drafter, and return all its instances."""
     drafters: list[Followers] = []
 
     def make(_: object) -> Followers:
@@ -82,7 +82,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Followers]:
 
 
 def texts(folder: Path, **fields: Any) -> tuple[list[Sequence[int]], int]:
-    """Return what each prompt is answered by each rule, and how many drafted tokens were accepted."""
+    """Return the outputs of all prompts and parameters, and the number of accepted draft tokens."""
     with SpecEngine(folder, dtype="float64", **fields) as engine:
         done = [answer for params in PARAMS for answer in engine.generate(PROMPTS, params)]
     accepted = sum(own.stats.accepted for own in done)

@@ -1,7 +1,7 @@
-"""LFM2 and LFM3 beside transformers, which can take drafts back: both look the prompt up and say the same.
+"""LFM2 and LFM3 against transformers' own speculation: with prompt look-up both give the same text.
 
-A convolution's window is the only state of a recurrent layer that transformers can wind back: here its own
-speculation is the oracle of ours.
+A convolution's window is the only recurrent state that transformers can roll back, so its speculation serves
+as an oracle here.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits change the text once, and drafts do not change it again."""
+"""8-bit KV changes the text once; drafts do not change it further."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ FAMILY = "qwen3_5"
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> tuple[Path, list[Case]]:
-    """Return a checkpoint and what plain decoding with 8 bits says to every request."""
+    """Return a checkpoint and its plain decoding outputs with 8-bit KV."""
     return folder, plain_cases(folder, kv_dtype="fp8")
 
 
@@ -33,7 +33,7 @@ def test_drafts_do_not_change_the_text(plain: tuple[Path, list[Case]], drafter: 
 
 
 def test_eight_bits_are_not_the_models_own(plain: tuple[Path, list[Case]]) -> None:
-    """The log-probabilities say so: that the engine above used them is part of its test."""
+    """The log-probabilities differ, which shows that the engine above used 8 bits."""
     folder, cases = plain
     with drafting_engine(folder, "none", cases) as (engine, _):
         assert differences(cases, generate(engine, cases)) != []

@@ -1,4 +1,4 @@
-"""What a node of a tree reads is its own path, and what was rejected leaves no trace."""
+"""A node of a tree sees its own path, and rejected nodes leave no trace."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -44,13 +44,13 @@ every_way = pytest.mark.parametrize(
 
 
 def close(runner: Runner, found: Tensor, expected: Tensor, within: float = EXACT) -> bool:
-    """Compare float64 numbers of one path in windows of two shapes."""
+    """Compare float64 values of one path in windows of two shapes."""
     within = rounding(runner.spec, within)
     return torch.allclose(found, expected, rtol=within, atol=within)
 
 
 def drafted(runner: Runner, backing: str, seed: int) -> Drafted:
-    """Begin a sequence that has read a prefix and committed a tree's path, so that records are pending."""
+    """Start a sequence with a prefix and a committed tree path, so that records are pending."""
     rng, own = Random(seed), Drafted(runner, backing)
     own.read(PREFIX)
     own.verify(random_tree(rng, 7, VOCAB))
@@ -65,7 +65,7 @@ def committed_tokens(seed: int) -> list[int]:
 
 
 def nodes_read_their_paths(runner: Runner, backing: str, seed: int, width: int) -> bool:
-    """Compare each node's logits with those of its path, fed behind the committed tokens as a chain."""
+    """Compare each node's logits with those of its path as a chain after the committed tokens."""
     tree = random_tree(Random(seed + 100), width, VOCAB)
     found_NV = drafted(runner, backing, seed).verify(tree)
     known = committed_tokens(seed)
@@ -77,7 +77,7 @@ def nodes_read_their_paths(runner: Runner, backing: str, seed: int, width: int) 
 
 
 def taking_back_equals_feeding(runner: Runner, backing: str, seed: int, width: int = 12) -> bool:
-    """Commit every path's every beginning; what follows must read on as behind the same tokens fed."""
+    """Commit every path and its prefixes; later logits must equal those after the same tokens as a chain."""
     tree = random_tree(Random(seed + 200), width, VOCAB)
     following = [11, 60, 2]
     for node in range(width):
@@ -120,7 +120,7 @@ def test_permuting_siblings_permutes_the_outputs(
 def test_a_rejected_branch_leaves_no_trace(
     runner: Callable[[str], Runner], family: str, backing: str
 ) -> None:
-    """With other tokens in what is rejected the next window's logits stay the same."""
+    """With other tokens in the rejected nodes, the next window's logits stay the same."""
     model = runner(family)
     for seed in range(4):
         rng = Random(seed)
@@ -156,19 +156,19 @@ def test_a_path_materializes_at_every_position(runner: Callable[[str], Runner], 
         assert all(close(model, a, b) for a, b in zip(own.states(), fed.states(), strict=True)), (
             f"after {length} of {len(said)} tokens"
         )
-        # The mutant: a position off by one is another state, where there is one.
+        # The mutant: an off-by-one position selects another state, if there is one.
         other = Drafted(model, "record")
         other.read([*committed_tokens(8), *said[:length], 1])
         pairs = list(zip(own.states(), other.states(), strict=True))
         assert not pairs or not all(close(model, a, b) for a, b in pairs)
 
 
-# Mutants: each is a mistake that the checks above must notice.
+# Mutants: mistakes that the checks above must detect.
 
 
 @contextmanager
 def wrong_mask(patch: pytest.MonkeyPatch, *, add: bool) -> Iterator[None]:
-    """Let the last node see its neighbour that is no ancestor, or not see its parent."""
+    """Let the last node attend to a neighbour that is no ancestor, or hide its parent from it."""
     inner = windows._ancestors
 
     def wrong(trees: list[TokenTree], device: torch.device) -> Tensor:
@@ -188,7 +188,7 @@ def wrong_mask(patch: pytest.MonkeyPatch, *, add: bool) -> Iterator[None]:
 
 @contextmanager
 def swapped_parent(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hang the last node on another one where a window is built."""
+    """Give the last node another parent when a window is built."""
     inner = windows.build_window
 
     def wrong(rows: list[Row], *rest: Any) -> windows.Window:
@@ -208,7 +208,7 @@ def swapped_parent(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def wrong_tap(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the convolution read the node that stands before the last one, not the one above it."""
+    """Let the convolution use the node before the last one instead of its parent."""
     inner = TokenTree.taps
 
     def wrong(tree: TokenTree, width: int) -> tuple[tuple[int, ...], ...]:
@@ -225,7 +225,7 @@ def wrong_tap(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def stale_slot(patch: pytest.MonkeyPatch, kind: str) -> Iterator[None]:
-    """Promote the slot of another node: of the first node that was rejected, or of the last but one kept."""
+    """Promote another node's slot: that of the first rejected one."""
     backing: Any = {"record": backings.RecordBacking, "snapshot": backings.SnapshotBacking}[kind]
     inner: Callable[..., Committed] = backing.promote
 
@@ -242,7 +242,7 @@ def stale_slot(patch: pytest.MonkeyPatch, kind: str) -> Iterator[None]:
 
 @contextmanager
 def no_move(patch: pytest.MonkeyPatch, runner: Runner) -> Iterator[None]:
-    """Leave the accepted path's keys and values where the tree had them."""
+    """Leave the accepted path's KV at the tree's positions."""
     with patch.context() as patched:
         patched.setattr(runner.network, "move", lambda *_: None)
         yield
@@ -250,7 +250,7 @@ def no_move(patch: pytest.MonkeyPatch, runner: Runner) -> Iterator[None]:
 
 @contextmanager
 def no_fold(patch: pytest.MonkeyPatch, runner: Runner) -> Iterator[None]:
-    """Forget the records that are to be folded into the state."""
+    """Skip folding records into the state."""
     with patch.context() as patched:
         patched.setattr(runner.network, "materialize", lambda *_: None)
         yield

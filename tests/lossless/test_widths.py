@@ -1,4 +1,4 @@
-"""Rows that verify drafts of several widths in one step say what plain decoding says."""
+"""Rows that verify drafts of different widths in one step match plain decoding."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Known = Callable[[str], tuple[Path, list[Case]]]
 
 
 def fix_costs(policy: Policy) -> None:
-    """Let each row's token cost a sixth of a pass, whatever was measured: the policy then mixes widths."""
+    """Fix the costs so that a row's token costs a sixth of a pass: the policy then mixes widths."""
     costs = Costs()
     for rows in (1, 2, 4, 8, 16, 32):
         for tokens in (rows, 16 * rows):
@@ -34,7 +34,7 @@ def fix_costs(policy: Policy) -> None:
 
 
 def watch_widths(engine: SpecEngine) -> list[set[int]]:
-    """Note how many nodes rows verify in each step."""
+    """Record the widths of drafted rows in each step."""
     seen: list[set[int]] = []
 
     def note(report: StepReport) -> None:
@@ -45,7 +45,7 @@ def watch_widths(engine: SpecEngine) -> list[set[int]]:
 
 
 def keeps_the_texts(known: Known, family: str, drafter: str, shape: str, backing: str) -> bool:
-    """Tell whether an adaptive engine says what a plain one does, in steps of several widths."""
+    """Return whether an adaptive engine matches a plain one, in steps of several widths."""
     folder, cases = known(family)
     fields: dict[str, Any] = {**SHAPES[shape], "slots": backing, "adaptive": True}
     try:
@@ -82,7 +82,7 @@ def test_texts_of_mixed_widths_are_those_of_plain_decoding(
 def test_a_row_that_is_read_at_another_rows_width_is_noticed(
     known: Known, family: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: rows are found in the packed window as if each were as wide as the next one."""
+    """The mutant: rows are located in the packed window with the width of the next row."""
 
     def wrong(rows: Sequence[Row], *rest: Any) -> Window:
         window = build_window(rows, *rest)

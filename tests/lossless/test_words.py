@@ -1,4 +1,4 @@
-"""Allowed tokens and bad words along every path of a draft, and where a text ends and what it spells out."""
+"""Allowed tokens and bad words along every path of a draft, and stop strings and stop tokens."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.lossless.cases import BAD_WORDS, SHAPES
 from tests.models.agreeing import END
 
 LIKELY = dict.fromkeys(range(4), 6.0)
-"""The letters a to d, of which the words are made."""
+"""The letters a to d, which form the words."""
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {"draft": "none"},
     "device, no drafts": {"draft": "none", "graphs": True},
@@ -47,7 +47,7 @@ def test_no_bad_word_is_written_and_the_text_is_one_whatever_is_drafted(
     engines: dict[str, SpecEngine], temperature: float
 ) -> None:
     free = write(engines["plain"], temperature=temperature).text
-    words = [*BAD_WORDS, free[8:10], free[20:23]]  # some at least would be written
+    words = [*BAD_WORDS, free[8:10], free[20:23]]  # some of these would occur
     texts = {}
     for name, engine in engines.items():
         own = write(engine, temperature=temperature, bad_words=words)
@@ -131,7 +131,7 @@ def test_a_value_that_does_not_fit_is_named(
 def test_a_request_looks_at_its_parameters_once(
     engines: dict[str, SpecEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many prompts and choices it has, and whatever they repeat."""
+    """For all its prompts and choices, including repeated ones."""
     made, read = [], []
     begin, checked = Allowed.__init__, SamplingParams.checked
 
@@ -153,7 +153,7 @@ def test_a_request_looks_at_its_parameters_once(
 
 
 def test_the_models_own_end_has_no_reason_though_it_is_asked_for_too(engines: dict[str, SpecEngine]) -> None:
-    """As in vLLM, which looks at the model's own end first."""
+    """As in vLLM, which checks the model's EOS first."""
     for ignored, reason in ((False, None), (True, END)):
         own = write(engines["plain"], logit_bias={END: 100.0}, stop_token_ids=[END, 8], ignore_eos=ignored)
         assert (own.finish_reason, own.stop_reason) == ("stop", reason)

@@ -1,9 +1,9 @@
-"""One holder of a key tries to read what another's answers hold: by draft trees, by counts, and by the clock.
+"""A key holder tries to learn another's outputs: from draft trees, token counts and timing.
 
-`python -m tests.server.attack` starts a server of the model that ships with the keys of alice and bob, has
-alice write three secrets, plays the attacks as bob and the controls as alice, and does the same to a server
-that shares all (`tests.server.sharing`). It prints what came of it; the exit code is 1 if bob has learnt
-anything, or if an attack that should succeed has not.
+`python -m tests.server.attack` starts a server of the shipped model with keys for alice and bob, lets alice
+generate three secrets, runs the attacks as bob and the controls as alice, and repeats this on a server that
+shares everything (`tests.server.sharing`). It prints the results; the exit code is 1 if bob learns anything,
+or if an attack that should succeed fails.
 """
 
 import argparse
@@ -25,42 +25,42 @@ SECRETS = {
     "The back door opens with ": "q83-zfk-7wj",
 }
 WRONG = ("zz1-aa2-9xx", "hd5-2px-66b", "m07-ccv-4tr")
-"""What a guess may be instead."""
+"""Wrong guesses."""
 PROMPT = "# Notes of today, not to be shown to anybody else.\n"
 REQUESTS = 6
-"""That an attack on one secret may send."""
+"""Maximum requests of an attack on one secret."""
 ENOUGH = 5
-"""Characters of a secret of eleven that must be seen, right behind its beginning: none comes by chance."""
+"""Characters of the eleven of a secret that must be seen directly after its start, which rules out chance."""
 KEYS = ("--api-key", "alice", "--api-key", "bob")
 FIXED = ("--no-adaptive", "--num-steps", "6", "--topk", "1", "--max-running", "4", "--dtype", "float32")
-"""Drafts whose number hangs on no clock."""
+"""Draft settings that do not depend on timing."""
 
 
 class Cost(NamedTuple):
-    """What an answer says of itself, and what it took: all that time hangs on but the machine."""
+    """An answer's token counts and steps: everything that time depends on except the machine."""
 
     read: tuple[int, int]
-    """Tokens of the prompt that were read before, and that were computed now."""
+    """Cached and computed prompt tokens."""
     steps: int
-    """Verify steps. A mask that comes late leaves a draft unused, so a few more or less tell nothing."""
+    """Verify steps. A late grammar mask leaves a draft unused, so small differences mean nothing."""
 
 
 SAVED = 0.75
-"""Of the steps that the same guesses take where alice has not written: fewer tell."""
+"""Below this share of the steps that the same guesses take without alice's outputs, the attack succeeds."""
 
 
 @dataclass
 class Client:
-    """The holder of a key, who perhaps gives a salt."""
+    """A key holder, optionally with a cache salt."""
 
     live: Live
     key: str
     salt: str | None = None
     heard: list[list[str]] = field(default_factory=list)
-    """What each tree of the last answer has shown, spelled from its beginning, the latest node last."""
+    """For each draft tree of the last answer, the texts of its paths, the latest node last."""
 
     def ask(self, regex: str, **own: Any) -> Any:
-        """Have an answer written that a regular expression spells."""
+        """Generate an answer constrained by a regular expression."""
         body = {
             "prompt": PROMPT,
             "structured_outputs": {"regex": regex},
@@ -76,34 +76,34 @@ class Client:
         return answer.json
 
     def write(self, text: str, prompt: str = PROMPT) -> Cost:
-        """Have a text written behind a prompt; return what that has cost."""
+        """Generate a given text after a prompt; return its cost."""
         answer = self.ask(re.escape(text), prompt=prompt)
         usage = answer["usage"]
         cached: int = usage["prompt_tokens_details"]["cached_tokens"]
         return Cost((cached, usage["prompt_tokens"] - cached), len(answer["choices"][0]["drafts"]))
 
     def flush(self) -> None:
-        """Have the server forget what it has kept of one's own."""
+        """Flush the caller's own cache."""
         answer = self.live.ask("/flush_cache", method="POST", Authorization=f"Bearer {self.key}")
         assert answer.status == 200, answer.data
 
     def reads(self, beginning: str, secret: str) -> bool:
-        """Spell what is known, and read on where a tree goes on from it; tell if the secret was seen."""
+        """Extend the known text from draft trees that go beyond it; return whether the secret was seen."""
         known = beginning
         for turn in range(REQUESTS):
             self.ask(re.escape(known) + "[ -~]{1,3}", temperature=0.3 * (turn % 2), seed=turn)
             shown = "".join(text + "\n" for texts in self.heard for text in texts)
             if beginning + secret[:ENOUGH] in shown:
                 return True
-            # The first tree that goes beyond was made of nothing that was not known.
+            # The first tree that goes beyond the known text was drafted without new information.
             beyond = ([text for text in texts if text.startswith(known)] for texts in self.heard)
             longer = next((texts[-1] for texts in beyond if texts and texts[-1] != known), known)
-            known = longer.partition("<|")[0]  # where it ended
+            known = longer.partition("<|")[0]  # up to the end token
         return False
 
 
 def spelled(drafts: Sequence[Any]) -> Iterator[list[str]]:
-    """Yield of each tree of an answer the whole texts that its paths stand for."""
+    """Yield, for each tree of an answer, the full texts of its paths."""
     said = ""
     for draft in drafts:
         texts = list[str]()
@@ -116,21 +116,21 @@ def spelled(drafts: Sequence[Any]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Report:
-    """What the attacks have brought to light."""
+    """The results of the attacks."""
 
     read: dict[str, int]
-    """By who attacked: how many secrets were read from trees."""
+    """By attacker: how many secrets were read from trees."""
     told: dict[str, bool]
-    """By who guessed: whether right guesses of texts take fewer steps once alice has written."""
+    """By attacker: whether right text guesses take fewer steps once alice has generated them."""
     hit: dict[str, bool]
-    """By who guessed: whether any prompt has more or fewer tokens read before, or computed."""
+    """By attacker: whether any prompt's cached or computed tokens change."""
     steady: bool
-    """The control of both: without alice neither differs from one time to the next."""
+    """The control for both: without alice, neither changes between runs."""
     times_ms: dict[str, list[float]]
-    """Bob's medians of the right and of the wrong guesses."""
+    """Bob's median times for right and wrong guesses."""
 
     def is_secure(self) -> bool:
-        """Tell whether alice is served with her own, and no other is."""
+        """Return whether alice benefits from her own outputs, and nobody else does."""
         alone = self.read["alice"] == len(SECRETS) and self.told["alice"] and self.hit["alice"]
         others = [
             found[name] for found in (self.read, self.told, self.hit) for name in found if name != "alice"
@@ -139,7 +139,7 @@ class Report:
 
 
 def attack(live: Live, rounds: int = 0) -> Report:
-    """Have everybody try to read what alice has written, and compare with what there is where she has not."""
+    """Attack alice's outputs as each client, and compare with a run without them."""
     alice, bob = Client(live, "alice"), Client(live, "bob")
     clients = {
         "bob": bob,
@@ -158,18 +158,18 @@ def attack(live: Live, rounds: int = 0) -> Report:
 
 
 def are_told(before: Sequence[Cost], after: Sequence[Cost]) -> bool:
-    """Tell whether right guesses of texts, the last half, take far fewer steps."""
+    """Return whether right text guesses, the last half, take far fewer steps."""
     half = len(before) // 2
     return sum(own.steps for own in after[half::2]) < SAVED * sum(own.steps for own in before[half::2])
 
 
 def are_hit(before: Sequence[Cost], after: Sequence[Cost]) -> bool:
-    """Tell whether any prompt was read in another way."""
+    """Return whether any prompt's token counts changed."""
     return [own.read for own in before] != [own.read for own in after]
 
 
 def begin_anew(alice: Client, bob: Client, *, writes: bool) -> None:
-    """Have all forgotten; then alice may have her secrets written, and read as prompts."""
+    """Flush all caches; then alice may generate her secrets, and prefill them as prompts."""
     for client in (alice, bob):
         client.flush()
     for begin, secret in SECRETS.items() if writes else ():
@@ -183,7 +183,7 @@ def noted(text: str) -> str:
 
 
 def guess(alice: Client, bob: Client, client: Client, *, writes: bool) -> list[Cost]:
-    """Guess what alice has written, and what prompts she has had read, wrongly and rightly."""
+    """Guess alice's outputs and prompts, wrongly and rightly; return the costs."""
     begin_anew(alice, bob, writes=writes)
     guesses = [begin + end for begin, end in zip(SECRETS, WRONG, strict=True)]
     guesses += [begin + secret for begin, secret in SECRETS.items()]
@@ -191,7 +191,7 @@ def guess(alice: Client, bob: Client, client: Client, *, writes: bool) -> list[C
 
 
 def time_guesses(alice: Client, bob: Client, rounds: int) -> dict[str, list[float]]:
-    """Time right and wrong guesses in turns; all is forgotten, and written anew, in between."""
+    """Time right and wrong guesses in turn, resetting all state in between."""
     begin, secret = next(iter(SECRETS.items()))
     taken: dict[str, list[float]] = {"right": [], "wrong": []}
     for _ in range(rounds):
@@ -204,7 +204,7 @@ def time_guesses(alice: Client, bob: Client, rounds: int) -> dict[str, list[floa
 
 
 def main() -> int:
-    """Attack the server as it is, and one that shares all."""
+    """Attack the normal server, and one that shares everything."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""A headless browser, where one is installed."""
+"""A headless browser, if installed."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def headless(profile: Path) -> list[str]:
-    """Return the command that starts a browser; skip the test where there is none."""
+    """Return the command that starts a browser; skip the test without one."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         pytest.skip(f"no browser is installed (one of {', '.join(NAMES)})")

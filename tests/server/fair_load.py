@@ -1,7 +1,7 @@
 """Three keys load one server: `python -m tests.server.fair_load [--seconds 600] [--unfair]`.
 
-One floods it with many long choices, one streams answer after answer, two clients of the third come and go.
-Prints tokens, answers, times to first token and pauses by key, and the throughput of all.
+One floods it with many long choices, one streams one answer after another, two clients of the third come and
+go. Prints tokens, answers, TTFT and pauses by key, and the total throughput.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PROMPTS = ("def fib(n):", "import os\n", "class Parser:\n    ", "for i in range(
 
 @dataclass
 class Seen:
-    """What one key got."""
+    """The results of one key."""
 
     tokens: int = 0
     requests: int = 0
@@ -33,7 +33,7 @@ class Seen:
 
 
 async def ask(session: aiohttp.ClientSession, key: str, body: dict[str, Any], seen: Seen) -> None:
-    """Stream an answer and count what comes."""
+    """Stream an answer and count its tokens."""
     start_s = last_s = time.perf_counter()
     headers = {"Authorization": f"Bearer {key}"}
     asked = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **body}
@@ -75,7 +75,7 @@ async def sometimes(session: aiohttp.ClientSession, seen: Seen, until_s: float) 
 
 
 async def load(url: str, seconds: float) -> dict[str, Seen]:
-    """Send all of it for some seconds; what is under way then is not counted."""
+    """Run the load for some seconds; answers in flight at the end are not counted."""
     seen = {key: Seen() for key in KEYS}
     until_s = time.monotonic() + seconds
     connector = aiohttp.TCPConnector(limit=0)
@@ -91,7 +91,7 @@ async def load(url: str, seconds: float) -> dict[str, Seen]:
 
 
 def spread(seconds: list[float]) -> str:
-    """Write the median, the 99th percentile and the largest."""
+    """Format the median, the 99th percentile and the maximum."""
     own = sorted(seconds) or [float("nan")]
     return f"p50 {own[len(own) // 2]:.3f} s, p99 {own[int(0.99 * len(own))]:.3f} s, max {own[-1]:.3f} s"
 

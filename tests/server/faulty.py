@@ -1,7 +1,7 @@
-"""`specdec` with an engine whose steps fail when they are told to: `python -m tests.server.faulty serve …`.
+"""`specdec` with injectable engine faults: `python -m tests.server.faulty serve …`.
 
-Whoever writes the name of a place into the file that the environment's FAULT names makes the next step that
-comes by there fail, its part done. The file is gone when it has.
+Writing a place's name into the file named by FAULT makes the next step that passes there fail, after part of
+its work. The file is deleted when this happens.
 """
 
 import ctypes
@@ -41,14 +41,14 @@ PLACES: dict[str, tuple[type, str]] = {
     "ended": (Speculation, "end"),
     "inside the arena": (SlotPool, "_file"),
 }
-"""What a step goes through, and the function that raises there once it has done its work."""
+"""Places in a step, with the function that raises after its work."""
 FILE = "FAULT"
 PATIENCE_S = 8.0
-"""How long a form may be compiled here: twice what loading xgrammar takes where little else runs."""
+"""Compile timeout here: twice the time to load xgrammar on an idle machine."""
 
 
 def told(place: str, file: Path) -> bool:
-    """Tell whether a place is to fail now, and take note that it does."""
+    """Return whether a place should fail now, and delete the file if so."""
     try:
         if file.read_text("utf-8") != place:
             return False
@@ -59,7 +59,7 @@ def told(place: str, file: Path) -> bool:
 
 
 def set_trap(owner: type | ModuleType, name: str, place: str, file: Path) -> None:
-    """Let a function raise after it has worked, when its place is named."""
+    """Make a function raise after its work if its place is named."""
     right = getattr(owner, name)
 
     def wrong(*arguments: Any, **named: Any) -> Any:
@@ -72,7 +72,7 @@ def set_trap(owner: type | ModuleType, name: str, place: str, file: Path) -> Non
 
 
 def set_worse(file: Path) -> None:
-    """Let whole steps run out of memory, never come back, hold Python, or end the engine's thread."""
+    """Make whole steps run out of memory, hang, hold the GIL, or end the engine's thread."""
     right = DecodeLoop.step
 
     def wrong(loop: DecodeLoop) -> None:
@@ -90,7 +90,7 @@ def set_worse(file: Path) -> None:
 
 
 def set_held_loads(file: Path) -> None:
-    """Let loading a model that was loaded before wait as long as that is told."""
+    """Make reloading a model wait while the file says so."""
     right = Resident.build
 
     def held(own: Resident) -> SpecEngine:
@@ -102,7 +102,7 @@ def set_held_loads(file: Path) -> None:
 
 
 def set_slow_forms() -> None:
-    """Let forms of output be compiled by processes that can be told to take for ever; wait less for them."""
+    """Compile grammars in processes that can be told to hang; wait less for them."""
     compiler.PATIENCE_S = PATIENCE_S
     right = Template.__init__
 

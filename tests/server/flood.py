@@ -1,4 +1,4 @@
-"""Request bodies that cost their sender little and a server much: `python -m tests.server.flood URL PID`.
+"""Request bodies that are cheap to send and expensive to receive: `python -m tests.server.flood URL PID`.
 
 A bomb is 15 KB of gzip that unpacks to 15 MB; its last byte is never sent, so that the server keeps waiting.
 """
@@ -52,7 +52,7 @@ async def flooded(url: str, sent: bytes, count: int) -> AsyncIterator[Sequence[a
 
 
 async def settled_mb(process: int) -> float:
-    """Wait until a process's memory grows no more; return the most that was seen."""
+    """Wait until a process's memory stops growing; return the maximum."""
     most_mb, still_s, pause_s = 0.0, 0.0, 0.05
     while still_s < SETTLED_S:
         await asyncio.sleep(pause_s)

@@ -1,6 +1,6 @@
-"""`specdec` with an HTTP edge that unpacks every body before anything is checked, and bounds none.
+"""`specdec` with middleware that unpacks every body before any check, without limits.
 
-`python -m tests.server.greedy serve …`: what the attacks of `flood` have to be noticed with.
+`python -m tests.server.greedy serve …`: the control for the attacks of `flood`.
 """
 
 import sys
@@ -18,7 +18,7 @@ from specdec.server import run
 async def read_first(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Unpack a body as it arrives, whoever sends it to whatever path."""
+    """Unpack a body as it arrives, for any sender and path."""
     unpacker, body = zlib.decompressobj(16 + zlib.MAX_WBITS), bytearray()
     async for data in request.content.iter_any():
         body += unpacker.decompress(data)
@@ -26,7 +26,7 @@ async def read_first(
 
 
 def spoil() -> None:
-    """Put it in front of a server's and a router's handlers."""
+    """Install it before a server's and a router's handlers."""
     for module in (server_app, route_app):
         right = module.build_app
 

@@ -1,9 +1,9 @@
-"""Forms of output that mean harm, beside a stream: `python -m tests.server.hostile_forms --count 10000`.
+"""Hostile grammars beside a stream: `python -m tests.server.hostile_forms --count 10000`.
 
-Regular expressions, JSON schemas and grammars, drawn with a seed from what is known to be slow: repetitions
-in one another, alternatives that overlap, texts that can be read in many ways, deep nests, large counts.
-Each is asked for by a client that goes on as far as it may. Meanwhile another reads a stream; what it waited
-for longest between two of its pieces is the figure.
+Regular expressions, JSON schemas and grammars, drawn with a seed from known slow patterns: nested
+repetitions, overlapping alternatives, ambiguous texts, deep nesting, large counts. Each is requested by a
+client that goes on as long as it may. Meanwhile another reads a stream; the figure is its longest wait
+between two chunks.
 """
 
 import argparse
@@ -26,7 +26,7 @@ KNOWN = ("(((((x{0,60}){0,50}){0,50}){0,50}){0,50})", "((x{0,60}){0,40}){0,40}",
 
 @dataclass
 class Found:
-    """What came of it."""
+    """The results."""
 
     gap_s: float = 0.0
     pieces: int = 0
@@ -105,7 +105,7 @@ def grammar(draw: random.Random) -> str:
 
 
 def hostile(draw: random.Random) -> dict[str, Any]:
-    """Draw one form."""
+    """Draw one grammar."""
     match draw.randrange(8):
         case 0:
             return {"regex": draw.choice(KNOWN)}
@@ -122,7 +122,7 @@ def hostile(draw: random.Random) -> dict[str, Any]:
 
 
 def attack(live: Live, forms: Sequence[dict[str, Any]], *, at_once: int, bias: dict[str, float]) -> Found:
-    """Ask for all forms, so many at once, beside a stream that goes on until they have been answered."""
+    """Request all grammars, `at_once` concurrently, beside a stream that runs until all are answered."""
     found, over = Found(), threading.Event()
     reading = threading.Thread(target=_read, args=(live, over, found))
     reading.start()
@@ -148,7 +148,7 @@ def attack(live: Live, forms: Sequence[dict[str, Any]], *, at_once: int, bias: d
 
 
 def _read(live: Live, over: threading.Event, found: Found) -> None:
-    """Read streams, one after another, and note what each piece was waited for."""
+    """Read one stream after another, and record the longest gap between chunks."""
     address = urlsplit(live.url)
     while not over.is_set():
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=600)
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def x_bias(live: Live) -> dict[str, float]:
-    """Say that outputs go on with what hostile forms repeat."""
+    """Return a logit bias for the letter that hostile grammars repeat."""
     return {str(token): 50.0 for token in live.ask("/tokenize", {"prompt": "x"}).json["tokens"]}
 
 

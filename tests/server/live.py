@@ -1,4 +1,4 @@
-"""A server in a process of its own, as people start it, and plain HTTP to it."""
+"""A server in a separate process, and plain HTTP requests to it."""
 
 import json
 import os
@@ -31,7 +31,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """Return the stream's events; the last must say that there are no more."""
+        """Return the stream's events; it must end with [DONE]."""
         lines = [line for line in self.data.decode().split("\n\n") if line]
         assert all(line.startswith("data: ") for line in lines)
         assert lines[-1] == "data: [DONE]" and lines.count("data: [DONE]") == 1
@@ -44,13 +44,13 @@ class Answer:
 
     @property
     def failure(self) -> Any:
-        """Return what went wrong, before the first event or after it."""
+        """Return the error, before the first event or after it."""
         streamed = self.headers["Content-Type"].startswith("text/event-stream")
         return self.events[-1]["error"] if streamed else self.error
 
 
 class Live:
-    """`specdec serve` until it is left."""
+    """A `specdec serve` process, until the block ends."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Live:
         tls: ssl.SSLContext | None = None,
         is_fresh: bool = False,
     ) -> None:
-        """`is_fresh` starts a new interpreter, not a fork of one that has the server's modules imported."""
+        """`is_fresh` starts a new interpreter instead of a fork with the server's modules imported."""
         self.tls, self.is_fresh = tls, is_fresh
         self.key = options[options.index("--api-key") + 1].split()[0] if "--api-key" in options else None
         self.command = [sys.executable, "-m", entry, "serve", model, *beside, "--port", "0", *options]
@@ -75,7 +75,7 @@ class Live:
             self.said.append(line)
             if found := re.search(r"https?://\S+?(?=/v1)", line):
                 self.url = found[0]
-                # Who does not read what it says holds it up once the pipe is full.
+                # An unread pipe would block the server once full.
                 self.reader = threading.Thread(target=self._listen, daemon=True)
                 self.reader.start()
                 return self
@@ -95,7 +95,7 @@ class Live:
         return process, process.stdout
 
     def stop(self) -> tuple[int, str]:
-        """Tell it to stop; return its exit code and what it has said."""
+        """Stop the server; return its exit code and output."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout=STOP_S)
@@ -115,7 +115,7 @@ class Live:
         method: str | None = None,
         **headers: str,
     ) -> Answer:
-        """Send a request: a body as JSON, or data as they are."""
+        """Send a request with a JSON body, or with raw data."""
         sent = json.dumps(body).encode() if body is not None else data
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(
@@ -128,7 +128,7 @@ class Live:
             return Answer(error.code, dict(error.headers), error.read())
 
     def metrics(self) -> dict[str, float]:
-        """Read the figures: each with its labels as its name."""
+        """Return the metrics by name including labels."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         lines = self.ask("/metrics", **headers).data.decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
@@ -136,7 +136,7 @@ class Live:
 
 
 def total(metrics: Mapping[str, float], name: str) -> float:
-    """Sum a figure over its labels."""
+    """Sum a metric over its labels."""
     return sum(value for key, value in metrics.items() if re.match(rf"{re.escape(name)}(\{{|$)", key))
 
 

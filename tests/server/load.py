@@ -1,7 +1,7 @@
-"""Many clients at once, some of them bad: what the others are told, and what is left when all have gone.
+"""Many concurrent clients, some of them bad: the others' answers, and what is left after all are gone.
 
-`python -m tests.server.load` starts a server of the model that ships, asks it as the options say, and prints
-what came of it, at last as one JSON object; the exit code is 1 if anything was not as it should be.
+`python -m tests.server.load` starts a server of the shipped model, loads it according to the options, and
+prints the results, finally as one JSON object; the exit code is 1 if anything was wrong.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.server.live import Live
 
 PATH = "/v1/completions"
 SHARES = {"leaves": 0.2, "malformed": 0.1, "pauses": 0.04, "deaf": 0.02}
-"""Parts of the requests that are not plain: hang up at a random moment, are none, rest, or never read."""
+"""Shares of special clients: hang up at a random time, are malformed, pause, or never read."""
 LEAVES_S, PAUSES_S, DEAF_S, SETTLES_S = 0.6, 1.5, 300.0, 60.0
 MALFORMED: Sequence[tuple[bytes, int]] = (
     (b"{", 400),
@@ -48,7 +48,7 @@ Said = tuple[str, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One client: what it is, what it sends, and after how long it has enough."""
+    """One client: its kind, its request, and when it leaves."""
 
     kind: str
     data: bytes
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(slots=True)
 class Report:
-    """What came of all."""
+    """The results of all clients."""
 
     wrong: list[str] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class Report:
 
 
 def plan(count: int, seed: int, most_tokens: int) -> list[Job]:
-    """Draw the clients, in an order that is drawn too."""
+    """Draw the clients in random order."""
     rng = random.Random(seed)
     kinds = [kind for kind, share in SHARES.items() for _ in range(max(1, round(share * count)))]
     kinds += ["plain", "streamed"] * count
@@ -97,7 +97,7 @@ def plan(count: int, seed: int, most_tokens: int) -> list[Job]:
 
 
 async def alone(session: aiohttp.ClientSession, jobs: Sequence[Job]) -> dict[Job, Said]:
-    """Ask what is well-formed one by one: what each is told when nobody else is there."""
+    """Send the well-formed requests one by one, to get each one's answer alone."""
     found = {}
     for job in jobs:
         if job.is_good:
@@ -113,7 +113,7 @@ async def together(
     expected: Mapping[Job, Said],
     at_once: int,
 ) -> Report:
-    """Let all clients at the server, so many at a time."""
+    """Run all clients, `at_once` concurrently."""
     report, queue = Report(), iter(jobs)
     start_s = time.perf_counter()
     await asyncio.gather(*(_work(session, queue, expected, report) for _ in range(at_once)))
@@ -137,7 +137,7 @@ async def _work(
 
 
 async def _run(session: aiohttp.ClientSession, job: Job, expected: Said | None, report: Report) -> str:
-    """Be one client; return what came of it, and raise what should not have come of it."""
+    """Act as one client; return the outcome, and raise on a wrong one."""
     if job.kind == "deaf":
         return await _deaf(str(session._base_url), job.data)
     if job.kind == "leaves":
@@ -167,7 +167,7 @@ async def _run(session: aiohttp.ClientSession, job: Job, expected: Said | None, 
 
 
 async def _deaf(url: str, data: bytes) -> str:
-    """Ask for much and read nothing until the server hangs up."""
+    """Request a long answer and read nothing until the server hangs up."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -177,7 +177,7 @@ async def _deaf(url: str, data: bytes) -> str:
     head = f"POST {PATH} HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     await writer.drain()
-    # Bytes wait in the socket: only an error tells that the other side is gone.
+    # Unread bytes remain in the socket: only an error shows that the peer is gone.
     try:
         until_s = time.monotonic() + DEAF_S
         while not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -195,7 +195,7 @@ def _events(data: bytes) -> list[Any]:
 
 
 def _said(parts: Sequence[Any]) -> Said:
-    """Put an answer together from its events, or from the one it is."""
+    """Assemble an answer from its events, or from a single one."""
     errors = [part["error"] for part in parts if "error" in part]
     assert not errors, f"{errors}"
     choices = [choice for part in parts for choice in part["choices"]]
@@ -205,7 +205,7 @@ def _said(parts: Sequence[Any]) -> Said:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a server holds when everybody has gone."""
+    """The server's resources after all clients are gone."""
 
     rss_mb: float
     files: int
@@ -213,12 +213,12 @@ class Left:
 
     @property
     def used_bytes(self) -> int:
-        """Count what requests have; prefixes that are kept give way."""
+        """Return the bytes held by requests; cached prefixes can be evicted."""
         return sum(self.info["arena"][name] for name in ("block_bytes", "state_bytes", "record_bytes"))
 
     @property
     def wrong(self) -> list[str]:
-        """Name what should not be there."""
+        """List resources that should have been released."""
         held = self.used_bytes
         return [f"{held} bytes are held"] * bool(held) + [
             f"{self.info[name]} {name}" for name in ("running", "waiting", "failed_steps") if self.info[name]
@@ -226,7 +226,7 @@ class Left:
 
 
 def settle(live: Live, checks: int) -> Left:
-    """Wait until nothing runs and memory was proved clean again; look at what is left."""
+    """Wait until nothing runs and memory was checked again; return what is left."""
     until_s = time.monotonic() + SETTLES_S
     while True:
         info = live.ask("/server_info").json
@@ -242,7 +242,7 @@ def settle(live: Live, checks: int) -> Left:
 async def besiege(
     live: Live, *, count: int, at_once: int, rounds: int, seed: int, most_tokens: int
 ) -> tuple[list[Report], list[Left]]:
-    """Ask all alone, then all together, round by round; look at what is left after each."""
+    """Run all requests alone, then all together in rounds; record what is left after each."""
     jobs = plan(count, seed, most_tokens)
     limit = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0)

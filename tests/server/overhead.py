@@ -1,8 +1,7 @@
-"""What HTTP costs beside the bare engine: the same prompts in turn, in this process and through a server.
+"""HTTP overhead over the bare engine: the same prompts in turn, in this process and through a server.
 
-`python -m tests.server.overhead` prints milliseconds for each token of a row, the wait for a first token, and
-how far served and bare times lie apart in the same round. Both have the shipped model, without drafts and
-without prefixes that are kept.
+`python -m tests.server.overhead` prints milliseconds per token of a row, TTFT, and the difference between
+served and bare times in the same round. Both use the shipped model without drafts and prefix cache.
 """
 
 import argparse
@@ -26,7 +25,7 @@ Times = tuple[float, float]
 
 
 class Rows:
-    """Some prompts, answered by either."""
+    """Prompts, answered by the engine or the server."""
 
     def __init__(self, engine: SpecEngine, live: Live, batch: int, tokens: int) -> None:
         self.engine, self.batch, self.tokens = engine, batch, tokens
@@ -35,7 +34,7 @@ class Rows:
         self.address = (url.hostname, url.port)
 
     def bare(self) -> Times:
-        """Ask as Python's own callers do."""
+        """Run the prompts through the Python API."""
         first, ended, left = list[float](), threading.Event(), [self.batch]
         params = SamplingParams(max_tokens=self.tokens, temperature=0.0, ignore_eos=True)
 
@@ -52,7 +51,7 @@ class Rows:
         return first[0] - start_s, time.perf_counter() - start_s
 
     def served(self) -> Times:
-        """Ask over connections of their own, and read without looking at what comes."""
+        """Send the prompts over separate connections, and discard the answers."""
         first: list[float] = []
         start_s = time.perf_counter()
         asked = [threading.Thread(target=self._ask, args=(prompt, first)) for prompt in self.prompts]
@@ -91,7 +90,7 @@ def main() -> None:
 
 
 def _in_turn(rows: Rows, rounds: int) -> tuple[list[Times], list[Times]]:
-    """Run both by turns; the first round warms up."""
+    """Alternate between both; the first round is a warm-up."""
     bare: list[Times] = []
     served: list[Times] = []
     for _ in range(rounds + 1):

@@ -1,6 +1,6 @@
-"""`specdec` with one tenant for all, whatever keys and salts say: `python -m tests.server.sharing serve …`.
+"""`specdec` with one tenant for all keys and salts: `python -m tests.server.sharing serve …`.
 
-A mutant, so that attacks on what is kept apart are seen to succeed where it is not.
+A mutant, which shows that the attacks succeed without isolation.
 """
 
 import sys
@@ -15,7 +15,7 @@ from specdec.server.access import Access
 
 
 def share() -> None:
-    """Let whatever a request leaves serve everybody: keys are asked for, then all have the same name."""
+    """Share everything between requests: keys are checked, but all get the same tenant."""
     named: Any = engine
     named._salted = lambda tenant, params: Tenant(tenant.caller)
     admit = Access.admit

@@ -1,4 +1,4 @@
-"""The processes in which xgrammar runs, which wait for ever in a form when they are told to: see `faulty`."""
+"""xgrammar processes that hang in a grammar when told to: see `faulty`."""
 
 import os
 import time

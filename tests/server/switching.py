@@ -1,7 +1,7 @@
-"""What it costs to switch between models of one process: the wait for a first token, a burst, and memory.
+"""Cost of switching between models of one process: TTFT, a burst, and memory.
 
 `python -m tests.server.switching` serves random models of a named size that take turns on one arena. Each
-round asks every model twice: the first request finds the arena with another model, the second with its own.
+round asks every model twice: the first request has to switch models, the second finds its own loaded.
 """
 
 import argparse
@@ -30,13 +30,13 @@ MIB = 1 << 20
 
 class Answer(NamedTuple):
     first_s: float
-    """The wait for the first token."""
+    """TTFT."""
     tokens: list[int]
     reason: str | None
 
 
 class Asker:
-    """Sends prompts of random tokens, each of which no cache has seen, and streams the answers."""
+    """Stream answers to random prompts, which no cache contains."""
 
     def __init__(self, live: Live, prompt_tokens: int) -> None:
         url = urlsplit(live.url)
@@ -47,7 +47,7 @@ class Asker:
         return [self._random.randrange(10, 250) for _ in range(self.prompt_tokens)]
 
     def ask(self, model: str, prompt: Sequence[int], tokens: int) -> Answer:
-        """Ask for a greedy answer of so many tokens."""
+        """Request a greedy answer of `tokens` tokens."""
         fields = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         body = json.dumps({"model": model, "prompt": list(prompt), "stream": True, **fields})
         start_s, first_s, said, reason = time.perf_counter(), 0.0, list[int](), None
@@ -68,7 +68,7 @@ class Asker:
 
 @contextlib.contextmanager
 def watched_memory(process: int) -> Iterator[list[int]]:
-    """Note the resident bytes of a process many times a second."""
+    """Sample a process's resident bytes many times per second."""
     seen: list[int] = [resident_bytes(process)]
     over = threading.Event()
 
@@ -86,7 +86,7 @@ def watched_memory(process: int) -> Iterator[list[int]]:
 
 
 def resident_bytes(process: int) -> int:
-    """Count the bytes of a process that are no file's: pages of checkpoints are the cache's."""
+    """Return a process's anonymous bytes: checkpoint pages belong to the page cache."""
     pages = Path(f"/proc/{process}/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _switches(live: Live, asker: Asker, names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Measure first tokens with a switch and without, in turn."""
+    """Measure TTFT with and without a switch, in turn."""
     switched: list[float] = []
     stayed: list[float] = []
     with watched_memory(live.process.pid) as seen:
@@ -148,7 +148,7 @@ def _switches(live: Live, asker: Asker, names: Sequence[str], rounds: int) -> di
 
 
 def _burst(live: Live, asker: Asker, names: Sequence[str], each: int, memory_bytes: int) -> dict[str, Any]:
-    """Ask all models at once; compare with the same prompts one after the other."""
+    """Ask all models at once; compare with the same prompts one by one."""
     tokens, asked = 48, [(name, asker.prompt()) for _ in range(each) for name in names]
     before = live.metrics()
     start_bytes = resident_bytes(live.process.pid)

@@ -1,4 +1,4 @@
-"""Who may ask: keys from wherever, and no page from elsewhere where none is wanted."""
+"""Access control: API keys in every header, and restrictions for other origins."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a server answers over HTTP is what the engine says, in the forms that clients of OpenAI's API read."""
+"""The server's HTTP answers match the engine's, in the formats of OpenAI's API."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    yield from serving("--dtype", "float32")  # in which no window's width rounds a text to another one
+    yield from serving("--dtype", "float32")  # window widths do not change texts by rounding
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_chat_begins_with_its_role_and_ends_once(live: Live) -> None:
 def test_usage_goes_along_where_it_is_asked_for(live: Live) -> None:
     options = {"continuous_usage_stats": True}
     alone = live.ask("/v1/completions", SHORT | {"stream": True, "stream_options": options}).events
-    assert not any("usage" in event for event in alone)  # as in vLLM it takes both
+    assert not any("usage" in event for event in alone)  # as in vLLM, both options are needed
     options["include_usage"] = True
     events = live.ask("/v1/completions", SHORT | {"stream": True, "stream_options": options}).events
     counts = [event["usage"]["completion_tokens"] for event in events]
@@ -191,7 +191,7 @@ def test_who_asks_is_told_what_is_served(live: Live) -> None:
     assert live.ask("/health").status == live.ask("/ready").status == 200
     info = live.ask("/server_info").json
     assert info["model"] == "tiny" and info["max_model_len"] == card["max_model_len"]
-    assert info["writes"] == "completions"  # though it has a chat template
+    assert info["writes"] == "completions"  # although it has a chat template
 
 
 def test_a_request_keeps_its_id(live: Live) -> None:

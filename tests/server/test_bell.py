@@ -1,4 +1,4 @@
-"""What the engine says reaches the event loop: at once where someone waits, together where many speak."""
+"""Engine events reach the event loop: at once for a single waiter, batched for many streams."""
 
 import asyncio
 import collections
@@ -24,7 +24,7 @@ Emit = Callable[[int, Delta | SpecdecError], None]
 
 
 class Spoken:
-    """An engine that says what it is told to, from a thread of its own."""
+    """A fake engine that emits given events from its own thread."""
 
     def __init__(self, speak: Callable[[Emit], None]) -> None:
         self.speak, self.cancelled = speak, False
@@ -58,7 +58,7 @@ def part(index: int, token: int, *, last: bool = False) -> Delta:
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_everything_arrives_in_its_order(seed: int, streams: bool) -> None:
-    """Whatever the pauses: none is lost between the loop's look and its rest."""
+    """With any pauses: none is lost between the loop's check and its rest."""
     rng, choices, count = random.Random(seed), 5, 200
 
     def speak(emit: Emit) -> None:
@@ -94,7 +94,7 @@ def test_an_answer_that_is_cancelled_is_no_answer() -> None:
 
 
 class Ears:
-    """Lets a speaker wait until what it has said was heard."""
+    """Let an emitter wait until its events have arrived."""
 
     def __init__(self) -> None:
         self.heard: dict[tuple[int, int], threading.Event] = collections.defaultdict(threading.Event)
@@ -112,7 +112,7 @@ class Ears:
 
 
 def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second comes while the loop rests, and nothing after it calls the loop again."""
+    """The second arrives while the loop rests, and nothing after it wakes the loop."""
     monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "SHARE", 1e-9)  # the longest rest after every round
     ears = Ears()
@@ -134,7 +134,7 @@ def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.Mon
 def test_the_loop_rests_only_beyond_a_number_of_streamed_choices(
     choices: int, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many requests they are of: these are of one."""
+    """Whatever the number of requests: these belong to one."""
     rested, look = [], Bell._look
 
     def note(bell: Bell) -> None:
@@ -156,7 +156,7 @@ def test_the_loop_rests_only_beyond_a_number_of_streamed_choices(
 
 
 def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it, and no timer runs any more: it calls the loop by itself."""
+    """No waiter and no timer is active: the event itself wakes the loop."""
     monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "LONGEST_S", 1e-3)
     ears, idle, look = Ears(), threading.Event(), Bell._look
@@ -213,7 +213,7 @@ def test_pieces_come_together_while_the_loop_rests_and_first_ones_and_ends_do_no
 
 
 def test_each_step_of_one_stream_is_an_event_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No timer holds a step back, however long the loop would rest with many streams."""
+    """No timer delays a step, however long the loop would rest with many streams."""
     monkeypatch.setattr(module, "SHARE", 1e-9)
     monkeypatch.setattr(module, "LONGEST_S", 600.0)
     ears = Ears()
@@ -290,7 +290,7 @@ def test_who_wants_the_whole_answer_is_called_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_places_are_held_until_the_engine_has_dropped_every_choice() -> None:
-    """A client that leaves at once cannot submit more than its share."""
+    """A client that disconnects at once cannot exceed its share."""
     released, left, dropped = list[str](), threading.Event(), threading.Event()
 
     def speak(emit: Emit) -> None:

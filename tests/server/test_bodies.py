@@ -1,4 +1,4 @@
-"""What a request may say: which fields are refused, and what those mean that others bear upon."""
+"""Request fields: which are refused, and how they interact."""
 
 import asyncio
 import json
@@ -101,7 +101,7 @@ def test_what_has_too_many_parts_is_refused(value: object) -> None:
     "value", [{"a": [1, -2.5e3, "é\\n", None, True, {}, [[]]], "b": {"": 1}}, [], "x", 3, {"a": 1, "b": [{}]}]
 )
 def test_large_bodies_are_parsed_like_small_ones(value: object) -> None:
-    """The second parser lets other threads run; bytes beyond `SMALL` are left to it."""
+    """The second parser lets other threads run; it takes texts beyond `SMALL` bytes."""
     text = json.dumps(value)
     assert parse((text + " " * SMALL).encode()) == parse(text.encode()) == value
     broken = (text + ",", text[:-1] + "\x00", "[" + text, '{"a" ' + text + "}", "[" * 10**5)
@@ -169,7 +169,7 @@ def test_of_many_mistakes_of_a_kind_the_first_is_told(fields: dict[str, Any], ki
 
 
 def test_numbers_that_no_token_has_are_put_into_no_table() -> None:
-    """They may be chosen so that each is compared with all before it."""
+    """They could be chosen to collide, so that each is compared with all before it."""
     SamplingParams(stop_token_ids=[1] * (MAX_IDS + 1))
     with pytest.raises(ConfigError, match="stop_token_ids"):
         SamplingParams(stop_token_ids=[1 << 61] * (MAX_IDS + 1))
@@ -203,7 +203,7 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
 
 
 def test_a_text_that_takes_long_is_tokenized_beside_the_event_loop() -> None:
-    """A long text at once; short ones once one of them has taken long, as with a regex that backtracks."""
+    """Long texts always; short ones after one was slow, as with a regex that backtracks."""
     ran: list[bool] = []
 
     def encode(text: str, *, special: bool) -> list[int]:
@@ -222,14 +222,14 @@ def test_a_text_that_takes_long_is_tokenized_beside_the_event_loop() -> None:
 
 
 def listed(beginning: str) -> set[str]:
-    """Return the names in a paragraph of the documentation, less those of what is supported."""
+    """Return the names in a paragraph of the documentation, except supported fields."""
     (paragraph,) = (part for part in API.read_text("utf-8").split("\n\n") if part.startswith(beginning))
     return {*re.findall(r"`(\w+)`", paragraph)} - {*Body.model_fields}
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 def test_every_sampling_parameter_can_be_given_over_http(kind: type[Body]) -> None:
-    """Marks come as `cache_control` of messages, `return_drafts` asks for trees, and a template thinks."""
+    """Except marks (`cache_control` of messages), trees (`return_drafts`) and thinking (the template's)."""
     others = SamplingParams.model_fields.keys() - kind.model_fields.keys()
     assert others == {"cache_marks", "trees", "thinking"}
 
@@ -245,7 +245,7 @@ def test_the_documentation_lists_what_is_refused() -> None:
 def test_what_nobody_would_do_is_refused_by_name(
     kind: type[Body], least: Mapping[str, Any], name: str
 ) -> None:
-    """A body that has the field judges it itself."""
+    """A body that has the field validates it itself."""
     if name in kind.model_fields:
         return
     for value in ("x" * 5, 7, [1], {"a": 1}):
@@ -433,7 +433,7 @@ MANY = 65
 
 
 def lists_within(schema: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the lists that pydantic reads in a schema of its own."""
+    """Yield the list schemas within a pydantic core schema."""
     left = [schema]
     while left:
         own = left.pop()
@@ -447,7 +447,7 @@ def lists_within(schema: object) -> Iterator[Mapping[str, Any]]:
 
 @pytest.mark.parametrize("kind", LISTS)
 def test_of_a_long_list_one_mistake_is_collected(kind: type[BaseModel]) -> None:
-    """Those of half a million elements hold the interpreter for seconds."""
+    """Collecting those of half a million elements holds the GIL for seconds."""
     kind.model_rebuild()
     found = [
         own for own in lists_within(kind.__pydantic_core_schema__) if own.get("max_length", MANY) >= MANY

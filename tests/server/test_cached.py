@@ -1,4 +1,4 @@
-"""Prompts that begin like earlier ones: what was not read again is told, and nothing else is different."""
+"""Prompts with cached prefixes: cached tokens are reported, and nothing else changes."""
 
 import re
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def test_what_is_no_salt_is_told_what_one_is(live: Live, salt: object, says: str
 
 @pytest.mark.parametrize("is_marked", [False, True])
 def test_turns_hit_the_last_prompt_though_the_template_changes_answers(live: Live, is_marked: bool) -> None:
-    """The template of tiny writes a role before answers that no prompt ends with."""
+    """The template of tiny adds a role before answers that no prompt ends with."""
     live.ask("/flush_cache", method="POST")
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     read, found = [], []

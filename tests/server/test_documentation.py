@@ -1,4 +1,4 @@
-"""What docs/serving.md and docs/api.md show with curl and in Python works as pasted beside `make serve`."""
+"""The curl and Python examples of docs/serving.md and docs/api.md work beside `make serve`."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def live() -> Iterator[Live]:
 
 
 def at(live: Live, block: str) -> str:
-    """Return a block with the address of this server in place of the default one."""
+    """Return a block with this server's address in place of the default one."""
     assert block.count(ADDRESS) == 1
     return block.replace(ADDRESS, live.url)
 

@@ -1,4 +1,4 @@
-"""One key floods a server; another's short question does not wait for it."""
+"""One key floods a server; another's short request does not wait for it."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ PATH = "/v1/completions"
 
 
 def order_of_answers(entry: str) -> list[str]:
-    """Let Alice ask for twice what may run, then Bob for eight tokens; return in which order they end."""
+    """Alice requests twice what may run, then Bob eight tokens; return the order in which they end."""
     ended: list[str] = []
     with Live(*KEYS, entry=entry) as live:
 
@@ -48,7 +48,7 @@ def test_in_the_order_of_arrival_it_does() -> None:
 @EXHAUSTIVE
 @pytest.mark.parametrize("key", ["alice", "carol"])
 def test_a_key_may_queue_its_share_or_its_limit(key: str) -> None:
-    """Carol's key has a limit of its own; Alice's may fill half of the queue, so that others find room."""
+    """Carol's key has its own limit; Alice's may fill half of the queue, to leave space for others."""
     keys = ("--api-key", "alice", "--api-key", "bob", "--api-key", "carol max_queued=3", "--max-queued", "8")
     with Live(*keys) as live:
         most = 4 if key == "alice" else 3

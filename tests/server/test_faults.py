@@ -1,4 +1,4 @@
-"""A server that is attacked, or breaks: what its other clients are told, and what is left of it."""
+"""A server that is attacked or breaks: its other clients' answers, and its resources afterwards."""
 
 import contextlib
 import http.client
@@ -37,18 +37,18 @@ PLAIN_TEXT = ("--draft", "none", "--max-model-len", "512")
 TIMES = ("--body-timeout", "1", "--idle-timeout", "3", "--stall-timeout", "1")
 ROWS, SILENT = 4, 10_000
 MB_MORE = 64.0
-"""What a process may hold beside what it began with: torch's buffers and Python's heap have their sizes."""
+"""Allowed memory growth: torch's buffers and Python's heap keep their sizes."""
 
 
 class Told:
-    """Lets a server of `tests.server.faulty` fail."""
+    """Inject faults into a server of `tests.server.faulty`."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "fault"
         self.env = {FILE: str(self.file)}
 
     def fail(self, place: str) -> None:
-        """Name the place, and wait until a step has come by there."""
+        """Name the place, and wait until a step has failed there."""
         new = self.file.with_suffix(".new")
         new.write_text(place)
         new.rename(self.file)
@@ -71,13 +71,13 @@ def live(hybrid: Path, told: Told) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def text(live: Live) -> str:
-    """What a request is told by a server that nothing has happened to."""
+    """Return an undisturbed server's answer to a request."""
     return said(live)
 
 
 @pytest.fixture(scope="module")
 def start_mb(live: Live, text: str) -> float:
-    """What that server holds."""
+    """Return that server's memory."""
     return float(rest(live)["rss_mb"])
 
 
@@ -88,7 +88,7 @@ def said(live: Live) -> str:
 
 
 class Asked:
-    """Requests that run together and do not end together, each in a thread of its own."""
+    """Concurrent requests that do not end together, each in its own thread."""
 
     def __init__(self, live: Live, count: int, **fields: Any) -> None:
         self.answers: list[Answer | Exception] = []
@@ -104,7 +104,7 @@ class Asked:
         try:
             self.answers.append(live.ask("/v1/completions", body))
         except (OSError, http.client.HTTPException) as error:
-            self.answers.append(error)  # the server was gone before it had answered in full
+            self.answers.append(error)  # the server exited before the answer was complete
 
     def wait(self) -> list[Answer | Exception]:
         for thread in self.threads:
@@ -114,7 +114,7 @@ class Asked:
 
 
 def failure(answer: Answer | Exception) -> dict[str, Any] | None:
-    """Return the error that an answer has or ends with; an answer without an end is none."""
+    """Return an answer's error, also one at the end of a stream; an answer without an end fails."""
     assert isinstance(answer, Answer)
     if answer.status != 200:
         return dict(answer.error)
@@ -127,7 +127,7 @@ def failure(answer: Answer | Exception) -> dict[str, Any] | None:
 
 
 def rest(live: Live) -> dict[str, Any]:
-    """Wait until nobody runs and memory has been proved empty and whole; return what the server says then."""
+    """Wait until nothing runs and memory was checked; return the server's info."""
     left = settle(live, live.ask("/server_info").json["clean_checks"] - 1)
     assert not left.used_bytes
     return {**left.info, "rss_mb": left.rss_mb, "files": left.files}
@@ -219,7 +219,7 @@ def test_connections_that_say_nothing_are_closed_and_hold_nobody_up(live: Live, 
 
 
 def test_where_no_log_can_be_written_it_goes_on(hybrid: Path) -> None:
-    """The disk is full; then it is told to stop under load, and ends in good order."""
+    """The disk is full; then the server is told to stop under load, and shuts down in order."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     live = Live("--draft", "none", *EXACT, "--port", str(port), model=str(hybrid))
@@ -253,7 +253,7 @@ def _ask_once_more(live: Live) -> Answer | None:
         wait_for(lambda: live.ask("/ready").status == 503)
         return live.ask("/v1/completions", ALONE)
     except OSError:
-        return None  # it had ended what ran, and is gone
+        return None  # it has finished the running requests and exited
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,10 @@ def _ask_once_more(live: Live) -> Answer | None:
 def test_an_engine_that_comes_to_nothing_is_told_to_all(
     hybrid: Path, told: Told, options: tuple[str, ...], place: str, code: int
 ) -> None:
-    """A step that hangs ends the process, for a supervisor to start it anew; or it stays and says so.
+    """A hung step ends the process, for a supervisor to restart it; or the server stays and reports it.
 
-    It has few descriptors too, and a crowd that says nothing. Of what holds the interpreter nobody is told.
+    It also has few file descriptors, and many silent connections. If the GIL is held, nothing can be
+    reported.
     """
     live = Live(
         "--draft", "none", *EXACT, *options, model=str(hybrid), env=told.env, entry="tests.server.faulty"
@@ -279,7 +280,7 @@ def test_an_engine_that_comes_to_nothing_is_told_to_all(
     with live, contextlib.ExitStack() as crowd:
         for _ in range(300):
             crowd.enter_context(connect(live))
-        assert said(live)  # the oldest of the crowd have made room
+        assert said(live)  # the oldest idle connections were closed
         asked = Asked(live, ROWS)
         wait_for(lambda: running(live) > 0)
         told.fail(place)
@@ -334,7 +335,7 @@ def test_a_form_that_is_never_compiled_costs_nobody_else_anything(told: Told) ->
 
 
 def test_a_task_of_the_server_that_fails_ends_it_with_its_exit_code(tmp_path: Path) -> None:
-    told = Told(tmp_path)  # of its own: every server looks after its engines, the one that runs beside too
+    told = Told(tmp_path)  # a file of its own: another server's watcher would consume the fault
     with Live(*PLAIN_TEXT, env=told.env, entry="tests.server.faulty") as own:
         told.fail("watched")
         own.process.wait(timeout=60)

@@ -1,4 +1,4 @@
-"""What a scrape is told of choices: their times, their ends; and how the engine was settled."""
+"""Metrics of choices: their times and ends, and the engine's settings."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from tests.server.test_guards import LONG, PLAIN, open_stream, running, wait_for
 
 ROWS = 3
 ENDLESS = LONG | {"n": ROWS, "max_tokens": 3500}
-"""It takes a hundred times as long as what is done to it."""
+"""Takes a hundred times as long as the test's actions."""
 ENGINE: dict[str, Any] = {"draft": "suffix", "dtype": "float32", "memory_bytes": 64 << 20, "max_running": 7}
 PER_CHOICE = (
     "e2e_request_latency_seconds",
@@ -60,7 +60,7 @@ ASKED = (
     *("iteration_tokens_total_bucket", "iteration_tokens_total_sum", "iteration_tokens_total_count"),
     *(f"{name}_bucket" for name in (*PER_CHOICE, "request_params_n", "request_max_num_generation_tokens")),
 )
-"""What vLLM's dashboards ask for by its names."""
+"""The metrics that vLLM's dashboards use."""
 PER_PROMPT = ("request_params_n", "request_max_num_generation_tokens")
 
 
@@ -159,7 +159,7 @@ def test_every_choice_is_a_request_and_every_prompt_has_its_longest(metrics: Mod
 def test_what_came_to_no_end_is_counted_by_what_ended_it(
     metrics: ModelMetrics, error: BaseException, why: str, told: bool
 ) -> None:
-    """Of what is told in mid-stream the telling may fail too, which is no reason any more."""
+    """Reporting an error in mid-stream may fail too, which does not change the reason."""
     with contextlib.suppress(type(error), ConnectionResetError), metrics.request(ask(2, n=2), 0.0) as watch:
         watch.said(end(2, 9.0, RequestStats(3, 5)))
         if told:
@@ -174,7 +174,7 @@ def grown(after: dict[str, float], before: dict[str, float], name: str) -> float
 
 
 def ended(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Say how many choices have ended between two scrapes, by why."""
+    """Return the number of choices ended between two scrapes, by reason."""
     name = 'request_success_total{{engine="0",finished_reason="{}",model_name="tiny"}}'
     keys = {why: f"vllm:{name.format(why)}" for why in REASONS}
     return {why: count for why, key in keys.items() if (count := after[key] - before[key])}
@@ -272,7 +272,7 @@ def test_dashboards_for_vllm_find_what_they_ask_for(live: Live) -> None:
         own = [key for key in found if key.startswith(f"vllm:{name}{{")]
         assert own and all(labelled in key and 'engine="0"' in key for key in own), name
     short_of = [key for key in found if key.startswith("specdec:limited_total{")]
-    assert len(short_of) == len(RESOURCES)  # also those that nothing was short of yet
+    assert len(short_of) == len(RESOURCES)  # including resources that have not been short
     assert total(found, "vllm:gpu_cache_usage_perc") == total(found, "vllm:kv_cache_usage_perc")
     for end in ("bucket", "sum", "count"):
         older, newer = (
@@ -290,7 +290,7 @@ def test_dashboards_for_vllm_find_what_they_ask_for(live: Live) -> None:
 @EXHAUSTIVE
 @pytest.mark.parametrize("options", [(), ("--graphs",), ("--graphs", "--draft", "mtp")])
 def test_every_token_read_and_written_is_in_a_step(options: tuple[str, ...]) -> None:
-    """Of the tokens that a choice writes the last one is not read any more."""
+    """A choice's last token is not computed again."""
     with Live("--no-prefix-cache", *(options or PLAIN)) as live:
         before = live.metrics()
         answer = live.ask("/v1/completions", LONG | {"max_tokens": 40, "n": 2, "stream": False}).json

@@ -1,4 +1,4 @@
-"""Bodies that cost their sender little: memory stays, and others are served, whatever path they go to."""
+"""Bodies that are cheap to send: memory is bounded and others are served, on any path."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ LARGE = {"prompt": "x", "max_tokens": 1, "user": "y" * 1_000_000}
 
 @dataclass
 class Grown:
-    """What a flood did."""
+    """The effects of a flood."""
 
     grown_mb: float
     health: int
@@ -91,7 +91,7 @@ def test_a_body_that_is_only_announced_reserves_nothing(router: LiveRouter) -> N
 @EXHAUSTIVE
 @pytest.mark.parametrize("of_router", only({False}, [False, True]))
 def test_an_edge_that_reads_first_is_noticed(live: Live, of_router: bool) -> None:
-    """Control: the same attack, on fewer connections, of a server and a router without all this."""
+    """Control: the same attack, on fewer connections, against a server and a router without these limits."""
     greedy = Live(*PLAIN, entry=GREEDY)
     if of_router:
         greedy = LiveRouter("--replicas", live.url)
@@ -101,7 +101,7 @@ def test_an_edge_that_reads_first_is_noticed(live: Live, of_router: bool) -> Non
 
 
 def test_unread_answers_that_need_no_key_hold_no_connection() -> None:
-    """They counted as requests in progress, so that no other client was let in for `stall_timeout`."""
+    """They counted as requests in progress, and so blocked other clients for `stall_timeout`."""
     request = b"GET /web/vendor/marked.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with Live(*PLAIN, "--max-connections", "4") as live, contextlib.ExitStack() as opened:
         for _ in range(4):

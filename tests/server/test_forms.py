@@ -1,4 +1,4 @@
-"""Prompts that are repeated with their likelihoods, least lengths, and outputs of a given form, over HTTP."""
+"""Echoed prompts with log-probabilities, minimum lengths, and structured output, over HTTP."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def test_an_echo_comes_first_in_every_choice_and_once_in_a_stream(live: Live) ->
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_an_echo_may_be_all(live: Live, logprobs: int | None) -> None:
-    """Who only wants a prompt scored is given no token and charged for none."""
+    """A client that only wants a prompt scored gets no token and is charged for none."""
     body = {"prompt": PROMPT, "echo": True, "temperature": 0, "logprobs": logprobs}
     whole = live.ask(COMPLETE, body | {"max_tokens": 0, "return_token_ids": True}).json
     (choice,) = whole["choices"]
@@ -92,7 +92,7 @@ def test_an_echo_may_be_all(live: Live, logprobs: int | None) -> None:
 def test_a_prompts_likelihoods_stand_beside_each_choice(
     live: Live, asked: dict[str, Any], wanted: int
 ) -> None:
-    """In the form of vLLM: nothing of the first token, of each other one what might have stood there."""
+    """As in vLLM: null for the first token, and the alternatives for each other one."""
     path = CHAT if "messages" in asked else COMPLETE
     body = {**asked, "max_tokens": 2, "n": 2, "seed": 1, "prompt_logprobs": wanted, "return_token_ids": True}
     first, second = live.ask(path, body).json["choices"]
@@ -217,7 +217,7 @@ def test_what_drafters_look_up_is_flushed(live: Live) -> None:
 
 
 def test_a_form_that_leads_nowhere_ends_its_request_alone(live: Live) -> None:
-    """Whatever its compiler lets through: a neighbour of the same step goes on."""
+    """Whatever the compiler accepts: another request of the same step continues."""
     dead = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": r"a[^\s\S]"}}
     with ThreadPoolExecutor(4) as pool:
         innocent = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
@@ -289,7 +289,7 @@ def test_what_ended_an_answer_is_told(live: Live) -> None:
 
 @pytest.mark.parametrize("form", ["json_schema", "json_object"])
 def test_json_has_no_runs_of_blanks(live: Live, form: str) -> None:
-    """Outside strings no two blanks follow each other, at any temperature and seed."""
+    """Outside strings there are no two adjacent blanks, at any temperature and seed."""
     given: dict[str, Any] = {"type": form}
     if form == "json_schema":
         given["json_schema"] = {"name": "person", "schema": PERSON}

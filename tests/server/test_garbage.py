@@ -1,4 +1,4 @@
-"""What is no HTTP, or no body that could be taken: answered in OpenAI's form, and no error of the server."""
+"""Invalid HTTP and unacceptable bodies get an error in OpenAI's format, without a server error."""
 
 import json
 import socket
@@ -50,7 +50,7 @@ def live() -> Iterator[Live]:
 
 
 def send(live: Live, data: bytes) -> tuple[int, dict[str, str], Any]:
-    """Send bytes and read the answer, which comes though the rest of what was promised never does."""
+    """Send bytes and read the answer, which arrives although the announced rest never does."""
     url = urlsplit(live.url)
     with socket.create_connection((url.hostname, url.port), timeout=60) as sock:
         sock.sendall(data)

@@ -1,4 +1,4 @@
-"""Who may use a server, how much at once, and what becomes of those who leave or do not read."""
+"""Access, concurrency limits, and clients that leave or do not read."""
 
 import json
 import re
@@ -30,7 +30,7 @@ LONG: dict[str, Any] = {
     "seed": 1,
 }
 PLAIN = ("--draft", "none")
-"""What is tested here does not hang on drafts, and an engine without any is there at once."""
+"""These tests do not depend on drafts, and an engine without them starts at once."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def wait_for(true: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def open_stream(live: Live, body: dict[str, Any], *, buffer: int | None = None) -> socket.socket:
-    """Send a request by hand and leave its answer unread."""
+    """Send a request over a raw socket and leave its answer unread."""
     url = urlsplit(live.url)
     assert url.hostname and url.port
     sock = socket.socket()
@@ -125,7 +125,7 @@ def test_who_does_not_read_is_given_up_and_holds_nobody_up(live: Live) -> None:
     answer = live.ask("/v1/completions", LONG | {"max_tokens": 20, "stream": False}, **KEY)
     assert answer.json["usage"]["completion_tokens"] == 20
     wait_for(lambda: running(live) == 0)
-    # What was under way for it is so no more: all places can be had.
+    # Its requests are no longer in flight: all slots are free.
     wait_for(
         lambda: (
             live.ask("/v1/completions", LONG | {"n": 64, "max_tokens": 1, "stream": False}, **KEY).status
@@ -140,7 +140,7 @@ def test_a_request_has_its_time() -> None:
     with Live(*PLAIN, "--request-timeout", "2") as live:
         answer = live.ask("/v1/completions", LONG | {"n": 64, "stream": False})
         assert (answer.status, answer.error["code"]) == (504, "timeout")
-        # Few enough for the first of them to come in time, which decides what the answer is.
+        # Few enough for the first to arrive in time, which decides the answer.
         events = live.ask("/v1/completions", LONG | {"n": 24}).events
         assert events[-1]["error"]["code"] == "timeout"
         wait_for(lambda: running(live) == 0)
@@ -232,7 +232,7 @@ def test_a_port_in_use_is_reported_before_torch_is_imported(tmp_path: Path) -> N
 
 def test_a_client_that_hangs_up_leaves_a_line_with_its_time() -> None:
     with Live(*PLAIN) as live:
-        sock = open_stream(live, LONG | {"n": 2, "stream": False})  # a write could hear of it first
+        sock = open_stream(live, LONG | {"n": 2, "stream": False})  # only a write could reveal it earlier
         wait_for(lambda: running(live) == 2)
         sock.close()
         wait_for(lambda: running(live) == 0)

@@ -1,4 +1,4 @@
-"""Forms of output that mean harm: what a stream beside them notices."""
+"""Hostile grammars, and their effect on a stream beside them."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tests.server.hostile_forms import attack, hostile, x_bias
 from tests.server.live import Live, serving, total
 
 GAP_S = 5.0
-"""What is well under a second on a machine that has nothing else to do."""
+"""It is well under a second on an idle machine."""
 ISSUE, SLOW = "(((((x{0,60}){0,50}){0,50}){0,50}){0,50})", "((x{0,60}){0,40}){0,40}"
 
 
@@ -22,7 +22,7 @@ def live() -> Iterator[Live]:
 @EXHAUSTIVE
 @pytest.mark.parametrize(("form", "at_once"), only({(ISSUE, 12)}, [(ISSUE, 12), (SLOW, 100)]))
 def test_a_hostile_regex_holds_no_stream_up(live: Live, form: str, at_once: int) -> None:
-    """A regex of 40 characters froze all streams for a minute, and a hundred of it ended the process."""
+    """A regex of 40 characters froze all streams for a minute, and a hundred of them killed the process."""
     found = attack(live, [{"regex": form}] * at_once, at_once=at_once, bias=x_bias(live))
     assert found.pieces > 0 and found.gap_s < GAP_S
     assert found.statuses == {400: at_once} and not found.unhealthy

@@ -1,4 +1,4 @@
-"""What is left alone is named: unknown fields, and tools of which a model is never told; chats that end."""
+"""Ignored fields and tools are named in a header; chats that end at their limit."""
 
 import json
 import tracemalloc
@@ -26,13 +26,13 @@ SAID = "Sunny."
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    """The model that ships: without a place for tools in its template."""
+    """The shipped model, whose template has no tools."""
     yield from serving(*PLAIN)
 
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A model whose chat template knows no tools, with a bound of its own."""
+    """A model whose chat template has no tools, with its own max_new_tokens."""
     folder = tmp_path_factory.mktemp("scripted") / "plain"
     write_scripted(folder, {"1": SAID}, TEMPLATE, tags="1")
     (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3}))
@@ -158,7 +158,7 @@ def test_a_checkpoints_length_that_is_none_says_nothing(said: object, tmp_path: 
 
 
 def test_a_name_of_megabytes_costs_no_more_than_what_is_shown_of_it() -> None:
-    """Cleaned as a whole, one of 16 MB stops the event loop for seconds."""
+    """Cleaning a name of 16 MB as a whole would block the event loop for seconds."""
     ignored, names = Ignored(), ["!" * (1 << 20)] * MOST_NAMES
     tracemalloc.start()
     try:

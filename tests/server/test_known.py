@@ -1,4 +1,4 @@
-"""What Send and Compare of the playground ask: an answer that was known says so, a fresh salt finds none."""
+"""The playground's Send and Compare: reused outputs are reported, and a fresh salt finds none."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ def live() -> Iterator[Live]:
 
 
 def usage(live: Live, **own: Any) -> tuple[int, int, int]:
-    """Return the accepted tokens, those of them from earlier outputs, and the cached ones of the prompt."""
+    """Return the accepted tokens, those from earlier outputs, and the prompt's cached tokens."""
     body = {
         "prompt": "class Parser:\n" * 8 + "    def ",
         "max_tokens": 64,

@@ -1,4 +1,4 @@
-"""Many clients at once, some of them bad: the others are told what they are told alone, and nothing stays."""
+"""Many concurrent clients, some of them bad: the others get their usual answers, and nothing is left."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ GROWS_MB = 32.0
 
 
 async def spoilt(session: aiohttp.ClientSession, jobs: Sequence[Job]) -> Mapping[Job, Said]:
-    """Ask alone as ever, but mistake the text of one, which has to be noticed."""
+    """Return the answers alone, with one falsified, which must be detected."""
     found = await alone(session, jobs)
     return found | {next(iter(found)): ("", [])}
 

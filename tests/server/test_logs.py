@@ -1,4 +1,4 @@
-"""What the server's log says, to people and to programs, and what it does not say."""
+"""The server's log for people and for programs, and what it must omit."""
 
 import json
 import logging
@@ -78,7 +78,7 @@ def test_a_log_for_programs_has_nothing_else_and_no_prompt(tmp_path: Path) -> No
         log = live.stop()[1]
     assert "a secret" not in log
     said = [line for line in log.splitlines() if not line.startswith("{")]
-    assert len(said) == 1 and said[0].startswith("serving ")  # which is no line of the log
+    assert len(said) == 1 and said[0].startswith("serving ")  # not a log line
     lines = [json.loads(line) for line in log.splitlines() if line not in said]
     assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
     found = {(line["request_id"], line["level"]): line for line in lines if "request_id" in line}

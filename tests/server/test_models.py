@@ -1,4 +1,4 @@
-"""Several models in one process: they take turns on the memory, and no request loses or changes a word."""
+"""Several models in one process take turns on the memory, and no request's output changes."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ from tests.server.test_guards import open_stream, wait_for
 NAMES = ("anna", "berta", "clara")
 ARENA = 24 << 20
 DRAFTS: dict[str, Any] = {"draft": "suffix", "adaptive": False, "num_steps": 3}
-"""Nothing is timed before the first request: three are loaded in each test."""
+"""Nothing is timed before the first request, as each test loads three models."""
 CONFIG = EngineConfig(dtype="float32", memory_bytes=ARENA, max_running=4, max_model_len=512, **DRAFTS)
 PROMPTS = ("def fib(n):\n", "import os\n\nclass Reader:\n", "for i in range(")
 LONG = SamplingParams(max_tokens=72, temperature=0.8, seed=5, ignore_eos=True)
@@ -48,7 +48,7 @@ SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return copies of the model that ships, each under a name of its own."""
+    """Return copies of the shipped model under different names."""
     where = tmp_path_factory.mktemp("models")
     leave = shutil.ignore_patterns("eagle3", "*.svg", "README.md")
     return [str(shutil.copytree(SHIPPED["tiny"], where / name, ignore=leave)) for name in NAMES]
@@ -56,14 +56,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(folders: list[str]) -> list[list[int]]:
-    """Return the texts of a model that has a process of its own."""
+    """Return the texts of a model in its own engine."""
     with SpecEngine(folders[0], CONFIG) as engine:
         return [list(done.token_ids) for done in engine.generate(PROMPTS, LONG)]
 
 
 @contextmanager
 def opened(folders: Sequence[str], **own: Any) -> Iterator[Switcher]:
-    """Load models as a server does, and check at the end that each arena is whole."""
+    """Load models as a server does, and check at the end that each arena is intact."""
     switcher = open_models(folders, CONFIG, ServerConfig(**own))
     try:
         switcher.start()
@@ -95,7 +95,7 @@ async def ask(
     slow_s: float = 0.0,
     caller: str = "",
 ) -> tuple[list[int], int]:
-    """Do as the server's handlers do; return a text's tokens, and how often it was preempted."""
+    """Act like the server's handlers; return a text's tokens, and its preemptions."""
     own.enter(keep, caller)
     try:
         engine, bell, until = await own.ready(), Bell(asyncio.get_running_loop()), Deadline(60.0)
@@ -131,7 +131,7 @@ def run(switcher: Switcher, work: Callable[[], Awaitable[None]]) -> None:
 
 
 def watched(switcher: Switcher, most: int) -> list[int]:
-    """Note at every step how many arenas hold anything, of which there may be so many."""
+    """Record at each step how many arenas hold anything."""
     held: list[int] = []
 
     def observe(_: StepReport) -> None:
@@ -172,7 +172,7 @@ def test_a_burst_over_three_loses_nothing(folders: list[str], plain: list[list[i
 
 @pytest.mark.parametrize("iterations", range(6))
 def test_a_switcher_that_is_cancelled_as_something_changes_ends(iterations: int) -> None:
-    """However many iterations of the event loop lie between the change and the cancellation."""
+    """With any number of event loop iterations between the change and the cancellation."""
 
     class Waits(Switcher):
         def _advance(self, _: asyncio.TaskGroup) -> float:
@@ -192,7 +192,7 @@ def test_a_switcher_that_is_cancelled_as_something_changes_ends(iterations: int)
 
 
 class Asked:
-    """A model whose requests of one caller wait again as soon as it has had its turn."""
+    """A model that always has a waiting request of one caller."""
 
     engine, is_warm = None, False
 
@@ -219,7 +219,7 @@ def test_callers_take_turns_however_many_models_each_asks_for(caller: str, turns
 
 
 def test_turns_are_as_long_as_the_weights_of_keys_say() -> None:
-    """A model has the largest weight of its callers; idle models take no part."""
+    """A model has the largest weight of its callers; idle models are ignored."""
     weights = {"alice": 3.0, "bob": 1.0, "carol": 0.5}
     switcher: Any = Switcher([], switch_after_s=2.0)
 
@@ -268,7 +268,7 @@ def test_weights_that_do_not_all_fit_are_unloaded_when_their_requests_have_ended
 def test_requests_that_leave_while_models_switch_hold_nothing_up(
     folders: list[str], plain: list[list[int]]
 ) -> None:
-    """Those that stay get their whole texts, and nothing is left of those that leave at random moments."""
+    """Those that stay get their whole texts, and nothing is left of those that leave at random times."""
     moments, brief = random.Random(7), LONG.model_copy(update={"max_tokens": 24})
     weight_bytes = open_models(folders, CONFIG, ServerConfig()).residents[0].weight_bytes
     with opened(folders, switch_after=0.03, weights_bytes=2 * weight_bytes + 1) as switcher:
@@ -317,7 +317,7 @@ def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
             await ask(own, keep=0.02)
             assert own.status is Status.WARM
             await until(lambda: own.status is Status.UNLOADED)
-            # A key speaks for itself: what another wants kept stays, however long it wants it.
+            # keep_alive applies per key: another key's 0 does not unload the model.
             for keep in (-1.0, 60.0, None):
                 await ask(own, keep=keep, caller="alice")
                 await ask(own, keep=0.0, caller="bob")
@@ -332,7 +332,7 @@ def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
 def test_models_are_loaded_one_at_a_time_and_freed_beside_the_event_loop(
     folders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each load touches an arena of its own. What was imported is looked through once, before the first."""
+    """Each load allocates its own arena. The garbage of imports is collected once, before the first."""
     built: list[int] = []
     collecting: list[threading.Thread] = []
     right, collect = Resident.build, gc.collect
@@ -382,7 +382,7 @@ def test_one_that_cannot_be_loaded_takes_no_other_down(
             assert len((await ask(good))[0]) == SHORT.max_tokens
             weights.write_bytes(kept)
             with pytest.raises(Failure, match="could not be loaded"):
-                await ask(bad)  # it is not tried at every request
+                await ask(bad)  # it is not retried at every request
             monkeypatch.setattr(resident_module, "RETRY_S", 0.0)
             assert len((await ask(bad, keep=9.0))[0]) == SHORT.max_tokens and bad.status is Status.WARM
 
@@ -411,10 +411,10 @@ def test_who_leaves_while_it_waits_ends_at_once(folders: list[str]) -> None:
             assert second.engine and second.engine.fault is None
             await until(lambda: not second.engine or second.engine.stats().waiting == 0)
             assert second.is_resting and second.wanted_s is None
-            # What is being read needs no model: it may even be unloaded.
+            # An answer that is still being read needs no model, which may even be unloaded.
             await long
             assert len((await ask(second))[0]) == SHORT.max_tokens  # an idle one makes way at once
-            # So does one whose answer is over and still being read.
+            # So does one whose answer is complete but still being read.
             read = asyncio.create_task(ask(first, slow_s=60.0))
             await until(lambda: first.is_warm and not (first.gate.running or first.gate.waiting))
             assert len((await ask(second))[0]) == SHORT.max_tokens and not read.done()
@@ -443,7 +443,7 @@ def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) ->
 def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
     folders: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """What the system refuses harms its model alone: requests are told its name, and a later one loads it."""
+    """An OS error affects only its model: requests get its message, and a later one reloads the model."""
     with opened(folders[:2], switch_after=0.01) as switcher:
         first, second = switcher.residents
         is_torn = isinstance(error, AssertionError)
@@ -474,7 +474,7 @@ def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
 
 
 def test_what_a_hung_engine_holds_is_counted_until_its_step_ends(folders: list[str]) -> None:
-    """Who waits for its arena is refused by name, and goes on once it is let go."""
+    """Requests waiting for its arena are refused by name, and continue once it is released."""
     hangs, ends = threading.Event(), threading.Event()
 
     def hang(_: StepReport) -> None:
@@ -512,7 +512,7 @@ def test_what_a_hung_engine_holds_is_counted_until_its_step_ends(folders: list[s
 
 
 def test_a_model_that_can_never_be_loaded_is_refused_at_once(folders: list[str]) -> None:
-    """However long ago it was tried, no other is unloaded for it."""
+    """However long ago it was tried, no other model is unloaded for it."""
     with opened(folders[:2]) as switcher:
         first, second = switcher.residents
         assert second.engine
@@ -628,7 +628,7 @@ RUNNING = "vllm:num_requests_running"
 
 
 def unloaded(live: Live, name: str) -> None:
-    """Have a model unloaded now, and wait for that."""
+    """Unload a model now, and wait for that."""
     assert complete(live, name, keep_alive=0, max_tokens=1).status == 200
     wait_for(lambda: states(live)[name] == "unloaded")
 
@@ -654,7 +654,7 @@ def test_over_http_a_request_says_how_long_its_model_is_kept(
 
 @EXHAUSTIVE
 def test_over_http_a_slow_reader_holds_no_weights_and_reads_its_whole_text(live: Live) -> None:
-    """Its answer is larger than all buffers on the way, so that it is still read when the model goes."""
+    """Its answer is larger than all buffers, so that it is still being read when the model is unloaded."""
     asked = {"prompt": PROMPTS[0], "seed": 5, "max_tokens": 450, "ignore_eos": True, "logprobs": 20, "n": 3}
     with open_stream(live, {"model": "clara", "stream": True, **asked}, buffer=1 << 16) as reader:
         wait_for(lambda: running(live, "clara") > 0)
@@ -673,7 +673,7 @@ def test_over_http_a_slow_reader_holds_no_weights_and_reads_its_whole_text(live:
 
 
 def running(live: Live, name: str) -> float:
-    """Return how many requests the engine of a model runs."""
+    """Return how many requests a model's engine runs."""
     own = (value for key, value in live.metrics().items() if f'model_name="{name}"' in key and RUNNING in key)
     return next(own, 0.0)
 

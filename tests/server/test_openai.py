@@ -1,4 +1,4 @@
-"""The official client reads what the server says, and raises of its own kind where it refuses."""
+"""The official client parses the server's answers, and raises its own exceptions on errors."""
 
 import asyncio
 from collections.abc import Iterator
@@ -138,7 +138,7 @@ def test_a_client_that_is_refused_comes_again(live: Live) -> None:
 
 
 async def _come_again(url: str) -> None:
-    """Four choices may be under way; twelve come at once, and all are served in the end."""
+    """Four choices may be in flight; twelve arrive at once, and retries serve them all."""
     async with openai.AsyncOpenAI(base_url=url, api_key="given", max_retries=60) as client:
         asked = [
             client.completions.create(

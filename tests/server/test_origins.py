@@ -1,4 +1,4 @@
-"""Pages of other origins: what a browser is told that asks for them, with keys and without."""
+"""CORS for other origins, with and without keys."""
 
 import json
 import socket
@@ -16,13 +16,13 @@ from tests.server.test_guards import PLAIN
 
 APP, OTHER = "https://app.example", "https://other.example"
 SENT = "authorization,content-type,x-api-key,x-stainless-lang"
-"""What a browser says that OpenAI's client will send."""
+"""Request headers that a browser announces for OpenAI's client."""
 PROMPT: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
 def listed() -> Iterator[Live]:
-    """A server with a key that pages of one origin may ask."""
+    """A server with a key that pages of one origin may use."""
     yield from serving(*PLAIN, "--api-key", "given", "--allowed-origins", APP)
 
 

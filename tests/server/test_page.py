@@ -1,4 +1,4 @@
-"""The playground's files, as the server gives them."""
+"""The playground's files, as served."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""A tokenizer that panics in Rust, whose error is no `Exception`: each request is answered."""
+"""A tokenizer that panics in Rust, with an error that is no `Exception`: each request is answered."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from specdec.server.state import LONG
 from tests.server.live import Live
 
 SPLIT = {"type": "Split", "pattern": {"Regex": "(q+)+z"}, "behavior": "Isolated", "invert": False}
-"""A regex that backtracks without end, until its library gives up."""
+"""A regex that backtracks until its library gives up."""
 BAD = "q" * 60 + "!"
 
 
@@ -54,7 +54,7 @@ def test_a_text_on_which_the_tokenizer_panics_is_refused(
 
 
 class Broken(BaseException):
-    """What Rust raises."""
+    """Like the exception of a Rust panic."""
 
 
 @pytest.mark.parametrize("kind", [*ENDS, ValueError])

@@ -1,4 +1,4 @@
-"""What a connection keeps of requests that wait behind the one that is handled."""
+"""Pipelined requests that wait behind the one being handled."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ COUNT = 200
 
 
 async def pending_bytes() -> int:
-    """Send many requests at once while the first is handled; return the bytes of bodies that wait."""
+    """Send many requests at once while the first is handled; return the bytes of waiting bodies."""
     ends, begun = asyncio.Event(), asyncio.Event()
     handled: list[web.BaseRequest] = []
 
@@ -62,7 +62,7 @@ CHUNKS = b"1\r\nx\r\n" * 100_000
 
 
 async def chunks_read(*, reads: bool) -> tuple[bytes, int]:
-    """Send a body in chunks of a byte; return the head of the answer, and how many bytes were taken."""
+    """Send a body in chunks of one byte; return the answer's head, and the number of bytes received."""
     bodies: list[web.BaseRequest] = []
 
     async def handle(request: web.BaseRequest) -> web.Response:
@@ -89,7 +89,7 @@ async def chunks_read(*, reads: bool) -> tuple[bytes, int]:
 
 @pytest.mark.parametrize(("reads", "status"), [(True, b"400"), (False, b"404")])
 def test_few_of_a_bodys_smallest_chunks_are_read(reads: bool, status: bytes) -> None:
-    """Each costs the event loop as much as one of kilobytes, wanted or not."""
+    """Each costs the event loop as much as one of kilobytes, whether or not the body is read."""
     head, taken = asyncio.run(chunks_read(reads=reads))
     assert head.startswith(b"HTTP/1.1 " + status)
     assert taken <= 3 * MOST_PIECES + UNREAD_BYTES // 8
@@ -138,7 +138,7 @@ async def served_beside_unread() -> tuple[int, bytes]:
 def test_a_client_that_does_not_read_keeps_no_connection(
     monkeypatch: pytest.MonkeyPatch, linger_s: float
 ) -> None:
-    """It is aborted after a while, and at the limit for the next client."""
+    """It is aborted after a while, or at the connection limit for the next client."""
     monkeypatch.setattr(connection, "LINGER_S", linger_s)
     left, said = asyncio.run(served_beside_unread())
     assert left == (linger_s > 1) and said.startswith(b"HTTP/1.1 200 OK")

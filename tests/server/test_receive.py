@@ -1,4 +1,4 @@
-"""Bodies as handlers read them: whole, unpacked in bounds, and counted by caller."""
+"""Bodies as handlers read them: whole, unpacked within limits, and counted by caller."""
 
 import asyncio
 import gzip
@@ -96,7 +96,7 @@ def test_a_server_reads_packed_bodies_within_its_limit(live: Live, encoding: str
 
 @pytest.mark.parametrize("path", ["/health", "/none", "/v1/models"])
 def test_a_body_that_no_handler_wants_is_not_waited_for(live: Live, path: str) -> None:
-    """Its answer comes although the body never does, and says nothing of how it is packed."""
+    """It is answered although the body never arrives, whatever its encoding."""
     for encoding in ("gzip", "unknown"):
         request = f"GET {path} HTTP/1.1\r\nHost: a.localhost\r\nContent-Encoding: {encoding}\r\n"
         status, _, _ = send(live, f"{request}Content-Length: 100\r\n\r\nx".encode())

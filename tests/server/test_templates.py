@@ -1,4 +1,4 @@
-"""Chat templates that mean harm: what holds up the chat that is asked holds up nothing else."""
+"""Hostile chat templates delay only their own chat."""
 
 import shutil
 import threading

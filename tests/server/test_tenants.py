@@ -1,4 +1,4 @@
-"""With two keys, one cannot read what the other's answers hold; where all is shared the same attack can."""
+"""With two keys, neither can learn the other's outputs; on a server that shares them the attack succeeds."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.server.live import Live
 @EXHAUSTIVE
 @pytest.mark.parametrize("draft", only({"suffix"}, ["suffix", "auto"]))
 def test_trees_and_counts_tell_nothing_of_anothers_answers(draft: str) -> None:
-    """Where a head drafts too, experience decides what is verified: counts move with one's own traffic."""
+    """With a head, experience decides what is verified: counts change with the caller's own traffic."""
     with Live("--draft", draft, *FIXED, *KEYS) as live:
         report = attack(live)
         code, said = live.stop()
@@ -25,7 +25,7 @@ def test_trees_and_counts_tell_nothing_of_anothers_answers(draft: str) -> None:
 
 @EXHAUSTIVE
 def test_the_same_attack_on_a_server_that_shares_all_succeeds() -> None:
-    """The control: what the test above rests on is that this can be read."""
+    """The control: without isolation the attack works."""
     with Live("--draft", "suffix", *FIXED, *KEYS, entry="tests.server.sharing") as live:
         report = attack(live)
     assert not report.is_secure()

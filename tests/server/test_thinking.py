@@ -1,4 +1,4 @@
-"""A model that thinks, over HTTP: what the official client reads of it, and what a request may ask."""
+"""A thinking model over HTTP: what the official client parses, and what a request may set."""
 
 import json
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def asked(key: str = "1", **fields: Any) -> dict[str, Any]:
 
 
 def message(live: Live, body: dict[str, Any]) -> dict[str, Any]:
-    """Return a whole answer's message, having seen that its stream says the same."""
+    """Return a whole answer's message, checking that its stream agrees."""
     (choice,) = live.ask(CHAT, body).json["choices"]
     found: dict[str, Any] = choice["message"]
     streamed: dict[str, str] = {}
@@ -70,7 +70,7 @@ def message(live: Live, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_official_client_reads_thinking_text_and_calls(live: Live, mode: str) -> None:
-    """The second time from drafts, which run over the end of thinking."""
+    """The second time from drafts, which extend beyond the end of thinking."""
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as client:
         for _ in range(2):
             fields = asked(extra_body=MODES[mode], model="thinking")
@@ -104,7 +104,7 @@ def test_thinking_is_left_out_where_it_is_not_wanted(live: Live) -> None:
 
 
 def test_an_answer_that_is_cut_off_within_thinking_is_none(live: Live) -> None:
-    """Its tokens are counted as they are: all but the end's that follows them."""
+    """All tokens are counted except those of the end marker."""
     whole = live.ask(CHAT, asked(enable_thinking=True)).json["usage"]
     thought = whole["completion_tokens_details"]["reasoning_tokens"]
     assert 0 < thought < whole["completion_tokens"]
@@ -148,7 +148,7 @@ def test_a_form_begins_behind_thinking(live: Live, mode: str) -> None:
 
 
 def test_what_the_template_cannot_do_is_named(live: Live) -> None:
-    """A chat that does not think has no budget; a template without a switch has no thinking to switch."""
+    """A chat without thinking has no budget; a template without a switch cannot switch thinking."""
     fields = {"enable_thinking": False, "thinking_budget": 3}
     assert live.ask(CHAT, asked(**fields)).headers[IGNORED] == "thinking_budget"
     assert IGNORED not in live.ask(CHAT, asked(thinking_budget=3, reasoning_effort="low")).headers
@@ -187,7 +187,7 @@ def test_settings_and_tokenizers_know_every_format() -> None:
         assert {"auto", "none", *known} == {*named[field].annotation.__args__}  # type: ignore[union-attr]
     markers = {text for form in THINKING_FORMATS.values() for text in (form.start, form.end)}
     markers |= {text for form in CALL_FORMATS.values() for text in form.openings if len(text) > 1}
-    plain = {"<function=", "<｜DSML｜function_calls>"}  # of several tokens, or of none that is special
+    plain = {"<function=", "<｜DSML｜function_calls>"}  # these take several tokens, or are not special
     assert markers - plain <= SPOKEN and "｜DSML｜" in SPOKEN
     for bad in ("{", "[1]", "3"):
         with pytest.raises(ConfigError, match="chat_template_kwargs"):

@@ -1,4 +1,4 @@
-"""What takes long is done beside the event loop, by few threads, and only so much of it waits."""
+"""Slow work runs beside the event loop, in few threads and with a bounded queue."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
         with pytest.raises(Failure, match="wait to be read") as refused:
             await pool.do(work(-1))
         assert refused.value.status == 503 and refused.value.headers == {"Retry-After": "1"}
-        gone = asked[COUNT + 1], asked[0]  # one waits, the other has begun
+        gone = asked[COUNT + 1], asked[0]  # one waits, the other has started
         for task in gone:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -101,7 +101,7 @@ def test_a_caller_rests_after_long_work_and_others_do_not(monkeypatch: pytest.Mo
 
 
 async def order(pool: Pool, do: Callable[[Callable[[], Any], str], Awaitable[Any]]) -> list[str]:
-    """Return whose work is done in which order where alice has much waiting before bob asks."""
+    """Return the order in which work is done if alice has much queued before bob asks."""
     ends, done, begun = threading.Event(), list[str](), list[int]()
 
     def hold() -> None:
@@ -176,7 +176,7 @@ async def serving(switcher: Switcher, state: State | None = None) -> Any:
 def test_long_chats_are_read_and_converted_beside_the_event_loop(
     switcher: Switcher, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
-    """Reading the body, making it a chat, its parameters, and its messages for the template."""
+    """Parsing the body, building the chat and its parameters, and converting messages for the template."""
     seen: list[tuple[str, threading.Thread]] = []
 
     def watch(owner: type, name: str) -> None:

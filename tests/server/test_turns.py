@@ -1,4 +1,4 @@
-"""Requests that one caller sends at once hold up neither streams nor other callers' requests."""
+"""Many simultaneous requests of one caller delay neither streams nor other callers' requests."""
 
 import asyncio
 import re
@@ -38,7 +38,7 @@ def test_few_requests_begin_in_an_iteration_and_callers_take_turns() -> None:
         asked += [asyncio.create_task(begin(caller)) for caller in "aaaaaaaaaaabbc"]
         loop.call_soon(count)
         await asyncio.sleep(0)
-        asked[5].cancel()  # its client has left
+        asked[5].cancel()  # its client has disconnected
         await asyncio.gather(*asked, return_exceptions=True)
         assert order == list("aaaaabcbaaaaa") and max(map(rounds.count, rounds)) == MOST
         await asyncio.wait_for(begin("d"), 60)  # nothing is left of it
@@ -94,7 +94,7 @@ def test_many_requests_of_one_caller_come_after_one_of_another(key: str) -> None
         host, port = re.findall(r"//(.*):(\d+)", live.url)[0]
         keys = [*[key] * MANY, "bob"]
         clients = [open_ones.enter_context(socket.create_connection((host, int(port)))) for _ in keys]
-        assert live.ask("/health").status == 200  # all connections were accepted before
+        assert live.ask("/health").status == 200  # all connections are accepted before
         live.process.send_signal(signal.SIGSTOP)
         try:
             for client, own in zip(clients, keys, strict=True):

@@ -1,4 +1,4 @@
-"""Large answers: written in pieces beside the event loop, in bounded memory, or refused."""
+"""Large answers: serialised in pieces beside the event loop, in bounded memory, or refused."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ CHOICES = 3
 
 
 class Watched(Completions):
-    """Notes in which thread a choice is written."""
+    """Record in which thread a choice is serialised."""
 
     def __init__(self) -> None:
         super().__init__(None, Shown(prompt_logprobs=True), n=CHOICES)
@@ -48,7 +48,7 @@ async def told(tokens: int) -> AsyncIterator[Said]:
 
 
 class Client:
-    """A response whose client reads when it is let to."""
+    """A response whose client reads only when told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.data, self.largest, self.is_whole = bytearray(), 0, False
@@ -127,7 +127,7 @@ def test_what_is_gathered_in_columns_comes_back(count: int) -> None:
 
 
 def test_a_token_with_20_alternatives_is_kept_and_written_in_little_memory() -> None:
-    """As tuples of numbers one takes 2.5 KB while it waits; dictionaries of a whole choice 8 KB more."""
+    """As number tuples a waiting token takes 2.5 KB; dictionaries of a whole choice take 8 KB more."""
     tokens, form = 4000, Completions(None, Shown(), n=1)
     tracemalloc.start()
     try:

@@ -1,6 +1,6 @@
-"""`specdec` that serves requests in the order of their arrival: `python -m tests.server.unfair serve …`.
+"""`specdec` that serves requests in arrival order: `python -m tests.server.unfair serve …`.
 
-A mutant, and the baseline that fair scheduling is compared with.
+A mutant, and the baseline for fair scheduling.
 """
 
 import sys
@@ -12,7 +12,7 @@ from specdec.core.scheduler import Scheduler
 
 
 def queue_all_as_one() -> None:
-    """Take the oldest waiting request first, and preempt nobody for a share."""
+    """Start the oldest waiting request first, and never preempt for a share."""
     queue: Any = FairQueue
     queue.heads = lambda own, *_: sorted(own, key=lambda request: request.arrived_s)[:1]
     queue.rank = lambda own, tenant: (0.0, 0.0)

@@ -1,7 +1,8 @@
 """All GPU checks and benchmarks, unattended and within a time budget: `make gpu`.
 
-Most important first: whether the kernels are right at real sizes, how fast the large model is, what each
-kernel takes, what taking back costs. Each stage is a process with a limit of its own, and is packed at once.
+Stages are ordered by importance: kernel correctness at real sizes, the large model's speed, the time of each
+kernel, the cost of rollback. Each stage is a process with its own time limit, and its results are packed at
+once.
 """
 
 import argparse
@@ -31,9 +32,9 @@ NEEDED = ("torch", "transformers", "pydantic", "safetensors", "tokenizers", "tqd
 TESTING = ("pytest", "hypothesis")
 BUDGET_S = 560.0
 PROCESSES = 12
-"""Test processes at most, with pytest-xdist: a kernel's first launch compiles it, on one core."""
+"""Maximum pytest-xdist processes: a kernel's first launch compiles it, on one core."""
 PROCESS_BYTES = 13_000_000_000
-"""Device memory that each of them may take."""
+"""Device memory per test process."""
 PROBE = (
     "import json, torch; p = torch.cuda.get_device_properties(0); "
     "print(json.dumps({'name': p.name, 'bytes': p.total_memory}))"
@@ -46,10 +47,9 @@ USABLE = 0.96
 """Usable share of a device's memory."""
 GOAL = "3.413"
 CHAINS = {GOAL: (3, 1, 4), "2.709": (2, 1, 3), "4.231": (4, 4, 8)}
-"""Published acceptance lengths of the large model, with steps, topk and window that they belong to; the one
-with a goal first."""
+"""Published acceptance lengths of the large model, with their steps, topk and window; the goal's first."""
 LOSSLESS = "mtp-tree-record or mtp-chain-record or oracle-tree-snapshot"
-"""Of the capability table's cells those that differ most: each engine captures its graphs anew."""
+"""The capability cells that differ most; each engine captures its own graphs."""
 KERNELS, THROUGHPUT = "tools.kernels", ("specdec.cli", "bench", "throughput")
 """The programs that stages run."""
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -63,17 +63,17 @@ class Device:
 
     @property
     def slug(self) -> str:
-        """Name the device in a file's name."""
+        """Return the device's name for use in file names."""
         short = re.sub(r"nvidia|geforce|hbm\d\w*|pcie|sxm\d?", "", self.name.lower())
         return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or self.kind
 
 
 ASSUMED = Device("NVIDIA H200", 150_000_000_000)
-"""The device that --dry-run plans for where there is no GPU."""
+"""The device that --dry-run plans for without a GPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan, run, sum up; return 1 if a stage did not pass, 2 if nothing can run, 130 after Ctrl-C."""
+    """Plan, run and summarise; return 1 if a stage did not pass, 2 if nothing can run, 130 after Ctrl-C."""
     try:
         return _main(_parser().parse_args(argv))
     except ConfigError as error:
@@ -119,7 +119,7 @@ def _main(args: argparse.Namespace) -> int:
             print(_line(outcome), flush=True)
             if outcome.status == "passed":
                 outcome.stage.log.unlink()
-            # At once: where the machine is taken away, what has run so far is in one file.
+            # Pack after each stage: if the machine is taken away, one file holds the results so far.
             pack(folder, prefix, summary(device, outcomes, planned=len(stages), interrupted=interrupted))
     except KeyboardInterrupt:  # between two stages
         interrupted = True
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _make(folder: Path) -> None:
-    """Make the folder of the reports, before anything is measured for it."""
+    """Create the report folder; refuse a bad one before measuring."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
@@ -163,7 +163,7 @@ def _make(folder: Path) -> None:
 
 
 def use_wheels(wheels: Path, site: Path) -> None:
-    """Unpack wheels, and let this process and those that it starts import what is in them."""
+    """Unpack wheels, and make them importable for this process and its children."""
     found = sorted(wheels.glob("*.whl"))
     if not found:
         raise ConfigError(
@@ -183,7 +183,7 @@ def use_wheels(wheels: Path, site: Path) -> None:
 
 
 def pack(folder: Path, prefix: str, report: dict[str, Any]) -> Path:
-    """Put a run's summary, reports and logs into one file; the one before stands until it is whole."""
+    """Pack a run's summary, reports and logs into one file, replacing the previous one atomically."""
     summed = folder / f"{prefix}-summary.json"
     summed.write_text(json.dumps(report) + "\n")
     packed, draft = folder / f"{prefix}.tar.gz", folder / f"{prefix}.tar.gz.part"
@@ -195,7 +195,7 @@ def pack(folder: Path, prefix: str, report: dict[str, Any]) -> Path:
 
 
 def probe() -> Device | None:
-    """Ask for the GPU's name and memory; None where torch finds none."""
+    """Return the GPU's name and memory; None if torch finds no GPU."""
     try:
         done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
@@ -219,7 +219,7 @@ def plan(device: Device, folder: Path, prefix: str) -> list[Stage]:
     def tests(name: str, limit_s: float, *words: str) -> None:
         absent = next((module for module in TESTING if find_spec(module) is None), "")
         absent = absent if (ROOT / "tests").is_dir() else "the tests, which lie beside the package in a clone"
-        # Where pytest-benchmark is installed, it warns beside several processes, and warnings are errors.
+        # pytest-benchmark, if installed, warns under xdist, and warnings are errors.
         plain = ("-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
         command = (sys.executable, "-m", "pytest", *plain, *processes(device), *words)
         made.append(Stage(name, command, limit_s, folder / f"{prefix}-{name}.log", absent=absent))
@@ -232,7 +232,7 @@ def plan(device: Device, folder: Path, prefix: str) -> list[Stage]:
 
 
 def processes(device: Device) -> list[str]:
-    """Share tests out to as many processes as there are cores for, and memory on the device."""
+    """Return xdist options for as many processes as cores and device memory allow."""
     room = device.bytes // PROCESS_BYTES if device.kind == "cuda" else PROCESSES
     count = min(len(os.sched_getaffinity(0)), PROCESSES, room)
     return ["-n", str(count)] if count > 1 and find_spec("xdist") else []
@@ -249,7 +249,7 @@ def _plan_cpu(bench: Add, tests: Add) -> None:
 
 
 def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
-    # The first two compile what those after them find compiled.
+    # The first two compile kernels that the later ones reuse.
     tests("kernels-right", 200, "-m", "gpu", "tests/gpu/test_gpu_kernels.py", "-k", "real")
     chosen, fp8 = largest(device)
     base = [
@@ -266,7 +266,7 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
         once = ["--new-tokens", str(new_tokens), "--batch", "1", "--repeats", "3", "--profile"]
         bench(f"{chosen}-length-{name}", limit_s, *base, *_drafts(name, *CHAINS[name]), *once)
 
-    # Enough tokens that the prefill and loading the row are a small part of the figure.
+    # Enough tokens to make prefill a small part of the figure.
     length(GOAL, 170, 512)
     bench("kernels-goal", 60, KERNELS, "--shape", chosen, "--batch", "1", "--window", "4", "--no-peers")
     large = "qwen3-next-80b-a3b"
@@ -278,7 +278,7 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
     for name in CHAINS:
         if name != GOAL:
             length(name, 100, 128)
-    # Here the engine may choose not to draft: never slower is what the sweep is to show.
+    # Here the engine may choose not to draft: the sweep should show that it is never slower.
     drafts = _drafts("2.709", *CHAINS["2.709"], adaptive=True)
     once = ["--new-tokens", "128", "--batch", "1,4,16,64", "--repeats", "1", "--warmup", "1"]
     bench(f"{chosen}-batches", 180, *base, *drafts, *once)
@@ -298,13 +298,13 @@ def _drafts(length: str, steps: int, topk: int, window: int, *, adaptive: bool =
 
 
 def largest(device: Device) -> tuple[str, bool]:
-    """Choose the largest shape that fits with weights of eight bits; say whether it has them."""
+    """Return the largest shape that fits with 8-bit weights, and whether it uses them."""
     found = next((name for name in LARGE if fits(device, name, fp8=True)), None)
     return (found, True) if found else ("tiny", False)
 
 
 def fits(device: Device, name: str, *, fp8: bool) -> bool:
-    """Return whether a shape's weights, and the last matrix while it is drawn, leave room for some rows."""
+    """Return whether a shape's weights fit, with space to draw the last matrix and for some rows."""
     from specdec.bench.random_model import shape_config
     from specdec.bench.time_model import TimeModel
     from specdec.models.families import network
@@ -333,7 +333,7 @@ def summary(
                 "seconds": own.took_s,
                 "code": own.code,
                 "command": list(own.stage.command[1:]),
-                # One that was ended shows what it had finished.
+                # A stopped benchmark still reports its finished part.
                 "report": own.stage.report.name if own.stage.report and own.stage.report.exists() else None,
                 "tail": "" if own.status == "passed" else own.tail,
             }
@@ -343,7 +343,7 @@ def summary(
 
 
 def render(outcomes: Sequence[Outcome], *, planned: int) -> str:
-    """List what passed, and show the end of what did not."""
+    """Format the stages' results, with the output's tail of failed ones."""
     if not outcomes:
         return "INTERRUPTED before the first stage"
     rows = [
@@ -370,6 +370,6 @@ def _line(outcome: Outcome) -> str:
 
 
 def _planned(stage: Stage) -> str:
-    """Show a stage as a shell reads it: what it is, as a comment, and its command."""
+    """Format a stage as a shell comment and its command."""
     without = f"; left out here, for it needs {stage.absent}" if stage.absent else ""
     return f"# {stage.name}, at most {stage.limit_s:.0f} s{without}\n{shlex.join(stage.command)}"

@@ -1,4 +1,4 @@
-"""Commands run one after another, each within a time of its own: one that hangs does not stop the rest."""
+"""Run commands one after another, each with its own time limit, so that a hang does not stop the rest."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_S = 10.0
-"""A stage is not started with less time left: it would spend it on imports."""
+"""Minimum time left to start a stage: less would be spent on imports."""
 GRACE_S = 10.0
 """Seconds between a signal and the next stronger one."""
 TAIL = 15
@@ -22,7 +22,7 @@ class Stage:
     limit_s: float
     log: Path
     report: Path | None = None
-    """The file that it writes, if it writes one."""
+    """The report file, if the stage writes one."""
     absent: str = ""
     """A missing dependency."""
 
@@ -45,10 +45,9 @@ def run_stages(
     clock: Callable[[], float] = time.monotonic,
     run: "Callable[[Stage, float, Path], Outcome] | None" = None,
 ) -> Iterator[Outcome]:
-    """Run each stage while the budget lasts, and yield what came of it. What it prints goes to its log.
+    """Run each stage while the budget lasts, and yield its outcome. Its output goes to its log.
 
-    Ctrl-C ends the stage that runs, with all that it started, and is the end of the rest. A rehearsal has a
-    clock and a `run` of its own.
+    Ctrl-C ends the running stage with its children, and the loop. `clock` and `run` can be replaced in tests.
     """
     end_s = clock() + budget_s
     for stage in stages:
@@ -65,7 +64,7 @@ def run_stages(
 
 
 def _run(stage: Stage, limit_s: float, root: Path) -> Outcome:
-    """Run one stage in a session of its own, so that whatever it started ends with it."""
+    """Run one stage in its own session, so that its children end with it."""
     paths = [str(root), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     start_s, code, interrupted = time.monotonic(), None, False
@@ -94,10 +93,9 @@ def _run(stage: Stage, limit_s: float, root: Path) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started; a group that is gone is what is wanted.
+    """End a process and its children; a process group that has ended already is fine.
 
-    The first signal is that of Ctrl-C: a benchmark then shows what it has finished. Who presses it again
-    waits no longer for that.
+    SIGINT comes first, on which a benchmark reports its finished part. A second Ctrl-C skips that wait.
     """
     for how in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:

@@ -16,7 +16,7 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
+    """Return the argument parser."""
     made = argparse.ArgumentParser(prog="python -m tools.kernels", description=tools.kernels.__doc__)
     add_options(made, KernelOptions)
     add_out(made)
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what the options name; return 2 if they are refused, 130 after Ctrl-C."""
+    """Run the benchmark; return 2 if the options are refused, 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
         options, out = settings_from(args, KernelOptions), out_file(args)

@@ -1,4 +1,4 @@
-"""Problems of attention, with KV in an arena of their own, whose layers are the sets of buffers."""
+"""Attention problems, with KV in their own arena, whose layers are the buffer sets."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -84,7 +84,7 @@ def _move(bench: Bench, sizes: Sizes, mixer: Attention, path: int, moved: int) -
 
 
 def _hold(bench: Bench, sizes: Sizes, mixer: Attention, *, layers: int) -> tuple[Arena, Group, Tensor]:
-    """Take each row's blocks, fill them with noise, and build the windows behind what is committed."""
+    """Allocate each row's blocks, fill them with noise, and build the windows after the context."""
     layout = Layout((KVShape(mixer.kv_heads, mixer.head_dim),) * layers, (), bench.dtype)
     blocks = layout.blocks_for(sizes.context + sizes.window)
     slabs = 2 + -(-sizes.batch * blocks // layout.blocks_per_slab)

@@ -1,4 +1,4 @@
-"""Every operation of the engine, one by one: checked against its reference, then timed beside its bytes."""
+"""Check every operation of the engine against its reference, then time it and compare with its bytes."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,23 +23,23 @@ from tools.kernels.options import KernelOptions
 from tools.kernels.problems import Bench, Planned, Sizes
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
-"""Of a row, as a norm: roundings of the type, and in float32 those of tensor cores. A wrong row is off by 0.1
-and more."""
+"""Relative error of a row's norm: the dtype's rounding, or in float32 that of tensor cores. A wrong row is
+off by at least 0.1."""
 ONCE = ("pack", "pack_experts", "rope_table")
-"""Run while a model is loaded, not in a step."""
+"""Run when a model is loaded, rather than in a step."""
 PLANS = (token_problems.plan, window_problems.plan, attention_problems.plan)
 PEERS = "peers"
-"""What names all of them, among the operations that are to be measured alone."""
+"""Selects all peers in the list of operations."""
 VERIFY = ("delta_net", "mamba", "selective_scan")
-"""The operations whose two backings are compared."""
+"""Operations whose two backings are compared."""
 CPU_COLD = 1 << 27
 CACHES = 2.5
-"""How many times the cache that holds most must have been filled before a buffer is used again."""
+"""Multiples of the largest cache's size that must be touched before a buffer is reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The loads that are measured where none are named."""
+    """Default loads."""
 
     shapes: Sequence[str]
     batches: Sequence[int]
@@ -72,7 +72,7 @@ DEFAULTS = {
 def run(options: KernelOptions, out: Output) -> None:
     """Measure, print the table and the report as JSON; exit with 1 if an operation was wrong or failed.
 
-    Ctrl-C ends it as it ends anything, once the problems that were finished are shown.
+    Ctrl-C is raised again once the finished problems have been published.
     """
     with quiet_transformers() if options.peers else nullcontext():
         report = benchmark(options)
@@ -122,7 +122,7 @@ def benchmark(options: KernelOptions) -> dict[str, Any]:
 
 
 def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> dict[str, Any]:
-    """Return one row: what was wrong, or the figures."""
+    """Return one row: the failure, or the figures."""
     row: dict[str, Any] = {
         "operation": planned.operation,
         "shape": planned.shape,
@@ -134,7 +134,7 @@ def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> d
         "status": "ok",
     }
     if bench.device.type == "cuda":
-        torch.cuda.empty_cache()  # what the last problem held is free, and must count as such
+        torch.cuda.empty_cache()  # release the last problem's memory to the device
     if (free := free_memory(bench.device)) < planned.needs:
         return row | {
             "status": "skipped",
@@ -171,7 +171,7 @@ def measure(bench: Bench, machine: Machine, planned: Planned, repeats: int) -> d
 
 
 def _settle(options: KernelOptions) -> tuple[torch.device, str, torch.dtype]:
-    """Choose device and kernels by the engine's own rules; the model does not matter."""
+    """Choose device and kernels by the engine's own rules, whatever the model."""
     config = EngineConfig.of(
         EngineConfig(draft="none", memory_bytes=1 << 30, max_model_len=16),
         {"device": options.device, "kernels": options.kernels, "dtype": options.dtype},
@@ -185,7 +185,7 @@ def _settle(options: KernelOptions) -> tuple[torch.device, str, torch.dtype]:
 
 
 def _plan(bench: Bench, options: KernelOptions) -> Iterator[Planned]:
-    """List all problems: each load once, then the loads at which the backings are compared."""
+    """Yield all problems: each load once, then the loads at which the backings are compared."""
     grid = DEFAULTS[bench.device.type]
     seen: set[tuple[object, ...]] = set()
     networks = {name: families.network(shape_config(name)) for name in options.shape or grid.shapes}
@@ -225,7 +225,7 @@ def _all(
                     for p in window_problems.plan(bench, sizes)
                     if p.operation in VERIFY and p.backing != "plain"
                 )
-        # Last, for some compile for a minute before they run.
+        # Last, as some compile for a minute.
         if options.peers:
             for batch in options.batch or grid.batches:
                 for window in options.window or grid.windows:
@@ -233,7 +233,7 @@ def _all(
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Set a window's verification with snapshots over the same with records."""
+    """Yield the ratios of a window's verification time with snapshots to that with records."""
     timed = {
         (row["operation"], row["shape"], row["batch"], row["window"], row["backing"]): row
         for row in rows
@@ -255,7 +255,7 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay the report out for people."""
+    """Format the report."""
     copy, launch = report["copy_bytes_per_s"], report["launch_s"]
     lines = [
         setup_line(report),

@@ -1,4 +1,4 @@
-"""Cut a few rows out of a step, with their part of the arena, small enough for the reference to work on."""
+"""Cut a few rows and their part of the arena out of a step, small enough for the reference."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,12 +10,12 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 
 
 def tokens_of(group: Group, rows: Sequence[int]) -> list[int]:
-    """List the packed tokens of some rows of a group that stands alone."""
+    """Return the packed tokens of some rows of a lone group."""
     return [row * group.width + node for row in rows for node in range(group.width)]
 
 
 def excerpt_group(group: Group, rows: Sequence[int]) -> Group:
-    """Return the group of some rows, on the host; the ids still name places of the whole arena."""
+    """Return the group of some rows, on the host; its ids still refer to the whole arena."""
 
     def pick(x_B: Tensor | None) -> Tensor | None:
         return None if x_B is None else x_B[list(rows)].cpu()
@@ -39,9 +39,9 @@ def excerpt_group(group: Group, rows: Sequence[int]) -> Group:
 
 
 def excerpt(memory: RecurrentMemory, group: Group, rows: Sequence[int]) -> tuple[RecurrentMemory, Group]:
-    """Copy the rows' states and records to a memory of their own on the host, and name their places in it.
+    """Copy the rows' states and records to their own memory on the host, and remap their ids.
 
-    Slot b is row b's state, the next ones its snapshots row by row; slab b holds its path, then its records.
+    Slot b is row b's state, followed by the snapshots row by row; slab b holds its path, then its records.
     """
     own = excerpt_group(group, rows)
     count = len(rows)
@@ -81,7 +81,7 @@ def excerpt(memory: RecurrentMemory, group: Group, rows: Sequence[int]) -> tuple
 
 
 def excerpt_pages(pages_NPXJD: Tensor, group: Group, rows: Sequence[int]) -> tuple[Tensor, Group]:
-    """Copy the rows' blocks of keys and values to pages of their own on the host."""
+    """Copy the rows' KV blocks to their own pages on the host."""
     own = excerpt_group(group, rows)
     block_N = own.table_BN.flatten()
     table_BN = torch.arange(len(block_N)).view(own.table_BN.shape)

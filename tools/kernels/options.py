@@ -1,4 +1,4 @@
-"""What is measured: a field is an option of the command."""
+"""The benchmark's options: each field is a command-line option."""
 
 from specdec.bench.options import Counts, names, numbers
 from specdec.config.base import Settings
@@ -6,7 +6,7 @@ from specdec.config.fields import integer, switch, text
 
 
 class KernelOptions(Settings):
-    """What `python -m tools.kernels` measures; None is the default for the device."""
+    """Options of `python -m tools.kernels`; None is the device's default."""
 
     shape: list[str] | None = names(None, "named sizes (default: two real ones, tiny on a CPU)")
     batch: Counts | None = numbers(None, "rows (default: 1,64, with 16,256 to verify; 1,4 on a CPU)")

@@ -1,4 +1,4 @@
-"""The gated delta rule as other packages run it, over like states and tokens, where they are installed."""
+"""The gated delta rule of other packages, if installed, on equivalent states and tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tools.kernels.recurrent_layers import DECAY
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Rows of T tokens each behind a state of their own."""
+    """Rows of T tokens, each with its own state."""
 
     q_BTGK: Tensor
     k_BTGK: Tensor
@@ -35,7 +35,7 @@ class Inputs:
         return decay_TH.view(beta_BTH.shape), beta_BTH
 
     def repeated(self) -> tuple[Tensor, Tensor]:
-        """Return queries and keys once for every value head, as most of the others want them."""
+        """Return queries and keys repeated for every value head, as most other packages need them."""
         times = self.v_BTHW.shape[2] // self.q_BTGK.shape[2]
         return self.q_BTGK.repeat_interleave(times, 2), self.k_BTGK.repeat_interleave(times, 2)
 
@@ -95,11 +95,11 @@ PEERS: dict[str, tuple[str, Callable[[str, Inputs], Prepared]]] = {
     "gated_delta_rule_mtp": ("flashinfer", _flashinfer),
     "torch_recurrent_gated_delta_rule": ("transformers", _transformers),
 }
-"""By the function's own name, the package that has it. They read certain tokens: none knows a tree."""
+"""Package and function by the peer's function name. Peers have no drafts: none supports trees."""
 
 
 def absent() -> list[str]:
-    """Name the packages that cannot be imported here."""
+    """Return the packages that cannot be imported here."""
     return sorted({package for package, _ in PEERS.values() if find_spec(package) is None})
 
 

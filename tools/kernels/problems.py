@@ -1,4 +1,4 @@
-"""Operations to be timed, with inputs drawn at random: what each bench of a kernel has in common."""
+"""Operations to time with random inputs: the parts shared by all kernel benchmarks."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,21 +17,22 @@ MOST_SETS = 32
 SAMPLED = 64
 """Rows of a weight whose products are compared."""
 NOISE = 1_048_573
-"""Entries of the strip that inputs are cut from; a prime, so that rows differ."""
+"""Length of the noise strip that inputs are cut from; a prime, so that rows differ."""
 TINY = 1e-3
-"""Errors are relative to a row's norm, or to this share of the largest norm where that is more."""
+"""Errors are relative to a row's norm, or to this share of the largest norm if greater."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One operation with its inputs. `calls` run it on sets of buffers; `error` compares one."""
+    """One operation with its inputs. `calls` run it on the buffer sets; `error` checks the first."""
 
     bytes: int
     calls: Sequence[Call]
     error: Callable[[], float]
-    """Run the first set beside the reference, on the rows sampled; the largest error relative to a row."""
+    """Compare the first set with the reference on sampled rows; return the largest relative error of a
+    row."""
     asks: bool = False
-    """Whether it reads values on the host, which no CUDA graph can capture."""
+    """Whether it reads values on the host, which a CUDA graph cannot capture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where problems are built and run."""
+    """Device, kernels and dtype for building and running problems."""
 
     kernels: Kernels
     reference: Kernels
     device: torch.device
     dtype: torch.dtype
     cold_bytes: int
-    """A set of buffers is used again only after this much else was touched."""
+    """Bytes to touch before a set of buffers is used again."""
     noise: Tensor
 
     @classmethod
@@ -70,7 +71,7 @@ class Bench:
     def draw(
         self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0, scale: float = 1.0
     ) -> Tensor:
-        """Cut a tensor of normal noise out of the strip."""
+        """Return a tensor of normal noise, cut from the strip."""
         flat = torch.empty(torch.Size(shape).numel(), dtype=dtype or self.dtype, device=self.device)
         done, start = 0, seed * 7919 % NOISE
         while done < len(flat):
@@ -103,7 +104,7 @@ class Sizes:
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest error of a row, relative to its norm; infinite where a NaN is."""
+    """Return the largest relative error of a row; infinite for NaN."""
     wide = (x.detach().cpu().double().flatten(1) for x in (actual, expected))
     found_RN, right_RN = wide
     norm_R = right_RN.norm(dim=1)
@@ -118,7 +119,7 @@ def sample(count: int) -> list[int]:
 
 
 def on_cpu(value: Any) -> Any:
-    """Copy the tensors of a value, however they are held, into memory of their own on the host."""
+    """Copy the tensors within a value to the host."""
     match value:
         case Tensor():
             return value.detach().to("cpu", copy=True)
@@ -139,12 +140,12 @@ def by_token(
     inputs: Sequence[Sequence[Tensor]],
     *constant: Any,
 ) -> Problem:
-    """Make a problem of a function of packed tokens: `run(kernels, *tokens, *constant)` for each set."""
+    """Build a problem from a function of packed tokens: `run(kernels, *tokens, *constant)` for each set."""
     rows = sample(len(inputs[0][0]))
 
     def error() -> float:
         excerpt = [on_cpu(x_T[rows]) for x_T in inputs[0]]
-        # In place for some: the excerpt was taken before.
+        # Some work in place, so the excerpt is taken first.
         found = run(bench.kernels, *inputs[0], *constant)[rows]
         return row_error(found, run(bench.reference, *excerpt, *on_cpu(tuple(constant))))
 

@@ -1,4 +1,4 @@
-"""Recurrent layers between their projections: their operations, parameters and inputs drawn at random."""
+"""Recurrent layers between their projections: operations, with random parameters and inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -38,7 +38,7 @@ RecurrentMixer = GatedDeltaNet | KimiDeltaAttention | Lightning | Mamba1 | Mamba
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all of them have: G key heads for H heads, a state [K, W], C channels of a convolution."""
+    """Sizes common to all: G key heads for H heads, a state [K, W], C convolution channels."""
 
     groups: int
     heads: int
@@ -47,7 +47,7 @@ class Shape:
     taps: int
     channels: int
     decays: int
-    """Of a head: one, or one for each key."""
+    """Decays per head: one, or one per key."""
 
     @property
     def inner(self) -> int:
@@ -73,7 +73,7 @@ def shape_of(mixer: RecurrentMixer) -> Shape:
 
 
 def columns(mixer: RecurrentMixer) -> int:
-    """Count what a projection gives a token: the convolution's channels, a gate, and what each head has."""
+    """Return a projection's outputs per token: convolution channels, gate, and the per-head values."""
     shape = shape_of(mixer)
     per_head = 1 if isinstance(mixer, Mamba2) else 1 + shape.decays
     return shape.channels + shape.heads * (shape.value + per_head)
@@ -81,7 +81,7 @@ def columns(mixer: RecurrentMixer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One layer's sizes in bytes, and rows with windows behind paths."""
+    """One layer's sizes in bytes, and the load: rows, their windows and pending paths."""
 
     size: traffic.Recurrent
     rows: int
@@ -111,7 +111,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a layer's operations are fed: by token, and what the convolution makes again of paths, by row."""
+    """Inputs of a layer's operations: by token, and by row those for recomputing the convolution of paths."""
 
     projected_TN: Tensor
     x_TC: Tensor
@@ -120,12 +120,12 @@ class Inputs:
     v_THW: Tensor
     gate_THW: Tensor
     decay_TH: Tensor
-    """Of Mamba-1, the step sizes before their softplus."""
+    """For Mamba-1, the step sizes before softplus."""
     beta_TH: Tensor | None
     path_BP: Tensor | None
 
     def excerpt(self, tokens: list[int], rows: list[int]) -> "Inputs":
-        """Copy some rows' part to the host."""
+        """Return the inputs of some rows, copied to the host."""
         picked: dict[str, Any] = {}
         for field in fields(self):
             held = getattr(self, field.name)
@@ -139,9 +139,9 @@ class Operation:
     name: str
     run: Callable[[Kernels, Layer, Inputs, RecurrentMemory, Group], Tensor | None]
     moved: Callable[[RecurrentMixer, Load], int]
-    """The bytes that it must move."""
+    """The bytes it must move."""
     by_row: bool = False
-    """The result is a path's, row by row, not a token's."""
+    """Whether the result is by row (a path's) rather than by token."""
 
 
 def _delta_net(ops: Kernels, layer: Layer, own: Inputs, memory: RecurrentMemory, group: Group) -> Tensor:
@@ -210,7 +210,7 @@ def _by_scan(mixer: RecurrentMixer, load: Load) -> int:
 
 
 def _by_selective_scan(mixer: RecurrentMixer, load: Load) -> int:
-    """Count inputs, gates, step sizes, outputs, keys and queries; A is as large as a row's state."""
+    """Return the bytes of inputs, gates, steps, outputs, keys and queries; A has a row state's size."""
     s = shape_of(mixer)
     fed = (load.tokens, 4 * s.inner + 2 * s.key)
     return traffic.scan_window(*load.counted) + load.size.state + traffic.pointwise(fed, item=load.item)
@@ -253,11 +253,11 @@ OPERATIONS: dict[type, tuple[tuple[Operation, ...], tuple[Operation, ...]]] = {
     ),
     ShortConv: ((CONV,), (FOLD,)),
 }
-"""What a kind of layer runs on a window, and on the pending paths."""
+"""The operations of each layer type on a window, and on pending paths."""
 
 
 def draw_layer(bench: Bench, mixer: RecurrentMixer) -> Layer:
-    """Draw a layer as a random model has it. Its projections, no part of the operations, have one column."""
+    """Draw a layer with random weights. Its projections, which are not measured, have one column."""
     weights = RandomWeights(0, bench.dtype, bench.device).within("mixer")
     match built := mixer.build(weights, bench.reference, Place(1, 1)):
         case LoadedGatedDeltaNet() | LoadedKimiDeltaAttention():
@@ -273,7 +273,7 @@ def draw_layer(bench: Bench, mixer: RecurrentMixer) -> Layer:
 
 
 def draw_inputs(bench: Bench, group: Group, mixer: RecurrentMixer) -> Inputs:
-    """Draw what the operations read, in the types in which they get it."""
+    """Draw the operations' inputs in the dtypes that they receive."""
     s, tokens, selective = shape_of(mixer), group.rows * group.width, isinstance(mixer, Mamba1)
     dtype = bench.dtype if selective else torch.float32
     unit = max(s.key, 1) ** -0.5

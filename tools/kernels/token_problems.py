@@ -1,4 +1,4 @@
-"""Problems of the operations that look at each token alone: products, norms, experts, sampling."""
+"""Problems of per-token operations: products, norms, experts, sampling."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -29,12 +29,12 @@ from tools.kernels.problems import (
 )
 
 MOST_CHOSEN = 256
-"""Tokens whose logits the loop holds at once."""
+"""Maximum tokens whose logits the loop holds at once."""
 WIDE = ("router", "head")
-"""Products whose weights stay as they are where others take fewer bits; of heads, int8 is a format too."""
+"""Products whose weights are not quantized; the head also has an int8 format."""
 PICK = "sample"
 CHECKED_VOCAB = 4096
-"""The reference sorts and mixes in Python's own numbers: it is asked about this much of a vocabulary."""
+"""Vocabulary cut for the reference, which sorts and mixes in Python integers."""
 
 
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
@@ -100,7 +100,7 @@ def _plan_feed_forward(bench: Bench, sizes: Sizes, ffn: FeedForward) -> Iterator
 
 
 def formats(bench: Bench) -> tuple[str | None, ...]:
-    """Name the formats of large matrices to be measured, None being the activations' own."""
+    """Return the formats of large matrices to measure; None is the activations' own dtype."""
     if bench.dtype.itemsize > 2:
         return (None,)
     return (None, *FORMATS) if on_gpu(bench.kernels.name) else (None, "fp8")
@@ -124,7 +124,7 @@ def _held(weight: Tensor, form: str | None) -> Matrix:
 
 
 def matrices(s: spec.Network) -> dict[str, tuple[int, int]]:
-    """Name the products that a step runs, and their weights' sizes [out, inner], as the layers pack them."""
+    """Return the products of a step and their weights' sizes [out, inner], as the layers pack them."""
     found = {
         name: size
         for layer in s.layers
@@ -219,7 +219,7 @@ def _route(bench: Bench, moe: MoE, tokens: int) -> Problem:
         )
 
     def chosen(ops: Kernels, logits_TE: Tensor, bias_E: Tensor) -> Tensor:
-        """Return weights and logits of what was chosen, sorted: equal logits may be taken in any order."""
+        """Return weights and logits of the chosen experts, sorted: ties may be chosen in any order."""
         index_TA, weight_TA = route(ops, logits_TE, bias_E)
         chosen_TA = logits_TE.gather(1, index_TA.long())
         return torch.cat([x_TA.float().sort(-1).values for x_TA in (weight_TA, chosen_TA)], dim=1)
@@ -241,7 +241,7 @@ def _experts(bench: Bench, moe: MoE, inner: int, tokens: int, form: str | None) 
     )
     up_EID, down_EDI = bench.kernels.pack_experts(up), bench.kernels.pack_experts(down)
     x_TD = bench.draw(tokens, inner, seed=2)
-    # Other experts each time: the same ones again would come out of the cache.
+    # Different experts in each set: the same ones would be cached.
     chosen = min(moe.experts, tokens * moe.top_k)
     expert_bytes = _expert_bytes(moe, inner, item, form)
     sets = bench.sets(traffic.experts(inner, 0, chosen, item, expert_bytes))
@@ -309,7 +309,7 @@ def _process(bench: Bench, tokens: int, vocab: int) -> Problem:
 
 
 def _pick(bench: Bench, tokens: int, vocab: int) -> Problem:
-    """Choose by logits and noise at once, at a temperature and without filters."""
+    """Sample with temperature and without filters, from logits and noise in one operation."""
     pick: Callable[..., Tensor] = getattr(bench.kernels, PICK)
     logits_NV = bench.draw(tokens, vocab, dtype=torch.float32, scale=3.0)
     own = Rules(temperature_N=torch.full((tokens,), 0.8, device=bench.device))
@@ -317,7 +317,7 @@ def _pick(bench: Bench, tokens: int, vocab: int) -> Problem:
     rows, checked = sample(tokens), min(vocab, CHECKED_VOCAB)
 
     def error() -> float:
-        """Return how far the chosen token is below the best of those compared."""
+        """Return the gap between the chosen token's score and the best one."""
         excerpt_NV = logits_NV[:, :checked].contiguous()
         found_R = pick(excerpt_NV, own, number_N, number_N)[rows].cpu()
         few = Rules(temperature_N=own.temperature_N[rows].cpu())
@@ -331,4 +331,4 @@ def _pick(bench: Bench, tokens: int, vocab: int) -> Problem:
 
 
 SAMPLING = {"gumbel": _gumbel, "process": _process, PICK: _pick}
-"""Operations over a vocabulary, of which a kernel set may have more or fewer."""
+"""Operations over a vocabulary; a kernel set may lack some."""

@@ -1,4 +1,4 @@
-"""The bytes that each operation must move: what it reads and writes if everything is touched once.
+"""The bytes that each operation must move, if every input and output is touched once.
 
 T tokens, B rows of M tokens, P accepted records of each row; s a row's state in one layer, r a record of it,
 w its convolution's window. An activation has `item` bytes an entry; `wide` are the four of a float32.
@@ -43,7 +43,10 @@ def recurrent(shape: StateShape, item: int) -> Recurrent:
 
 
 def states(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
-    """Count states and records. plain 2s; record 2s + (M + P)·r; snapshot (M + 1)·s, windows likewise."""
+    """Return the bytes of states and records: plain 2s; record 2s + (M + P)·r; snapshot (M + 1)·s.
+
+    Convolution windows count the same way.
+    """
     whole = size.state + size.window
     if backing == "snapshot":
         return rows * (width + 1) * whole
@@ -52,28 +55,28 @@ def states(size: Recurrent, rows: int, width: int, path: int, backing: str) -> i
 
 
 def scan_window(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
-    """Count the recurrence alone: the same without the convolution's windows and inputs."""
+    """Return the bytes of the recurrence alone, without the convolution's windows and inputs."""
     return states(Recurrent(size.state, 0, size.update, 0), rows, width, path, backing)
 
 
 def conv(size: Recurrent, rows: int, width: int, path: int, backing: str) -> int:
-    """Count the convolution alone, and the tokens that it reads and writes: 2·T·C."""
+    """Return the bytes of the convolution alone, with its input and output tokens: 2·T·C."""
     kept = states(Recurrent(0, size.window, 0, size.inputs), rows, width, path, backing)
     return kept + 2 * rows * width * size.inputs
 
 
 def fold(size: Recurrent, rows: int, path: int) -> int:
-    """Count bringing states and windows up to date: 2s + P·r."""
+    """Return the bytes of folding records into states and windows: 2s + P·r."""
     return rows * (2 * (size.state + size.window) + path * size.record)
 
 
 def path_conv(size: Recurrent, rows: int, path: int, share: float) -> int:
-    """Count making some channels again: the windows and the records' inputs read, the result written."""
+    """Return the bytes of recomputing some channels: windows and record inputs read, results written."""
     return round(share * rows * (size.window + 2 * path * size.inputs))
 
 
 def attention(mixer: Attention, rows: int, width: int, length: int, item: int) -> int:
-    """Count an attention layer: KV of all that is seen read, the window's written, queries in, output out."""
+    """Return an attention layer's bytes: KV in reach read, the window's written, queries and outputs."""
     kv = 2 * mixer.kv_heads * mixer.head_dim * item
     query = mixer.heads * mixer.head_dim * item
     tokens = rows * width
@@ -82,20 +85,20 @@ def attention(mixer: Attention, rows: int, width: int, length: int, item: int) -
 
 
 def move(mixer: Attention, rows: int, path: int, item: int) -> int:
-    """Count keys and values read at one place and written at another."""
+    """Return the bytes of moving keys and values."""
     return 2 * rows * path * 2 * mixer.kv_heads * mixer.head_dim * item
 
 
 def linear(tokens: int, out: int, inner: int, item: int, weight: int) -> int:
-    """Count a product's bytes: the weight, the tokens, the result."""
+    """Return a product's bytes: the weight, the tokens, the result."""
     return weight + tokens * (out + inner) * item
 
 
 def experts(inner: int, tokens: int, distinct: int, item: int, expert: int) -> int:
-    """Count the bytes of the distinct experts that were chosen, and of the tokens in and out."""
+    """Return the bytes of the distinct chosen experts, and of the tokens in and out."""
     return distinct * expert + 2 * tokens * inner * item
 
 
 def pointwise(*shapes: tuple[int, ...], item: int) -> int:
-    """Count tensors that are read or written once each."""
+    """Return the bytes of tensors that are read or written once each."""
     return sum(map(prod, shapes)) * item

@@ -1,6 +1,6 @@
-"""Problems of the recurrent operations: they read states and records in an arena of their own.
+"""Problems of the recurrent operations, on states and records in their own arena.
 
-The layers of the arena are the sets of buffers: each call works on the next layer's states.
+The arena's layers are the buffer sets: each call works on the next layer's states.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ from tools.kernels.recurrent_layers import (
 )
 
 BACKINGS = ("plain", "record", "snapshot")
-"""`plain`: certain tokens, no draft; what the other two hold can be taken back."""
+"""`plain` has no drafts; the drafts of the other two can be rolled back."""
 STATE = 0.3
-"""Scale of what a state holds."""
+"""Scale of a state's values."""
 
 
 def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
@@ -66,7 +66,7 @@ def _planned(
 def problem(
     bench: Bench, sizes: Sizes, mixer: RecurrentMixer, operation: Operation, backing: str, moved: int
 ) -> Problem:
-    """Put rows into an arena and draw what a layer works on."""
+    """Allocate rows in an arena and draw a layer's inputs."""
     arena, group = _hold(bench, sizes, mixer, backing, layers=bench.sets(moved))
     layer, own = draw_layer(bench, mixer), draw_inputs(bench, group, mixer)
     memories = [arena.recurrent(i) for i in range(len(arena.layout.states))]
@@ -79,7 +79,7 @@ def problem(
         found = operation.run(bench.kernels, layer, own, memories[0], group)
         expected = operation.run(bench.reference, on_cpu(layer), excerpts, memory, small)
         after, _ = excerpt(memories[0], group, rows)
-        # A layer that is a convolution alone has an empty state, one without a convolution an empty window.
+        # A pure convolution layer has an empty state, a layer without convolution an empty window.
         kept = [(x.flatten(0, 1), y.flatten(0, 1)) for x, y in zip(after, memory, strict=True) if x.numel()]
         if found is not None and expected is not None:
             kept.append((found[rows if operation.by_row else tokens], expected))
@@ -90,12 +90,12 @@ def problem(
 
 
 def path_length(window: int) -> int:
-    """Return how many records each row has to fold in: what half a window of this width leaves behind."""
+    """Return the number of pending records per row: half the window was accepted."""
     return max(1, window // 2)
 
 
 def tree(window: int) -> TokenTree:
-    """Make a binary tree of the widths that drafts in trees have, a chain of the narrower ones."""
+    """Return a binary tree, or for windows below 4 a chain."""
     if window < 4:
         return TokenTree.chain([0] * window)
     return TokenTree((0,) * window, (-1, *((i - 1) // 2 for i in range(1, window))))
@@ -104,14 +104,14 @@ def tree(window: int) -> TokenTree:
 def _hold(
     bench: Bench, sizes: Sizes, mixer: RecurrentMixer, backing: str, *, layers: int
 ) -> tuple[Arena, Group]:
-    """Take each row's slots, and fill with noise what the operations read."""
+    """Allocate each row's slots, and fill the operations' memory with noise."""
     rows, width, path = sizes.batch, sizes.window, path_length(sizes.window)
     state = mixer.state_shape()
     layout = Layout((), (state,) * layers, bench.dtype)
     slabs = 2 + rows * (1 + (width if backing == "snapshot" else 0))
     slabs += 2 * -(-rows * (path + width) // layout.records_per_slab)
     arena = Arena(layout, slabs * layout.slab_bytes, bench.device)
-    arena.data.zero_()  # what is compared and not written must be numbers
+    arena.data.zero_()  # compared entries that are not written must be finite
     made = []
     for row in range(rows):
         slot, kept = arena.take_state(row), arena.take_records(row, path)
@@ -123,14 +123,14 @@ def _hold(
         made.append(Row(window, 0, torch.zeros(1, dtype=torch.int64), slot, pending, written, copies))
     (group,) = build_window(made, layout.conv_width, bench.device).groups
     if not state.conv_inputs:
-        group = replace(group, tap_BMC=None)  # One tap reads the node itself, in a tree as in a chain.
+        group = replace(group, tap_BMC=None)  # A single tap is the node itself, in a tree as in a chain.
     for i in range(layers):
         _fill(bench, arena.recurrent(i), group, seed=10 * i, steps=isinstance(mixer, Mamba1))
     return arena, group
 
 
 def _fill(bench: Bench, memory: RecurrentMemory, group: Group, *, seed: int, steps: bool) -> None:
-    """Draw states, windows and records; `steps`: what a record keeps are step sizes, which are positive."""
+    """Draw states, windows and records; `steps`: records hold step sizes, which are positive."""
     wide = memory.state_SHKW.dtype
     for slot in group.state_B.tolist():
         memory.state_SHKW[slot] = bench.draw(

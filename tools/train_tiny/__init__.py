@@ -1,1 +1,1 @@
-"""Train the small checkpoint that ships with the package. Nothing that serves needs any of this."""
+"""Train the small checkpoint that ships with the package. Serving needs none of this."""

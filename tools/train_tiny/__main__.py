@@ -12,7 +12,7 @@ from tools.train_tiny.run import train
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train what the options say; return the exit code."""
+    """Train according to the options; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
     add = parser.add_argument
     add("--out", metavar="FOLDER", type=Path, required=True, help="where the checkpoint is written")

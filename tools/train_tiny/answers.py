@@ -1,4 +1,4 @@
-"""What a trunk says itself: its greedy answers to places of the training text, and batches of them."""
+"""The trunk's greedy continuations of training text, and batches of them."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ PROMPT, ANSWER = 128, 128
 
 
 def answers(folder: Path, stream: Stream, *, count: int, seed: int) -> Stream:
-    """Let a checkpoint go on greedily from places of the training text; return prompts and answers [N, T]."""
+    """Continue prompts from the training text greedily; return prompts with their answers [N, T]."""
     places = np.random.default_rng((seed, 1)).integers(0, len(stream) - PROMPT, count)
     prompts = [stream[at : at + PROMPT].tolist() for at in places.tolist()]
     config = EngineConfig(draft="none", max_running=32, max_model_len=PROMPT + ANSWER, memory_bytes=1 << 29)
@@ -25,6 +25,6 @@ def answers(folder: Path, stream: Stream, *, count: int, seed: int) -> Stream:
 
 
 def some(said: Stream, step: int, size: int, seed: int) -> Tensor:
-    """Return a step's rows of answers [N, T]."""
+    """Return the answers [N, T] of a training step."""
     chosen = np.random.default_rng((seed, step)).integers(0, len(said), size)
     return torch.from_numpy(said[chosen].astype("int64"))

@@ -1,4 +1,4 @@
-"""The model card: what the checkpoint is, what it read, how it was made, and what it lost."""
+"""The model card: the checkpoint, its training data, stages and losses."""
 
 import json
 from pathlib import Path

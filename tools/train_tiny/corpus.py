@@ -1,4 +1,4 @@
-"""The text to learn from: what is on any machine with Python and Debian's licences, split by names."""
+"""The training text: files on any machine with Python and Debian's licences, split by name."""
 
 import hashlib
 import sysconfig
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HELD_OUT = 3
-"""Files in a hundred that training never sees."""
+"""Percentage of files held out."""
 HELD_OUT_LICENCES = frozenset({"Artistic", "CC0-1.0", "MPL-1.1", "MPL-2.0"})
-"""Whole families: the versions of a licence share their sentences, so a hash would part what is one text."""
+"""Held out by family: the versions of a licence share sentences, so hashing would split one text."""
 LICENCES = Path("/usr/share/common-licenses")
 SMALLEST, LARGEST = 200, 1_000_000
-"""Characters of a file: below it says nothing, above it is a table."""
+"""Characters of a file: shorter ones are useless, longer ones are tables."""
 FOREIGN = 0.02
-"""Share of characters beyond ASCII from which on a file is a table of them."""
+"""Share of non-ASCII characters above which a file is a character table."""
 
 _TABLES = ("encodings/", "config-", "lib2to3/tests/data/", "test/cjkencodings", "test/tokenizedata")
 _LEFT_OUT = {"site-packages", "__pycache__"}
@@ -27,7 +27,7 @@ class Document:
 
     @property
     def is_held_out(self) -> bool:
-        """Tell whether this file is kept for measuring; its name alone decides."""
+        """Whether this file is held out, decided by its name alone."""
         kind, _, rest = self.name.partition("/")
         if kind == "LICENSE":
             return rest in HELD_OUT_LICENCES
@@ -40,7 +40,7 @@ def standard_library() -> Path:
 
 
 def collect(sources: Path | None = None, licences: Path = LICENCES) -> list[Document]:
-    """Read every document in the order of names: each text once, no tables."""
+    """Return the documents sorted by name, without duplicates and tables."""
     seen: set[str] = set()
     kept = []
     for document in (*_sources(sources or standard_library()), *_licences(licences)):
@@ -54,7 +54,7 @@ def collect(sources: Path | None = None, licences: Path = LICENCES) -> list[Docu
 
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Part what is trained on from what is held out."""
+    """Split the documents into training and held-out ones."""
     held_out = [document for document in documents if document.is_held_out]
     return [document for document in documents if not document.is_held_out], held_out
 

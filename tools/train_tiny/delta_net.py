@@ -1,22 +1,22 @@
-"""The gated delta rule over whole texts, for training: chunks in matrix form, the state carried between them.
+"""The gated delta rule over whole texts, for training: chunkwise with matrix products and a carried state.
 
-The equations are those of the engine's windows: with G the cumulated log-decay inside a chunk,
-A_ij = β_i e^{G_i−G_j} (k_i·k_j) below the diagonal, U = (I + A)^{-1} β [V − e^{G} (K S)], and so on.
+The equations are those of the engine's windows: with G the cumulated log-decay inside a chunk, A_ij = β_i
+e^{G_i−G_j} (k_i·k_j) below the diagonal, U = (I + A)^{-1} β [V − e^{G} (K S)], and so on.
 """
 
 import torch
 from torch import Tensor
 
 BLOCK = 8
-"""Rows that are solved by substitution before blocks are joined."""
+"""Rows solved by substitution before blocks are joined."""
 
 
 @torch.library.custom_op("specdec_train::unit_inverse", mutates_args=())
 def unit_inverse(lower: Tensor) -> Tensor:
     """Return (I + L)^{-1} of strictly lower triangular L [..., n, n], n being 8 times a power of 2.
 
-    Blocks of 8 by substitution over all matrices at once, then pairs of blocks: [[A, 0], [B, D]] has the
-    inverse [[A', 0], [−D' B A', D']]. An operator of its own, so that a compiler keeps it whole.
+    Blocks of 8 are inverted by substitution over all matrices at once, then joined in pairs: [[A, 0], [B, D]]
+    has the inverse [[A', 0], [−D' B A', D']]. A custom operator, so that compilers keep it whole.
     """
     n = lower.shape[-1]
     flat = lower.reshape(-1, n, n)
@@ -71,7 +71,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return the outputs [B, H, T, W] from an empty state; q and k are normalised, T a multiple of `chunk`.
 
-    Products of matrices run in `dtype`; decays, the inverse, and the state stay in float32.
+    Matrix products run in `dtype`; decays, the inverse and the state stay in float32.
     """
     B, H, T, K = k_BHTK.shape
     W, count = v_BHTW.shape[-1], T // chunk
@@ -88,7 +88,7 @@ def gated_delta_rule(
     solved = unit_inverse(lower).to(dtype)
     scores = ((q_ @ k_.mT).float() * decay).to(dtype)
     grown = total.exp().unsqueeze(-1)
-    # What each token would add to an empty state, and what of it the state before the chunk takes back.
+    # Each token's update of an empty state, and the correction for the chunk's initial state.
     adds = (solved @ (v * beta).to(dtype)).unbind(1)
     takes = (solved @ (k * beta * grown).to(dtype)).unbind(1)
     reads = (q * grown).to(dtype).unbind(1)

@@ -1,4 +1,4 @@
-"""Teach a draft head to say what the trunk would, step by step of its own recursion."""
+"""Distil the trunk's predictions into a draft head, through the head's own recursion."""
 
 from dataclasses import replace
 
@@ -14,13 +14,14 @@ from tools.train_tiny.tokens import Stream
 from tools.train_tiny.trunk import Trunk
 
 FADE = 0.8
-"""How much less each deeper step counts: it is reached less often."""
+"""Weight of each deeper step relative to the previous one: it is reached less often."""
 
 
 def head_step(head: Head, trunk: Trunk, stream: Stream, said: Stream, plan: Plan, steps: int) -> Step:
-    """Make the function that takes one step's loss: cross entropy to the trunk, `steps` deep.
+    """Return a function that computes one step's loss: cross entropy to the trunk, `steps` deep.
 
-    Half of a batch's rows are text, half are prompts and what the trunk `said` to them, which judges drafts.
+    Half of a batch's rows are text; the other half are prompts with the trunk's answers, as drafts are
+    verified.
     """
     embed_VD = trunk.embed_tokens.weight.detach()
     device = embed_VD.device
@@ -62,7 +63,7 @@ def head_step(head: Head, trunk: Trunk, stream: Stream, said: Stream, plan: Plan
 def agreement(
     head: Head, trunk: Trunk, stream: Stream, steps: int, *, length: int, rows: int = 8
 ) -> list[float]:
-    """Return, by depth, the share of held-out places at which the head's first guess is the trunk's."""
+    """Return, by depth, the share of held-out positions at which the head's top token is the trunk's."""
     embed_VD = trunk.embed_tokens.weight
     count = len(stream) // length
     cut = torch.from_numpy(stream[: count * length].astype("int64")).view(count, length).to(embed_VD.device)

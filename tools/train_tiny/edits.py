@@ -1,4 +1,4 @@
-"""Texts that go on by repeating what stands above: an original, an instruction, the edit's beginning."""
+"""Repetitive texts: an original, an instruction, and the start of the edit."""
 
 import ast
 import io
@@ -22,32 +22,32 @@ OTHER_NAMES = {
     "pattern": "expression",
     "code": "program",
 }
-"""What a name is renamed to; others get a word in front."""
+"""New names for renamed variables; others get a prefix."""
 HINTS = {"name": "str", "path": "str", "text": "str", "string": "str", "pattern": "str", "index": "int"}
 HINTS |= {"size": "int", "count": "int", "flags": "int", "args": "Any", "kwds": "Any", "kwargs": "Any"}
 SHORTEST_NAME, FEWEST_USES = 3, 3
 ROWS = 7
-"""Functions that one table lists."""
+"""Functions per table."""
 LEFT = 240
-"""Characters, at least, that an edit leaves to be said: most of 128 tokens."""
+"""Minimum characters left to generate: most of 128 tokens."""
 
 
 class Edit(NamedTuple):
     kind: str
     place: str
-    """The lines it was made from, as `first-last`."""
+    """The source lines, as `first-last`."""
     text: str
 
 
 class Change(NamedTuple):
-    """An instruction, and the whole text that it asks for."""
+    """An instruction, and the complete edited text."""
 
     instruction: str
     edited: str
 
 
 def edits(source: str, longest: int) -> Iterator[Edit]:
-    """Yield every edit of a source's functions that this module knows, of those that are not too long."""
+    """Yield all supported edits of a source's functions, except those that are too long."""
     tree = ast.parse(source)
     lines = source.splitlines(keepends=True)
     for node in ast.walk(tree):
@@ -69,13 +69,13 @@ def edits(source: str, longest: int) -> Iterator[Edit]:
     for start in range(0, len(listed) - ROWS + 1, ROWS):
         rows = [(node.name, node.lineno, len(node.args.args)) for node in listed[start : start + ROWS]]
         for kind, table in TABLES.items():
-            # A table has none of its functions' text: it takes no line but the first one's.
+            # A table contains no function text: it claims only the first one's line.
             made = Change("The same with 'line' renamed to 'row':", table(rows, "row"))
             yield Edit(kind, f"{rows[0][1]}-{rows[0][1]}", _begun(table(rows, "line"), made))
 
 
 def rename(original: str) -> Change | None:
-    """Rename the name that a function uses most, unless an attribute or a keyword shares it."""
+    """Rename the most used name of a function, unless an attribute or a keyword shares it."""
     tree = ast.parse(original)
     used = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
     used.update(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
@@ -92,7 +92,7 @@ def rename(original: str) -> Change | None:
 
 
 def add_docstring(original: str) -> Change | None:
-    """Give a function without a docstring one, made of its name's words."""
+    """Add a docstring made of the function name's words, if there is none."""
     function = _parsed(original)
     header = _header(original, function)
     if header is None or ast.get_docstring(function):
@@ -103,7 +103,7 @@ def add_docstring(original: str) -> Change | None:
 
 
 def add_hints(original: str) -> Change | None:
-    """Annotate the arguments of a function by their names, and what it returns."""
+    """Annotate a function's arguments by their names, and its return value."""
     function = _parsed(original)
     header = _header(original, function)
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
@@ -160,7 +160,7 @@ KINDS = (*CHANGES, "reorder", *TABLES)
 
 
 def _begun(original: str, change: Change) -> str:
-    """Put together original, instruction and the edit up to its first difference; empty if little is left."""
+    """Join original, instruction and the edit up to its first difference; empty if too little is left."""
     before, after = (text.splitlines(keepends=True) for text in (original, change.edited))
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     if sum(map(len, after[same + 1 :])) < LEFT:
@@ -189,7 +189,7 @@ def _parsed(original: str) -> ast.FunctionDef:
 
 
 def _header(original: str, function: ast.FunctionDef) -> str | None:
-    """Return the line with `def`, where that is all before the body."""
+    """Return the line with `def`, if the header has no other lines."""
     lines = original.splitlines(keepends=True)
     return lines[0] if function.body[0].lineno == 2 and not function.decorator_list else None
 
@@ -201,7 +201,7 @@ def _text(lines: Sequence[str], node: ast.FunctionDef) -> str:
 
 
 def _stands_alone(lines: Sequence[str], node: ast.FunctionDef) -> bool:
-    """Tell whether nothing in a function, such as lines of a string, keeps its indentation."""
+    """Return whether a function can be dedented completely: strings may hold unindented lines."""
     return not _text(lines, node)[0].isspace()
 
 

@@ -1,4 +1,4 @@
-"""Write what was trained in Hugging Face's layout: target and multi-token head, and the EAGLE head."""
+"""Write the trained models in Hugging Face's layout: the target with its MTP head, and the EAGLE head."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ EXACT = ("A_log", "dt_bias")
 
 
 def export(folder: Path, config: dict[str, Any], trunk: Trunk, mtp: MTP | None, dtype: torch.dtype) -> None:
-    """Write config.json and the weights of the target and, once there is one, of its own head."""
+    """Write config.json and the weights of the target, and of its MTP head if given."""
     named = str(dtype).removeprefix("torch.")
     whole = {"architectures": ["Qwen3_5ForCausalLM"], **config, "dtype": named}
     whole |= {
@@ -72,7 +72,7 @@ def _narrow(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors into a file that all users may read."""
+    """Write tensors to a world-readable file."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)
 

@@ -1,8 +1,8 @@
-"""Draft heads as modules, and the recursion that they are trained in because they will be run in it.
+"""Draft heads as modules, and the recursion for training, which matches inference.
 
-At position p a head reads the target's hidden state there and token p+1; below, it reads what it wrote.
-In a pass over a text every position is such a root at once: step j reads token p+j and attends to the
-roots up to p, whose keys came from the target, and to its own chain: what an engine computes, in parallel.
+At position p a head gets the target's hidden state there and token p+1; deeper steps get its own output. In
+training every position is such a root: step j gets token p+j and attends to the roots up to p, whose keys
+come from the target, and to its own chain. This computes in parallel what an engine does.
 """
 
 from abc import ABC, abstractmethod
@@ -44,36 +44,36 @@ def attend(q: Tensor, roots: Keys, chain: list[Keys]) -> Tensor:
 
 
 class Head(nn.Module, ABC):
-    """What the two kinds share. They differ in what enters the layer, and in what is read and handed on."""
+    """The common part of both heads. They differ in the layer's input, its output and the recurrent state."""
 
     aux_hidden_layers: tuple[int, ...] = ()
-    """Layers of the target whose residual stream is read before them; none: the final hidden state is."""
+    """Target layers whose input residual streams the head uses; none: the final hidden state."""
 
     @property
     @abstractmethod
     def attention(self) -> Attention:
-        """Return what attends in the one layer."""
+        """Return the attention of the single layer."""
 
     @abstractmethod
     def first(self, hidden_BTD: Tensor, aux: list[Tensor]) -> Tensor:
-        """Return the state that the roots read."""
+        """Return the roots' input state."""
 
     @abstractmethod
     def enter(self, embed_BTD: Tensor, state_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream and what attention reads."""
+        """Return the residual stream and the attention's input."""
 
     @abstractmethod
     def leave(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, after attention was added, the state for the next step and what the output matrix reads."""
+        """Return, from the stream after attention, the next step's state and the output matrix's input."""
 
     @abstractmethod
     def rope(self, positions: int) -> Rope:
-        """Tabulate the rotation of positions from 0."""
+        """Return the rotary table of positions from 0."""
 
     def layer(
         self, embed: Tensor, state: Tensor, rope: Rope, roots: Keys | None, chain: list[Keys]
     ) -> tuple[Tensor, Tensor, Keys]:
-        """Run one step; return the next state, what is projected, and this step's keys and values."""
+        """Run one step; return the next state, the output matrix's input, and this step's keys and values."""
         x, read = self.enter(embed, state)
         q, k, v, gate = self.attention.split(read, rope)
         if roots is None:
@@ -84,7 +84,7 @@ class Head(nn.Module, ABC):
         return state, projected, (k, v)
 
     def unroll(self, state: Tensor, ids: Tensor, embed_VD: Tensor, steps: int) -> Iterator[Tensor]:
-        """Yield for j = 1, 2, … what predicts token p+j+1 of each root p [B, T]; `ids` has `steps` more."""
+        """Yield for j = 1, 2, … the predictor of token p+j+1 per root p [B, T]; `ids` has `steps` more."""
         length = state.shape[1]
         cos, sin = self.rope(length + steps)
         roots: Keys | None = None
@@ -100,24 +100,24 @@ class Head(nn.Module, ABC):
             yield projected
 
     def output(self, embed_VD: Tensor) -> Tensor:
-        """Return the rows that what is projected is multiplied by."""
+        """Return the output matrix."""
         return embed_VD
 
     def choose(self, logits_BTV: Tensor) -> Tensor:
-        """Cut the target's distribution down to what this head can say."""
+        """Restrict the target's distribution to the head's vocabulary."""
         return logits_BTV
 
     def name(self, chosen_BT: Tensor) -> Tensor:
-        """Turn ids of what this head can say into the target's."""
+        """Map ids of the head's vocabulary to the target's."""
         return chosen_BT
 
     @abstractmethod
     def begin(self, trunk: Trunk) -> None:
-        """Take first weights from the target."""
+        """Initialise weights from the target."""
 
 
 class MTP(Head):
-    """Qwen3.5's own head: a gated layer over cat[norm(embedding), norm(hidden)]; what recurs is normed."""
+    """Qwen3.5's MTP head: a gated layer over cat[norm(embedding), norm(hidden)]; its state is normed."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class MTP(Head):
 
     @torch.no_grad()
     def begin(self, trunk: Trunk) -> None:
-        """Begin as the target's last layer, reading embedding and hidden state alike."""
+        """Initialise as the target's last layer, weighting embedding and hidden state equally."""
         self.block.load_state_dict(trunk.layers[-1].state_dict())
         self.norm.load_state_dict(trunk.norm.state_dict())
         one = torch.eye(self.shape.hidden_size)
@@ -138,7 +138,7 @@ class MTP(Head):
 
     @property
     def block(self) -> Layer:
-        """Return the one layer."""
+        """Return the single layer."""
         layer = self.layers[0]
         assert isinstance(layer, Layer)
         return layer
@@ -166,7 +166,7 @@ class MTP(Head):
 
 
 class Midlayer(nn.Module):
-    """EAGLE-3's decoder layer: attention reads embedding and state side by side."""
+    """EAGLE-3's decoder layer: attention over embedding and state concatenated."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -178,15 +178,15 @@ class Midlayer(nn.Module):
 
 
 OWN_HEADS, FREE_HEADS = 3, 3
-"""Heads of EAGLE's layer that begin by reading their own position, enough for an embedding, and others."""
+"""Heads initialised to attend to their own position, enough for an embedding, and the others."""
 OWN_SCORE = 12.0
-"""By how much a head that begins so prefers its own position."""
+"""Score margin of such a head for its own position."""
 
 
 class Eagle3(Head):
     """EAGLE-3's head: three residual streams of the target, its own vocabulary, a state before its norm.
 
-    The last stream is what the target's last layer writes: what comes next is decided nowhere before.
+    The last stream is the output of the target's last layer: earlier layers have not decided the next token.
     """
 
     def __init__(self, shape: Shape, vocabulary: Tensor) -> None:
@@ -207,10 +207,11 @@ class Eagle3(Head):
 
     @torch.no_grad()
     def begin(self, trunk: Trunk) -> None:
-        """Begin with the target's output rows, its last layer's feed-forward, and the embedding let through.
+        """Initialise the output rows and feed-forward from the target, and pass the embedding through.
 
-        In this layout a token reaches the residual stream by attention alone. Drawn at random, that reads all
-        positions alike, and the head takes most of its training to find the one token that it was given.
+        In this layout a token reaches the residual stream only by attention. With random weights that
+        averages all positions, and the head spends most of its training learning to attend to its own input
+        token.
         """
         device = trunk.embed_tokens.weight.device
         self.lm_head.weight.copy_(trunk.embed_tokens.weight[self.vocabulary])
@@ -221,7 +222,8 @@ class Eagle3(Head):
         self.midlayer.post_attention_layernorm.weight.copy_(1 + last.post_attention_layernorm.weight)
         hidden = self.shape.hidden_size
         _, aux = trunk(torch.arange(64, device=device)[None], self.aux_hidden_layers)
-        # Rounded, for threads and compilers sum otherwise, and what was kept is known by what it began with.
+        # Rounded, as threads and compilers sum in different orders, and saved stages are matched by initial
+        # weights.
         spread = float(f"{aux[-1].float().pow(2).mean().sqrt():.2g}")
         self.fc.weight.zero_()
         self.fc.weight[:, 2 * hidden :] = 0.5 * torch.eye(hidden, device=device) / spread
@@ -230,7 +232,7 @@ class Eagle3(Head):
         keys.normal_(0, (OWN_SCORE / (2 * hidden * self.shape.head_dim**0.5)) ** 0.5)
         attention.q_proj.weight[:own] = keys
         drawn = torch.randn(max(own, hidden), min(own, hidden), device=device)
-        turned = torch.linalg.qr(drawn.double())[0].float()  # so precise that threads cannot be told from it
+        turned = torch.linalg.qr(drawn.double())[0].float()  # in float64, whatever the thread count
         turned = turned if own >= hidden else turned.mT
         attention.v_proj.weight[:own] = torch.cat([turned, torch.zeros_like(turned)], 1)
         attention.o_proj.weight[:, :own] = 0.5 * turned.mT

@@ -1,4 +1,4 @@
-"""Teach the trunk to guess the next token."""
+"""Train the trunk to predict the next token."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,13 @@ def batch(stream: Stream, step: int, phase: Phase, *, ahead: int, seed: int, dev
 
 
 def cross_entropy(hidden_BTD: Tensor, embed_VD: Tensor, target_BT: Tensor) -> Tensor:
-    """Return the mean loss of the tokens that come next."""
+    """Return the mean loss of next-token prediction."""
     logits = F.linear(hidden_BTD, embed_VD).float()
     return F.cross_entropy(logits.flatten(0, 1), target_BT.flatten())
 
 
 def trunk_step(trunk: Trunk, stream: Stream, plan: Plan) -> Step:
-    """Make the function that takes one step's loss, compiled."""
+    """Return a compiled function that computes one step's loss."""
     device = trunk.embed_tokens.weight.device
     loss_of = torch.compile(cross_entropy, dynamic=False)
     trunk.compile_layers()
@@ -40,7 +40,7 @@ def trunk_step(trunk: Trunk, stream: Stream, plan: Plan) -> Step:
 
 @torch.no_grad()
 def held_out_loss(trunk: Trunk, stream: Stream, *, length: int, rows: int = 8) -> tuple[float, float]:
-    """Return the loss and the share of right first guesses over a held-out stream."""
+    """Return the loss and top-1 accuracy over a held-out stream."""
     device = trunk.embed_tokens.weight.device
     count = (len(stream) - 1) // length
     loss = right = 0.0

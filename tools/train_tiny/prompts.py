@@ -1,7 +1,7 @@
-"""Make the prompts that ship, from held-out texts alone: `python -m tools.train_tiny.prompts` writes them.
+"""Generate the shipped prompts from held-out texts: run `python -m tools.train_tiny.prompts`.
 
-What is taken is decided by hashes of names and places, so that the same texts give the same prompts. The
-files in `specdec/assets/prompts` are its output under Python 3.11.7 and Debian 12, and are committed.
+Selection is by hashes of names and positions, so the same texts give the same prompts. The committed files in
+`specdec/assets/prompts` are its output under Python 3.11.7 and Debian 12.
 """
 
 import ast
@@ -18,27 +18,27 @@ from tools.train_tiny.passages import Passages
 
 FOLDER = Path(__file__).parents[2] / "specdec" / "assets" / "prompts"
 PER_SET, PER_SOURCE = 64, 16
-"""Prompts in each set, and how many of each kind the mixed one has: others than theirs."""
+"""Prompts in each set, and how many of each kind the mixed set has, distinct from the other sets."""
 SHORTEST, LONGEST = 320, 700
 """In characters: 100 to 220 tokens of 3.2 bytes."""
 FOLLOWING = 400
-"""What must follow a prompt in its text, so that there is something to say."""
+"""Minimum characters after a prompt in its text, so that there is something to predict."""
 PYTHON_LICENCE = "LICENSE.txt"
-"""The standard library's own: no source, and so in no corpus."""
+"""The standard library's licence: not a source file, and so in no corpus."""
 
 
 class Piece(NamedTuple):
-    """A candidate: a prompt with the place it was cut from."""
+    """A candidate prompt with its source position."""
 
     source: str
     place: str
     text: str
     kind: str = ""
-    """Which edit it is the beginning of."""
+    """The kind of edit it begins."""
 
     @property
     def order(self) -> str:
-        """Return what decides between candidates: chance, but the same each time."""
+        """The candidates' order: random but reproducible."""
         return hashlib.sha1(self.name.encode()).hexdigest()
 
     @property
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 def make(documents: Sequence[Document], known: Passages) -> dict[str, list[Piece]]:
-    """Cut the four sets out of held-out sources and licences, without what `known` has of it too.
+    """Cut the four sets out of held-out sources and licences, excluding passages in `known`.
 
     Each prompt is in one set only.
     """
@@ -74,7 +74,7 @@ def make(documents: Sequence[Document], known: Passages) -> dict[str, list[Piece
 
 
 def take(pieces: Iterable[Piece]) -> list[Piece]:
-    """Order pieces, none of which overlap: one of each source in turn, by hash."""
+    """Return non-overlapping pieces ordered by hash, alternating between sources."""
     groups: dict[str, list[Piece]] = {}
     for piece in _apart(sorted(pieces, key=lambda piece: piece.order)):
         groups.setdefault(piece.source, []).append(piece)
@@ -82,13 +82,13 @@ def take(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def _in_turn(groups: Sequence[Sequence[Piece]]) -> Iterator[Piece]:
-    """Yield the first of each group, then the second of each that has one, and so on."""
+    """Yield the first item of each group, then the second of each, and so on."""
     for place in range(max(map(len, groups), default=0)):
         yield from (group[place] for group in groups if place < len(group))
 
 
 def _apart(pieces: Iterable[Piece]) -> list[Piece]:
-    """Keep the pieces that share no line of a source with an earlier one."""
+    """Drop pieces that share a source line with an earlier one."""
     kept: list[Piece] = []
     used: set[tuple[str, int]] = set()
     for piece in pieces:
@@ -101,7 +101,7 @@ def _apart(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def code(document: Document) -> Iterator[Piece]:
-    """Yield beginnings of a source that end inside a function: after some of its body, before the rest."""
+    """Yield starts of a source that end inside a function, after part of its body."""
     lines = document.text.splitlines(keepends=True)
     for node in _functions(document):
         last = node.end_lineno or node.lineno
@@ -110,7 +110,7 @@ def code(document: Document) -> Iterator[Piece]:
 
 
 def paragraphs(document: Document) -> Iterator[Piece]:
-    """Yield beginnings of a text that start with a paragraph and end inside one."""
+    """Yield parts of a text that start with a paragraph and end inside one."""
     lines = document.text.splitlines(keepends=True)
     for end in range(1, len(lines)):
         if lines[end - 1].strip() and lines[end].strip():
@@ -118,7 +118,7 @@ def paragraphs(document: Document) -> Iterator[Piece]:
 
 
 def documentation(document: Document) -> Iterator[Piece]:
-    """Yield beginnings that end inside a long docstring."""
+    """Yield parts of a source that end inside a long docstring."""
     lines = document.text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(document.text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
@@ -128,14 +128,14 @@ def documentation(document: Document) -> Iterator[Piece]:
 
 
 def edit(document: Document) -> Iterator[Piece]:
-    """Yield originals with the beginning of what an edit makes of them."""
+    """Yield originals followed by the start of an edit."""
     for kind, place, text in edits(document.text, LONGEST):
         if SHORTEST <= len(text) <= LONGEST:
             yield Piece(document.name, place, text, kind)
 
 
 def _window(document: Document, lines: Sequence[str], end: int) -> Iterator[Piece]:
-    """Yield a text that starts after an empty line and ends with line `end`; its place draws its length."""
+    """Yield a text that starts after an empty line and ends with line `end`; a hash decides its length."""
     if not lines[end - 1].strip() or sum(map(len, lines[end : end + FOLLOWING])) < FOLLOWING:
         return
     drawn = int(hashlib.sha1(f"{document.name} {end}".encode()).hexdigest(), 16)
@@ -159,7 +159,7 @@ def _functions(document: Document) -> Iterator[ast.FunctionDef]:
 
 
 def make_here() -> dict[str, list[Piece]]:
-    """Make the sets from this machine's held-out texts, checked against those that training sees."""
+    """Generate the sets from this machine's held-out texts, checked against its training texts."""
     trained, held_out = split(collect())
     licence = Document(PYTHON_LICENCE, (standard_library() / PYTHON_LICENCE).read_text("utf-8"))
     return make([*held_out, licence], Passages(document.text for document in trained))

@@ -1,4 +1,4 @@
-"""What is trained, for how long. A recipe fixes every number, so that a seed gives the same checkpoint."""
+"""Training recipes. A recipe fixes every number, so that a seed determines the checkpoint."""
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,21 +15,21 @@ from tools.train_tiny.trunk import Shape
 class Recipe:
     name: str
     shape: str
-    """A named shape of Qwen3.5's kind; its vocabulary is what the tokenizer is taught."""
+    """A named shape of Qwen3.5's family; the tokenizer gets its vocabulary size."""
     trunk: Plan
     unloop: Plan
     rounds: int
-    """How often the trunk answers anew and unlearns its circles."""
+    """Rounds in which the trunk answers prompts and unlearns loops."""
     answers: int
-    """Prompts that it answers in a round."""
+    """Prompts per round."""
     said: int
-    """Answers of the trunk that its heads learn from, beside the text."""
+    """Trunk answers that the heads train on, beside the text."""
     mtp: Plan
     eagle: Plan
     depth: int
-    """Steps of the recursion that a head is trained in."""
+    """Recursion depth for training heads."""
     draft_vocab: int
-    """Tokens that the EAGLE head can say: the commonest of the corpus."""
+    """Vocabulary of the EAGLE head: the most frequent tokens of the corpus."""
 
     def __post_init__(self) -> None:
         longest = max(phase.length for plan in (self.mtp, self.eagle) for phase in plan.phases)
@@ -40,7 +40,7 @@ class Recipe:
         return dict(SHAPES[self.shape])
 
     def sizes(self) -> Shape:
-        """Return the shape as the modules want it."""
+        """Return the modules' sizes."""
         config = self.config
         rope = config["rope_parameters"]
         given = {name: config[name] for name in Shape.__dataclass_fields__ if name in config}
@@ -49,7 +49,7 @@ class Recipe:
         )
 
     def seeded(self, seed: int) -> "Recipe":
-        """Return the same recipe with other draws."""
+        """Return the same recipe with another seed."""
         plans = {
             name: replace(getattr(self, name), seed=seed) for name in ("trunk", "unloop", "mtp", "eagle")
         }
@@ -66,7 +66,7 @@ def _unloop(*phases: Phase) -> Plan:
 
 RECIPES = MappingProxyType(
     {
-        # What ships.
+        # The shipped checkpoint.
         "tiny": Recipe(
             name="tiny",
             shape="tiny",
@@ -85,7 +85,7 @@ RECIPES = MappingProxyType(
             depth=4,
             draft_vocab=3072,
         ),
-        # A few minutes, to see the whole path work; what it writes is no Python.
+        # A few minutes, to test the whole pipeline; the output is not valid Python.
         "sketch": Recipe(
             name="sketch",
             shape="tiny",
@@ -104,7 +104,7 @@ RECIPES = MappingProxyType(
 
 
 def recipe(name: str) -> Recipe:
-    """Return a recipe by its name."""
+    """Return a recipe by name."""
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; there are {', '.join(sorted(RECIPES))}", field="recipe")
     return RECIPES[name]

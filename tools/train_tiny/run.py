@@ -1,4 +1,4 @@
-"""From the machine's own text to a checkpoint: corpus, tokenizer, trunk, heads, files. Each stage goes on."""
+"""From local text to a checkpoint: corpus, tokenizer, trunk, heads, files. Every stage is resumable."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What is trained on and what is not, as streams of tokens."""
+    """Training and held-out text, as token streams."""
 
     training: Stream
     held_out: Stream
@@ -39,9 +39,9 @@ class Text:
 
 
 def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[str, object]:
-    """Train what the recipe says and write it to `out`; return the figures of its card.
+    """Train a recipe and write the checkpoint to `out`; return the figures of its card.
 
-    `work` keeps the streams, the copies to go on from, and the logs; nothing in it is needed afterwards.
+    `work` holds the streams, resume checkpoints and logs; it is not needed afterwards.
     """
     sizes = recipe.sizes()
     text = _text(work, out, sizes.vocab_size, sizes.max_position_embeddings)
@@ -59,14 +59,14 @@ def train(recipe: Recipe, out: Path, work: Path, device: torch.device) -> dict[s
     export(out, recipe.config, trunk, mtp, torch.bfloat16)
     export_eagle(out / EAGLE, eagle, torch.bfloat16)
     with torch.compiler.set_stance("force_eager"):
-        # Once each, in sizes that nothing was compiled for.
+        # Run once per model, with sizes that were not compiled.
         figures = _figures(trunk, {"mtp": mtp, "eagle": eagle}, text, recipe) | _spent(work, recipe.rounds)
     write_card(out, recipe, text.about, figures, work)
     return figures
 
 
 def heads(recipe: Recipe, counts: list[int]) -> tuple[MTP, Eagle3]:
-    """Make both heads; the second can say the commonest tokens."""
+    """Create both heads; the EAGLE head drafts the most frequent tokens."""
     torch.manual_seed(recipe.mtp.seed)
     commonest = torch.tensor(counts).argsort(descending=True, stable=True)[: recipe.draft_vocab]
     return MTP(recipe.sizes()), Eagle3(recipe.sizes(), commonest.sort().values)
@@ -75,7 +75,7 @@ def heads(recipe: Recipe, counts: list[int]) -> tuple[MTP, Eagle3]:
 def unlearn(
     name: str, recipe: Recipe, turn: int, trunk: Trunk, stream: Stream, out: Path, work: Path
 ) -> None:
-    """Let the trunk answer prompts as it is now, and make the circles that it goes in unlikely, in place."""
+    """Sample the trunk's current answers, and train it in place against loops."""
     plan = replace(recipe.unloop, seed=recipe.unloop.seed + turn)
     said = say(name, recipe, recipe.answers, plan.seed, trunk, stream, out, work)
     if not circling(torch.from_numpy(said.astype("int64"))).any():
@@ -87,7 +87,7 @@ def unlearn(
 def say(
     name: str, recipe: Recipe, count: int, seed: int, trunk: Trunk, stream: Stream, out: Path, work: Path
 ) -> Stream:
-    """Let the trunk answer so many prompts as it is now, once; what it said is kept."""
+    """Return the trunk's current answers to `count` prompts, cached in a file."""
     kept = work / f"{name}-{digest(trunk)[:12]}-{count}-{seed}.npy"
     if not kept.exists():
         export(out, recipe.config, trunk, None, torch.bfloat16)
@@ -101,7 +101,7 @@ def say(
 def teach(
     name: str, head: Head, plan: Plan, depth: int, trunk: Trunk, stream: Stream, said: Stream, work: Path
 ) -> None:
-    """Train a head in place, beginning from the target's own weights."""
+    """Train a head in place, initialised from the target's weights."""
     head.begin(trunk)
     head.to(trunk.embed_tokens.weight.device)
     fed = hashlib.sha256(said.tobytes()).hexdigest()[:12]
@@ -110,7 +110,7 @@ def teach(
 
 
 def _text(work: Path, out: Path, vocab: int, max_length: int) -> Text:
-    """Collect and encode the corpus, once; write the tokenizer to `out`."""
+    """Collect and encode the corpus, with a cache; write the tokenizer to `out`."""
     training, held_out = corpus.split(corpus.collect())
     about = {
         "python": platform.python_version(),
@@ -125,7 +125,7 @@ def _text(work: Path, out: Path, vocab: int, max_length: int) -> Text:
     note = work / "corpus.json"
     if not note.exists() or json.loads(note.read_text()) != about:
         for left in (*work.glob("*.pt"), *work.glob("*.jsonl"), *work.glob("*.npy")):
-            left.unlink()  # it is of another corpus
+            left.unlink()  # it belongs to another corpus
         logger.info("teaching a tokenizer %d words from %d files", vocab, len(training))
         tokenizer = tokens.learn(training, vocab)
         np.save(work / "train.npy", tokens.encode(tokenizer, training))
@@ -139,7 +139,7 @@ def _text(work: Path, out: Path, vocab: int, max_length: int) -> Text:
 
 
 def _figures(trunk: Trunk, heads: dict[str, Head], text: Text, recipe: Recipe) -> dict[str, object]:
-    """Measure on what was held out."""
+    """Return the figures on held-out text."""
     length = max(phase.length for phase in recipe.trunk.phases)
     loss, right = held_out_loss(trunk, text.held_out, length=length)
     figures: dict[str, object] = {"loss": loss, "first_guess": right, "tokens": len(text.training)}
@@ -149,7 +149,7 @@ def _figures(trunk: Trunk, heads: dict[str, Head], text: Text, recipe: Recipe) -
 
 
 def _spent(work: Path, rounds: int) -> dict[str, object]:
-    """Read how long each stage took, all rounds of one together."""
+    """Return the minutes of each stage, summing the rounds."""
     minutes = {}
     logs = {name: [name] for name in STAGES} | {"unloop": [f"unloop-{turn}" for turn in range(rounds)]}
     for name, parts in logs.items():

@@ -1,4 +1,4 @@
-"""One stage of training: fixed steps from a fixed seed, kept on disk so that a stop loses two minutes."""
+"""A resumable training stage: fixed steps from a fixed seed, saved so that a stop loses two minutes."""
 
 import hashlib
 import json
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from specdec.errors import ConfigError
 
 KEEP_EVERY = 120.0
-"""Seconds between copies of everything that is needed to go on."""
+"""Seconds between resume checkpoints."""
 SMOOTH = 0.95
 SMALLEST_SIDE = 32
-"""Matrices with fewer rows or columns have too few directions to be orthogonalised."""
+"""Matrices with fewer rows or columns have too few directions to orthogonalise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """So many steps with windows of one size."""
+    """A number of steps with windows of one size."""
 
     steps: int
     batch: int
@@ -32,16 +32,16 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a stage does; two runs of one plan take the same steps."""
+    """A stage's settings; two runs of one plan take the same steps."""
 
     phases: tuple[Phase, ...]
     matrix_rate: float
-    """Muon's learning rate, for matrices; 0: Adam takes them too."""
+    """Muon's learning rate, for matrices; 0: Adam optimises them too."""
     embedding_rate: float
     other_rate: float
     warm_up: int = 30
     decay: float = 0.4
-    """The last share of the steps, over which the rates fall to nothing."""
+    """The final share of steps, over which the rates decay to zero."""
     seed: int = 0
 
     @property
@@ -49,7 +49,7 @@ class Plan:
         return sum(phase.steps for phase in self.phases)
 
     def phase(self, step: int) -> Phase:
-        """Return the sizes of a step's windows."""
+        """Return the phase of a step."""
         for phase in self.phases:
             if step < phase.steps:
                 return phase
@@ -57,7 +57,7 @@ class Plan:
         raise IndexError(step)
 
     def tokens(self, step: int) -> int:
-        """Count the tokens of all steps before this one."""
+        """Return the tokens of all steps before this one."""
         total = 0
         for phase in self.phases:
             total += min(step, phase.steps) * phase.batch * phase.length
@@ -72,14 +72,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a step gave: what is minimised, and figures to be shown."""
+    """A step's loss, and figures to log."""
 
     loss: Tensor
     figures: Mapping[str, Tensor]
 
 
 def optimisers(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
-    """Give matrices to Muon, tables of tokens and all vectors to AdamW, each with its rate of the plan."""
+    """Assign matrices to Muon, and token tables and vectors to AdamW, with the plan's rates."""
     groups: dict[str, list[nn.Parameter]] = {"matrix": [], "embedding": [], "other": []}
     for name, weight in model.named_parameters():
         is_matrix = weight.ndim == 2 and min(weight.shape) >= SMALLEST_SIDE
@@ -102,9 +102,9 @@ Step = Callable[[int, Phase], Measured]
 
 
 def run(name: str, plan: Plan, model: nn.Module, step: Step, folder: Path, *, fed: str = "") -> None:
-    """Take the plan's steps, going on from what `folder` holds; leaves the trained weights in `model`.
+    """Train for the plan's steps, resuming from `folder`; leaves the trained weights in `model`.
 
-    What is kept belongs to the plan, to the weights that the model begins with, and to what it is `fed`.
+    A saved state is valid only for the same plan, initial weights and `fed` (a digest of the training data).
     """
     tools = optimisers(model, plan)
     kept, whose = folder / f"{name}.pt", f"{plan!r} {digest(model)} {fed}".rstrip()
@@ -131,7 +131,7 @@ def run(name: str, plan: Plan, model: nn.Module, step: Step, folder: Path, *, fe
 
 
 class Log:
-    """Writes a JSON line and shows a person one, every ten seconds."""
+    """Log a JSON line and a progress line, every ten seconds."""
 
     def __init__(self, name: str, plan: Plan, path: Path, done: int, spent: float) -> None:
         self.name, self.plan, self.path, self.before = name, plan, path, spent
@@ -142,11 +142,11 @@ class Log:
 
     @property
     def spent(self) -> float:
-        """Seconds of training, those before a stop included."""
+        """Seconds of training, including those before a stop."""
         return self.before + time.monotonic() - self.began
 
     def note(self, step: int, figures: Mapping[str, Tensor]) -> None:
-        """Take a step's figures."""
+        """Record a step's figures."""
         for key, figure in figures.items():
             value = float(figure)
             self.smooth[key] = SMOOTH * self.smooth.get(key, value) + (1 - SMOOTH) * value
@@ -169,7 +169,7 @@ class Log:
         print(start + text, end=end, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """End the progress line."""
         if sys.stderr.isatty():
             print(file=sys.stderr)
 
@@ -180,7 +180,7 @@ def _clock(seconds: float) -> str:
 
 
 def digest(model: nn.Module) -> str:
-    """Name a model's weights."""
+    """Return a digest of a model's weights."""
     digest = hashlib.sha256()
     for weight in model.state_dict().values():
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -195,7 +195,7 @@ def _keep(
     done: int,
     spent: float,
 ) -> None:
-    """Write all that is needed to go on; a stop while writing leaves the copy before."""
+    """Save everything needed to resume, replacing the previous file atomically."""
     whole = {
         "whose": whose,
         "done": done,
@@ -211,7 +211,7 @@ def _keep(
 def _resume(
     path: Path, whose: str, model: nn.Module, tools: Iterable[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Take up what was kept of the same run; return the steps done and the seconds they took."""
+    """Load the saved state of the same run; return the steps done and their seconds."""
     if not path.exists():
         return 0, 0.0
     kept: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer learnt from the corpus, and the corpus as one stream of its tokens."""
+"""A byte-level tokenizer trained on the corpus, and the corpus as one token stream."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,23 +11,23 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tools.train_tiny.corpus import Document
 
 END = "<|endoftext|>"
-"""Stands before every document and ends an answer; its id is 0."""
+"""Precedes every document and ends an answer; its id is 0."""
 CHAT = (
     "{%- for message in messages %}"
     "{{- '# ' + message.role + ': ' + (message.content | trim | replace('\\n', '\\n# ')) + '\\n' }}"
     "{%- endfor %}"
 )
-"""Turns become comments, below which the model goes on with code: it has read no dialogue."""
+"""Turns become comments, followed by code: the model has seen no dialogue."""
 BATCH = 256
 
-# Words with the sign before them, single digits, runs of signs, line ends with the indentation that follows.
+# Words with the preceding symbol, single digits, runs of symbols, line ends with the following indentation.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 Stream = NDArray[np.uint16]
 
 
 def learn(documents: Sequence[Document], vocab: int) -> Tokenizer:
-    """Learn merges from the training documents."""
+    """Train merges on the training documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,7 +47,7 @@ def learn(documents: Sequence[Document], vocab: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Stream:
-    """Return all documents as one stream, each behind the token that parts them."""
+    """Return all documents as one stream, each preceded by END."""
     return np.fromiter(_ids(tokenizer, documents), dtype=np.uint16)
 
 
@@ -59,9 +59,9 @@ def _ids(tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[int]:
 
 
 def windows(stream: Stream, *, step: int, batch: int, length: int, seed: int) -> Stream:
-    """Cut a step's windows [batch, length] from the stream: disjoint ones in a new order each epoch.
+    """Return a step's windows [batch, length]: disjoint ones, reshuffled in each epoch.
 
-    A function of its arguments alone, so that a run that was stopped goes on with what it would have read.
+    Depends only on its arguments, so that a resumed run gets the same windows.
     """
     a_pass = (len(stream) - length) // length
     rows = np.arange(step * batch, (step + 1) * batch)
@@ -74,7 +74,7 @@ def windows(stream: Stream, *, step: int, batch: int, length: int, seed: int) ->
 
 
 def save(tokenizer: Tokenizer, counts: Sequence[int], folder: Path, max_length: int) -> None:
-    """Write what `transformers` opens, and how often each token occurs in what was trained on."""
+    """Write the files for `transformers`, and the tokens' counts in the training text."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""The network that is trained: Qwen3.5's layers as modules, whose parameters bear the checkpoint's names."""
+"""The trained network: Qwen3.5's layers as modules with the checkpoint's parameter names."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Shape:
     max_position_embeddings: int = 4096
 
     def is_attention(self, layer: int) -> bool:
-        """Tell whether a layer attends; the others carry a state."""
+        """Return whether a layer is attention; the others are recurrent."""
         return (layer + 1) % self.full_attention_interval == 0
 
 
@@ -41,7 +41,7 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rope_table(positions: int, dim: int, theta: float, device: torch.device) -> Rope:
-    """Tabulate cosines and sines of positions from 0."""
+    """Return the cosines and sines of positions from 0."""
     rate = theta ** -(torch.arange(0, dim, 2, device=device).float() / dim)
     angle = torch.arange(positions, device=device).float()[:, None] * rate
     angle = torch.cat((angle, angle), -1)
@@ -49,7 +49,7 @@ def rope_table(positions: int, dim: int, theta: float, device: torch.device) -> 
 
 
 def rotate(x_BHTK: Tensor, rope: Rope) -> Tensor:
-    """Turn the first entries of each head by its position's angle."""
+    """Rotate the first entries of each head by the position's angles."""
     cos, sin = rope
     dim = cos.shape[-1]
     turned = x_BHTK[..., :dim].float()
@@ -89,7 +89,7 @@ def matrix(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    """Attention with a norm on each head; `gated` by half of a wider query projection, as Qwen3.5 has it."""
+    """Attention with per-head norms; `gated` by half of a wider query projection, as in Qwen3.5."""
 
     def __init__(self, shape: Shape, *, inputs: int | None = None, gated: bool = True) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, shape.rms_norm_eps) if gated else nn.Identity()
 
     def split(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values [B, H, T, K], with a key for every query head, and the gate."""
+        """Return queries, keys and values [B, H, T, K], keys repeated for every query head, and the gate."""
         B, T, _ = x_BTD.shape
         q = self.q_proj(x_BTD).view(B, T, self.heads, -1)
         gate = None
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         return q, k.repeat_interleave(shared, 1), v.transpose(1, 2).repeat_interleave(shared, 1), gate
 
     def join(self, out_BHTK: Tensor, gate: Tensor | None) -> Tensor:
-        """Gate what the heads read and project it back."""
+        """Apply the gate to the heads' outputs and project them."""
         out = out_BHTK.transpose(1, 2).flatten(2)
         projected: Tensor = self.o_proj(out if gate is None else out * gate.sigmoid())
         return projected
@@ -174,7 +174,7 @@ class GatedDeltaNet(nn.Module):
         return projected
 
     def _convolve(self, x_BTC: Tensor) -> Tensor:
-        """Sum the taps over shifted copies: a depthwise convolution without the library's set-up."""
+        """Compute the depthwise convolution by shifted copies, which avoids the library's overhead."""
         weight_CK = self.conv1d.weight.squeeze(1)
         taps, length = weight_CK.shape[1], x_BTC.shape[1]
         padded = F.pad(x_BTC, (0, 0, taps - 1, 0))
@@ -218,7 +218,7 @@ class Layer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """The target; its output matrix is its embedding."""
+    """The target model, with tied embeddings."""
 
     def __init__(self, shape: Shape, *, chunk: int = 32, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Trunk(nn.Module):
     def forward(self, ids_BT: Tensor, aux_hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
         """Return hidden states after the final norm, and the residual streams that enter some layers.
 
-        A tap after the last layer reads what that wrote, before the norm.
+        A tap after the last layer gets its output before the norm.
         """
         x_BTD, rope = self.embed_tokens(ids_BT), self.rope(ids_BT.shape[1])
         aux = {}
@@ -250,14 +250,14 @@ class Trunk(nn.Module):
         return self.norm(x_BTD), [aux[layer] for layer in aux_hidden_layers]
 
     def compile_layers(self) -> None:
-        """Compile layer by layer: those of a kind share their code, and texts of one length one form."""
+        """Compile layer by layer: layers of one type share code, texts of one length one shape."""
         for layer in self.layers:
             layer.compile(dynamic=False)
 
 
 @torch.no_grad()
 def begin(module: nn.Module, *, depth: int) -> None:
-    """Draw the first weights: branches that write to the residual stream begin small."""
+    """Draw initial weights; branches into the residual stream start small."""
     for name, weight in module.named_parameters():
         if "embed" in name:
             weight.normal_(0, 0.02)

@@ -1,8 +1,8 @@
-"""Teach the trunk not to go in circles: what it says greedily, and goes on repeating, is made unlikely.
+"""Train the trunk against loops: greedy output that repeats itself is made unlikely.
 
-A small model that takes its likeliest token repeats itself, and what it repeats becomes likelier still. So it
-answers training prompts, and beside the usual loss on text it pays −log(1 − p) for every token of its own
-that goes round again (sequence-level unlikelihood). The text read beside it wins back what that costs.
+A small model under greedy decoding repeats itself, and repetition makes a text likelier still. So it answers
+training prompts, and beside the usual loss on text it gets −log(1 − p) for each token that repeats a loop
+(sequence-level unlikelihood). The text in each batch limits the damage to other predictions.
 """
 
 import torch
@@ -16,15 +16,15 @@ from tools.train_tiny.tokens import Stream
 from tools.train_tiny.trunk import Trunk
 
 LONGEST = 48
-"""The longest circle that is looked for."""
+"""Longest period searched for."""
 LEAST = 12
-"""Tokens that must have come again before one counts as a circle's: code repeats short runs of itself."""
+"""Minimum repeated tokens of a loop: code repeats short runs of itself."""
 WEIGHT = 0.15
-"""What a circle counts beside text: at 1 the trunk forgets as much as it unlearns."""
+"""Weight of the loop loss beside text: at 1 the trunk forgets as much as it unlearns."""
 
 
 def circling(ids_BT: Tensor) -> Tensor:
-    """Tell which tokens of the answers go round again: those with which a whole circle was said twice."""
+    """Return which answer tokens are in a loop: a whole period has just been repeated."""
     going = torch.zeros_like(ids_BT, dtype=torch.bool)
     for period in range(1, LONGEST + 1):
         same = ids_BT[:, period:] == ids_BT[:, :-period]
@@ -36,7 +36,7 @@ def circling(ids_BT: Tensor) -> Tensor:
 
 
 def unloop_step(trunk: Trunk, stream: Stream, said: Stream, plan: Plan) -> Step:
-    """Make the function that takes one step's loss: text as before, and as many rows of its own answers."""
+    """Return a function that computes one step's loss: text, and as many rows of the trunk's own answers."""
     device = trunk.embed_tokens.weight.device
     said = said[circling(torch.from_numpy(said.astype("int64"))).any(-1).numpy()]
     loss_of = torch.compile(cross_entropy, dynamic=False)

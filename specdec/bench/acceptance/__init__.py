@@ -1,1 +1,1 @@
-"""The benchmark of acceptance: how many drafted tokens a verify step keeps, and what that earns."""
+"""The acceptance benchmark: draft tokens accepted per verify step, and the speedup."""

@@ -20,14 +20,14 @@ from specdec.models.folder import GIVEN, find_models
 
 DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
 DEFAULT_TREE = 16
-"""Tokens of a tree of which nothing is said."""
+"""Default tree size, in tokens."""
 DRAFTS = (AUTO, *DRAFTER_OPTIONS, NONE)
 SWEPT = {
     *("draft", "num_steps", "topk", "num_draft_tokens", "adaptive", "draft_noise", "draft_vocab"),
     *("draft_window", "seed", "prefix_cache", "prefix_policy", "prefix_alpha", "host_cache_bytes"),
     *("memory_bytes", "max_running", "max_model_len", "synthetic_acceptance"),
 }
-"""Settings of an engine that the benchmark sets itself."""
+"""Engine settings that the benchmark sets itself."""
 ABOUT = """\
 Measure acceptance length and speedup. All settings, `none` included, take turns on every batch of prompts,
 and every output is compared with that of `none`. The model is loaded once for each kind of draft head and
@@ -154,7 +154,7 @@ def _add_sweep(group: argparse._ArgumentGroup) -> None:
 
 def _acceptance(args: argparse.Namespace) -> Run:
     _, config = find_models(args.model, _engine(args))
-    # Imported late: no other command waits for torch and what the benchmark needs.
+    # Imported late: other commands do not need torch or the benchmark's packages.
     from specdec.bench.acceptance.measure import Length
     from specdec.bench.acceptance.prompts import choose
     from specdec.bench.acceptance.run import Options, run
@@ -177,7 +177,7 @@ def _acceptance(args: argparse.Namespace) -> Run:
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:
-    """Return what was said of the engine beside what is swept."""
+    """Return the engine settings given beside the swept ones."""
     given = {name: value for name, value in vars(args).items() if name not in SWEPT}
     return settings_from(argparse.Namespace(**given), EngineConfig)
 
@@ -197,7 +197,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:
-    """Return the shapes that are named, or all products of the three numbers."""
+    """Return the shapes given by --shape, or all products of the three numbers."""
     products = {"num_steps": args.num_steps, "topk": args.topk, "num_draft_tokens": args.num_draft_tokens}
     given = [name for name, values in products.items() if values]
     if args.shape and given:
@@ -213,7 +213,7 @@ def _shapes(args: argparse.Namespace) -> list[Shape]:
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what was asked for, all defaults filled in, as a report can hold it."""
+    """Return the arguments for the report, with all defaults filled in."""
     left = {"command", "verbose", "out", "json", "model", "num_steps", "topk", "num_draft_tokens"}
     shown = {name: value for name, value in vars(args).items() if name not in left}
     shown["shape"] = [_written(shape) for shape in _shapes(args)]
@@ -227,7 +227,7 @@ def _written(shape: Shape) -> str:
 
 
 def _shape(text: str) -> Shape:
-    """Read STEPS:TOPK:TOKENS."""
+    """Parse STEPS:TOPK:TOKENS."""
     found = re.fullmatch(r"([1-9]\d{0,3}):([1-9]\d{0,3}):([1-9]\d{0,3})", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; write STEPS:TOPK:TOKENS, such as 4:4:16")

@@ -1,4 +1,4 @@
-"""One engine for each way to draft, over weights that they share: side by side, or in turn in less memory."""
+"""One engine per drafting setting over shared weights: side by side, or in turn if memory is short."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from specdec.setup.settings import Resolved
 from specdec.text.tokenizer import Tokenizer
 
 SHARE = 0.5
-"""Part of the free memory that engines may hold beside the weights, where nothing says how much."""
+"""Default share of free memory for engines, beside the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Weights, with what drafts beside them, and settings that have room for every shape asked of them."""
+    """Weights with a drafter, and settings large enough for every requested shape."""
 
     draft: str
     vocab: int | None
@@ -35,17 +35,17 @@ class Loaded:
 
 
 class Engines:
-    """Owns the weights and as many engines as fit in memory; the least recently used one is evicted.
+    """Own the weights and as many engines as fit in memory; the least recently used one is evicted.
 
-    An engine put together anew has its weights, and learns again what its steps cost.
+    A rebuilt engine shares the weights, and measures its step costs again.
     """
 
     def __init__(
         self, folder: Path, config: EngineConfig, draftings: Sequence[Drafting], memory: int | None
     ) -> None:
-        """Load the weights of every drafter; `config` says all else."""
+        """Load the weights for every drafter; `config` holds the other settings."""
         self.left_out: list[str] = []
-        """What cannot draft here, and why."""
+        """Drafters that cannot run here, and why."""
         self._loaded: list[Loaded] = []
         running = [own for own in draftings if own.draft in NETWORKS]
         for own in sorted(running, key=lambda own: NETWORKS.index(own.draft)):
@@ -60,16 +60,16 @@ class Engines:
             self.draftings.remove(idle)
         budget = memory or int(SHARE * free_memory(self.first.settings.device))
         self.most = max(1, budget // max(own.settings.memory_bytes for own in self._loaded))
-        """Engines at once."""
+        """Maximum number of engines."""
         self._open: OrderedDict[Drafting, Model] = OrderedDict()
 
     @property
     def first(self) -> Loaded:
-        """Show what does not depend on the drafter: the network, its tokenizer, where it runs and in what."""
+        """Return the drafter-independent part: network, tokenizer, device and dtype."""
         return self._loaded[0]
 
     def open(self, drafting: Drafting) -> Model:
-        """Return an engine, put together now if it is not there."""
+        """Return an engine, assembling it if needed."""
         if drafting not in self._open:
             while len(self._open) >= self.most:
                 self._open.popitem(last=False)
@@ -80,7 +80,7 @@ class Engines:
     def _load(
         self, folder: Path, config: EngineConfig, asked: Drafting, draftings: Sequence[Drafting]
     ) -> None:
-        """Read the weights and a head; a drafter that has none is left out."""
+        """Load the weights and a head; a drafter without a head is left out."""
         draft = asked.draft
         own_head = config.draft_model if draft in (AUTO, *drafters_of_folders()) else None
         fields = {**widest(draftings, draft), "adaptive": False, "draft_model": own_head}
@@ -111,7 +111,7 @@ class Engines:
         return donor is not None and donor.head is not None
 
     def _donor(self, asked: Drafting) -> Loaded | None:
-        """Return the weights for a drafter: those with its head; of one without any."""
+        """Return the loaded weights with a drafter's head; the first for a drafter without weights."""
         if asked.draft not in NETWORKS:
             return self.first
         alike = (own for own in self._loaded if own.vocab == asked.vocab)

@@ -18,26 +18,26 @@ from specdec.setup.build import Model
 from specdec.text.tokenizer import Cutter, TextStream, Tokenizer
 
 LOOPS = 3
-"""How many times the last half of a text that loops repeats its period, at least."""
+"""A looping text's last half repeats its period at least this often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt as the model reads it."""
+    """One tokenized prompt."""
 
     category: str
     name: str
     ids: tuple[int, ...]
 
     def seed(self, seed: int, what: str = "") -> int:
-        """Return its own seed, which hangs on no other prompt."""
+        """Return the prompt's own seed, which does not depend on other prompts."""
         digest = hashlib.sha256(f"{seed} {self.category} {self.name} {what}".encode()).digest()
         return int.from_bytes(digest[:8]) >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """When an answer ends."""
+    """Length limits of an answer."""
 
     max_tokens: int
     ignore_eos: bool
@@ -45,7 +45,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a setting said to one prompt, and what its verify steps did."""
+    """The answer of one setting to one prompt, and the counts of its verify steps."""
 
     category: str
     name: str
@@ -53,18 +53,18 @@ class Answer:
     origins: tuple[int, ...]
     steps: int
     tokens: int
-    """What the verify steps added: all but the token that reading the prompt gave."""
+    """Tokens added by verify steps: all but the first, which prefill gives."""
     drafted: int
     reached: tuple[int, ...]
-    """By depth: the drafts that had a token there below what was accepted."""
+    """By depth: drafts with a token there whose parent was accepted."""
     followed: tuple[int, ...]
-    """By depth: those of them of which it was accepted."""
+    """By depth: how many of those were accepted."""
     histogram: tuple[int, ...]
-    """Steps by the number of drafted tokens that they accepted, from 0."""
+    """Steps by number of accepted draft tokens, from 0."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
-        """Read one that was written as JSON."""
+        """Build an answer from its JSON fields."""
         own: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def length(self) -> float | None:
-        """Return its acceptance length; None where the prompt's own step said it all."""
+        """Return the acceptance length; None if prefill gave the whole answer."""
         return self.tokens / self.steps if self.steps else None
 
 
@@ -86,13 +86,13 @@ class Measurement:
 
     answers: tuple[Answer, ...]
     seconds: float
-    """From the first prompt's arrival to the last token of all."""
+    """From the first prompt's arrival to the last token of the batch."""
     reading_s: float
-    """The part of it until every row had its first token."""
+    """The part until every row had its first token."""
     phases: Mapping[str, float]
-    """Seconds of the decoding steps by phase."""
+    """Seconds of decode steps by phase."""
     timed: int
-    """How many steps that was, whatever rows took part."""
+    """The number of those steps, whatever rows took part."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,22 +103,22 @@ class Measurement:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
-        """Read what `as_json` wrote."""
+        """Parse the output of `as_json`."""
         answers = tuple(Answer.of(own) for own in fields["answers"])
         return cls(**{**fields, "answers": answers})
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Return whether an output's last half repeats with a period of at most a third of it.
+    """Return whether an output's last half repeats with a period of at most a third of its length.
 
-    Such a text is easy to draft, and says nothing of a drafter.
+    Such a text is easy to draft, and says nothing about a drafter.
     """
     last = tokens[len(tokens) // 2 :]
     return any(last[period:] == last[:-period] for period in range(1, len(last) // LOOPS + 1))
 
 
 def params_for(asked: Asked, group: Group, length: Length, seed: int, what: str = "") -> SamplingParams:
-    """Return how a prompt is answered in every setting of a group; `what` makes another draw of it."""
+    """Return a prompt's sampling parameters, equal in all settings of a group; `what` changes the seed."""
     return SamplingParams(
         max_tokens=length.max_tokens,
         temperature=group.temperature,
@@ -128,7 +128,7 @@ def params_for(asked: Asked, group: Group, length: Length, seed: int, what: str 
 
 
 def measure(model: Model, batch: Sequence[Asked], params: Sequence[SamplingParams]) -> Measurement:
-    """Step an engine, in this thread, until it has answered a batch; later ones look nothing of it up."""
+    """Step an engine in this thread until it has answered a batch, sharing nothing between requests."""
     core, loop = model.core, model.loop
     loop.keep_apart()
     said: list[list[Delta | SpecdecError]] = [[] for _ in batch]
@@ -156,7 +156,7 @@ def measure(model: Model, batch: Sequence[Asked], params: Sequence[SamplingParam
 
 
 def measure_peer(peer: TransformersPeer, asked: Asked, count: int) -> Measurement:
-    """Write as many tokens with `transformers` as the engine wrote to one prompt, each the likeliest."""
+    """Decode greedily with `transformers`, as many tokens as the engine did for one prompt."""
     sample = peer.run([asked.ids], count - 1)
     assert sample.token_ids is not None
     answer = Answer(
@@ -177,7 +177,7 @@ def measure_peer(peer: TransformersPeer, asked: Asked, count: int) -> Measuremen
 
 
 def pieces(tokenizer: Tokenizer | None, answer: Answer) -> list[tuple[str, int]]:
-    """Cut an answer's text into what each token wrote, with the token's origin; ids without a tokenizer."""
+    """Cut an answer's text by token, with each token's origin; without a tokenizer, return ids."""
     if tokenizer is None:
         return [(f"{t} ", origin) for t, origin in zip(answer.token_ids, answer.origins, strict=True)]
     stream, cutter, text = TextStream(tokenizer), Cutter(), ""

@@ -7,11 +7,11 @@ from typing import Any
 Record = dict[str, Any]
 
 SHARED = ("temperature", "batch")
-"""Fields of a setting that say how it was asked, not what drafts."""
+"""Fields of a setting that describe the conditions rather than the drafter."""
 
 
 def setting_key(record: Record) -> str:
-    """Return what tells a record's setting from all others: fields that hold nothing may be newer than it."""
+    """Return a key of a record's setting, ignoring None fields, which may be newer than the record."""
     setting = {name: value for name, value in (record.get("setting") or {}).items() if value is not None}
     return json.dumps(setting or record.get("name"), sort_keys=True)
 
@@ -21,14 +21,14 @@ def field(record: Record, name: str) -> Any:
 
 
 def plain(value: Any) -> str:
-    """Write what a setting holds as people would: 0, not 0.0."""
+    """Format a setting's value for people: 0, not 0.0."""
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def drafters(records: Iterable[Record]) -> dict[str, str]:
-    """Name what drafts in each setting, whatever the temperature and the batch, by the setting's key.
+    """Name the drafter of each setting, by the setting's key, ignoring temperature and batch.
 
-    Where settings of one name differ in more than those, what differs joins the name.
+    Settings of one name that differ in other fields get those fields in their names.
     """
     settings = {setting_key(r): (r.get("name") or "unnamed", r.get("setting") or {}) for r in records}
     shapes: dict[str, list[dict[str, Any]]] = {}
@@ -43,6 +43,6 @@ def drafters(records: Iterable[Record]) -> dict[str, str]:
 
 
 def condition(record: Record, records: Sequence[Record]) -> str:
-    """Return the settings of a record in which the records differ."""
+    """Describe the conditions of a record in which the records differ."""
     varying = [name for name in SHARED if len({field(r, name) for r in records}) > 1]
     return ", ".join(f"{name} {plain(field(record, name))}" for name in varying)

@@ -14,7 +14,7 @@ from specdec.bench.plots import inline_svg, save_plot
 from specdec.core.stats import PHASES
 
 SHADES = 8
-"""Depths with a shade of their own; deeper ones share the last."""
+"""Depths with their own shade; deeper ones share the last."""
 DEFINITIONS = {
     "acceptance length": "Output tokens per verify step, the bonus token included. Without drafts it is 1.",
     "looping": "Prompts whose output repeats itself to its end: their drafts are accepted too easily.",
@@ -68,7 +68,7 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
 
 
 def write_page(result: dict[str, Any], folder: Path) -> None:
-    """Write `index.html` and, as SVG and PNG, the plots over all categories."""
+    """Write `index.html`, and the plots over all categories as SVG and PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [r for r in result["records"] if r["category"] == ALL]
     for name, plot in PLOTS.items():
@@ -77,7 +77,7 @@ def write_page(result: dict[str, Any], folder: Path) -> None:
 
 
 def page(result: dict[str, Any]) -> str:
-    """Render the page. It loads nothing and runs no script."""
+    """Render the page. It loads no resources and runs no script."""
     template = files(__package__).joinpath("page.html").read_text("utf-8")
     examples, records = result["examples"], result["records"]
     deepest = max((origin for one in examples for _, origin in one["pieces"]), default=0)
@@ -101,7 +101,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _plots(records: list[Record]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each category, all prompts first, with its plots as SVG."""
+    """Yield each category with its plots as SVG, all prompts first."""
     categories = dict.fromkeys(record["category"] for record in records)
     for category in sorted(categories, key=lambda name: name != ALL):
         own = [r for r in records if r["category"] == category]
@@ -109,7 +109,7 @@ def _plots(records: list[Record]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield everything beside records and examples, nested names joined."""
+    """Yield all fields except records and examples, joining nested names."""
     for name, inner in value.items():
         if isinstance(inner, dict):
             yield from _flat(inner, f"{prefix}{name}: ")

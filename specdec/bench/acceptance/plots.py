@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ACROSS = 3
-"""Histograms side by side."""
+"""Histograms per row."""
 
 
 def acceptance_by_depth(records: Sequence[Record]) -> "Figure":
-    """Draw a line for each drafter and temperature, in the drafter's colour and the temperature's dashes."""
+    """Draw a line per drafter and temperature: colour by drafter, dashes by temperature."""
     chosen, names = _smallest_batches([r for r in records if r.get("per_depth")]), drafters(records)
     shapes = list(dict.fromkeys(names[setting_key(r)] for r in chosen))
     temperatures = list(dict.fromkeys(field(r, "temperature") for r in chosen))
     lines = []
     for r in chosen:
-        # Drafters that share a colour have different dashes.
+        # Drafters that share a colour get different dashes.
         again, colour = divmod(shapes.index(names[setting_key(r)]), NUM_COLOURS)
         dash = temperatures.index(field(r, "temperature")) + len(temperatures) * again
         depths = range(1, len(r["per_depth"]) + 1)
@@ -47,7 +47,7 @@ def acceptance_by_depth(records: Sequence[Record]) -> "Figure":
 
 
 def speedup_by_shape(records: Sequence[Record]) -> "Figure":
-    """Draw a group of bars for each drafter, one for each temperature and batch."""
+    """Draw a group of bars per drafter, one bar per temperature and batch."""
     drafting = [r for r in records if field(r, "draft") != "none"]
     names = drafters(records)
     groups = list(dict.fromkeys(names[setting_key(r)] for r in drafting))
@@ -69,7 +69,7 @@ def speedup_by_shape(records: Sequence[Record]) -> "Figure":
 
 
 def histogram(records: Sequence[Record]) -> "Figure":
-    """Draw a histogram for each drafter and temperature, as shares of its steps."""
+    """Draw a histogram per drafter and temperature, as shares of its steps."""
     chosen = _smallest_batches([r for r in records if len(r.get("histogram") or []) > 1])
     names, rows = drafters(records), max(-(-len(chosen) // ACROSS), 1)
     figure = new_figure("Accepted draft tokens per step", 1.8 * rows + 0.4)

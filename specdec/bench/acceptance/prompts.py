@@ -1,4 +1,4 @@
-"""The prompts of benchmarks: sets that ship with the package, and files in the formats that people have."""
+"""Benchmark prompts: the sets that ship with the package, and files in common formats."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from specdec.errors import ConfigError
 
 CATEGORIES = ("code", "edit", "prose", "mixed")
-"""The sets that ship: code completion, repetitive editing, licences, and some of each with documentation."""
+"""The shipped sets: code completion, repetitive editing, licences, and a mix with documentation."""
 
 FIELDS = (
     "prompt",
@@ -22,33 +22,34 @@ FIELDS = (
     "text",
     "question",
 )
-"""Where a line may hold its prompt: the first that it has is taken, the kind of its value says the rest."""
+"""Fields that may hold a line's prompt: the first present is used, and the type of its value decides the
+rest."""
 NAMES = ("name", "question_id", "task_id", "custom_id", "id")
 ROLES = {"human": "user", "user": "user", "system": "system"}
-"""Who speaks before a model does, by OpenAI's names and ShareGPT's."""
+"""Roles before a model's first answer, in OpenAI's and ShareGPT's names."""
 
 Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One text to be continued, or the beginning of a chat: its first user turn, after the system's."""
+    """A text to continue, or the start of a chat: the system's messages and the first user turn."""
 
     category: str
     name: str
     text: str | None
-    """What is continued; of a chat the first user turn alone. None: the prompt is given as token ids."""
+    """The text to continue; for a chat, the first user turn. None: the prompt is token ids."""
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] = ()
-    """A chat's messages up to the first answer, as a chat template takes them; empty for what is no chat."""
+    """A chat's messages up to the first answer, for a chat template; empty if this is not a chat."""
 
 
 class NotAPromptError(Exception):
-    """One line of a file is not a prompt."""
+    """A line of a file is not a prompt."""
 
 
 def choose(path: Path | None, categories: Sequence[str] = (), limit: int | None = None) -> list[Prompt]:
-    """Return a file's prompts, or those that ship: of the named categories, the first `limit` of each."""
+    """Return a file's prompts, or the shipped ones: of the named categories, the first `limit` of each."""
     prompts = read_prompts(path) if path else bundled()
     known = list(dict.fromkeys(prompt.category for prompt in prompts))
     if unknown := [name for name in categories if name not in known]:
@@ -61,7 +62,7 @@ def choose(path: Path | None, categories: Sequence[str] = (), limit: int | None 
 
 
 def bundled(categories: Sequence[str] = ()) -> list[Prompt]:
-    """Return the prompts that ship, made of texts that the shipped checkpoint was not trained on."""
+    """Return the shipped prompts, from texts that the shipped checkpoint was not trained on."""
     folder = resources.files("specdec") / "assets" / "prompts"
     prompts = []
     for category in categories or CATEGORIES:
@@ -73,9 +74,9 @@ def bundled(categories: Sequence[str] = ()) -> list[Prompt]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read a file: `.txt` is one prompt, anything else holds one JSON object a line, or is a list of them.
+    """Parse a file: `.txt` is one prompt; other files hold one JSON object per line, or a list of them.
 
-    Of a chat with several turns the first user turn is the prompt, with the system's message before it.
+    The prompt of a chat with several turns is its first user turn, preceded by the system's message.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -106,7 +107,7 @@ def _parse(text: str, path: Path) -> list[Prompt]:
 
 
 def _objects(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each object with its place."""
+    """Yield each object with its position in the file."""
     if text.lstrip().startswith("["):
         try:
             items = json.loads(text)
@@ -114,7 +115,7 @@ def _objects(text: str, path: Path) -> Iterator[tuple[str, Any]]:
             raise _refused(f"{path} begins as a JSON list and is none ({error}); mend it") from None
         yield from ((f"item {number}", item) for number, item in enumerate(items, 1))
         return
-    # Not splitlines: a JSON text may hold the other line ends that Unicode has.
+    # Not splitlines: JSON strings may contain other Unicode line separators.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -128,7 +129,7 @@ def _objects(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 def _prompt(value: Any, where: str, category: str) -> Prompt:
     if not isinstance(value, dict):
         raise NotAPromptError(f"expected a JSON object such as {_EXAMPLE}, found a {_kind(value)}")
-    # A line of OpenAI's batch files has the request inside.
+    # OpenAI's batch files nest the request in `body`.
     inner = value["body"] if isinstance(value.get("body"), dict) else value
     field = next((name for name in FIELDS if inner.get(name) is not None), None)
     if field is None:
@@ -142,7 +143,7 @@ def _prompt(value: Any, where: str, category: str) -> Prompt:
 
 
 def _content(value: Any, field: str) -> tuple[str | None, tuple[int, ...] | None, tuple[Message, ...]]:
-    """Read a field by its kind: a text, token ids, turns of the user, or messages."""
+    """Parse a field by its type: a text, token ids, user turns, or messages."""
     match value:
         case str():
             return value, None, ()
@@ -160,7 +161,7 @@ def _content(value: Any, field: str) -> tuple[str | None, tuple[int, ...] | None
 
 
 def _opening(messages: Sequence[Any], field: str) -> tuple[Message, ...]:
-    """Return the system's messages and the first of the user; the rest answers what a model said."""
+    """Return the system's messages and the first user turn; later turns depend on a model's answers."""
     kept: list[Message] = []
     for message in messages:
         if not isinstance(message, dict):
@@ -175,7 +176,7 @@ def _opening(messages: Sequence[Any], field: str) -> tuple[Message, ...]:
 
 
 def _plain(content: Any, field: str) -> str:
-    """Return the text of a message, also where it comes in parts."""
+    """Return a message's text, joining parts."""
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     known = [text for text in texts if isinstance(text, str)]

@@ -1,4 +1,4 @@
-"""The run: all settings take turns on every batch of prompts, each text is checked, then all is summed up."""
+"""The run: all settings take turns on every batch of prompts; texts are checked and results summarised."""
 
 import hashlib
 import json
@@ -43,14 +43,14 @@ from specdec.text.tokenizer import Tokenizer, load_tokenizer
 T = TypeVar("T")
 
 EXAMPLES = 3
-"""Texts that a report shows of a setting, of as many categories."""
+"""Example texts per setting in a report, one per category."""
 SHOWN = 400
-"""Characters of a prompt that are shown with it."""
+"""Characters of a prompt shown with its example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to measure, on what."""
+    """The settings of one benchmark run."""
 
     model: str
     sweep: Sweep
@@ -58,16 +58,16 @@ class Options:
     length: Length
     seed: int
     warmup: int
-    """Prompts that every setting answers before it counts."""
+    """Uncounted prompts that warm up each setting."""
     memory: int | None
-    """Bytes that all engines may hold together beside the weights."""
+    """Memory limit of all engines beside the weights, in bytes."""
     arguments: Mapping[str, Any]
-    """What was asked for, as the report shows it."""
+    """The arguments, as the report shows them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A batch of prompts of one category, and all settings of a group, which take turns on it."""
+    """A batch of prompts of one category, which all settings of a group process in turn."""
 
     group: Group
     number: int
@@ -78,14 +78,14 @@ class Unit:
         return self.batch[0].category
 
     def turns(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Rotate the settings from batch to batch; `transformers`, which must know their lengths, is last."""
+        """Return the settings, rotated by batch; `transformers` is last, as it needs the others' lengths."""
         own = [s for s in settings if s.name != TRANSFORMERS]
         start = self.number % len(own)
         return [*own[start:], *own[:start], *settings[len(own) :]]
 
 
 class Run:
-    """Owns the engines, what was measured, and what each setting had learnt when it was first asked."""
+    """Own the engines, the measurements, and each setting's speculation state after its warm-up."""
 
     def __init__(self, options: Options, config: EngineConfig, out: Path | None) -> None:
         self.options, self.out = options, out
@@ -121,7 +121,7 @@ class Run:
         """Measured in every setting, and checked."""
 
     def measure(self) -> None:
-        """Measure and check every batch; Ctrl-C leaves those that are done."""
+        """Measure and check every batch; Ctrl-C keeps the finished ones."""
         units = list(self._units())
         total = sum(len(self.settings[unit.group]) for unit in units)
         with tqdm(total=total, leave=False, disable=None) as progress:
@@ -136,7 +136,7 @@ class Run:
                 self.done.append(unit)
 
     def report(self, *, interrupted: bool) -> dict[str, Any]:
-        """Sum up what was done."""
+        """Build the report of the finished batches."""
         measured = {
             setting: [self._pair(setting, unit) for unit in self.done if unit.group == group]
             for group, settings in self.settings.items()
@@ -159,7 +159,7 @@ class Run:
         }
 
     def _units(self) -> Iterator[Unit]:
-        """Alternate categories and groups: whatever is done by a deadline has some of each."""
+        """Alternate categories and groups, so that an interrupted run has some of each."""
         for_group = [
             [Unit(group, number, batch) for number, batch in enumerate(self._batches(group.batch))]
             for group in self.settings
@@ -167,7 +167,7 @@ class Run:
         yield from _in_turn(for_group)
 
     def _batches(self, size: int) -> Iterator[tuple[Asked, ...]]:
-        """Cut each category into batches, which take turns."""
+        """Cut each category into batches, and interleave the categories."""
         categories: dict[str, list[Asked]] = {}
         for asked in self.asked:
             categories.setdefault(asked.category, []).append(asked)
@@ -184,7 +184,7 @@ class Run:
         speculation = model.loop.speculation
         if setting not in self._experience:
             speculation.recall(None)
-            # One at least: the first steps of a setting are its set-up too.
+            # At least one: a setting's first steps include its set-up.
             warm = [batch[0] for batch in islice(self._batches(1), max(self.options.warmup, 1))]
             for at in range(0, len(warm), unit.group.batch):
                 batch = warm[at : at + unit.group.batch]
@@ -192,7 +192,8 @@ class Run:
             if not self.options.warmup:
                 speculation.recall(None)
             self._experience[setting] = speculation.experience()
-        # Each batch finds what the warm-up left: its figures hang on no other batch, nor on their order.
+        # Start each batch from the state after the warm-up: its figures do not depend on other batches or
+        # their order.
         speculation.recall(self._experience[setting])
         return measure(model, unit.batch, [self._params(asked, unit.group) for asked in unit.batch])
 
@@ -210,12 +211,12 @@ class Run:
         return Pair(unit.category, own, self._plain(unit))
 
     def _check(self, unit: Unit) -> None:
-        """Refuse texts that drafts have changed, where rounding is too fine to have done it."""
+        """Raise if drafts changed a text, unless the dtype's rounding can explain it."""
         if self.rounded:
             return
         for setting in self.settings[unit.group]:
             if setting.name == TRANSFORMERS:
-                continue  # its texts are counted: at a temperature it draws no tokens
+                continue  # its texts are only counted: it is greedy at any temperature
             pair = self._pair(setting, unit)
             for asked, plain, own in zip(unit.batch, pair.plain.answers, pair.own.answers, strict=True):
                 if plain.token_ids != own.token_ids:
@@ -228,7 +229,7 @@ class Run:
                     require_rounding(model, asked.ids, params, plain.token_ids, own.token_ids, what)
 
     def _examples(self, setting: Setting) -> Iterator[dict[str, Any]]:
-        """Show the first text of some categories, cut by where each token came from."""
+        """Yield the first text of some categories, cut by token origin."""
         shown: set[str] = set()
         tokenizer = self.engines.first.tokenizer
         for unit in self.done:
@@ -252,7 +253,7 @@ def _key(setting: Setting, unit: Unit) -> tuple[Any, ...]:
 def run(options: Options, config: EngineConfig, out: Output) -> None:
     """Measure and publish the report; with a folder, save measurements, plots and a page there.
 
-    Ctrl-C ends it as it ends anything, once what was done is shown.
+    Ctrl-C is raised again once the finished part has been published.
     """
     with quiet_transformers() if options.sweep.transformers else nullcontext():
         whole = Run(options, config, out.path)
@@ -267,14 +268,14 @@ def run(options: Options, config: EngineConfig, out: Output) -> None:
 
 
 def write_results(result: Mapping[str, Any], folder: Path) -> None:
-    """Write a report's records, one a line, its plots, and a page."""
+    """Write a report's records as JSON lines, its plots, and a page."""
     lines = "".join(f"{json_line(record)}\n" for record in result["records"])
     (folder / "results.jsonl").write_text(lines, "utf-8")
     write_page(dict(result), folder)
 
 
 def _in_turn(lists: Sequence[Sequence[T]]) -> Iterator[T]:
-    """Yield the first of each, then the second of each, and so on."""
+    """Yield the first item of each list, then the second of each, and so on."""
     for some in zip_longest(*lists):
         yield from (item for item in some if item is not None)
 
@@ -282,7 +283,7 @@ def _in_turn(lists: Sequence[Sequence[T]]) -> Iterator[T]:
 def _read(
     options: Options, folder: Path, tokenizer: Tokenizer | None, most: int, vocab: int
 ) -> tuple[list[Asked], list[str]]:
-    """Turn prompts into tokens; return those that leave room for an answer, and say how many do not."""
+    """Tokenize the prompts; return those that fit with an answer, and a message about the others."""
     asked, too_long = [], []
     names: dict[tuple[str, str], int] = {}
     for prompt in options.prompts:
@@ -313,7 +314,7 @@ def _read(
 
 
 def _ids(prompt: Prompt, folder: Path, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """Return a prompt as the model reads it; a chat by the checkpoint's template."""
+    """Tokenize a prompt; a chat with the checkpoint's template."""
     if prompt.token_ids is not None:
         return prompt.token_ids
     if tokenizer is None:
@@ -328,7 +329,7 @@ def _ids(prompt: Prompt, folder: Path, tokenizer: Tokenizer | None) -> Sequence[
 def _identity(
     options: Options, config: EngineConfig, checkpoint: Checkpoint, asked: Sequence[Asked]
 ) -> dict[str, Any]:
-    """Return what must be the same for measurements to belong to one run."""
+    """Return what must be equal for measurements to belong to one run."""
     files = [
         [file.name, file.stat().st_size, file.stat().st_mtime_ns]
         for file in sorted(checkpoint.folder.iterdir())

@@ -1,4 +1,4 @@
-"""What is measured: which drafter, in what shape, at what temperature, for how many rows at once."""
+"""Benchmark settings: drafter, shape, temperature and batch."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,29 +14,29 @@ from specdec.setup.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, b
 
 TRANSFORMERS = "transformers"
 NETWORKS = (AUTO, *(name for name, own in DRAFTERS.items() if own.has_weights))
-"""Drafters that may run a network: they rank guesses with the noise or without; `auto` may have another's."""
+"""Drafters that may run a network, whose guesses can be ranked with the noise or without."""
 DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The drafter and its shape; engines differ in nothing else."""
+    """A drafter and its shape; engines differ in nothing else."""
 
     draft: str
     shape: Shape | None = None
-    """The draft's shape, or with `chosen` the largest; None: nothing is drafted."""
+    """The draft's shape, or with `chosen` the largest; None: no drafting."""
     chosen: bool = False
-    """The loop measures and chooses within the shape."""
+    """Whether the loop adapts the shape within these bounds."""
     noise: bool = True
-    """A head's guesses are ranked with the noise by which the target chooses."""
+    """Whether a head's guesses are ranked with the target's sampling noise."""
     vocab: int | None = None
-    """The commonest tokens, which alone a head drafts; None: all."""
+    """Number of the most frequent tokens that a head drafts from; None: all."""
     window: int | None = None
-    """The last tokens, which alone a head's attention reads; None: all."""
+    """Number of last tokens that a head's attention sees; None: all."""
 
     @property
     def name(self) -> str:
-        """Name it as the table does: `mtp 4x1` is a chain of 4, `mtp 4x4:16` a tree of 16 tokens."""
+        """Return the name used in the table: `mtp 4x1` is a chain of 4, `mtp 4x4:16` a tree of 16 tokens."""
         if self.shape is None:
             return self.draft
         steps, topk, tokens = self.shape.num_steps, self.shape.topk, self.shape.num_draft_tokens
@@ -47,7 +47,7 @@ class Drafting:
         return " ".join(words if self.noise else [*words, "plain"])
 
     def fields(self) -> dict[str, Any]:
-        """Return it as fields of EngineConfig."""
+        """Return the fields of EngineConfig."""
         if self.shape is None:
             return {"draft": self.draft}
         return {
@@ -64,7 +64,7 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What settings share that take turns on the same prompts."""
+    """The conditions that settings share when they take turns on the same prompts."""
 
     temperature: float
     batch: int
@@ -83,7 +83,7 @@ class Setting:
         return self.drafting.name
 
     def describe(self) -> dict[str, Any]:
-        """Return it as reports have it."""
+        """Return the setting's fields for reports."""
         shape = self.drafting.shape
         return {
             "draft": self.drafting.draft,
@@ -101,12 +101,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What was asked for."""
+    """The settings to measure."""
 
     drafts: Sequence[str]
     shapes: Sequence[Shape]
     chosen: Shape | None
-    """Measure the loop's own choice within these bounds too; None: do not."""
+    """Also measure the adaptive choice within these bounds; None: do not."""
     temperatures: Sequence[float]
     batches: Sequence[int]
     noises: Sequence[str]
@@ -119,10 +119,10 @@ class Sweep:
         return [Group(*pair) for pair in itertools.product(self.temperatures, self.batches)]
 
     def settings(self, group: Group, draftings: Sequence[Drafting]) -> list[Setting]:
-        """Return what takes turns in a group: `none` first, `transformers` last.
+        """Return the settings that take turns in a group: `none` first, `transformers` last.
 
-        Without a temperature there is no noise to leave out. `transformers` takes prompts of one length and
-        the likeliest tokens: it has none of our noise.
+        At temperature 0 there is no noise to leave out. `transformers` runs only greedily with batch 1: it
+        takes prompts of one length and does not share our noise.
         """
         heard = (replace(d, noise=d.noise or not group.temperature) for d in draftings)
         own = [Drafting(NONE), *dict.fromkeys(heard)]
@@ -131,7 +131,7 @@ class Sweep:
         return [Setting(drafting, group) for drafting in own]
 
     def draftings(self) -> tuple[list[Drafting], list[str]]:
-        """Return all that may be measured beside `none`, and what is left out and why."""
+        """Return the draftings to measure beside `none`, and those left out with the reason."""
         found: dict[Drafting, None] = {}
         left_out: dict[str, None] = {}
         for drafting in self._asked():
@@ -150,12 +150,12 @@ class Sweep:
     def _asked(self) -> Iterator[Drafting]:
         for draft in self.drafts:
             if draft == NONE:
-                continue  # it is always there
-            # Look-ups rank by no logits, and have no head to spare.
+                continue  # always included
+            # Look-ups rank without logits, and have no head to limit.
             noises = [noise == "shared" for noise in self.noises] if draft in NETWORKS else [True]
             spared = [*itertools.product(self.vocabs, self.windows)] if draft in NETWORKS else [(None, None)]
             largest = self.chosen
-            if draft == AUTO:  # what the engine does by default: always measured, and first
+            if draft == AUTO:  # the engine's default: always measured, first
                 largest = largest or DEFAULT_BOUNDS
                 yield Drafting(draft, largest, True, noises[0], *spared[0])
             for shape, noise, own in itertools.product(self.shapes, noises, spared):
@@ -168,7 +168,7 @@ class Sweep:
 
 
 def widest(draftings: Sequence[Drafting], draft: str) -> Mapping[str, Any]:
-    """Return fields of EngineConfig whose memory serves all shapes of one drafter."""
+    """Return fields of EngineConfig that reserve memory for all shapes of one drafter."""
     shapes = [d.shape for d in draftings if d.draft == draft and d.shape]
     if not shapes:
         return {"draft": draft}
@@ -179,6 +179,6 @@ def widest(draftings: Sequence[Drafting], draft: str) -> Mapping[str, Any]:
     try:
         bounds_of(EngineConfig.of(None, fields))
     except ConfigError:
-        # No drafter grows all of that at once.
+        # No drafter supports all three maxima at once.
         fields = Drafting(draft, max(shapes, key=lambda s: (s.num_draft_tokens, s.num_steps))).fields()
     return fields

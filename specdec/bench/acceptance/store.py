@@ -1,4 +1,4 @@
-"""Measurements on disk, one a line, so that a run that was cut short goes on where it ended."""
+"""Measurements on disk, one per line, so that an interrupted run can resume."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,10 +14,10 @@ Key = tuple[Any, ...]
 
 
 class ResultStore:
-    """Owns what was measured; with a folder, each measurement is written there as soon as it is made."""
+    """Own the measurements; with a folder, each is written there at once."""
 
     def __init__(self, folder: Path | None, run: Mapping[str, Any]) -> None:
-        """Read what a run with these arguments left in the folder; refuse what another left there."""
+        """Load the measurements of a run with these arguments from the folder; refuse another run's."""
         self.measured: dict[Key, Measurement] = {}
         self._path = folder / FILE if folder else None
         if self._path is None:
@@ -27,7 +27,7 @@ class ResultStore:
             lines = list(_whole_lines(self._path.read_bytes())) if self._path.exists() else []
             if lines:
                 self._read(lines, json.loads(json.dumps(run)))
-            # What a run that was killed left half written goes.
+            # Drop a half-written last line of a killed run.
             self._path.write_text("".join(f"{line}\n" for line in lines or [json.dumps(run)]), "utf-8")
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
@@ -36,11 +36,11 @@ class ResultStore:
             ) from error
 
     def get(self, *key: Any) -> Measurement | None:
-        """Return what was measured under a key."""
+        """Return the measurement for a key."""
         return self.measured.get(key)
 
     def add(self, *key: Any, measurement: Measurement) -> None:
-        """Keep a measurement."""
+        """Store a measurement."""
         self.measured[key] = measurement
         if self._path:
             with self._path.open("a", encoding="utf-8") as file:
@@ -50,7 +50,7 @@ class ResultStore:
         first, *rest = (json.loads(line) for line in lines)
         moved = [name for name in {*first, *run} if first.get(name) != run.get(name)]
         if moved:
-            name = min(moved, key=lambda name: (name != "commit", name))  # what it brought is its doing
+            name = min(moved, key=lambda name: (name != "commit", name))  # a commit explains the rest
             raise ConfigError(
                 f"--out: {self._path} holds measurements with another {name} ({_short(first.get(name))}, not "
                 f"{_short(run.get(name))}); repeat that run as it was to go on, or name another folder",

@@ -1,4 +1,4 @@
-"""What was measured, summed up: one record for each setting and category, and one over all categories."""
+"""Summaries of measurements: one record per setting and category, and one over all categories."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from specdec.core.stats import PHASES
 
 ALL = "all"
 RESULT = "acceptance.json"
-"""The file of a finished run's report."""
+"""File name of a finished run's report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Pair:
 
 
 def records(measured: Mapping[Setting, Sequence[Pair]]) -> list[dict[str, Any]]:
-    """Sum up each setting by category, in the order of the prompts, and over all."""
+    """Summarise each setting by category, in prompt order, and over all."""
     found = []
     for setting, pairs in measured.items():
         categories = list(dict.fromkeys(pair.category for pair in pairs))
@@ -49,7 +49,7 @@ def _record(setting: Setting, category: str, pairs: Sequence[Pair]) -> dict[str,
     answers = [answer for pair in pairs for answer in pair.own.answers]
     steps = sum(answer.steps for answer in answers)
     followed, reached = _sums(a.followed for a in answers), _sums(a.reached for a in answers)
-    # It writes the likeliest tokens whatever the temperature is.
+    # `transformers` is greedy whatever the temperature.
     draws_otherwise = setting.name == TRANSFORMERS and setting.group.temperature > 0
     lengths = [answer.length for answer in answers if answer.length is not None]
     return {
@@ -80,7 +80,7 @@ def _record(setting: Setting, category: str, pairs: Sequence[Pair]) -> dict[str,
 
 
 def _prompt(answer: Answer) -> dict[str, Any]:
-    """Describe one prompt, with what tells a difference between two runs from their noise."""
+    """Describe one prompt, with the counts needed to compare two runs prompt by prompt."""
     return {
         "name": answer.name,
         "category": answer.category,
@@ -94,7 +94,7 @@ def _prompt(answer: Answer) -> dict[str, Any]:
 
 
 def _batch(pair: Pair) -> dict[str, Any]:
-    """Return how fast one batch was: figures of two runs for the same prompts can be compared in pairs."""
+    """Return the speed of one batch: two runs can be compared batch by batch."""
     return {
         "prompts": [f"{answer.category}/{answer.name}" for answer in pair.own.answers],
         "tokens_per_second": pair.own.tokens_per_second,
@@ -103,19 +103,19 @@ def _batch(pair: Pair) -> dict[str, Any]:
 
 
 def acceptance_length(answers: Sequence[Answer]) -> float | None:
-    """Return the tokens per verify step over some answers; None where there was no step."""
+    """Return the tokens per verify step over some answers; None without steps."""
     steps = sum(answer.steps for answer in answers)
     return sum(answer.tokens for answer in answers) / steps if steps else None
 
 
 def _ms_per_step(measured: Sequence[Measurement]) -> dict[str, float]:
-    """Return the mean by phase of a step of the engine, however many rows took part in it."""
+    """Return the mean time per engine step by phase, whatever rows took part."""
     timed = max(sum(own.timed for own in measured), 1)
     return {phase: 1e3 * sum(own.phases[phase] for own in measured) / timed for phase in PHASES}
 
 
 def _sums(columns: Iterable[Sequence[int]]) -> list[int]:
-    """Add up lists of several lengths, entry by entry."""
+    """Add up lists of different lengths, entry by entry."""
     return [sum(entries) for entries in zip_longest(*columns, fillvalue=0)]
 
 

@@ -1,4 +1,4 @@
-"""The report as people read it: a table for each temperature and batch, what its columns mean below."""
+"""The report for people: a table for each temperature and batch, with a legend."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from specdec.config.drafters import AUTO, NONE
 Record = Mapping[str, Any]
 
 WIDTH = 110
-"""Columns that a terminal is expected to have."""
+"""Assumed terminal width, in columns."""
 
 LEGEND = """\
 length: output tokens per verify step, the bonus token included; straight: the same without looping texts
@@ -27,7 +27,7 @@ by depth: the share accepted of the drafts that got there; accepted 0 1 2 …: t
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay the report out."""
+    """Format the report."""
     said = [
         f"{report['model']}: {report['family']}, {report['dtype']}",
         setup_line(report),
@@ -50,7 +50,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _checked(report: Mapping[str, Any]) -> str:
-    """Return what came of the comparison of texts."""
+    """Describe the result of the text comparison."""
     whole = [r for r in report["records"] if r["category"] == ALL and r["differing_texts"] is not None]
     drafted = [r for r in whole if r["setting"]["draft"] not in (NONE, TRANSFORMERS)]
     texts, other = sum(r["prompts"] for r in drafted), sum(r["differing_texts"] for r in drafted)
@@ -69,7 +69,7 @@ def _checked(report: Mapping[str, Any]) -> str:
 
 
 def _groups(records: Sequence[Record]) -> Iterator[tuple[Group, list[Record]]]:
-    """Gather the records of each temperature and batch."""
+    """Group the records by temperature and batch."""
     groups: dict[Group, list[Record]] = {}
     for record in records:
         setting = record["setting"]
@@ -82,9 +82,9 @@ def _whole(records: Sequence[Record]) -> Record:
 
 
 def _lengths(records: Sequence[Record]) -> str:
-    """Lay out every setting by category: the engine's default, then the fastest first.
+    """Lay out every setting by category: the engine's default first, then by speed.
 
-    A twin without noise is a column.
+    A setting's twin without noise becomes a column.
     """
     plain = {(_twin(r), r["category"]): r for r in records if not r["setting"]["draft_noise"]}
     shared = {(r["name"], r["category"]) for r in records}
@@ -122,7 +122,7 @@ def _lengths(records: Sequence[Record]) -> str:
 
 
 def _is_default(record: Record) -> bool:
-    """Return whether a setting is what the engine does unless it is told otherwise."""
+    """Return whether a setting is the engine's default."""
     return record["setting"]["draft"] == AUTO and bool(record["setting"]["chosen"])
 
 
@@ -132,7 +132,7 @@ def _twin(record: Record) -> str:
 
 
 def _steps(records: Sequence[Record]) -> Iterator[str]:
-    """Summarise, for each setting that drafts, what its steps did and took over all prompts."""
+    """Yield, for each setting that drafts, a summary of its steps and their time over all prompts."""
     whole = [r for r in records if r["category"] == ALL and r["drafted_per_step"]]
     for record in whole:
         spent = ", ".join(f"{phase} {ms:.2f}" for phase, ms in record["ms_per_step"].items() if ms)

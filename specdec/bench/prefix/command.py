@@ -15,7 +15,7 @@ ABOUT = """\
 Requests that share prefixes go to two engines over a checkpoint, one that caches prefixes and one that does
 not, in turn. First tokens are timed, and texts compared."""
 MEASURED = {"prefix_cache", "seed"}
-"""Settings of an engine that the benchmark sets itself."""
+"""Engine settings that the benchmark sets itself."""
 
 
 def add_prefix(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def _prefix(args: argparse.Namespace) -> Run:
         raise ConfigError(f"--out: {args.out} is a file; name a folder", field="out")
     given = {name: value for name, value in vars(args).items() if name not in MEASURED}
     _, config = find_models(args.model, settings_from(argparse.Namespace(**given), EngineConfig))
-    # Imported late: no other command waits for torch and what the benchmark needs.
+    # Imported late: other commands do not need torch or the benchmark's packages.
     from specdec.bench.prefix.engine import Options, run
 
     options = Options(

@@ -1,4 +1,4 @@
-"""`specdec bench prefix`: first tokens of an engine that keeps prefixes beside one that does not."""
+"""`specdec bench prefix`: TTFT of an engine with a prefix cache beside one without."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,9 +16,9 @@ from specdec.models.folder import find_folder
 
 RESULT = "prefix-engine.json"
 LONGEST_OF = {"system-prompts": 4096}
-"""Tokens of the longest requests of a kind; elsewhere of any."""
+"""Tokens of the longest requests of a kind; `LONGEST` for other kinds."""
 WARMUP = 3
-"""Requests that each engine answers first, uncounted."""
+"""Uncounted requests that each engine answers first."""
 LEGEND = """\
 off, on: until the first token, without a cache and with one; x: speedup, above 1 is faster
 hit: cached tokens, of all prompts'; differing: answers that differ from those without a cache"""
@@ -26,20 +26,20 @@ hit: cached tokens, of all prompts'; differing: answers that differ from those w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to ask of the engines."""
+    """Options of `specdec bench prefix`."""
 
     model: str
     names: Sequence[str]
     requests: int
     together: int
-    """Requests that come at one time."""
+    """Concurrent requests."""
     max_tokens: int
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What both engines said to one request."""
+    """The answers of both engines to one request."""
 
     prompt: Sequence[int]
     off: Completion
@@ -51,7 +51,7 @@ class Pair:
 
 
 class Engines:
-    """Owns both, over weights of their own."""
+    """Own both engines, each with its own weights."""
 
     def __init__(self, options: Options, config: EngineConfig, stack: ExitStack) -> None:
         self.options = options
@@ -64,7 +64,7 @@ class Engines:
         self.vocab = self.off.model.network.spec.vocab
 
     def trace(self, name: str) -> Trace:
-        """Make a trace whose requests fit the model, as many as were asked for."""
+        """Generate a trace of the requested length whose requests fit the model."""
         scale = min(self.most / LONGEST_OF.get(name, LONGEST), 1.0)
         count = self.options.requests
         whole = generate(
@@ -77,16 +77,17 @@ class Engines:
         return Trace(name, whole.turns[:count])
 
     def warm_up(self, trace: Trace) -> None:
-        """Send both requests whose beginnings do not count."""
+        """Send both engines requests that share no prefix with the counted ones."""
         for turn in trace.turns[:WARMUP]:
             prompt = [(token + 1) % self.vocab for token in turn.prompt.tolist()]
             for engine in (self.off, self.on):
                 engine.generate([prompt], self._params())
 
     def ask(self, trace: Trace) -> Iterator[Pair]:
-        """Give each request to both, now to the one first, now to the other.
+        """Send each request to both engines, alternating which is first.
 
-        What a session said before is what the engine without a cache has said, not what the trace made up.
+        Earlier answers in a session are those of the engine without a cache, rather than the trace's invented
+        ones.
         """
         said: dict[str, tuple[int, list[int]]] = {}
         for number, turns in enumerate(groups(trace.turns, self.options.together)):
@@ -104,7 +105,7 @@ class Engines:
                 yield Pair(prompt, off, on)
 
     def check(self, pair: Pair) -> None:
-        """Refuse a text that a prefix has changed, where rounding is too fine to have done it."""
+        """Raise if the prefix cache changed a text, unless the dtype's rounding can explain it."""
         model = self.off.model
         if not pair.differs or model.settings.dtype not in EXACT:
             return
@@ -121,14 +122,14 @@ class Engines:
 
 
 class Run:
-    """Owns what both said so far, by trace."""
+    """Own both engines' answers so far, by trace."""
 
     def __init__(self, engines: Engines) -> None:
         self.engines = engines
         self.done: dict[str, list[Pair]] = {}
 
     def measure(self) -> None:
-        """Ask each trace's requests; Ctrl-C leaves those that both have answered."""
+        """Send each trace's requests; Ctrl-C keeps those that both engines have answered."""
         for name in self.engines.options.names:
             trace = self.engines.trace(name)
             self.engines.warm_up(trace)
@@ -141,7 +142,7 @@ class Run:
                     progress.update()
 
     def report(self, *, interrupted: bool) -> dict[str, Any]:
-        """Sum up what was done."""
+        """Build the report of the finished requests."""
         options, settings = self.engines.options, self.engines.off.model.settings
         return {
             "benchmark": "prefix-engine",
@@ -162,7 +163,7 @@ class Run:
 def run(options: Options, config: EngineConfig, out: Output) -> None:
     """Time both engines on each trace and publish the report.
 
-    Ctrl-C ends it as it ends anything, once what was done is shown.
+    Ctrl-C is raised again once the finished part has been published.
     """
     if out.path:
         out.path.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,7 @@ def run(options: Options, config: EngineConfig, out: Output) -> None:
 
 
 def groups(turns: Sequence[Turn], most: int) -> Iterator[list[Turn]]:
-    """Cut a trace into requests that may come together: none goes on from another of them."""
+    """Cut a trace into groups of concurrent requests: no two of a group belong to one session."""
     group: list[Turn] = []
     for turn in turns:
         if len(group) == most or any(turn.session == other.session for other in group):
@@ -188,7 +189,7 @@ def groups(turns: Sequence[Turn], most: int) -> Iterator[list[Turn]]:
 
 
 def summarise_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Sum up what both engines did with a trace."""
+    """Summarise both engines' answers to a trace."""
     off_s, on_s = ([getattr(pair, side).stats.first_token_s for pair in pairs] for side in ("off", "on"))
     off, on = _spread(off_s), _spread(on_s)
     tokens, hit = sum(len(p.prompt) for p in pairs), sum(p.on.stats.cached_tokens for p in pairs)
@@ -205,7 +206,7 @@ def summarise_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay the report out."""
+    """Format the report."""
     drafts = ", ".join(report["drafters"]) or "none"
     lines = [
         f"{report['model']}: {report['dtype']} on {report['device']}, drafts: {drafts}",
@@ -236,7 +237,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _without_cache(config: EngineConfig) -> EngineConfig:
-    """Leave out what only a cache has a use for: an engine without one refuses it."""
+    """Drop the prefix cache's settings, which an engine without one refuses."""
     return EngineConfig.of(None, config.model_dump(exclude_unset=True, exclude=set(PREFIX_FIELDS)))
 
 

@@ -1,6 +1,6 @@
-"""Traces made up by chance: chats, agents and questions below shared prompts, sized as published ones are.
+"""Random traces: chats, agents, and questions with shared prompts, sized like published ones.
 
-What is assumed of each, and where it is from, stands in docs/prefix-cache.md.
+Their assumptions and sources are listed in docs/prefix-cache.md.
 """
 
 import math
@@ -13,28 +13,28 @@ import numpy as np
 from specdec.state_slots.prefix.tree import NO_IDS, Ids
 
 SECONDS_A_TOKEN = 0.5
-"""How fast people type: 90 words a minute, three quarters of a word a token."""
+"""Typing speed: 90 words a minute, three quarters of a word per token."""
 LONGEST = 32768
-"""Tokens that a request has at most, with its answer."""
+"""Maximum tokens of a request with its answer."""
 FEWEST_SHARES = 4
-"""Beginnings that sessions have in common in a short trace, where a long one has more."""
+"""Minimum number of shared prefixes in a short trace, if the full trace has as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One request: the whole prompt, earlier turns included, and its answer."""
+    """One request: the whole prompt, including earlier turns, and its answer."""
 
     session: str
     turn: int
     ts: float
-    """Seconds after the trace's start; a turn never begins before the session's last one has ended."""
+    """Seconds after the trace's start, and not before the session's previous turn has ended."""
     prompt: Ids
     output: Ids
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Turns in the order of their times."""
+    """Turns ordered by time."""
 
     name: str
     turns: Sequence[Turn]
@@ -42,7 +42,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Tokens, lognormal: half are longer than the median."""
+    """A lognormal length in tokens."""
 
     median: float
     sigma: float
@@ -54,25 +54,25 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What sessions of one kind are like."""
+    """The parameters of one kind of session."""
 
     sessions: int
-    """How many make a trace of two to three thousand requests."""
+    """Sessions in a full trace of two to three thousand requests."""
     per_second: float
-    """Sessions that begin, by chance."""
+    """Mean rate at which sessions start."""
     asked: Length
     answered: Length
     turns: Callable[[np.random.Generator], int]
     shared: Length | None = None
-    """A beginning that sessions have in common; of `shares` different ones the n-th is 1/n as common."""
+    """A prefix common to sessions; of `shares` different ones, the n-th has weight 1/n."""
     shares: int = 1
     first: Length | None = None
-    """What the first turn asks beside, such as an issue that is to be solved."""
+    """Additional tokens of the first turn, such as an issue to solve."""
     pause_s: float | None = None
-    """Between an answer and the next turn, Poisson; None: as long as it takes to type it."""
+    """Mean pause between an answer and the next turn, Poisson distributed; None: the time to type it."""
 
     def scaled(self, scale: float) -> "Kind":
-        """Make all lengths a part of what they are."""
+        """Scale all lengths."""
 
         def part(length: Length) -> Length:
             return replace(length, median=length.median * scale, most=max(int(length.most * scale), 1))
@@ -126,9 +126,9 @@ def generate(
     scale: float = 1.0,
     most: int = LONGEST,
 ) -> Trace:
-    """Make a trace; no request, its answer included, has more than `most` tokens.
+    """Generate a trace; no request, including its answer, exceeds `most` tokens.
 
-    Fewer sessions have fewer beginnings in common, so that each is as common as in the whole trace.
+    Fewer sessions share fewer prefixes, so that each prefix is as common as in the full trace.
     """
     kind = KINDS[name].scaled(scale)
     shares = max(kind.shares * sessions // kind.sessions, min(kind.shares, FEWEST_SHARES))
@@ -147,7 +147,7 @@ def generate(
 def _session(
     kind: Kind, rng: np.random.Generator, name: str, at_s: float, begun: Ids, vocab: int, most: int
 ) -> Iterator[Turn]:
-    """Yield a session's turns until there are enough, or no more fits."""
+    """Yield a session's turns until it is complete, or the next would not fit."""
     first = _tokens(rng, kind.first.draw(rng), vocab) if kind.first else NO_IDS
     parts = [np.concatenate([begun, first])]
     for turn in range(kind.turns(rng)):

@@ -1,1 +1,1 @@
-"""Measure what prefill apart from decode costs and keeps steady, beside engines that do both."""
+"""Measure the costs and the steady ITL of prefill/decode disaggregation, beside engines that do both."""

@@ -1,4 +1,4 @@
-"""What must hold before anything is timed: each way gives one engine's texts, and fetches what it should."""
+"""Checks before timing: each route returns one engine's texts, and fetches KV where it should."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ TEMPERATURES = (0.0, 0.8)
 async def check_texts(
     session: aiohttp.ClientSession, one: Way, ways: Sequence[Way], requests: Requests, prompt_tokens: int
 ) -> int:
-    """Compare each way's texts with one engine's, greedy and with a seed; return how many were equal."""
+    """Compare each route's texts with one engine's, greedy and seeded; return how many were equal."""
     bodies = [
         requests.draw(prompt_tokens - number, ANSWER, temperature=TEMPERATURES[number % 2])
         for number in range(PROMPTS)

@@ -1,4 +1,4 @@
-"""The engines that are compared: two that share the work of one request, and two that do not."""
+"""The engines to compare: a disaggregated pair, and two standalone ones."""
 
 import secrets
 from collections.abc import Iterator
@@ -12,28 +12,28 @@ from specdec.bench.reach.ways import Plain, Proxied, Rooms, Way
 from specdec.config.engine import EngineConfig
 
 MEMORY_BYTES = 512 << 20
-"""Of each engine where its settings do not say: four have to fit."""
+"""Default memory of each engine: four have to fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Ways through engines that run; of each two that work at a time, each has a core of its own."""
+    """Routes through running engines; engines that work concurrently have a core each."""
 
     one: Way
-    """One engine that reads and writes, on the core of the one that writes alone."""
+    """One standalone engine, on the decode instance's core."""
     two: Way
-    """Two of these, in turn."""
+    """Two standalone engines, in turn."""
     apart: tuple[Way, ...]
-    """One that reads and one that writes."""
+    """A prefill and a decode instance."""
     cores: tuple[int, int] | None
 
 
 @contextmanager
 def started(options: ReachOptions, config: EngineConfig) -> Iterator[Fleet]:
-    """Start four engines, and stop them in the end."""
+    """Start four engines, and stop them at the end."""
     cores, port = two_cores(options.cores), free_port()
     settings = {"memory_bytes": MEMORY_BYTES, **config.model_dump(mode="json", exclude_unset=True)}
-    # What one machine's memory does not carry goes by its loopback.
+    # Transfers that shared memory cannot carry use the loopback device.
     secret = {"SPECDEC_REACH_SECRET": secrets.token_hex(16), "UCX_NET_DEVICES": "lo"}
     parts: tuple[tuple[int, dict[str, Any], dict[str, str]], ...] = (
         (0, {"role": "prefill", "reach_port": port}, secret),

@@ -1,4 +1,4 @@
-"""One streamed answer as a client sees it: which tokens came, and when."""
+"""One streamed answer as a client sees it: its tokens and their arrival times."""
 
 import json
 import math
@@ -13,21 +13,21 @@ import aiohttp
 from specdec.http.client import DONE, event_data, reason
 
 EXCERPT = 200
-"""Characters of a server's own words that are kept."""
+"""Maximum characters of a server's error message."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came of one request; times are of one clock, and grow while it is read."""
+    """The result of one request, filled in as it streams; all times are from one clock."""
 
     start_s: float
     """When it was due."""
     text: str = ""
     ids: list[int] = field(default_factory=list)
     came: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, and how many at a time."""
+    """Arrival times, with the number of tokens at each."""
     cached_tokens: int = 0
-    """Tokens of the prompt that the server which answered had not to read."""
+    """Cached prompt tokens, as reported by the answering server."""
     failure: str | None = None
 
     @property
@@ -36,12 +36,12 @@ class Reply:
 
     @property
     def inter_token_s(self) -> float | None:
-        """Return the mean time of a token after those that came first."""
+        """Return the mean inter-token time after the first chunk."""
         (first_s, first), (last_s, _) = self.came[0], self.came[-1]
         return (last_s - first_s) / (len(self.ids) - first) if len(self.ids) > first else None
 
     def token_s(self, until_s: float = math.inf) -> list[float]:
-        """Return the time of each token after those that came first, up to then: several share a step's."""
+        """Return each token's time after the first chunk, up to a time; a chunk's tokens share its gap."""
         came = [(now, count) for now, count in self.came if now <= until_s]
         gaps = ((now - before, count) for (before, _), (now, count) in pairwise(came))
         return [gap_s / count for gap_s, count in gaps for _ in range(count)]
@@ -60,7 +60,7 @@ class Reply:
 
 
 async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], reply: Reply) -> None:
-    """Ask for a completion, and fill in the reply as it comes; what goes wrong becomes part of it."""
+    """Request a completion, and fill in the reply as it streams; failures become part of it."""
     asked = {**body, "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     try:
         async with session.post(f"{url}/v1/completions", json=asked) as answer:

@@ -1,4 +1,4 @@
-"""What is asked: parts of the texts that ship, each time with another salt, so that no cache helps."""
+"""Requests: parts of the shipped texts, each with a new salt, so that no cache helps."""
 
 import random
 import secrets
@@ -9,7 +9,7 @@ from specdec.text.tokenizer import Tokenizer
 
 
 class Requests:
-    """Draws bodies of completions."""
+    """Draw bodies of completion requests."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._random = random.Random(seed)
@@ -17,7 +17,7 @@ class Requests:
         self._ids = [token for text in texts for token in tokenizer.encode(text, special=False)]
 
     def draw(self, prompt_tokens: int, max_tokens: int, *, temperature: float = 0.0) -> dict[str, Any]:
-        """Return a body whose prompt begins at a place that is drawn, and goes on where the texts begin."""
+        """Return a body whose prompt starts at a random position of the texts, wrapping around."""
         start = self._random.randrange(len(self._ids))
         whole = self._ids * (2 + prompt_tokens // len(self._ids))
         return {
@@ -30,5 +30,5 @@ class Requests:
 
 
 def salted(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body that shares no cached prefix with any that was sent."""
+    """Return a body that shares no cached prefix with any earlier one."""
     return {**body, "cache_salt": secrets.token_hex(8)}

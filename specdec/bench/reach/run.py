@@ -1,4 +1,4 @@
-"""`specdec bench reach`: check the texts, then measure each part and print what came of it."""
+"""`specdec bench reach`: check the texts, then measure each part and print the report."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from specdec.models.folder import find_folder
 from specdec.text.tokenizer import load_tokenizer
 
 LIMIT_S = 600.0
-"""Of one request."""
+"""Timeout of one request, in seconds."""
 
 
 def run(options: ReachOptions, config: EngineConfig, out: Output) -> None:
@@ -56,7 +56,7 @@ def _requests(options: ReachOptions) -> Requests:
 
 
 async def _measure(fleet: Fleet, options: ReachOptions, requests: Requests) -> dict[str, Any]:
-    """Measure what takes engines in processes of their own."""
+    """Measure the parts that need engines in separate processes."""
     report: dict[str, Any] = {}
     limit, connector = aiohttp.ClientTimeout(total=LIMIT_S), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=limit, connector=connector) as session:
@@ -73,7 +73,7 @@ async def _measure(fleet: Fleet, options: ReachOptions, requests: Requests) -> d
         if "steady" in options.only:
             ways = [fleet.one, fleet.apart[0]]
             total = len(ways) * options.rounds * PROMPTS
-            # The client takes no time of the core whose steadiness is measured.
+            # Keep the client off the core whose ITL is measured.
             asker = on_core(fleet.cores[0] if fleet.cores else None)
             progress = tqdm(total=total, desc="steady", unit="prompt", leave=False, disable=None)
             with asker, progress:
@@ -82,7 +82,7 @@ async def _measure(fleet: Fleet, options: ReachOptions, requests: Requests) -> d
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay the report out for people."""
+    """Format the report."""
     return "\n".join(_lines(report))
 
 

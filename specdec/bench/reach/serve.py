@@ -1,4 +1,4 @@
-"""The same arrivals through each way, in turn: first tokens, and the time of those that follow."""
+"""The same arrivals through each route, in turn: TTFT and ITL."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from specdec.bench.report import percentile
 from specdec.bench.serve.load import arrivals
 
 WARMUP = 4
-"""Requests of each way before any is counted, one after the other."""
+"""Uncounted requests of each route, sent one by one."""
 
 
 async def measure_serving(
@@ -25,7 +25,7 @@ async def measure_serving(
     options: ReachOptions,
     on_reply: Callable[[], object],
 ) -> dict[str, list[Reply]]:
-    """Return what came of all rounds, by the name of the way; each round draws prompts and arrivals anew."""
+    """Return the replies of all rounds by route; each round draws new prompts and arrivals."""
     replies: dict[str, list[Reply]] = {way.name: [] for way in ways}
     for way in ways:
         for _ in range(WARMUP):
@@ -33,7 +33,7 @@ async def measure_serving(
     for number in range(options.rounds):
         bodies = [requests.draw(options.prompt_tokens, options.max_tokens) for _ in range(options.requests)]
         due_s = arrivals(options.requests, options.rate, (options.seed or 0) + number)
-        # Another way begins each round: none always follows the same one.
+        # Rotate the order by round, so that no route always follows the same one.
         for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
             replies[way.name] += await _round(session, way, bodies, due_s, on_reply)
     return replies
@@ -58,7 +58,7 @@ async def _round(
 
 
 def serving_report(replies: Mapping[str, Sequence[Reply]], prompt_tokens: int) -> dict[str, Any]:
-    """Summarise each way: times are of the requests that were answered."""
+    """Summarise each route; times are those of successful requests."""
     return {name: _figures(own, prompt_tokens) for name, own in replies.items()}
 
 
@@ -75,7 +75,7 @@ def _figures(replies: Sequence[Reply], prompt_tokens: int) -> dict[str, Any]:
 
 
 def spread(samples: Sequence[float]) -> dict[str, float] | None:
-    """Return the percentiles that are shown; None where nothing was measured."""
+    """Return the percentiles shown; None without samples."""
     if not samples:
         return None
     return {"p50": percentile(samples, 0.5), "p95": percentile(samples, 0.95)}

@@ -1,4 +1,4 @@
-"""`specdec serve` in processes of their own, each on one core with one thread."""
+"""`specdec serve` in separate processes, each on one core with one thread."""
 
 import json
 import os
@@ -18,15 +18,15 @@ from specdec.errors import ConfigError, EngineError
 
 STARTING_S, STOPPING_S, POLL_S = 180.0, 60.0, 0.05
 LOG_TAIL = 600
-"""Characters of what a server said that an error repeats."""
+"""Characters of a server's log that an error message quotes."""
 SERVERS_OWN = frozenset({"SPECDEC_REACH_SECRET", "SPECDEC_API_KEY"})
-"""Variables that are a server's settings: who measures may have those of other servers set."""
+"""Variables that configure a server: the user may have set them for other servers."""
 ADDRESS = re.compile(r"(https?://\S+?)/v1")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process that serves, until `running` is left."""
+    """A server process, which runs until `running` exits."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -40,7 +40,7 @@ class Server:
 def running(
     model: str, settings: Mapping[str, Any], *, core: int | None, environment: Mapping[str, str]
 ) -> Iterator[Server]:
-    """Start a server on one core, wait until it listens, and stop it in the end."""
+    """Start a server on one core, wait until it listens, and stop it at the end."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "settings.yaml", Path(folder) / "log"
         file.write_text(json.dumps({"port": 0, **settings}), "utf-8")  # JSON is YAML
@@ -60,14 +60,14 @@ def running(
 
 
 def surroundings(environment: Mapping[str, str], around: Mapping[str, str]) -> dict[str, str]:
-    """Return a server's environment: this process's, without what would give it a role or ask for a key."""
+    """Return this process's environment without variables that give a server a role or a key."""
     kept = {name: value for name, value in around.items() if name not in SERVERS_OWN}
     return {**kept, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **environment}
 
 
 @contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Run what this thread starts on one core; a child has its parent's cores from its first moment."""
+    """Pin processes started in the block to one core; children inherit the affinity."""
     before = os.sched_getaffinity(0) if core is not None else None
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -79,7 +79,7 @@ def on_core(core: int | None) -> Iterator[None]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Return where it listens, once it says so."""
+    """Wait for the server to log its address, and return it."""
     deadline = time.monotonic() + STARTING_S
     while time.monotonic() < deadline and process.poll() is None:
         if found := ADDRESS.search(log.read_text("utf-8", "replace")):
@@ -99,7 +99,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens at."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -107,7 +107,7 @@ def free_port() -> int:
 
 
 def two_cores(wanted: Sequence[int] | None) -> tuple[int, int] | None:
-    """Return the cores of two engines that work at a time; None where processes cannot be told theirs."""
+    """Return the cores of two concurrent engines; None if the system has no CPU affinity."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     own = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Answers under way while long prompts come: the time of their tokens, beside that without any."""
+"""Streams under way while long prompts arrive: their ITL beside that without prompts."""
 
 import asyncio
 import math
@@ -15,15 +15,15 @@ from specdec.bench.reach.serve import milliseconds, spread
 from specdec.bench.reach.ways import Way
 
 WRITER_TOKENS, WRITER_PROMPT = 512, 65
-"""Tokens of an answer under way, and of its prompt."""
+"""Output and prompt tokens of a stream under way."""
 PROMPTS = 4
-"""Long prompts of a round, one after the other."""
+"""Long prompts of a round, sent one by one."""
 PROMPT_ANSWER = 8
-"""Tokens written after each long prompt."""
+"""Tokens decoded after each long prompt."""
 
 
 class Case:
-    """The tokens' times of one way, while nothing else happens and while prompts come."""
+    """Token times of one route, idle and while prompts arrive."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -32,7 +32,7 @@ class Case:
         self.failures: list[str] = []
 
     def counted(self, reply: Reply, until_s: float = math.inf) -> list[float]:
-        """Return the times of a reply's tokens up to then; note one that failed."""
+        """Return a reply's token times up to a time; record a failure."""
         self.failures += [reply.failure] if reply.failure else []
         return [] if reply.failure else reply.token_s(until_s)
 
@@ -53,9 +53,9 @@ async def measure_steadiness(
     options: ReachOptions,
     on_prompt: Callable[[], object],
 ) -> dict[str, Any]:
-    """Return the report of each way by its name; the ways take turns."""
+    """Return the report of each route by its name; the routes take turns."""
     cases = [Case(way) for way in ways]
-    for case in cases:  # the first long prompt touches pages, and measures what widths cost
+    for case in cases:  # the first long prompt touches pages, and measures the cost of widths
         await case.way.ask(session, salted(requests.draw(options.long_tokens, PROMPT_ANSWER)))
     for _ in range(options.rounds):
         for case in cases:
@@ -65,7 +65,7 @@ async def measure_steadiness(
 
 
 async def _idle(session: aiohttp.ClientSession, case: Case, requests: Requests, writers: int) -> None:
-    """Time answers that are written beside each other alone."""
+    """Time concurrent streams without other load."""
 
     async def write() -> None:
         case.idle_s += case.counted(await case.way.ask(session, _answer(requests)))
@@ -80,7 +80,7 @@ async def _loaded(
     options: ReachOptions,
     on_prompt: Callable[[], object],
 ) -> None:
-    """Time answers while long prompts come; each place begins another one until the last prompt was read."""
+    """Time streams while long prompts arrive; restart finished streams until the last prompt is prefilled."""
     end_s = math.inf
 
     async def write() -> None:

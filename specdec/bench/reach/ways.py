@@ -1,4 +1,4 @@
-"""The ways that a request may take through two engines; each stands where a router would."""
+"""Routes of a request through two engines, in the position of a router."""
 
 import asyncio
 import secrets
@@ -22,23 +22,23 @@ LENT: Body = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What vLLM's proxies ask of the prefill engine."""
+"""What vLLM's proxies ask of the prefill instance."""
 
 
 class Way(Protocol):
-    """Sends requests to two engines."""
+    """Send requests to two engines."""
 
     name: str
     fetches: bool
-    """Whether the engine that answers fetches what another one has read."""
+    """Whether the answering engine fetches KV that another one has prefilled."""
 
     async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
-        """Send a completion and read the answer to its end; it was due when it is sent, or before."""
+        """Send a completion and read the answer to its end; `due_s` is the planned start, now or earlier."""
         ...
 
 
 class Plain:
-    """Engines that read and write, in turn."""
+    """Standalone engines, in turn."""
 
     fetches = False
 
@@ -52,7 +52,7 @@ class Plain:
 
 
 class Proxied:
-    """vLLM's way: one engine reads, and what it answers is handed to the one that writes."""
+    """vLLM's way: the prefill instance's answer is passed to the decode instance."""
 
     name, fetches = "P/D, vLLM's way", True
 
@@ -76,7 +76,7 @@ class Proxied:
 
 
 class Rooms:
-    """SGLang's way: both engines get the request at once, and meet in a room."""
+    """SGLang's way: both instances get the request at once, and meet in a bootstrap room."""
 
     name, fetches = "P/D, SGLang's way", True
 
@@ -96,7 +96,7 @@ class Rooms:
         return reply
 
     async def _read(self, session: aiohttp.ClientSession, body: Body) -> str | None:
-        """Prefill the prompt; return what went wrong."""
+        """Prefill the prompt; return the failure, if any."""
         try:
             async with session.post(
                 f"{self._prefill}/v1/completions", json={**body, "stream": False}

@@ -1,4 +1,4 @@
-"""The wire alone: a process that holds an arena, and this one, which reads prompts' memory out of it."""
+"""The transfer alone: this process reads prompts' memory out of another process's arena."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -26,21 +26,21 @@ from specdec.state_slots.transfer.cut import Cut
 from specdec.state_slots.transfer.plan import ArenaView, Plan, make_plans
 
 REPEATS = 20
-"""Counted reads of each length; the first of all is told apart, as it connects."""
+"""Counted reads of each length; the very first is reported separately, as it connects."""
 DEADLINE_S = 60.0
 PEER = "holder"
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What one prompt takes of an arena: its first blocks, and a state behind them."""
+    """A prompt's memory in an arena: its first blocks, followed by a state."""
 
     blocks: range
     state: int | None
 
     @classmethod
     def of(cls, layout: Layout, tokens: int) -> "Slots":
-        """Lay the slots out behind the slab that is set aside."""
+        """Lay the slots out after the reserved slab."""
         first, blocks = layout.blocks_per_slab, layout.blocks_for(tokens)
         slabs = 1 + -(-blocks // layout.blocks_per_slab)
         state = slabs * layout.states_per_slab if layout.states else None
@@ -48,7 +48,7 @@ class Slots:
 
 
 def measure_wire(options: ReachOptions) -> dict[str, Any]:
-    """Fetch prompts of two lengths repeatedly; compare every byte before anything is timed."""
+    """Read prompts of two lengths repeatedly, after comparing every byte once."""
     layout = _layout(options)
     lengths = sorted({options.prompt_tokens, options.long_tokens})
     num_bytes = _arena_bytes(layout, lengths[-1])
@@ -84,7 +84,7 @@ def _layout(options: ReachOptions) -> Layout:
 
 
 def _arena_bytes(layout: Layout, tokens: int) -> int:
-    """Count what holds one prompt's blocks and a state, beside the slab that is set aside."""
+    """Return the bytes for one prompt's blocks and a state, and the reserved slab."""
     return (2 + -(-layout.blocks_for(tokens) // layout.blocks_per_slab)) * layout.slab_bytes
 
 
@@ -97,7 +97,7 @@ def view_of(arena: Arena) -> ArenaView:
 def _holding(
     layout: Layout, num_bytes: int, seed: int, core: int | None
 ) -> Iterator[tuple[bytes, ArenaView]]:
-    """Start a process that holds an arena of drawn bytes; yield what is needed to read from it."""
+    """Start a process that holds an arena of random bytes; yield the metadata needed to read from it."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_hold, args=(theirs, layout, num_bytes, seed), daemon=True)
@@ -109,7 +109,7 @@ def _holding(
     except EOFError:
         raise EngineError("the process that holds the other arena has ended; it says why above") from None
     finally:
-        ours.close()  # by which it ends
+        ours.close()  # ends the process
         process.join()
 
 
@@ -145,13 +145,13 @@ def _case(carrier: Carrier, plan: Plan, arena: Arena, tokens: int, seed: int) ->
 
 
 def _indices(plan: Plan, slots: Slots) -> Any:
-    """Pair the holder's blocks with ours in the opposite order: what is read in place would hide mistakes."""
+    """Pair the holder's blocks with ours in reverse order: an identity mapping would hide mistakes."""
     pairs = [*zip(slots.blocks, reversed(slots.blocks), strict=True)]
     return plan.pick(pairs, None if slots.state is None else (slots.state, slots.state))
 
 
 def _read(carrier: Carrier, plan: Plan, slots: Slots) -> float:
-    """Read one prompt's memory; return the seconds until it has landed."""
+    """Read one prompt's memory; return the seconds until it has arrived."""
     indices = _indices(plan, slots)
     num_bytes = plan.num_bytes(len(slots.blocks), int(slots.state is not None))
     begin_s = time.perf_counter()
@@ -163,7 +163,7 @@ def _read(carrier: Carrier, plan: Plan, slots: Slots) -> float:
 
 
 def _check(carrier: Carrier, plan: Plan, arena: Arena, slots: Slots, seed: int) -> None:
-    """Refuse to go on unless every byte that was to be read is where it belongs."""
+    """Raise unless every byte was read to the right position."""
     theirs = Arena(arena.layout, arena.data.nbytes, arena.data.device)
     _fill(theirs, seed)
     arena.data.zero_()

@@ -1,1 +1,1 @@
-"""Drive an OpenAI-style server with prompts, and report how fast it answers and what its drafts earn."""
+"""Send prompts to an OpenAI-style server; report its speed and the speedup by its drafts."""

@@ -1,4 +1,4 @@
-"""The load: a fixed number of requests at a time, or random arrivals."""
+"""The load: a fixed number of concurrent requests, or random arrivals."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ from specdec.bench.serve.speculation import Speculation, gauge, has_gauge, read_
 from specdec.bench.serve.stream import Outcome, Server
 
 READING_S = 1.0
-"""How often a gauge is read."""
+"""Seconds between two readings of a gauge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,28 +19,28 @@ class Job:
     prompt: Prompt
     seed: int
     due_s: float | None = None
-    """Seconds after the start at which it arrives; None: as soon as there is a place."""
+    """Seconds from the start to its arrival; None: as soon as a slot is free."""
     sending: int = 1
-    """How many times its prompt has been sent in this run, this time included."""
+    """How many times its prompt has been sent in this run, including this time."""
 
 
 @dataclass(slots=True)
 class Level:
-    """One concurrency with what came of it; outcomes are added as they come, so that a stop keeps them."""
+    """One concurrency level and its outcomes, which are added as they complete, so that a stop keeps them."""
 
     concurrency: int
     warmup: Sequence[Job]
-    """What is sent before, uncounted: other prompts, so that no cache knows those that count."""
+    """Uncounted requests sent before, with other prompts, so that they warm no cache for the counted ones."""
     jobs: Sequence[Job]
     repeated: int
-    """Prompts among them that this benchmark had sent before."""
+    """Number of prompts that this benchmark had sent before."""
     outcomes: list[Outcome] = field(default_factory=list)
     start_s: float = 0.0
     speculation: Speculation | None = None
 
 
 def arrivals(count: int, rate: float | None, seed: int) -> list[float | None]:
-    """Draw when requests arrive: a Poisson process of `rate` a second, or whenever there is a place."""
+    """Draw arrival times: a Poisson process of `rate` per second, or None for a closed loop."""
     if rate is None:
         return [None] * count
     draw, at_s, times_s = random.Random(seed), 0.0, []
@@ -51,12 +51,12 @@ def arrivals(count: int, rate: float | None, seed: int) -> list[float | None]:
 
 
 async def warm_up(server: Server, level: Level) -> list[Outcome]:
-    """Send what does not count, all at once."""
+    """Send the warm-up requests concurrently."""
     return await asyncio.gather(*(server.complete(job.prompt, job.seed, job.sending) for job in level.warmup))
 
 
 async def drive(server: Server, level: Level, on_outcome: Callable[[], object]) -> None:
-    """Send a level's requests; fill in its outcomes, and what the server tells of its drafts meanwhile."""
+    """Send a level's requests; fill in its outcomes and the server's speculation metrics."""
     before = read_metrics(await server.metrics() or "")
     lengths: list[float] = []
     watch = asyncio.create_task(_watch(server, lengths)) if has_gauge(before) else None
@@ -75,7 +75,7 @@ async def drive(server: Server, level: Level, on_outcome: Callable[[], object]) 
 
 
 async def _work(server: Server, level: Level, jobs: Iterator[Job], on_outcome: Callable[[], object]) -> None:
-    """Hold one place: take the next request when the last has been answered."""
+    """Act as one client: send the next request when the last has been answered."""
     for job in jobs:
         due_s = None if job.due_s is None else level.start_s + job.due_s
         if due_s is not None:
@@ -85,7 +85,7 @@ async def _work(server: Server, level: Level, jobs: Iterator[Job], on_outcome: C
 
 
 async def _watch(server: Server, lengths: list[float]) -> None:
-    """Read the gauge again and again."""
+    """Sample the gauge periodically."""
     while True:
         await asyncio.sleep(READING_S)
         if (length := gauge(read_metrics(await server.metrics() or ""))) is not None:

@@ -1,4 +1,4 @@
-"""A level's figures, and the table of all levels."""
+"""The figures of a level, and the table of all levels."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def level_report(level: Level) -> dict[str, Any]:
-    """Summarise a level; times and tokens are those of requests that were completed."""
+    """Summarise a level; times and tokens are those of completed requests."""
     done = [outcome for outcome in level.outcomes if outcome.failure is None]
     failures = Counter(outcome.failure for outcome in level.outcomes if outcome.failure)
     seconds = max(outcome.end_s for outcome in level.outcomes) - level.start_s
@@ -43,7 +43,7 @@ def level_report(level: Level) -> dict[str, Any]:
 
 
 def _spread(samples: Sequence[float]) -> dict[str, float] | None:
-    """Return the percentiles that are shown; None where nothing was measured."""
+    """Return the percentiles shown; None without samples."""
     if not samples:
         return None
     return {name: percentile(samples, fraction) for name, fraction in PERCENTILES.items()}
@@ -55,7 +55,7 @@ def _per_chunk(done: Sequence[Outcome]) -> float | None:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Lay the report out for people."""
+    """Format the report."""
     prompts, settings = report["prompts"], report["settings"]
     kinds = ", ".join(f"{count} {name}" for name, count in prompts["categories"].items())
     lines = [

@@ -1,4 +1,4 @@
-"""`specdec bench serve URL`: load by load, what a client waits for and what the server's drafts earn."""
+"""`specdec bench serve URL`: client-side latency and the server's draft acceptance by load."""
 
 import asyncio
 import random
@@ -21,13 +21,13 @@ from specdec.errors import ConfigError, EngineError
 from specdec.http.client import ask_model, check_url, reason
 
 FEWEST, PER_PLACE = 16, 4
-"""Requests of a level where their number is not given: for each at a time, and at least."""
+"""Default number of requests of a level: at least, and per concurrent request."""
 
 
 def run(options: ServeOptions, prompts: Sequence[Prompt], key: str | None, out: Output) -> None:
     """Measure and publish the report.
 
-    Ctrl-C ends it as it ends anything, once what had been answered by then is shown.
+    Ctrl-C is raised again once the answered requests have been published.
     """
     base = _checked(options, prompts)
     levels = plan(options, prompts)
@@ -56,13 +56,13 @@ def run(options: ServeOptions, prompts: Sequence[Prompt], key: str | None, out: 
 
 
 def plan(options: ServeOptions, prompts: Sequence[Prompt]) -> list[Level]:
-    """Lay out every request: prompts shuffled once by the seed, each level going on where the last ended."""
+    """Plan every request: prompts are shuffled once by the seed; a level continues where the last ended."""
     order = list(prompts)
     random.Random(options.seed).shuffle(order)
     endless, sent, levels = enumerate(cycle(order)), Counter[str](), list[Level]()
 
     def job(number: int, prompt: Prompt, due_s: float | None) -> Job:
-        said = repr((prompt.text, prompt.token_ids, prompt.messages))  # a file may hold it twice
+        said = repr((prompt.text, prompt.token_ids, prompt.messages))  # a file may contain it twice
         sent[said] += 1
         return Job(prompt, options.seed + number, due_s, sent[said])
 
@@ -79,10 +79,10 @@ def plan(options: ServeOptions, prompts: Sequence[Prompt]) -> list[Level]:
 async def _measure(
     options: ServeOptions, key: str | None, base: str, levels: Sequence[Level], told: dict[str, Any]
 ) -> None:
-    """Fill in the levels one after the other, and what the server says of itself."""
+    """Fill in the levels one by one, and the server's description."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limit = aiohttp.ClientTimeout(total=options.timeout)
-    # A connection for each request: some servers close one that was used, and the next would fail by it.
+    # One connection per request: some servers close a used connection, and the next request would fail.
     connections = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=connections) as session:
         told["model"] = await _find(session, base, options.model)
@@ -111,7 +111,7 @@ def _progress(total: int, what: str) -> Iterator[Any]:
 
 
 async def _find(session: aiohttp.ClientSession, base: str, model: str | None) -> str:
-    """Return the model's name; ask the server even if it is given, to check that it answers."""
+    """Return the model's name; without one, ask the server."""
     try:
         return model or await ask_model(session, base)
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
@@ -125,7 +125,7 @@ async def _find(session: aiohttp.ClientSession, base: str, model: str | None) ->
 
 
 def _refuse_useless(base: str, outcomes: Sequence[Outcome]) -> None:
-    """Refuse a server that completed none of the requests that were to warm it up."""
+    """Raise if every warm-up request failed."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     if outcomes and len(failures) == len(outcomes):
         raise EngineError(
@@ -136,7 +136,7 @@ def _refuse_useless(base: str, outcomes: Sequence[Outcome]) -> None:
 
 
 def _asked(options: ServeOptions, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Describe what was sent."""
+    """Describe the requests."""
     return {
         "endpoint": "chat" if options.chat else "completions",
         "prompts": {
@@ -158,7 +158,7 @@ def _asked(options: ServeOptions, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def _checked(options: ServeOptions, prompts: Sequence[Prompt]) -> str:
-    """Return the server's address, if there is nothing to refuse."""
+    """Return the server's address; refuse token ids for a chat."""
     base = check_url(options.url)
     ids = next((prompt for prompt in prompts if prompt.token_ids is not None), None)
     if options.chat and ids:

@@ -1,4 +1,4 @@
-"""What a server tells of its drafts: in its streams, or in the Prometheus metrics around a run."""
+"""A server's speculation figures: from its streams, or from its Prometheus metrics around a run."""
 
 import itertools
 import re
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from specdec.bench.serve.stream import Outcome
 
 COUNTERS = "spec_decode_num_"
-"""What vLLM's counters begin with, after the name of the engine; other engines use them too."""
+"""Prefix of vLLM's counters, after the engine's name; other engines use them too."""
 GAUGES = ("sglang:spec_accept_length",)
-"""Acceptance lengths of an engine's last moments."""
+"""Gauges of the recent acceptance length."""
 
 _LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 _POSITION = re.compile(r'position="(\d+)"')
@@ -19,24 +19,24 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What drafts gave in one run."""
+    """Speculation figures of one run."""
 
     source: str
-    """Who says so, and of what."""
+    """The source of the figures."""
     acceptance_length: float
-    """Tokens a verifying step gave, its own one included."""
+    """Tokens per verify step, including the bonus token."""
     drafted: int | None = None
     accepted: int | None = None
     per_depth: tuple[float, ...] = ()
-    """How often each depth was accepted where the one before it was."""
+    """Acceptance rate of each depth, given that the previous one was accepted."""
 
 
 Metrics = Mapping[tuple[str, int | None], float]
-"""Values by name and, of those that have one, position; over other labels counts are added."""
+"""Values by name and, if labelled, position; counts are summed over other labels."""
 
 
 def read_metrics(text: str) -> Metrics:
-    """Read the metrics that say something of drafts."""
+    """Parse the speculation metrics."""
     values: dict[tuple[str, int | None], list[float]] = {}
     for name, labels, value in _samples(text):
         kept = name.partition(":")[2].removesuffix("_total")
@@ -48,7 +48,7 @@ def read_metrics(text: str) -> Metrics:
 
 
 def _mean(lengths: Sequence[float]) -> float:
-    """Average the lengths of an engine's replicas, of those that have one."""
+    """Average an engine's replicas, ignoring those without a value."""
     return sum(lengths) / max(1, sum(length > 0 for length in lengths))
 
 
@@ -63,19 +63,19 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
 
 
 def has_gauge(metrics: Metrics) -> bool:
-    """Return whether a server shows a length worth reading while it works."""
+    """Return whether a server has a gauge to sample during the run."""
     return any((name, None) in metrics for name in GAUGES)
 
 
 def gauge(metrics: Metrics) -> float | None:
-    """Return the acceptance length that metrics show at this moment; 0 is that of an engine at rest."""
+    """Return the current acceptance length; ignore 0, the value of an idle engine."""
     return next((metrics[name, None] for name in GAUGES if metrics.get((name, None))), None)
 
 
 def told(
     outcomes: Sequence[Outcome], before: Metrics, after: Metrics, lengths: Sequence[float]
 ) -> Speculation | None:
-    """Choose the best of what was told: the requests' own, counters, then a gauge; None if nothing was."""
+    """Choose the best source: the streams, then counters, then a gauge; None without any."""
     streamed, counted = _streamed(outcomes), _counted(before, after)
     if streamed and counted and counted.per_depth:
         source = f"{streamed.source}, by depth the server's counters"
@@ -84,11 +84,11 @@ def told(
 
 
 def _streamed(outcomes: Sequence[Outcome]) -> Speculation | None:
-    """Add up what the streams said. A step gives one token that was not drafted, so those count the steps."""
+    """Sum the streams' counts. Each step gives one token that is not a draft, so those count the steps."""
     whole = [own for own in outcomes if own.failure is None and own.counted_by != "chunks"]
     drafts = [outcome.drafts for outcome in whole if outcome.drafts]
     drafted, accepted = (sum(getattr(own, name) for own in drafts) for name in ("drafted", "accepted"))
-    # Where some streams tell of drafts, those that do not had none.
+    # If some streams report drafts, the others had none.
     tokens = sum(outcome.tokens for outcome in whole)
     if not drafted or tokens <= accepted:
         return None
@@ -97,14 +97,14 @@ def _streamed(outcomes: Sequence[Outcome]) -> Speculation | None:
 
 
 def _counted(before: Metrics, after: Metrics) -> Speculation | None:
-    """Take the difference of the counters; they count steps that drafted, of all that the server did."""
+    """Return the growth of the counters, which cover all drafting steps of the server."""
 
     def grown(name: str, position: int | None = None) -> float:
         key = (f"{COUNTERS}{name}", position)
         return after.get(key, 0.0) - before.get(key, 0.0)
 
     steps, drafted, accepted = grown("drafts"), grown("draft_tokens"), grown("accepted_tokens")
-    if steps <= 0 or drafted < 0 or accepted < 0:  # nothing was drafted, or the server began anew
+    if steps <= 0 or drafted < 0 or accepted < 0:  # nothing was drafted, or the server was restarted
         return None
     reached = [steps]
     while (name := (f"{COUNTERS}accepted_tokens_per_pos", len(reached) - 1)) in after:

@@ -1,4 +1,4 @@
-"""One request to a server: what its stream said and when, or why it failed."""
+"""One request to a server: its stream with times, or its failure."""
 
 import json
 import secrets
@@ -13,21 +13,21 @@ from specdec.bench.acceptance.prompts import Prompt
 from specdec.http.client import DONE, event_data, reason
 
 EXCERPT = 120
-"""Characters of a server's own words that are kept."""
+"""Maximum characters of a server's error message."""
 SAYS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")
-"""Fields of a choice, or of its delta, that hold something new."""
+"""Fields of a choice, or of its delta, that hold new content."""
 KEY = "--api-key-env names the variable that holds its key: check both"
 REMEDIES = {
     401: f"; {KEY}",
     403: f"; {KEY}",
     404: "; give the server's root as URL, and its model as --model",
 }
-"""What to do where the server's words may not say it."""
+"""Remedies by status, for servers whose messages lack them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What speculation gave one request, as its own stream told it."""
+    """One request's speculation counts, from its own stream."""
 
     drafted: int
     accepted: int
@@ -35,43 +35,43 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request as a client saw it; times are of one clock."""
+    """One request as a client saw it; all times are from one clock."""
 
     start_s: float
-    """When it was sent, or when it was due if that was before."""
+    """When it was sent, or its due time if earlier."""
     chunk_s: tuple[float, ...]
-    """When each piece of its text came."""
+    """Arrival times of the text's chunks."""
     end_s: float
     tokens: int
     counted_by: str
-    """`usage` or `timings`, if the server counted the tokens; `chunks`: each piece of text stands for one."""
+    """`usage` or `timings` if the server counted the tokens; `chunks`: each chunk counts as one token."""
     drafts: Drafts | None
     failure: str | None
 
     @property
     def inter_token_s(self) -> float | None:
-        """Return the mean time of a token after the first."""
+        """Return the mean inter-token time after the first token."""
         if self.tokens < 2 or len(self.chunk_s) < 2:
             return None
         return (self.chunk_s[-1] - self.chunk_s[0]) / (self.tokens - 1)
 
 
 class Fault(Exception):
-    """Why an answer cannot be used."""
+    """An answer is unusable."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """Collect what a stream says, event by event."""
+    """Accumulate a stream's events."""
 
     chunk_s: list[float] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    """Tokens by whom they were counted."""
+    """Token counts by source."""
     drafts: Drafts | None = None
     finished: bool = False
 
     def take(self, data: str, now_s: float) -> None:
-        """Add one event; raise for one that is an error, or not of this API."""
+        """Add one event; raise if it is an error, or not of this API."""
         if data == DONE:
             self.finished = True
             return
@@ -90,7 +90,7 @@ class Answer:
         self._count(event)
 
     def _count(self, event: Mapping[str, Any]) -> None:
-        """Read the tokens, and the drafts among them, that an event counts."""
+        """Record an event's counts of tokens and drafts."""
         usage, timings = event.get("usage") or {}, event.get("timings") or {}
         details = usage.get("completion_tokens_details") or {}
         accepted, rejected = (details.get(f"{what}_prediction_tokens") for what in ("accepted", "rejected"))
@@ -104,7 +104,7 @@ class Answer:
             self.drafts = Drafts(int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0)))
 
     def outcome(self, start_s: float, failure: str | None) -> Outcome:
-        """Close the answer at this moment."""
+        """Finish the answer now."""
         end_s = time.perf_counter()
         if failure is None and not self.finished:
             failure = "the stream ended before its finish reason"
@@ -115,7 +115,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of each prompt."""
+    """The parameters of every request."""
 
     model: str
     chat: bool
@@ -124,7 +124,7 @@ class Request:
     ignore_eos: bool
 
     def body(self, prompt: Prompt, seed: int) -> dict[str, Any]:
-        """Return the JSON of a streamed request."""
+        """Return the JSON body of a streamed request."""
         if self.chat:
             user = {"role": "user", "content": prompt.text}
             asked: dict[str, Any] = {"messages": list(prompt.messages) or [user]}
@@ -142,24 +142,24 @@ class Request:
 
 
 COUNTING, SALT = "stream_options", "cache_salt"
-"""Fields that not every server takes: that tokens are counted, and what keeps its caches apart."""
+"""Fields that some servers refuse: the request for token counts, and the cache salt."""
 
 
 class Server:
-    """A server under test; it learns with the first refusal of a field to go without.
+    """A server under test; a field that it refuses once is not sent again.
 
-    A prompt that is sent again has another salt each time: nothing that its earlier answers left, prefixes or
-    texts in which drafters look up, makes the later ones faster. Prompts that are sent once share a salt.
+    A prompt that is sent again has another salt each time, so that no prefix or look-up text left by its
+    earlier answers makes later ones faster. Prompts that are sent once share a salt.
     """
 
     def __init__(self, session: aiohttp.ClientSession, base: str, request: Request) -> None:
         self.session, self.base, self.request = session, base, request
         self.options = {COUNTING, SALT}
-        """Those of the fields that it has not refused."""
+        """The optional fields that it has not refused."""
         self._run = secrets.token_hex(8)
 
     async def complete(self, prompt: Prompt, seed: int, sending: int, due_s: float | None = None) -> Outcome:
-        """Send one prompt and read the answer to its end. What goes wrong becomes part of the outcome."""
+        """Send one prompt and read the answer to its end. Failures become part of the outcome."""
         answer, failure = Answer(), None
         start_s = time.perf_counter() if due_s is None else due_s
         body = self.request.body(prompt, seed)
@@ -173,7 +173,7 @@ class Server:
         return answer.outcome(start_s, failure)
 
     async def metrics(self) -> str | None:
-        """Return the server's Prometheus metrics, if it has any."""
+        """Return the server's Prometheus metrics; None if unavailable."""
         try:
             async with self.session.get(f"{self.base}/metrics") as reply:
                 return await reply.text() if reply.status == 200 else None
@@ -209,7 +209,7 @@ def _says_something(choice: Mapping[str, Any]) -> bool:
 
 
 def _words(error: Any) -> str:
-    """Find the words in an error, whichever of the usual forms it has."""
+    """Extract the message of an error in any of the usual formats."""
     if isinstance(error, str):
         try:
             error = json.loads(error)

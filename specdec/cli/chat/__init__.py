@@ -1,1 +1,1 @@
-"""`specdec chat`: a conversation, its commands, the lines that are typed, and what is shown."""
+"""`specdec chat`: the conversation, its commands, line editing and display."""

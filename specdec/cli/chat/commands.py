@@ -1,4 +1,4 @@
-"""The commands of a chat, as a table: what each is called, takes, says and does."""
+"""The table of chat commands: names, arguments, help and actions."""
 
 import difflib
 import json
@@ -19,22 +19,22 @@ from specdec.errors import ConfigError, RequestError
 SETTINGS = [name for name in SamplingParams.model_fields if name not in NOT_IN_CHATS]
 LISTS_OF_TEXTS = ("stop", "bad_words")
 DEFAULT = ("none", "default")
-"""Words for max_tokens: as many as an answer has where nothing is said."""
+"""Values of max_tokens that restore the default."""
 COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
-"""A word behind the slash, and its argument: `/usr/bin` and `/* comment */` are messages."""
+"""A word after the slash, and its argument: `/usr/bin` and `/* comment */` are messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a command comes to."""
+    """The result of a command."""
 
     says: str = ""
     rows: Sequence[tuple[str, str]] = ()
-    """A table of names and what is said of each."""
+    """A table of names and descriptions to show."""
     asks: Conversation | None = None
-    """What is to be answered now."""
+    """The conversation to answer next."""
     edit: str = ""
-    """Put at the next prompt, to be edited."""
+    """Text to edit at the next prompt."""
     ends: bool = False
 
 
@@ -47,7 +47,7 @@ class Command:
 
 
 def obey(chat: Chat, line: str) -> Reply | None:
-    """Run a command; None: the line is a message."""
+    """Run a command; return None if the line is a message."""
     found = COMMAND.fullmatch(line.strip()) if line.startswith("/") else None
     if found is None:
         return None
@@ -153,7 +153,7 @@ def _save(chat: Chat, argument: str) -> Reply:
 def _load(chat: Chat, argument: str) -> Reply:
     path = _path(argument, "/load")
     loaded = load_messages(path)
-    chat.encode(chat.render(loaded.messages))  # what the template refuses changes nothing
+    chat.encode(chat.render(loaded.messages))  # a refusal by the template changes nothing
     chat.conversation, chat.file = loaded, path
     return Reply(f"{len(loaded.messages)} messages loaded from {path}.")
 

@@ -1,4 +1,4 @@
-"""A chat's messages: asked, answered, taken back, saved and loaded. No engine and no terminal here."""
+"""A chat's messages: asked, answered, undone, saved and loaded. Independent of engine and terminal."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from specdec.models.folder import short
 
 Message = Mapping[str, Any]
 LARGEST_BYTES = 64 << 20
-"""Of a file that is loaded."""
+"""Maximum size of a loaded file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The system prompt and the messages after it.
 
-    Each change makes a new one, so that a turn that fails leaves no trace.
+    Immutable: each change makes a new one, so that a failed turn leaves no trace.
     """
 
     system: str | None = None
@@ -64,18 +64,18 @@ class Conversation:
 
 
 def joined(messages: Sequence[Message]) -> str:
-    """Join texts for a model that only completes: an answer goes on where its question ends."""
+    """Join texts for a completion model: an answer continues its question directly."""
     text = ""
     for message in messages:
         if message["role"] != "assistant" and text:
-            # What the model wrote stays as it is, or its cached prefix would be lost.
+            # The model's text stays unchanged, or its cached prefix would be lost.
             text += "" if text.endswith("\n\n") else "\n" if text.endswith("\n") else "\n\n"
         text += str(message["content"])
     return text
 
 
 def check_text(text: str, field: str) -> str:
-    """Refuse text that cannot be encoded: the arguments of a command may hold any bytes."""
+    """Refuse text that cannot be encoded: a command's arguments may contain any bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -84,7 +84,7 @@ def check_text(text: str, field: str) -> str:
 
 
 def save_messages(path: Path, messages: Sequence[Message], *, replaces: bool) -> None:
-    """Write messages as JSON; another file of that name is left alone unless it may be replaced."""
+    """Write messages as JSON; an existing file is kept unless `replaces`."""
     text = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if replaces else os.O_EXCL)
     try:
@@ -99,7 +99,7 @@ def save_messages(path: Path, messages: Sequence[Message], *, replaces: bool) ->
 
 
 def load_messages(path: Path) -> Conversation:
-    """Read what `save_messages` writes, or an object with `messages` as clients of OpenAI's API send it."""
+    """Load the output of `save_messages`, or an object with `messages` as in OpenAI's API."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_BYTES:
@@ -116,7 +116,7 @@ def load_messages(path: Path) -> Conversation:
 
 
 def _message(value: Any, index: int, path: Path) -> Message:
-    """Check one message and join its parts; what else it holds is the template's to read."""
+    """Check one message and join its parts; other fields are left to the template."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise _unfit(path, f"messages.{index} has no role")
     content = value.get("content")

@@ -1,4 +1,4 @@
-"""The history of what was typed, in a file."""
+"""The history of typed lines, in a file."""
 
 import contextlib
 import json
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TextIO
 
 MOST_ENTRIES = 1000
-"""Of the file; each at most so long; longer ones are recalled in their own session alone."""
+"""Maximum entries of the file, and characters of each; longer entries last for their session only."""
 LONGEST_ENTRY = 8192
 
 
 class History:
-    """A file of what was typed, a JSON string a line, for its owner alone."""
+    """A history file with a JSON string per line, readable only by its owner."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> list[str]:
-        """Return the entries; a file that has grown too long is cut."""
+        """Return the entries; truncate a file that has grown too long."""
         try:
             lines = self.path.read_text("utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -32,21 +32,21 @@ class History:
         return [entry for line in kept if (entry := _entry(line))]
 
     def add(self, text: str) -> None:
-        """Append an entry: other chats may be appending too."""
+        """Append an entry; other chats may append concurrently."""
         if len(text) <= LONGEST_ENTRY:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._open(self.path, os.O_APPEND) as file:
                 file.write(f"{json.dumps(text)}\n")
 
     def _open(self, path: Path, flag: int) -> TextIO:
-        """Open for writing, for the owner alone: also a file that was readable before."""
+        """Open for writing, and make the file private to its owner."""
         number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
         os.fchmod(number, 0o600)
         return open(number, "w", encoding="utf-8")
 
 
 def _entry(line: str) -> str:
-    """Return an entry; a line that was cut off is none."""
+    """Return an entry; empty for a line that was cut off."""
     with contextlib.suppress(ValueError):
         if isinstance(text := json.loads(line), str):
             return text
@@ -54,7 +54,7 @@ def _entry(line: str) -> str:
 
 
 def history_path() -> Path:
-    """Return where the history lies, by the XDG base directories."""
+    """Return the history file's path, following the XDG base directories."""
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     state = given if given.is_absolute() else Path.home() / ".local" / "state"
     return state / "specdec" / "chat_history"

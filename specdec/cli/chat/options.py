@@ -1,4 +1,4 @@
-"""`specdec chat MODEL`: its options."""
+"""The options of `specdec chat MODEL`."""
 
 import argparse
 import sys
@@ -27,18 +27,18 @@ NOT_IN_CHATS = frozenset(
         "trees",
     }
 )
-"""Parameters of a request that a chat sets itself, cannot show, or cannot read from a line."""
+"""Request parameters that a chat sets itself, cannot show, or cannot parse from a line."""
 DEFAULTS = MappingProxyType(
     {
         "max_tokens": "maximum tokens of an answer, also -n (default: the checkpoint's, else 4096; 256 "
         "without a chat template)"
     }
 )
-"""The help of a parameter whose default is a chat's own."""
+"""Help of parameters whose default is specific to chats."""
 
 
 class _Thinking(argparse.BooleanOptionalAction):
-    """Take `--think` or `--no-think`, and not both."""
+    """Accept `--think` or `--no-think`, but not both."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *read: Any) -> None:
         before = getattr(namespace, self.dest)

@@ -1,4 +1,4 @@
-"""Runs a chat: one turn of a given message, or turns with a person at a terminal until told to end."""
+"""Run a chat: one turn for a given message, or turns at a terminal until it ends."""
 
 import signal
 import sys
@@ -21,17 +21,17 @@ from specdec.errors import SpecdecError
 from specdec.models.folder import SHIPPED
 
 MOST_GIVEN_BACK = 4096
-"""Characters of a refused message that are put at the prompt again; a longer one is in the history."""
+"""Maximum characters of a refused message offered for editing; a longer one is in the history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a chat begins with."""
+    """The initial state of a chat."""
 
     system: str | None = None
     thinks: bool | None = None
     message: str | None = None
-    """The only message; without one they are read from the terminal."""
+    """The only message; None: read messages from the terminal."""
 
 
 def chat(
@@ -42,7 +42,7 @@ def chat(
     *,
     colour: str,
 ) -> None:
-    """Answer a message and end, or without one converse at the terminal."""
+    """Answer one message, or without one run an interactive chat."""
     with SpecEngine(folder, config) as engine:
         is_talk, is_completion = opening.message is None, folder in SHIPPED.values()
         own = Chat(engine, folder, params, is_completion=is_completion, is_talk=is_talk)
@@ -60,10 +60,10 @@ def chat(
 
 
 def answer(chat: Chat, asked: Conversation, view: View) -> bool:
-    """Show the answer and put it into the conversation; False: it was interrupted."""
+    """Show the answer and add it to the conversation; return False if it was interrupted."""
 
     def pressed(number: int, frame: FrameType | None) -> None:
-        # A second one does not wait for the end of a step.
+        # A second Ctrl-C does not wait for the end of a step.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         written.cancel()
 
@@ -82,14 +82,14 @@ def answer(chat: Chat, asked: Conversation, view: View) -> bool:
 
 
 class Talk:
-    """Turns with a person, one after the other."""
+    """An interactive chat."""
 
     def __init__(self, chat: Chat, view: View) -> None:
         self.chat, self.view = chat, view
         self.keyboard = Keyboard(view, [*COMMANDS], History(history_path()))
 
     def run(self, model: str) -> None:
-        """Read messages and commands until one of them ends the chat, or the terminal does."""
+        """Process messages and commands until one of them, or the terminal, ends the chat."""
         self._greet(model)
         edit = ""
         while True:
@@ -100,7 +100,7 @@ class Talk:
                 return
             try:
                 reply = self._take(text)
-            except KeyboardInterrupt:  # within a command, or a second one: what is written is kept
+            except KeyboardInterrupt:  # within a command, or a second Ctrl-C: the text so far is kept
                 reply = Reply()
             if reply.ends:
                 return
@@ -116,9 +116,9 @@ class Talk:
         self.view.notice("/help lists commands, Ctrl-C stops an answer, Ctrl-D exits.")
 
     def _take(self, text: str) -> Reply:
-        """Run a command or answer a message; what is wrong with it is said."""
+        """Run a command or answer a message; print errors."""
         try:
-            check_text(text, "message")  # some locales let bytes in that are no characters
+            check_text(text, "message")  # some locales pass invalid bytes through
             reply = obey(self.chat, text) or Reply(asks=self.chat.conversation.asking(text), edit=text)
         except SpecdecError as error:
             self.view.error(str(error))
@@ -131,7 +131,7 @@ class Talk:
         return Reply()
 
     def _answer(self, asked: Conversation) -> bool:
-        """Answer a question; tell if anything was written."""
+        """Answer a question; return whether any text was generated."""
         before = self.chat.conversation
         try:
             with unechoed():

@@ -1,4 +1,4 @@
-"""One chat with an engine: the prompt that a conversation makes, its answer, and what it is written with."""
+"""One chat with an engine: the conversation's prompt, its answer and their settings."""
 
 import queue
 from collections.abc import Iterator, Sequence
@@ -20,28 +20,28 @@ from specdec.text.chat_template import LONGEST_ANSWER, THINKING_SWITCHES, load_t
 from specdec.text.tokenizer import Piece
 
 LONGEST_COMPLETION = 256
-"""That of a model that only completes: few texts end."""
+"""Default max_tokens of a completion model: few texts end."""
 
 
 class Part(NamedTuple):
-    """A part of an answer, as one token wrote it."""
+    """A part of an answer from one token."""
 
     text: str
     is_thinking: bool
     is_drafted: bool
-    """Whether the token was accepted from a draft."""
+    """Whether the token was an accepted draft."""
 
 
 class Question(NamedTuple):
-    """A conversation that ends with a question, as the engine reads it."""
+    """A conversation that ends with a question, tokenized for the engine."""
 
     prepared: Prepared
     thinking: ThinkingFormat | None
-    """How its answer thinks, if it does."""
+    """The format of its thinking; None if it does not think."""
 
 
 class Chat:
-    """Holds the conversation, the sampling parameters and the template's variables; commands change them."""
+    """Hold the conversation, the sampling parameters and the template's variables; commands change them."""
 
     def __init__(
         self,
@@ -63,27 +63,27 @@ class Chat:
         self.is_talk = is_talk
         """Whether messages and commands may follow the first message."""
         self.completes = is_completion or self.template.is_plain
-        """Whether the model goes on with the joined texts: it was not trained on chats."""
+        """Whether the model continues the joined texts, as it was not trained on chats."""
         self.thinking = None if self.completes else thinking_format("auto", self.template)
-        """How the model marks its thinking, if it does."""
+        """The model's thinking format, if any."""
         self.default_max_tokens = (
             LONGEST_COMPLETION if self.completes else longest_answer(folder) or LONGEST_ANSWER
         )
         self.variables: dict[str, Any] = {}
-        """The chat template's."""
+        """Variables for the chat template."""
         self.thinks: bool | None = None
-        """Whether the template is told to let the model think; None: it is told nothing."""
+        """The template's thinking switch; None: not set."""
         self.conversation = Conversation()
         self.shows_drafts = False
         self.file: Path | None = None
-        """What was saved or loaded last."""
+        """The last saved or loaded file."""
 
     @property
     def max_model_len(self) -> int:
         return self.engine.model.settings.max_model_len
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
-        """Return these messages as the model reads them, up to where the answer begins."""
+        """Render messages for the model, up to the start of the answer."""
         if self.completes:
             return joined(messages)
         return self.template.render(messages, self.variables, answer=answer)
@@ -94,13 +94,13 @@ class Chat:
         return self._tokenizer.encode(text, special=self.completes)
 
     def use_system(self, text: str | None) -> None:
-        """Change the system prompt; one that the template refuses leaves the one before."""
+        """Change the system prompt; keep the old one if the template refuses it."""
         changed = replace(self.conversation, system=text)
         self.encode(self.render(Conversation(system=text).asking("?").messages))
         self.conversation = changed
 
     def use_thinking(self, on: bool) -> None:
-        """Switch thinking, where the template takes that."""
+        """Switch thinking on or off, if the template supports it."""
         switches = [name for name in THINKING_SWITCHES if self.template.takes(name) and not self.completes]
         if not switches:
             raise RequestError("think: the model's chat template has no switch for thinking.", field="think")
@@ -108,12 +108,12 @@ class Chat:
         self.thinks = on
 
     def prepare(self, asked: Conversation) -> Question:
-        """Turn a conversation that ends with a question into a prompt, and refuse what cannot be served."""
+        """Turn a conversation that ends with a question into a prompt; raise if it cannot be served."""
         text = self.render(asked.messages)
         ids = self.encode(text)
-        # A template may write the last answer otherwise than the model did, its reasoning left out: then the
-        # next prompt parts from this one behind the question, and needs a state that is kept there. Asked
-        # once more it is the same up to its last token, which is read anew.
+        # A template may render the last answer differently from the model's output, such as without its
+        # reasoning: the next prompt then diverges from this one after the question, and needs a cached state
+        # there. A retry matches up to the last token, which is prefilled again.
         mark = min(_common(ids, self.encode(self.render(asked.messages, answer=False))), len(ids) - 1)
         own: dict[str, Any] = {"cache_marks": [mark] if mark else None}
         if "max_tokens" not in self.params.model_fields_set:
@@ -123,20 +123,20 @@ class Chat:
         return Question(prepared, self.thinking.after(text) if self.thinking else None)
 
     def begin(self, asked: Conversation) -> "Answer":
-        """Begin the answer to a conversation that ends with a question."""
+        """Start the answer to a conversation that ends with a question."""
         return Answer(self.engine, self.prepare(asked))
 
     def commit(self, asked: Conversation, answer: "Answer") -> bool:
-        """Put a question and what was written of its answer into the conversation; tell if there was any."""
+        """Add a question and its answer so far to the conversation; return whether there was an answer."""
         if not (answer.said or answer.thought or answer.is_whole):
             return False
         self.conversation = asked.answered(answer.message)
         return True
 
     def remark(self, answer: "Answer") -> str | None:
-        """Explain why an answer ended, unless the model ended it, and what to do about it.
+        """Explain why an answer ended, unless the model ended it, and the remedy.
 
-        Where nothing else can be typed, as after `--message`, that is an option.
+        The remedy is a command, or an option if nothing else can be typed, as after `--message`.
         """
         last = answer.last
         if last is None or last.stats is None or last.finish_reason != "length":
@@ -156,7 +156,7 @@ class Chat:
 
 
 class Answer:
-    """An answer while it is written. Leaving it cancels the request."""
+    """An answer being generated. Leaving the context cancels the request."""
 
     def __init__(self, engine: SpecEngine, question: Question) -> None:
         self._inbox: queue.SimpleQueue[Delta | SpecdecError] = queue.SimpleQueue()
@@ -167,21 +167,21 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """Return what was written so far, as chat templates read it."""
+        """Return the text so far as a message for chat templates."""
         thought = {"reasoning_content": self.thought} if self.thought else {}
         return {"role": "assistant", "content": self.said, **thought}
 
     @property
     def is_whole(self) -> bool:
-        """Whether it came to its end, and was not cancelled."""
+        """Whether it ended without being cancelled."""
         return self.last is not None and self.last.finish_reason in ("stop", "length")
 
     def cancel(self) -> None:
-        """End it between two steps; its last delta comes then. A signal handler may call this."""
+        """Cancel it between two steps; its last delta follows. A signal handler may call this."""
         self._ticket.cancel()
 
     def __iter__(self) -> Iterator[list[Part]]:
-        """Yield what each step adds."""
+        """Yield the parts that each step adds."""
         while self.last is None or self.last.finish_reason is None:
             delta = self._inbox.get()
             if isinstance(delta, SpecdecError):
@@ -190,7 +190,7 @@ class Answer:
             yield self._read(delta)
 
     def _read(self, delta: Delta) -> list[Part]:
-        """Read a delta by its tokens: what the reader holds back has the colour of the one that ends it."""
+        """Parse a delta by token: held-back text gets the origin of the token that releases it."""
         parts = [part for piece in delta.pieces for part in self._parts(piece)]
         if delta.finish_reason:
             parts += self._parts(Piece("", 0), cut=delta.finish_reason != "stop")
@@ -202,7 +202,7 @@ class Answer:
         return parts
 
     def _parts(self, piece: Piece, *, cut: bool | None = None) -> list[Part]:
-        """Return what a piece adds; with `cut` what was held back at the answer's end."""
+        """Return the parts that a piece adds; with `cut`, those held back at the answer's end."""
         events = self._reader.push(piece.text) if cut is None else self._reader.finish(cut=cut)
         return [Part(own[0], isinstance(own, Thinking), piece.origin > 0) for own in events]
 
@@ -216,6 +216,6 @@ class Answer:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many tokens two prompts have in common from their beginning."""
+    """Return the length of two prompts' common prefix."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -1,4 +1,4 @@
-"""What a person types: messages of one line or several, edited by readline."""
+"""Typed messages of one line or several, edited by readline."""
 
 import contextlib
 import re
@@ -13,20 +13,21 @@ from specdec.cli.chat.view import View
 
 try:
     import readline
-except ImportError:  # a Python that was built without it: lines are read as they come
+except ImportError:  # a Python built without readline: no editing
     readline = None  # type: ignore[assignment]
 
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
 QUOTED = re.compile(rf"(/\w+\s+)?{QUOTES}")
-"""A message, or a command's argument, that goes on to the next quotes."""
+"""A message, or a command's argument, that continues to the next quotes."""
 LEAVE = "Ctrl-D or /bye ends the chat."
 
 
 def read_message(read: Callable[[str], str]) -> str:
-    """Read lines, each asked for by a prompt, until they are a message.
+    """Read lines until they form a message.
 
-    One that begins with three quotes ends with them, and a backslash at a line's end goes on in the next.
+    A message that starts with three quotes ends with three quotes; a backslash at the end of a line continues
+    it.
     """
     text = read(PROMPT)
     if found := QUOTED.match(text):
@@ -41,20 +42,20 @@ def read_message(read: Callable[[str], str]) -> str:
 
 
 class Keyboard:
-    """Reads messages from a terminal, with readline where Python has it."""
+    """Read messages from a terminal, with readline if Python has it."""
 
     def __init__(self, view: View, words: Sequence[str], history: History) -> None:
-        """Complete these words, and recall the history."""
+        """Set up completion of these words, and the history."""
         self._view, self._words = view, words
         self._history: History | None = history
         self._given = ""
         self._is_empty = True
-        """Whether nothing was typed when Ctrl-C came."""
+        """Whether nothing had been typed when Ctrl-C came."""
         if readline is None:
             return
         is_editline = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if is_editline else "tab: complete")
-        if not is_editline:  # pasted lines are then one message
+        if not is_editline:  # pasted lines then form one message
             readline.parse_and_bind("set enable-bracketed-paste on")
         readline.set_auto_history(False)
         readline.set_completer_delims(" \n")
@@ -64,7 +65,7 @@ class Keyboard:
                 readline.add_history(entry)
 
     def read(self, given: str = "") -> str:
-        """Return the next message; `given` stands at the prompt, to be edited. EOFError: it is to end."""
+        """Return the next message; `given` is offered for editing. Raises EOFError at the end."""
         self._given = given
         while True:
             try:
@@ -93,7 +94,7 @@ class Keyboard:
 
     @contextlib.contextmanager
     def _noting_interrupts(self) -> Iterator[None]:
-        """Note whether a line is empty when Ctrl-C comes: once `input` has raised, its text is gone."""
+        """Note whether the line is empty at Ctrl-C: once `input` has raised, its text is gone."""
 
         def pressed(number: int, frame: FrameType | None) -> None:
             self._is_empty = self._is_empty and not (readline and readline.get_line_buffer())
@@ -111,7 +112,7 @@ class Keyboard:
 
     @contextlib.contextmanager
     def _keeping_history(self) -> Iterator[None]:
-        """Warn once if the history cannot be kept."""
+        """Warn once if the history cannot be written."""
         try:
             yield
         except OSError as error:
@@ -128,7 +129,7 @@ class Keyboard:
 
 @contextlib.contextmanager
 def handling_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle Ctrl-C in the block, unless it is ignored: that is what the caller of this process wanted."""
+    """Handle Ctrl-C in the block, unless it is ignored, as the parent process wanted."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         yield
@@ -142,7 +143,7 @@ def handling_interrupts(handler: Callable[[int, FrameType | None], None]) -> Ite
 
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
-    """Leave what is typed meanwhile to the next prompt: echoed, it would stand amid the answer."""
+    """Leave input typed meanwhile to the next prompt, without echoing it into the answer."""
     keys = sys.stdin.fileno()
     before = termios.tcgetattr(keys)
     changed = [*before]

@@ -1,4 +1,4 @@
-"""What a chat shows: answers on stdout as they come; thinking, figures, notices and errors on stderr."""
+"""The chat display: answers are streamed to stdout; thinking, figures, notices and errors go to stderr."""
 
 import os
 import sys
@@ -13,18 +13,18 @@ from specdec.core.outputs import RequestStats
 DIM, ALARM = "\x1b[2m", "\x1b[31m"
 BETWEEN = " · "
 NARROWEST = 24
-"""Columns of the text beside the names of a table; with fewer it stands below them."""
+"""Minimum columns of text beside a table's names; with fewer it goes below them."""
 
 
 class View:
-    """Write for a person; control characters of a model, a file or a name never reach the terminal."""
+    """Write to the terminal, escaping control characters of models, files and names."""
 
     def __init__(self, *, coloured: bool) -> None:
         self.coloured = coloured
         self._is_line_open = self._is_thinking = False
 
     def show(self, parts: Sequence[Part], *, drafts: bool) -> None:
-        """Show what a step added to an answer."""
+        """Show the parts that a step added to an answer."""
         for (is_thinking, is_drafted), group in groupby(parts, key=lambda own: own[1:]):
             text = "".join(part.text for part in group)
             if is_thinking != self._is_thinking:
@@ -37,17 +37,17 @@ class View:
             self._is_line_open = not text.endswith("\n")
 
     def end_answer(self) -> None:
-        """End the line that an answer left open."""
+        """End the line of an unfinished answer."""
         if self._is_line_open:
             print(file=sys.stderr if self._is_thinking else sys.stdout, flush=True)
         self._is_line_open = self._is_thinking = False
 
     def say(self, text: str) -> None:
-        """Print what was asked for."""
+        """Print requested information."""
         self._say(text, "")
 
     def notice(self, text: str) -> None:
-        """Print what is not part of an answer."""
+        """Print a notice."""
         self._say(text, DIM)
 
     def error(self, text: str) -> None:
@@ -55,7 +55,7 @@ class View:
         self._say(text, ALARM)
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Show names and what is said of each, side by side where there is room."""
+        """Print names and descriptions, side by side if they fit."""
         width = max((len(name) + 2 for name, _ in rows), default=0)
         columns = _columns()
         is_narrow = columns is not None and columns - width < NARROWEST
@@ -64,11 +64,11 @@ class View:
             self._say(text, "", indent="  " if is_narrow else " " * width)
 
     def figures(self, stats: RequestStats) -> None:
-        """Show an answer's figures on one line."""
+        """Print an answer's figures on one line."""
         self._say(figures(stats, _columns()), DIM)
 
     def _turn(self, is_thinking: bool) -> None:
-        """Go from thinking to the answer, or the other way; where there are no colours, say so."""
+        """Switch between thinking and the answer; without colours, print a label."""
         if self._is_line_open:
             print(file=sys.stderr, flush=True)
         if not self.coloured:
@@ -86,7 +86,7 @@ class View:
 
 
 def wrapped(text: str, columns: int | None, indent: str = "") -> str:
-    """Break lines at blanks where they are wider than a terminal."""
+    """Break lines at spaces if they are wider than the terminal."""
     if columns is None:
         return text
     wrapper = textwrap.TextWrapper(
@@ -101,7 +101,7 @@ def wrapped(text: str, columns: int | None, indent: str = "") -> str:
 
 
 def figures(stats: RequestStats, columns: int | None) -> str:
-    """Describe an answer: as much as fits into a line, what matters most first."""
+    """Describe an answer: as much as fits on a line, the most important first."""
     decode_s = stats.total_s - stats.first_token_s
     parts = [f"{stats.output_tokens:,} tokens"]
     if stats.output_tokens > 1 and decode_s > 0:
@@ -122,7 +122,7 @@ def figures(stats: RequestStats, columns: int | None) -> str:
 
 
 def _columns() -> int | None:
-    """Return the terminal's width; None where stderr goes elsewhere."""
+    """Return the terminal's width; None if stderr is not a terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or None
     except (OSError, ValueError):

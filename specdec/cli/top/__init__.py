@@ -1,1 +1,1 @@
-"""`specdec top`: read a running server, compare readings, and draw them."""
+"""`specdec top`: poll a running server, compare readings, and draw them."""

@@ -5,7 +5,7 @@ from specdec.config.fields import positive, switch, text
 
 
 class TopOptions(Settings):
-    """What `specdec top` watches."""
+    """Options of `specdec top`."""
 
     url: str = text("http://127.0.0.1:8000", "a specdec server, as a URL, HOST[:PORT] or PORT")
     model: str | None = text(None, "of several models the one to show; default: one that is warm")

@@ -1,4 +1,4 @@
-"""A server's reading as lines for a terminal of any size, in colours or without."""
+"""A server's reading as lines for a terminal of any size, with or without colours."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,12 +15,12 @@ CLASSES: Mapping[str, tuple[str, str]] = {
     "holes": ("H", ALARM),
     "free": (".", ""),
 }
-"""Of the arena: the letter and the colour of each."""
+"""Classes of the arena's memory: the letter and the colour of each."""
 MARGIN, WIDEST = 11, 84
-"""Columns of the names at the left, and of all that a bar may end at."""
+"""Columns of the names at the left, and the last column of a bar."""
 NARROWEST = 8
 UNKNOWN = "-"
-"""Shown for values that are not known yet, and for shares of zero."""
+"""Placeholder for unknown values and for shares of zero."""
 
 
 class Piece(NamedTuple):
@@ -32,7 +32,7 @@ Line = Sequence[Piece]
 
 
 def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
-    """Show a server; without growth the current rates are unknown."""
+    """Draw a server; without growth, current rates are unknown."""
     drafters = ", ".join(reading.drafters) or "none"
     lines: list[Line] = [
         [Piece(f"specdec {reading.version} on {reading.runs}, drafts by {drafters}")],
@@ -56,7 +56,7 @@ def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
 def heading(
     model: str | None, url: str, watched_s: float, trouble: str | None, read_s: float | None = None
 ) -> list[Line]:
-    """Show what is watched, why it is unreachable if it is, and the age of the reading."""
+    """Draw the header: the server, its failure if unreachable, and the age of the reading."""
     names = [Piece(f"{model} ", BOLD)] if model else []
     lines: list[Line] = [[*names, Piece(f"at {url}, watched for {_clock(watched_s)}")]]
     if trouble:

@@ -11,17 +11,17 @@ PREFIX_COUNTS = ("asked", "hit", "fetched", "states_evicted", "blocks_evicted")
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """The size of the prefix cache now."""
+    """The prefix cache's current size."""
 
     states: int
     blocks: int
     alpha: float | None
-    """The eviction policy's weight; None: the server does not report it."""
+    """The eviction policy's weight; None if the server does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One answer of `/server_info`; one that lacks a field is a LookupError, a TypeError or a ValueError."""
+    """One `/server_info` response; a missing or invalid field raises LookupError, TypeError or ValueError."""
 
     at_s: float
     version: str
@@ -35,18 +35,18 @@ class Reading:
     acceptance_length: float
     per_depth: tuple[float, ...]
     arena: Mapping[str, int]
-    """Bytes by class; they add up to all of it."""
+    """Bytes by class; they add up to the arena's size."""
     prefixes: Prefixes | None
     counts: Mapping[str, int]
     """Counters."""
     limited_by: Mapping[str, int]
-    """Counters of steps that a resource limited, by resource."""
+    """Steps that a resource limited, by resource."""
     others: int = 0
-    """How many other models the server has."""
+    """Number of the server's other models."""
 
     @property
     def shown(self) -> str:
-        """The model's name, and how many others there are."""
+        """Return the model's name, and the number of other models."""
         return f"{self.model} (and {self.others} more: --model)" if self.others else self.model
 
     @classmethod
@@ -89,7 +89,7 @@ class Growth:
 
     @classmethod
     def between(cls, before: Reading, now: Reading) -> Self:
-        """Return the growth; the counters of a server that was restarted in between began at zero."""
+        """Return the growth; after a restart, counters are taken to have started at zero."""
         old, old_limits = before.counts, before.limited_by
         if _fell(old, now.counts) or _fell(old_limits, now.limited_by):
             old, old_limits = {}, {}
@@ -114,7 +114,7 @@ def _arena(usage: Mapping[str, Any]) -> dict[str, int]:
         "prefixes": int(usage["kept_block_bytes"]) + int(usage["kept_state_bytes"]),
     }
     free = int(usage["free_bytes"])
-    # The server steps while it counts: what was taken meanwhile may count twice.
+    # The server keeps stepping while it counts: blocks allocated meanwhile may count twice.
     holes = max(int(usage["capacity_bytes"]) - sum(parts.values()) - free, 0)
     return {**parts, "holes": holes, "free": free}
 

@@ -1,4 +1,4 @@
-"""A terminal in full-screen mode: redrawn in place, keys read one by one, restored at the end."""
+"""A full-screen terminal: redrawn in place, keys read one by one, restored at the end."""
 
 import contextlib
 import os
@@ -17,11 +17,11 @@ USUAL = (80, 24)
 
 
 class Screen:
-    """Owns the terminal between `enter` and `leave`; both may be called again."""
+    """Own the terminal between `enter` and `leave`, which may be called repeatedly."""
 
     def __init__(self) -> None:
         self.keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        """Where keys come from, if from a terminal."""
+        """File descriptor of the keyboard; None without a terminal."""
         self._before: list[Any] | None = None
 
     def __enter__(self) -> Self:
@@ -40,7 +40,7 @@ class Screen:
         self._write(ENTER)
 
     def leave(self) -> None:
-        # A terminal that was closed needs nothing back.
+        # A closed terminal needs no restoring.
         with contextlib.suppress(OSError):
             self._write(LEAVE)
         if self.keys is not None and self._before is not None:
@@ -48,7 +48,7 @@ class Screen:
                 termios.tcsetattr(self.keys, termios.TCSADRAIN, self._before)
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Put lines in the place of those before; what does not fit below is left out."""
+        """Replace the screen's lines; lines below the bottom are dropped."""
         *above, last = lines[: size()[1]]
         self._write(HOME + "".join(f"{REST_OF_LINE}{line}\n" for line in above) + REST + last)
 
@@ -58,7 +58,7 @@ class Screen:
 
 
 def size() -> tuple[int, int]:
-    """Return the columns and lines that the terminal has now."""
+    """Return the terminal's current columns and lines."""
     columns, lines = os.get_terminal_size(sys.stdout.fileno())
-    # A terminal that is not shown may report a size of 0.
+    # A hidden terminal may report a size of 0.
     return columns or USUAL[0], lines or USUAL[1]

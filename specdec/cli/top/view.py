@@ -1,4 +1,4 @@
-"""`specdec top`: poll a server and show its figures until it is interrupted."""
+"""`specdec top`: poll a server and show its figures until interrupted."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(options: TopOptions, key: str | None) -> None:
-    """Show a server until told to end; once, where that is asked for or no terminal is there."""
+    """Show a server until interrupted; once with `--once` or without a terminal."""
     url = check_url(options.url)
     # A dumb terminal cannot be redrawn.
     is_drawn = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -36,7 +36,7 @@ def run(options: TopOptions, key: str | None) -> None:
 
 
 class Source:
-    """Asks one server, over one connection."""
+    """Poll one server over one connection."""
 
     def __init__(self, url: str, key: str | None, model: str | None = None) -> None:
         self.url, self.model = url, model
@@ -45,7 +45,7 @@ class Source:
         self.session = aiohttp.ClientSession(headers=headers, timeout=timeout, raise_for_status=True)
 
     async def read(self) -> Reading:
-        """Read the model that is asked for, or else the first that is warm."""
+        """Read the requested model's figures, or those of the first warm model."""
         info = await self._info(self.model)
         states = info.get("models", {})
         if self.model is None and states.get(info["model"], "warm") != "warm":
@@ -62,14 +62,14 @@ class Source:
             return info
 
     def why(self, error: Exception) -> str:
-        """Explain why there was no reading, and what helps."""
+        """Explain a failed reading, with a remedy."""
         said = reason(error)
         if said == NO_ANSWER:
             return f"no server at {self.url}; start one with `specdec serve MODEL`"
         return f"{self.url}: {self._refusal(error) or said}"
 
     def _refusal(self, error: Exception) -> str | None:
-        """Explain a status that a server answered with, if the user's options are the cause."""
+        """Explain an HTTP status that the user's options caused."""
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
             return "it wants a key, or another one: give --api-key, or --api-key-env with its variable"
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 404 and self.model:
@@ -78,7 +78,7 @@ class Source:
 
 
 async def _once(url: str, key: str | None, model: str | None, interval_s: float) -> None:
-    """Print one picture: of two readings, so that it has what happens between them."""
+    """Print one picture, from two readings, to include rates."""
     source = Source(url, key, model)
     async with source.session:
         try:
@@ -111,7 +111,7 @@ async def _live(url: str, key: str | None, model: str | None, interval_s: float)
 
 
 def _press(keys: int, task: asyncio.Task[None]) -> None:
-    """Take what was typed; a terminal that is gone types nothing any more."""
+    """Handle typed keys; quit if the terminal is closed."""
     try:
         typed = os.read(keys, 1024)
     except OSError:
@@ -121,7 +121,7 @@ def _press(keys: int, task: asyncio.Task[None]) -> None:
 
 
 class View:
-    """Keeps the last reading, and shows it until a newer one comes."""
+    """Hold the last reading, and draw it until a newer one arrives."""
 
     def __init__(self, source: Source, screen: Screen) -> None:
         self.source, self.screen = source, screen
@@ -141,7 +141,7 @@ class View:
             await asyncio.sleep(max(left_s, 0))
 
     async def look(self) -> None:
-        """Read once more; what was read before a server was away is nothing to compare with."""
+        """Poll once; after an outage there is no earlier reading to compare with."""
         try:
             now = await self.source.read()
         except FAILURES as error:
@@ -165,7 +165,7 @@ class View:
         self.screen.draw(shown(lines, width=width, coloured=paints("auto")))
 
     def pause(self) -> None:
-        """Give the terminal back while the process is stopped."""
+        """Restore the terminal while the process is stopped."""
         self.screen.leave()
         os.kill(os.getpid(), signal.SIGSTOP)
         self.screen.enter()

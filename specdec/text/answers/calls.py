@@ -9,49 +9,49 @@ from specdec.text.answers.events import Arguments, Text
 from specdec.text.answers.source import MalformedCall, Reading, Source
 
 UNFINISHED = re.compile(r"\s*[<\[][^<>\[\]\s]*\Z")
-"""A tag that was cut off. Within a call it is no text."""
+"""A tag that was cut off; within a call it is dropped."""
 MOST_REREAD = 1 << 18
-"""Characters of an answer that may turn out to be no calls; beyond, all is text, so that reading ends."""
+"""Maximum characters of failed calls to reparse; the rest of the answer is text, which bounds the work."""
 Schemas = Mapping[str, Mapping[str, Any]]
-"""What each function takes, as JSON schemas."""
+"""JSON schemas of the functions' parameters, by function name."""
 
 
 class CallFormat(Protocol):
     """A tool call format."""
 
     openings: Sequence[str]
-    """A call begins with one of them."""
+    """Literals that open a call."""
     sign: str
-    """Markers found only in the chat templates of these models."""
+    """Marker that identifies these models' chat templates."""
 
     style: str
     """xgrammar's name for the format of the arguments."""
     leads: bool
-    """Calls stand at the answer's beginning alone: what looks like one behind text is text."""
+    """Whether calls are only recognised at the start of the answer."""
     before: str
     between: str
     behind: str
-    """What stands before, between and behind calls that are forced."""
+    """Text before, between and after forced calls."""
 
     def read(self, source: Source, schemas: Schemas) -> Reading[None]:
-        """Read a call from its opening to its end. What comes before its `Begin` may still be no call."""
+        """Parse a call from its opening to its end. Until its `Begin`, it may still turn out to be text."""
         ...
 
     def frame(self, name: str) -> tuple[str, str]:
-        """Return what stands before and behind the arguments of a call, for one that is forced."""
+        """Return the text before and after the arguments of a forced call."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls that an answer may hold."""
+    """The call format of an answer and the functions' schemas."""
 
     form: CallFormat
     schemas: Schemas
 
 
 def read_calls(source: Source, calls: Calls) -> Reading[None]:
-    """Separate text and calls. White space around a call belongs to it."""
+    """Separate text from calls. White space around a call belongs to it."""
     called = False
     while True:
         where, opening = source.seek(calls.form.openings)
@@ -85,7 +85,7 @@ def read_calls(source: Source, calls: Calls) -> Reading[None]:
 
 
 def read_text(source: Source) -> Reading[None]:
-    """Take all that comes for text."""
+    """Pass everything through as text."""
     while True:
         if source.text:
             yield Text(source.take(len(source.text)))
@@ -95,7 +95,7 @@ def read_text(source: Source) -> Reading[None]:
 
 
 def stream_value(source: Source, closing: str) -> Reading[None]:
-    """Send the JSON of a call's arguments as it comes."""
+    """Stream the JSON of a call's arguments."""
     for piece in source.value(closing):
         yield None if piece is None else Arguments(piece)
         if piece is not None:
@@ -103,7 +103,7 @@ def stream_value(source: Source, closing: str) -> Reading[None]:
 
 
 def close(source: Source, *closings: str) -> Reading[None]:
-    """Pass what ends a call, as much as there is of it; what else follows is left as it stands."""
+    """Consume the closings of a call that are present; leave other text in place."""
     for closing in closings:
         yield from source.space()
         if (yield from source.match(closing)):

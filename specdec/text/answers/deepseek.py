@@ -12,7 +12,7 @@ CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE, FENCE_END = "```json", "```"
 MARK = "｜DSML｜"
-"""What the tags of V3.2 begin with."""
+"""Prefix of V3.2's tags."""
 BLOCK, BLOCK_END = f"<{MARK}function_calls>", f"</{MARK}function_calls>"
 INVOKE, INVOKE_END = f"<{MARK}invoke", f"</{MARK}invoke>"
 PARAMETER, PARAMETER_END = f"<{MARK}parameter", f"</{MARK}parameter>"
@@ -20,10 +20,10 @@ OTHERS = {"number", "boolean", "object", "array", "null"}
 
 
 class DeepSeek:
-    """`<｜tool▁calls▁begin｜>`, calls from `<｜tool▁call▁begin｜>` on, `<｜tool▁calls▁end｜>`.
+    """`<｜tool▁calls▁begin｜>`, calls starting with `<｜tool▁call▁begin｜>`, `<｜tool▁calls▁end｜>`.
 
     A call is `NAME<｜tool▁sep｜>{…}`, or `function<｜tool▁sep｜>NAME` with its JSON in a fenced block.
-    Either is read, whichever the model was trained to write.
+    Both are parsed, whichever the model was trained on.
     """
 
     openings: Sequence[str] = (CALLS,)
@@ -48,10 +48,10 @@ class DeepSeek:
 
 
 class DeepSeekMarkup:
-    """`<｜DSML｜invoke name="NAME">`, with elements `<｜DSML｜parameter name="KEY" string="true">` of values.
+    """`<｜DSML｜invoke name="NAME">` with `<｜DSML｜parameter name="KEY" string="true">` elements.
 
-    Texts are sent as they come, what has `string="false"` as JSON once it is whole. An object of JSON in the
-    place of the parameters is taken too.
+    Strings are streamed; values with `string="false"` are sent as JSON once complete. A JSON object in place
+    of the parameters is accepted too.
     """
 
     openings: Sequence[str] = (BLOCK,)
@@ -106,7 +106,7 @@ def _read_invoke(source: Source) -> Reading[None]:
 
 
 def _head(source: Source) -> Waiting[tuple[str, set[str]]]:
-    """Read a parameter's name, and whether its value is a text."""
+    """Parse a parameter's name, and whether its value is a string."""
     key = yield from _attribute(source, "name")
     text = yield from _attribute(source, "string")
     yield from source.need(">")

@@ -1,16 +1,16 @@
-"""What an answer holds, in the order in which it was written."""
+"""Events of a parsed answer, in output order."""
 
 from typing import NamedTuple
 
 
 class Thinking(NamedTuple):
-    """The next part of what the model thought before it answered."""
+    """The next part of the thinking."""
 
     text: str
 
 
 class Text(NamedTuple):
-    """The next part of what it says."""
+    """The next part of the answer's text."""
 
     text: str
 
@@ -22,7 +22,7 @@ class Begin(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The next part of its arguments, which together are JSON."""
+    """The next part of the call's arguments; the parts concatenate to JSON."""
 
     text: str
 

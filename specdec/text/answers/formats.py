@@ -1,4 +1,4 @@
-"""The formats of calls, and which of them is a model's."""
+"""The tool call formats, and detection of a model's format."""
 
 from collections.abc import Mapping
 
@@ -23,11 +23,11 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "llama3_json": LeadingJson(),
     "hermes": Hermes(),
 }
-"""The first format whose marker a chat template contains is the model's."""
+"""Ordered: detection picks the first format whose marker is in the chat template."""
 
 
 def call_format(name: str, template: ChatTemplate) -> CallFormat | None:
-    """Find the format of a model's calls; None if the template states no tools or the format is unknown."""
+    """Find the model's call format; None if the template has no tools or the format is unknown."""
     if template.is_plain:
         return None
     if name == "auto":

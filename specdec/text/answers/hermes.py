@@ -10,7 +10,7 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class Hermes:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`; arguments are sent as they come."""
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`; arguments are streamed."""
 
     openings: Sequence[str] = (OPENING,)
     sign = OPENING

@@ -1,4 +1,4 @@
-"""Calls that are objects of JSON, one or several behind one opening."""
+"""Calls as JSON objects, one or several after one opening."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class JsonList:
 
 
 class LeadingJson:
-    """`{"name": …, "parameters": {…}}; …` from the answer's beginning on: Llama 3."""
+    """`{"name": …, "parameters": {…}}; …` from the start of the answer: Llama 3."""
 
     openings: Sequence[str] = ("<|python_tag|>", "{")
     sign = "dictionary of argument name and its value"
@@ -50,12 +50,12 @@ class LeadingJson:
 
 
 def json_frame(name: str, key: str) -> tuple[str, str]:
-    """Return what stands before and behind the arguments within an object."""
+    """Return the text before and after the arguments within a call object."""
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ', "}"
 
 
 def read_several(source: Source, read: Callable[[], Reading[None]], between: str) -> Reading[None]:
-    """Read one call after the other. Only the first may turn out to be none and leave no call at all."""
+    """Parse consecutive calls. Only a failure of the first means that there is no call at all."""
     yield from read()
     while True:
         yield from source.space()
@@ -66,14 +66,14 @@ def read_several(source: Source, read: Callable[[], Reading[None]], between: str
         try:
             yield from read()
         except MalformedCall:
-            if source.cut and (between or source.at > begin):  # a call of which too little was written
+            if source.cut and (between or source.at > begin):  # the call was cut off
                 source.take(len(source.text))
             break
     source.at = 0
 
 
 def read_list(source: Source) -> Reading[None]:
-    """Read a list of calls, and what ends it as far as it is there."""
+    """Parse a list of calls, and its closing bracket if present."""
     yield from source.need("[")
     yield from source.space()
     yield from read_several(source, lambda: read_object(source, ""), ",")
@@ -81,7 +81,7 @@ def read_list(source: Source) -> Reading[None]:
 
 
 def read_object(source: Source, closing: str, keys: Sequence[str] = ("arguments",)) -> Reading[None]:
-    """Read a call; arguments are sent as they come, and end at the closing tag at the latest."""
+    """Parse a call; arguments are streamed, and end at the closing tag at the latest."""
     name, arguments = yield from _head(source, closing, keys)
     source.settle()
     yield Begin(name)
@@ -93,7 +93,7 @@ def read_object(source: Source, closing: str, keys: Sequence[str] = ("arguments"
 
 
 def _head(source: Source, closing: str, keys: Sequence[str]) -> Waiting[tuple[str, str | None]]:
-    """Read a call up to its arguments, where they come last as an object; else all of it, with them."""
+    """Parse a call up to its arguments if they are a trailing object; otherwise parse all of it."""
     name, arguments = "", ""
     yield from source.need("{")
     while True:
@@ -118,7 +118,7 @@ def _head(source: Source, closing: str, keys: Sequence[str]) -> Waiting[tuple[st
 
 
 def _whole(source: Source, closing: str) -> Waiting[str]:
-    """Read arguments that are not to be sent yet: before the name, as a string of JSON, or null."""
+    """Parse arguments that cannot be streamed: before the name, as a JSON string, or null."""
     if (yield from source.match("null")):
         return "{}"
     text = ""
@@ -138,7 +138,7 @@ def _whole(source: Source, closing: str) -> Waiting[str]:
 
 
 def _pass_rest(source: Source) -> Waiting[None]:
-    """Pass what follows the arguments in their object, such as the call's id, and its end."""
+    """Consume the keys after the arguments, such as the call's id, and the end of the object."""
     yield from source.space()
     try:
         while (yield from source.match(",")):

@@ -1,4 +1,4 @@
-"""Calls whose name stands before the JSON of their arguments: Mistral, Kimi K2."""
+"""Calls whose name precedes the JSON of their arguments: Mistral, Kimi K2."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
 class Mistral:
-    """`[TOOL_CALLS]NAME[ARGS]{…}`, one after the other; the list of earlier models is read too."""
+    """`[TOOL_CALLS]NAME[ARGS]{…}`, repeated; the list of earlier models is parsed too."""
 
     openings: Sequence[str] = (CALLS,)
     sign = ARGS

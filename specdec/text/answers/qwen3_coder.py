@@ -13,14 +13,14 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
 PARAMETER = "<parameter="
 ENDS = tuple(f"{before}{end}" for end in ("</parameter>", f"{END}\n{CLOSING}") for before in ("\n", ""))
-"""What ends a value. Models forget the first at times; a tag alone may belong to the value."""
+"""Endings of a value. Models sometimes omit `</parameter>`; a lone tag may belong to the value."""
 
 
 class Qwen3Coder:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`.
 
-    Values are JSON by their schema: texts are sent as they come, others once they are whole. An object of
-    JSON in the place of the parameters is taken too.
+    Values are converted to JSON by their schema: strings are streamed, other values sent once complete. A
+    JSON object in place of the parameters is accepted too.
     """
 
     openings: Sequence[str] = (OPENING, FUNCTION)
@@ -58,9 +58,9 @@ def _head(source: Source, schema: Mapping[str, Any]) -> Waiting[tuple[str, set[s
 def read_parameters(
     source: Source, opening: str, head: Callable[[], Waiting[tuple[str, set[str]]]], ends: Sequence[str]
 ) -> Reading[None]:
-    """Send the parameters as one object; one that was cut off stays open, or it would be taken for whole.
+    """Send the parameters as one object; leave it open if it was cut off, so that it does not look complete.
 
-    `head` reads the rest of a parameter's opening: its key, and the types that its value may have.
+    `head` parses the rest of a parameter's opening: its key, and the types that its value may have.
     """
     before = "{"
     while True:
@@ -84,7 +84,7 @@ def read_parameters(
 
 
 def _value(source: Source, types: set[str], ends: Sequence[str]) -> Reading[bool]:
-    """Send a parameter's value, and tell whether it is whole: a text as it comes, all else only then."""
+    """Send a parameter's value, streamed if it is a string; return whether it is complete."""
     streams = types == {"string"}
     held, end = "", None
     yield Arguments('"' if streams else "")

@@ -1,4 +1,4 @@
-"""Read a streamed answer: what it thinks, what it says and what it calls."""
+"""Parse a streamed answer into thinking, text and tool calls."""
 
 from specdec.text.answers.calls import Calls, read_calls, read_text
 from specdec.text.answers.events import Arguments, Event, Text, Thinking
@@ -7,10 +7,10 @@ from specdec.text.answers.thinking import ThinkingFormat, read_thinking
 
 
 class AnswerReader:
-    """Read one answer. What was sent of a call stays; what turns out to be none comes as text, unchanged.
+    """Parse one answer. Sent parts of a call stay sent; a malformed call becomes text, unchanged.
 
-    `thinking` is None where the answer does not think (see `ThinkingFormat.after`), and `calls` where nothing
-    may be called; without either all of it is text. Calls within thinking are no calls.
+    `thinking` is None if the answer does not think (see `ThinkingFormat.after`), `calls` is None if no tools
+    are offered; with both None, everything is text. Calls within thinking are ignored.
     """
 
     def __init__(self, thinking: ThinkingFormat | None = None, calls: Calls | None = None) -> None:
@@ -18,12 +18,12 @@ class AnswerReader:
         self._steps = _read(self._source, thinking, calls)
 
     def push(self, text: str) -> list[Event]:
-        """Take the next piece, and return what is now certain."""
+        """Append a piece of text, and return the events that are now certain."""
         self._source.text += text
         return self._run()
 
     def finish(self, *, cut: bool) -> list[Event]:
-        """Return what was held back. `cut`: the model was stopped before it had finished."""
+        """Return the events held back. `cut`: the model was stopped before it had finished."""
         self._source.ended, self._source.cut = True, cut
         return self._run()
 

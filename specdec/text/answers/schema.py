@@ -1,4 +1,4 @@
-"""What a JSON schema says a parameter is, and a value that was written plainly in the words of JSON."""
+"""Types of a parameter by its JSON schema, and conversion of plain values to JSON."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,9 +10,9 @@ NULLS, BOOLEANS = ("null", "None"), {"true": "true", "false": "false"}
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """Return the types that a parameter may have; what nothing is said of is a text.
+    """Return the types that a parameter may have; the default is a string.
 
-    Alternatives and referenced schemas count, each once: a client's schema may be recursive.
+    Alternatives and references are followed, each once: a client's schema may be recursive.
     """
     properties = schema.get("properties")
     left = [properties.get(key)] if isinstance(properties, Mapping) else []
@@ -31,7 +31,7 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
 
 
 def as_json(text: str, types: set[str]) -> str:
-    """Write a value as JSON of one of the types, or as a text where it is none of them."""
+    """Convert a value to JSON of one of the types, or to a JSON string if it fits none."""
     plain = text.strip()
     if "null" in types and plain in NULLS:
         return "null"
@@ -46,7 +46,7 @@ def as_json(text: str, types: set[str]) -> str:
 
 
 def _named(own: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types that a schema itself names, or that the values have which it lists."""
+    """Yield the types that a schema names, or the types of the values that it lists."""
     if named := own.get("type"):
         yield from (name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
         return

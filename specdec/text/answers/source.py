@@ -1,7 +1,7 @@
-"""Text that comes in pieces, and the steps in which it is read.
+"""Incremental parsing of text that arrives in pieces.
 
-A reader is a generator: it yields what it has found, and None where it cannot go on without more text.
-However the text is cut, it takes the same steps, so that whole answers and streamed ones are read alike.
+A parser is a generator: it yields results, and None when it needs more text. Its steps do not depend on how
+the text is split, so streamed and complete answers parse alike.
 """
 
 import json
@@ -14,7 +14,7 @@ from specdec.text.tokenizer import overlap
 
 R = TypeVar("R")
 LONGEST_NAME = 256
-"""Characters of a function's name, or of a key. What is longer is none."""
+"""Maximum characters of a function name or key; longer ones are malformed."""
 NAME = re.compile(rf"([^<>\s]{{1,{LONGEST_NAME}}})>")
 NAME_SO_FAR = re.compile(rf"[^<>\s]{{0,{LONGEST_NAME}}}\Z")
 WORD = re.compile(rf"[\w.:/-]{{1,{LONGEST_NAME}}}(?=[^\w.:/-])")
@@ -29,39 +29,39 @@ Waiting = Generator[None, None, R]
 
 
 class MalformedCall(Exception):
-    """What was read as a call is none; it is plain text."""
+    """The text being parsed as a call is plain text."""
 
 
 class Source:
-    """Text that is not yet settled. `at` is how far it has been looked at; before `take` nothing is gone."""
+    """Pending text with a cursor, `at`. Only `take` removes text."""
 
     def __init__(self) -> None:
         self.text, self.at = "", 0
         self.ended = False
-        """Nothing follows the text."""
+        """No more text follows."""
         self.cut = False
-        """It ended because it had to, not because its writer had finished."""
+        """The output was truncated, rather than finished by the model."""
         self.reread = 0
-        """Characters that were read as calls and were none, so that they are read once more."""
+        """Characters parsed as calls that were malformed, so that they are parsed again."""
 
     def take(self, length: int) -> str:
-        """Give up the first characters; what is looked at next is what follows them."""
+        """Remove and return the first characters; reset the cursor to the rest."""
         taken, self.text, self.at = self.text[:length], self.text[length:], 0
         return taken
 
     def settle(self) -> None:
-        """Give up all that has been looked at."""
+        """Remove everything before the cursor."""
         self.take(self.at)
 
     def seek(self, literals: Sequence[str]) -> tuple[int, str]:
-        """Return where the first of the literals stands, and which; or from where one may begin, and ""."""
+        """Return the first literal found and its position; else where one may begin, and ""."""
         found = [(at, literal) for literal in literals if (at := self.text.find(literal, self.at)) >= 0]
         if found:
             return min(found)
         return len(self.text) - max(overlap(self.text[self.at :], literal) for literal in literals), ""
 
     def sees(self, *literals: str) -> Waiting[str]:
-        """Return which of the literals comes next, if any does."""
+        """Return which of the literals comes next, or ""."""
         while True:
             for literal in literals:
                 if self.text.startswith(literal, self.at):
@@ -72,20 +72,20 @@ class Source:
             yield None
 
     def match(self, *literals: str) -> Waiting[str]:
-        """Pass the literal that comes next, if any does."""
+        """Consume the literal that comes next, if any."""
         literal = yield from self.sees(*literals)
         self.at += len(literal)
         return literal
 
     def need(self, *literals: str) -> Waiting[str]:
-        """Pass one of the literals, without which there is no call."""
+        """Consume one of the literals, or raise MalformedCall."""
         literal = yield from self.match(*literals)
         if not literal:
             raise MalformedCall
         return literal
 
     def space(self) -> Waiting[None]:
-        """Pass white space, up to where something else begins."""
+        """Skip white space up to the next other character."""
         while True:
             rest = self.text[self.at :]
             self.at = len(self.text) - len(rest.lstrip())
@@ -94,17 +94,17 @@ class Source:
             yield None
 
     def name(self) -> Waiting[str]:
-        """Pass a name and the `>` that ends it."""
+        """Consume a name and its closing `>`."""
         found = yield from self._pattern(NAME, NAME_SO_FAR)
         return found[1]
 
     def word(self) -> Waiting[str]:
-        """Pass a name that ends where a sign stands that is of no name."""
+        """Consume a name that ends before the first character that cannot be part of one."""
         found = yield from self._pattern(WORD, WORD_SO_FAR)
         return found[0]
 
     def string(self) -> Waiting[str]:
-        """Pass a short string of JSON, and return what it stands for."""
+        """Consume a short JSON string, and return its value."""
         found = yield from self._pattern(STRING, STRING_SO_FAR)
         try:
             return str(json.loads(found[0], strict=False))
@@ -120,10 +120,10 @@ class Source:
         return found
 
     def chunk(self, ends: Sequence[str]) -> Waiting[tuple[str, str | None]]:
-        """Pass some text before the first of the ends, and the end if it is there; return both.
+        """Consume text before the first of the ends, and the end if present; return both.
 
-        Instead of the end it is None where the text goes on, and "" where nothing comes after it. What may be
-        the beginning of an end is given up where the text was cut off there.
+        The end is None while the text goes on, and "" if the text ended without one. A partial end is dropped
+        if the output was truncated there.
         """
         while True:
             start = self.at
@@ -137,9 +137,9 @@ class Source:
             yield None
 
     def value(self, closing: str) -> Pieces:
-        """Yield the text of an object or a string of JSON as it comes, to its end.
+        """Yield the text of a JSON object or string up to its end, as it arrives.
 
-        It is not checked. One that is broken ends at a closing tag outside its strings, or with the text.
+        The JSON is not validated. A broken value ends at a closing tag outside its strings, or with the text.
         """
         depth, quoted, escaped = 0, False, False
         while True:

@@ -1,4 +1,4 @@
-"""Thinking before an answer: the markers around it, and whether a prompt has opened it already."""
+"""Thinking before an answer: its markers, and whether the prompt has opened it already."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,18 +12,18 @@ from specdec.text.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
-    """The markers between which a model thinks before it answers."""
+    """The markers around a model's thinking."""
 
     start: str
     end: str
     opened: bool = False
-    """The prompt ends behind the start: the answer begins within thinking."""
+    """The prompt ends with the start marker: the answer begins within thinking."""
 
     def after(self, prompt: str) -> Self | None:
-        """Return how an answer to this prompt thinks; None: the prompt has ended its thinking already.
+        """Return the format for an answer to this prompt; None if the prompt has already ended the thinking.
 
-        Templates put the start behind the prompt, or both markers where thinking is switched off, or neither:
-        then the answer thinks if it begins with the start.
+        Templates end the prompt with the start marker, with both markers (thinking switched off), or with
+        neither: then the answer thinks if it begins with the start marker.
         """
         tail = prompt.rstrip()
         if tail.endswith(self.end):
@@ -37,11 +37,11 @@ THINKING_FORMATS: Mapping[str, ThinkingFormat] = {
     "mistral": ThinkingFormat("[THINK]", "[/THINK]"),
     "seed_oss": ThinkingFormat("<seed:think>", "</seed:think>"),
 }
-"""By the names that vLLM gives their parsers; the first whose end a chat template holds is the model's."""
+"""By the names of vLLM's parsers. Detection picks the first whose end marker is in the chat template."""
 
 
 def thinking_format(name: str, template: ChatTemplate) -> ThinkingFormat | None:
-    """Find how a model thinks: by the name, or by its chat template if that is auto."""
+    """Return the format by name, or for `auto` by the chat template."""
     if name == "auto":
         known = THINKING_FORMATS.values()
         return next((own for own in known if own.end in template.source), None)
@@ -49,7 +49,7 @@ def thinking_format(name: str, template: ChatTemplate) -> ThinkingFormat | None:
 
 
 def read_thinking(source: Source, form: ThinkingFormat) -> Reading[None]:
-    """Read what is thought before the answer, if anything is. Line breaks beside a marker belong to it."""
+    """Parse the thinking before the answer, if any. Line breaks beside a marker belong to it."""
     yield from source.space()
     opening = yield from source.match(form.start)
     if not opening:
@@ -78,32 +78,32 @@ def _pass_breaks(source: Source) -> Waiting[None]:
 
 
 class Phase(Enum):
-    """How far an output has come."""
+    """The phase of an output."""
 
     MAY_BEGIN = auto()
-    """Nothing is said yet, and the start of thinking may follow."""
+    """No text yet; the start marker may follow."""
     THINKING = auto()
     OVER = auto()
-    """Its thinking has ended, or it has none: what follows is the answer."""
+    """Thinking has ended, or there is none: the answer follows."""
 
 
 class Place(NamedTuple):
-    """A place in an output, as far as its thinking is concerned."""
+    """The state of an output's thinking after a token."""
 
     phase: Phase
     tail: tuple[str, ...] = ()
-    """The last tokens, spelled out: as many as may belong to a marker."""
+    """The last tokens' texts, as many as may belong to a marker."""
     spent: int = 0
-    """Tokens of thinking so far; those of the tail too, until they turn out to be its end."""
+    """Thinking tokens so far, including those of the tail until they complete the end marker."""
 
 
 OVER = Place(Phase.OVER)
 
 
 def overruns(end: str, spelled: Iterable[str]) -> dict[str, list[int]]:
-    """Return the tokens that complete the end and go on beyond it, by what of the end stands before them.
+    """Return the tokens that complete the end marker and go on beyond it, by the marker's preceding prefix.
 
-    Line breaks behind the end belong to it.
+    Line breaks after the end belong to it.
     """
     found: dict[str, list[int]] = {end[:at]: [] for at in range(len(end))}
     rests = tuple(end[at:] for at in range(1, len(end)))
@@ -118,14 +118,14 @@ def overruns(end: str, spelled: Iterable[str]) -> dict[str, list[int]]:
 
 
 class ThinkingTrack:
-    """Finds where the thinking in an output's tokens, spelled out, begins and ends; several markers work."""
+    """Track where thinking begins and ends in an output's tokens. Markers may span tokens."""
 
     def __init__(self, start: str, end: str, spell: Callable[[int], str], *, opened: bool) -> None:
         self._start, self._end, self._spell = start, end, spell
         self.first = Place(Phase.THINKING if opened else Phase.MAY_BEGIN)
 
     def after(self, place: Place, token: int) -> Place:
-        """Return where a token leads."""
+        """Return the state after one more token."""
         if place.phase == Phase.OVER:
             return place
         pieces = (*place.tail, self._spell(token))
@@ -147,7 +147,7 @@ class ThinkingTrack:
 
 
 def _last(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:
-    """Return as many of the last pieces as hold this many characters."""
+    """Return the fewest last pieces that hold this many characters."""
     at = len(pieces)
     while length > 0:
         at -= 1

@@ -1,10 +1,9 @@
-"""The processes in which xgrammar runs: a template that has it loaded, and a copy of that for each form.
+"""Processes that run xgrammar: a template that has it loaded, and a fork of it for each grammar.
 
-Run as `python -m specdec.text.grammar.child FD`, with a socket to the engine. The template answers each byte
-that it reads there with one end of a new socket, whose other end a fork of it serves: it compiles one form
-and follows the outputs of that form. The system bounds what a fork may use: SIGPROF ends it where one
-operation takes too much processor time, and its memory has a limit. It ends itself when the engine closes
-the socket.
+Run as `python -m specdec.text.grammar.child FD`, with a socket to the engine. For each byte received, the
+template sends back one end of a new socket and forks a process that serves the other end: it compiles one
+grammar and follows the outputs that use it. The fork's resources are limited: SIGPROF ends it if an operation
+uses too much CPU time, and RLIMIT_DATA bounds its memory. It exits when the engine closes the socket.
 """
 
 import gc
@@ -26,27 +25,27 @@ from specdec.text.grammar.repetitions import check_repetitions
 from specdec.text.grammar.wire import COST, DONE, FAILED, HEAD, Job, Kind, Path, framed, unpack
 
 BLANKS = 1
-"""Most whitespace characters between two JSON tokens: small models begin to indent and never stop."""
+"""Maximum whitespace characters between two JSON tokens: small models start to indent and never stop."""
 WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-"""What xgrammar's messages begin with: the time, and a line of its source."""
+"""The prefix of xgrammar's messages: the time and a source line."""
 DEEPEST = 64
-"""Levels of a schema: the time to compile them grows with their cube."""
+"""Maximum nesting of a schema: compile time grows with its cube."""
 COMPILE_BYTES, FOLLOW_BYTES = 512 << 20, 64 << 20
 """Memory limits in bytes: to compile a grammar, and then to follow its outputs."""
 TOKEN_BYTES, TOKENS_AHEAD = 4 << 10, 4096
-"""Of memory for each token of the outputs that are followed, and for how many it is allowed at once. A JSON
-object keeps 1.2 KB of each, since its end may hang on any of them."""
+"""Bytes of memory allowed per token of the outputs, and the tokens by which the limit is raised at once. A
+JSON object uses 1.2 KB per token, since any of them may affect its end."""
 FORM_BYTES = 128 << 20
-"""Memory that a compiled grammar may keep, in bytes."""
+"""Maximum memory of a compiled grammar, in bytes."""
 COMPILE_S, FOLLOW_S = 20.0, 0.05
-"""Limits of CPU time: to compile a grammar, and for one token or mask. Plain ones take a thousandth."""
+"""Limits of CPU time: to compile a grammar, and for one token or mask. Simple grammars take a thousandth."""
 LATEST_S = 60.0
-"""Limit of wall time to compile a grammar: waiting takes no CPU time."""
+"""Limit of wall time to compile a grammar: a waiting process uses no CPU time."""
 PROMPT_S, HURRIED_S = 0.5, 0.005
-"""CPU time of compiling and of one mask after which the process gets a low priority."""
+"""CPU time of compiling, and of one mask, after which the process gets a low priority."""
 LOW_PRIORITY = 10
-"""A tenth of the engine's share of a busy core. With 19, a seventieth, a hundred requests for one slow regex
-took over two minutes to be refused beside four busy processes."""
+"""Nice value: a tenth of the engine's share of a busy core. With 19, a seventieth, refusing a hundred
+requests for one slow regex took over two minutes beside four busy processes."""
 
 
 def main() -> None:
@@ -55,7 +54,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as control:
         setup = json.loads(receive(control))
-        gc.disable()  # imports leave no garbage, and forks share what no collection touches
+        gc.disable()  # imports create no garbage, and forks share pages that no collection touches
         maker = Maker.load(**setup)
         gc.freeze()
         gc.enable()
@@ -74,7 +73,7 @@ def main() -> None:
 
 
 class Maker(NamedTuple):
-    """What all grammars need: a compiler over the model's vocabulary."""
+    """Shared by all grammars: a compiler over the model's vocabulary."""
 
     compiler: Any
     vocab: int
@@ -88,7 +87,7 @@ class Maker(NamedTuple):
 
         inner = tokenizers.Tokenizer.from_str(tokenizer)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a model without an end: there a form's own end is one
+            warnings.simplefilter("ignore")  # for models without EOS: the grammar's end is the output's
             info = xgrammar.TokenizerInfo.from_huggingface(
                 PreTrainedTokenizerFast(tokenizer_object=inner), vocab_size=vocab, stop_token_ids=eos or None
             )
@@ -96,7 +95,7 @@ class Maker(NamedTuple):
 
 
 def serve(engine: socket.socket, maker: Maker) -> None:
-    """Compile the grammar, then advance its outputs until the engine closes the socket."""
+    """Compile the grammar, then follow its outputs until the engine closes the socket."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     base = _data_bytes()
     _limit_memory(base + COMPILE_BYTES)
@@ -108,7 +107,7 @@ def serve(engine: socket.socket, maker: Maker) -> None:
         allowance = Allowance(_checked_bytes(base) + FOLLOW_BYTES)
     except EOFError:
         return
-    except Exception as error:  # of many kinds, the C++ library's among them
+    except Exception as error:  # of many types, including the C++ library's
         said = str(error).strip().splitlines() or [type(error).__name__]
         engine.sendall(framed(FAILED + WHERE.sub("", said[-1])[:300].encode()))
         return
@@ -125,7 +124,7 @@ def serve(engine: socket.socket, maker: Maker) -> None:
 
 
 class Follower:
-    """Follows the outputs of one form, and drafts ahead of each."""
+    """Follow the outputs of one grammar, and their draft paths."""
 
     def __init__(self, compiled: Any, maker: Maker) -> None:
         import xgrammar
@@ -134,7 +133,7 @@ class Follower:
         self._words_1W = xgrammar.allocate_token_bitmask(1, maker.vocab)
         self._outputs: dict[int, Walk] = {}
         self.num_tokens = 0
-        """Of all outputs that are followed now."""
+        """Total tokens of the outputs being followed."""
         self._is_hurried = True
         self._first = self._begin()
 
@@ -143,7 +142,7 @@ class Follower:
         return self._place(self._first, path)
 
     def answer(self, job: Job) -> bytes | None:
-        """Advance an output, and return the masks of the requested paths."""
+        """Advance an output by its accepted tokens, and return the masks of the requested paths."""
         if job.taken is None:
             if over := self._outputs.pop(job.output, None):
                 self.num_tokens -= over.num_tokens
@@ -170,7 +169,7 @@ class Follower:
         return Walk(matcher)
 
     def _place(self, walk: "Walk", path: Path) -> bytes:
-        """Return the mask behind a path. A dead path allows anything: the output ends there with an error."""
+        """Return the mask after a path; any token is allowed after a draft path outside the grammar."""
         with Alarm(FOLLOW_S):
             if not walk.go_to(path):
                 return bytes([Kind.DEAD if not path else Kind.FREE])
@@ -185,7 +184,7 @@ class Follower:
 
 
 class Walk:
-    """One output's place in its grammar, and the drafted path that the matcher has gone beyond it."""
+    """One output's matcher, which may have advanced along a draft path."""
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
@@ -194,17 +193,17 @@ class Walk:
         self._is_dead = False
 
     def take(self, token: int) -> None:
-        """Take an accepted token. It is one that the form allows unless that allowed none."""
+        """Advance by an accepted token. The grammar allows it unless it allowed none."""
         self.num_tokens += 1
         if self._path[:1] == [token]:
-            # The matcher has advanced there already, and beyond.
+            # The matcher has already advanced past this token.
             self.matcher.rollback(len(self._path) - 1)
             self._path.clear()
         elif not (self.go_to(()) and self.matcher.accept_token(token)):
             self._is_dead = True
 
     def go_to(self, path: Sequence[int]) -> bool:
-        """Advance the matcher along a path; False: the grammar does not allow it."""
+        """Advance the matcher along a path; return False if the grammar does not allow it."""
         if self._is_dead:
             return False
         shared = 0
@@ -223,21 +222,21 @@ class Walk:
 
 
 class Allowance:
-    """Limits the process's memory by how long the outputs are that it follows."""
+    """Raise the process's memory limit with the tokens of the outputs it follows."""
 
     def __init__(self, base: int) -> None:
         self._base, self._covered = base, 0
         self.cover(1)
 
     def cover(self, num_tokens: int) -> None:
-        """Allow what this many tokens may take. It is never lowered: freed memory stays the process's."""
+        """Allow memory for this many tokens. Never lowered: freed memory stays with the process."""
         if num_tokens > self._covered:
             self._covered = num_tokens + TOKENS_AHEAD
             _limit_memory(self._base + self._covered * TOKEN_BYTES)
 
 
 class Alarm:
-    """Kills the process if the block takes more CPU time than this."""
+    """Kill the process if the block uses more CPU time than the limit."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -250,7 +249,7 @@ class Alarm:
 
 
 def receive(sock: socket.socket) -> bytes:
-    """Read a frame."""
+    """Receive a frame."""
     (length,) = HEAD.unpack(_exactly(sock, HEAD.size))
     return _exactly(sock, length)
 
@@ -296,7 +295,7 @@ def compiled_form(compiler: Any, kind: str, source: str) -> Any:
 
 
 def _check(kind: str, place: bytes, maker: Maker) -> None:
-    """Refuse an unsatisfiable grammar: xgrammar turns such a schema into one of the empty text."""
+    """Refuse an unsatisfiable grammar: xgrammar compiles such a schema to the empty text."""
     words = place[1:]
     may_end = any(words[token // 8] >> token % 8 & 1 for token in maker.eos if words)
     if place[0] in (Kind.DEAD, Kind.OVER) or (kind == "json_schema" and may_end):
@@ -304,7 +303,7 @@ def _check(kind: str, place: bytes, maker: Maker) -> None:
 
 
 def _depth(source: str) -> int:
-    """Return how deep brackets nest; those within strings count too, which does no harm."""
+    """Return how deep brackets nest, counting those within strings too, which is harmless."""
     depth = deepest = 0
     for sign in source:
         depth += (sign in "{[") - (sign in "}]")
@@ -313,12 +312,12 @@ def _depth(source: str) -> int:
 
 
 def _alternatives(texts: Sequence[str]) -> str:
-    """Write a grammar of some texts; JSON's escapes are EBNF's, but for those of pairs of surrogates."""
+    """Return a grammar of alternative texts; EBNF's escapes are JSON's, except for surrogate pairs."""
     return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def _data_bytes() -> int:
-    """Return how much memory of its own the process has asked for, as RLIMIT_DATA counts it."""
+    """Return the process's data size, as RLIMIT_DATA counts it."""
     found = re.search(r"^VmData:\s*(\d+) kB", File("/proc/self/status").read_text("ascii"), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 

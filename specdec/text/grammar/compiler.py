@@ -1,4 +1,4 @@
-"""The cache of compiled grammars over a model's vocabulary, and how they are compiled."""
+"""A cache of compiled grammars over a model's vocabulary."""
 
 import contextlib
 import importlib.util
@@ -20,11 +20,11 @@ from specdec.text.grammar.wire import DONE, Kind
 from specdec.text.tokenizer import Tokenizer
 
 PATIENCE_S = 20.0
-"""Seconds to wait for a place to compile, and to compile. The process is killed after that."""
+"""Seconds to wait for a compile slot, and to compile. The process is killed after that."""
 PLACES, MOST_PLACES = 3, 2
-"""Grammars compiled concurrently, a core each, and those of one caller."""
+"""Grammars compiled concurrently, one core each: in total, and for one caller."""
 KEPT = 16
-"""Cached grammars that no running output uses."""
+"""Maximum cached grammars; running outputs keep theirs alive beyond it."""
 
 Wanted = tuple[Tenant, str, str]
 """The cache's key: tenant, kind and source. Tenants do not share compiled grammars."""
@@ -33,19 +33,19 @@ SMALLER = "give a smaller one, or retry later"
 
 
 class Grammars:
-    """Compiles and caches the grammars of requests. Any thread may call."""
+    """Compile and cache the grammars of requests. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]) -> None:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
         self._places = Places(PLACES, MOST_PLACES)
         self._lock = threading.Lock()
         self._known: OrderedDict[Wanted, Form] = OrderedDict()
-        """In the order of last use."""
+        """Ordered by last use."""
         self.template: Template | None = None
         self._is_closed = False
 
     def prepare(self) -> None:
-        """Start the process of forms in a daemon thread; why it cannot be started the first form is told."""
+        """Start the template process in a daemon thread; the first grammar reports a failure to start."""
         if self.template is None and not self._is_closed:
             threading.Thread(target=self._prepare, name="specdec-grammar", daemon=True).start()
 
@@ -54,14 +54,14 @@ class Grammars:
             self._loaded().start()
 
     def release(self) -> None:
-        """End the processes that no output needs; the next form starts them again."""
+        """Stop processes that no output uses; the next grammar restarts them."""
         with self._lock:
             self._known.clear()
             if self.template:
                 self.template.stop()
 
     def guide(self, form: Form) -> Guide:
-        """Begin an output."""
+        """Start following an output."""
         return Guide(form)
 
     def begin(self, kind: str, source: str, tenant: Tenant = SOLE) -> "Future[Form]":
@@ -80,13 +80,13 @@ class Grammars:
         ).start()
 
     def _again(self, wanted: Wanted) -> "Future[Form]":
-        """Recompile a grammar for outputs whose process has died, and for them alone."""
+        """Recompile a grammar, uncached, for outputs whose process has died."""
         compiling: Future[Form] = Future()
         self._start(compiling, wanted, shared=False)
         return compiling
 
     def close(self) -> None:
-        """Close all processes that no output needs, and refuse to compile."""
+        """Close all processes that no output uses, and refuse to compile."""
         with self._lock:
             self._is_closed = True
             self._known.clear()
@@ -102,7 +102,7 @@ class Grammars:
             return form
 
     def _compile(self, compiling: "Future[Form]", wanted: Wanted, shared: bool) -> None:
-        """Compile a form when there is a place, unless its caller has gone."""
+        """Compile a grammar once a slot is free, unless the request was cancelled."""
         try:
             if compiling.set_running_or_notify_cancel():
                 compiling.set_result(self._placed(wanted, shared=shared))
@@ -115,7 +115,7 @@ class Grammars:
         if not self._places.take(tenant.caller, PATIENCE_S):
             raise too_late(kind)
         try:
-            # Another may have compiled it meanwhile.
+            # Another thread may have compiled it in the meantime.
             known = self._find(wanted) if shared else None
             form = known or self._compile_now(template, wanted)
         finally:
@@ -147,22 +147,22 @@ class Grammars:
         except TimeoutError:
             raise too_late(kind) from None
         try:
-            first = self._ask(link, wanted, time.monotonic() + PATIENCE_S)  # a start is no part of it
+            first = self._ask(link, wanted, time.monotonic() + PATIENCE_S)  # excludes the template's start
         except BaseException:
-            link.close()  # what the error refers to may live on, and its place is wanted now
+            link.close()  # the error may keep references; its slot is needed now
             raise
         width = -(-self._vocab // 32)
         return Form(link, first, width=width, compile_again=partial(self._again, wanted))
 
     def _ask(self, link: Link, wanted: Wanted, until_s: float) -> Place:
-        """Start compiling its grammar in a process; return the mask of the first token."""
+        """Start compiling a grammar in a process; return the mask of the first token."""
         _, kind, source = wanted
         link.send(json.dumps([kind, source]).encode())
         answer = b""
         while not answer and not link.is_over and (left_s := until_s - time.monotonic()) > 0:
             answer = next(link.frames(left_s), b"")
         if not answer:
-            # It was killed by the system, or takes too long.
+            # It was killed by the system, or timed out.
             if link.is_over:
                 raise _unfit(kind, "it takes too much time or memory to compile", SMALLER)
             raise too_late(kind)
@@ -171,7 +171,7 @@ class Grammars:
         return place_of(Kind(answer[1]), answer[2:])
 
     def _loaded(self) -> Template:
-        """Return the template; the first call makes it, and it is started when a form is compiled."""
+        """Return the template, created on the first call; compiling a grammar starts it."""
         with self._lock:
             if self._is_closed:
                 raise EngineError(CLOSED)

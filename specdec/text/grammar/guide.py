@@ -1,4 +1,4 @@
-"""A grammar as the engine sees it: the process that follows its outputs, and each of these."""
+"""The engine's side of a grammar: its process, and one guide per output."""
 
 import itertools
 import time
@@ -15,13 +15,13 @@ from specdec.text.grammar.template import Link
 from specdec.text.grammar.wire import COST, Job, Kind, Path, pack
 
 FAULTS = 1
-"""Outputs that may end the process of a form; with the next the form is at fault, and all of them end."""
+"""Outputs that may get a grammar's process killed; one more, and all outputs of the grammar fail."""
 GIVEN_UP_S = 10.0
-"""Without a word from a process that was asked: a frame may hold many outputs, whose answers come in turn."""
+"""Seconds without a frame from a busy process; a frame may hold the answers of many outputs."""
 SLOW_S = 0.002
-"""Of a processor, for a place: an output of which one takes longer is not waited for for a while."""
+"""CPU seconds per mask; a slower output is not waited for during the next tokens."""
 BACKOFF = 16
-"""Tokens that this is, the first time; twice as many each time."""
+"""Tokens of the first such back-off; it doubles each time."""
 
 T = TypeVar("T")
 TOO_SLOW = "its grammar takes too long or too much memory; write an unambiguous one"
@@ -29,27 +29,27 @@ NOWHERE = "the grammar allows no further token; give one that can always end"
 
 
 class Place(NamedTuple):
-    """What is known of an output followed by a path."""
+    """The grammar's state after an output and a path."""
 
     kind: Kind
     bits: bytearray | None = None
-    """The words of what may follow, in no tensor: a caller's thread may be the last to hold a form."""
+    """The mask's words, not as a tensor: a caller's thread may drop the last reference to a grammar."""
 
 
 class Asked(NamedTuple):
-    """A job that is under way, and what has to be known to understand its answer."""
+    """A job in flight, and the data needed to interpret its answer."""
 
     guide: "weakref.ref[Guide]"
     length: int
-    """Tokens that the output had."""
+    """Length of the output when asked, in tokens."""
     paths: Sequence[Path]
 
 
 class Form:
-    """A compiled form. Only the engine's thread asks it anything.
+    """A compiled grammar. Only the engine's thread may use it.
 
-    Its process works on one frame of jobs at a time; what comes up meanwhile makes the next. Where what is
-    done for one output ends the process, that output ends, and another process follows the others, once.
+    Its process works on one frame of jobs at a time; new jobs form the next frame. If a job gets
+    the process killed, its output fails, and a new process follows the other outputs once.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class Form:
         self._compile_again = compile_again
         self._again: Future[Form] | None = None
         self._faults = 0
-        """Outputs that have ended its process."""
+        """Outputs that got its process killed."""
         self._guides: weakref.WeakSet[Guide] = weakref.WeakSet()
         self._asking: dict[Guide, None] = {}
         self._under_way: deque[Asked] = deque()
         self._sent_s = 0.0
         self._ended: deque[int] = deque()
-        """Outputs that are over, of which its process has to hear."""
+        """Finished outputs not yet reported to the process."""
         self.numbers = itertools.count()
 
     def ask(self, guide: "Guide") -> None:
-        """Answer a guide's questions."""
+        """Queue a guide's questions, and send them if the process is idle."""
         if guide not in self._guides:
             self._guides.add(guide)
             weakref.finalize(guide, self._ended.append, guide.number).atexit = False
@@ -78,7 +78,7 @@ class Form:
         self._send()
 
     def take(self, limit_s: float) -> bool:
-        """Hand out the answers that have come, or wait so long for the first; tell whether any came."""
+        """Distribute the answers that have arrived, or wait up to the limit; return whether any came."""
         came = False
         for frame in self.link.frames(limit_s):
             asked = self._under_way.popleft()
@@ -104,10 +104,10 @@ class Form:
             self._under_way.append(Asked(weakref.ref(guide), guide.length, jobs[-1].paths))
         self._sent_s = time.monotonic()
         if not self.link.send(pack(jobs)):
-            self._under_way.clear()  # it had ended before, for none of their sakes
+            self._under_way.clear()  # it had ended before, through no fault of these outputs
 
     def _begin_again(self, limit_s: float) -> None:
-        """End the output whose answer has not come, and have the others followed by another process."""
+        """Fail the output whose answer is missing, and follow the others in another process."""
         if self._under_way and (guide := self._under_way[0].guide()):
             guide.fail(TOO_SLOW)
             self._faults += 1
@@ -138,7 +138,7 @@ class Form:
 
 
 class Guide:
-    """Follows one output through its form, and drafts ahead of it; the form's process answers."""
+    """Follow one output and its draft paths through its grammar; the grammar's process computes the masks."""
 
     field = "structured_outputs"
 
@@ -147,18 +147,18 @@ class Guide:
         self.number = next(form.numbers)
         self._taken: list[int] = []
         self._told = 0
-        """How many of them the form's process has heard of."""
+        """Number of tokens already sent to the process."""
         self._known: dict[Path, Place] = {(): form.first}
         self._wanted: dict[Path, None] = {}
-        """What was asked and is not known yet."""
+        """Paths asked for but not yet answered."""
         self._unsent: list[Path] = []
         self._patience, self._backoff = 0, BACKOFF
-        """Tokens to come for which no step waits, and how many they will be the next time."""
+        """Tokens during which no step waits for answers, and the length of the next such back-off."""
         self._fault: str | None = None
 
     @property
     def fault(self) -> str | None:
-        """Return why the output cannot go on, if so."""
+        """Return why the output cannot continue, if so."""
         here = self._known.get(())
         return NOWHERE if here and here.kind == Kind.DEAD else self._fault
 
@@ -169,7 +169,7 @@ class Guide:
 
     @property
     def is_slow(self) -> bool:
-        """Return whether it was late or takes long, so that nothing is drafted for it for a while."""
+        """Return whether the output is in a back-off after late or slow answers, without drafts."""
         return self._patience > 0
 
     @property
@@ -185,7 +185,7 @@ class Guide:
         return torch.frombuffer(bounded, dtype=torch.int32) if bounded else None
 
     def ask(self, paths: Collection[Path]) -> None:
-        """Start computing what may follow some paths. A fault ends all asking."""
+        """Request the masks after some paths. Ignored after a fault."""
         new = [path for path in paths if path not in self._known and path not in self._wanted]
         if self.fault or not new:
             return
@@ -194,7 +194,7 @@ class Guide:
         self._form.ask(self)
 
     def wait(self, until_s: float, *, always: bool) -> None:
-        """Wait until then for all that was asked, unless it has just been late."""
+        """Wait until the deadline for pending answers; in a back-off only poll, unless `always`."""
         while self._wanted and not self.fault:
             waits = (always or not self._patience) and time.monotonic() < until_s
             if not self._form.take(until_s - time.monotonic() if waits else 0.0) and not waits:
@@ -203,7 +203,7 @@ class Guide:
             self._patience = max(self._patience, 1)
 
     def observe(self, token: int) -> bool:
-        """Take an accepted token, and keep of what is known what follows it."""
+        """Advance by an accepted token; drop the paths that do not begin with it."""
         self._taken.append(token)
         self._known = _behind(token, self._known)
         self._wanted = _behind(token, self._wanted)
@@ -212,13 +212,13 @@ class Guide:
         return True
 
     def job(self) -> Job:
-        """Return what the form's process does not know yet."""
+        """Return the tokens and paths not yet sent to the process."""
         job = Job(self.number, self._taken[self._told :], self._unsent)
         self._told, self._unsent = len(self._taken), []
         return job
 
     def learn(self, asked: Asked, answer: bytes) -> None:
-        """Read an answer, which may be of the output as it was some tokens ago."""
+        """Store an answer, which may be for the output some tokens ago."""
         since, at = tuple(self._taken[asked.length :]), COST.size
         (took_s,) = COST.unpack_from(answer)
         if took_s > SLOW_S * max(len(asked.paths), 1) and not self.is_slow:
@@ -236,7 +236,7 @@ class Guide:
         self._wanted.clear()
 
     def begin_again(self) -> None:
-        """Follow the whole output in another process."""
+        """Resend the whole output, to another process."""
         self._told, self._unsent = 0, list(self._wanted)
 
 
@@ -245,5 +245,5 @@ def place_of(kind: Kind, words: bytes) -> Place:
 
 
 def _behind(token: int, paths: Mapping[Path, T]) -> dict[Path, T]:
-    """Keep the paths that begin with a token, without it."""
+    """Return the paths that begin with a token, with it removed."""
     return {path[1:]: own for path, own in paths.items() if path[:1] == (token,)}

@@ -1,4 +1,4 @@
-"""A semaphore whose slots no single caller can exhaust."""
+"""A semaphore whose slots no single caller can use up."""
 
 import itertools
 import threading
@@ -11,9 +11,9 @@ LOOK_S = 0.05
 
 
 class Places:
-    """Hands out `count` places, at most `most` to one caller. Any thread may take and give back.
+    """Hand out `count` slots, at most `most` to one caller. Thread-safe.
 
-    Of several that wait, the caller with the fewest places is next, then the one that has waited longest.
+    The waiter whose caller holds the fewest slots is next; ties go to the longest wait.
     """
 
     def __init__(self, count: int, most: int) -> None:
@@ -25,7 +25,7 @@ class Places:
         self._returned = SimpleQueue[str]()
 
     def take(self, caller: str, limit_s: float) -> bool:
-        """Wait for a place up to a limit; return whether one was taken."""
+        """Wait for a slot up to a limit; return whether one was acquired."""
         until_s = time.monotonic() + limit_s
         with self._changed:
             own = next(self._numbers), caller
@@ -40,11 +40,11 @@ class Places:
             return has_place
 
     def give_back(self, caller: str) -> None:
-        """Release a caller's place. It takes no lock: the garbage collector may call it anywhere."""
+        """Release a caller's slot. Takes no lock: the garbage collector may call it anywhere."""
         self._returned.put(caller)
 
     def has_share(self, caller: str) -> bool:
-        """Return whether a caller has fewer places than its own at most."""
+        """Return whether a caller holds fewer slots than its maximum."""
         with self._changed:
             self._take_in()
             return self._taken[caller] < self._most

@@ -1,6 +1,6 @@
-"""How often counted repetitions within one another repeat what they count: `(x{0,60}){0,50}` 3,000 times.
+"""Product of nested counted repetitions: `(x{0,60}){0,50}` repeats 3,000 times.
 
-A text of such a form can be read in as many ways, each of which has to be followed.
+A text of such a grammar has as many parses, all of which have to be followed.
 """
 
 import json
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 MOST = 100_000
-"""Repetitions within one another, all told."""
+"""Maximum product of nested repetitions."""
 COUNTLESS = 1 << 60
 COUNT = r"\{(?P<least>[0-9]*),?(?P<most>[0-9]*)\}"
 REGEX = re.compile(
@@ -19,18 +19,18 @@ GRAMMAR = re.compile(
     r"|(?P<rule>[A-Za-z_][\w.-]*)\s*::=|(?P<name>[A-Za-z_][\w.-]*)|(?P<alike>[*+?\s])|.",
     re.DOTALL,
 )
-"""The parts of a text; a name alone stands for its rule."""
+"""The parts of a text; a name alone refers to its rule."""
 
 
 def check_repetitions(kind: str, source: str) -> None:
-    """Refuse a form that repeats too much."""
+    """Refuse a grammar whose nested repetitions exceed the maximum."""
     most = max((_product(*own) for own in _sources(kind, source)), default=1)
     if most > MOST:
         raise ValueError(f"its nested counted repetitions come to {most:.4g}, more than {MOST:,}")
 
 
 def _product(pattern: re.Pattern[str], text: str) -> int:
-    """Return how often the most repeated part of a text is, references followed."""
+    """Return the largest product of nested repetitions in a text, following references."""
     bodies: dict[str, list[re.Match[str]]] = {"": []}
     own = bodies[""]
     for match in pattern.finditer(text):
@@ -45,7 +45,7 @@ def _product(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _in_order(bodies: Mapping[str, list[re.Match[str]]]) -> Iterator[str]:
-    """Yield each rule after those that it names, but for those that name it in turn."""
+    """Yield each rule after those it references, except in cycles."""
     passed: set[str] = set()
     left = [(name, False) for name in bodies]
     while left:
@@ -60,7 +60,7 @@ def _in_order(bodies: Mapping[str, list[re.Match[str]]]) -> Iterator[str]:
 
 
 def _repeated(body: list[re.Match[str]], known: Mapping[str, int]) -> int:
-    """Return the largest product within a text whose names come to this much."""
+    """Return the largest product within a text, given those of the rules it references."""
     groups, last = [1], 1
     for match in body:
         found = match.groupdict()
@@ -81,7 +81,7 @@ def _number(digits: str) -> int:
 
 
 def _sources(kind: str, source: str) -> Iterator[tuple[re.Pattern[str], str]]:
-    """Yield the regular expressions and grammars of a form, and how each is read."""
+    """Yield the regular expressions and grammars of a request, each with its tokenizing pattern."""
     if kind == "regex":
         yield REGEX, source
     elif kind == "grammar":

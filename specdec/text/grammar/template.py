@@ -1,4 +1,4 @@
-"""The engine's end of the processes in which xgrammar runs: the template, and a link to each copy of it."""
+"""The engine's end of the xgrammar processes: the template, and a link to each fork of it."""
 
 import json
 import logging
@@ -20,19 +20,19 @@ from specdec.text.grammar.wire import HEAD, framed
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
-"""Seconds for the template to load, on a busy machine."""
+"""Seconds for the template to load on a busy machine."""
 SEND_S = 1.0
 """Seconds for an idle process to receive a frame."""
 MOST, MOST_EACH = 32, 24
-"""Forms that have a process at the same time, of at most `FORM_BYTES` and `FOLLOW_BYTES` each and what their
-outputs' tokens take, and those of one caller."""
+"""Maximum concurrent grammar processes, in total and per caller. Each uses at most `FORM_BYTES` and
+`FOLLOW_BYTES`, plus memory for its outputs' tokens."""
 READ_BYTES = 1 << 16
 
 
 class Link:
-    """A socket to one form's process, which ends where this is closed or forgotten. One thread at a time.
+    """A socket to one grammar's process, which exits when this is closed or collected. Not thread-safe.
 
-    `freed` is called then, once; the collector may do so in any place.
+    `freed` is called then, once; the garbage collector may call it anywhere.
     """
 
     def __init__(self, sock: socket.socket, freed: Callable[[], None] = lambda: None) -> None:
@@ -43,12 +43,12 @@ class Link:
         self._poll.register(sock, select.POLLIN)
         self._read = bytearray()
         self.is_over = False
-        """Nothing will come any more."""
+        """The process has ended."""
         self.heard_s = 0.0
-        """When a frame came last (`time.monotonic`)."""
+        """Time of the last frame (`time.monotonic`)."""
 
     def send(self, data: bytes) -> bool:
-        """Send a frame; tell whether anything is there to read it."""
+        """Send a frame; return whether the process is still there."""
         try:
             self._sock.sendall(framed(data))
         except OSError:
@@ -56,7 +56,7 @@ class Link:
         return not self.is_over
 
     def frames(self, limit_s: float) -> Iterator[bytes]:
-        """Yield what has come; where that is nothing, wait so long for the first."""
+        """Yield the frames that have arrived; if none, wait up to the limit for the first."""
         while not self.is_over and self._poll.poll(max(limit_s, 0.0) * 1e3):
             limit_s = 0.0
             try:
@@ -92,7 +92,7 @@ def _end(sock: socket.socket, freed: Callable[[], None]) -> None:
 
 
 class Template:
-    """The process that has xgrammar loaded. Any thread may ask for a copy; it is started for the first."""
+    """The process that has xgrammar loaded; the first copy starts it. Thread-safe."""
 
     def __init__(self, tokenizer: str, vocab: int, eos: list[int]) -> None:
         self._setup = json.dumps({"tokenizer": tokenizer, "vocab": vocab, "eos": eos}).encode()
@@ -104,7 +104,7 @@ class Template:
         self.is_closed = False
 
     def copy(self, caller: str, limit_s: float) -> Link:
-        """Return a link to a new process. It takes one of a few places until it is closed or forgotten."""
+        """Return a link to a new fork. It holds one of a few slots until closed or collected."""
         if not self.places.take(caller, limit_s):
             raise TimeoutError
         try:
@@ -112,7 +112,7 @@ class Template:
                 try:
                     sock = self._fork()
                 except OSError as error:
-                    # The system may have killed it, out of memory perhaps.
+                    # It may have been killed by the system, for lack of memory.
                     logger.warning("the grammar process is restarted: %s", error)
                     self._end()
                     sock = self._fork()
@@ -128,13 +128,13 @@ class Template:
         return Link(sock, partial(self.places.give_back, caller))
 
     def start(self) -> None:
-        """Load xgrammar now, so that the first form need not wait for it."""
+        """Load xgrammar now, so that the first grammar does not wait for it."""
         with self._lock:
             if not self.is_closed and self._control is None:
                 self._control = self._start()
 
     def stop(self) -> None:
-        """End the process until a copy is asked for, unless it is being started or copied just now."""
+        """Stop the process until the next copy, unless it is being started or forked now."""
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -142,10 +142,10 @@ class Template:
                 self._lock.release()
 
     def close(self) -> None:
-        """End the template and start it no more; its copies end with their links."""
+        """Stop the template for good; its forks end with their links."""
         self.is_closed = True
         if process := self._process:
-            process.kill()  # while it loads the lock is held
+            process.kill()  # the lock is held while it loads
         with self._lock:
             self._end()
 
@@ -163,7 +163,7 @@ class Template:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
-            # The same module path; a session of its own, out of reach of Ctrl-C.
+            # The same module path; its own session, so that Ctrl-C does not reach it.
             self._process = subprocess.Popen(
                 [*self.command, str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

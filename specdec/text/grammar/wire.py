@@ -1,4 +1,4 @@
-"""The protocol of the engine and a grammar's process: frames of jobs one way, of masks the other."""
+"""The protocol between the engine and a grammar's process: frames of jobs one way, of masks the other."""
 
 import struct
 from array import array
@@ -9,35 +9,35 @@ from typing import NamedTuple
 HEAD = struct.Struct("<I")
 """A frame's header: its length."""
 COST = struct.Struct("<f")
-"""Before the places of an answer: the seconds of a processor that they have taken."""
+"""Precedes the masks of an answer: the CPU seconds they took."""
 CLOSED = -1
-"""Instead of how many tokens an output has taken: it is over."""
+"""In place of the number of accepted tokens: the output has finished."""
 
 FAILED, DONE = b"\x00", b"\x01"
-"""What the answer to a form begins with."""
+"""First byte of the answer to a compile request."""
 
 Path = tuple[int, ...]
 
 
 class Kind(IntEnum):
-    """What is known of a place, the output followed by a path of drafted tokens."""
+    """The grammar's state after an output and a path of draft tokens."""
 
     BOUND = 0
-    """Some tokens may follow: the bits of a mask."""
+    """Some tokens are allowed: a bit mask follows."""
     FREE = 1
-    """The form does not go there, so that no choice will: any token may follow."""
+    """Any token is allowed, as the path is unreachable or the mask is all ones."""
     OVER = 2
-    """The output has reached its end."""
+    """The output is complete."""
     DEAD = 3
-    """No token may follow, and the output may not end here."""
+    """No token is allowed, and the output may not end here."""
 
 
 class Job(NamedTuple):
-    """One output's part of a frame: the tokens that it has taken since the last one, and what it asks."""
+    """One output's part of a frame: newly accepted tokens, and paths to compute masks for."""
 
     output: int
     taken: Sequence[int] | None
-    """None: the output is over and can be forgotten."""
+    """None: the output has finished and can be forgotten."""
     paths: Sequence[Path] = ()
 
 
@@ -46,7 +46,7 @@ def framed(data: bytes) -> bytes:
 
 
 def pack(jobs: Sequence[Job]) -> bytes:
-    """Write jobs as a frame's content."""
+    """Serialise jobs as a frame's content."""
     ints = array("i")
     for output, taken, paths in jobs:
         ints.append(output)
@@ -63,7 +63,7 @@ def pack(jobs: Sequence[Job]) -> bytes:
 
 
 def unpack(data: bytes) -> Iterator[Job]:
-    """Read what `pack` has written."""
+    """Parse the output of `pack`."""
     numbers = array("i")
     numbers.frombytes(data)
     ints, at = numbers.tolist(), 0

@@ -1,4 +1,4 @@
-"""What is looked up goes deeper than a head drafts: steps on the device keep all of it."""
+"""Look-up drafts go deeper than a head's drafts: device steps use their full depth."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which graphs are captured and replayed, with a device that only notes what it is told."""
+"""Graph capture and replay, with a fake device that records calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ KEYS = [GraphKey.drafting(shape, reads=True, filtered=True) for shape in (None, 
 
 
 class Step:
-    """Counts its runs, and returns how many rows it was given."""
+    """Count runs, and return the number of rows."""
 
     def __init__(self) -> None:
         self.ran: list[tuple[int, GraphKey, Rows]] = []
@@ -37,7 +37,7 @@ class Step:
 
 
 class Device:
-    """Stands in for torch.cuda: captures what runs while it is told to, and replays by counting."""
+    """A fake torch.cuda: records what runs during capture, and counts replays."""
 
     def __init__(self, free: int, each: int) -> None:
         self.free, self.each, self.replayed = free, each, 0
@@ -62,7 +62,7 @@ class Device:
             assert pool == 7
             before, device.current = device.current, "capture"
             device.captured_on.append(before)
-            yield  # what fails here leaves this stream behind, as torch does
+            yield  # a failure leaves this stream current, as in torch
             device.current = before
             device.free -= device.each
 
@@ -128,7 +128,7 @@ def test_capture_warms_up_on_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_the_budget_does_not_hold_runs_uncaptured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All of it has run before it is asked for, since a first run compiles."""
+    """Everything is run once beforehand, since a first run compiles."""
     device = Device(free=1000, each=40)
     device.install(monkeypatch)
     graphs, step = make()
@@ -154,7 +154,7 @@ def test_what_the_budget_does_not_hold_runs_uncaptured(
 def test_a_form_that_fails_ends_itself_alone(
     captures: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What fails while it is captured leaves its stream current, which must not become the engine's."""
+    """A failure during capture leaves its stream current, which must not become the engine's."""
     device = Device(free=10**9, each=1)
     device.install(monkeypatch)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))

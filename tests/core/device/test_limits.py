@@ -1,4 +1,4 @@
-"""Steps on the device at the edges: little memory, narrow windows, windows filled up, a start that fails."""
+"""Edge cases of device steps: little memory, narrow windows, padded windows, a failing start."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ ENDLESS = GREEDY.model_copy(update={"max_tokens": 10**6})
 
 
 def within(seconds: float, run: Callable[[], list[Completion]]) -> list[Completion]:
-    """Run in a thread that may be left behind: a loop that does nothing for ever would keep the test."""
+    """Run in a thread that may be abandoned: an endless loop would hang the test."""
     came: list[list[Completion]] = []
     thread = threading.Thread(target=lambda: came.append(run()), daemon=True)
     thread.start()
@@ -44,7 +44,7 @@ def within(seconds: float, run: Callable[[], list[Completion]]) -> list[Completi
 @pytest.mark.parametrize("draft", ["none", "mtp", "ngram"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_memory_for_the_texts_and_little_more_is_enough(folder: Path, rows: int, draft: str) -> None:
-    """Where the device's steps find no block, the host's go on: they need fewer, or preempt."""
+    """If device steps find no block, host steps continue: they need fewer, or preempt."""
     with SpecEngine(folder, dtype="float64", draft=draft, max_model_len=64) as engine:
         layout = engine.model.settings.layout
         prompts = [[1 + row, 2, 3] for row in range(rows)]
@@ -62,11 +62,11 @@ def test_memory_for_the_texts_and_little_more_is_enough(folder: Path, rows: int,
 def test_the_kernels_that_users_get_take_every_width(
     folder: Path, draft: str, adaptive: bool, slots: str
 ) -> None:
-    """Float32, and in C where there is a compiler; windows are narrower than the rows have room for."""
+    """Float32, and C kernels if available; windows are narrower than the rows' slots."""
     fields = {"dtype": "float32", "draft": draft, "adaptive": adaptive, "slots": slots, "max_model_len": 64}
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [4, 5]]
     with SpecEngine(folder, graphs=True, **fields) as engine, SpecEngine(folder, **fields) as host:
-        # Two rows may get a draft of their own each, by what was measured: the host runs such steps.
+        # The policy may choose a width per row for two rows: such steps run on the host.
         for own in (prompts, prompts[:1]):
             assert engine.generate(own, GREEDY)[0].token_ids == host.generate(own, GREEDY)[0].token_ids
         assert engine.model.loop.runner is not None and engine.model.loop.runner.steps > 0
@@ -92,7 +92,7 @@ def test_a_batch_that_cannot_be_loaded_is_forgotten(folder: Path, monkeypatch: p
 
 @pytest.mark.parametrize("topk", [1, 3])
 def test_drafts_stay_in_the_rows_own_blocks(folder: Path, topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a head writes before the first step, and behind every other, lies in blocks that its row holds."""
+    """KV that a head writes, before the first step and after others, stays in the row's own blocks."""
     inner, outside, read_any = DeviceDrafter._read, list[tuple[int, int]](), []
     fields = {"adaptive": False, "num_steps": 4, "topk": topk, "max_model_len": 64}
     with SpecEngine(folder, dtype="float64", draft="mtp", graphs=True, **fields) as engine:
@@ -117,7 +117,7 @@ def test_drafts_stay_in_the_rows_own_blocks(folder: Path, topk: int, monkeypatch
 
 
 def test_what_fills_a_window_up_cannot_fail_a_row(folder: Path) -> None:
-    """Token 0 makes NaN and nobody says it. One row drafts; the other's window is filled up."""
+    """Token 0 gives NaN and is never sampled. One row drafts; the other's window is padded."""
     prompts, said = [[5, 6, 7, 8, 9] * 5, [11]], []
     for graphs in (False, True):
         fields = {"draft": "ngram", "adaptive": False, "max_model_len": 64, "graphs": graphs}
@@ -135,7 +135,7 @@ def test_what_fills_a_window_up_cannot_fail_a_row(folder: Path) -> None:
 
 
 def test_a_batch_goes_on_when_a_text_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row becomes padding; the others are loaded anew only when half of them are left."""
+    """The finished row becomes padding; the batch is reloaded only when half of the rows are left."""
     begun: list[int] = []
     inner = DeviceBatch.begin
 
@@ -173,7 +173,7 @@ def test_waiting_requests_are_admitted_once_idle_rows_have_cost_enough_or_after_
     monkeypatch.setattr(DeviceBatch, "begin", begin)
     monkeypatch.setattr(runner, "RELOAD", reload)
     monkeypatch.setattr(runner, "PATIENCE_S", patience_s)
-    lengths = [10, 25, *[60] * 22, 50, 50]  # of which 24 run
+    lengths = [10, 25, *[60] * 22, 50, 50]  # 24 of these run
     params = [GREEDY.model_copy(update={"max_tokens": length}) for length in lengths]
     prompts = [[1 + i, 2, 3] for i in range(26)]
     with SpecEngine(
@@ -191,7 +191,7 @@ def test_one_callers_blocked_request_does_not_delay_another_caller(
     inner, ends = Scheduler._limit, Queue[str]()
 
     def limit(self: Scheduler, request: Request, lease: Lease | None) -> str:
-        """Make a long prompt wait for memory as long as anything runs."""
+        """Make a long prompt wait for memory while anything runs."""
         return BLOCKS if len(request.tokens) == 30 and self.running else inner(self, request, lease)
 
     monkeypatch.setattr(Scheduler, "_limit", limit)

@@ -1,4 +1,4 @@
-"""Mistakes in a step on the device that the equality of texts must notice: one patch each."""
+"""Mutants of a device step that the text comparison must detect: one patch each."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,12 +56,12 @@ def a_path_one_short(patch: Patch) -> None:
 
 
 def keys_stay_in_the_tree(patch: Patch) -> None:
-    """Leave the accepted path's keys and values where the tree had them."""
+    """Leave the accepted path's KV at the tree's positions."""
     patch.setattr("specdec.models.network.Network.move", lambda *_: None)
 
 
 def noise_of_the_root(patch: Patch) -> None:
-    """Choose at every node as at the row's first."""
+    """Use the root's position for every node's noise."""
     inner = DeviceStep._choose
 
     def wrong(self: DeviceStep, hidden_TD: Tensor, rows: Rows, key: Any, position_T: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def seeds_of_the_neighbour(patch: Patch) -> None:
 
 
 def a_swapped_parent(patch: Patch) -> None:
-    """Hang the last node on the root when its ancestors are counted."""
+    """Attach later nodes to the root when ancestors are computed."""
     inner = pack.Packer.__call__
 
     def wrong(
@@ -92,7 +92,7 @@ def a_swapped_parent(patch: Patch) -> None:
 
 
 def the_state_before(patch: Patch) -> None:
-    """Go on with the state of the root."""
+    """Continue with the state of the root."""
     inner = DeviceStep._commit
 
     def wrong(self: DeviceStep, rows: Rows, slots: Any, node_BM: Tensor, count_B: Tensor) -> None:
@@ -102,7 +102,7 @@ def the_state_before(patch: Patch) -> None:
 
 
 def the_host_loses_track(patch: Patch) -> None:
-    """Hand back the other set's records."""
+    """Return the other set's records."""
     inner = DeviceBatch._unload
 
     def wrong(self: DeviceBatch, row: int, held: Any) -> None:

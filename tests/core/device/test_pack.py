@@ -1,4 +1,4 @@
-"""Windows that the device packs for a head that looks back only so far, against those of the host."""
+"""Windows packed on the device for a head with a limited attention window, compared with the host's."""
 
 from random import Random
 
@@ -64,7 +64,7 @@ def test_a_row_is_given_the_same_blocks_and_positions_on_the_device() -> None:
 def test_the_host_reads_what_was_packed(nodes: int, as_drafted: bool) -> None:
     chain = torch.arange(-1, nodes - 1).repeat(ROWS, 1)
     token_BM = torch.randint(0, 99, (ROWS, nodes))
-    token_BM[1, 3:] = NO_TOKEN  # which fills a window up
+    token_BM[1, 3:] = NO_TOKEN  # pads a window
     score_BM = torch.rand(ROWS, nodes, dtype=torch.float64).cumprod(1)
     belief_BM = torch.rand(ROWS, nodes, dtype=torch.float64)
     kept = [nodes, 1, 0]

@@ -1,4 +1,4 @@
-"""No program of a launch touches what another one writes: whole steps, in the interpreter."""
+"""No two programs of a launch conflict in memory: whole steps, in the interpreter."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ PARAMS = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=5, ignore
 
 
 PADDING = {Race("self_attention.triton._ready", "pages"), Race("kv_cache.triton._move", "pages")}
-"""Rows of padding all have their keys and values in the dummy slab's blocks, which no text reads."""
+"""Padding rows write their KV to the dummy slab's blocks, which no text uses."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not made for the interpreter")
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are n
 def test_no_program_touches_what_another_one_of_its_launch_writes(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts, a step of the host, and steps as they are captured; then one of nothing but padding."""
+    """Prefill, a host step, and steps as captured; then a step of padding alone."""
     write_agreeing(tmp_path, family)
     fields = {"dtype": "float32", "adaptive": False, "max_model_len": 32, "max_running": 2, **CASES[family]}
     with SpecEngine(tmp_path, kernels="triton", graphs=True, **fields) as engine:
@@ -58,7 +58,7 @@ def test_no_program_touches_what_another_one_of_its_launch_writes(
 
 
 def test_what_is_cut_into_parts_is_put_together_by_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long rows of a product, and long texts: no small model has either."""
+    """Long weight rows and long texts, which no small model has."""
     generator = torch.Generator().manual_seed(0)
     weight_ND, x_TD = (torch.randn(n, 1030, generator=generator).bfloat16() for n in (140, 3))
     layer = make_layer(
@@ -74,7 +74,7 @@ def test_what_is_cut_into_parts_is_put_together_by_one_program(monkeypatch: pyte
 
 @triton.jit
 def _shift(x, out, apart):
-    """Write an entry behind what the next program reads, or writes."""
+    """Copy an entry from an offset: in place, this conflicts with the next program."""
     own = tl.program_id(0)
     tl.store(out + own, tl.load(x + own + apart))
 
@@ -86,7 +86,7 @@ def _sum(x, out):
 
 
 def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control; in the interpreter both of these compute what was meant."""
+    """The control; in the interpreter both kernels compute the intended result."""
     x_N, out_N = torch.arange(8.0), torch.zeros(8)
     with watched(monkeypatch) as races:
         _shift[(7,)](x_N, out_N, 1)

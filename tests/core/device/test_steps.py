@@ -1,4 +1,4 @@
-"""Steps that the device decides: what they must not change, whoever comes, ends, is cancelled or fails."""
+"""Device steps leave outputs unchanged as requests arrive, end, are cancelled or fail."""
 
 import asyncio
 import time
@@ -43,14 +43,14 @@ def open_engine(folder: Path, **fields: Any) -> SpecEngine:
 
 
 class Padded(Steps):
-    """Runs more rows than there are requests."""
+    """Run more rows than there are requests."""
 
     def size(self, count: int) -> int:
         return count + 3
 
 
 def check_everything_came_back(engine: SpecEngine) -> None:
-    """Prove it once the engine's thread, which answers before it clears up, has done so."""
+    """Check that all memory is free, once the engine's thread, which answers first, has cleaned up."""
     runner = engine.model.loop.runner
     assert runner is not None
     for _ in range(1000):
@@ -62,9 +62,9 @@ def check_everything_came_back(engine: SpecEngine) -> None:
 
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
 def test_a_batch_filled_up_with_padding_says_the_same(known: tuple[Path, list[Case]], backing: str) -> None:
-    """As a captured step runs: more rows than there are requests, the others on the dummy slab.
+    """As in a captured step: more rows than requests, the others on the dummy slab.
 
-    It holds NaN, as it may after a step that failed: what lies there is padding's alone.
+    The slab holds NaN, as after a failed step: only padding may use it.
     """
     folder, cases = known
     with drafting_engine(folder, "mtp", cases, graphs=True, slots=backing, **SHAPES["tree"]) as (engine, _):
@@ -89,7 +89,7 @@ def test_shapes_may_change_from_step_to_step(known: tuple[Path, list[Case]], dra
 
 
 def test_a_head_drafts_after_any_number_of_steps_without_drafts(known: tuple[Path, list[Case]]) -> None:
-    """It reads on in between, whenever `chunk_tokens` hidden states wait."""
+    """It prefills in between, whenever `chunk_tokens` hidden states are pending."""
     folder, cases = known
     with open_engine(folder, chunk_tokens=8) as engine:
         runner = engine.model.loop.runner
@@ -102,7 +102,7 @@ def test_a_head_drafts_after_any_number_of_steps_without_drafts(known: tuple[Pat
 
 
 def test_a_step_lets_others_in_and_out(known: tuple[Path, list[Case]]) -> None:
-    """Requests come while others decode, and some leave early; the rest say what they say alone."""
+    """Requests arrive during decoding, and some leave early; the others' outputs are those alone."""
     folder, cases = known
     with open_engine(folder, chunk_tokens=8, max_running=4) as engine:
 
@@ -128,7 +128,7 @@ def test_a_step_lets_others_in_and_out(known: tuple[Path, list[Case]]) -> None:
 
 
 def test_texts_end_where_the_model_does(known: tuple[Path, list[Case]]) -> None:
-    """The device runs beyond the longest text before the host has seen its end; nothing of it is kept."""
+    """The device runs beyond the longest text before the host sees its end; the excess is discarded."""
     folder, _ = known
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3]]
     params = GREEDY.model_copy(update={"max_tokens": 10**6})
@@ -195,7 +195,7 @@ def test_too_little_memory_for_records_leaves_the_steps_to_the_host(known: tuple
 
 
 def count_syncs(run: Callable[[], Tensor]) -> list[str]:
-    """Name the operations of a step that a GPU would have to wait for the host's sake."""
+    """Return the operations of a step that would synchronise a GPU with the host."""
     seen: list[str] = []
     waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique_consecutive")
 
@@ -216,7 +216,7 @@ def count_syncs(run: Callable[[], Tensor]) -> list[str]:
         return tell
 
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode(False), torch.no_grad(), Watch():
-        for name in ("tolist", "numpy"):  # on a CPU they read memory, and no operation is seen
+        for name in ("tolist", "numpy"):  # on a CPU these access memory without a visible operation
             patch.setattr(Tensor, name, told(name))
         run()
     return seen
@@ -228,7 +228,7 @@ def _is_mask(index: Any) -> bool:
 
 @pytest.mark.parametrize("draft", ["mtp", "eagle"])
 def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[Case]], draft: str) -> None:
-    """The network's own kernels are a GPU's to bring; what a step does beside them runs as it stands."""
+    """The network is replaced by a stub, as its GPU kernels do not run here; the rest of the step is real."""
     folder, _ = known
     with open_engine(folder, draft=draft) as engine:
         runner = engine.model.loop.runner

@@ -1,4 +1,4 @@
-"""Steps of a CPU that are played from tapes, and what is looked up or left unread between them."""
+"""Taped CPU steps, and look-ups and unprefilled head tokens between them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ def runner_of(engine: SpecEngine) -> DeviceDraftRunner:
 
 
 def said_by(engine: SpecEngine, cases: Sequence[Case]) -> list[tuple[tuple[int, ...], str]]:
-    """Answer together, and some one by one."""
+    """Complete the cases together, and some one by one."""
     done = [own for each in generate(engine, cases) for own in each]
     alone = [case for n, case in enumerate(cases) if n < 2 or case.feature == "filters"]
     done += [own for case in alone for own in engine.generate([case.prompt], case.params)]
@@ -84,7 +84,7 @@ def test_a_taped_step_says_what_it_says_as_it_stands(
 def test_a_head_that_rests_reads_on_where_it_drafts_again(
     folder: Path, known: list[Case], draft: str, backing: str
 ) -> None:
-    """Shapes come and go by chance, and with them where that waits which the head has yet to read."""
+    """Shapes alternate randomly, and with them the pending tokens of the head."""
     with drafting_engine(
         folder, draft, known, graphs=True, slots=backing, adaptive=True, **SHAPES["tree"]
     ) as (engine, _):
@@ -105,7 +105,7 @@ def test_a_head_that_rests_reads_on_where_it_drafts_again(
 
 @contextmanager
 def looking(folder: Path, **fields: Any) -> Iterator[tuple[SpecEngine, list[int]]]:
-    """Open an engine with a head and look-ups; list how many rows each look-up was verified for."""
+    """Open an engine with a head and look-ups; list the number of rows with a look-up draft in each step."""
     settings = {"draft": "auto", "graphs": True, "dtype": "float64", "max_model_len": LONGEST}
     with SpecEngine(folder, **{**settings, **fields}) as engine:
         runner, used = runner_of(engine), list[int]()
@@ -127,16 +127,16 @@ def looking(folder: Path, **fields: Any) -> Iterator[tuple[SpecEngine, list[int]
 def test_what_is_looked_up_changes_no_text(
     folder: Path, known: list[Case], backing: str, drafts: bool
 ) -> None:
-    """Texts that were written before are looked up in some rows; in others a head's drafts are verified."""
+    """Some rows draft from earlier outputs by look-up; others verify a head's drafts."""
     with looking(folder, slots=backing, **SHAPES["tree"]) as (engine, used):
         runner = runner_of(engine)
         shapes = [Shape(1, 1, 2), runner.policy.bounds] if drafts else [None]
         rng = Random(5)
         runner.policy.choose = lambda rows: rng.choice(shapes)  # type: ignore[method-assign]
         runner.policy.cost = lambda *_: 1.0  # type: ignore[method-assign]
-        # Now and then a look-up does not pay.
+        # Sometimes a look-up does not pay.
         runner.policy.cost_of_found = lambda *_: rng.choice([1.0, 1.0, 1.0, 9.0])  # type: ignore[method-assign]
-        # Which requests share a step hangs on the threads, and with it how often a look-up pays.
+        # Which requests share a step depends on thread timing, and so does how often a look-up pays.
         for turn in range(12):
             if turn >= 3 and sum(used) > 20:
                 break
@@ -164,7 +164,7 @@ def test_what_is_seldom_of_use_is_seldom_looked_up(folder: Path) -> None:
 
 @needs_c
 def test_a_warm_up_leaves_nothing_behind(folder: Path) -> None:
-    """Nor does an engine that is kept apart: whatever it held has gone back."""
+    """Neither does an engine after `keep_apart`: all its memory is free."""
     with SpecEngine(folder, draft="mtp", dtype="float32", max_model_len=LONGEST) as engine:
         assert engine.stats().prefixes and not engine.stats().prefixes.cached_bytes
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -177,7 +177,7 @@ def test_a_warm_up_leaves_nothing_behind(folder: Path) -> None:
 
 @needs_c
 def test_a_cpu_plays_tapes_by_default(folder: Path, family_folder: Any) -> None:
-    """Unless experts choose what is multiplied."""
+    """Except with experts, whose products depend on routing."""
     experts = family_folder("qwen3_5_moe")
     for model, draft, expected in (
         (folder, "none", True),
@@ -194,7 +194,7 @@ def test_a_cpu_plays_tapes_by_default(folder: Path, family_folder: Any) -> None:
 @needs_c
 @pytest.mark.parametrize("rests", [False, True])
 def test_steps_are_recorded_while_nothing_runs(folder: Path, known: list[Case], rests: bool) -> None:
-    """Before a request, between two, and not while one runs or the memory is given back."""
+    """Before a request and between two, but not while one runs or after memory was released."""
     core = build(folder, EngineConfig(draft="auto", dtype="float32", max_model_len=LONGEST)).core
     loop, case = core.loop, known[0]
     assert loop.runner and isinstance(loop.runner.batch.steps, TapedSteps)
@@ -219,7 +219,7 @@ def test_steps_are_recorded_while_nothing_runs(folder: Path, known: list[Case], 
         core.rest()
         assert not core.prepare()
         core.wake()
-    # What is cached is not written to: padding lies in the dummy slab, the first one.
+    # Cached blocks are not written: padding uses the dummy slab, the first one.
     first, before = loop.arena.layout.slab_bytes, loop.arena.data.clone()
     assert rests or loop.arena.held
     while core.prepare():
@@ -295,7 +295,7 @@ def test_a_resting_head_keeps_little_unread(folder: Path, speculates: bool) -> N
 
 
 def test_what_was_chosen_for_some_is_not_for_others(folder: Path) -> None:
-    """A batch that is not taken over leaves no choice, and no look-up, to the next."""
+    """A batch that fails to load leaves no draft choice or look-up for the next."""
     with SpecEngine(folder, draft="mtp", dtype="float64", graphs=True, max_model_len=LONGEST) as engine:
         runner = runner_of(engine)
         runner.policy.choose = lambda rows: runner.policy.bounds  # type: ignore[method-assign]
@@ -322,7 +322,7 @@ FILTERS: dict[str, Any] = {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p"
 @needs_c
 @pytest.mark.parametrize("draft", ["none", "suffix", "mtp"])
 def test_filtered_texts_of_tape_and_host_are_the_same(folder: Path, draft: str) -> None:
-    """Log-probabilities, which are the host's, must not change a token."""
+    """Requests with log-probabilities run on the host, which must not change a token."""
     asked: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "seed": 3, **FILTERS}
     with SpecEngine(folder, draft=draft, dtype="float32", max_model_len=LONGEST) as engine:
         taped = engine.generate([[1, 2, 3], [4, 5]], SamplingParams(**asked))

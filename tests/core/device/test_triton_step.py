@@ -1,4 +1,4 @@
-"""A whole step of Triton kernels, as a GPU captures it, in the interpreter: it says what plain torch says."""
+"""A whole step of Triton kernels, as captured on a GPU, in the interpreter: matches plain torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_step_of_triton_kernels_says_what_torch_says(
 def test_whole_numbers_say_what_their_dequantised_weights_say(
     quantize: str, family_folder: Callable[..., Path]
 ) -> None:
-    """The reference drafts nothing, and multiplies by numbers times scales in float32."""
+    """The reference has no drafts, and multiplies by dequantized weights in float32."""
     fields = {"dtype": "float32", "quantize": quantize, "adaptive": False, "max_model_len": 32}
     drafts = {"draft": "mtp", **CASES["qwen3_5_moe"]}
     said = {}
@@ -59,9 +59,9 @@ def test_whole_numbers_say_what_their_dequantised_weights_say(
 def test_an_eagle_head_that_looks_back_in_part_drafts_as_in_torch(
     family_folder: Callable[..., Path],
 ) -> None:
-    """Its kernels are told how far back there is to read; blocks before that are not in its tables.
+    """The kernels get the window's start; earlier blocks are not in its tables.
 
-    The row is alone: what is said of it must reach each of its nodes.
+    With a single row, the row's start must apply to each of its nodes.
     """
     folder = family_folder("qwen3")
     made = {}

@@ -1,4 +1,4 @@
-"""The step that a GPU captures hangs on nothing of the host: it meets no tensor there, asks for no value."""
+"""The captured GPU step is independent of the host: it uses no host tensor and reads no value."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ KEPT = [
     *itertools.product(("tree", "chain"), ("record", "snapshot")),
     *(("looked-up", "record"), ("none", "record"), ("rates", "record"), ("window", "snapshot")),
 ]
-"""What drafts, and how what is taken back is kept."""
+"""Drafters, and the backings of draft slots."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not made for the interpreter")
 
@@ -43,7 +43,7 @@ def step_of(model: Model) -> DeviceStep:
 
 
 def keys_of(model: Model) -> Iterator[GraphKey]:
-    """Yield what would be captured, and what adaptive engines would beside it, greedy and sampled."""
+    """Yield the graph keys that would be captured, also by adaptive engines, greedy and sampled."""
     runner = model.loop.runner
     assert runner
     keys = dict.fromkeys(runner.graph_keys())
@@ -58,7 +58,7 @@ def keys_of(model: Model) -> Iterator[GraphKey]:
 
 
 def run(model: Model, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 3)) -> set[str]:
-    """Run every key for every number of rows; return which kernels were launched."""
+    """Run every key for each number of rows; return the kernels launched."""
     runner = model.loop.runner
     assert runner
     with watched(monkeypatch) as watch:
@@ -97,14 +97,14 @@ MUTANTS: dict[str, Mutant] = {
     "number": lambda count_B: count_B + torch.tensor(1),
     "table": lambda count_B: count_B + torch.arange(len(count_B)),
 }
-"""What a step must not do with what its walk has counted."""
+"""Forbidden operations on the accepted counts."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_a_step_that_asks_or_meets_the_host_is_caught(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the same step, but for one line."""
+    """The control: the same step with one line changed."""
     model, walk = make(monkeypatch, SHAPES["qwen3-next"], **CHAIN), DeviceStep._walk
 
     def mutated(self: DeviceStep, *given: Any) -> Any:
@@ -118,7 +118,7 @@ def test_a_step_that_asks_or_meets_the_host_is_caught(
 
 
 def test_a_kernel_that_is_handed_memory_of_the_host_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control for what no operator of torch sees, and for lengths that are asked for, as on a CPU."""
+    """The control for kernels, which torch operators do not see, and for lengths read on the host."""
     model = make(monkeypatch, SHAPES["qwen3-next"], **TREE)
     step = step_of(model)
     assert step.drafter

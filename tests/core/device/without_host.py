@@ -1,7 +1,7 @@
-"""The step that a GPU captures, over tensors without values: what it asks of the host is an error.
+"""The captured GPU step on meta tensors: any access to the host raises an error.
 
-All memory of the engine is on the meta device, kernels are launched and not run. So whatever else a tensor
-lies on is the host's, and whatever asks what a tensor holds is refused there.
+The engine's memory is on the meta device, and kernels are recorded without running. A tensor on any other
+device is the host's, and reading a meta tensor's value fails.
 """
 
 from collections import Counter
@@ -28,11 +28,11 @@ META = torch.device("meta")
 
 
 class AsksTheHostError(AssertionError):
-    """A step does what cannot be captured."""
+    """A step uses an operation that cannot be captured."""
 
 
 class WithoutHost(TorchDispatchMode):
-    """Ends what meets a tensor of the host or asks what one of the device holds; counts what ran."""
+    """Raise on operations with host tensors or that read device values; count the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class WithoutHost(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # what is made of other operators comes again as those
+        with self:  # composite operators are decomposed
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -54,7 +54,7 @@ class WithoutHost(TorchDispatchMode):
         return result
 
     def launch(self, kernel: Any, *args: Any, **named: Any) -> None:
-        """Note a kernel instead of running it."""
+        """Record a kernel instead of running it."""
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
         _refuse_host(name, (args, named))
         self.kernels[name.removeprefix("specdec.kernels.")] += 1
@@ -68,7 +68,7 @@ def _refuse_host(what: str, given: Any) -> None:
 
 @contextmanager
 def watched(patch: pytest.MonkeyPatch) -> Iterator[WithoutHost]:
-    """Watch what runs meanwhile."""
+    """Record operators and kernels in the block."""
     watch = WithoutHost()
     with patch.context() as own, torch.inference_mode(), watch:
         own.setattr(interpreter.GridExecutor, "__call__", lambda *args, **named: watch.launch(*args, **named))
@@ -81,7 +81,7 @@ def make(
     change: Callable[[Resolved], Resolved] = lambda settings: settings,
     **settings: Any,
 ) -> Model:
-    """Build an engine of a shape whose memory is nowhere; its steps are the GPU's."""
+    """Build an engine of a shape on the meta device, with a GPU's steps."""
     resolve = build.resolve
 
     def on_meta(*args: Any, **named: Any) -> Resolved:

@@ -1,4 +1,4 @@
-"""Three APIs over one generation: the official clients read them, and a conversation is the same in each."""
+"""Three APIs over one engine: the official clients parse them, and conversations agree."""
 
 import json
 import re
@@ -47,7 +47,7 @@ RESULTS = ("Rain.", "Sun: 4")
 STREAMED: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 MESSAGED: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 GREEDY = {"temperature": 0}
-"""Newer models of Anthropic's take no temperature, and its client has no argument for it."""
+"""Anthropic's newer models take no temperature, and its client has no argument for it."""
 ENDLESS: Json = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 
 
@@ -77,7 +77,7 @@ def post(live: Live, path: str, body: object, key: str = KEYS[0], **headers: str
 
 
 def typed_events(answer: Answer) -> list[Json]:
-    """Return a stream's events, each of which bears its type as its name."""
+    """Return a stream's events, checking that each is named by its type."""
     found = re.findall(r"event: (\S+)\ndata: (.*)\n\n", answer.data.decode())
     events = [json.loads(data) for _, data in found]
     assert [name for name, _ in found] == [event["type"] for event in events]
@@ -86,7 +86,7 @@ def typed_events(answer: Answer) -> list[Json]:
 
 
 def chat_turn(client: openai.OpenAI, messages: list[Any], *, stream: bool) -> tuple[str, list[str], Json]:
-    """Return what a chat thought, its calls' arguments, and the message to send back."""
+    """Return a chat's thinking, its calls' arguments, and the message to send back."""
     fields: Json = {"model": "scripted", "messages": messages, "tools": [CHAT_TOOL], "temperature": 0}
     if stream:
         with client.chat.completions.stream(**fields) as events:
@@ -132,7 +132,7 @@ def test_a_conversation_with_tools_is_the_same_in_each(
     assert told[:2] == (thinking.thinking, text.text) and message.stop_reason == "tool_use"
     assert [own.input for own in uses] == [json.loads(own) for own in calls]
 
-    # What the tools gave goes back: by the whole conversation, by the stored response, and as blocks.
+    # Tool results are sent back: with the whole conversation, by the stored response, and as blocks.
     chat += [answer]
     chat += [
         {"role": "tool", "tool_call_id": call["id"], "content": result}
@@ -161,7 +161,7 @@ def test_a_conversation_with_tools_is_the_same_in_each(
     ended = claude_answers(claude, stream=stream, messages=turns, **blocks)
     assert whole.output_text == chained.output_text == ended.content[0].text == SCRIPTS["4"]
     assert whole.status == chained.status == "completed" and ended.stop_reason == "end_turn"
-    # The prompts were the same, token for token: all but the first were served from the cache.
+    # The prompts were identical, token for token: all but the first hit the cache.
     count = claude.messages.count_tokens(
         **{name: blocks[name] for name in ("model", "tools", "system")}, messages=turns
     )
@@ -171,7 +171,7 @@ def test_a_conversation_with_tools_is_the_same_in_each(
 
 
 def client_responds(client: openai.OpenAI, *, stream: bool, **fields: Any) -> Any:
-    """Return a response, put together by the client's own accumulator if it is streamed."""
+    """Return a response, assembled by the client's own accumulator if streamed."""
     if not stream:
         return client.responses.create(**fields)
     with client.responses.stream(**fields) as events:
@@ -318,7 +318,7 @@ def test_more_tokens_than_the_context_leaves_are_cut_and_told(live: Live, stream
 
 
 def test_budgets_and_counts_of_thinking_are_without_its_markers(live: Live) -> None:
-    """Both markers are several tokens here."""
+    """Both markers take several tokens here."""
 
     def spent(**fields: Any) -> tuple[int, str]:
         own = {"input": ASK, "max_output_tokens": 64, "temperature": 0, **fields}
@@ -330,7 +330,7 @@ def test_budgets_and_counts_of_thinking_are_without_its_markers(live: Live) -> N
     whole, thought = spent()
     assert 8 > whole > 2 and thought == "Where to? Both."
     assert spent(thinking_budget=whole + 1) == spent(thinking_budget=whole) == (whole, thought)
-    for budget in range(1, whole):  # the start's last token here begins to think
+    for budget in range(1, whole):  # the start marker's last token already contains thinking
         count, text = spent(thinking_token_budget=budget)
         assert count == budget and thought.startswith(text) and len(text) < len(thought)
 
@@ -539,7 +539,7 @@ def test_hostile_bodies_are_refused(live: Live) -> None:
         assert answer.status == status and len(answer.data) < 1 << 20, (body.keys(), answer.data[:300])
     made = post(live, "/v1/responses", {"input": [*lone, {"role": "user", "content": "4"}]}).json["id"]
     assert post(live, "/v1/responses", {"input": "Ask 4", "previous_response_id": made}).status == 200
-    # A chain of responses has as many items as a body has parts: each is read again for the next.
+    # A chain of responses is limited to as many items as a body has parts: each is processed again.
     many = [*[{"type": "reasoning"}] * (MOST_PARTS * 2 // 5), {"role": "user", "content": "4"}]
     chain, statuses = None, list[int]()
     for _ in range(3):

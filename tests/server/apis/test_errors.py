@@ -1,4 +1,4 @@
-"""Every status of an error in each API: the official clients raise the exception they have for it."""
+"""Every error status in each API: the official clients raise the matching exception."""
 
 import contextlib
 import signal
@@ -41,7 +41,8 @@ RAISED: dict[int, tuple[tuple[str, str], tuple[str, str]]] = {
         ("ServiceUnavailableError", "overloaded_error"),
     ),
 }
-"""By status each client's exception and the error's type: OpenAI's, Anthropic's. The last stops it."""
+"""By status: each client's exception and the error type, OpenAI's and Anthropic's. The last stops the
+server."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def clients(live: Live) -> Iterator[tuple[openai.OpenAI, anthropic.Anthropic]]:
 
 @contextlib.contextmanager
 def busy(live: Live, client: openai.OpenAI, status: int) -> Iterator[None]:
-    """Hold as many choices under way as the server takes; for 503, tell it to stop meanwhile."""
+    """Keep the maximum number of choices in flight; for 503, tell the server to stop meanwhile."""
     with client.completions.create(
         model="tiny", prompt="a", n=MOST, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
     ) as events:
@@ -80,7 +81,7 @@ def busy(live: Live, client: openai.OpenAI, status: int) -> Iterator[None]:
 
 
 def fields(status: int, api: str) -> Json:
-    """Return the fields that a request must have to be answered with a status, beside the server's state."""
+    """Return the request fields that cause a status, beside the server's state."""
     wrong: dict[int, Json] = {
         400: {"extra_body": {"temperature": -1}},
         401: {"extra_headers": {"Authorization": "Bearer other", "x-api-key": "other"}},
@@ -93,7 +94,7 @@ def fields(status: int, api: str) -> Json:
 def test_a_stream_that_fails_says_so_to_each_client(
     clients: tuple[openai.OpenAI, anthropic.Anthropic], fault: Path
 ) -> None:
-    """A client raises but for Responses, of which it hands on the events that say so."""
+    """Clients raise, except for Responses, whose error events are passed on."""
     says = "The engine failed while this request ran; see the server's log."
     for api, ask in ASKS.items():
         raised = contextlib.nullcontext() if api == "responses" else pytest.raises(CLIENTS)
@@ -118,7 +119,7 @@ def test_clients_raise_what_they_have_for_a_status(
 ) -> None:
     theirs, claude = clients
     while total(live.metrics(), "vllm:num_requests_running"):
-        pass  # what an earlier case has left goes on for a step
+        pass  # an earlier case's requests may run for one more step
     with busy(live, theirs, status) if status in (429, 503) else contextlib.nullcontext():
         for api, ask in ASKS.items():
             if status == 500:

@@ -1,4 +1,4 @@
-"""Stored responses stay within their bounds, and no caller's cost another's."""
+"""Stored responses stay within their limits, and callers do not affect each other."""
 
 import asyncio
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def test_a_conversation_that_goes_on_outlives_those_that_do_not() -> None:
     own.put("", "q", entry("p"))
     assert [stored.previous for stored in own.history("", "b")] == [None, "a"]
     own.put("", "c", entry("b"))
-    assert held(own, "", "abcpq") == "abcp"  # its end goes first: p can still be gone on from
+    assert held(own, "", "abcpq") == "abcp"  # the chain's end is evicted first: p can still be continued
     own.put("", "d", entry("c"))
     assert held(own, "", "abcdpq") == "abcd"
 

@@ -1,4 +1,4 @@
-"""What the writers of events do where a server need not be asked: streams that fail, and broken arguments."""
+"""Event writers without a server: failing streams, and broken arguments."""
 
 import json
 from typing import Any
@@ -103,7 +103,7 @@ def test_an_empty_answer_has_no_blocks() -> None:
 
 @pytest.mark.parametrize("field", ["tools", "instructions", "text", "reasoning", "tool_choice"])
 def test_a_response_repeats_so_much_and_no_more(field: str) -> None:
-    """Each event with the whole response would be as large as the largest body."""
+    """Otherwise each event with the whole response could be as large as the largest body."""
 
     def fields(size: int) -> dict[str, Any]:
         long = "a" * size

@@ -1,6 +1,6 @@
-"""Either side of a pair is killed, or stopped for a while, at moments that are drawn.
+"""Either side of a pair is killed or paused at random times.
 
-`python -m tests.server.reach.faults` sends 200 requests meanwhile and prints what came of them.
+`python -m tests.server.reach.faults` sends 200 requests meanwhile and prints the results.
 """
 
 import argparse
@@ -24,15 +24,15 @@ from tests.server.reach.proxies import NOTHING_YET
 
 ANSWER = 12
 LONGEST_S = 120.0
-"""A request that takes as long hangs."""
+"""A request that takes this long hangs."""
 SETTLES_S = 150.0
-"""Quarantine may take 120 s, and leases of who has died 30."""
+"""Quarantine may take 120 s, and leases of dead peers 30."""
 KINDS = ("kill", "stop")
 Ids = list[int]
 
 
 class Side:
-    """One server, which a supervisor starts anew at the same address when it has died."""
+    """One server, which a supervisor restarts at the same address."""
 
     def __init__(self, role: str, model: str, options: Sequence[str], env: Mapping[str, str]) -> None:
         self.role, self.reach_port = role, free_port()
@@ -64,7 +64,7 @@ class Side:
             self.live.process.send_signal(number)
 
     def revive(self) -> bool:
-        """Start it anew if it has died; tell whether it had."""
+        """Restart it if it has died; return whether it had."""
         if self.live.process.poll() is None:
             return False
         self.start()
@@ -76,22 +76,22 @@ class Side:
 
 @dataclass(slots=True)
 class Report:
-    """What came of all requests, and of the servers."""
+    """The results of all requests, and of the servers."""
 
     ended: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     longest_s: dict[str, float] = field(default_factory=dict)
-    """The longest wait by what became of it."""
+    """The longest wait by outcome."""
     fetches: Counter[str] = field(default_factory=Counter)
-    """What became of fetches, of the lives of the server that writes which were asked before their ends."""
+    """Outcomes of fetches, from the decode instances that were queried before they ended."""
     left: dict[str, Any] = field(default_factory=dict)
     deaths: Counter[str] = field(default_factory=Counter)
-    """Ends of servers that this did not kill."""
+    """Server exits that this test did not cause."""
 
 
 class Siege:
-    """Sends requests through a pair while its servers are killed and stopped."""
+    """Send requests through a pair while its servers are killed and paused."""
 
     def __init__(self, prefill: Side, decode: Side, prompts: Sequence[Ids], seed: int) -> None:
         self._prefill, self._decode, self._prompts = prefill, decode, prompts
@@ -102,7 +102,7 @@ class Siege:
         self.report = Report()
 
     async def run(self, requests: int, at_once: int, faults: Sequence[tuple[str, Side]]) -> Report:
-        """Send requests, so many at a time, until so many were answered and all faults have happened."""
+        """Send requests concurrently until enough were answered and all faults have happened."""
         limit = aiohttp.ClientTimeout(total=LONGEST_S)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=limit, connector=connector) as self._http:
@@ -142,7 +142,7 @@ class Siege:
             self.report.longest_s[ended] = max(waited_s, self.report.longest_s.get(ended, 0.0))
 
     async def _harm(self, faults: Sequence[tuple[str, Side]]) -> None:
-        """Do one harm after the other; a server that has died comes back at the same address."""
+        """Inject one fault after another; a dead server is restarted at the same address."""
         for kind, side in faults:
             await asyncio.sleep(self._rng.uniform(0.2, 2.5))
             self._note_deaths()
@@ -171,7 +171,7 @@ class Siege:
                 self.report.fetches[key.split('outcome="')[1].split('"')[0]] += int(value)
 
     async def _proxied(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """Ask as vLLM's proxies do; what the server that reads does not answer is an error of the proxy."""
+        """Send a request as vLLM's proxies do; an error of the prefill instance is an error of the proxy."""
         asked = body | {"max_tokens": 1, "kv_transfer_params": NOTHING_YET}
         status, answer = await self._ask(self._prefill.url, asked)
         if status != 200:
@@ -181,7 +181,7 @@ class Siege:
         return await self._ask(self._decode.url, body | {"kv_transfer_params": params})
 
     async def _met(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """Ask as SGLang's routers do; whether the server that reads has answered is not looked at."""
+        """Send a request as SGLang's routers do, without waiting for the prefill instance's answer."""
         place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self._prefill.reach_port}
         asked = body | place | {"bootstrap_room": self._rng.getrandbits(63)}
         read = asyncio.create_task(self._ask(self._prefill.url, asked))
@@ -193,7 +193,7 @@ class Siege:
                 await read
 
     async def _late(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """Name what was lent to another request, by a server that may have died since."""
+        """Use another request's lease, whose server may have died since."""
         params = {"kv_transfer_params": self._rng.choice(self._stale)} if self._stale else {}
         return await self._ask(self._decode.url, body | params)
 
@@ -213,11 +213,11 @@ class Siege:
             return answer.status, json.loads(await answer.read())
 
     def _settled(self) -> dict[str, Any]:
-        """Wait until nothing is held, quarantined or under way, and memory was proved clean once more."""
+        """Wait until nothing is held, quarantined or in flight, and memory was checked again."""
         until_s, found = time.monotonic() + SETTLES_S, dict[str, Any]()
         sides = (self._prefill, self._decode)
         before = {side.role: side.live.ask("/server_info").json["clean_checks"] for side in sides}
-        for side in sides:  # an engine proves its memory clean when it comes to rest
+        for side in sides:  # an engine checks its memory when it becomes idle
             assert side.live.ask("/v1/completions", self._body(self._prompts[0])).status == 200
         while time.monotonic() < until_s:
             for side in sides:
@@ -241,7 +241,7 @@ def _ids(answer: Mapping[str, Any]) -> list[int]:
 
 @contextlib.contextmanager
 def sides(model: str, env: Mapping[str, str]) -> Iterator[tuple[Side, Side]]:
-    """Start both servers, and stop all of their lives in the end."""
+    """Start both servers, and stop all their successors at the end."""
     prefill = Side("prefill", model, (), env)
     decode = Side("decode", model, ("--reach-peers", f"127.0.0.1:{prefill.reach_port}"), env)
     try:

@@ -1,6 +1,6 @@
-"""Forged, stale, reused and foreign `kv_transfer_params`: whatever they say, a prompt gets its own text.
+"""Forged, stale, reused and foreign `kv_transfer_params`: a prompt always gets its own text.
 
-`python -m tests.server.reach.forgery` sends 10,000 bodies to a pair of servers and prints what came of them.
+`python -m tests.server.reach.forgery` sends 10,000 bodies to a pair of servers and prints the results.
 """
 
 import argparse
@@ -29,11 +29,11 @@ SMALL = {**HYBRID, "num_hidden_layers": 2, "full_attention_interval": 2, "hidden
 """A gated delta net and an attention layer."""
 KEYS = ("key-of-one-tenant", "key-of-another-tenant")
 PROMPTS, TOKENS, ANSWER, VOCAB = 12, 66, 3, 300
-"""Prompts are of token ids, hardly more than what is worth fetching; some forgeries alter them."""
+"""Prompts are token ids, slightly longer than the minimum worth fetching; some forgeries alter them."""
 LEASES = 2
-"""Prompts that are read together, for which one answer holds the leases."""
+"""Prompts prefilled by one request, whose answer holds their leases."""
 BODIES = 12
-"""Bodies that are made of one such answer."""
+"""Bodies made from one such answer."""
 STATUSES = {200, 400}
 Params = dict[str, Any]
 Ids = list[int]
@@ -41,14 +41,14 @@ Ids = list[int]
 
 @dataclass(slots=True)
 class Body:
-    """A request to the server that writes."""
+    """A request to the decode instance."""
 
     prompts: list[Ids]
     salt: str | None
     key: str
     fields: dict[str, Any]
     is_good: bool = False
-    """Whether it names what its own prompts were lent by."""
+    """Whether it has its own prompts' leases."""
 
     def json(self) -> dict[str, Any]:
         return question(self.prompts, self.salt) | self.fields
@@ -56,7 +56,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What the server that reads answered for some prompts, and what others were answered before."""
+    """The prefill instance's answer for some prompts, and earlier answers for others."""
 
     prompts: list[Ids]
     salt: str
@@ -70,7 +70,7 @@ Forgery = Callable[[Ground, random.Random, Iterator[str]], Body]
 
 
 def question(prompts: Sequence[Ids], salt: str | None) -> dict[str, Any]:
-    """Ask for a few tokens that depend on all of the prompt."""
+    """Request a few tokens that depend on the whole prompt."""
     salted = {} if salt is None else {"cache_salt": salt}
     return salted | {
         "prompt": list(prompts),
@@ -83,7 +83,7 @@ def question(prompts: Sequence[Ids], salt: str | None) -> dict[str, Any]:
 
 
 def _of(ground: Ground, params: Any, *, prompts: list[Ids] | None = None, **own: Any) -> Body:
-    """Return a body with these params, otherwise what the leases are for."""
+    """Return a body with these params, and otherwise what the leases belong to."""
     body = Body(prompts or ground.prompts, ground.salt, ground.key, {"kv_transfer_params": params})
     for name, value in own.items():
         setattr(body, name, value)
@@ -91,7 +91,7 @@ def _of(ground: Ground, params: Any, *, prompts: list[Ids] | None = None, **own:
 
 
 def one(ground: Ground, place: int) -> Params:
-    """Return the params of one prompt alone."""
+    """Return the params of a single prompt."""
     params = copy.deepcopy(ground.params)
     params["specdec"]["leases"] = [params["specdec"]["leases"][place]]
     return params
@@ -102,7 +102,7 @@ def good(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def swapped(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Give each prompt another one's lease."""
+    """Swap the prompts' leases."""
     params = copy.deepcopy(ground.params)
     leases = params["specdec"]["leases"]
     params["specdec"]["leases"] = leases[1:] + leases[:1]
@@ -110,7 +110,7 @@ def swapped(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def swapped_id(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Keep the macs, and exchange what they were made for."""
+    """Keep the MACs, and swap what they authenticate."""
     params = copy.deepcopy(ground.params)
     leases = params["specdec"]["leases"]
     ids = [own["lease"] for own in leases]
@@ -120,13 +120,13 @@ def swapped_id(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body
 
 
 def stale(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Name what was lent, read and given back long ago, for other prompts and salts."""
+    """Use leases that were released long ago, of other prompts and salts."""
     past = rng.choice(ground.past) if ground.past else ground
     return _of(ground, copy.deepcopy(past.params), salt=next(salts))
 
 
 def reused(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Name what was read before for the same prompts under the same salt."""
+    """Use leases already read for the same prompts under the same salt."""
     past = rng.choice(ground.past) if ground.past else ground
     return _of(past, copy.deepcopy(past.params))
 
@@ -142,13 +142,13 @@ def no_salt(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def other_key(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Come as another tenant, with one more salt of it."""
+    """Use another tenant's key, with a new salt."""
     (other,) = {*KEYS} - {ground.key}
     return _of(ground, copy.deepcopy(ground.params), key=other, salt=next(salts))
 
 
 def mac(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Alter one sign of the mac, cut it, leave it empty, or take what is none."""
+    """Alter a character of the MAC, truncate it, empty it, or use an invalid one."""
     params = copy.deepcopy(ground.params)
     for own in params["specdec"]["leases"]:
         text, place = own["mac"], rng.randrange(len(own["mac"]))
@@ -169,7 +169,7 @@ def lease_id(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def engine(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Name another engine's life, this one's past or none."""
+    """Name another engine id, a wrong one or none."""
     params = copy.deepcopy(ground.params)
     name = params["remote_engine_id"]
     params["remote_engine_id"] = rng.choice([f"{rng.getrandbits(128):032x}", name[::-1], "", None, "é"])
@@ -177,7 +177,7 @@ def engine(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def address(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Send it elsewhere: to an address that is not allowed, or to a port of something else."""
+    """Redirect the fetch: to an address that is not allowed, or to another port."""
     params = copy.deepcopy(ground.params)
     where = (
         "127.0.0.2",
@@ -198,7 +198,7 @@ def address(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def lengths(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Say more or fewer tokens, leases or ranks than there are."""
+    """Claim more or fewer tokens, leases or ranks than there are."""
     params = copy.deepcopy(ground.params)
     kind = rng.randrange(4)
     if kind == 0:
@@ -214,7 +214,7 @@ def lengths(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def block_ids(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Name blocks of memory, as other engines' params do: nothing may come of it."""
+    """Add block ids, as other engines' params have them: they must be ignored."""
     params = copy.deepcopy(ground.params)
     params["remote_block_ids"] = rng.choice([[0], [*range(64)], [[1, 2]], [-1], [1 << 40]])
     params["state"] = 1
@@ -222,7 +222,7 @@ def block_ids(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def types(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Put a value of another type in some place."""
+    """Replace a value by one of another type."""
     params = copy.deepcopy(ground.params)
     places = [(params, name) for name in params] + [(params["specdec"], name) for name in params["specdec"]]
     places += [(own, name) for own in params["specdec"]["leases"] for name in own]
@@ -239,14 +239,14 @@ def missing(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
 
 
 def other_prompt(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Ask for a prompt that differs in one token, is longer or shorter, by the lease of one that was read."""
+    """Request a prompt that differs in one token, or is longer or shorter, with another one's lease."""
     place = rng.randrange(len(ground.prompts))
     prompt = rng.choice([own for own in altered(ground.prompts[place]) if own != ground.prompts[place]])
     return _of(ground, one(ground, place), prompts=[prompt])
 
 
 def room(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body:
-    """Send SGLang's fields, of a room that is over, beside params or alone."""
+    """Send SGLang's fields with a closed room, beside params or alone."""
     fields: dict[str, Any] = {
         "bootstrap_host": ["127.0.0.1"] * len(ground.prompts),
         "bootstrap_port": [rng.choice([1, 65535])] * len(ground.prompts),
@@ -267,7 +267,7 @@ FORGERIES: Mapping[str, Forgery] = {
 
 
 def altered(prompt: Ids) -> list[Ids]:
-    """Return a prompt and what forgeries make of it; its last token alone is none of what is lent."""
+    """Return a prompt and its alterations; only the last token is not part of the lease."""
     first, middle, last = (prompt.copy() for _ in range(3))
     first[0], middle[40], last[-1] = first[0] ^ 1, middle[40] ^ 1, last[-1] ^ 1
     return [prompt, first, middle, last, prompt[:-1], [*prompt, 7], prompt[16:], [*prompt[16:], *prompt[:16]]]
@@ -275,18 +275,18 @@ def altered(prompt: Ids) -> list[Ids]:
 
 @dataclass(slots=True)
 class Report:
-    """What came of all bodies."""
+    """The results of all bodies."""
 
     sent: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     fetched: Counter[str] = field(default_factory=Counter)
-    """Bodies of which at least one prompt came from the other server."""
+    """Bodies of which at least one prompt was fetched."""
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
 class Fuzz:
-    """Sends bodies to a pair, and compares each answer with what one server says of the same prompt."""
+    """Send bodies to a pair, and compare each answer with that of one server for the same prompt."""
 
     def __init__(self, pair: Pair, seed: int) -> None:
         self._pair, self._rng = pair, random.Random(seed)
@@ -300,7 +300,7 @@ class Fuzz:
         return [self._rng.randrange(10, VOCAB) for _ in range(TOKENS)]
 
     async def run(self, bodies: int, at_once: int) -> Report:
-        """Send so many, from so many clients."""
+        """Send `bodies` requests from `at_once` clients."""
         start_s = time.monotonic()
         limit = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(
@@ -313,7 +313,7 @@ class Fuzz:
         return self.report
 
     async def _learn(self) -> None:
-        """Note what the server that writes says of each prompt that it has read itself."""
+        """Record the decode instance's own answer to each prompt."""
         prompts = [own for prompt in self._prompts for own in altered(prompt)]
         for start in range(0, len(prompts), 16):
             part = prompts[start : start + 16]
@@ -324,7 +324,7 @@ class Fuzz:
             for prompt, ids in zip(part, _ids(answer), strict=True):
                 self._expected[tuple(prompt)] = ids
         distinct = len({*map(tuple, self._expected.values())})
-        # A token that was altered far from the end may not show.
+        # An altered token far from the end may not change the answer.
         assert distinct > 0.5 * len(self._expected), f"{distinct} answers of {len(self._expected)} prompts"
         assert len({tuple(self._expected[tuple(own)]) for own in self._prompts}) == PROMPTS
 
@@ -332,7 +332,7 @@ class Fuzz:
         for _ in rounds:
             ground = await self._lent()
             names = self._rng.choices([*FORGERIES], k=BODIES - 1)
-            # The honest one goes last: until then what is forged has something to steal.
+            # The honest body goes last: until then there is something to steal.
             await asyncio.gather(*(self._send(name, FORGERIES[name], ground) for name in names))
             await self._send("good", good, ground)
             self._past = [*self._past[-30:], ground]
@@ -360,7 +360,7 @@ class Fuzz:
             report.wrong.append(f"{name}: {_ids(answer)} instead of {expected}: {body.fields!r:.600}")
 
     async def _ask(self, url: str, body: Mapping[str, Any], key: str) -> tuple[int, Any]:
-        data = json.dumps(body).encode()  # in ASCII: lone surrogates too
+        data = json.dumps(body).encode()  # in ASCII, including lone surrogates
         headers = {"Content-Type": "application/json", **authorized(key)}
         async with self._http.post(f"{url}/v1/completions", data=data, headers=headers) as answer:
             return answer.status, json.loads(await answer.read())
@@ -372,12 +372,12 @@ def _ids(answer: Mapping[str, Any]) -> list[list[int]]:
 
 
 def opened(model: Path, **own: str) -> AbstractContextManager[Pair]:
-    """Start a pair that both tenants may ask."""
+    """Start a pair that accepts both tenants' keys."""
     return paired("--api-key", KEYS[1], key=KEYS[0], model=str(model), **own)
 
 
 def settled(pair: Pair, patience_s: float = 60.0) -> dict[str, Any]:
-    """Wait until neither server holds anything for the other and both have proved their memory clean."""
+    """Wait until neither server holds anything for the other and both have checked their memory."""
     until_s, found = time.monotonic() + patience_s, dict[str, Any]()
     while time.monotonic() < until_s:
         for name, live in (("prefill", pair.prefill), ("decode", pair.decode)):
@@ -396,7 +396,7 @@ def settled(pair: Pair, patience_s: float = 60.0) -> dict[str, Any]:
 
 
 def outcomes(pair: Pair) -> dict[str, float]:
-    """Return by what became of them how many prompts were to be fetched."""
+    """Return the numbers of fetches by outcome."""
     figures = pair.decode.metrics()
     found = ((key, value) for key, value in figures.items() if key.startswith("specdec:reach_fetches_total"))
     return {key.split('outcome="')[1].split('"')[0]: value for key, value in found if value}

@@ -1,6 +1,6 @@
-"""`specdec` that takes every lease for its own prompt's: `python -m tests.server.reach.gullible serve …`.
+"""`specdec` that accepts every lease for any prompt: `python -m tests.server.reach.gullible serve …`.
 
-Neither side proves what a request says of a lease: what tests of forged ones must notice.
+Neither side checks a request's claims about a lease: the mutant that the forgery tests must detect.
 """
 
 import sys

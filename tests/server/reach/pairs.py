@@ -1,4 +1,4 @@
-"""What tests of two servers share: how they are asked, as routers do, and what they are asked."""
+"""Helpers for tests of two servers: prompts, and requests as routers send them."""
 
 import http.client
 import importlib.util
@@ -45,7 +45,7 @@ DRAWN = {"temperature": 0.8, "seed": 7}
 
 
 def texts(answer: Answer) -> list[str]:
-    """Return what each choice says, whole or streamed."""
+    """Return each choice's text, streamed or not."""
     assert answer.status == 200, answer.data
     streamed = answer.data.startswith(b"data: ")
     said: dict[int, str] = {}
@@ -58,7 +58,7 @@ def texts(answer: Answer) -> list[str]:
 
 
 def relay(proxy: Proxy, reads: Live, writes: Live, path: str, body: dict[str, Any]) -> Answer:
-    """Ask one server and then the other, as this router does."""
+    """Ask the prefill and then the decode instance, as this router does."""
     first = reads.ask(path, proxy.to_prefill(body))
     assert first.status == 200, first.data
     choices = first.json["choices"]
@@ -88,7 +88,7 @@ def fetched(live: Live, outcome: str = "fetched") -> float:
 
 
 def settles(live: Live, name: str) -> bool:
-    """Wait until a figure is zero."""
+    """Wait until a metric is zero; return False on timeout."""
     until_s = time.monotonic() + WAIT_S
     while total(live.metrics(), name):
         if time.monotonic() > until_s:
@@ -98,7 +98,7 @@ def settles(live: Live, name: str) -> bool:
 
 
 def begin(live: Live, path: str, body: dict[str, Any]) -> socket.socket:
-    """Send a request, and leave its answer for whoever closes the connection."""
+    """Send a request, and return its socket without reading the answer."""
     parts = urlsplit(live.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})

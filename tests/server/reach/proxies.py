@@ -1,6 +1,6 @@
-"""Bodies as routers send them: of a client's body one for the server that reads and one for the other.
+"""Bodies as routers send them: from a client's body, one for the prefill and one for the decode instance.
 
-Written down from vLLM's toy_proxy_server, llm-d's sidecar (nixlv2), production-stack's
+Transcribed from vLLM's toy_proxy_server, llm-d's sidecar (nixlv2), production-stack's
 disaggregated_prefill_orchestrated, and sglang-router's --pd-disaggregation.
 """
 
@@ -21,7 +21,7 @@ NOTHING_YET = {
 
 @dataclass(frozen=True)
 class Proxy:
-    """A router that asks the server that reads first, and then tells the other what it has answered."""
+    """A router that asks the prefill instance first, and passes its answer to the decode instance."""
 
     name: str
     to_prefill: Callable[[Body], Body]
@@ -43,7 +43,7 @@ def sidecar_prefill(body: Body) -> Body:
 
 
 def stack_prefill(body: Body) -> Body:
-    """Leave the client's stream_options where they are."""
+    """Keep the client's stream_options in place."""
     return {**body, "kv_transfer_params": NOTHING_YET, "stream": False, "max_tokens": 1}
 
 
@@ -63,7 +63,7 @@ PROXIES = (
 
 
 def sglang(body: Body, host: str, port: int, room: int) -> Body:
-    """Return what sglang-router sends to both: it parses a body and writes it anew."""
+    """Return the body that sglang-router sends to both: it parses and rewrites the client's."""
     own = {**body, "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
     if "messages" in own and "max_tokens" in own:
         own["max_completion_tokens"] = own.pop("max_tokens")

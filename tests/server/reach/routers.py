@@ -1,4 +1,4 @@
-"""Two servers behind a router: sglang-router as it is published, and vLLM's toy proxy's protocol."""
+"""Two servers behind a router: the published sglang-router, and the protocol of vLLM's toy proxy."""
 
 import asyncio
 import json
@@ -29,12 +29,12 @@ parser = argparse.ArgumentParser()
 RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=False)
 Router.from_args(RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)).start()
 """
-"""What its own command does, without what that brings along to set a process's title."""
+"""The router's own command without its process-title dependency."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A server that reads, one that writes, and the port of the former's side channel."""
+    """A prefill instance, a decode instance, and the port of the former's side channel."""
 
     prefill: Live
     decode: Live
@@ -68,7 +68,7 @@ def authorized(key: str | None) -> dict[str, str]:
 
 @contextmanager
 def sglang_router(pair: Pair, *options: str) -> Iterator[str]:
-    """Start sglang-router with both servers behind it, wait until it knows them, and return its URL."""
+    """Start sglang-router with both servers, wait until it has registered them, and yield its URL."""
     port = free_port()
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     arguments += ["--pd-disaggregation", "--prefill", pair.prefill.url, str(pair.port)]
@@ -105,7 +105,7 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 class ToyProxy:
-    """vLLM's disagg_proxy of its NIXL tests: one server reads, and what it answers goes to the other."""
+    """The disagg_proxy of vLLM's NIXL tests: the prefill instance's answer goes to the decode instance."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -146,7 +146,7 @@ class ToyProxy:
 
 @contextmanager
 def toy_proxy(pair: Pair) -> Iterator[str]:
-    """Serve the proxy from a thread of its own; return its URL."""
+    """Serve the proxy in a separate thread; yield its URL."""
     loop, ready = asyncio.new_event_loop(), threading.Event()
     urls: list[str] = []
 

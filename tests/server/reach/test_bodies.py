@@ -1,4 +1,4 @@
-"""What requests may say of another server, which of the two they make this one, and what is refused."""
+"""Request fields for disaggregation: the role that they imply, and which are refused."""
 
 import json
 from typing import Any
@@ -60,7 +60,7 @@ def refusal(fields: dict[str, Any], role: Any = "both", prompts: int = 1) -> Fai
 def test_what_proxies_make_of_a_body_is_read(
     kind: type[Body], least: dict[str, Any], proxy: Proxy, stream: bool
 ) -> None:
-    """min_tokens of 3 beside max_tokens of 1, n of 2 and stream_options without stream come of it."""
+    """Proxies produce min_tokens 3 with max_tokens 1, n of 2, and stream_options without stream."""
     client = (
         least | SAMPLING | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
     )
@@ -152,7 +152,7 @@ def test_several_prompts_have_a_room_each() -> None:
 
 
 def test_choices_of_a_prompt_may_have_rooms_too() -> None:
-    """sglang-router draws one for each; both servers take the first."""
+    """sglang-router draws one room per choice; both servers use the first."""
     fields = {"n": 2, "bootstrap_host": ["a", "a"], "bootstrap_port": [1, 1], "bootstrap_room": [3, 4]}
     assert read(ChatBody, CHAT | fields).asked("prefill") == Lend((3,))
     assert read(ChatBody, CHAT | fields).asked("decode") == Fetch(None, (Bootstrap("a", 1, 3),))

@@ -1,4 +1,4 @@
-"""Whoever dies or stands still, and when: no wrong text, nothing held, memory whole on both sides."""
+"""Servers that die or pause at any time: no wrong text, nothing held, and intact memory on both sides."""
 
 import asyncio
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.server.reach.forgery import SMALL, VOCAB
 from tests.server.reach.pairs import has_nixl
 
 REQUESTS = 40
-"""Of 200, which `python -m tests.server.reach.faults` sends to a larger model while more goes wrong."""
+"""`python -m tests.server.reach.faults` sends 200, to a larger model and with more faults."""
 
 pytestmark = [has_nixl, EXHAUSTIVE]
 

@@ -1,4 +1,4 @@
-"""Whatever a client says of a prompt that was lent, it gets the text of its own prompt, or an error."""
+"""Whatever a client claims about a lent prompt, it gets its own prompt's text, or an error."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ from tests.server.reach.pairs import has_nixl
 from tests.server.reach.routers import Pair, authorized
 
 BODIES = 800
-"""Of 10,000, which `python -m tests.server.reach.forgery` sends."""
+"""`python -m tests.server.reach.forgery` sends 10,000."""
 
 pytestmark = has_nixl
 
@@ -50,7 +50,7 @@ def test_forged_params_never_yield_another_prompts_text(pair: Pair) -> None:
     report = asyncio.run(Fuzz(pair, 0).run(BODIES, at_once=6))
     assert report.wrong == []
     assert report.sent.keys() == {*FORGERIES, "good"}
-    # What is forged was not all turned away before anything could be stolen.
+    # Not every forgery was rejected before anything could be stolen.
     found = outcomes(pair)
     assert all(found[own] > 0 for own in ("fetched", "bad_mac", "not_allowed", "no_lease")), found
     assert settled(pair) == {}
@@ -61,7 +61,7 @@ def test_a_pair_that_proves_nothing_is_found_out(small: Path) -> None:
     with opened(small, entry="tests.server.reach.gullible") as pair:
         reports = (asyncio.run(Fuzz(pair, seed).run(240, at_once=4)) for seed in range(1, 6))
         wrong = (line for report in reports for line in report.wrong if "instead of" in line)
-        # Which requests meet hangs on the machine's load: it may take more than one round.
+        # Which requests overlap depends on the load: it may take several rounds.
         assert any(line.startswith(("swapped", "other_prompt", "stale")) for line in wrong)
 
 
@@ -71,7 +71,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def ask(live: Live, prompt: list[int], salt: str, pair: Pair | None = None, room: int = 0) -> Answer:
-    """Ask for a prompt, with SGLang's fields where a pair is given."""
+    """Send a prompt, with SGLang's fields if a pair is given."""
     place = (
         {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.port, "bootstrap_room": room} if pair else {}
     )
@@ -92,7 +92,7 @@ def test_a_room_gives_nobody_another_prompt(pair: Pair) -> None:
     for place, (prompt, other) in enumerate(zip(asked, [*asked[1:], asked[0]], strict=True)):
         salt, room = f"room-{place}", (1 << 62) + place
         assert ask(pair.prefill, prompt, salt, pair, room).status == 200
-        # Another prompt, the same one under another salt, the right one, and that once more.
+        # Another prompt, the same one under another salt, the right one, and the right one again.
         assert ids(ask(pair.decode, other, salt, pair, room)) == own[(place + 1) % len(own)]
         assert ids(ask(pair.decode, prompt, f"{salt}-other", pair, room)) == own[place]
         fetched = ask(pair.decode, prompt, salt, pair, room)
@@ -103,7 +103,7 @@ def test_a_room_gives_nobody_another_prompt(pair: Pair) -> None:
 
 @EXHAUSTIVE
 def test_two_that_ask_for_one_room_both_get_their_text(pair: Pair) -> None:
-    """Two requests of one room come at once, to either side: one is fetched or refused, none is another's."""
+    """Two requests share a room, on either side: one is fetched or refused, none gets the other's text."""
     first, second = prompts(2, seed=3)
     own = [ids(ask(pair.decode, prompt, "alone-too")) for prompt in (first, second)]
     lent: list[int] = []

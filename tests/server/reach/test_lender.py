@@ -1,4 +1,4 @@
-"""What a server holds for others: in which order it begins, what it says of it, and how it is given up."""
+"""What a server lends: the order in which requests start, the messages about it, and its release."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,7 +27,7 @@ LIMIT_S = 30.0
 async def lending(
     folder: Path, prompts: float = 8.0, share: float = 1.0, most_leases: int = MOST_LEASES
 ) -> AsyncIterator[tuple[SpecEngine, Lender]]:
-    """Lend from memory for so many prompts of `IDS` at once, `share` of it to each caller."""
+    """Lend from memory for `prompts` prompts of `IDS`, of which each caller may use `share`."""
     engine = await asyncio.to_thread(SpecEngine, folder, draft="none", memory_bytes=1 << 25)
     try:
         layout = engine.transfers.arena.layout
@@ -125,9 +125,9 @@ def test_those_that_find_no_room_begin_in_order(hybrid: Path) -> None:
 
 @pytest.mark.parametrize("most_leases", [MOST_LEASES, 5])
 def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path, most_leases: int) -> None:
-    """Nothing is fetched of what the first holds, and more of it waits; the second is not kept waiting.
+    """The first caller's prompts are never fetched and more of them wait; the second is not delayed.
 
-    It is the same whether memory or the number of leases is what is short.
+    This holds for both limits, memory and the number of leases.
     """
 
     async def test() -> None:
@@ -149,7 +149,7 @@ def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path, most_leases:
 
 @pytest.mark.parametrize(("prompts", "share"), [(1.5, 1.0), (3.0, 0.5)])
 def test_what_can_never_be_held_is_refused(hybrid: Path, prompts: float, share: float) -> None:
-    """One request does not hold more than its caller's share, since nobody may ever fetch it."""
+    """A request must not exceed its caller's share, since it could never start."""
 
     async def test() -> None:
         async with lending(hybrid, prompts, share) as (engine, lender):
@@ -186,7 +186,7 @@ def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> 
 
             asking = asyncio.create_task(request())
             await asyncio.sleep(0.05)
-            asking.cancel()  # its client has hung up while it waited for memory
+            asking.cancel()  # its client disconnected while it waited for memory
             with pytest.raises(Refusal) as caught:
                 await waiting
             assert caught.value.reason == "prefill_failed"
@@ -196,7 +196,7 @@ def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> 
 
 
 def test_nothing_is_read_for_those_who_gave_up_while_it_waited_for_memory(hybrid: Path) -> None:
-    """Else it is held in vain, those behind it give up in turn, and so on for as long as requests come."""
+    """Otherwise it is held in vain, those behind it give up in turn, and so on while requests arrive."""
 
     async def test() -> None:
         async with lending(hybrid, prompts=1.5) as (engine, lender):
@@ -225,7 +225,7 @@ def test_nothing_is_read_for_those_who_gave_up_while_it_waited_for_memory(hybrid
 
 
 def test_a_reader_that_is_done_before_the_answer_takes_nothing_from_it(hybrid: Path) -> None:
-    """In a room it may have read, or not have wanted, the prompt before its request is answered here."""
+    """In a room the prompt may have been fetched, or declined, before its request is answered here."""
 
     async def test() -> None:
         async with lending(hybrid) as (engine, lender):

@@ -1,4 +1,4 @@
-"""Servers that are killed or start anew, what a server is told to do then, and keys between them."""
+"""Servers that are killed or restart, orderly stops, and keys between servers."""
 
 import signal
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ KEY = {"Authorization": "Bearer given"}
 
 
 class Servers(ExitStack):
-    """One that reads, one that reads what it cannot fetch, and one that does both and fails then."""
+    """A prefill instance, a decode instance that falls back to prefill, and one that fails instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_a_server_that_is_to_lend_reads_what_it_cannot_fetch(servers: Servers) -
 
 
 def test_a_server_that_is_killed_costs_no_text(servers: Servers) -> None:
-    """It held two prompts; one that starts anew at its address holds none of them."""
+    """It held two prompts; its successor at the same address holds neither."""
     asked = [prompt(f"killed {index}") for index in range(4)]
     params = [params_of(servers.reads, *own) for own in asked]
     path, body = asked[0]
@@ -148,7 +148,7 @@ def test_a_server_that_is_killed_costs_no_text(servers: Servers) -> None:
 
 
 def test_a_server_that_stops_ends_in_order(servers: Servers) -> None:
-    """What it held for others is given back, and its memory is whole."""
+    """Its leases are released, and its memory is intact."""
     path, body = prompt("stopped")
     params_of(servers.reads, path, body)
     code, log = servers.reads.stop()

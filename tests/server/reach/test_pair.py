@@ -1,4 +1,4 @@
-"""Two servers on this machine, one that reads and one that writes, behind what routers send them."""
+"""A prefill and a decode instance on this machine, with the requests that routers send."""
 
 import math
 import time
@@ -62,7 +62,7 @@ def writes(port: int) -> Iterator[Live]:
 def test_two_servers_say_what_one_says(
     alone: Live, reads: Live, writes: Live, kind: Any, proxy: Proxy
 ) -> None:
-    """Of four ways to choose and to answer each router and each API has two."""
+    """Of four kinds of request, each router and API gets two."""
     ways = ({"temperature": 0}, DRAWN, {**DRAWN, "n": 2}, {**DRAWN, "stream": True})
     for index, own in enumerate(ways[(PROXIES.index(proxy) + KINDS.index(kind)) % 2 :: 2]):
         path, body = kind(f"# {proxy.name} {kind.__name__} {index}\n{TEXT}", **own)
@@ -106,9 +106,9 @@ def test_each_of_several_prompts_is_fetched(alone: Live, reads: Live, writes: Li
 
 
 def near(found: Any, expected: Any) -> bool:
-    """Compare JSON: floats within the rounding of float64 logits, all else exactly.
+    """Compare JSON: floats within the rounding of float64 logits, everything else exactly.
 
-    A server drafts as wide as pays by its own measured times, and the width of a window rounds the last bits.
+    Draft widths depend on measured times, and a window's width changes rounding in the last bits.
     """
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(near(found[key], expected[key]) for key in expected)
@@ -181,7 +181,7 @@ def test_a_room_serves_one_request(reads: Live, writes: Live, port: int) -> None
 
 
 def test_a_room_that_failed_is_read_here_at_once(alone: Live, reads: Live, writes: Live, port: int) -> None:
-    """The server that reads has refused the request, before the other asks for it or while it waits."""
+    """The prefill instance refuses the request, before the other asks for it or while it waits."""
     path, body = completion(f"# failed\n{TEXT}", temperature=0)
     room = next(ROOMS)
     refused = reads.ask(path, sglang(body | {"prompt": [70_000_000]}, "127.0.0.1", port, room))
@@ -237,7 +237,7 @@ def test_what_a_role_does_not_do_is_refused(alone: Live, reads: Live, writes: Li
 
 
 def test_nothing_failed_and_memory_is_whole(reads: Live, writes: Live) -> None:
-    """Runs last: prompts that were held are over, and both arenas are proved whole."""
+    """Runs last: leases are released, and both arenas are intact."""
     for live in (reads, writes):
         figures = live.metrics()
         assert not total(figures, "specdec:failed_steps_total")

@@ -1,4 +1,4 @@
-"""Which settings make a server lend and fetch, and with which they cannot be."""
+"""Settings that make a server lend and fetch, and settings that conflict with them."""
 
 import importlib.util
 import socket
@@ -87,7 +87,7 @@ def test_the_way_out_leads_to_no_other_refusal(
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "localhost.", "0.0.0.0"])
 def test_nothing_else_of_the_loopback_is_a_peer_unless_it_is_given(host: str) -> None:
-    """Any user of the machine may listen there, and a client names the address that requests are sent to."""
+    """Any local user may listen there, and clients choose the address that requests are sent to."""
     for port in (5600, 5601):
         allowed = allowed_peers(ServerConfig(reach_port=5601))
         assert str(allowed.endpoint("localhost", port)) == f"127.0.0.1:{port}", "the control"

@@ -1,4 +1,4 @@
-"""The `openai` client through routers that are published: the texts of one server, fetched by the other."""
+"""The `openai` client through published routers: the texts of one server, with fetched prompts."""
 
 import importlib.util
 import itertools
@@ -54,7 +54,7 @@ def client(url: str, key: str = KEY) -> openai.OpenAI:
 
 
 def asked(prompt: str | list[str], **own: Any) -> dict[str, Any]:
-    """Return a completion that no cache knows."""
+    """Return the fields of a completion that no cache contains."""
     extra = {"ignore_eos": True, "cache_salt": next(SALTS)}
     return {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "extra_body": extra, **own}
 
@@ -64,7 +64,7 @@ def texts(answer: Any) -> list[str]:
 
 
 def is_fetched(usage: Any, prompts: int = 1) -> bool:
-    """Tell whether all but the last token of each prompt came from the server that reads."""
+    """Return whether all but the last token of each prompt were fetched."""
     cached: int = usage.prompt_tokens_details.cached_tokens
     return cached == usage.prompt_tokens - prompts
 
@@ -124,7 +124,7 @@ def test_a_client_that_hangs_up_leaves_nothing(pair: Pair, routed: openai.OpenAI
 
 
 def held(live: Live) -> dict[str, float]:
-    """Return what a server still has of requests, by the names of figures."""
+    """Return the nonzero metrics of requests that a server still holds."""
     figures = live.metrics()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     names += ("specdec:reach_leases", "specdec:reach_fetching", "specdec:reach_quarantined")
@@ -137,7 +137,7 @@ def test_keys_pass_and_are_asked_for(routed: openai.OpenAI) -> None:
         pytest.raises(openai.APIStatusError) as error,
     ):
         other.completions.create(**asked(TEXT))
-    assert error.value.status_code in (401, 500)  # sglang-router wraps what it does not know
+    assert error.value.status_code in (401, 500)  # sglang-router wraps unknown errors
     assert "key" in str(error.value).lower()
 
 
@@ -148,6 +148,6 @@ def test_bad_input_is_told_to_the_client(routed: openai.OpenAI) -> None:
 
 @needs_sglang_router
 def test_sglang_router_learns_the_models_name(pair: Pair) -> None:
-    """It asks for the name with a key of its own."""
+    """It asks for the name with its own key."""
     with sglang_router(pair, "--api-key", KEY) as url, client(url) as own:
         assert [model.id for model in own.models.list()] == ["tiny"]

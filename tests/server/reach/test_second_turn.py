@@ -1,4 +1,4 @@
-"""The second turn of a conversation: who has written lends what it has, who reads fetches it and reads on."""
+"""The second turn of a conversation: the decode instance lends its cache for the next prefill."""
 
 import asyncio
 import dataclasses
@@ -36,7 +36,7 @@ CELLS = [
 
 @dataclasses.dataclass
 class Server:
-    """One engine as a server of role both has it."""
+    """One engine as a server of role both."""
 
     side: Side
     lender: Lender
@@ -44,7 +44,7 @@ class Server:
     async def lend(
         self, ids: Sequence[int], *, cached_only: bool = False, salt: str = "", caller: str = ""
     ) -> tuple[LeaseReference | None, RequestStats]:
-        """Lend a prompt, or what is cached of it; return what the other one is told, and what it took."""
+        """Lend a prompt, or its cached part; return the reference to it, and the request's statistics."""
         prepared = self.prepared(ids, salt, caller)
         lending = self.lender.lend_cached([prepared]) if cached_only else self.lender.lend([prepared], None)
         (loaned,) = await lending
@@ -71,7 +71,7 @@ class Server:
 
 @asynccontextmanager
 async def servers(folder: Path, **fields: Any) -> AsyncIterator[tuple[Server, Server]]:
-    """Start one that reads and one that writes, each of which may fetch from the other."""
+    """Start a prefill and a decode instance that may fetch from each other."""
     fields = {**LONGER, **fields}
     async with side(folder, **fields) as reader, side(folder, peer=reader, **fields) as writer:
         reader.peers._allowed = Allowed([HOST], writer.channel.port)
@@ -87,7 +87,7 @@ def server(own: Side, most_bytes: int = 1 << 40) -> Server:
 
 @pytest.fixture(autouse=True)
 def _always_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have fetched whatever is lent: how fast this machine reads or copies is not the subject."""
+    """Fetch everything that is lent, whatever the machine's speeds."""
     monkeypatch.setattr(landing, "WORTH_FETCHING", 8)
     monkeypatch.setattr(lender, "WORTH_FETCHING", 8)
     monkeypatch.setattr(Rates, "pays", lambda *_: True)
@@ -233,7 +233,7 @@ def test_what_was_lent_of_another_prompt_is_read(folder: Path) -> None:
 
 
 def test_what_is_gone_by_then_is_read(folder: Path) -> None:
-    """A prefix may be evicted between two steps, before it is lent or while its lease is over."""
+    """A prefix may be evicted between two steps, before it is lent or after its lease has ended."""
 
     async def test() -> None:
         async with servers(folder) as (reader, writer):
@@ -260,7 +260,7 @@ def test_what_is_gone_by_then_is_read(folder: Path) -> None:
 
 @EXHAUSTIVE
 def test_drawn_conversations_say_what_one_engine_says(folder: Path) -> None:
-    """Some branch off, some are forgotten on either side, some go on while others are under way."""
+    """Some branch off, some are evicted on either side, some continue while others are in flight."""
 
     async def talk(draw: random.Random, servers: Sequence[Server], alone: Side) -> None:
         ids = prompt(draw.randrange(3), draw.choice((15, 16, 17, 31, 33, 48, 60)))

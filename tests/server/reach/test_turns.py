@@ -1,4 +1,4 @@
-"""Two servers of role both, and a conversation between them as a router leads it: three requests a turn."""
+"""Two servers of role both, and a conversation as a router runs it: three requests per turn."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ pytestmark = [has_nixl, EXHAUSTIVE]
 
 CACHED = {"do_remote_decode": True, "specdec": {"v": 1, "cached_only": True}}
 SAYS = 70
-"""Tokens of each answer: more than a server thinks is worth fetching."""
+"""Tokens of each answer: more than the minimum worth fetching."""
 COMPLETIONS = "/v1/completions"
 
 
@@ -48,7 +48,7 @@ def trio() -> Iterator[Trio]:
 
 
 def asked(live: Live, path: str, body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    """Ask for a lease, and return all of the answer."""
+    """Request a lease, and return the whole answer."""
     answer = live.ask(path, body | {"max_tokens": 1, "stream": False, "kv_transfer_params": params})
     assert answer.status == 200, answer.data
     assert not any(texts(answer))
@@ -57,7 +57,7 @@ def asked(live: Live, path: str, body: dict[str, Any], params: dict[str, Any]) -
 
 
 def turn(trio: Trio, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Send a router's three requests; return what was cached, what was read, and the answer."""
+    """Send a router's three requests; return what was cached, what was prefilled, and the answer."""
     known = asked(trio.writes, path, body, CACHED)
     read = asked(trio.reads, path, body, known["kv_transfer_params"] | {"do_remote_decode": True})
     answer = trio.writes.ask(path, body | {"kv_transfer_params": read["kv_transfer_params"]})
@@ -88,12 +88,12 @@ def test_a_conversation_goes_back_and_forth(trio: Trio) -> None:
             assert params["specdec"]["leases"] == [None] and not params["remote_num_tokens"]
         else:
             assert params["remote_num_tokens"] == cached(known) == before
-        if number == 1:  # the first fetch of all, which is always tried
+        if number == 1:  # the very first fetch is always tried
             assert fetched(trio.reads) == 1
             assert total(trio.reads.metrics(), "specdec:reach_fetched_tokens_total") >= SAYS - 16
             assert cached(read) == before
         assert read["kv_transfer_params"]["remote_num_tokens"] == len(ids) - 1
-        before = len(ids) + SAYS - 1  # the last token was chosen, and not read
+        before = len(ids) + SAYS - 1  # the last token has no KV yet
         ids = [*ids, *answer["choices"][0]["token_ids"], *ids_of(trio.alone, f"\n# turn {number}\n{TEXT}")]
     assert fetched(trio.writes) >= 1, "which fetches from the other one too"
     assert settles(trio.reads, "specdec:reach_leases") and settles(trio.writes, "specdec:reach_leases")

@@ -1,7 +1,7 @@
-"""A checkpoint that says given texts: real weights, whose next token follows from the last one alone.
+"""A checkpoint that generates given texts: real weights whose next token depends only on the last one.
 
-Its layers add nothing; the output matrix leads from each token's embedding to its successor's row. A text is
-cut into tokens of which each comes but once, so that its first one leads through all of it, to its end.
+Its layers add nothing; the output matrix maps each token's embedding to its successor's row. A text is cut
+into tokens that occur only once, so that its first token leads through all of it.
 """
 
 import json
@@ -25,10 +25,10 @@ OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
 def write_scripted(folder: Path, scripts: Mapping[str, str], template: str, *, tags: str = "") -> None:
-    """Write a model that says a script when the last sign of its prompt is the script's key.
+    """Write a model that generates a script if the last character of its prompt is the script's key.
 
-    In the script of the key `tags` the tags around calls and thinking are tokens of their own, which the
-    tokenizer calls special.
+    In the script of the key `tags`, the tags around calls and thinking are single tokens, which the tokenizer
+    marks as special.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {sign: i for i, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -57,7 +57,7 @@ def write_scripted(folder: Path, scripts: Mapping[str, str], template: str, *, t
 
 
 def _cut(text: str, used: set[str], *, tags: bool) -> list[str]:
-    """Cut a text into pieces that are not used yet; tags stay whole where they are tokens."""
+    """Cut a text into unused pieces; tags that are tokens stay whole."""
     parts = re.split(f"({'|'.join(TAGS)})", text) if tags else [text]
     rng = Random(text)
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Tools over HTTP: a model that writes calls, and the official client that reads them."""
+"""Tools over HTTP: a model that generates calls, and the official client that parses them."""
 
 import json
 from collections.abc import Iterator
@@ -96,7 +96,7 @@ def script(live: Live, key: str) -> str:
 def test_the_official_client_reads_the_calls(
     client: openai.OpenAI, key: str, content: str | None, calls: list[str]
 ) -> None:
-    """Whole and streamed, the second time from drafts, several tokens a step."""
+    """Whole and streamed, the second time from drafts with several tokens per step."""
     model = client.models.list().data[0].id
     for _ in range(2):
         whole = client.chat.completions.create(model=model, **asked(key))
@@ -188,7 +188,7 @@ def test_what_is_no_call_is_text(live: Live) -> None:
 
 
 def test_without_tools_nothing_is_a_call(live: Live) -> None:
-    """Nor where the client wants none: they are not even told to the model."""
+    """Nor with tool_choice none: the model does not even see them."""
     for fields in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
         (choice,) = live.ask(CHAT, asked("2", **fields)).json["choices"]
         assert choice["message"] == {"role": "assistant", "content": script(live, "2")}

@@ -1,4 +1,4 @@
-"""Which format a model's calls have, and what a client is told where there is none."""
+"""Detection of a model's call format, and the errors without one."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def test_what_cannot_be_done_is_refused(tools: Any, choice: Any, form: Any, para
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
-    """What the grammar lets through, and it lets through nothing else, the parser reads as calls."""
+    """Everything that the grammar accepts parses as calls."""
     xgrammar = pytest.importorskip("xgrammar")
     accepts = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
     parameters = {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}}, "required": ["i"]}
@@ -125,7 +125,7 @@ def _attributed(own: tuple[str, Any]) -> tuple[str, str, str]:
 
 
 def said(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
-    """Write calls as a model of a format does."""
+    """Format calls as a model does."""
     if name == "qwen3_coder":
         return "\n".join(element(*((k, str(v)) for k, v in own.items()), name=f) for f, own in calls)
     if name == "deepseek_v32":
@@ -138,7 +138,7 @@ ARGUMENTS = '{"s": "<é>", "i": 123}'
 
 
 def forced(name: str) -> tuple[Offer, str]:
-    """Return an offer of which calls must be made, and an answer with two."""
+    """Return an offer that requires calls, and an answer with two."""
     parameters = {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}
     functions = [{"name": own, "parameters": parameters} for own in ("f", "g")]
     tools = [Tool.model_validate({"type": "function", "function": own}) for own in functions]
@@ -150,7 +150,7 @@ def forced(name: str) -> tuple[Offer, str]:
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_forced_answer_that_is_cut_off_says_nothing_and_nothing_wrong(name: str) -> None:
-    """Whole and streamed alike, wherever it is cut: half a tag is no text, and half a number no number."""
+    """Whole and streamed, cut anywhere: half a tag is no text, and half a number no number."""
     offer, text = forced(name)
     for at in range(len(text) + 1):
         last = Delta("", (), finish_reason="length")

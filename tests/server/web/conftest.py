@@ -1,4 +1,4 @@
-"""A server with a key, a browser, and the playground in it."""
+"""Fixtures: a server with a key, a browser, and the playground in it."""
 
 from collections.abc import Iterator
 
@@ -22,12 +22,12 @@ LISTEN = """(() => {
     return new Response(one, answer);
   };
 })()"""
-"""Keeps what the page asks and hears, so that a test can compare it with what the page shows."""
+"""Records the page's requests and responses, so that a test can compare them with the display."""
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    # Texts are compared: in float32 the width of a window rounds hardly any to another one.
+    # Texts are compared: in float32 window widths hardly ever change a token by rounding.
     with Live(*TREES, "--dtype", "float32", "--api-key", KEY) as own:
         yield own
         assert "Traceback" not in own.stop()[1]
@@ -41,7 +41,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture
 def fresh(browser: Tab) -> Tab:
-    """Return the browser with nothing in its storage and its notes."""
+    """Return the browser with empty storage and no recorded requests or complaints."""
     browser.requests.clear()
     browser.complaints.clear()
     browser.show(1280)
@@ -51,18 +51,18 @@ def fresh(browser: Tab) -> Tab:
 
 @pytest.fixture
 def tab(fresh: Tab, live: Live) -> Tab:
-    """Open the page anew, with the key in its field, to complete prompts as tokens in colour."""
+    """Open the page with the key entered, in completion mode with coloured tokens."""
     fresh.open(f"{live.url}/")
     enter_key(fresh)
     fresh.look("document.getElementById('view').click()")
     fresh.look(LISTEN)
-    fresh.complaints.clear()  # the first look at the server had no key yet
+    fresh.complaints.clear()  # the first request had no key yet
     return fresh
 
 
 @pytest.fixture
 def chat(tab: Tab) -> Tab:
-    """Chat, with answers as text."""
+    """Switch to chat mode, with answers as text."""
     tab.look("document.getElementById('view').click()")
     tab.look("document.getElementById('chat').click()")
     return tab

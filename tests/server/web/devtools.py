@@ -1,4 +1,4 @@
-"""A browser without a window, driven through DevTools as a person would: by keys and by looking."""
+"""A headless browser, driven through DevTools as a person would use it."""
 
 import asyncio
 import base64
@@ -19,14 +19,14 @@ MODIFIERS = {"ctrl": 2, "shift": 8}
 
 
 class Tab:
-    """One page. What it asks the network for and complains of is noted while somebody talks to it."""
+    """One page, with its network requests and complaints recorded."""
 
     def __init__(self, profile: Path) -> None:
         self.command = [*headless(profile), "--remote-debugging-port=0", "about:blank"]
         self.requests: list[str] = []
-        """Addresses that the page has asked for."""
+        """Addresses that the page has requested."""
         self.complaints: list[str] = []
-        """Exceptions, and what was refused or not found."""
+        """Exceptions, and requests that were refused or not found."""
         self._numbers = itertools.count(1)
 
     def __enter__(self) -> Self:
@@ -48,30 +48,31 @@ class Tab:
         return self._run(self._call(method, params))
 
     def open(self, url: str) -> None:
-        """Go to a page, and wait until it says that it is ready."""
+        """Open a page, and wait until it is ready."""
         self.call("Page.navigate", url=url)
         self.wait("document.body?.dataset.ready")
 
     def reload(self) -> None:
-        """Load the page anew, as its reader would."""
+        """Reload the page, and wait until it is ready."""
         self.look("delete document.body.dataset.ready")
         self.call("Page.reload")
         self.wait("document.body?.dataset.ready")
 
     def forget(self) -> None:
-        """Empty the storage of the page that is shown, and leave it."""
+        """Clear the storage of the current page, and leave it."""
         origin = self.look("location.origin")
         if origin != "null":
-            # A page that is left may still store something. What follows in its own origin comes after that.
+            # A page may still store something while it is left; navigation within its origin comes after
+            # that.
             self.call("Page.navigate", url=f"{origin}/health")
             self.wait("document.readyState === 'complete' && !document.body?.dataset.ready")
-            if self.look("location.origin") == origin:  # else that server is gone
+            if self.look("location.origin") == origin:  # otherwise that server is gone
                 self.look("localStorage.clear(), sessionStorage.clear()")
         self.call("Page.navigate", url="about:blank")
         self.wait("location.href === 'about:blank'")
 
     def look(self, expression: str) -> Any:
-        """Return what an expression is in the page."""
+        """Return the value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -90,7 +91,7 @@ class Tab:
         return self._run(come_true(), f"{expression} never came true")
 
     def press(self, key: str, *held: str) -> None:
-        """Press a key as a person does, others being held."""
+        """Press a key while holding others."""
         modifiers = sum(MODIFIERS[own] for own in held)
         code = {"key": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": modifiers}
         text = {"Enter": "\r", " ": " "}.get(key) if "ctrl" not in held else None
@@ -98,7 +99,7 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def write(self, element: str, text: str) -> None:
-        """Put a text into an input, in place of what it holds."""
+        """Replace an input's text."""
         self.look(f"(e => {{ e.focus(); e.select(); }})(document.getElementById({json.dumps(element)}))")
         self.call("Input.insertText", text=text)
 
@@ -113,14 +114,14 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, **where)
 
     def show(self, width: int, height: int = 900, *, scheme: str = "light") -> None:
-        """Give the page a size and the system a theme."""
+        """Set the page's size and the system's theme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def picture(self, path: Path) -> None:
-        """Write the whole page as it looks."""
+        """Save a screenshot of the whole page."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 

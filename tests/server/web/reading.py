@@ -1,4 +1,4 @@
-"""What a person at the playground does with it and reads from it."""
+"""Actions and readings of a person using the playground."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tests.server.live import Answer
 from tests.server.web.devtools import Tab
 
 KEY = "given"
-"""What the server of these tests wants."""
+"""The server's API key."""
 ENDED = "document.querySelector('.answer') && document.getElementById('stop').hidden"
 LAST = ".exchange:last-child"
 STREAM = """(() => {
@@ -25,7 +25,7 @@ STREAM = """(() => {
     return new Response(new ReadableStream({ start }));
   };
 })()"""
-"""Answers what the test says, when it says so: for texts that the model of these tests does not write."""
+"""Answers as the test says, for texts that the model of these tests does not generate."""
 
 
 def said(tab: Tab, element: str) -> str:
@@ -33,7 +33,7 @@ def said(tab: Tab, element: str) -> str:
 
 
 def words(tab: Tab, selector: str) -> list[str]:
-    """Read the texts of elements."""
+    """Return the texts of elements."""
     return list(tab.look(f"[...document.querySelectorAll({selector!r})].map(e => e.textContent)"))
 
 
@@ -43,7 +43,7 @@ def is_shown(tab: Tab, selector: str) -> bool:
 
 
 def figures(tab: Tab, pane: str = LAST) -> dict[str, float]:
-    """Read the raw figures of an answer."""
+    """Return an answer's raw figures."""
     found = tab.look(
         f"Object.fromEntries([...document.querySelectorAll('{pane} [data-figure]')]"
         ".map(e => [e.dataset.figure, Number(e.dataset.value)]))"
@@ -52,7 +52,7 @@ def figures(tab: Tab, pane: str = LAST) -> dict[str, float]:
 
 
 def pieces(tab: Tab, pane: str = LAST) -> list[list[Any]]:
-    """Read the coloured text: each part with its origin."""
+    """Return the coloured parts of the text with their origins."""
     return list(
         tab.look(
             f"[...document.querySelectorAll('{pane} .from')].map(e => [e.textContent, +e.dataset.origin])"
@@ -80,7 +80,7 @@ def choices(events: list[Any], name: str) -> list[Any]:
 
 
 def fill(tab: Tab, **fields: Any) -> None:
-    """Write into the settings, and leave them."""
+    """Fill in the settings, and close them."""
     tab.look("document.getElementById('settings-open').click()")
     tab.look("document.querySelector('#settings details').open = true")
     for name, value in fields.items():
@@ -92,7 +92,7 @@ def fill(tab: Tab, **fields: Any) -> None:
 
 
 def send(tab: Tab, prompt: str, **fields: Any) -> None:
-    """Fill the settings in, write, and press Enter."""
+    """Fill in the settings, type a prompt, and press Enter."""
     if fields:
         fill(tab, **fields)
     tab.write("prompt", prompt)
@@ -106,11 +106,11 @@ def answered(tab: Tab, prompt: str, **fields: Any) -> None:
 
 
 def enter_key(tab: Tab) -> None:
-    """Write the key, leave its field, and wait until the page knows what is served."""
+    """Enter the key, leave its field, and wait until the page shows the model."""
     fill(tab, key=KEY)
     tab.wait("document.getElementById('model').textContent.includes('drafts: ')")
 
 
 def do(tab: Tab, label: str, at: str = LAST) -> None:
-    """Press a button of an exchange by its name."""
+    """Press a button of an exchange by its label."""
     tab.look(f"[...document.querySelectorAll('{at} button')].find(e => e.textContent === {label!r}).click()")

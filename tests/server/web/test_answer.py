@@ -1,4 +1,4 @@
-"""An answer as its tokens: what is shown is what was answered, however long it is."""
+"""An answer as tokens: the display equals the response, at any length."""
 
 from tests.server.live import Live
 from tests.server.web.devtools import Tab
@@ -61,7 +61,7 @@ def test_what_is_shown_is_what_was_answered(tab: Tab, live: Live) -> None:
     assert (shown["steps"], shown["drafted"]) == (drafted["steps"], drafted["drafted_tokens"])
     accepted = events[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     assert shown["accepted"] == accepted == sum(origin > 0 for origin in choices(events, "origins")) > 0
-    # A piece with a line's end within is shown in parts.
+    # A piece with a line break is shown in parts.
     parts = pieces(tab)
     whole = choices(events, "pieces")
     assert text_of(parts) == text_of(whole) == "".join(e["choices"][0]["text"] for e in events[:-1])
@@ -83,7 +83,7 @@ def test_what_is_shown_is_what_was_answered(tab: Tab, live: Live) -> None:
     steps = tab.look("[...document.querySelectorAll('.plot span')].map(e => e.textContent)")
     most = max(len(own["accepted"]) for own in trees)
     assert steps == ["tokens accepted", str(most), "0", "1", "verify step", str(len(trees))]
-    # The prompt, which would be a picture in a page that took it for one, is a text; and so it is copied.
+    # The prompt, which as HTML would be an image, is shown and copied as text.
     text = HOSTILE + text_of(whole)
     assert tab.look(f"document.querySelector('{LAST} .text').textContent") == text
     copied = tab.look(
@@ -102,14 +102,14 @@ def test_what_is_shown_is_what_was_answered(tab: Tab, live: Live) -> None:
     assert tab.look("document.querySelectorAll('main img').length") == 0 and not tab.look("window.hurt")
     assert all(url.startswith((live.url, "about:")) for url in tab.requests) and len(tab.requests) > 10
     assert tab.complaints == []
-    # Without the view of speculation it is the same text, plain; nothing about drafts is seen.
+    # Without the speculation view the text is the same, plain and without draft information.
     tab.look("document.getElementById('view').click()")
     assert tab.look(f"document.querySelector('{LAST} .text').textContent") == text
     assert not any(is_shown(tab, own) for own in ("#speculation", "#compare", ".figures"))
 
 
 def test_a_long_text_is_shown_without_touching_what_stands_there(tab: Tab) -> None:
-    """Ten thousand tokens, in lines and without any: nothing that was added is taken away or changed."""
+    """Ten thousand tokens, with and without line breaks: added elements are never removed or changed."""
     tab.look(
         """(() => {
           const word = (i) => i < 9000 && i % 12 === 11 ? "abc\\n" : "abcd ";
@@ -147,7 +147,7 @@ def test_a_long_text_is_shown_without_touching_what_stands_there(tab: Tab) -> No
     assert figures(tab)["tokens"] == 10_000 and figures(tab)["steps"] == 1999
     assert tab.look("document.querySelectorAll('#curve path').length") == 1
     assert tab.look("document.querySelectorAll('#tree g').length") == 3
-    # The page has followed it to the end.
+    # The page has scrolled to the end.
     rest = "(e => e.scrollHeight - e.clientHeight - e.scrollTop)(document.getElementById('scroll'))"
     tab.wait(f"{rest} < 2")
     assert not is_shown(tab, "#to-end")

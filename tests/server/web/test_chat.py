@@ -1,4 +1,4 @@
-"""Chats: sending, editing, answering anew, what is kept, and the mode that the page opens in."""
+"""Chats: sending, editing, regenerating, storage, and the page's initial mode."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ PROSE = f"{LAST} .prose"
 
 
 def test_a_chat_goes_on(chat: Tab) -> None:
-    """Enter sends, with Shift it makes a line, and while a word is composed it does neither."""
+    """Enter sends, Shift+Enter adds a line, and during composition neither happens."""
     fill(chat, max_tokens=12, temperature=0, system="Be brief.")
     chat.write("prompt", "Sort")
     chat.press("Enter", "shift")
@@ -67,14 +67,14 @@ def test_a_chat_goes_on(chat: Tab) -> None:
     assert one and other and "12 tokens" in words(chat, f"{LAST} .end")[0]
     assert "temperature" in first and "seed" not in first and "return_drafts" not in first
 
-    # It is there again when the page is opened anew, and goes on from there.
+    # It is still there after a reload, and continues.
     chat.look("document.getElementById('view').click()")
     chat.reload()
     assert chat.look("document.getElementById('view').checked && document.body.dataset.view") == "tokens"
     chat.look("document.getElementById('view').click()")
     assert words(chat, ".prose") == [one, other] and words(chat, "#chats .open") == ["Sort a list."]
     enter_key(chat)
-    chat.complaints.clear()  # of the key that the first look at the server lacked
+    chat.complaints.clear()  # about the key missing from the first request
     chat.click("anew")
     assert words(chat, ".prose") == [] and chat.look("location.hash") == ""
     chat.look("document.querySelector('#chats .open').click()")
@@ -99,7 +99,7 @@ def test_a_chat_goes_on(chat: Tab) -> None:
     assert words(chat, ".bubble") == ["Sort\na list. Please."] and words(chat, ".prose") == ["done"]
     assert [own["content"] for own in asked(chat)[1]["messages"]] == ["Be brief.", "Sort\na list. Please."]
 
-    # Deleting takes it from the storage, and can be taken back.
+    # Deleting removes it from the storage, and can be undone.
     kept = "Object.keys(localStorage).filter((own) => own.startsWith('specdec.chat.')).length"
     chat.look("document.querySelector('#chats [aria-label^=Delete]').click()")
     assert (chat.look(kept), words(chat, ".bubble"), words(chat, "#chats .open")) == (0, [], [])
@@ -133,7 +133,7 @@ def test_a_thought_is_folded_once_it_is_over(chat: Tab) -> None:
     chat.wait("!document.querySelector('.thinking').open")
     assert words(chat, ".thoughts") == ["A slice will do."] and words(chat, PROSE) == ["Yes"]
     assert words(chat, ".thinking summary")[0].startswith("Thought for ")
-    # What was begun meanwhile stays in the input.
+    # Text typed meanwhile stays in the input.
     chat.write("prompt", "And a dict")
     chat.look("stream.say({choices: [{delta: {}, finish_reason: 'length'}]}); stream.end()")
     chat.wait(ENDED)
@@ -168,7 +168,7 @@ x = "<b>"
 
 
 def test_markdown_is_shown_and_can_do_nothing(chat: Tab, live: Live) -> None:
-    """In pieces of odd sizes; what is not closed yet is shown as far as it goes, and all is harmless."""
+    """In pieces of odd sizes; unclosed markup is shown as far as it goes, and all is harmless."""
     chat.look(STREAM)
     chat.requests.clear()
     send(chat, "Sort a list.")
@@ -203,11 +203,11 @@ def test_markdown_is_shown_and_can_do_nothing(chat: Tab, live: Live) -> None:
         assert own in text
     assert chat.look("window.hurt === undefined") and all(url.startswith(live.url) for url in chat.requests)
     assert chat.complaints == []
-    # What is selected and copied is the text, without the words of buttons.
+    # Selecting and copying gives the text without button labels.
     chat.look("getSelection().selectAllChildren(document.querySelector('.prose'))")
     selected = chat.look("getSelection().toString()")
     assert 'x = "<b>"' in selected and "☑ one" in selected and "Copy" not in selected
-    # Beyond what is built: the page may not read a text as HTML at all.
+    # In addition, the page is not allowed to parse text as HTML at all.
     refused = "(() => { try { document.body.innerHTML = '<p>'; } catch (error) { return error.name; } })()"
     assert chat.look(refused) == "TypeError"
     copies = """(async () => {
@@ -229,7 +229,7 @@ def test_the_page_follows_the_text_until_the_reader_scrolls_up(chat: Tab) -> Non
     more = "stream.say({choices: [{delta: {content: 'word '.repeat(400) + '\\n\\n'}}]})"
     chat.look(more)
     chat.wait(f"document.getElementById('scroll').scrollTop > 100 && {rest} < 2")
-    chat.look("document.getElementById('scroll').scrollTop -= 9")  # as a wheel begins
+    chat.look("document.getElementById('scroll').scrollTop -= 9")  # like the start of a wheel scroll
     chat.look(more)
     chat.wait("!document.getElementById('to-end').hidden")
     chat.look(more)
@@ -260,10 +260,10 @@ def test_the_history_is_bounded_and_a_full_storage_makes_room(chat: Tab) -> None
         chat.look(answer % length)
         chat.wait(ENDED)
 
-    ask("big", 500_000)  # two million characters in all
+    ask("big", 500_000)  # two million characters in total
     assert words(chat, "#chats .open") == ["big", *(f"old {i}" for i in range(8, 1, -1))]
     assert "Deleted the 2 oldest conversations to make room" in said(chat, "notice")
-    # The browser itself has less room than that.
+    # The browser's own quota is smaller.
     chat.look(
         """(() => {
           const real = Storage.prototype.setItem;
@@ -279,7 +279,7 @@ def test_the_history_is_bounded_and_a_full_storage_makes_room(chat: Tab) -> None
     assert listed[0] == "big" and 1 < len(listed) < 6
     ask("too big", 300_000)
     assert "storage is full" in said(chat, "notice") and words(chat, ".bubble")[-1] == "too big"
-    assert words(chat, "#chats .open") == listed  # those that made room in vain are back
+    assert words(chat, "#chats .open") == listed  # chats evicted in vain are restored
 
 
 ELSEWHERE = """(change => {
@@ -289,7 +289,7 @@ ELSEWHERE = """(change => {
   else delete localStorage[key];
   dispatchEvent(new StorageEvent("storage", { key }));
 })"""
-"""Does to the conversation that is shown what another tab would do."""
+"""Does to the current conversation what another tab would do."""
 
 
 def test_what_is_dropped_and_what_another_tab_does_is_not_lost(chat: Tab) -> None:
@@ -307,9 +307,9 @@ def test_what_is_dropped_and_what_another_tab_does_is_not_lost(chat: Tab) -> Non
     assert words(chat, f"{LAST} .end")[0].startswith("Not finished")
     chat.look(f"{ELSEWHERE}(() => null)")
     assert words(chat, "#chats .open") == [] and "deleted in another tab" in said(chat, "notice")
-    answered(chat, "four")  # what goes on is kept again
+    answered(chat, "four")  # a continued chat is stored again
     assert words(chat, "#chats .open") == ["one"] and len(words(chat, ".bubble")) == 4
-    # What is written here while another tab writes goes on as a conversation of its own.
+    # A chat continued here while another tab writes becomes a separate conversation.
     fill(chat, max_tokens=3000, ignore_eos=True)
     send(chat, "five")
     chat.look(f"{ELSEWHERE}(own => ({{ ...own, title: 'theirs' }}))")
@@ -319,7 +319,7 @@ def test_what_is_dropped_and_what_another_tab_does_is_not_lost(chat: Tab) -> Non
 
 
 def test_controls_of_direction_stay_where_they_are(chat: Tab) -> None:
-    """In code each shows its number and turns nothing round; the text and its copy are unchanged."""
+    """In code each is shown as its number and reverses nothing; the text and its copy are unchanged."""
     code = 'if level != "user\u202e \u2066// admin\u2069":'
     chat.look(STREAM)
     send(chat, "\u202ex")
@@ -344,7 +344,7 @@ def test_controls_of_direction_stay_where_they_are(chat: Tab) -> None:
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Serve a model with a chat template that is not known to be no chat model, by two names."""
+    """Serve a model with a chat template, not known as a completion model, under two names."""
     folder = tmp_path_factory.mktemp("chatting") / "model"
     shutil.copytree(SHIPPED["tiny"], folder)
     names = ("--served-model-name", "one", "--served-model-name", "two")
@@ -355,7 +355,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def test_the_page_opens_in_the_mode_that_the_model_is_made_for(
     fresh: Tab, chatting: Live, live: Live
 ) -> None:
-    """What is served is known once the key is there; what somebody has begun until then stays."""
+    """The model is known once the key is entered; a mode chosen before stays."""
     fresh.open(f"{chatting.url}/")
     assert said(fresh, "model") == "This server requires an API key." and is_shown(fresh, "#key-wanted")
     fresh.click("key-wanted")
@@ -376,7 +376,7 @@ def test_the_page_opens_in_the_mode_that_the_model_is_made_for(
     send(fresh, "x")
     fresh.wait("window.stream")
     assert asked(fresh)[0]["model"] == "two"
-    # The one that ships has a chat template, and knows code alone.
+    # The shipped model has a chat template, but was trained on code alone.
     fresh.open(f"{live.url}/")
     enter_key(fresh)
     assert live.ask("/server_info", Authorization=f"Bearer {KEY}").json["chat_template"]
@@ -401,14 +401,14 @@ def test_a_completion_is_continued_where_it_was_cut(tab: Tab) -> None:
     # Another text is continued by itself.
     answered(tab, "import os")
     assert asked(tab)[-1]["prompt"] == "import os" and len(words(tab, ".answer .text")) == 2
-    # So another one for the first leaves it there.
+    # Regenerating the first leaves it there.
     do(tab, "Regenerate", ".exchange:first-child")
     tab.wait(f"window.heard.length === 4 && {ENDED}")
     assert words(tab, ".answer .text")[0] == text and words(tab, ".given") == ["def walk(", "import os"]
 
 
 def test_drafts_are_switched_off_for_what_is_asked_next(chat: Tab) -> None:
-    """Also where they are not shown; the choice is kept."""
+    """Also when they are not shown; the choice is stored."""
     chat.look(STREAM)
     for at, wanted in enumerate((True, False)):
         assert is_shown(chat, "#speculate") and not is_shown(chat, "#compare")
@@ -451,7 +451,7 @@ def test_an_example_says_what_it_types(tab: Tab) -> None:
 
 
 def manage(tab: Tab, do: str, title: str | None = None) -> None:
-    """Open a conversation's dialog, write a title, and press the button of a value."""
+    """Open a conversation's dialog, enter a title, and press a button."""
     tab.look("document.querySelector('#chats [aria-label^=Rename]').focus()")
     tab.press("Enter")
     assert tab.look("document.activeElement.id") == "title"
@@ -469,10 +469,10 @@ def test_a_conversation_is_renamed(chat: Tab) -> None:
     assert chat.look("localStorage[`specdec.chat.${location.hash.slice(1)}`]") == before
     manage(chat, "rename", " <b>Lists</b> ")
     chat.wait("document.querySelector('#chats .open').textContent === '<b>Lists</b>'")
-    assert chat.look("document.activeElement.dataset.action") == "manage"  # the focus is where it was
+    assert chat.look("document.activeElement.dataset.action") == "manage"  # focus is restored
     answered(chat, "And a dictionary?")  # saved with the conversation from now on
     chat.reload()
-    chat.complaints.clear()  # of the key that the first look at the server lacked
+    chat.complaints.clear()  # about the key missing from the first request
     assert words(chat, "#chats .open") == ["<b>Lists</b>"] and len(words(chat, ".bubble")) == 2
     # Escape and the close button keep the title; an empty one restores the first question.
     for leave in ("press", "click"):

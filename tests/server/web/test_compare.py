@@ -54,7 +54,7 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
     assert 0 <= top - above < 200
     compared = [own["cache_salt"] for own in asked(tab)[-2:]]
     assert len(set(compared)) == 2 and "cache_salt" not in asked(tab)[0]
-    # It belongs to this view, joins nothing, and is gone with the next question.
+    # It belongs to this view, joins no chat, and disappears with the next question.
     for shown in (False, True):
         tab.look("document.getElementById('view').click()")
         assert is_shown(tab, "#comparison") == shown
@@ -64,7 +64,7 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
 
 
 def test_a_chat_without_a_new_message_is_compared_up_to_its_last(tab: Tab) -> None:
-    """Both sides answer that message, not the answer to it; and nothing of it joins the chat."""
+    """Both sides answer that message, not the answer to it, and nothing is added to the chat."""
     tab.look("document.getElementById('chat').click()")
     tab.click("compare")
     assert "Write something first" in said(tab, "notice")
@@ -129,7 +129,7 @@ def test_what_the_server_has_decided_on_is_told_behind_the_end(fresh: Tab) -> No
 
 
 def test_steps_without_a_draft_are_explained_where_there_were_any(tab: Tab) -> None:
-    """One token is no step: it comes of the prompt. Two are one, here without a draft."""
+    """The first token is from prefill, not a step. Two tokens are one step, here without a draft."""
     answered(tab, "import os", max_tokens=1)
     assert figures(tab)["steps"] == 0 and "draft" not in words(tab, ENDS)[0]
     tab.look(STREAM)

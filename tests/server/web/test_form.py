@@ -1,4 +1,4 @@
-"""The input, the settings and their keys, sizes and themes, and what is told when something is wrong."""
+"""The input, the settings and their keys, sizes and themes, and error messages."""
 
 import json
 import urllib.request
@@ -92,8 +92,8 @@ def test_a_phone_shows_the_page_whole_and_the_theme_can_be_changed(tab: Tab, sch
     answered(tab, "import os\n", max_tokens=4)
     assert tab.look("document.documentElement.scrollWidth") == 360
     bottoms = f"[...document.querySelectorAll('{LAST} dd')].map(e => e.getBoundingClientRect().bottom)"
-    assert tab.look(f"new Set({bottoms}).size") == 2  # the figures are a table, not one row after another
-    # The list of conversations lies over the page, and is left by Escape or by a choice.
+    assert tab.look(f"new Set({bottoms}).size") == 2  # the figures form a table
+    # The list of conversations overlays the page, and is closed by Escape or a choice.
     assert not is_shown(tab, "#history")
     tab.click("history-open")
     assert is_shown(tab, "#history") and tab.look("document.activeElement.id") == "anew"
