@@ -59,11 +59,7 @@ def accept_at_rates(
     seed: int,
     position: int,
 ) -> tuple[list[int], list[int]]:
-    """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth.
-
-    The rate (float64) is compared with a random draw from seed and position; `position` is that of the token
-    chosen at the root. An accepted node becomes its parent's choice; any other loses its token.
-    """
+    """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth."""
     new_chosen, new_tokens = list(chosen), [tokens[0], *[NO_TOKEN] * (len(tokens) - 1)]
     has_child, depth = set[int](), depths(parents)
     for node, parent in list(enumerate(parents))[1:]:
