@@ -15,7 +15,7 @@ class RecordIds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Describe B rows with windows of M tokens each: packed tokens [start, start + B*M).
+    """B rows with windows of M tokens each: packed tokens [start, start + B*M).
 
     A row's committed state is its state slot *with the pending path's records folded in*. Certain tokens (a
     prefill chunk, plain decoding) advance the state to the last token of the window. Tentative tokens can be

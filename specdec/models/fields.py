@@ -116,7 +116,7 @@ class Fields:
         return Fields(value or {}, f"{self._where}.{name}" if self._where else name, file=self._file)
 
     def only(self, name: str, *supported: object) -> None:
-        """Refuse any value of an option but the supported ones; an absent option is supported."""
+        """Refuse unsupported values of an option; an absent option is supported."""
         if name in self and self._values[name] not in supported:
             self.refuse(name, " or ".join(repr(value) for value in supported))
 

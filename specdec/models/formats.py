@@ -38,7 +38,7 @@ class WeightFormat(Protocol):
         ...
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Count the bytes of a matrix of this shape, scales included."""
+        """Return the bytes of a matrix of this shape, including scales."""
         ...
 
 

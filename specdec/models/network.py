@@ -162,7 +162,7 @@ class Network:
         x_TD = scaled(ops.embedding(self.embed_VD, window.token_T), self.spec.embed_scale, ops)
         step = self.begin(window, memory)
         if any(layer.frame.side for layer in self.spec.layers):
-            step = replace(step, embed_TD=ops.concat(x_TD))  # a copy: the stream is written to
+            step = replace(step, embed_TD=ops.concat(x_TD))  # a copy, because the stream is overwritten
         x_TD = x_TD if self.narrow is None else _at_least_float32(x_TD)
         hidden_TD, aux = run_blocks(
             *(self.blocks, x_TD, step, self.norm_D, self.spec.norm.eps),

@@ -78,7 +78,7 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, scrat
         *(table_BN, length_B[:, None], out_THD.view(window), *scratch),
         num_kv_heads=pages_NPXJD.shape[3],
         page_size=pages_NPXJD.shape[2],
-        q_scale=scale * math.sqrt(dim),  # it divides by the root of D itself
+        q_scale=scale * math.sqrt(dim),  # XQA itself divides by sqrt(D)
         q_seq_len=group.width,
         mask=None if group.width == 1 else mask_BMW.view(torch.uint16),
         # Its first inputs come from the preceding kernel, which does not signal completion.

@@ -186,7 +186,7 @@ def _attend(
             behind = node + 1
         else:
             behind = tl.sum(seen, axis=1)
-            if WINDOW < 64:  # otherwise a path of nodes is no longer
+            if WINDOW < 64:  # a path of nodes is never longer than 64
                 seen = tl.where(tl.cumsum(seen, axis=1, reverse=True) <= WINDOW, seen, 0)
         reach = committed + behind - WINDOW
         first = tl.maximum(tl.min(reach), 0)

@@ -312,7 +312,7 @@ def _chunk_scan(
                     tl.store(log[:, None] + i[None, :], own, mask=in_qk)
                 else:
                     tl.store(log, own, mask=in_m)
-            tl.debug_barrier()  # The next part reads what all threads have stored.
+            tl.debug_barrier()  # The next part reads all threads' stores.
         if not TREE:
             if BY_KEY:
                 later = (n[None, :] > n[:, None]).to(tl.float32)

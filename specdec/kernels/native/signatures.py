@@ -1,4 +1,4 @@
-"""Signatures of the C kernels, and the function that calls them from a list."""
+"""Signatures of the C kernels, and the function that replays a list of calls."""
 
 import ctypes
 

@@ -69,7 +69,7 @@ def route_sigmoid(
 def _sizes(experts: int, top_k: int) -> dict[str, int]:
     block = triton.next_power_of_2(experts)
     return {"E": experts, "TOP_K": top_k, "BLOCK": block, "BLOCK_A": triton.next_power_of_2(top_k)} | {
-        "num_warps": 1 if block <= 512 else 2  # one warp waits for no other between two choices
+        "num_warps": 1 if block <= 512 else 2  # a single warp needs no synchronisation between choices
     }
 
 

@@ -47,7 +47,7 @@ class Attention:
 def _tell(
     width: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, sliding: int | None, taken: bool
 ) -> None:
-    """Log once for each kind of window which kernel attends."""
+    """Log the attention kernel once per kind of window."""
     name = "FlashInfer's XQA" if taken else "Triton"
     past = f", sliding over {sliding} tokens" if sliding else ""
     logger.info(

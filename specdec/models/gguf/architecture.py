@@ -74,7 +74,7 @@ def as_stored(metadata: Metadata, own_X: Tensor) -> Tensor:
 
 
 def subtract_one(metadata: Metadata, own_X: Tensor) -> Tensor:
-    """Subtract the one that the converter adds to a norm's weight."""
+    """Subtract the 1 that the converter adds to a norm's weight."""
     return own_X - 1
 
 

@@ -206,7 +206,7 @@ class PackedFormat:
     def find(self, checkpoint: Checkpoint) -> tuple[dict[str, PackedMatrix], list[str]]:
         """Return the integer matrices by their names before quantisation.
 
-        Also return those stored so that the config excludes.
+        Also return the names of integer matrices that the config excludes.
         """
         found: dict[str, PackedMatrix] = {}
         left_out: list[str] = []

@@ -1,4 +1,4 @@
-"""States that are cached on a guess, until a request uses them."""
+"""States that are cached speculatively, until a request uses them."""
 
 from specdec.state_slots.prefix.tree import Node
 

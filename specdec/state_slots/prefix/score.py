@@ -10,7 +10,7 @@ from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.tree import Node
 
 Work = Callable[[int], float]
-"""Returns the work of prefilling a number of tokens from the first on."""
+"""Returns the FLOPs of prefilling a number of tokens from the first on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from specdec.state_slots.layout import KVShape, Layout, StateShape
 ORDER = (
     "blocks [head, layer, part, token, dim] by shape; slots [head, key, value] and [channel, input] by layer"
 )
-"""Version of a slot's byte order: builds with another one must not read this one's memory."""
+"""Byte order of blocks and slots: a build with another one must not read this one's memory."""
 
 
 @dataclass(frozen=True, slots=True)
