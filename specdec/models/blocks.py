@@ -124,7 +124,6 @@ def rope(fields: Fields, head_dim: int, *, partial: float | None = None, theta: 
 
 
 def _scaling(fields: Fields, theta: float) -> Scaling | None:
-    """Read the frequency scaling."""
     nested = rope_parameters(fields)
     kind = nested.get("rope_type", "type")
     if kind == "linear":

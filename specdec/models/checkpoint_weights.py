@@ -170,7 +170,6 @@ class CheckpointWeights:
         return self._copy(disk, shape, dtype)
 
     def _read_packed(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
-        """Read a matrix of integers from its stored tensors."""
         if disk not in self._read:
             self._missing += self._tensors.missing(disk, shape)
             self._misshapen += self._tensors.misshapen(disk, shape)

@@ -43,7 +43,7 @@ class Unrolled:
         tensors = after_BD, position_LB, length_LB, seed_B, rules.temperature_N
         window = Window(window.token_T, window.position_T, (longest,), window.first_B)
         filters = rules.filters
-        if any(part is not None for part in filters):  # filters run in torch, so no tape could record them
+        if any(part is not None for part in filters):  # filters are not replay inputs: run directly
             token_BL, share_BL = self._run(window, memory, *tensors, levels=levels, filters=filters)
         else:
             token_BL, share_BL = self._replays(window, memory, *tensors, levels=levels)

@@ -210,7 +210,6 @@ class TensorOps:
         self._write(name, *written, index, numbers=own, shape=index.shape)
 
     def _operand(self, x: Any, dtype: torch.dtype) -> Tensor:
-        """Return the operand as a tensor."""
         if isinstance(x, Tensor):
             return x
         wide = torch.float32 if dtype == torch.bfloat16 else dtype

@@ -67,7 +67,6 @@ def with_helpers() -> Iterator[None]:
 
 @functools.cache
 def _openmp(name: str) -> Callable[[int], int] | None:
-    """Return an OpenMP function, or None."""
     try:
         found: Callable[[int], int] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):

@@ -129,7 +129,6 @@ def _accepted(
 def _step(
     q_BGK: Tensor, k_BGK: Tensor, v_BHW: Tensor, decay_BH: Tensor, beta_BH: Tensor | None, states: States
 ) -> Tensor:
-    """Advance by one certain token."""
     heads, (_, groups, size) = v_BHW.shape[1], k_BGK.shape
     if groups != heads:
         q_BGK = q_BGK.repeat_interleave(heads // groups, dim=1)

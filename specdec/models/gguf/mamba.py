@@ -34,7 +34,6 @@ def mixer(home: str) -> dict[str, str]:
 
 
 def _first_mixer(home: str) -> dict[str, str]:
-    """Return the names of Mamba-1's tensors."""
     steps = {"ssm_x": f"{home}.x_proj", "ssm_dt": f"{home}.dt_proj", "ssm_dt.bias": f"{home}.dt_proj.bias"}
     return {**mixer(home), **steps}
 

@@ -151,7 +151,6 @@ class Repository:
         return Blob(url, found.size, kept_as(cache_folder(), self.name.repo) / "blobs" / found.etag)
 
     def _link(self, file: str) -> None:
-        """Link a file's blob into the snapshot's folder."""
         hf_hub_download(self.name.repo, file, revision=self.commit)
 
     def keep_revision(self) -> None:
