@@ -1,7 +1,7 @@
-"""Launch each Triton kernel while the one before it runs (programmatic dependent launch, from Hopper on).
+"""Launch each Triton kernel while its predecessor runs (programmatic dependent launch, Hopper and later).
 
-A step is a thousand short kernels in a row. Without this each one is launched only after the last program of
-the previous kernel has ended and its writes have been flushed.
+A step is about a thousand short kernels in a row. Without overlap each one launches only after the previous
+kernel's last program has ended and its writes have been flushed.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Find a group's slots and records inside the arena's views with as few copies as their places allow."""
+"""Index a group's slots and records in the arena's views with few copies."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ RecordIndex = tuple[int | Tensor, Index]
 
 
 def on_host(ids: Tensor) -> bool:
-    """Return whether looking at ids is cheap; on any device but the CPU it would wait for the queue."""
+    """Return whether reading ids is cheap: on any device but the CPU it waits for the queue."""
     return ids.device.type == "cpu"
 
 
 def locate_slots(slot_B: Tensor) -> Index:
-    """Return what to index S with: a slice, which copies nothing, where the slots follow each other."""
+    """Return the index into S: a slice, which needs no copy, if the slots are consecutive."""
     if not on_host(slot_B):
         return slot_B
     slots = slot_B.tolist()
@@ -24,9 +24,9 @@ def locate_slots(slot_B: Tensor) -> Index:
 
 
 def locate_records(ids: RecordIds) -> RecordIndex:
-    """Return what to index S and R with to reach the records as packed tokens [B * N, ...].
+    """Return the index into S and R that gives the records as packed tokens [B * N, ...].
 
-    One row's records that stand side by side are a slice.
+    Consecutive records of a single row become a slice.
     """
     slab_BN, index_BN = ids
     if on_host(slab_BN) and len(slab_BN) == 1 and slab_BN.shape[1]:
@@ -43,23 +43,23 @@ def write(view: Tensor, at: Index | RecordIndex, value: Tensor) -> None:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert where there is something to convert; asking torch costs as much as a small operation."""
+    """Convert the dtype if it differs; a no-op `to` costs as much as a small operation."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def find_parents(ancestors_BMM: Tensor) -> Tensor:
-    """Return what each node goes on from: 0, the row's own state, or i + 1 for the one after node i.
+    """Return each node's source state: 0 for the row's own, or i + 1 for the one after node i.
 
-    Nodes stand in topological order, so the parent is the last ancestor.
+    Nodes are in topological order, so the parent is the last ancestor.
     """
     number_M = torch.arange(1, ancestors_BMM.shape[2] + 1, device=ancestors_BMM.device)
     return (ancestors_BMM.tril(-1) * number_M).amax(-1)
 
 
 def trim_path(path: RecordIds, length_B: Tensor) -> tuple[RecordIds, Tensor | None]:
-    """Cut the path to the longest row; return a mask [B, N] of what is padding, None where nothing is.
+    """Trim the path to the longest row; return it and its padding mask [B, N], None without padding.
 
-    Padding names arbitrary records: what is read through it may be anything, NaN included.
+    Padding refers to arbitrary records: values read through it are undefined and may be NaN.
     """
     if on_host(length_B):
         lengths = length_B.tolist()

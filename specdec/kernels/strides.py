@@ -1,4 +1,4 @@
-"""Check how a tensor lies before a kernel reads it by address: wrong strides would give wrong numbers."""
+"""Check tensor strides before a kernel reads by address: wrong strides would give wrong numbers."""
 
 import functools
 from collections.abc import Sequence
@@ -8,26 +8,26 @@ from torch import Tensor
 
 
 class StrideError(ValueError):
-    """A kernel was handed a tensor that lies otherwise than the kernel reads it."""
+    """A tensor's strides differ from those that the kernel requires."""
 
 
 Given = TypeVar("Given", bound=Tensor | None)
 
 
 def dense(x: Given) -> Given:
-    """Return a tensor, if there is one, whose entries lie one after another, or raise."""
+    """Return the tensor (or None) if it is contiguous, else raise."""
     if x is not None and not x.is_contiguous():
         raise _refuse(x.shape, x.stride(), x.ndim)
     return x
 
 
 def outer_strides(x: Tensor, inner: int) -> tuple[int, ...]:
-    """Return the strides of all but the last `inner` dimensions, whose entries must lie one after another."""
+    """Return the strides of all but the last `inner` dimensions, which must be contiguous."""
     return _outer_strides(x.shape, x.stride(), inner)
 
 
 def window_stride(window_SIC: Tensor) -> int:
-    """Return how far the slots of a convolution's windows lie apart; a window's channels lie outermost."""
+    """Return the slot stride of a convolution's windows, which must be stored channel-major."""
     (slots, inputs, channels), (by_slot, by_input, by_channel) = window_SIC.shape, window_SIC.stride()
     return _outer_strides((slots, channels, inputs), (by_slot, by_channel, by_input), 2)[0]
 

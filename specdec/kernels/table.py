@@ -1,4 +1,4 @@
-"""The operations that an engine runs, chosen by name once and handed to everything that computes."""
+"""The engine's kernel table: every operation, chosen by backend name once and passed to all compute code."""
 
 import inspect
 import math
@@ -18,11 +18,11 @@ from specdec.kernels.selective_scan.layer import SelectiveLayer
 from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 Packed = Any
-"""A weight as a form's own `pack` or `pack_experts` laid it out."""
+"""A weight in the layout of a backend's own `pack` or `pack_experts`."""
 
 
 class Kernels(Protocol):
-    """One form of every operation. What an operation computes is said in its `reference.py`."""
+    """One implementation of every operation; each operation's `reference.py` specifies it."""
 
     name: str
 
@@ -292,24 +292,25 @@ PLACES: dict[str, tuple[str, ...]] = {
     "native": (*_CPU, *_NATIVE),
     "triton": (*_CPU, *(f"{folder}.triton" for folder in _TRITON)),
 }
-"""Where each form's operations stand: a file, or an object in it; of two with one name the later counts.
+"""Modules, or objects in them, that define each backend's operations; later entries override earlier ones.
 
-`native` computes narrow windows in C, and `triton` computes on a GPU; the rest of both is `cpu`.
+`native` runs narrow windows in C and `triton` runs on a GPU; both take everything else from `cpu`.
 """
 
 PLACES["flashinfer"] = (*PLACES["triton"], "self_attention.flashinfer:Attention")
-"""Triton's, but for the attention that FlashInfer takes, in memory that each table has for itself."""
+"""Triton's, except for the attention that FlashInfer supports; each table has its own FlashInfer
+workspace."""
 
 
 def on_gpu(name: str) -> bool:
-    """Return whether these are a GPU's kernels: they never ask the host, and read 8-bit weights as stored."""
+    """Return whether a backend runs on a GPU: no host synchronisation, 8-bit weights read as stored."""
     return name in ("triton", "flashinfer")
 
 
 def load_kernels(name: str) -> Kernels:
-    """Collect the operations of one form.
+    """Build the operation table of one backend.
 
-    Each engine needs a table of its own: a class that is named behind a file is made anew for each.
+    Each engine needs its own table: a class in `PLACES` is instantiated for each.
     """
     found = {operation: function for place in PLACES[name] for operation, function in _defined_at(place)}
     return cast(Kernels, SimpleNamespace(name=name, **found))
@@ -321,7 +322,7 @@ def replaced(kernels: Kernels, **operations: Callable[..., Any]) -> Kernels:
 
 
 def _defined_at(place: str) -> Iterator[tuple[str, Any]]:
-    """Yield the operations that a place defines; what it imports is another place's."""
+    """Yield the operations that a module or object defines itself, without those it imports."""
     file, _, attribute = place.partition(":")
     source: Any = import_module(f"specdec.kernels.{file}")
     home = source.__name__

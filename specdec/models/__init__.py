@@ -1,1 +1,1 @@
-"""Networks: what a family's config says (spec), the layers it is made of, and the weights that fill them."""
+"""Models: a family's config as a network (spec), the layers it consists of, and their weights."""

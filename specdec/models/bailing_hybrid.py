@@ -1,4 +1,4 @@
-"""Ling-3.0: five layers of Kimi delta attention to one of gated latent attention, experts in groups."""
+"""Ling-3.0: five layers of Kimi delta attention per layer of gated latent attention, with grouped experts."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ TITLES: Mapping[str, str] = {"bailing_hybrid": "Ling-3.0"}
 HAS_MTP = False
 
 HOMES = "attention", "self_attn"
-"""Where a layer's mixer lies as published, and as the modules of transformers name it."""
+"""A layer's mixer as published, and as named by the modules of transformers."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -54,7 +54,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """Refuse what would change the mathematics, in the words of the published config and of transformers'."""
+    """Refuse unsupported options, spelled as in the published config or in transformers."""
     refuse_unsupported(fields)
     for name in fields.strings("architectures") or ():
         if "V2" in name:
@@ -83,7 +83,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """Name each layer's mixer: `layer_types`, or else the last of each group attends."""
+    """Return each layer's mixer: from `layer_types`, else full attention in the last layer of each group."""
     size = fields.integer("layer_group_size", default=6)
     if "layer_types" not in fields and fields.integer("num_hidden_layers", most=MOST_LAYERS) % size:
         fields.refuse("layer_group_size", "layers in whole groups, or layer_types, which names each")
@@ -91,7 +91,7 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
 
 
 def _delta_attention(fields: Fields, eps: float) -> KimiDeltaAttention:
-    """Read delta attention; once re-saved, `head_dim` is the width that is rotated, and no head's."""
+    """Read delta attention; in a re-saved config `head_dim` is the rotated width, not a head's size."""
     bound = fields.number("kda_lower_bound", default=-5.0)
     if bound >= 0:
         fields.refuse("kda_lower_bound", "a number below 0")
@@ -106,7 +106,7 @@ def _delta_attention(fields: Fields, eps: float) -> KimiDeltaAttention:
 
 
 def _latent_attention(fields: Fields) -> LatentAttention:
-    """Read latent attention, which rotates all that heads share, whatever `partial_rotary_factor` says."""
+    """Read latent attention; it rotates all shared entries, regardless of `partial_rotary_factor`."""
     plain = kimi_linear.latent_attention(fields)
     if plain.shared_dim % 2:
         fields.refuse("qk_rope_head_dim", "an even number of rotated entries")
@@ -115,7 +115,7 @@ def _latent_attention(fields: Fields) -> LatentAttention:
 
 
 def _feed_forwards(fields: Fields, forwards: tuple[str, ...]) -> Iterator[FeedForward]:
-    """Read each layer's feed-forward: experts have limits of their own in each."""
+    """Read each layer's feed-forward; experts have per-layer limits."""
     dense, experts = swiglu(fields), None
     if SPARSE in forwards:
         experts = grouped_moe(fields, groups=8, top_groups=4, scale=2.5)
@@ -126,7 +126,7 @@ def _feed_forwards(fields: Fields, forwards: tuple[str, ...]) -> Iterator[FeedFo
 
 
 def _limits(fields: Fields, name: str, forwards: tuple[str, ...]) -> tuple[float, ...]:
-    """Read what bounds the activations of each layer's experts; 0 and null: nothing does."""
+    """Read the activation limits of each layer's experts; 0 and null mean unlimited."""
     found = [None] * len(forwards) if fields.get(name) is None else fields.get(name)
     numbers = isinstance(found, list) and all(isinstance(own or 0, int | float) for own in found)
     if not numbers or len(found) < len(forwards) or any((own or 0) < 0 for own in found):
@@ -138,9 +138,9 @@ def _limits(fields: Fields, name: str, forwards: tuple[str, ...]) -> tuple[float
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are: as published, and as the modules of transformers name them.
+    """Return the tensor layout: as published, and with the module names of transformers.
 
-    Layers behind the last are a multi-token head, which is not read.
+    Layers after the last one are a multi-token head, which is not loaded.
     """
     return Layout(
         rules=(
@@ -169,7 +169,7 @@ def _mixers(network: spec.Network, home: str) -> Iterator[Rule]:
 
 
 def _rotated(mixer: LatentAttention, home: str) -> Iterator[Rule]:
-    """Name the projections whose outputs are turned, adjacent ones as a pair."""
+    """Yield rules of the projections with rotated outputs, stored as adjacent pairs."""
     queries, turned = (mixer.heads, mixer.own_dim), mixer.shared_dim
     for name, disk, (blocks, before) in (
         ("q", "q_proj", queries),
@@ -181,7 +181,7 @@ def _rotated(mixer: LatentAttention, home: str) -> Iterator[Rule]:
 
 
 def _pairs_apart(blocks: int, before: int, turned: int) -> Tensor:
-    """List rows of blocks that each end in pairs: the first ones of all its pairs, then the second ones."""
+    """Return the row order that splits each block's trailing pairs: first halves, then second halves."""
     row = torch.arange(blocks * (before + turned)).view(blocks, -1)
     return torch.cat((row[:, :before], row[:, before::2], row[:, before + 1 :: 2]), dim=1).flatten()
 

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 with a few attention layers, whose heads are rotated by half, and dense feed-forwards."""
+"""Bamba: Mamba-2 with a few attention layers, which rotate half of each head, and dense feed-forwards."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ NAMES = (
     *layer_rules(r"ffn_norm\.weight", "pre_ff_layernorm.weight"),
     *layer_rules(r"ffn\.(gate|up|down)\.(weight|bias)", r"feed_forward.\2_proj.\3"),
 )
-"""What it calls otherwise than most families."""
+"""Names that differ from most families."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -51,9 +51,9 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _attention(fields: Fields) -> Attention:
-    """Read attention, which rotates half of each head unless `rope_parameters` says otherwise.
+    """Read attention, which rotates half of each head unless `rope_parameters` sets another part.
 
-    A `partial_rotary_factor` beside it does not count, as in transformers.
+    A top-level `partial_rotary_factor` is ignored, as in transformers.
     """
     own = attention(fields, rotates=False)
     width = rotated_width(rope_parameters(fields), own.head_dim, partial=0.5)
@@ -61,7 +61,7 @@ def _attention(fields: Fields) -> Attention:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(
         rules=(*NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
         prefixes=rules.PREFIXES,

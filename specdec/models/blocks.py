@@ -1,4 +1,4 @@
-"""Parts of a network from config fields that several families spell the same way."""
+"""Network parts from config fields that several families share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,20 @@ FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention
 DENSE, SPARSE = "dense", "sparse"
 
 MOST_LAYERS = 1024
-"""Each takes memory before the first tensor is looked up; published models have a tenth of them."""
+"""Each layer takes memory before the first tensor is looked up; published models have a tenth of this."""
 
 MOST_SCALED = 1e9
-"""Of what scales positions; other numbers have no logarithms, or none of use."""
+"""Position scaling parameters lie between this and its inverse; others have no useful logarithm."""
 
 TIED = "tie_embedding", "tie_word_embeddings"
-"""Spellings of one field; LFM2's own counts before the one that savers write."""
+"""Spellings of one field; LFM2's own takes precedence over the one that savers write."""
 
-# Names from before the two kinds of layer were called alike everywhere.
+# Legacy names of the layer kinds.
 _LEGACY_KINDS = {"attention": FULL, "mamba": LINEAR}
 
 
 def refuse_unsupported(fields: Fields, *, slides: bool = False) -> None:
-    """Refuse what no family here implements, and windows where a family's attention does not slide."""
+    """Refuse options that no family implements, and sliding windows unless `slides`."""
     announced(fields)
     fields.absent("compression_config", "weights that are not compressed: use the original checkpoint")
     if not slides:
@@ -39,7 +39,7 @@ def refuse_unsupported(fields: Fields, *, slides: bool = False) -> None:
 def layer_kinds(
     fields: Fields, *, supported: tuple[str, ...], interval: int | None = None, default: str | None = None
 ) -> tuple[str, ...]:
-    """Name each layer's mixer: `layer_types`, else `default`, else full attention every `interval` layers."""
+    """Return each layer's mixer: `layer_types`, else `default`, else full attention every `interval`."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     kinds = fields.strings("layer_types", "layers_block_type")
     if kinds is None and default:
@@ -56,12 +56,12 @@ def layer_kinds(
 
 
 def has_window(fields: Fields) -> bool:
-    """Return whether layers may slide: with `use_sliding_window`, and a window that is not null."""
+    """Return whether layers can slide: `use_sliding_window` is set and the window is not null."""
     return not fields.null("sliding_window") and fields.flag("use_sliding_window", default=False)
 
 
 def sliding_kinds(fields: Fields, slides: Sequence[bool]) -> tuple[str, ...]:
-    """Name the layers that slide with `use_sliding_window`: those of `layer_types`, or else of `slides`."""
+    """Return each layer's kind under `use_sliding_window`: from `layer_types`, else from `slides`."""
     on = has_window(fields)
     if "layer_types" in fields:
         return layer_kinds(fields, supported=(FULL, SLIDING) if on else (FULL,))
@@ -69,7 +69,7 @@ def sliding_kinds(fields: Fields, slides: Sequence[bool]) -> tuple[str, ...]:
 
 
 def behind_full_layers(fields: Fields) -> tuple[str, ...]:
-    """Name the layers that slide where those are all but the first `max_window_layers`, as in Qwen."""
+    """Return each layer's kind if all but the first `max_window_layers` slide, as in Qwen."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     first = fields.integer("max_window_layers", default=28, least=0)
     return sliding_kinds(fields, [i >= first for i in range(count)])
@@ -86,9 +86,9 @@ def rope_parameters(fields: Fields) -> Fields:
 
 
 def rope_theta(fields: Fields, *, default: float, types: tuple[str, ...] = ("default", "mrope")) -> float:
-    """Read the base of rotary positions, nested or at the top level; refuse other `types` of them.
+    """Read the rotary base, nested or at the top level; refuse any type not in `types`.
 
-    The sections of a multimodal rope are equal for text, so "mrope" is plain here.
+    Text positions have equal multimodal sections, so "mrope" is plain here.
     """
     nested = rope_parameters(fields)
     for kind in ("rope_type", "type"):
@@ -124,7 +124,6 @@ def rope(fields: Fields, head_dim: int, *, partial: float | None = None, theta: 
 
 
 def _scaling(fields: Fields, theta: float) -> Scaling | None:
-    """Read how frequencies are scaled."""
     nested = rope_parameters(fields)
     kind = nested.get("rope_type", "type")
     if kind == "linear":
@@ -141,7 +140,7 @@ def _scaling(fields: Fields, theta: float) -> Scaling | None:
 
 
 def _yarn(fields: Fields, nested: Fields, theta: float) -> YarnScaling:
-    """Read YaRN's parameters; where there is no attention_factor, it follows from the others."""
+    """Read YaRN's parameters; a missing attention_factor follows from the others."""
     context = _original_context(fields, nested)
     longer = fields.integer("max_position_embeddings") / context if nested.null("factor") else None
     factor = _positive(nested, "factor", longer)
@@ -162,7 +161,7 @@ def _yarn(fields: Fields, nested: Fields, theta: float) -> YarnScaling:
 
 
 def _original_context(fields: Fields, nested: Fields) -> int:
-    """Read the length before scaling; the outer one counts before the nested."""
+    """Read the context length before scaling; the outer field takes precedence."""
     name = "original_max_position_embeddings"
     where = fields if name in fields else nested
     return where.integer(name, default=fields.integer("max_position_embeddings"))
@@ -176,7 +175,7 @@ def _positive(fields: Fields, name: str, default: float | None = None) -> float:
 
 
 def rotated_width(fields: Fields, head_dim: int, *, partial: float) -> int:
-    """Read how many entries of a head are rotated; `partial` is the default of `partial_rotary_factor`."""
+    """Read the rotated width of a head; `partial` is the default of `partial_rotary_factor`."""
     width = int(head_dim * fields.number("partial_rotary_factor", default=partial))
     if width % 2 or not 0 < width <= head_dim:
         fields.refuse("partial_rotary_factor", f"an even number of rotated entries in a head of {head_dim}")
@@ -184,14 +183,14 @@ def rotated_width(fields: Fields, head_dim: int, *, partial: float) -> int:
 
 
 def window(fields: Fields, *, default: int | None = None) -> int:
-    """Read how many tokens one attends to that slides, itself included."""
+    """Read the sliding window in tokens, including the token itself."""
     if fields.null("sliding_window"):
         default = None
     return fields.integer("sliding_window", default=default)
 
 
 def kv_heads(fields: Fields, heads: int, *, required: bool) -> int:
-    """Read the number of key and value heads; null: as many as there are heads."""
+    """Read the number of key and value heads; null means one per query head."""
     optional = not required or fields.null("num_key_value_heads")
     return fields.integer("num_key_value_heads", default=heads if optional else None)
 
@@ -211,9 +210,9 @@ def attention(
 ) -> Attention:
     """Read attention with or without rotary positions and norms on each query and key head.
 
-    `partial` is as in `rope`. `head_dim` is the default of that field; None: `hidden_size` shared by the
-    heads. Where `kv_heads_required`, a file without `num_key_value_heads` is refused: transformers' class has
-    a number of its own as the default. A `scale` of scores stands in place of the head's own.
+    `partial` is as in `rope`. `head_dim` is the default of that field; None: `hidden_size` divided by the
+    heads. With `kv_heads_required`, a file without `num_key_value_heads` is refused, because transformers'
+    class has its own default. `scale` replaces the score scale of the head size.
     """
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
@@ -245,7 +244,7 @@ def delta_net(fields: Fields, *, eps: float) -> GatedDeltaNet:
 
 
 def mamba2(fields: Fields, *, eps: float, inner: int | None = None) -> Mamba2:
-    """Read Mamba-2 from the `mamba_*` fields; `inner` is the width of x, else `mamba_expand` tells it."""
+    """Read Mamba-2 from the `mamba_*` fields; `inner` is the width of x, by default from `mamba_expand`."""
     if inner is None:
         inner = fields.integer("mamba_expand", default=2) * fields.integer("hidden_size")
     heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups", default=1)
@@ -269,7 +268,7 @@ def mamba2(fields: Fields, *, eps: float, inner: int | None = None) -> Mamba2:
 
 
 def step_rank(fields: Fields, name: str) -> int:
-    """Read the width that Mamba-1's step sizes are made from."""
+    """Read the rank of Mamba-1's step size projection."""
     if fields.get(name) in (None, "auto"):
         return -(-fields.integer("hidden_size") // 16)
     return fields.integer(name)
@@ -295,7 +294,7 @@ def swiglu(fields: Fields, width: str = "intermediate_size", *, bias: bool = Fal
 def softmax_moe(
     fields: Fields, *, renormalise: bool, experts: str = "num_experts", shared: bool = True
 ) -> MoE:
-    """Read a mixture of gated experts under a softmax router, with one gated shared expert or without."""
+    """Read a mixture of gated experts with a softmax router and an optional gated shared expert."""
     fields.only("hidden_act", "silu")
     width = fields.integer("shared_expert_intermediate_size", least=0) if shared else 0
     return MoE(
@@ -311,13 +310,13 @@ def softmax_moe(
 
 
 def is_sparse(fields: Fields, layer: int) -> bool:
-    """Return whether a layer has experts: one of each `decoder_sparse_step`, but for `mlp_only_layers`."""
+    """Return whether a layer has experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step, dense = fields.integer("decoder_sparse_step", default=1), fields.integers("mlp_only_layers")
     return (layer + 1) % step == 0 and layer not in dense
 
 
 def feed_forwards(fields: Fields, *, dense: int) -> tuple[str, ...]:
-    """Name each layer's feed-forward: `mlp_layer_types`, or else experts behind the first few."""
+    """Return each layer's feed-forward kind: `mlp_layer_types`, else experts after the first few layers."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     found = fields.strings("mlp_layer_types")
     if found is None:
@@ -329,7 +328,7 @@ def feed_forwards(fields: Fields, *, dense: int) -> tuple[str, ...]:
 
 
 def grouped_moe(fields: Fields, *, groups: int = 1, top_groups: int = 1, scale: float) -> MoE:
-    """Read experts, of which a token visits some of a few groups, beside those that all tokens visit."""
+    """Read experts in groups, of which a token visits a few, and shared experts."""
     experts = fields.integer("num_experts")
     groups = fields.integer("num_expert_group", "n_group", default=groups)
     top_groups = fields.integer("topk_group", default=top_groups)
@@ -359,7 +358,7 @@ def grouped_moe(fields: Fields, *, groups: int = 1, top_groups: int = 1, scale: 
 
 
 def top_k(fields: Fields, experts: str) -> int:
-    """Read how many experts a token visits."""
+    """Read the number of experts per token."""
     chosen = fields.integer("num_experts_per_tok")
     if chosen > fields.integer(experts):
         fields.refuse("num_experts_per_tok", f"at most {experts} ({fields.integer(experts)})")
@@ -385,10 +384,10 @@ def assemble(
     logit_scale: float = 1.0,
     wide_residual: bool = False,
 ) -> Network:
-    """Put a network together from its layers and the fields that every family spells alike.
+    """Build a network from its layers and the fields that every family shares.
 
-    The outer level of a multimodal config decides on tying, as transformers does; `tied` is what the family
-    does where no level says. `max_length` is that of a family whose config does not bound it.
+    The outer level of a multimodal config decides on tying, as in transformers; `tied` is the family's
+    default. `max_length` is for families whose config has no bound.
     """
     text = text_fields(config)
     vocab = text.integer("vocab_size")
@@ -409,7 +408,7 @@ def assemble(
 
 
 def _longer(layers: tuple[Layer, ...]) -> set[int]:
-    """Return the context that YaRN extends to: published configs may state the original one."""
+    """Return the contexts that YaRN extends to; published configs may state the original one."""
     ropes = (rope for layer in layers for mixer in layer.mixers for rope in mixer.ropes())
     return {rope.scaling.length for rope in ropes if isinstance(rope.scaling, YarnScaling)}
 
@@ -423,7 +422,7 @@ def head_wanted(fields: Fields, *, default: bool) -> bool:
 
 
 def model_type(config: Fields) -> str:
-    """Read the name by which a config says what it is."""
+    """Return a config's model_type."""
     name = config.get("model_type")
     if not isinstance(name, str):
         raise CheckpointError(

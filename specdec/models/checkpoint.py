@@ -1,6 +1,6 @@
-"""A Hugging Face model folder, read and checked: config.json and whole safetensors files, by mmap.
+"""Read and check a Hugging Face model folder: config.json and memory-mapped safetensors files.
 
-A GGUF file is read as the folder that describes it.
+A GGUF file is read through the folder that describes it.
 
 No pickle is opened and no code of a checkpoint is run.
 """
@@ -40,17 +40,17 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
-# json leaves Infinity to Python's own spelling; exporters that avoid it write a tagged object.
+# json accepts Python's Infinity; exporters that avoid it write a tagged object.
 _TAGGED = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 
 
 class TensorInfo(NamedTuple):
-    """What a file's header says of one tensor."""
+    """One tensor's entry in a file's header."""
 
     shape: tuple[int, ...]
     dtype: str
     stored: int | None = None
-    """Bytes on disk, where shape and type do not give them: a tensor may be a part of a GGUF file's."""
+    """Bytes on disk, if shape and type do not determine them: the tensor may be part of a GGUF file's."""
 
     @property
     def bytes(self) -> int:
@@ -61,7 +61,7 @@ class TensorInfo(NamedTuple):
 
 
 class Checkpoint:
-    """Read a model folder. Files stay mapped while the object lives; tensors are read when asked for."""
+    """A model folder. Files stay mapped while the object lives; tensors are read on demand."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = find_folder(folder)
@@ -81,7 +81,7 @@ class Checkpoint:
 
     @property
     def gguf_file(self) -> Path | None:
-        """Return the GGUF file that the folder describes, if it does."""
+        """Return the GGUF file that the folder describes, or None."""
         link = self.folder / GGUF
         return link.readlink() if link.is_symlink() else None
 
@@ -162,7 +162,7 @@ class Checkpoint:
             opened = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is not whole: {_damage(path, error)}", field=file) from error
-        except RuntimeError as error:  # torch's, where the system promises no more memory
+        except RuntimeError as error:  # torch's, if the system refuses the mapping
             raise CheckpointError(
                 f"{path} cannot be mapped ({error}); free memory, allow overcommitment "
                 "(vm.overcommit_memory=1), or save the model in smaller shards",
@@ -177,7 +177,7 @@ class Checkpoint:
         return names
 
     def names(self) -> Iterator[str]:
-        """Yield every tensor's name, as the files spell it."""
+        """Yield every tensor's name as in the files."""
         yield from self._file_of
 
     def __contains__(self, name: str) -> bool:
@@ -196,19 +196,19 @@ class Checkpoint:
         return self.info(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type a tensor is stored in."""
+        """Return a tensor's stored dtype."""
         stored = self.info(name).dtype
         if stored not in _DTYPES:
             raise CheckpointError(f"{name} is stored as {stored}, which specdec does not read", field=name)
         return _DTYPES[stored]
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that views the mapped file: copy what is to stay, and never write to it."""
+        """Return a view of the mapped file: copy it to keep it, and never write to it."""
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
     def copy(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor in memory of its own; those of a GGUF file are unpacked, and not copied again."""
+        """Return a tensor that owns its memory; GGUF tensors are unpacked and not copied again."""
         is_own = isinstance(self._files[self._file_of[name]], GgufTensors)
         return self.tensor(name).to(device, dtype, copy=not is_own)
 
@@ -218,7 +218,7 @@ def _untag(value: dict[str, Any]) -> Any:
 
 
 def few(names: list[str]) -> str:
-    """List names, the first ones of many, on one line and none at any length."""
+    """Format a list of names on one line, shortened and limited to the first three."""
     shown = ", ".join(textwrap.shorten(name, 240, placeholder="…") for name in names[:3])
     return f"{shown} … and {len(names) - 3} more" if len(names) > 3 else shown
 

@@ -30,11 +30,11 @@ _EMBEDDING, _HEAD = "embed.weight", "head.weight"
 
 
 class CheckpointWeights:
-    """Read tensors from a checkpoint through a family's layout.
+    """Reads tensors from a checkpoint through a family's layout.
 
-    What is missing or misshapen is noted and stood in for by zeros without memory, so that `finish`
-    can name everything at once; from the first problem on nothing more is read. With `headers_only` nothing
-    ever is: shapes are compared, and what is handed out has no elements.
+    Missing or misshapen tensors are noted and replaced by zeros without memory, so that `finish` can report
+    them all; after the first problem nothing more is read. With `headers_only` nothing is ever read: shapes
+    are compared, and returned tensors have no elements.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class CheckpointWeights:
         headers_only: bool = False,
         progress: bool | None = None,
     ) -> None:
-        """Show progress where `progress` says so; None: where stderr is a terminal.
+        """Open the tensors; `progress` shows a bar, by default if stderr is a terminal.
 
-        `announced` is how the config says that large matrices are stored; others are rounded to `quantize`.
+        `announced` is the config's storage format of large matrices; others are quantised to `quantize`.
         """
         self._checkpoint, self._layout = checkpoint, layout
         self._dtype, self._device = dtype, torch.device(device)
@@ -75,7 +75,7 @@ class CheckpointWeights:
         self._bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=hidden)
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a canonical tensor, in memory of its own; one that is stored in fewer bits is widened."""
+        """Return a tensor by our name, in its own memory; quantised ones are widened."""
         reader = _Reader(self, name, dtype or self._dtype, keep=False)
         taken = self._make(name, shape, reader)
         assert isinstance(taken, Tensor)
@@ -83,7 +83,7 @@ class CheckpointWeights:
         return taken
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        """Return a canonical matrix, in memory of its own: in fewer bits where it is stored or wanted so."""
+        """Return a matrix by our name, in its own memory, quantised if stored or requested so."""
         reader = _Reader(self, name, self._dtype, keep=True)
         made = self._make(name, shape, reader)
         if isinstance(made, Integers):
@@ -94,9 +94,9 @@ class CheckpointWeights:
         return made
 
     def output(self, name: str, weight_ND: Tensor) -> Matrix:
-        """Round a matrix that makes logits, where that is wanted; read one of integers as it is.
+        """Quantise an output matrix if requested; if it is stored as integers, return these unchanged.
 
-        Where it is the embedding's, that is the one read.
+        A tied output uses the stored integers of the embedding.
         """
         if self.unused:
             return weight_ND
@@ -110,17 +110,17 @@ class CheckpointWeights:
 
     @property
     def count(self) -> int:
-        """How many tensors the files hold."""
+        """Number of tensors in the files."""
         return len(self._names)
 
     @property
     def failed(self) -> bool:
-        """Whether something is wrong already."""
+        """True after the first problem."""
         return bool(self._missing or self._misshapen)
 
     @property
     def unused(self) -> bool:
-        """Whether results are discarded: there is an error to report, or only headers are read."""
+        """True if results are discarded: there is an error to report, or only headers are read."""
         return self.failed or self._headers_only
 
     def _make(self, name: str, shape: Shape, reader: "_Reader") -> Matrix:
@@ -132,24 +132,24 @@ class CheckpointWeights:
         return self.stand_in(shape, made.dtype) if self.unused else made
 
     def _source(self, name: str, experts: int) -> Source | None:
-        """Find where a canonical tensor lies, if it does."""
+        """Return a tensor's source in the files, or None."""
         sources = self._layout.sources(name, self._prefix)
         return next((source for source in sources if source.present(self._names, experts)), None)
 
     def height(self, disk: str) -> int | None:
-        """Return how many rows a tensor of the files has, if it is there."""
+        """Return the rows of a tensor in the files, or None if it is absent."""
         return self._checkpoint.shape(disk)[0] if disk in self._checkpoint else None
 
     def has(self, name: str) -> bool:
-        """Return whether the checkpoint holds a canonical tensor (or its first expert)."""
+        """Return whether the checkpoint has a tensor by our name (or its first expert)."""
         return self._source(name, 1) is not None
 
     def within(self, prefix: str) -> Weights:
-        """See the tensors below a prefix."""
+        """Return a view of the tensors below a prefix."""
         return Scoped(self, prefix)
 
     def read(self, disk: str, shape: Shape, dtype: torch.dtype, ours: str) -> Matrix:
-        """Copy one disk tensor, of which `ours` is made, to the device, or note what is wrong with it."""
+        """Copy one disk tensor, a source of `ours`, to the device, or note its problem."""
         if disk not in self._names:
             self._missing.append(f"{disk} {list(shape)}")
             return self.stand_in(shape, dtype)
@@ -170,7 +170,6 @@ class CheckpointWeights:
         return self._copy(disk, shape, dtype)
 
     def _read_packed(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
-        """Read a matrix of integers from the tensors that it lies in."""
         if disk not in self._read:
             self._missing += self._tensors.missing(disk, shape)
             self._misshapen += self._tensors.misshapen(disk, shape)
@@ -186,7 +185,7 @@ class CheckpointWeights:
         return self.stand_in(shape, dtype)
 
     def _read_fp8(self, disk: str, shape: Shape, dtype: torch.dtype) -> Matrix:
-        """Copy the numbers and the scales of a matrix."""
+        """Copy the FP8 values and the scales of a matrix."""
         name, blocks = f"{disk}_scale_inv", fp8.block_shape(shape)
         numbers = self._copy(disk, shape, torch.float8_e4m3fn)
         if name not in self._names:
@@ -209,7 +208,7 @@ class CheckpointWeights:
         return tensor
 
     def _count(self, disk: str) -> None:
-        """Count a tensor as read, the first time in the progress that is shown."""
+        """Mark a tensor as read, and advance the progress bar the first time."""
         if disk not in self._read:
             self._bar.update(self._tensors.bytes(disk))
         self._read.add(disk)
@@ -219,11 +218,11 @@ class CheckpointWeights:
         return ", and config.json has no quantization_config that announces it" if unannounced else ""
 
     def note(self, problem: str) -> None:
-        """Keep for the end what is wrong with a tensor that is there."""
+        """Record a problem with a present tensor for `finish`."""
         self._misshapen.append(problem)
 
     def empty(self, shape: Shape, like: Matrix) -> Matrix:
-        """Return room for a matrix that is put together from several."""
+        """Allocate a matrix that is assembled from several."""
         if isinstance(like, Integers):
             return like.empty(shape)
         if isinstance(like, Fp8):
@@ -231,13 +230,13 @@ class CheckpointWeights:
         return torch.empty(shape, dtype=like.dtype, device=self._device)
 
     def stand_in(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return zeros without memory, or, for headers alone, nothing in as many dimensions."""
+        """Return zeros without memory, or for headers alone an empty tensor of as many dimensions."""
         if self._headers_only:
             return torch.empty((0,) * len(shape), dtype=dtype)
         return torch.zeros((), dtype=dtype, device=self._device).expand(shape)
 
     def finish(self) -> None:
-        """Close the progress bar and raise one error that names every tensor at fault."""
+        """Close the progress bar and raise one error that names every faulty tensor."""
         self._bar.close()
         unread = sorted(self._wanted - self._read)
         unexpected = [name for name in unread if not self._tensors.is_idle_bias(name)]
@@ -258,12 +257,12 @@ class CheckpointWeights:
 
 
 class _Reader:
-    """Bind a target type for the recipe that is making one tensor."""
+    """Binds name and dtype for the recipe that makes one tensor."""
 
     def __init__(self, weights: CheckpointWeights, name: str, dtype: torch.dtype, *, keep: bool) -> None:
         self._weights, self._name, self._dtype, self._keep = weights, name, dtype, keep
         self.widened: dict[str, None] = {}
-        """What was stored in fewer bits and is not kept so, by its name on disk."""
+        """Disk names of quantised tensors that were widened."""
 
     @property
     def count(self) -> int:

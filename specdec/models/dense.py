@@ -1,6 +1,6 @@
 """Llama, Qwen2, Mistral and SmolLM3: attention and a dense feed-forward in every layer.
 
-They differ in biases, in the layers that slide, and in those without rotary positions.
+They differ in biases, sliding layers, and layers without rotary positions.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ TITLES: Mapping[str, str] = {
 HAS_MTP = False
 
 WINDOW: Mapping[str, int] = {"qwen2": 4096, "mistral": 4096, "ministral": 4096}
-"""Where a config does not mention it; null is none."""
+"""Default window if a config lacks the field; null means none."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -64,7 +64,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _attention(fields: Fields, kind: str) -> Attention:
-    """Read attention; its biases are a field, none, or those of all projections but the last one."""
+    """Read attention; biases depend on the family: a field, none, or all projections except the last."""
     if kind == "qwen2":
         fields.only("attention_bias", True)
         return replace(attention(fields), bias=True, out_bias=False)
@@ -77,7 +77,7 @@ def _attention(fields: Fields, kind: str) -> Attention:
 
 
 def _rotates(fields: Fields, kind: str) -> tuple[bool, ...]:
-    """Return which layers have rotary positions: by `no_rope_layers`, or all but one of an interval."""
+    """Return which layers have rotary positions: by `no_rope_layers`, else all but every n-th."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     if kind != "smollm3":
         return (True,) * count
@@ -91,7 +91,7 @@ def _rotates(fields: Fields, kind: str) -> tuple[bool, ...]:
 
 
 def _kinds(fields: Fields, kind: str, rotates: tuple[bool, ...]) -> tuple[str, ...]:
-    """Name the layers that slide: none, those that Qwen's fields name, those without positions, or all."""
+    """Return each layer's kind: which layers slide depends on the family."""
     if kind == "llama":
         fields.absent("sliding_window", "full attention (null)")
         return layer_kinds(fields, supported=(FULL,))
@@ -105,7 +105,7 @@ def _kinds(fields: Fields, kind: str, rotates: tuple[bool, ...]) -> tuple[str, .
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(
         rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE),
         prefixes=rules.PREFIXES,

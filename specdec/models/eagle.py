@@ -1,11 +1,11 @@
-"""EAGLE draft heads as they are published: which of the layouts a folder holds, and where its tensors lie.
+"""Published EAGLE draft heads: detect a folder's layout and map its tensors.
 
-EAGLE-1 and 2: `fc` [D, 2D] makes of the token's embedding and the hidden state before it, which the target's
-final norm gave, what `layers.0` reads, without a norm of its own. The target's output head ranks its output.
+EAGLE-1 and 2: `fc` [D, 2D] combines the token's embedding with the previous hidden state after the target's
+final norm. `layers.0` reads the result without a norm of its own. The target's output head ranks its output.
 
 EAGLE-3: `fc` [D, 3D] fuses three residual streams of the target, once. `midlayer` reads the normalised
-embedding beside the normalised fusion, and its output, before `norm`, is what it is run on again.
-`lm_head` ranks a part of the vocabulary; draft id i is token i + d2t[i].
+embedding concatenated with the normalised fusion; its output, before `norm`, is its next input. `lm_head`
+ranks part of the vocabulary; draft id i is token i + d2t[i].
 """
 
 import logging
@@ -43,7 +43,7 @@ Layers = tuple[spec.Layer, ...]
 
 @dataclass(frozen=True, slots=True)
 class EagleFolder:
-    """A head's folder, found to fit its target."""
+    """A head's folder, checked against its target."""
 
     checkpoint: Checkpoint
     spec: spec.Eagle
@@ -64,7 +64,7 @@ class EagleFolder:
         headers_only: bool = False,
         progress: bool | None = None,
     ) -> CheckpointWeights:
-        """Open its tensors by our names."""
+        """Open the head's tensors by our names."""
         return CheckpointWeights(
             self.checkpoint,
             self.layout,
@@ -82,7 +82,7 @@ class EagleFolder:
         return EagleHead(self.spec, target, weights, self.ids_C, max_length=max_length)
 
     def finish(self, weights: CheckpointWeights) -> None:
-        """Name the head in errors about its tensors."""
+        """Finish the weights; errors about tensors name the head."""
         try:
             weights.finish()
         except CheckpointError as error:
@@ -91,7 +91,7 @@ class EagleFolder:
 
 
 def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | None:
-    """Return where the draft head is: where the setting says, or, for eagle, in the model's folder."""
+    """Return the draft head's folder: as configured, or for eagle also in the model's folder."""
     if draft_model is not None:
         return Path(draft_model)
     own = (Path(model) / name for name in HEAD_FOLDERS)
@@ -99,7 +99,7 @@ def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | 
 
 
 def read_head(folder: Path, target: spec.Network) -> EagleFolder:
-    """Describe the head in a folder; whatever is wrong with it is an error that begins with draft_model."""
+    """Describe the head in a folder; every error begins with draft_model."""
     try:
         return _read(Checkpoint(folder), target)
     except CheckpointError as error:
@@ -156,7 +156,7 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
 
 
 def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool]:
-    """Find out which layout the tensors are in; tell also whether it is EAGLE-3's."""
+    """Detect the tensor layout; return it and whether it is EAGLE-3's."""
     prefix = next((p for p in ("", "model.") if f"{p}fc.weight" in names), None)
     for layer in ("midlayer.", "layers.0."):
         if prefix is not None and f"{prefix}{layer}self_attn.q_proj.weight" in names:
@@ -172,7 +172,7 @@ def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool
 
 
 def _table(layer: str, *, fuses: bool) -> Layout:
-    """Name the disk tensors of a head whose layer has this prefix."""
+    """Return the layout of a head whose layer has this prefix."""
     ours = r"layers\.0\."
     fused = (
         Rule(r"embed_norm\.weight", f"{layer}input_layernorm.weight"),
@@ -198,11 +198,10 @@ def _table(layer: str, *, fuses: bool) -> Layout:
 
 
 def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Return which residual streams are fused, by the numbers of the layers that they enter.
+    """Return the layers whose input residual streams are fused.
 
-    Two ways of counting are published. A list that begins with 1 names layers by what they put out; any
-    other by what they take in, as the unnamed choice does: layers 2, N // 2 and N - 3. What layer 0 puts
-    out is in neither.
+    Two conventions are published. A list that begins with 1 names layers by their outputs; any other by their
+    inputs, as does the default: layers 2, N // 2 and N - 3. Neither can name the output of layer 0.
     """
     nested = fields.within("eagle_config")
     where = nested if _AUX_LAYERS in nested else fields
@@ -214,7 +213,7 @@ def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def _ids(checkpoint: Checkpoint, fields: Fields, ranked: int, vocab: int) -> Tensor | None:
-    """Read which token each draft id stands for."""
+    """Return the token of each draft id; None: ids are the target's."""
     name = next((name for name in checkpoint.names() if re.fullmatch(r"(.*\.)?d2t", name)), None)
     if name is None:
         if ranked != vocab:
@@ -231,7 +230,7 @@ def _ids(checkpoint: Checkpoint, fields: Fields, ranked: int, vocab: int) -> Ten
 
 
 def _compare(checkpoint: Checkpoint, name: str, ids_C: Tensor) -> None:
-    """Warn where the mask of a head's tokens marks others: training reads it, drafting does not."""
+    """Warn if the mask of a head's tokens disagrees with d2t; training uses the mask, drafting does not."""
     if name not in checkpoint.names():
         return
     mask = checkpoint.tensor(name)

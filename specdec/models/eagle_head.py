@@ -1,4 +1,4 @@
-"""An EAGLE head beside its target: its layer's KV lies behind the target's in the arena."""
+"""An EAGLE head for its target; its layer's KV follows the target's in the arena."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ from specdec.state_slots.window import Window
 
 
 class EagleHead:
-    """Predict the token after next from what the target gave at a position and the token chosen there."""
+    """Predicts the token after next from the target's hidden state and the token chosen there."""
 
     def __init__(
         self, s: spec.Eagle, target: Network, weights: Weights, ids_C: Tensor | None, *, max_length: int
     ) -> None:
-        """Fill the head; `ids_C` are the tokens that its output head ranks, None: all, in order."""
+        """Build the head; `ids_C` are the tokens that its output head ranks, None: all, in order."""
         kernels, width = target.kernels, s.width
         self.spec, self.target, self.kernels = s, target, kernels
         self.width, self.aux_hidden_layers, self.eps = width, s.aux_hidden_layers, s.norm.eps
@@ -45,15 +45,15 @@ class EagleHead:
         self.project = self._output(weights, ids_C) if s.own_head else target.project_drafts
 
     def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
-        """Fuse the target's auxiliary hidden states; a head that reads none takes its last ones."""
+        """Fuse the target's auxiliary hidden states; without any, return its last hidden states."""
         if not self.aux_hidden_layers:
             return hidden_TD
         return self.fc(self.kernels.concat(*aux))
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
-        """Return the layer's output for each token, given the hidden state of the position before it.
+        """Return the layer's output for each token, given the hidden state of the previous position.
 
-        What was fused of the target enters first; the recursion feeds the output back as it is.
+        The first input is the target's fused state; recursion feeds the output back unchanged.
         """
         return self._replays(window, memory, hidden_TD)[0]
 
@@ -65,13 +65,13 @@ class EagleHead:
         return (self.kernels.add(x_TD, added_TD),)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Rank the target's tokens; what the head cannot draft has minus infinity."""
+        """Return logits over the target's tokens; tokens that the head cannot draft get minus infinity."""
         if self.aux_hidden_layers:
             hidden_TD = self.kernels.rms_norm(hidden_TD, self.norm_D, self.eps)
         return self.project(hidden_TD)
 
     def _enter(self, embed_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a residual stream that may be written to, and what attention reads."""
+        """Return a writable residual stream and the input of attention."""
         if not self.aux_hidden_layers:
             x_TD = self.fc(self.kernels.concat(embed_TD, hidden_TD))
             return x_TD, x_TD
@@ -81,7 +81,7 @@ class EagleHead:
         return x_TD, self.kernels.concat(embed_TD, normed_TD)
 
     def _output(self, weights: Weights, ids_C: Tensor | None) -> Shortlist:
-        """Take the rows of the head's own output head whose tokens are to be drafted."""
+        """Load the head's own output head, limited to draftable tokens."""
         head_CD, only = weights.take("head.weight", (self.spec.ranked, self.width)), self.target.shortlist
         ids_C = None if ids_C is None else ids_C.to(head_CD.device)
         if only:
@@ -99,7 +99,7 @@ class EagleHead:
         return Shortlist(ranked_CD, ids_C, self.target.spec.vocab, self.kernels)
 
     def _embedding(self, weights: Weights) -> Tensor:
-        """Take the head's own embedding, unless it is the target's."""
+        """Load the head's own embedding, or share the target's if equal."""
         shared_VD = self.target.embed_VD
         if not self.spec.own_embed:
             return shared_VD

@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba-2 and attention side by side in every layer, under the multipliers of µP."""
+"""Falcon-H1: Mamba-2 and attention in parallel in every layer, with µP multipliers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,7 +47,7 @@ def _multiplier(fields: Fields, of: str) -> float:
 
 
 def _attention(fields: Fields) -> Attention:
-    """Read attention; what multiplies keys multiplies scores as well."""
+    """Read attention; the key multiplier is applied to the score scale."""
     own = attention(fields)
     return replace(own, scale=own.scale * _multiplier(fields, "key"))
 
@@ -67,7 +67,7 @@ def _mamba(fields: Fields, eps: float) -> Mamba2:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(
         rules=(*NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
         prefixes=rules.PREFIXES,

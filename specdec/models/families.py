@@ -1,4 +1,4 @@
-"""The families specdec knows, and the way from a checkpoint to a network and its weights."""
+"""The supported families, and loading a checkpoint as a network and its weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -41,14 +41,14 @@ from specdec.models.unread import Watched
 
 
 class Family(Protocol):
-    """What a family's module offers."""
+    """Interface of a family's module."""
 
     NAME: str
     MODEL_TYPES: tuple[str, ...]
     TITLES: Mapping[str, str]
-    """The model types that tests tell apart, and what the documents call them."""
+    """Model types that tests distinguish, and their titles in the documentation."""
     HAS_MTP: bool
-    """Whether checkpoints may hold a multi-token head."""
+    """True if checkpoints may have a multi-token head."""
 
     def network(self, config: Mapping[str, Any]) -> spec.Network: ...
 
@@ -62,16 +62,16 @@ _FAMILIES: tuple[Family, ...] = (
 )
 TITLES: Mapping[str, str] = {kind: title for family in _FAMILIES for kind, title in family.TITLES.items()}
 HEADLESS = tuple(kind for family in _FAMILIES if not family.HAS_MTP for kind in family.TITLES)
-"""Those whose checkpoints hold no multi-token head."""
+"""Model types without a multi-token head."""
 
 
 def supported() -> tuple[str, ...]:
-    """List the model types that can be loaded."""
+    """Return the model types that can be loaded."""
     return tuple(name for family in _FAMILIES for name in family.MODEL_TYPES)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Find the family that a config's model_type belongs to."""
+    """Return the family of a config's model_type."""
     kind = model_type(Fields(config))
     for family in _FAMILIES:
         if kind in family.MODEL_TYPES:
@@ -89,23 +89,23 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def unread_fields(config: Mapping[str, Any]) -> list[str]:
-    """Name the fields of a config that nothing here reads and that are not known to be harmless."""
+    """Return the config fields that are neither read nor known to be harmless."""
     watched = Watched(config)
     network(watched)
     return watched.unread()
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where a network's tensors lie on disk."""
+    """Return a network's tensor layout on disk."""
     return next(family for family in _FAMILIES if network.family == family.NAME).layout(network)
 
 
 def read_network(checkpoint: Checkpoint) -> spec.Network:
-    """Describe a checkpoint's network, going by what its files hold where the config leaves it open.
+    """Describe a checkpoint's network; the files decide if the config leaves something open.
 
-    The generation config's end tokens come before the config's. A multi-token head is only there if its
-    tensors are: savers drop them and keep the config. A stored output head that differs from the
-    embedding is used even where the config calls the two tied, as transformers does.
+    The generation config's end tokens override the config's. A multi-token head requires its tensors: savers
+    drop them and keep the config. A stored output head that differs from the embedding is used even if the
+    config ties them, as in transformers.
     """
     described = network(checkpoint.config)
     generation = Fields(checkpoint.generation_config, file="generation_config.json")
@@ -140,10 +140,10 @@ def open_weights(
     headers_only: bool = False,
     progress: bool | None = None,
 ) -> CheckpointWeights:
-    """Open a checkpoint's tensors by our names; the multi-token head's only where it is asked for.
+    """Open a checkpoint's tensors by our names, with the multi-token head's only if `mtp`.
 
-    `quantize` rounds large matrices as they are loaded. With `headers_only` shapes are compared
-    and no tensor is read.
+    `quantize` quantises large matrices while loading. With `headers_only` shapes are compared and no tensor
+    is read.
     """
     return CheckpointWeights(
         checkpoint,
@@ -159,18 +159,18 @@ def open_weights(
 
 
 def stored_format(config: Mapping[str, Any]) -> Announced | None:
-    """Return how a config says that large matrices are stored; None: in the model's dtype."""
+    """Return a config's storage format of large matrices; None: the model's dtype."""
     outer = Fields(config)
     return announced(outer, text_fields(outer))
 
 
 def open_tensors(checkpoint: Checkpoint) -> Tensors:
-    """Name a checkpoint's tensors as if none were packed."""
+    """Open a checkpoint's tensors under the names they have unquantised."""
     return Tensors(checkpoint, stored_format(checkpoint.config))
 
 
 def stored_numbers(checkpoint: Checkpoint, network: spec.Network) -> Callable[[str], Numbers | None]:
-    """Return a function that tells how integers are stored of a matrix, by our name, if any are."""
+    """Return a function from our name of a matrix to its integer storage, or None."""
     table, tensors = layout(network), open_tensors(checkpoint)
     prefix = table.prefix(tensors.names)
 
@@ -184,7 +184,7 @@ def stored_numbers(checkpoint: Checkpoint, network: spec.Network) -> Callable[[s
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the type a config says its weights are in; float32 where it says nothing."""
+    """Return the weights' dtype according to a config, by default float32."""
     outer = Fields(config)
     for fields in (text_fields(outer), outer):
         for name in ("dtype", "torch_dtype"):

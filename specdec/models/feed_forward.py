@@ -1,4 +1,4 @@
-"""The layers that work on each token alone: dense and mixture-of-experts."""
+"""Feed-forward layers: dense and mixture-of-experts."""
 
 import math
 from abc import ABC, abstractmethod
@@ -30,19 +30,19 @@ class FeedForward(ABC):
     __slots__ = ()
 
     kind: ClassVar[str]
-    """What people call it."""
+    """Human-readable name."""
 
     @abstractmethod
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
-        """Name the matrices that every token is multiplied by, with their sizes [out, in]."""
+        """Return the matrices that every token is multiplied by, with their sizes [out, in]."""
 
     def token_flops(self, hidden: int) -> float:
-        """Count a token's arithmetic beside these matrices."""
+        """Return a token's FLOPs besides these matrices."""
         return 0.0
 
     @abstractmethod
     def build(self, hidden: int, weights: Weights, kernels: Kernels) -> LoadedFeedForward:
-        """Take the weights, by names relative to the layer's."""
+        """Load the weights, by names relative to the layer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class MLP(FeedForward):
     gate_scale: float = 1.0
     """Multiplies the gate before its activation."""
     limit: float = math.inf
-    """What an activated gate is at most, and what it multiplies in size."""
+    """Upper bound of the activated gate, and bound of |up|."""
 
     kind: ClassVar[str] = "dense feed-forward"
 
     @property
     def up_rows(self) -> int:
-        """Outputs of the first product: a gate beside what it scales, or this alone."""
+        """Rows of the first product: gate and up, or only one of them."""
         return self.width * (1 if self.activation == "relu2" else 2)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
@@ -84,27 +84,27 @@ class MoE(FeedForward):
     groups: int = 1
     top_groups: int = 1
     narrow_router: bool = False
-    """A sigmoid router works in the model's dtype and not in float32."""
+    """A sigmoid router computes in the model's dtype instead of float32."""
     corrected: bool = True
-    """A sigmoid router has a bias, which decides on the choice alone."""
+    """A sigmoid router has a bias that affects only the choice."""
     eps: float = 1e-20
-    """Added to the sum by which a sigmoid router renormalises."""
+    """Added to the sum that a sigmoid router renormalises by."""
     latent: int | None = None
-    """The experts work in this width, between two projections."""
+    """Width of the experts' input and output, between two projections."""
     limit: float = math.inf
-    """What an expert's activated gate is at most, and what it multiplies in size."""
+    """Upper bound of an expert's activated gate, and bound of |up|."""
     shared_limit: float = math.inf
 
     kind: ClassVar[str] = "mixture of experts"
 
     @property
     def shared(self) -> MLP | None:
-        """The expert that all tokens visit."""
+        """The shared expert, or None."""
         return MLP(self.shared_width, self.activation, limit=self.shared_limit) if self.shared_width else None
 
     @property
     def up_rows(self) -> int:
-        """Outputs of an expert's first product."""
+        """Rows of an expert's first product."""
         return self.width * (2 if self.activation == "swiglu" else 1)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
@@ -116,7 +116,7 @@ class MoE(FeedForward):
         return found
 
     def token_flops(self, hidden: int) -> float:
-        """Count the products with the chosen experts."""
+        """Return the FLOPs of a token's chosen experts."""
         return 2.0 * self.top_k * (self.up_rows + self.width) * (self.latent or hidden)
 
     def build(self, hidden: int, weights: Weights, kernels: Kernels) -> "LoadedMoE":
@@ -133,7 +133,7 @@ class LoadedMLP:
         self.down = Linear.load(weights, kernels, {"down": hidden}, s.width, bias=s.bias)
 
     def with_up(self, up: Projection) -> "LoadedMLP":
-        """Return the same but for the first product."""
+        """Return a copy with another first product."""
         own = copy(self)
         own.up = up
         return own
@@ -151,7 +151,7 @@ class LoadedMoE:
         router_dtype = torch.float32 if s.router == "sigmoid" and not s.narrow_router else None
         router_ED = weights.take("router.weight", (s.experts, hidden), router_dtype)
         if s.shared_gate:
-            # The shared expert's gate is one more row: one product makes both.
+            # The shared expert's gate is one more row, so one product computes both.
             router_ED = torch.cat([router_ED, weights.take("shared_gate.weight", (1, hidden))])
         self.router, self.routed_in = Linear(kernels, router_ED), router_ED.dtype
         self.correction_E = self._correction(weights, router_ED) if s.router == "sigmoid" else None

@@ -1,4 +1,4 @@
-"""Typed reading of a JSON file of settings: every error names file, field and value, and what would do."""
+"""Typed access to a JSON config: every error names file, field, value and what is supported."""
 
 import math
 import reprlib
@@ -8,16 +8,16 @@ from typing import Any, NoReturn
 from specdec.errors import CheckpointError
 
 LARGEST = (1 << 31) - 1
-"""No size of a network comes near it; a product of two still is an integer of 64 bits."""
+"""Upper bound of any size; the product of two still fits 64-bit integers."""
 
 TEXT = ("text_config", "llm_config")
-"""What a multimodal config calls its language model's level."""
+"""Names of the language model's level in a multimodal config."""
 
 
 class Fields:
-    """Hold one level of a config. Names given together are spellings of one field; the first present wins.
+    """One level of a config. Several names are spellings of one field; the first present wins.
 
-    A field that is null counts as absent.
+    A null field counts as absent.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "", *, file: str = "config.json") -> None:
@@ -27,21 +27,21 @@ class Fields:
         return self._values.get(name) is not None
 
     def null(self, name: str) -> bool:
-        """Return whether the field is there and null, for the few in which that differs from its absence."""
+        """Return whether the field is present and null, for fields where that differs from absence."""
         return name in self._values and self._values[name] is None
 
     def get(self, *names: str) -> Any:
-        """Return the value as it stands in the file, or None."""
+        """Return the field's raw value, or None."""
         return next((self._values[name] for name in names if name in self), None)
 
     def refuse(self, name: str, supported: str) -> NoReturn:
-        """Raise an error: specdec cannot run this value of the field."""
+        """Raise an error: this value of the field is unsupported."""
         where = f"{self._where}.{name}" if self._where else name
         found = f"is {reprlib.repr(self._values[name])}" if name in self._values else "is missing"
         raise CheckpointError(f"{self._file}: {where} {found}; specdec needs {supported}", field=where)
 
     def names(self) -> tuple[str, ...]:
-        """Name the fields that are there, in the file's order."""
+        """Return the present fields, in the file's order."""
         return tuple(name for name in self._values if name in self)
 
     def _spelling(self, names: tuple[str, ...]) -> str:
@@ -68,7 +68,7 @@ class Fields:
         return float(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """Read `count` finite numbers; where the field is absent all are one."""
+        """Read `count` finite numbers; an absent field means all 1."""
         value = self.get(name)
         value = [1.0] * count if value is None else value
         fits = isinstance(value, list | tuple) and len(value) == count
@@ -85,7 +85,7 @@ class Fields:
         return value
 
     def strings(self, *names: str) -> tuple[str, ...] | None:
-        """Read a list of strings, or None where the field is absent."""
+        """Read a list of strings, or None if the field is absent."""
         value = self.get(*names)
         if value is None:
             return None
@@ -109,14 +109,14 @@ class Fields:
         return ids
 
     def within(self, name: str) -> "Fields":
-        """Step into a nested object; an absent one is empty."""
+        """Return the fields of a nested object; an absent one is empty."""
         value = self.get(name)
         if not isinstance(value, Mapping | None):
             self.refuse(name, "an object with fields")
         return Fields(value or {}, f"{self._where}.{name}" if self._where else name, file=self._file)
 
     def only(self, name: str, *supported: object) -> None:
-        """Refuse any value of an option but the supported ones; an absent option is supported."""
+        """Refuse unsupported values of an option; an absent option is supported."""
         if name in self and self._values[name] not in supported:
             self.refuse(name, " or ".join(repr(value) for value in supported))
 
@@ -126,6 +126,6 @@ class Fields:
             self.refuse(name, supported)
 
     def divides(self, small: str, large: str) -> None:
-        """Check that one count is a multiple of another, where both are present."""
+        """Check that `small` divides `large` if both are present."""
         if small in self and large in self and self.integer(large) % self.integer(small):
             self.refuse(large, f"a multiple of {small} ({self.integer(small)})")

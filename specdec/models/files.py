@@ -1,22 +1,22 @@
-"""The files of a checkpoint that specdec reads, by name."""
+"""Names of a checkpoint's files."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF = "model.gguf"
-"""A link to a GGUF file, in the folder that describes it."""
+"""Link to a GGUF file, in the folder that describes it."""
 GGUF_TYPES = "gguf_types"
-"""The field of its config.json that names the types of the file's matrices, the commonest first."""
+"""Field of that folder's config.json: the types of the file's matrices, most common first."""
 
 COUNTS = "token_counts.json"
-"""In a model's folder: {"counts": [how often token 0 occurs, token 1, …]}; those left out never do."""
+"""In a model's folder: {"counts": [count of token 0, token 1, …]}; missing ones are 0."""
 
 HEAD_FOLDERS = ("eagle3", "eagle")
-"""Where a model's own folder may hold its head."""
+"""Subfolders of a model's folder that may contain its draft head."""
 
 DESCRIBING = ("config.json", "generation_config.json", COUNTS)
-"""What a model is made of, beside its weights."""
+"""Files that describe a model, apart from its weights."""
 
 TEXT = (
     *("tokenizer.json", "tokenizer_config.json"),
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
 )
-"""What turns texts and chats into tokens."""
+"""Files of tokenizer and chat template."""

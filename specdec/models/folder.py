@@ -1,4 +1,4 @@
-"""Where a model lies: told at once, before anything slow is imported or a port is taken."""
+"""Locate a model, before any slow import or the server's port."""
 
 import os.path
 import re
@@ -16,27 +16,27 @@ from specdec.models.gguf.names import MAGIC, SUFFIX, models
 from specdec.models.hub.names import HUB, OLLAMA, HubName
 
 SHIPPED: Mapping[str, Path] = MappingProxyType({"tiny": Path(__file__).parents[1] / "assets" / "tiny"})
-"""Checkpoints that come with the package, by name; a folder of one's own that is called so is ./tiny."""
+"""Checkpoints in the package, by name; use ./tiny for your own folder of that name."""
 
 GIVEN = "folder, GGUF file, OWNER/NAME[:TAG] on the hub, tiny"
-"""The help of an argument that names a model."""
+"""Help text of a model argument."""
 
 _ADDRESS = re.compile(rf"\w{{2,}}:/|{HUB}")
 _OLLAMA = re.compile(rf"{OLLAMA}.*|(?:[\w.-]+/)*[\w.-]+:[\w.-]+", re.ASCII)
 
 SHOWN = 240
-"""Characters of a name in an error."""
+"""Maximum characters of a name in an error."""
 
 
 def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
-    """Return a model's folder, downloaded if it is OWNER/NAME on the hub, or say what to give instead.
+    """Return a model's folder, downloading OWNER/NAME from the hub; errors name alternatives.
 
-    With `scratch` what is not in the hub's cache is only described: a folder there gets its files' headers.
+    With `scratch` an uncached hub model is only described: a folder in `scratch` gets its files' headers.
     """
     if not isinstance(model, str | Path) or not str(model):
         raise CheckpointError(f"model: {model!r} is no path; give a folder", field="model")
     folder = SHIPPED.get(str(model), Path(model))
-    if not os.path.isdir(folder) and not _is_gguf(folder):  # Path's own raise OSError for some names
+    if not os.path.isdir(folder) and not _is_gguf(folder):  # Path's methods raise OSError for some names
         path, _, tag = str(model).rpartition(":")
         if _is_gguf(Path(path)):
             raise CheckpointError(
@@ -53,7 +53,7 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
 
 
 def _is_gguf(path: Path) -> bool:
-    """Return whether a file is GGUF, by its name or its first bytes: Ollama's have no suffix."""
+    """Return whether a file is GGUF, by suffix or magic bytes: Ollama's files have no suffix."""
     if not os.path.isfile(path) or path.suffix == SUFFIX:
         return os.path.isfile(path)
     with suppress(OSError), path.open("rb") as file:
@@ -62,7 +62,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder that is no checkpoint, the first of one that is split."""
+    """Return the GGUF file (or first part) of a folder that is not a checkpoint."""
     if any(os.path.lexists(folder / weights) for weights in (SINGLE, INDEX, GGUF)):
         return None
     found = models(path.name for path in folder.glob(f"*{SUFFIX}"))
@@ -73,14 +73,14 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def _described(file: Path, scratch: Path | None) -> Path:
-    # Imported late: other folders need none of what reads GGUF.
+    # Imported late: only GGUF files need it.
     from specdec.models.gguf.folder import describe
 
     return describe(file, scratch if scratch and scratch in file.parents else None)
 
 
 def _unknown(model: str) -> str:
-    """Explain why a name is no model, and what to give instead."""
+    """Explain why a name is not a model, and what to give instead."""
     hub_name = "OWNER/NAME of a checkpoint or of GGUF files on the Hugging Face hub"
     if re.fullmatch(r".+\.gguf(:[^/]*)?", model, re.DOTALL):
         return "is no file; give the path of a GGUF file, or of the first part of one that is split"
@@ -108,7 +108,7 @@ def _unknown(model: str) -> str:
 def find_models(
     model: str | Path, config: EngineConfig, scratch: Path | None = None
 ) -> tuple[Path, EngineConfig]:
-    """Return a model's folder, and the configuration with its draft head's, both downloaded if on the hub."""
+    """Return the model's folder, and the config with its draft head's folder, both downloaded if needed."""
     folder = find_folder(model, scratch)
     if config.draft_model is None:
         return folder, config
@@ -121,22 +121,22 @@ def find_models(
 
 @contextmanager
 def describable(model: str | Path, config: EngineConfig) -> Iterator[tuple[Path, EngineConfig]]:
-    """Find models to describe: of those on the hub the headers are enough, for as long as this is open."""
+    """Yield models to describe, with only the headers of uncached hub models, while the context is open."""
     with TemporaryDirectory(prefix="specdec-") as scratch:
         yield find_models(model, config, Path(scratch))
 
 
 def _download(name: HubName, scratch: Path | None) -> Path:
-    # Imported late: a folder needs none of what speaks to the hub.
+    # Imported late: local folders do not need the hub.
     try:
         from specdec.models.hub.headers import find_headers
         from specdec.models.hub.snapshot import find_snapshot
-    except ValueError as error:  # of a variable that is read at import
+    except ValueError as error:  # from an environment variable read at import
         raise CheckpointError(f"huggingface_hub refuses its settings ({error})", field="model") from error
     return find_snapshot(name) if scratch is None else find_headers(name, scratch)
 
 
 def short(name: object) -> str:
-    """Show a name that may have any length, on one line."""
+    """Format a name on one line, shortened."""
     shown = " ".join(str(name).splitlines())
     return shown if len(shown) <= SHOWN else f"{shown[: SHOWN // 2]}…{shown[-SHOWN // 4 :]}"

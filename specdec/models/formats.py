@@ -1,4 +1,4 @@
-"""The formats of weights beside the model's own dtype, and what a config says of them."""
+"""Quantised weight formats, and their announcement in a config."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,35 +17,35 @@ from specdec.models.packed.base import PackedFormat
 
 
 class WeightFormat(Protocol):
-    """A format that large matrices can be rounded to while they are loaded."""
+    """A format that large matrices can be quantised to while loading."""
 
     @property
     def output(self) -> "WeightFormat | None":
-        """What the matrix that makes logits is rounded to, if it is."""
+        """Format of the output matrix, None for the model's dtype."""
         ...
 
     @property
     def rounds_fp8(self) -> bool:
-        """Whether what is stored in FP8 is rounded anew."""
+        """True if FP8 weights are requantised."""
         ...
 
     def quantise(self, weight: Stored) -> Matrix:
-        """Round a matrix, or one of each expert."""
+        """Quantise a matrix, or one per expert."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Matrix:
-        """Return room for a matrix, or one of each expert."""
+        """Allocate a matrix, or one per expert."""
         ...
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Count the bytes of a matrix of this shape, scales included."""
+        """Return the bytes of a matrix of this shape, including scales."""
         ...
 
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType({"fp8": fp8, "int8": INT8, "int4": INT4})
-"""By the names that `quantize` knows."""
+"""Formats by their `quantize` names."""
 WHOLE = ("int8", "int4")
-"""Those of integers."""
+"""Integer formats."""
 
 _FIELD = "quantization_config"
 _PACKED = MappingProxyType({own.NAME: own.read_format for own in (gptq, awq, compressed, gguf)})
@@ -53,17 +53,17 @@ _PACKED = MappingProxyType({own.NAME: own.read_format for own in (gptq, awq, com
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What a config says of how its large matrices are stored."""
+    """A config's storage format of large matrices."""
 
     name: str
     packed: PackedFormat | None = None
-    """None: 8-bit floats in blocks."""
+    """None: block-scaled FP8."""
 
 
 def announced(*levels: Fields) -> Announced | None:
-    """Return how a config, on any level, says that matrices are stored; refuse what cannot be read.
+    """Return the storage format announced on any level of a config; refuse unsupported ones.
 
-    How FP8 would round activations is not asked: they stay in the model's dtype, which is more exact.
+    FP8 activation settings are ignored: activations stay in the model's dtype, which is more exact.
     """
     found = [_read(fields.within(_FIELD)) for fields in levels if fields.get(_FIELD)]
     return found[0] if found else None

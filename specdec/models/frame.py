@@ -1,4 +1,4 @@
-"""A layer with its weights, in its residual frame."""
+"""A layer with its weights and residual connections."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,7 +15,7 @@ Part = Callable[[Tensor, Step], Tensor]
 
 
 class Half:
-    """One half of a layer: what reads the residual stream x, and how its output joins it."""
+    """Half a layer: parts that read the residual stream x and add to it."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Half:
         hidden: int,
         narrow: torch.dtype | None = None,
     ) -> None:
-        """Take the norms by the half's name; what is read of a wider stream is rounded to `narrow`."""
+        """Load the norms by the half's name; inputs from a wider stream are rounded to `narrow`."""
         self.frame, self.eps, self.kernels, self.narrow = frame, norm.eps, kernels, narrow
         self.side: Part | None = parts[0] if frame.side else None
         self.parts = parts[1:] if frame.side else parts
@@ -42,9 +42,9 @@ class Half:
         self.post_D = norm.load(weights, f"{name}_post_norm.weight", hidden) if frame.post else None
 
     def __call__(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """Return the stream and what is still to be added to it, given the same of the half before.
+        """Return the stream and its pending addition, given those of the previous half.
 
-        Mutates x where it can: what is waiting is added by the norm that reads it.
+        May mutate x: the norm that reads the stream also adds the pending addition.
         """
         x_TD, read_TD = self._read(x_TD, added_TD, step)
         added_TD = self.run(read_TD, step)
@@ -53,7 +53,7 @@ class Half:
         return scaled(x_TD, self.frame.keep, self.kernels), added_TD
 
     def run(self, read_TD: Tensor, step: Step) -> Tensor:
-        """Run the parts side by side on what the half reads, and return what it adds to the stream."""
+        """Run the parts in parallel on the half's input, and return their addition to the stream."""
         ops, mixed_TD = self.kernels, None
         for part, given, taken in zip(self.parts, self.inputs, self.outputs, strict=True):
             own_TD = scaled(part(scaled(read_TD, given, ops), step), taken, ops)
@@ -86,7 +86,7 @@ class Block:
         *,
         narrow: torch.dtype | None = None,
     ) -> None:
-        """Take the weights; `first` is the place of the first mixer, and others count on from there."""
+        """Load the weights; `first` is the first mixer's place, and others follow it."""
         own = (norm, weights, kernels)
         self.mixers = tuple(_build_mixers(layer, weights, kernels, first))
         self.mixing = self.feeding = None
@@ -100,19 +100,19 @@ class Block:
 
     @property
     def halves(self) -> tuple[Half, ...]:
-        """List what runs, in order."""
+        """Return the halves in order of execution."""
         return tuple(half for half in (self.mixing, self.feeding) if half)
 
 
 def joined(x_TD: Tensor, added_TD: Tensor | None, kernels: Kernels) -> Tensor:
-    """Return the stream with what is waiting to be added, in fresh memory where there is some."""
+    """Return the stream plus its pending addition, in new memory if there is one."""
     if added_TD is None:
         return x_TD
     return kernels.add(x_TD, added_TD if added_TD.dtype == x_TD.dtype else added_TD.to(x_TD.dtype))
 
 
 def scaled(x_TD: Tensor, by: float, kernels: Kernels) -> Tensor:
-    """Multiply, rounded to the tensor's dtype; by one there is nothing to do."""
+    """Multiply, rounded to the tensor's dtype; a factor of 1 returns the tensor itself."""
     return x_TD if by == 1 else kernels.scale(x_TD, by)
 
 

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 and attention under multipliers, dense or with experts beside a shared one."""
+"""Granite 4: Mamba-2 and attention with multipliers, dense or with experts beside a shared one."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -64,7 +64,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _feed_forward(fields: Fields) -> FeedForward:
-    """Read the experts, which are absent where there are none, and the feed-forward of all tokens."""
+    """Read the feed-forward: experts with a shared one, or dense if there are no experts."""
     if not fields.integer(EXPERTS, default=8, least=0):
         return swiglu(fields, "shared_intermediate_size")
     fields.only("hidden_act", "silu")
@@ -81,7 +81,7 @@ def _feed_forward(fields: Fields) -> FeedForward:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(
         rules=(
             *rules.OUTER,
@@ -112,11 +112,11 @@ _APART = (
     ),
     *layer_rules(r"ffn\.experts\.down", f"{_EXPERT}.down_proj.weight", recipe=stack),
 )
-"""As GGUF files hold them."""
+"""As GGUF files name them."""
 
 
 def _shared(network: spec.Network) -> Iterator[Rule]:
-    """Cut the projection whose rows are [gate | up]."""
+    """Yield rules that split the projection with rows [gate | up]."""
     ffn = network.layers[0].ffn
     shared = ffn.shared if isinstance(ffn, MoE) else ffn
     if not isinstance(shared, MLP):

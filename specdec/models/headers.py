@@ -1,4 +1,4 @@
-"""Hold what a config makes of a network against the files' headers, before any memory is taken for it."""
+"""Check a config's network against the files' headers, before allocating memory."""
 
 from collections.abc import Callable
 
@@ -16,10 +16,10 @@ _CPU = torch.device("cpu")
 
 
 def check_headers(checkpoint: Checkpoint, network: spec.Network, head: HeadSource | None) -> None:
-    """Refuse a config whose sizes are not those of its tensors; `head`: with those of the head that drafts.
+    """Refuse a config whose sizes do not match its tensors, or those of the draft head.
 
-    The network is built as it is when it is loaded, of tensors without elements: whatever asks for a tensor
-    is checked, and there is no second list of them.
+    The network is built as at load time, but from tensors without elements. So every tensor it uses is
+    checked without a second list of them.
     """
     kernels = replaced(load_kernels("reference"), rope_table=_no_table)
     beside = head is not None and head.checkpoint is None
@@ -44,5 +44,5 @@ def check_headers(checkpoint: Checkpoint, network: spec.Network, head: HeadSourc
 def _no_table(
     position_T: Tensor, dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Leave out a rotary table, which is as wide as the config says and no tensor of the files."""
+    """Skip the rotary table, whose size is not checked against any tensor."""
     return torch.empty(0), torch.empty(0)

@@ -1,4 +1,4 @@
-"""Heads that draft for a network, as they are found beside its weights: described, and not read yet."""
+"""Draft heads of a network, found and described but not loaded yet."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,16 @@ Head = MTPHead | EagleHead
 
 
 class HeadSource(Protocol):
-    """A head's layers, and where its tensors lie."""
+    """A head's layers and tensor source."""
 
     @property
     def layers(self) -> tuple[spec.Layer, ...]:
-        """Return what the arena keeps keys and values for, behind the target's."""
+        """Return the layers with KV in the arena, after the target's."""
         ...
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """Return the folder of its own; None: its tensors lie among the target's."""
+        """Return the head's own checkpoint; None: its tensors are in the target's."""
         ...
 
     def open(
@@ -42,33 +42,33 @@ class HeadSource(Protocol):
         headers_only: bool = False,
         progress: bool | None = None,
     ) -> CheckpointWeights | None:
-        """Open the tensors of its own folder by our names, if it has one."""
+        """Open the head's own checkpoint by our names, or return None."""
         ...
 
     def fill(self, target: Network, weights: Weights, *, max_length: int) -> Head:
-        """Build the head from its own folder's tensors, or else from the target's."""
+        """Build the head from its own tensors, or else from the target's."""
         ...
 
     def finish(self, weights: CheckpointWeights) -> None:
-        """Check that nothing of its own folder was missing or left."""
+        """Check that the head's own checkpoint had no missing or unused tensors."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OwnHead:
-    """The multi-token head that a model's checkpoint holds beside its network."""
+    """The multi-token head in a model's own checkpoint."""
 
     layers: tuple[spec.Layer, ...]
     checkpoint: None = None
 
     def open(self, **_: object) -> None:
-        """Open nothing: the target's tensors are open."""
+        """Return None: the target's tensors are open."""
 
     def fill(self, target: Network, weights: Weights, *, max_length: int) -> MTPHead:
         return MTPHead(target, weights)
 
     def finish(self, weights: CheckpointWeights) -> None:
-        """Leave it to the target, which opened them."""
+        """Do nothing: the target finishes its own tensors."""
 
 
 def load_head(
@@ -83,7 +83,7 @@ def load_head(
     headers_only: bool = False,
     progress: bool | None = None,
 ) -> Head:
-    """Read a head beside its target, whose own weights are still open."""
+    """Load a head for its target, while the target's weights are open."""
     own = source.open(
         dtype=dtype, device=device, quantize=quantize, headers_only=headers_only, progress=progress
     )
@@ -94,12 +94,12 @@ def load_head(
 
 
 def find_mtp(folder: Path | None, network: spec.Network, config: EngineConfig) -> OwnHead | None:
-    """Find the multi-token head that the model's own checkpoint holds."""
+    """Return the multi-token head in the model's own checkpoint, if any."""
     return OwnHead(network.mtp) if network.mtp else None
 
 
 def find_eagle(folder: Path | None, network: spec.Network, config: EngineConfig) -> EagleFolder | None:
-    """Find the EAGLE head that draft_model names, or, if it is asked for by name, in the model's folder."""
+    """Return the EAGLE head of draft_model, or with draft eagle the one in the model's folder."""
     if folder is None:
         if config.draft_model is not None:
             raise ConfigError(

@@ -41,7 +41,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _every(fields: Fields, kind: str, period: int, offset: int) -> Callable[[int], bool]:
-    """Read which layers are of a kind: one of each period."""
+    """Return a predicate for the layers of a kind: one of each period."""
     period = fields.integer(f"{kind}_layer_period", default=period)
     offset = fields.integer(f"{kind}_layer_offset", default=offset, least=0)
     if offset >= period:
@@ -63,7 +63,7 @@ def _mamba(fields: Fields, eps: float) -> Mamba1:
 
 
 def _experts(fields: Fields) -> MoE | None:
-    """Read experts whose shares are not renormalised; a single one is a dense feed-forward."""
+    """Read experts without renormalised weights; a single expert is a dense feed-forward."""
     names = "num_local_experts" if "num_local_experts" in fields else "num_experts"
     if fields.integer(names, default=16) == 1:
         return None
@@ -80,7 +80,7 @@ def _experts(fields: Fields) -> MoE | None:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     own = (
         *layer_rules(r"mixer\.(x|dt)\.weight", r"mamba.\2_proj.weight"),
         *layer_rules(r"mixer\.dt_bias", "mamba.dt_proj.bias"),

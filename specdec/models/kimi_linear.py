@@ -1,4 +1,4 @@
-"""Kimi-Linear: three layers of Kimi delta attention to one of latent attention, no positions, experts."""
+"""Kimi-Linear: three layers of Kimi delta attention per layer of latent attention, no positions, experts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ TITLES: Mapping[str, str] = {"kimi_linear": "Kimi-Linear"}
 HAS_MTP = False
 
 LATENT_NORM = Norm(1e-6, wide=False)
-"""Of what queries, keys and values are made of: its epsilon is no field."""
+"""Norm of the latent vectors; its epsilon is not in the config."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -56,7 +56,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """Name each layer's mixer: `layer_types`, or the lists of `linear_attn_config`, which count from 1."""
+    """Return each layer's mixer: from `layer_types`, or the 1-based lists of `linear_attn_config`."""
     nested = fields.within("linear_attn_config")
     if "layer_types" in fields:
         return layer_kinds(fields, supported=(LINEAR, FULL))
@@ -97,7 +97,7 @@ def latent_attention(fields: Fields) -> LatentAttention:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are: as published, as transformers saves them and as its modules name them."""
+    """Return the tensor layout: as published, as saved by transformers, and with its module names."""
     widths = {mixer.width for mixer in network.mixers() if isinstance(mixer, KimiDeltaAttention)}
     return Layout(
         rules=(

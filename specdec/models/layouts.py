@@ -1,7 +1,7 @@
-"""Where canonical tensors lie in a checkpoint: a table of names, and recipes where the layout differs.
+"""Map our tensor names to a checkpoint's: a table of names, and recipes where layouts differ.
 
-A family's table runs from our names to the disk's, so that a tensor that is missing can be named as
-its file should have named it, and nothing is read before it is asked for.
+A family's table goes from our names to the disk's, so a missing tensor can be reported under its expected
+name, and nothing is read before it is requested.
 """
 
 import re
@@ -20,32 +20,32 @@ Shape = tuple[int, ...]
 
 
 class Reader(Protocol):
-    """What a recipe works with: tensors on the engine's device, in its dtype unless they stay narrower."""
+    """A recipe's access to tensors: on the engine's device, in its dtype unless they stay quantised."""
 
     @property
     def count(self) -> int:
-        """How many tensors the files hold."""
+        """Number of tensors in the files."""
         ...
 
     @property
     def unused(self) -> bool:
-        """Return whether what the recipe makes is not used: it only names what it would read."""
+        """Return whether the result is discarded: the recipe then only names what it would read."""
         ...
 
     def read(self, disk: str, shape: Shape) -> Matrix: ...
 
     def height(self, disk: str) -> int | None:
-        """Return how many rows a tensor of the files has, if it is there."""
+        """Return the rows of a tensor in the files, or None if it is absent."""
         ...
 
     def widen(self, matrix: Matrix, disk: str) -> Tensor:
-        """Give up on the fewer bits of a matrix, and note its name."""
+        """Widen a quantised matrix, and note its name."""
         ...
 
     def empty(self, shape: Shape, like: Matrix) -> Matrix: ...
 
     def unlike(self, disk: str) -> None:
-        """Note that an expert is not stored as those before it are."""
+        """Note that an expert's format differs from that of earlier ones."""
         ...
 
 
@@ -53,12 +53,12 @@ Recipe = Callable[[Reader, tuple[str, ...], Shape], Matrix]
 
 
 def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
-    """Take the tensor as it is."""
+    """Return the tensor unchanged."""
     return reader.read(disk[0], shape)
 
 
 def stored_as(stored: Callable[[Shape], Shape]) -> Recipe:
-    """Take a tensor that the files hold in another shape of as many entries."""
+    """Return a recipe for a tensor that is stored in another shape of the same size."""
 
     def reshape(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         weight = reader.read(disk[0], stored(shape))
@@ -72,12 +72,12 @@ squeeze_conv = stored_as(lambda shape: (shape[0], 1, shape[1]))
 
 
 def join_convs(*heights: int) -> Recipe:
-    """Join depthwise convolutions [C, 1, K] into one, each with its channels, or cut anywhere else."""
+    """Return a recipe that joins depthwise convolutions [C, 1, K], split by channels or anywhere else."""
 
     def join(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         found = [reader.height(name) for name in disk]
         stored = [height for height in found if height is not None]
-        # A saver that knows one convolution may have cut it into equal parts.
+        # A saver that has one convolution may have split it into equal parts.
         sizes = stored if len(stored) == len(disk) and sum(stored) == sum(heights) else heights
         parts = [squeeze_conv(reader, (name,), (n, shape[1])) for name, n in zip(disk, sizes, strict=True)]
         return parts[0] if reader.unused else torch.cat([part for part in parts if isinstance(part, Tensor)])
@@ -86,7 +86,7 @@ def join_convs(*heights: int) -> Recipe:
 
 
 def join_heads(*heights: int) -> Recipe:
-    """Interleave matrices [H, N, D] head by head, given each one's rows in a head."""
+    """Return a recipe that interleaves matrices [H, N, D] by head, given each one's rows per head."""
 
     def join(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         parts = [
@@ -99,9 +99,10 @@ def join_heads(*heights: int) -> Recipe:
 
 
 def rows(order: Callable[[], Tensor], total: int) -> Recipe:
-    """Choose rows of a larger projection, in the order given; an FP8 one stays so if whole blocks move.
+    """Return a recipe that selects rows of a larger projection in an order.
 
-    The order is listed once the files are known to have that number of rows.
+    FP8 is preserved if whole blocks move. The order is only computed once the stored row count is known to
+    match.
     """
 
     def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
@@ -121,17 +122,17 @@ def rows(order: Callable[[], Tensor], total: int) -> Recipe:
 
 
 def rows_by_kind(heads: int, widths: Sequence[int], kinds: Sequence[int]) -> Tensor:
-    """List the rows of some kinds in a projection that repeats `widths` for each head."""
+    """Return the rows of some kinds in a projection that repeats `widths` for each head."""
     row = torch.arange(heads * sum(widths)).view(heads, -1)
     parts = torch.split_with_sizes(row, list(widths), dim=1)
     return torch.cat([parts[kind].flatten() for kind in kinds])
 
 
 def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
-    """Gather experts stored one by one, the parts of each (gate, up) below one another.
+    """Stack experts that are stored one by one, with the parts of each (gate, up) stacked too.
 
-    FP8 parts stay so where they end with a block. More experts than there are tensors are not looked for:
-    the first that is absent is enough.
+    FP8 is preserved if parts end at a block's end. No more experts are looked up than there are tensors:
+    reporting the first absent one is enough.
     """
     experts, height = shape[0], shape[1] // len(disk)
     whole = len(disk) == 1 or height % BLOCK == 0
@@ -151,7 +152,7 @@ def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
 
 
 def _place(reader: Reader, weight_ND: Matrix, out_END: Matrix, expert: int, first: int, disk: str) -> None:
-    """Write one part of an expert's matrix, whose first row is given, into that of all."""
+    """Write one part of an expert's matrix, starting at row `first`."""
     last = first + weight_ND.shape[0]
     if isinstance(out_END, Fp8) and isinstance(weight_ND, Fp8):
         out_END.weight_ND[expert, first:last] = weight_ND.weight_ND
@@ -170,11 +171,11 @@ def numbered(template: str, expert: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Where a canonical tensor is.
+    """A tensor's location by our name.
 
-    `ours` is a regular expression for canonical names; `disk` the names that its groups expand to: `~`
-    stands for the prefix of the model's body, `{e}` for each expert's number. Of several rules for one
-    name, the first whose tensors are there counts.
+    `ours` is a regular expression for our names; `disk` are the disk names that its groups expand to: `~` is
+    replaced by the prefix of the model's body, `{e}` by each expert's number. Of several rules for one name,
+    the first with present tensors applies.
     """
 
     ours: str
@@ -184,23 +185,23 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Name the disk tensors of one canonical tensor, and how to make it of them."""
+    """The disk tensors of one of ours, and the recipe that makes it."""
 
     disk: tuple[str, ...]
     recipe: Recipe
 
     def present(self, names: Collection[str], experts: int) -> bool:
-        """Return whether any of the source's tensors is there."""
+        """Return whether any of the source's tensors is present."""
         spread = range(min(experts, len(names))) if "{e}" in self.disk[0] else range(1)
         return any(numbered(template, e) in names for template in self.disk for e in spread)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Hold a family's table for one network.
+    """A family's table for one network.
 
-    `prefixes` are the spellings of `~`, found by the embedding's name; `ignored` are expressions for
-    disk names that belong to no part of the network we run; `head` are those of the multi-token head.
+    `prefixes` are the possible values of `~`, detected by the embedding's name; `ignored` are expressions for
+    disk names that the network does not use; `head` matches those of the multi-token head.
     """
 
     rules: tuple[Rule, ...]
@@ -210,27 +211,27 @@ class Layout:
     head: str = r"mtp\..*"
 
     def prefix(self, names: Collection[str]) -> str:
-        """Find how this checkpoint spells the body's prefix."""
+        """Return this checkpoint's prefix of the body."""
         found = (p for p in self.prefixes if p + self.embedding in names)
         return next(found, self.prefixes[0])
 
     def sources(self, ours: str, prefix: str) -> Iterator[Source]:
-        """Yield the places where a canonical tensor may lie, the preferred one first."""
+        """Yield the possible sources of our tensor, the preferred one first."""
         for rule in self.rules:
             if match := re.fullmatch(rule.ours, ours):
                 templates = (rule.disk,) if isinstance(rule.disk, str) else rule.disk
-                # expand() would read a backslash of the prefix, so the prefix goes in afterwards.
+                # expand() would interpret a backslash in the prefix, so the prefix is inserted afterwards.
                 disk = tuple(match.expand(template).replace("~", prefix) for template in templates)
                 yield Source(disk, rule.recipe)
 
     def wanted(self, names: Iterable[str], *, mtp: bool) -> frozenset[str]:
-        """Leave out the disk names that are ignored on purpose."""
+        """Return the disk names without those ignored on purpose."""
         ignored = re.compile("|".join(self.ignored if mtp else (*self.ignored, self.head)))
         return frozenset(name for name in names if not ignored.fullmatch(name))
 
 
 def layer_rules(ours: str, *names: str, recipe: Recipe = copy) -> Iterator[Rule]:
-    r"""Make the rules for a tensor of a layer, in the body and in the multi-token head (which has no prefix).
+    r"""Yield the rules for a layer's tensor, in the body and in the multi-token head (which has no prefix).
 
     Groups of `ours` count from \2 on: the first is the layer's number.
     """

@@ -1,6 +1,6 @@
 """LFM2, dense and with experts: gated short convolutions and a few attention layers.
 
-Of LFM2-VL the text model is read; its other parts are left out.
+For LFM2-VL only the text model is loaded.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ NAMES = (
     *layer_rules(r"ffn\.up\.weight", "feed_forward.w3.weight"),
     *layer_rules(r"ffn\.down\.weight", "feed_forward.w2.weight"),
 )
-"""What all generations call alike."""
+"""Names common to all generations."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -76,7 +76,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """Name each layer's mixer: `layer_types`, or else `full_attn_idxs`; where both are absent all attend."""
+    """Return each layer's mixer: `layer_types`, else `full_attn_idxs`; without both, all attend."""
     if "layer_types" in fields or "full_attn_idxs" not in fields:
         return layer_kinds(fields, supported=(FULL, CONV))
     count, attend = fields.integer("num_hidden_layers", most=MOST_LAYERS), fields.integers("full_attn_idxs")
@@ -86,7 +86,7 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
 
 
 def short_conv(fields: Fields, *, taps: int) -> ShortConv:
-    """Read a short convolution, as wide as the stream."""
+    """Read a short convolution of the hidden size."""
     return ShortConv(
         channels=fields.integer("hidden_size"),
         conv=fields.integer("conv_L_cache", default=taps),
@@ -95,12 +95,12 @@ def short_conv(fields: Fields, *, taps: int) -> ShortConv:
 
 
 def _dense(fields: Fields) -> MLP:
-    """Read the dense feed-forward, whose width follows from two thirds of what the config says."""
+    """Read the dense feed-forward; by default its width is derived from two thirds of the config's."""
     width = fields.integer("block_ff_dim", "intermediate_size", default=12288)
     if not fields.flag("block_auto_adjust_ff_dim", default=True):
         return MLP(width, "swiglu")
     width = int(2 * width / 3)
-    # Null leaves the width as it is, and a field that is not there is one.
+    # A null multiplier leaves the width unchanged; an absent one is 1.
     if not fields.null("block_ffn_dim_multiplier"):
         multiple = fields.integer("block_multiple_of", default=256)
         width = int(fields.number("block_ffn_dim_multiplier", default=1.0) * width)
@@ -128,7 +128,7 @@ def _experts(fields: Fields) -> MoE:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(
         rules=(
             *NAMES,

@@ -1,6 +1,6 @@
-"""LFM3: gated short convolutions, attention over a window and over all, each head of it behind a gate.
+"""LFM3: gated short convolutions, sliding and full attention with a gate per head.
 
-Of LFM3-VL the text model is read; its other parts are left out.
+For LFM3-VL only the text model is loaded.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ CONV = lfm2.CONV
 WINDOW, HEAD_DIM, TAPS = 256, 128, 7
 THETA: Mapping[str, float] = {SLIDING: 10_000.0, FULL: 1_000_000.0}
 TURNED: Mapping[str, float] = {SLIDING: 1.0, FULL: 0.5}
-"""The part of a head's pairs that turns. These count where a config says nothing."""
+"""Default fraction of a head's pairs that are rotated."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -55,7 +55,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """Name each layer's mixer: by `layer_types`, or of four one attends to all and one slides."""
+    """Return each layer's mixer: `layer_types`, else one full and one sliding attention of every four."""
     if "layer_types" in fields:
         return layer_kinds(fields, supported=(FULL, SLIDING, CONV))
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
@@ -63,7 +63,7 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
 
 
 def _attention(fields: Fields, kind: str, norm: Norm) -> Attention:
-    fields.integer("num_key_value_heads")  # null is not the number of heads here
+    fields.integer("num_key_value_heads")  # here null does not default to the number of heads
     head_dim = fields.integer("head_dim", default=HEAD_DIM)
     return replace(
         attention(fields, norm=norm, rotates=False, scale=head_dim**-0.5),
@@ -75,7 +75,7 @@ def _attention(fields: Fields, kind: str, norm: Norm) -> Attention:
 
 
 def _rope(fields: Fields, kind: str, head_dim: int) -> Rope:
-    """Read a kind's rotary positions: pairs over the whole head, which all turn or the first part of them."""
+    """Read a layer kind's rotary positions: all pairs of a head are rotated, or the first part of them."""
     if head_dim % 2:
         fields.refuse("head_dim", "an even number")
     pairs = head_dim // 2
@@ -102,7 +102,7 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> Rope:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are; the gate has another name as published than in transformers."""
+    """Return the tensor layout; the gate is named differently as published and in transformers."""
     return Layout(
         rules=(
             *lfm2.NAMES,

@@ -1,4 +1,4 @@
-"""The one way in which a model multiplies by a weight."""
+"""Matrix products with packed weights."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Self
@@ -11,19 +11,19 @@ from specdec.kernels.table import Kernels
 from specdec.models.weights import Weights
 
 Projection = Callable[[Tensor], Tensor]
-"""What multiplies packed tokens: a Linear, or several that work as one."""
+"""A product with packed tokens: a Linear, or several that work as one."""
 
 
 class Linear:
-    """y = x Wᵀ + b, by a weight that is packed once as these kernels read it.
+    """y = x Wᵀ + b, with a weight packed once for these kernels.
 
-    What the weight is stored in is the business of its `Matrix`, a tensor or a quantised form.
+    Its `Matrix` determines the storage: a tensor or a quantised format.
     """
 
     __slots__ = ("_multiply", "packed")
 
     def __init__(self, kernels: Kernels, weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> None:
-        """Pack a weight, or several whose outputs follow each other, each in a format of its own."""
+        """Pack a weight, or several in their own formats, whose outputs are concatenated."""
         self._multiply, self.packed = kernels.linear, kernels.pack(weight, bias_N)
 
     @classmethod
@@ -51,7 +51,7 @@ class Linear:
 
 
 class LinearByHead:
-    """y_h = x_h W_hᵀ, by a weight of each head in the model's dtype, packed once."""
+    """y_h = x_h W_hᵀ, with a weight per head in the model's dtype, packed once."""
 
     __slots__ = ("_multiply", "packed")
 

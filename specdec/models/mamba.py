@@ -1,4 +1,4 @@
-"""Mamba and Falcon-Mamba: mixers alone, in a residual stream that is kept in float32."""
+"""Mamba and Falcon-Mamba: only mixers, with a float32 residual stream."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _mixer(fields: Fields) -> Mamba1:
-    """Read the mixer; Falcon's normalises without weights what decays, keys and queries are made of."""
+    """Read the mixer; Falcon's normalises the rank, B and C without weights."""
     fields.only("hidden_act", "silu")
     return Mamba1(
         inner=fields.integer(
@@ -51,7 +51,7 @@ def _mixer(fields: Fields) -> Mamba1:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     own = (
         *layer_rules(r"mixer\.(x|dt)\.weight", r"mixer.\2_proj.weight"),
         *layer_rules(r"mixer\.dt_bias", "mixer.dt_proj.bias"),

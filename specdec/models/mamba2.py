@@ -1,4 +1,4 @@
-"""Mamba-2 and Codestral-Mamba: mixers alone, in a residual stream that is kept in float32."""
+"""Mamba-2 and Codestral-Mamba: only mixers, with a float32 residual stream."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ TITLES: Mapping[str, str] = {"mamba2": "Mamba-2"}
 HAS_MTP = False
 
 UNBOUNDED = 1 << 20
-"""Positions that an engine counts at most: a state has no length, and the config names none."""
+"""Maximum positions: a state has no length limit, and the config names none."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -72,5 +72,5 @@ PREFIXES = ("backbone.", "model.", "")
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(NAMES, PREFIXES, "embeddings.weight", ignored=rules.ignored(network))

@@ -34,10 +34,10 @@ HAS_MTP = False
 EXPERTS = "num_local_experts"
 THETA = 1_000_000.0
 NORM_EPS = 1e-6
-"""Of the norm behind lightning attention: no field gives it."""
+"""Epsilon of the norm after lightning attention, which is not in the config."""
 
 DERIVED = r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)"
-"""Decays that are stored beside the weights; they follow from the config."""
+"""Stored decays, which follow from the config."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -63,7 +63,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """Name each layer's mixer: by `layer_types`, or as published; without either every other attends."""
+    """Return each layer's mixer: `layer_types`, else the published list, else every other layer attends."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     if "layer_types" in fields:
         return layer_kinds(fields, supported=(FULL, LINEAR))
@@ -76,7 +76,7 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
 
 
 def _frame(fields: Fields, name: str, published: str) -> spec.Frame:
-    """Read what half a layer is added with, to the stream that it has normalised."""
+    """Read the multipliers of half a layer, which is added to its normalised input."""
     alpha, beta = (
         fields.number(f"{name}_{own}_factor", f"layernorm_{published}_{own}", default=1.0)
         for own in ("alpha", "beta")
@@ -93,9 +93,9 @@ def _attention(fields: Fields) -> Attention:
 
 
 def _rope(fields: Fields, head_dim: int) -> Rope:
-    """Read rotary positions. `rotary_dim` decides alone, as in vLLM.
+    """Read rotary positions. Only `rotary_dim` decides, as in vLLM.
 
-    Without it transformers and vLLM rotate whole heads whatever `partial_rotary_factor` says.
+    Without it transformers and vLLM rotate whole heads, regardless of `partial_rotary_factor`.
     """
     if "rotary_dim" not in fields:
         for level in (rope_parameters(fields), fields):
@@ -109,7 +109,7 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def _lightning(full: Attention, layer: int, layers: int) -> Lightning:
-    """Give a layer its decays, which grow slower from layer to layer."""
+    """Build a layer's lightning attention; later layers decay more slowly."""
     scale = 1 - layer / (layers - 1 + 1e-5) + 1e-5
     return Lightning(full.heads, full.head_dim, decay_scale=scale, eps=NORM_EPS)
 
@@ -129,7 +129,7 @@ def _experts(fields: Fields) -> MoE:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(
         rules=(
             *rules.OUTER,
@@ -153,7 +153,7 @@ def layout(network: spec.Network) -> Layout:
 
 
 def _lightning_rules(network: spec.Network) -> tuple[Rule, ...]:
-    """Put the keys first in the projection whose rows are [q | k | v] head by head."""
+    """Yield rules that reorder per-head rows [q | k | v] to [k | q | v]."""
     own = next((mixer for mixer in network.mixers() if isinstance(mixer, Lightning)), None)
     if own is None:
         return ()
@@ -164,5 +164,5 @@ def _lightning_rules(network: spec.Network) -> tuple[Rule, ...]:
         *layer_rules(r"mixer\.gate\.weight", "self_attn.output_gate.weight"),
         *layer_rules(r"mixer\.norm\.weight", "self_attn.norm.weight"),
         *layer_rules(r"mixer\.out\.weight", "self_attn.out_proj.weight"),
-        *layer_rules(r"mixer\.out\.weight", "self_attn.o_proj.weight"),  # as GGUF files have it
+        *layer_rules(r"mixer\.out\.weight", "self_attn.o_proj.weight"),  # as GGUF files name it
     )

@@ -66,7 +66,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields, *names: str) -> tuple[str, ...] | None:
-    """Read the kinds of layers from a list or from a pattern of symbols."""
+    """Read the kinds of layers from a list or a pattern of symbols."""
     name = next((name for name in names if name in fields), None)
     if name is None:
         return None
@@ -87,7 +87,7 @@ def _layer(fields: Fields, kind: str, eps: float) -> spec.Layer:
 
 
 def _attention(fields: Fields) -> Attention:
-    """Attention has no position encoding."""
+    """Read attention, which has no position encoding."""
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", "attention_head_dim", default=128)
@@ -106,8 +106,8 @@ def _mamba(fields: Fields, eps: float) -> Mamba2:
     heads, groups = fields.integer("mamba_num_heads"), fields.integer("n_groups", "mamba_n_groups", default=8)
     if heads % groups:
         fields.refuse("mamba_num_heads", f"a multiple of n_groups ({groups})")
-    # The reference bounds the step from below in prefill and forgets to in decode. We
-    # bound it in both: a token's step must not depend on how it entered.
+    # The reference bounds the step from below in prefill but not in decode. We bound it in both: a token's
+    # step must not depend on its window.
     least = fields.number("time_step_min", "mamba_dt_min", default=1e-3)
     return Mamba2(
         heads=heads,
@@ -154,7 +154,7 @@ def _experts(fields: Fields) -> MoE:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     last = len(network.mtp) - 1
     return Layout(
         rules=(

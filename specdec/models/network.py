@@ -20,7 +20,7 @@ from specdec.state_slots.layout import Layout
 from specdec.state_slots.window import Window
 
 LOGITS = 256
-"""Nodes whose logits are held at once: with a large vocabulary, choosing takes several times their memory."""
+"""Nodes with logits in memory at once: with a large vocabulary, sampling takes several times their memory."""
 
 
 def memory_layout(
@@ -31,7 +31,7 @@ def memory_layout(
     state_dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
 ) -> Layout:
-    """Return what the arena must hold for a token and a sequence of this network and its head's layers."""
+    """Return the arena's layout per token and sequence of this network and its head's layers."""
     mixers = [mixer for layer in (*network.layers, *head) for mixer in layer.mixers]
     kv = tuple(kept for mixer in mixers if (kept := mixer.kv_shape()))
     states = tuple(shape for mixer in mixers if (shape := mixer.state_shape()))
@@ -49,10 +49,10 @@ def run_blocks(
     aux_hidden_layers: Collection[int] = (),
     narrow: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Run the layers on the residual stream x, which is overwritten, and normalise what comes out.
+    """Run the layers on the residual stream x, which is overwritten, and normalise the result.
 
-    With it come copies of the stream as it enters the layers in `aux_hidden_layers`; their number is the end.
-    What leaves a wider stream is rounded to `narrow`.
+    Also return copies of the stream as it enters the layers in `aux_hidden_layers`; the number of layers
+    means the end. Outputs of a wider stream are rounded to `narrow`.
     """
     ops, added_TD, dtype = step.kernels, None, narrow or x_TD.dtype
     aux: dict[int, Tensor] = {}
@@ -81,7 +81,7 @@ def build_blocks(
     behind: Sequence[spec.Layer] = (),
     narrow: torch.dtype | None = None,
 ) -> list[Block]:
-    """Build the layers in order; in the arena's views their KV and states come after those of `behind`."""
+    """Build the layers in order; their indices in the arena's views follow those of `behind`."""
     blocks: list[Block] = []
     place = first_place(behind, network.hidden)
     for i, layer in enumerate(layers):
@@ -94,12 +94,12 @@ def build_blocks(
 
 
 def first_place(behind: Sequence[spec.Layer], writes: int, *, reads: int | None = None) -> Place:
-    """Return the place of a mixer that follows on other layers, those of another network."""
+    """Return the place of a mixer that follows the layers of another network."""
     return Place(reads or writes, writes).after(*(mixer for layer in behind for mixer in layer.mixers))
 
 
 def begin_step(window: Window, memory: Memory, tables: Rotations, kernels: Kernels) -> Step:
-    """Return the rotations of a window's positions."""
+    """Return a step with the rotations of the window's positions."""
     at_T = window.position_T
     rope = {
         key: (kernels.embedding(cos_LR, at_T), kernels.embedding(sin_LR, at_T))
@@ -121,7 +121,7 @@ class Network:
         device: torch.device,
         shortlist_C: Tensor | None = None,
     ) -> None:
-        """Fill the network; `shortlist` are the tokens that are drafted, None: all."""
+        """Build the network; `shortlist_C` are the tokens that may be drafted, None: all."""
         self.spec, self.kernels = s, kernels
         self.embed_VD = weights.take("embed.weight", (s.vocab, s.hidden))
         self.narrow = self.embed_VD.dtype if s.wide_residual else None
@@ -141,17 +141,17 @@ class Network:
         self._replays = Replays(self._run, kernels)
 
     def begin(self, window: Window, memory: Memory) -> Step:
-        """Gather what all layers of this pass share."""
+        """Return the state shared by all layers of this pass."""
         return begin_step(window, memory, self.rope, self.kernels)
 
     def forward(self, window: Window, memory: Memory) -> Tensor:
-        """Return the hidden states after the final norm; KV, states and records in `memory` are advanced."""
+        """Return the hidden states after the final norm; updates KV, states and records in `memory`."""
         return self.forward_with_aux(window, memory, ())[0]
 
     def forward_with_aux(
         self, window: Window, memory: Memory, aux_hidden_layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the same, and the residual streams that a head asks for, by the layer that they enter."""
+        """Do `forward`; also return the residual streams that enter the given layers."""
         hidden_TD, *aux = self._replays(window, memory, aux_hidden_layers=tuple(aux_hidden_layers))
         return hidden_TD, aux
 
@@ -162,7 +162,7 @@ class Network:
         x_TD = scaled(ops.embedding(self.embed_VD, window.token_T), self.spec.embed_scale, ops)
         step = self.begin(window, memory)
         if any(layer.frame.side for layer in self.spec.layers):
-            step = replace(step, embed_TD=ops.concat(x_TD))  # a copy: the stream is written to
+            step = replace(step, embed_TD=ops.concat(x_TD))  # a copy, because the stream is overwritten
         x_TD = x_TD if self.narrow is None else _at_least_float32(x_TD)
         hidden_TD, aux = run_blocks(
             *(self.blocks, x_TD, step, self.norm_D, self.spec.norm.eps),
@@ -172,9 +172,10 @@ class Network:
         return hidden_TD, *(aux[layer] for layer in aux_hidden_layers)
 
     def materialize(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-        """Bring the recurrent states up to date with their rows' paths, in place, as the next window would.
+        """Fold the rows' paths into the recurrent states, in place, as the next window would.
 
-        A shorter length gives the state at an earlier position of the path. The records are no longer needed.
+        A shorter length gives the state at an earlier position of the path. The records are not needed
+        afterwards.
         """
         for block in self.blocks:
             for mixer in block.mixers:
@@ -183,7 +184,7 @@ class Network:
     def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         """Move keys and values to other positions of their rows in every attention layer of the target.
 
-        After a tree was verified the accepted path's must follow on what was committed before.
+        After tree verification the accepted path's must directly follow the committed tokens.
         """
         for block in self.blocks:
             for mixer in block.mixers:
@@ -194,7 +195,7 @@ class Network:
         return scaled(self.head(hidden_TD), self.spec.logit_scale, self.kernels)
 
     def project_drafts(self, hidden_TD: Tensor) -> Tensor:
-        """Project a head's hidden states; what is not to be drafted has minus infinity."""
+        """Project a head's hidden states; tokens outside the shortlist get minus infinity."""
         if self.shortlist is None:
             return self.project(hidden_TD)
         return scaled(self.shortlist(hidden_TD), self.spec.logit_scale, self.kernels)
@@ -210,9 +211,9 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 class MTPHead:
-    """Predict the token after next from a hidden state and the token that was chosen there.
+    """Predicts the token after next from a hidden state and the token chosen there.
 
-    Its attention layers keep KV of their own, behind the target's in the arena.
+    Its attention layers have their own KV, after the target's in the arena.
     """
 
     aux_hidden_layers: tuple[int, ...] = ()
@@ -229,13 +230,13 @@ class MTPHead:
         self._replays = Replays(self._run, kernels)
 
     def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
-        """Take the target's last hidden states as they are."""
+        """Return the target's last hidden states unchanged."""
         return hidden_TD
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
-        """Return h' for each token of the window, given the hidden state of the position before it.
+        """Return h' for each token of the window, given the hidden state of the previous position.
 
-        The target's hidden states enter after its final norm; the recursion feeds h' back.
+        The first input is the target's hidden state after its final norm; recursion feeds back h'.
         """
         return self._replays(window, memory, hidden_TD)[0]
 
@@ -248,5 +249,5 @@ class MTPHead:
         return (run_blocks(self.blocks, x_TD, step, self.norm_D, self.eps)[0],)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Project the head's hidden states as the target's are, in the model's dtype."""
+        """Project the head's hidden states as the target's, in the model's dtype."""
         return self.target.project_drafts(hidden_TD)

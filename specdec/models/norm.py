@@ -1,4 +1,4 @@
-"""RMS normalisation, as a config describes it and as it is loaded."""
+"""RMS normalisation: its config and loading its weight."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ class Norm:
     eps: float
     offset: float = 0.0
     wide: bool = True
-    """The product with the weight is rounded once; otherwise x is, to the model's dtype, before it too."""
+    """Round once, after the product with the weight; False: also round x to the model's dtype before it."""
 
     def load(self, weights: Weights, name: str, size: int) -> Tensor:
         """Load the weight with the offset added, so that every norm multiplies by one vector.
 
-        Its dtype says where the norm rounds: float32 for one that is wide, else the model's.
+        Its dtype determines where the norm rounds: float32 if wide, else the model's dtype.
         """
         return weights.take(name, (size,), torch.float32 if self.wide else None) + self.offset

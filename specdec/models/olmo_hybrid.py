@@ -1,4 +1,4 @@
-"""OLMo-Hybrid: gated delta nets behind their norms, and attention whose norms come after it."""
+"""OLMo-Hybrid: pre-norm gated delta nets, and post-norm attention."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ TITLES: Mapping[str, str] = {"olmo_hybrid": "OLMo-Hybrid"}
 HAS_MTP = False
 
 OUTPUT_EPS = 1e-5
-"""Of the norm inside a gated delta net, whatever the config says."""
+"""Epsilon of the norm inside a gated delta net, independent of the config."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -46,7 +46,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _attention(fields: Fields, norm: Norm) -> Attention:
-    """Read attention, which has no positions where the rotary base is null."""
+    """Read attention; a null rotary base means no positions."""
     if "rope_parameters" not in fields:
         fields.refuse(
             "rope_parameters", "an object whose rope_theta says whether there are positions (null: none)"
@@ -78,7 +78,7 @@ def _delta_net(fields: Fields) -> GatedDeltaNet:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are; transformers names some norms otherwise when it saves them again."""
+    """Return the tensor layout; transformers renames some norms on saving."""
     return Layout(
         rules=(
             *rules.OUTER,

@@ -1,4 +1,4 @@
-"""Qwen3, dense and with experts: attention in every layer, no recurrent one; some layers may slide."""
+"""Qwen3, dense and with experts: attention in every layer, possibly sliding in some."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -49,14 +49,14 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """Name the layers of a model with experts: with `use_sliding_window` all of them slide, or none."""
+    """Return each layer's kind with experts: all slide with `use_sliding_window`, else none."""
     kind = SLIDING if has_window(fields) else FULL
     return layer_kinds(fields, supported=(kind,), default=kind)
 
 
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
-    """Read experts, or the dense feed-forward of a layer that has none."""
-    # Published configs have the one name, those that transformers writes the other.
+    """Read a layer's experts, or its dense feed-forward."""
+    # Published configs use one name, transformers writes the other.
     experts = "num_local_experts" if "num_local_experts" in fields else "num_experts"
     if not is_sparse(fields, layer) or not fields.integer(experts, least=0):
         return swiglu(fields)
@@ -65,7 +65,7 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(
         rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE, *rules.GATED_EXPERTS),
         prefixes=rules.PREFIXES,

@@ -1,6 +1,6 @@
 """Qwen3.5, dense and mixture of experts: gated delta nets and gated attention, a multi-token head.
 
-The text model may stand alone or inside a multimodal checkpoint, whose other towers are left out.
+The text model may be a separate checkpoint or part of a multimodal one, whose other parts are ignored.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def _feed_forward(text: Fields, kind: str) -> FeedForward:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     return Layout(
         rules=(
             *rules.OUTER,

@@ -41,7 +41,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     if LINEAR in kinds:
         mixers[LINEAR] = (delta_net(fields, eps=norm.eps),)
     layers = tuple(spec.Layer(mixers[kind], _feed_forward(fields, i)) for i, kind in enumerate(kinds))
-    # The published configs do not mention the head that their checkpoints hold.
+    # Published configs do not mention the multi-token head in their checkpoints.
     head = spec.Layer((full,), _experts(fields) or swiglu(fields))
     mtp = (head,) if head_wanted(fields, default=True) else ()
     return assemble(NAME, fields, layers, norm, mtp=mtp)
@@ -58,7 +58,7 @@ def _experts(fields: Fields) -> MoE | None:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are."""
+    """Return the tensor layout."""
     nets = {mixer for mixer in network.mixers() if isinstance(mixer, GatedDeltaNet)}
     return Layout(
         rules=(
@@ -67,7 +67,7 @@ def layout(network: spec.Network) -> Layout:
             *rules.ATTENTION,
             *rules.DELTA_NET,
             *(rule for net in nets for rule in _interleaved(net)),
-            *rules.DELTA_NET_FLAT,  # as GGUF files hold them
+            *rules.DELTA_NET_FLAT,  # as GGUF files store them
             *rules.DENSE,
             *rules.GATED_EXPERTS,
             *rules.HEAD,
@@ -79,7 +79,7 @@ def layout(network: spec.Network) -> Layout:
 
 
 def _interleaved(net: GatedDeltaNet) -> Iterator[Rule]:
-    """Cut the two fused projections, whose rows are grouped by key head, into flat ones.
+    """Yield rules that split the two fused projections, whose rows are grouped by key head.
 
     A key head's rows are [q | k | its value heads' v | their z], and [their b | their a].
     """

@@ -1,4 +1,4 @@
-"""Run a network's pass by playing a tape of it, where windows come again in the same form."""
+"""Replay a network's pass from a tape if windows of the same shape recur."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,26 +15,26 @@ from specdec.models.mixers.base import Memory
 from specdec.state_slots.window import Window
 
 Pass = Callable[..., tuple[Tensor, ...]]
-"""Given a window, the memory and tensors by token, what it makes of them."""
+"""A pass: from a window, the memory and per-token tensors to output tensors."""
 
 WIDEST = 32
-"""Tokens of a pass that is recorded: beyond it arithmetic outweighs calls."""
+"""Widest recorded pass in tokens: beyond it arithmetic outweighs call overhead."""
 BLOCKS = 16
-"""The smallest size of a table."""
+"""Minimum width of a block table."""
 
 
 class Replays:
-    """Play what was recorded of windows of the same form; all others run as they are."""
+    """Replays recorded passes for windows of the same shape; runs all others directly."""
 
     def __init__(self, run: Pass, kernels: Kernels) -> None:
         self.run, self.serves = run, kernels.name == "native"
         self._by_memory: WeakKeyDictionary[Memory, Tapes[Recorded]] = WeakKeyDictionary()
-        """A tape is of one arena, and goes with it."""
+        """Tapes belong to one arena and are dropped with it."""
 
     def __call__(
         self, window: Window, memory: Memory, *inputs: Tensor, **constants: Any
     ) -> tuple[Tensor, ...]:
-        """Return fresh tensors; `constants` are part of the form. Inside of a recorded pass it just runs."""
+        """Return new tensors; `constants` are part of the key. Within a recording the pass runs directly."""
         group = window.groups[0]
         narrow = len(window.groups) == 1 and len(window.token_T) <= WIDEST
         if not self.serves or not narrow or listening.recorder:
@@ -56,7 +56,7 @@ class Replays:
 
 
 class Recorded:
-    """One form's tape, and the memory that it reads: a window and inputs, with room for all of the form."""
+    """One key's tape with its window and inputs, sized for all windows of that key."""
 
     def __init__(self, window: Window, inputs: Sequence[Tensor]) -> None:
         self.tape = Tape()
@@ -65,13 +65,13 @@ class Recorded:
         self.outputs: tuple[Tensor, ...] = ()
 
     def record(self, run: Pass, memory: Memory, constants: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Run the pass on this memory, once and for all."""
+        """Record the pass on this memory."""
         with self.tape:
             self.outputs = run(self.window, memory, *self.inputs, **constants)
         return tuple(out.clone() for out in self.outputs)
 
     def play(self, window: Window, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Put a window of this form in place and run the pass again."""
+        """Copy a window into the recorded memory and replay the pass."""
         for to, given in zip(_tensors(self.window), _tensors(window), strict=True):
             (to if to.shape == given.shape else to[tuple(map(slice, given.shape))]).copy_(given)
         for to, given in zip(self.inputs, inputs, strict=True):
@@ -81,12 +81,12 @@ class Recorded:
 
 
 def _comes_again(group: Group) -> bool:
-    """Return whether a form is needed often because it decodes; others, parts of prompts, must come twice."""
+    """Return whether a window is for decoding or verification; prefill is recorded on its second use."""
     return group.width == 1 or group.record is not None or group.snapshot_BM is not None
 
 
 def _with_path(window: Window) -> Window:
-    """Give a draft's window an empty path if it has none: whether the last one was accepted is no form."""
+    """Add an empty path to a draft window without one, so that both cases share a key."""
     group = window.groups[0]
     if group.record is None or group.path is not None:
         return window
@@ -97,7 +97,7 @@ def _with_path(window: Window) -> Window:
 
 
 def _form(group: Group) -> tuple[int, ...]:
-    """Return what must be equal for two windows to make the same calls on the same memory."""
+    """Return the key: windows with equal keys make the same calls on the same memory."""
     path = 0 if group.path is None else room(group.path.slab_BN.shape[1], 8)
     taps = 0 if group.tap_BMC is None else group.tap_BMC.shape[2]
     has = group.record is not None, group.snapshot_BM is not None, group.ancestors_BMM is not None, taps
@@ -105,9 +105,9 @@ def _form(group: Group) -> tuple[int, ...]:
 
 
 def _roomy(window: Window) -> Window:
-    """Copy a window into memory of its own with room for every window of its form.
+    """Copy a window into new memory with capacity for every window of its key.
 
-    What it says stays true: where something refuses the tape, it computes what it would have computed.
+    The copy is equivalent: if the tape is refused, the pass still computes the same result.
     """
     group = window.groups[0]
     path = group.path
@@ -138,7 +138,7 @@ def _widened(ids_BN: Tensor, most: int) -> Tensor:
 
 
 def _tensors(window: Window) -> list[Tensor]:
-    """List what changes from window to window of a form."""
+    """Return the tensors that differ between windows of a key."""
     group = window.groups[0]
     parts = (
         *(window.token_T, window.position_T, group.state_B, group.table_BN, group.length_B),

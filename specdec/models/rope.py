@@ -1,4 +1,4 @@
-"""Rotary position embedding: which part of a head is rotated, and the tables of all positions."""
+"""Rotary position embeddings: rotated entries, and tables of all positions."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,13 +12,13 @@ from specdec.kernels.table import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Slow frequencies divided by a factor for a longer context, as in Llama 3.1; fast ones stay."""
+    """Slow frequencies divided by a factor for a longer context, as in Llama 3.1; fast ones are unchanged."""
 
     factor: float
     low: float
-    """A wavelength that fits less often into the original context is slow."""
+    """Wavelengths that fit fewer times into the original context are slow."""
     high: float
-    """One that fits more often is fast; between the two lies a linear blend."""
+    """Wavelengths that fit more times are fast; frequencies between are blended linearly."""
     context: int
     """The length of the original context."""
 
@@ -43,18 +43,18 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Slow frequencies divided by a factor, fast ones kept, a linear ramp between (arXiv 2309.00071)."""
+    """Slow frequencies divided by a factor, fast ones unchanged, a linear ramp between (arXiv 2309.00071)."""
 
     theta: float
     factor: float
     context: int
     """The length of the original context."""
     fast: float
-    """Turns in the original context above which a frequency is kept."""
+    """Turns in the original context above which a frequency is unchanged."""
     slow: float
-    """Turns below which one is divided."""
+    """Turns below which a frequency is divided."""
     truncate: bool
-    """Whether the ramp begins and ends at whole pairs."""
+    """Round the ramp's ends to whole pairs."""
     attention: float
     """Factor of cosines and sines."""
 
@@ -77,12 +77,12 @@ class YarnScaling:
         return 1.0 / (self.factor * power_R) * (1 - kept_R) + frequency_R * kept_R
 
     def _pair(self, turns: float, dim: int) -> float:
-        """Return the pair, as a fraction, that turns so often in the original context."""
+        """Return the (fractional) pair with this many turns in the original context."""
         return dim * math.log(self.context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:
-    """Return what YaRN multiplies cosines and sines by, against flatter scores over a longer context."""
+    """Return YaRN's factor of cosines and sines, which offsets flatter scores over a longer context."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -91,14 +91,14 @@ Scaling = Llama3Scaling | LinearScaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotate the first `dim` entries of a head, or some of their pairs."""
+    """Rotates the first `dim` entries of a head, or some of their pairs."""
 
     dim: int
     theta: float
     turned: int | None = None
-    """Pairs that turn, the fastest; the others stay. None: all do."""
+    """Number of rotated pairs, the fastest ones. None: all."""
     wide: bool = False
-    """In float32, rounded once; otherwise each product is rounded."""
+    """Compute in float32 and round once; False: round each product."""
     scaling: Scaling | None = None
 
 
@@ -109,7 +109,7 @@ Rotations = Mapping[Rope, tuple[Tensor, Tensor]]
 def rope_tables(
     ropes: Iterable[Rope], max_length: int, kernels: Kernels, device: torch.device
 ) -> dict[Rope, tuple[Tensor, Tensor]]:
-    """Tabulate cosines and sines of every position once."""
+    """Compute cosines and sines of every position."""
     position_T = torch.arange(max_length, device=device)
     tables = {rope: kernels.rope_table(position_T, rope.dim, rope.theta, rope.scaling) for rope in set(ropes)}
     for rope, (cos_LR, sin_LR) in tables.items():

@@ -1,4 +1,4 @@
-"""A copy of a network whose large matrices are rounded to 4 bits, and which shares all else with it."""
+"""A copy of a network with large matrices quantised to 4 bits; everything else is shared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from specdec.models.network import Network
 from specdec.models.weights import Scoped, Weights
 
 COPIED_IN = "int4"
-"""The format of copies, by its name."""
+"""Name of the copies' format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nibbles:
-    """A matrix of 4-bit integers, two in a byte: for as long as it waits to be laid out."""
+    """A matrix of 4-bit integers, two per byte, until it is packed."""
 
     pair_X: Tensor
     matrix: Integers
-    """What it was, but for its numbers."""
+    """The original matrix except its integers."""
 
     @classmethod
     def of(cls, matrix: Integers) -> "Nibbles":
@@ -35,7 +35,7 @@ class Nibbles:
         return cls(pair_X, matrix._replace(number_ND=shape_only_ND))
 
     def unpack(self) -> Integers:
-        """Return it as it was."""
+        """Return the original matrix."""
         raised_X = torch.stack([self.pair_X & 15, self.pair_X >> 4], dim=1).flatten().view(torch.int8)
         shape = self.matrix.shape
         number_ND = raised_X[: shape.numel()].view(shape) + SMALLEST_OF_4
@@ -43,18 +43,17 @@ class Nibbles:
 
 
 class Original(Weights, Protocol):
-    """What a copy is made of: it tells when what it hands out only stands in, for an error will be raised."""
+    """The source of a copy; `unused` is true if its tensors are stand-ins because an error will be raised."""
 
     @property
     def unused(self) -> bool: ...
 
 
 class CopiedWeights:
-    """Hand out a network's weights, and keep a copy for a second network: large matrices rounded.
+    """Passes on a network's weights, and stores quantised large matrices for a copy.
 
-    A matrix is rounded as it is handed out, so that nothing is read twice or held once more: what waits for
-    the copy takes as much as the copy will, and is given up matrix by matrix. What stands in for weights is
-    not rounded.
+    A matrix is quantised when it is passed on, so nothing is read twice or duplicated: waiting matrices take
+    as much memory as the copy will, and are released one by one. Stand-ins are not quantised.
     """
 
     def __init__(self, weights: Original) -> None:
@@ -64,33 +63,33 @@ class CopiedWeights:
         self._outputs: dict[str, Integers] = {}
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        """Take a tensor, which the copy will share."""
+        """Load a tensor, which the copy will share."""
         self._shared[name] = tensor = self._weights.take(name, shape, dtype)
         return tensor
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        """Take a matrix and keep it rounded."""
+        """Load a matrix and store it quantised."""
         matrix = self._weights.matrix(name, shape)
         if not self._weights.unused:
             self._rounded[name] = Nibbles.of(INT4.quantise(matrix))
         return matrix
 
     def output(self, name: str, weight_ND: Tensor) -> Matrix:
-        """Give the matrix that makes logits and keep it rounded."""
+        """Return the output matrix and store it quantised."""
         if not self._weights.unused:
             self._outputs[name] = INT4.output.quantise(weight_ND)
         return self._weights.output(name, weight_ND)
 
     def has(self, name: str) -> bool:
-        """Return whether the tensor is there."""
+        """Return whether the tensor is present."""
         return self._weights.has(name)
 
     def within(self, prefix: str) -> Weights:
-        """See the tensors below a prefix."""
+        """Return a view of the tensors below a prefix."""
         return Scoped(self, prefix)
 
     def copy(self, target: Network) -> Network:
-        """Build the copy, once the target that read these weights is built."""
+        """Build the copy, after the target that loaded these weights."""
         kept = _Kept(self._shared, self._rounded, self._outputs)
         device = target.embed_VD.device
         copy = Network(target.spec, kept, target.kernels, max_length=1, device=device)
@@ -99,7 +98,7 @@ class CopiedWeights:
 
 
 class _Kept:
-    """Return what was kept, and release it."""
+    """Hands out the stored weights and releases them."""
 
     def __init__(
         self, shared: Mapping[str, Tensor], rounded: dict[str, Nibbles], outputs: Mapping[str, Integers]

@@ -1,4 +1,4 @@
-"""Names on disk that several families share: decoder layers, mixers, experts, the multi-token head."""
+"""Disk names that several families share: decoder layers, mixers, experts, the multi-token head."""
 
 import math
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ DELTA_NET_FLAT = tuple(layer_rules(r"mixer\.in_(qkv|z|b|a)\.weight", r"linear_at
 
 
 def mamba(ours: str, disk: str) -> tuple[Rule, ...]:
-    """Name what both kinds of Mamba have, of a mixer by our name and by that on disk."""
+    """Return the rules common to both Mamba kinds, given our name and the disk's of a mixer."""
     return (
         *layer_rules(rf"{ours}\.(in|out)\.(weight|bias)", rf"{disk}.\2_proj.\3"),
         *layer_rules(rf"{ours}\.conv\.weight", f"{disk}.conv1d.weight", recipe=squeeze_conv),
@@ -78,7 +78,7 @@ BETWEEN_ONES = stored_as(lambda shape: (1, 1, *shape, 1))
 
 
 def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[Rule]:
-    """Name Kimi's delta attention with these channels; a module of its own may make the decays."""
+    """Yield rules of Kimi delta attention of this width; a separate module may compute the decays."""
     each = (f"{home}.{name}_conv1d.weight" for name in "qkv")
     yield from layer_rules(r"mixer\.conv\.weight", *each, recipe=join_convs(width, width, width))
     yield from layer_rules(r"mixer\.conv\.weight", f"{home}.conv1d.weight", recipe=squeeze_conv)
@@ -93,11 +93,11 @@ def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[
 
 
 def latent_attention(home: str, mixer: LatentAttention) -> Iterator[Rule]:
-    """Name what stands in latent attention for the projections of keys and values, and of queries."""
+    """Yield rules of latent attention's query, key and value projections."""
     yield from layer_rules(r"mixer\.kv_a\.weight", f"{home}.kv_a_proj_with_mqa.weight")
     yield from layer_rules(r"mixer\.(q_a|q_b)\.weight", rf"{home}.\2_proj.weight")
     yield from layer_rules(r"mixer\.kv_b\.weight", f"{home}.kv_b_proj.weight", recipe=BY_HEAD)
-    parts = tuple(f"{home}.{part}_b_proj.weight" for part in "kv")  # as GGUF files hold them
+    parts = tuple(f"{home}.{part}_b_proj.weight" for part in "kv")  # as GGUF files store them
     apart = join_heads(mixer.own_dim, mixer.value_dim)
     yield from layer_rules(r"mixer\.kv_b\.weight", *parts, recipe=apart)
     yield from layer_rules(r"mixer\.(q|kv)_norm\.weight", rf"{home}.\2_a_layernorm.weight")
@@ -109,11 +109,11 @@ HEAD = (
     Rule(r"mtp\.(fc|norm)\.weight", r"mtp.\1.weight"),
 )
 
-# The embedding's prefix in text checkpoints, in multimodal ones of two ages, and in a bare body.
+# Prefixes of text checkpoints, of new and old multimodal ones, and of a bare body.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
 _ROTARY = r".*\.inv_freq"
-"""Rotary frequencies that old exporters stored; they follow from the config."""
+"""Rotary frequencies stored by old exporters; they follow from the config."""
 
 _VISION = (
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|sound_encoder|sound_projection"
@@ -124,11 +124,11 @@ _OUTPUT = r"(.*\.)?lm_head\.weight"
 
 
 def ignored(network: Network) -> tuple[str, ...]:
-    """Name what a text model has no use for."""
+    """Return expressions for tensors that a text model ignores."""
     return (_ROTARY, _VISION, _later_heads(len(network.mtp)), *((_OUTPUT,) if network.tied else ()))
 
 
 def _later_heads(layers: int) -> str:
-    """Match the modules of a multi-token head after the first, which serves every depth by recursion."""
+    """Return an expression for later modules of a multi-token head; the first serves every depth."""
     first = "|".join(str(i) for i in range(layers))
     return rf"mtp\.layers\.(?!({first})\.)\d+\..*"

@@ -1,8 +1,8 @@
-"""Configurations of named sizes, for random models that are measured and never read.
+"""Named model sizes for benchmarks with random weights.
 
-They are Hugging Face configs with the sizes of published models. Not published: `tiny` (the checkpoint that
-ships), `0.5b` (`0.8b` with a vocabulary of 32k), `granite-0.4b`, `jamba-0.4b` and `kimi-linear-0.4b` (for
-CPUs, without experts), and Falcon-H1's multipliers, whose values change no timing.
+They are Hugging Face configs with the sizes of published models. Not published: `tiny` (the checkpoint in the
+package), `0.5b` (`0.8b` with a vocabulary of 32k), `granite-0.4b`, `jamba-0.4b` and `kimi-linear-0.4b` (for
+CPUs, without experts), and Falcon-H1's multipliers, whose values do not affect timings.
 """
 
 import json

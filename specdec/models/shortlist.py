@@ -1,6 +1,6 @@
-"""A part of the vocabulary that a draft head ranks: fewer rows of the output head to read.
+"""A draft vocabulary: fewer rows of the output head to read.
 
-Which part, a head of its own knows (EAGLE-3's d2t), or the counts of tokens in some text tell, or their ids.
+It comes from the head itself (EAGLE-3's d2t), from token counts in some text, or from token ids.
 """
 
 import json
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def commonest(folder: Path, count: int, vocab: int) -> Tensor:
-    """Return the ids of the commonest tokens by a folder's counts, in order; of equals the smaller ids.
+    """Return the most common tokens by a folder's counts, in order; ties go to the smaller id.
 
-    Without counts these are the first ones: a tokenizer of merged byte pairs numbers its tokens in the order
-    in which they were merged, and the commonest pair comes first.
+    Without counts these are the first ids: BPE tokenizers number tokens in merge order, which starts with the
+    most common pair.
     """
     path = folder / COUNTS
     if not path.is_file():
@@ -46,16 +46,16 @@ def commonest(folder: Path, count: int, vocab: int) -> Tensor:
 
 
 class Shortlist:
-    """Project to the logits of tokens `ids`, laid out by the target's ids; None: they are all, in order.
+    """Projects to logits of `ids_C`, arranged by the target's ids; None: all tokens, in order.
 
-    Sampling therefore sees the target's token ids, and the noise of each.
+    So sampling uses the target's token ids and their noise.
     """
 
     def __init__(self, head_CD: Matrix, ids_C: Tensor | None, vocab: int, kernels: Kernels) -> None:
         self.head, self.ids_C, self.vocab, self.kernels = Linear(kernels, head_CD), ids_C, vocab, kernels
 
     def __call__(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits of the whole vocabulary, minus infinity where nothing is ranked."""
+        """Return logits of the whole vocabulary, minus infinity for unranked tokens."""
         logits_TC = self.head(hidden_TD)
         if self.ids_C is None:
             return logits_TC

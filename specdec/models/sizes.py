@@ -1,4 +1,4 @@
-"""Which fields of a config.json make a tensor's sizes, so that an error can name the one to look at."""
+"""Map tensor sizes to config.json fields, so that an error can name the relevant ones."""
 
 import re
 from collections.abc import Mapping
@@ -47,13 +47,13 @@ _AXES: tuple[tuple[str, ...], ...] = (
     (r"ffn\.down\.weight", _HIDDEN, "intermediate_size"),
     (r"(_norm|norm)\.weight|fc\.bias|(o|out|down)\.bias", _HIDDEN),
 )
-"""By our names: the fields of each axis, in the words of every family."""
+"""By our names: the fields of each axis, in every family's spelling."""
 
 
 def fields_behind(config: Mapping[str, Any], ours: str, found: Shape, expected: Shape) -> tuple[str, ...]:
-    """Name the fields of a config that make a tensor of ours other than its file has it.
+    """Return the config fields behind a mismatch between a file's tensor and our shape.
 
-    Where a file has other axes than we do, those of all axes are named.
+    If the number of axes differs, fields of all axes are returned.
     """
     axes = next((rest for name, *rest in _AXES if re.search(rf"({name})$", ours)), [])
     if len(axes) == len(found) == len(expected):

@@ -1,4 +1,4 @@
-"""What a network is made of, as plain data. A family file turns a Hugging Face config into a Network."""
+"""A network as plain data. A family file converts a Hugging Face config to a Network."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from specdec.models.norm import Norm
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """How half a layer stands in the residual stream: x ← keep x + post(Σ outputs · part(inputs · pre(x))).
+    """Residual connection of half a layer: x ← keep x + post(Σ outputs · part(inputs · pre(x))).
 
-    A half has one part, or several mixers side by side that read the same; each has its own two multipliers.
-    With a side input x in pre(x) is x + side(x): the first mixer reads the stream and is no part.
+    A half has one part, or several parallel mixers with the same input; each has its own two multipliers.
+    With a side input x in pre(x) is x + side(x): the first mixer computes side and is not a part.
     """
 
     pre: bool = True
-    """What is read is normalised."""
+    """Normalise the input."""
     post: bool = False
-    """What is added is normalised."""
+    """Normalise the output."""
     inputs: tuple[float, ...] = (1.0,)
     outputs: tuple[float, ...] = (1.0,)
     keep: float = 1.0
     keeps_normed: bool = False
-    """The stream goes on from pre(x) in place of x."""
+    """The stream continues from pre(x) instead of x."""
     side: bool = False
 
 
@@ -40,15 +40,15 @@ class Layer:
     mixers: tuple[Mixer, ...]
     ffn: FeedForward | None
     reads: int | None = None
-    """Width of what its mixers read in place of the stream: a draft head makes that of its two inputs."""
+    """Input width of its mixers if it is not the stream: a draft head concatenates two inputs."""
     frame: Frame = PRE_NORM
     ffn_frame: Frame = PRE_NORM
     shares: int | None = None
-    """The earlier layer whose first mixer lends its weights to the first of this one."""
+    """The earlier layer whose first mixer lends its weights to this layer's first."""
 
     @property
     def parts(self) -> tuple[Mixer | FeedForward, ...]:
-        """List all that the layer is made of."""
+        """Return the layer's mixers and feed-forward."""
         return (*self.mixers, *([self.ffn] if self.ffn else ()))
 
 
@@ -63,21 +63,21 @@ class Network:
     max_length: int
     eos: tuple[int, ...]
     mtp: tuple[Layer, ...] = ()
-    """The layers of the multi-token head; empty: the checkpoint has none."""
+    """The layers of the multi-token head; empty without one."""
     embed_scale: float = 1.0
-    """What embeddings are multiplied by as they enter the stream."""
+    """Multiplier of the embeddings."""
     logit_scale: float = 1.0
     wide_residual: bool = False
-    """The stream is kept in float32 at least, and rounded where it is read."""
+    """Keep the stream at least in float32, rounding it for its readers."""
 
     def mixers(self) -> Iterator[Mixer]:
-        """List the mixers of all layers, the head's last."""
+        """Return the mixers of all layers, the head's last."""
         return (mixer for layer in (*self.layers, *self.mtp) for mixer in layer.mixers)
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle:
-    """A draft head with a folder of its own: one layer, which reads a hidden state and the token after it."""
+    """A draft head with its own folder: one layer, which reads a hidden state and the next token."""
 
     width: int
     vocab: int
@@ -85,11 +85,11 @@ class Eagle:
     layer: Layer
     norm: Norm
     aux_hidden_layers: tuple[int, ...]
-    """The target's residual streams that it fuses, by the layer that they enter; one more than there are: the
-    last layer's output. Empty: it reads what the target's final norm gives (EAGLE-1 and 2)."""
+    """The target's residual streams that it fuses, by the layer that they enter; the number of layers means
+    the last layer's output. Empty: it reads the output of the target's final norm (EAGLE-1 and 2)."""
     target_width: int
     ranked: int
-    """Tokens that it ranks."""
+    """Number of tokens that it ranks."""
     fc_bias: bool
     own_embed: bool
     own_head: bool

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by the names that they had before it was quantised, and what they take."""
+"""A checkpoint's tensors by their names before quantisation, and their sizes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from specdec.models.packed.base import Numbers, PackedMatrix, Part
 
 @dataclass(frozen=True, slots=True)
 class PackedSizes:
-    """Sizes of matrices of integers."""
+    """Sizes of integer matrices."""
 
     format: str
     bytes_by_bits: Mapping[int, int]
-    """On disk, with scales and zero points, by the bits of a number."""
+    """Bytes on disk, including scales and zero points, by bits per integer."""
     numbers: int
-    """How many there are."""
+    """Number of integers."""
     multiplied: int
-    """Bytes of them as a CPU multiplies them."""
+    """Bytes in a CPU's layout."""
     tiled: int
-    """Bytes of those that a GPU multiplies, in tiles."""
+    """Bytes of those in a GPU's tile layout."""
     untiled: int
-    """How many numbers a GPU widens."""
+    """Number of integers that a GPU widens."""
 
     @property
     def stored(self) -> int:
@@ -39,15 +39,15 @@ class Sizes(NamedTuple):
     """Bytes of a checkpoint's tensors."""
 
     stored: int
-    """Of all of them."""
+    """All tensors."""
     float8: int
-    """Of 8-bit floats without their scales."""
+    """FP8 tensors without their scales."""
     packed: PackedSizes | None
-    """None: the config announces none."""
+    """None: the config announces no integers."""
 
 
 class Tensors:
-    """Present a checkpoint's tensors as if no matrix were packed, and read those that are."""
+    """Presents a checkpoint's tensors as if unquantised, and reads integer matrices."""
 
     def __init__(self, checkpoint: Checkpoint, announced: Announced | None) -> None:
         packed = announced and announced.packed
@@ -58,22 +58,22 @@ class Tensors:
         self.names = frozenset(checkpoint.names()) - parts | self._packed.keys()
 
     def numbers(self, name: str) -> Numbers | None:
-        """Return how a matrix's integers are stored; None: it has none."""
+        """Return a matrix's integer storage, or None."""
         return self._packed[name].numbers if name in self._packed else None
 
     def bytes(self, name: str) -> int:
-        """Count what a tensor takes, all parts of a packed one."""
+        """Return a tensor's bytes, with all parts of a packed one."""
         disk = self._packed[name].disk if name in self._packed else (name,)
         return sum(self._checkpoint.info(own).bytes for own in disk)
 
     def missing(self, name: str, shape: Shape) -> Iterator[str]:
-        """Yield the parts that a packed matrix lacks."""
+        """Yield the missing parts of a packed matrix."""
         for disk, (own, _) in self._parts(name, shape).items():
             if disk not in self._checkpoint:
                 yield f"{disk} {list(own)}, a part of {name}"
 
     def misshapen(self, name: str, shape: Shape) -> Iterator[str]:
-        """Yield what is wrong with the parts of a packed matrix that are present."""
+        """Yield problems of the present parts of a packed matrix."""
         if len(shape) != 2:
             yield f"{name} is stored as integers, which specdec supports for matrices only"
         for disk, (own, dtypes) in self._parts(name, shape).items():
@@ -86,7 +86,7 @@ class Tensors:
                 yield f"{disk} is {list(info.shape)}, config.json makes it {list(own)}"
 
     def read(self, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Integers:
-        """Read a packed matrix whose parts are all right, in memory of its own; raises `Unfit`."""
+        """Read a packed matrix with checked parts into its own memory; raises `Unfit`."""
         matrix = self._packed[name]
         tensors = {
             suffix: self._checkpoint.copy(f"{matrix.name}.{suffix}", device) for suffix in matrix.parts(shape)
@@ -94,13 +94,13 @@ class Tensors:
         return matrix.read(shape, tensors, dtype)
 
     def is_idle_bias(self, name: str) -> bool:
-        """Return whether a tensor is the zero bias that some tools store beside each packed matrix."""
+        """Return whether a tensor is the zero bias that some tools store with each packed matrix."""
         stem, _, leaf = name.rpartition(".")
         beside = leaf == "bias" and f"{stem}.weight" in self._packed
         return beside and not bool(self._checkpoint.tensor(name).any())
 
     def sizes(self) -> Sizes:
-        """Count the bytes of all tensors."""
+        """Return the bytes of all tensors."""
         infos = [self._checkpoint.info(name) for name in self._checkpoint.names()]
         stored, float8 = sum(i.bytes for i in infos), sum(i.bytes for i in infos if i.dtype.startswith("F8_"))
         if self._format is None:

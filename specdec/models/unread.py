@@ -1,4 +1,4 @@
-"""What a config says and no reader asks for: it may change what a network computes."""
+"""Detect unread config fields, which may change the computation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _GENERIC = """
     output_attentions output_hidden_states pad_token_id prefix problem_type quantization_config return_dict
     sep_token_id task_specific_params tokenizer_class torch_dtype torchscript transformers_version use_cache
 """
-"""Of every config: how files were made, tokens, and what is returned."""
+"""Fields of every config: file creation, tokens, and returned values."""
 _TRAINING = """
     attention_dropout attn_pdrop dropout embd_pdrop hidden_dropout initializer_range linear_a_log_max
     linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min num_logits_to_keep output_router_logits
@@ -22,7 +22,7 @@ _RUNNING = """
     block_size chunk_size mamba_chunk_size mamba_ssm_cache_dtype moe_shared_expert_overlap
     use_associative_scan use_mamba_kernels
 """
-"""How another engine runs the same mathematics."""
+"""Settings of other engines that do not change the mathematics."""
 _OTHER_LAYERS = """
     block_ffn_dim_multiplier block_multiple_of conv_kernel expand first_k_dense_replace head_dim
     hybrid_layer_ids intermediate_size kv_channels num_query_groups short_conv_kernel_size
@@ -35,12 +35,12 @@ _OTHER_LAYERS = """
     num_key_value_heads num_shared_experts qk_head_dim rope_parameters routed_scaling_factor ssm_state_size
     time_step_limit time_step_rank topk_group use_conv_bias
 """
-"""Of layers that a model of a family may lack, where nothing asks for them; or they follow from others."""
+"""Fields of optional layers, unread if a model lacks them, and derived fields."""
 _HARMLESS = frozenset(" ".join((_GENERIC, _TRAINING, _RUNNING, _OTHER_LAYERS)).split())
 
 
 class Watched(Mapping[str, Any]):
-    """A config that notes which of its fields were asked for, on every level."""
+    """A config that records which of its fields were read, on every level."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = {
@@ -59,10 +59,10 @@ class Watched(Mapping[str, Any]):
         return len(self._values)
 
     def unread(self) -> list[str]:
-        """Name the fields that say something and were not asked for, but those known to change nothing."""
+        """Return set fields that were not read and are not known to be harmless."""
         for text in map(self._values.get, TEXT):
             if isinstance(text, Watched):
-                return text.unread()  # Beside it stand other parts of a multimodal model.
+                return text.unread()  # the other fields belong to other parts of a multimodal model
         return [
             name
             for name, value in self._values.items()

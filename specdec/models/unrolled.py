@@ -1,4 +1,4 @@
-"""A chain drafted in one pass: each level reads what the one before it guessed, unseen by the host."""
+"""Draft a chain in one pass: each level reads the previous level's token without host synchronisation."""
 
 from dataclasses import replace
 from typing import Protocol
@@ -14,7 +14,7 @@ from specdec.state_slots.window import Window
 
 
 class Head(Protocol):
-    """A draft head, as `draft.head` has it."""
+    """A draft head, as in `draft.head`."""
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Arena) -> Tensor: ...
 
@@ -22,7 +22,7 @@ class Head(Protocol):
 
 
 class Unrolled:
-    """Runs a head on what it wrote itself."""
+    """Runs a head recursively on its own drafts."""
 
     def __init__(self, head: Head, kernels: Kernels) -> None:
         self.head, self.kernels = head, kernels
@@ -31,10 +31,10 @@ class Unrolled:
     def __call__(
         self, window: Window, memory: Arena, after_BD: Tensor, rules: Rules, seed_B: Tensor, levels: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens and their shares by level [B, L], from what the head wrote after the roots.
+        """Return the tokens and their probabilities by level [B, L], from the head's output at the roots.
 
-        The window has one token of each row, at the place behind its root. A token is the best by the rules
-        and the noise of where it would stand.
+        The window has one token per row, at the position after its root. Each token is the best one by the
+        rules, with the noise of its position.
         """
         (group,) = window.groups
         longest = replace(group, max_length=group.max_length + levels)
@@ -43,7 +43,7 @@ class Unrolled:
         tensors = after_BD, position_LB, length_LB, seed_B, rules.temperature_N
         window = Window(window.token_T, window.position_T, (longest,), window.first_B)
         filters = rules.filters
-        if any(part is not None for part in filters):  # which are computed in torch: no tape could hold them
+        if any(part is not None for part in filters):  # filters are not replay inputs: run directly
             token_BL, share_BL = self._run(window, memory, *tensors, levels=levels, filters=filters)
         else:
             token_BL, share_BL = self._replays(window, memory, *tensors, levels=levels)

@@ -1,4 +1,4 @@
-"""What hands out tensors by our names; and tensors drawn at random, for a model that is only a shape."""
+"""Sources of tensors by our names, including random ones for benchmarks."""
 
 import math
 import zlib
@@ -11,15 +11,15 @@ from specdec.kernels.linear.matrix import Matrix
 from specdec.models.formats import WeightFormat
 from specdec.models.layouts import Shape
 
-# A prime, so that the rows of a tensor longer than the noise differ.
+# A prime, so that rows of a tensor longer than the noise differ.
 _NOISE = 4_194_301
 
 
 class Weights(Protocol):
-    """Hand out each tensor once, in `dtype` (None: the engine's), on the engine's device.
+    """Hands out each tensor once, in `dtype` (None: the engine's), on the engine's device.
 
-    `matrix` is for the large ones, which may be quantised; what must not be is taken. `output` gives what
-    makes logits as it is to be multiplied, of a tensor that was taken, for an embedding may be the same one.
+    `matrix` is for large tensors that may be quantised; `take` never quantises. `output` converts an already
+    loaded tensor to the output matrix, which may also be the embedding.
     """
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor: ...
@@ -34,38 +34,38 @@ class Weights(Protocol):
 
 
 class Scoped:
-    """See weights below one prefix."""
+    """A view of the weights below one prefix."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
         self._weights = weights
         self._prefix = prefix
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        """Take a tensor named relative to the prefix."""
+        """Load a tensor named relative to the prefix."""
         return self._weights.take(f"{self._prefix}.{name}", shape, dtype)
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        """Take a matrix named relative to the prefix."""
+        """Load a matrix named relative to the prefix."""
         return self._weights.matrix(f"{self._prefix}.{name}", shape)
 
     def output(self, name: str, weight_ND: Tensor) -> Matrix:
-        """Round the matrix that makes logits, of a name relative to the prefix."""
+        """Convert the output matrix, named relative to the prefix."""
         return self._weights.output(f"{self._prefix}.{name}", weight_ND)
 
     def has(self, name: str) -> bool:
-        """Return whether the tensor is there."""
+        """Return whether the tensor is present."""
         return self._weights.has(f"{self._prefix}.{name}")
 
     def within(self, prefix: str) -> Weights:
-        """Narrow the prefix."""
+        """Extend the prefix."""
         return Scoped(self._weights, f"{self._prefix}.{prefix}")
 
 
 class RandomWeights:
-    """Draw each tensor by its name, at a scale that keeps activations near one.
+    """Draws random tensors at a scale that keeps activations near one.
 
-    A tensor depends on the seed, its name and its shape only. All of them are cut from one strip of
-    normal noise at places that the names choose, so that a large model is made at the speed of a copy.
+    A tensor depends only on the seed, its name and its shape. All are cut from one strip of normal noise at
+    offsets determined by the names, so a large model is generated at the speed of a copy.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class RandomWeights:
         norm_offset: float = 0.0,
         quantize: WeightFormat | None = None,
     ) -> None:
-        """Make norms multiply by one, given the offset that the network adds to their weights.
+        """Prepare the noise; norms multiply by one, given the offset that the network adds to weights.
 
-        To `quantize` each large matrix is rounded once it is drawn, before the next one is.
+        With `quantize` each large matrix is quantised right after it is drawn, before the next one.
         """
         self._seed, self._dtype, self._device = seed, dtype, torch.device(device)
         self._norm_offset, self._quantize = norm_offset, quantize
@@ -92,30 +92,30 @@ class RandomWeights:
         return self._draw(name, shape, dtype).to(dtype)
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        """Return the matrix of this name, in fewer bits where that is wanted."""
+        """Return the matrix of this name, quantised if requested."""
         drawn = self.take(name, shape)
         return self._quantize.quantise(drawn) if self._quantize else drawn
 
     def output(self, name: str, weight_ND: Tensor) -> Matrix:
-        """Round a matrix that makes logits, where that is wanted."""
+        """Quantise the output matrix if requested."""
         form = self._quantize and self._quantize.output
         return form.quantise(weight_ND) if form else weight_ND
 
     @property
     def unused(self) -> bool:
-        """Deny it: all that is drawn is used."""
+        """Return False: every tensor is used."""
         return False
 
     def has(self, name: str) -> bool:
-        """Any tensor can be drawn."""
+        """Return True: any tensor can be drawn."""
         return True
 
     def within(self, prefix: str) -> Weights:
-        """Draw the tensors below a prefix."""
+        """Return a view of the tensors below a prefix."""
         return Scoped(self, prefix)
 
     def finish(self) -> None:
-        """Agree: nothing can be missing."""
+        """Do nothing: no tensor can be missing."""
 
     def _draw(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         leaf = name.rsplit(".", 1)[-1]
@@ -138,7 +138,7 @@ class RandomWeights:
         return even.clamp(1e-6, 1 - 1e-6)
 
     def _normal(self, name: str, shape: Shape, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Cut a tensor out of the strip, going around as often as needed."""
+        """Cut a tensor out of the strip, wrapping around as needed."""
         start = zlib.crc32(f"{self._seed} {name}".encode()) % _NOISE
         flat = torch.empty(math.prod(shape), dtype=dtype, device=self._device)
         done = 0

@@ -1,4 +1,4 @@
-"""The arithmetic of a prefill: what a cached prefix saves."""
+"""FLOPs of a prefill: the savings of a cached prefix."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from specdec.models.spec import Layer, Network
 
 @dataclass(frozen=True, slots=True)
 class ReadingWork:
-    """Count the multiplications and additions of the matrices, attention and recurrences over a prompt.
+    """Returns the FLOPs of the matrices, attention and recurrences for a number of prompt tokens.
 
-    Logits are not in it: a prompt needs those of its last token alone. Called with a number of tokens it
-    counts their work; it is made once for a network, since the prefix cache asks it often.
+    Excludes logits, which a prompt needs only for its last token. Built once per network, since the prefix
+    cache calls it often.
     """
 
     per_token: float
     per_pair: tuple[tuple[int | None, float], ...]
-    """Of a token and one that it attends to, itself included, by the number of those at most (None: all)."""
+    """FLOPs per pair of a token and one it attends to, by attention window (None: unlimited)."""
 
     @classmethod
     def of(cls, network: Network) -> Self:
@@ -33,7 +33,7 @@ class ReadingWork:
 
 
 def _pairs(tokens: int, reach: int | None) -> float:
-    """Count the pairs of a prompt: each token sees one more than that before it, and then as many."""
+    """Return a prompt's attention pairs: they grow by one per token up to the window."""
     growing = tokens if reach is None else min(tokens, reach)
     return growing * (growing + 1) / 2 + (tokens - growing) * growing
 

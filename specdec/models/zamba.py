@@ -1,4 +1,4 @@
-"""Zamba: Mamba-1 in heads, before which some layers run one shared attention block."""
+"""Zamba: Mamba-1 in heads; some layers first run one shared attention block."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def _hybrid(fields: Fields) -> list[int]:
-    """List the hybrid layers: the third, and after it one of each period."""
+    """Return the hybrid layers: the third, and after it one of each period."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     period = fields.integer("attn_layer_period", default=6)
     offset = fields.integer("attn_layer_offset", default=4, least=0)
@@ -58,7 +58,7 @@ def _mamba(fields: Fields) -> Mamba1:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are: inputs and gates interleaved by row, and the heads' parameters apart."""
+    """Return the tensor layout: inputs and gates interleaved by row, and parameters split by head."""
     heads, channels = next(
         (mixer.heads, mixer.inner) for mixer in network.mixers() if isinstance(mixer, Mamba1)
     )

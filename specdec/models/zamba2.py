@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2; some layers run a shared attention block on the stream and the embeddings before it."""
+"""Zamba2: Mamba-2; some layers first run a shared attention block on the stream and the embeddings."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +32,9 @@ HAS_MTP = False
 HYBRID = "hybrid"
 MAX_LENGTH = 4096
 _PUBLISHED = 6, 12, 18, 24, 30, 36, 42, 47, 51
-"""Hybrid layers where the config names none."""
+"""Default hybrid layers."""
 _MAMBA_EPS = 1e-5
-"""No field gives it."""
+"""Not in the config."""
 
 
 def network(config: Mapping[str, Any]) -> spec.Network:
@@ -53,7 +53,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
 
 
 def read_kinds(fields: Fields, hybrid: Sequence[int]) -> tuple[str, ...]:
-    """Name each layer's kind; those that are `hybrid` if no field says it."""
+    """Return each layer's kind; `hybrid` is the default."""
     if fields.strings("layer_types", "layers_block_type") is not None:
         return layer_kinds(fields, supported=(LINEAR, HYBRID))
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
@@ -65,7 +65,7 @@ def read_kinds(fields: Fields, hybrid: Sequence[int]) -> tuple[str, ...]:
 def hybrid_layers(
     kinds: Sequence[str], block: SharedBlock, mamba: Mixer, *, blocks: int
 ) -> Iterator[spec.Layer]:
-    """Make the layers, of which the hybrid ones use the shared blocks in turn."""
+    """Yield the layers; hybrid ones use the shared blocks in turn."""
     hybrid = [i for i, kind in enumerate(kinds) if kind == HYBRID]
     for i, kind in enumerate(kinds):
         if kind == LINEAR:
@@ -77,7 +77,7 @@ def hybrid_layers(
 
 
 def shared_attention(fields: Fields, *, kv_heads_required: bool = False) -> Attention:
-    """Read attention that is as wide as the stream and the embeddings, without positions."""
+    """Read attention over the concatenated stream and embeddings, without positions."""
     wide = 2 * fields.integer("hidden_size")
     fields.only("attention_hidden_size", wide)
     fields.divides("num_key_value_heads", "num_attention_heads")
@@ -129,7 +129,7 @@ def _mamba(fields: Fields) -> Mamba2:
 
 
 def layout(network: spec.Network) -> Layout:
-    """Return where the tensors are; adapters are named after their block by the number of its use."""
+    """Return the tensor layout; adapters are named after their block and the number of its use."""
     own = (*_feed_forward(network), *_adapters(network))
     return Layout(
         rules=(*own, *outer_rules(network, "shared_transformer"), *rules.MAMBA),
@@ -140,7 +140,7 @@ def layout(network: spec.Network) -> Layout:
 
 
 def outer_rules(network: spec.Network, block: str) -> Iterator[Rule]:
-    """Name what is alike in both generations; a shared block is called `block` on disk."""
+    """Yield the rules common to both generations; `block` is a shared block's disk name."""
     shared = r"mixer\.shared\."
     yield Rule(r"norm\.weight", "~final_layernorm.weight")
     if hybrid := "|".join(str(i) for i in uses(network)):
@@ -158,7 +158,7 @@ def outer_rules(network: spec.Network, block: str) -> Iterator[Rule]:
 
 
 def uses(network: spec.Network) -> Mapping[int, int]:
-    """Map the hybrid layers, in order, to those that hold their blocks."""
+    """Return the hybrid layers, in order, with the layers that own their blocks."""
     return {
         i: i if layer.shares is None else layer.shares
         for i, layer in enumerate(network.layers)
@@ -167,7 +167,7 @@ def uses(network: spec.Network) -> Mapping[int, int]:
 
 
 def _feed_forward(network: spec.Network) -> Iterator[Rule]:
-    """Cut the projection whose rows are [gate | up]."""
+    """Yield rules that split the projection with rows [gate | up]."""
     blocks = {mixer for mixer in network.mixers() if isinstance(mixer, SharedBlock)}
     for block in blocks:
         width = block.ffn.width

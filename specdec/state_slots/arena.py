@@ -1,4 +1,4 @@
-"""The one owner of a device's sequence memory: KV blocks, recurrent states and draft records."""
+"""The owner of a device's sequence memory: KV blocks, recurrent states and draft records."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -18,26 +18,26 @@ from specdec.state_slots.views import page_views, recurrent_views
 from specdec.state_slots.window import RecordSlot
 
 SlotId = int | RecordSlot
-"""A block's or state's number; a record's slab and place."""
+"""A block's or state's index; a record's slab and index."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaUsage:
-    """Where an arena's bytes are. A shared block counts once; the dummy slab is in no figure."""
+    """An arena's memory usage. A shared block counts once; the dummy slab is excluded."""
 
     capacity_bytes: int
     block_bytes: int
     state_bytes: int
     record_bytes: int
     kept_block_bytes: int
-    """Held by evictable owners only; not part of the three above."""
+    """Held only by evictable owners; not included in the three above."""
     kept_state_bytes: int
     free_bytes: int
     """In free slabs. The remainder is holes and padding."""
     slabs: int
     free_slabs: int
     partial_slabs: int
-    """Slabs that could take more slots of their class."""
+    """Partly used slabs."""
 
     @property
     def used_bytes(self) -> int:
@@ -49,10 +49,10 @@ class ArenaUsage:
 
 
 class Evictor(Protocol):
-    """Evict cached slots when memory is short."""
+    """Evicts cached slots when memory is short."""
 
     def make_room(self, fits: Callable[[], bool]) -> bool:
-        """Evict until something fits; return whether it does."""
+        """Evict until `fits()`; return whether it does."""
         ...
 
     def pinned(self) -> tuple[Iterable[int], Iterable[int]]:
@@ -73,12 +73,11 @@ class BlockTables(Protocol):
 
 
 class Arena:
-    """Cut one byte tensor into slabs and hand out slots in them.
+    """One byte tensor, cut into slabs, whose slots it allocates.
 
-    A slab serves one class at a time and is free again when its last slot is. Id 0 of every class lies in
-    slab 0, which is never handed out: padding rows may read and write it, and nothing that counts depends on
-    what they find. A fresh block or record holds whatever lay there before, NaN included; a fresh state is
-    zero. One thread owns an arena.
+    A slab serves one class at a time and is free again when its last slot is. Id 0 of every class is in slab
+    0, which is never allocated: padding rows may read and write it, and no result depends on its contents. A
+    new block or record has undefined contents, NaN included; a new state is zero. One thread owns an arena.
     """
 
     def __init__(
@@ -90,7 +89,10 @@ class Arena:
         pinned: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        """`pinned` memory of the host is one that a GPU copies by itself; `runtime`: CUDA's, or a test's."""
+        """Allocate the memory; `pinned` host memory is directly accessible to a GPU.
+
+        `runtime` is CUDA's, or a test's.
+        """
         num_slabs = num_bytes // layout.slab_bytes
         if num_slabs < 2:
             raise CapacityError(
@@ -121,30 +123,30 @@ class Arena:
         self._tables: BlockTables | None = None
         self.moved_blocks = 0
         self.first_passes = 0
-        """Forward passes over this memory."""
+        """Number of forward passes with one-time costs, as in `Memory`."""
 
     def attach_evictor(self, evictor: Evictor) -> None:
         """Attach the evictor that is called when memory is short."""
         self._evictor = evictor
 
     def attach_tables(self, tables: BlockTables) -> None:
-        """Compact blocks where that frees a slab, and update these tables; without tables no block moves."""
+        """Allow compaction, which updates these tables; without tables no block moves."""
         self._tables = tables
 
     def pages(self, layer: int) -> Tensor:
-        """Return the blocks of the layer-th attention layer: [num_blocks, parts, block_tokens, J, D]."""
+        """Return the blocks of an attention layer: [num_blocks, parts, block_tokens, J, D]."""
         return self._pages[layer]
 
     def recurrent(self, layer: int) -> RecurrentMemory:
-        """Return the slots of the layer-th recurrent layer."""
+        """Return the slots of a recurrent layer."""
         return self._recurrent[layer]
 
     def take_blocks(self, owner: Owner, n: int) -> list[int] | None:
-        """Hand out n blocks, adjacent where a slab has such a run; None when they do not fit."""
+        """Allocate n blocks, adjacent if a slab has such a run; None if they do not fit."""
         return self._take(self._blocks, owner, n)
 
     def take_state(self, owner: Owner) -> int | None:
-        """Hand out a state slot whose states and conv windows are zero, or None."""
+        """Allocate a state slot with zero states and conv windows, or return None."""
         slots = self._take(self._states, owner, 1)
         if slots is None:
             return None
@@ -152,22 +154,22 @@ class Arena:
         return slots[0]
 
     def take_snapshots(self, owner: Owner, n: int) -> list[int] | None:
-        """Hand out n state slots that hold whatever lay there, for windows that write them whole, or None."""
+        """Allocate n state slots with undefined contents, for windows that overwrite them, or return None."""
         return self._take(self._states, owner, n)
 
     def take_records(self, owner: Owner, n: int) -> list[RecordSlot] | None:
-        """Hand out n records, in one slab where that costs no further slab, or None."""
+        """Allocate n records, in one slab if that opens no further slab, or return None."""
         slots = self._take(self._records, owner, n)
         if slots is None:
             return None
         return [divmod(slot, self.layout.records_per_slab) for slot in slots]
 
     def share_block(self, owner: Owner, block: int) -> None:
-        """Make `owner` hold a live block too; its bytes stay until the last owner releases it."""
+        """Add an owner to a live block; it stays allocated until the last owner releases it."""
         self._blocks.share(owner, block)
 
     def share_state(self, owner: Owner, state: int) -> None:
-        """Make `owner` hold a live state too, which nothing writes from now on."""
+        """Add an owner to a live state, which must not be written from now on."""
         self._states.share(owner, state)
 
     def release_blocks(self, owner: Owner, blocks: Sequence[int]) -> None:
@@ -181,12 +183,12 @@ class Arena:
         self._records.release(owner, [slab * per_slab + place for slab, place in records])
 
     def release_owner(self, owner: Owner) -> None:
-        """Release all that `owner` holds, if anything."""
+        """Release all slots of `owner`, if any."""
         for pool in self._pools.values():
             pool.release_owner(owner)
 
     def _take(self, pool: SlotPool, owner: Owner, n: int) -> list[int] | None:
-        """Hand out n slots of a class, and evict for them if need be."""
+        """Allocate n slots of a class, evicting if needed."""
         together = pool is self._records
         slots = pool.take(owner, n, together=together)
         if slots is None and self.can_take(**{f"{pool.kind}s": n}):
@@ -194,7 +196,7 @@ class Arena:
         return slots
 
     def _compact(self) -> bool:
-        """Free a slab by moving the blocks of the emptiest one to others; return whether that worked."""
+        """Free a slab by moving the blocks of the emptiest one; return whether that worked."""
         tables = self._tables
         if tables is None or not self.layout.kv or not tables.may_move():
             return False
@@ -208,26 +210,26 @@ class Arena:
         return bool(moved)
 
     def hand_over_state(self, owner: Owner, heir: Owner, state: int) -> None:
-        """Give a live state another owner."""
+        """Transfer a live state to another owner."""
         self._states.share(heir, state)
         self._states.release(owner, [state])
 
     def state_bytes_X(self, state: int) -> Tensor:
-        """Show all recurrent layers' states and conv windows of a slot."""
+        """Return a view of all recurrent layers' states and conv windows of a slot."""
         return self._slab_bytes_SX[state, : self.layout.state_bytes]
 
     def block_bytes_X(self, block: int) -> Tensor:
-        """Show all attention layers' keys and values of a block."""
+        """Return a view of all attention layers' keys and values of a block."""
         size = self.layout.block_bytes
         slab, place = divmod(block, self.layout.blocks_per_slab)
         return self._slab_bytes_SX[slab, place * size : (place + 1) * size]
 
     def can_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
-        """Return whether all of these can be taken now, in any order; evict until they can."""
+        """Return whether all of these can be allocated now, in any order; evicts until they can."""
 
         def fits() -> bool:
             while not self._fits(blocks, states, records):
-                # Compacting blocks frees whole slabs for other classes, but no room for more blocks.
+                # Compacting blocks frees whole slabs for other classes, but adds no capacity for blocks.
                 if not (states or records) or not self._compact():
                     return False
             return True
@@ -240,20 +242,20 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Count the live slots."""
+        """Number of live slots."""
         return sum(len(pool.owners) for pool in self._pools.values())
 
     def might_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
-        """Return whether all of these could be taken, perhaps after evicting, and evict nothing."""
+        """Return whether all of these could be allocated, possibly after eviction; evicts nothing."""
         return self._fits(blocks, states, records) or self._could_fit(blocks, states, records)
 
     @property
     def has_free_state(self) -> bool:
-        """Whether a state can be taken without an eviction."""
+        """True if a state can be allocated without eviction."""
         return self._fits(0, 1, 0)
 
     def _could_fit(self, blocks: int, states: int, records: int) -> bool:
-        """Check that evicting everything evictable would make room; otherwise evict nothing."""
+        """Return whether evicting everything evictable would free enough memory."""
         pinned_blocks, pinned_states = self._evictor.pinned() if self._evictor else ((), ())
         slabs = self._records.new_slabs(records) + len(self._records.used)
         for pool, pinned, wanted in (
@@ -268,11 +270,11 @@ class Arena:
         return slabs + self._records.new_slabs(records) <= len(self._slabs.free)
 
     def generation(self, kind: Kind, slot: SlotId) -> int:
-        """Return how often the slot has been handed out."""
+        """Return how often the slot has been allocated."""
         return self._pools[kind].generations[self._flat(kind, slot)]
 
     def check(self, kind: Kind, slot: SlotId, generation: int) -> None:
-        """Raise IntegrityError unless the slot is still the one that was handed out as `generation`."""
+        """Raise IntegrityError unless the slot is still live in this generation."""
         flat = self._flat(kind, slot)
         if not self._pools[kind].is_current(flat, generation):
             now = self._pools[kind].generations[flat]
@@ -298,11 +300,11 @@ class Arena:
         )
 
     def check_integrity(self) -> None:
-        """Prove that each byte is owned once and none is lost; raise IntegrityError with what is wrong."""
+        """Check that each byte has one owner and none is lost; raise IntegrityError otherwise."""
         prove(self.layout, self._slabs, tuple(self._pools.values()))
 
     def check_owners(self, owners: Iterable[Owner] = ()) -> None:
-        """Prove as well that no other owner holds anything."""
+        """Check integrity, and that no other owner holds anything."""
         self.check_integrity()
         known = set(owners)
         for pool in self._pools.values():
@@ -311,7 +313,7 @@ class Arena:
                     raise IntegrityError(f"owner {owner!r} is over but holds {len(held)} {pool.kind}s")
 
     def check_held(self, owner: Owner, blocks: Iterable[int], states: Iterable[int]) -> None:
-        """Prove that an owner holds these slots and no others."""
+        """Check that an owner holds exactly these slots."""
         for pool, slots in ((self._blocks, blocks), (self._states, states), (self._records, ())):
             held = set(pool.held.get(owner, ()))
             if held != set(slots):
@@ -320,9 +322,9 @@ class Arena:
                 )
 
     def forget(self, keeping: Iterable[Owner] = ()) -> None:
-        """Free every slot, after a failure that may have left anything half done.
+        """Free every slot, after a failure that may have left operations incomplete.
 
-        Owners that are to be kept share nothing that others held: only what is theirs alone stays theirs.
+        Owners in `keeping` retain only the slots that they do not share.
         """
         kept = [(pool, owner, pool.alone(owner)) for owner in keeping for pool in self._pools.values()]
         self._slabs.forget()
@@ -333,13 +335,13 @@ class Arena:
 
     @property
     def can_rest(self) -> bool:
-        """Whether its pages can be released and used again at the same addresses."""
+        """True if its pages can be released and reused at the same addresses."""
         return CAN_RELEASE and self.data.device.type == "cpu"
 
     def give_back(self) -> None:
         """Release the pages of an arena without live slots to the system.
 
-        Views and addresses stay valid: the first access takes pages of zeros anew.
+        Views and addresses stay valid: the first access gets new zero pages.
         """
         self.check_owners()
         release_pages(self.data)

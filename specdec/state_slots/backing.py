@@ -1,7 +1,7 @@
 """Private slots for draft tokens of a window: two implementations of one interface.
 
-A window begins with one slot per node. When it has been verified, the slots of the accepted path are what the
-sequence has gained and all others go back to the arena. No state is copied either way.
+A window starts with one slot per node. After verification, the slots of the accepted path belong to the
+sequence and all others return to the arena. Neither implementation copies a state.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from specdec.state_slots.window import RecordSlot, Row
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a sequence has committed: its state, and accepted records that the state does not hold yet."""
+    """A sequence's committed state, and accepted records that are not folded into it yet."""
 
     state: int
     path: tuple[RecordSlot, ...] = ()
@@ -24,7 +24,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One row's window: the root, and below it what was drafted. Its slots are borrowed for this step."""
+    """One row's window: the root and its drafts. Its slots are allocated for this step."""
 
     tree: TokenTree
     slots: Sequence[Any]
@@ -34,85 +34,85 @@ class Backing(Protocol):
     arena: Arena
 
     def bytes_per_token(self) -> int:
-        """Return what one node of a window borrows."""
+        """Return the bytes of one node's slot."""
         ...
 
     def has_room(self, nodes: int) -> bool:
-        """Return whether `count` slots could be borrowed now."""
+        """Return whether `nodes` slots can be allocated now."""
         ...
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[Any] | None:
-        """Borrow one slot per node; None when they do not fit. A model without states needs none."""
+        """Allocate one slot per node; None if they do not fit. A model without states needs none."""
         ...
 
     def dress(self, row: Row, slots: Sequence[Any]) -> Row:
-        """Put the slots that its nodes write into a row."""
+        """Return a row whose nodes write these slots."""
         ...
 
     def promote(
         self, owner: Owner, before: Committed, slots: Sequence[Any], nodes: Sequence[int]
     ) -> Committed:
-        """Keep the slots of accepted nodes, release the rest. `nodes` is a path from the root, if any."""
+        """Keep the slots of accepted nodes, release the rest. `nodes` is a path from the root, or empty."""
         ...
 
 
 class RecordBacking:
-    """A slot holds what its token adds to the state; the next window that reads the state folds it in."""
+    """Slots are records of state updates; the next window that loads the state folds them in."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
     def bytes_per_token(self) -> int:
-        """Return what one node of a window borrows."""
+        """Return the bytes of one node's slot."""
         return self.arena.layout.record_bytes
 
     def has_room(self, nodes: int) -> bool:
-        """Return whether `count` records could be borrowed now."""
+        """Return whether `nodes` records can be allocated now."""
         return not self.arena.layout.states or self.arena.can_take(records=nodes)
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[RecordSlot] | None:
-        """Borrow one record per node."""
+        """Allocate one record per node."""
         return self.arena.take_records(owner, nodes) if self.arena.layout.states else ()
 
     def dress(self, row: Row, slots: Sequence[RecordSlot]) -> Row:
-        """Put the records that its nodes write into a row."""
+        """Return a row whose nodes write these records."""
         return row.writing(records=slots) if slots else row
 
     def promote(
         self, owner: Owner, before: Committed, slots: Sequence[RecordSlot], nodes: Sequence[int]
     ) -> Committed:
-        """Make the accepted records the path. The path before was folded by the window that wrote them."""
+        """Make the accepted records the path. The window that wrote them folded the previous path."""
         kept = tuple(slots[node] for node in nodes) if slots else ()
         self.arena.release_records(owner, [*before.path, *(slot for slot in slots if slot not in kept)])
         return Committed(before.state, kept)
 
 
 class SnapshotBacking:
-    """A slot holds the whole state after its token; the last accepted one becomes the sequence's own."""
+    """Slots are whole states after each token; the last accepted one becomes the sequence's state."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
     def bytes_per_token(self) -> int:
-        """Return what one node of a window borrows: a state has a slab to itself."""
+        """Return the bytes of one node's slot: a state occupies a whole slab."""
         return self.arena.layout.states_per_slab * self.arena.layout.slab_bytes
 
     def has_room(self, nodes: int) -> bool:
-        """Return whether `count` states could be borrowed now."""
+        """Return whether `nodes` states can be allocated now."""
         return not self.arena.layout.states or self.arena.can_take(states=nodes)
 
     def begin(self, owner: Owner, nodes: int) -> Sequence[int] | None:
-        """Borrow one state slot per node."""
+        """Allocate one state slot per node."""
         return self.arena.take_snapshots(owner, nodes) if self.arena.layout.states else ()
 
     def dress(self, row: Row, slots: Sequence[int]) -> Row:
-        """Put the states that its nodes write into a row."""
+        """Return a row whose nodes write these states."""
         return row.writing(snapshots=slots) if slots else row
 
     def promote(
         self, owner: Owner, before: Committed, slots: Sequence[int], nodes: Sequence[int]
     ) -> Committed:
-        """Swap the last accepted node's slot for the sequence's state."""
+        """Replace the sequence's state by the last accepted node's."""
         assert not before.path
         last = slots[nodes[-1]] if slots and nodes else before.state
         for slot in (before.state, *slots):

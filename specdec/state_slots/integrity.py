@@ -12,10 +12,10 @@ class IntegrityError(AssertionError):
 
 
 def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
-    """Derive counts, classes, bitmaps and free lists from what is held, and compare with what is kept.
+    """Derive counts, bitmaps and free lists from the owners' slots, and compare with the stored ones.
 
-    Slots of one class lie on a grid within their slab. So each byte has one owner when every slab has one
-    class, every slot that is not shared has one holder, and the grid fits in the slab.
+    Slots of one class lie on a grid within their slab. So each byte has one owner if every slab has one
+    class, every unshared slot has one holder, and the grid fits into the slab.
     """
     sizes = {
         Kind.BLOCK: layout.block_bytes,
@@ -40,7 +40,7 @@ def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
 
 
 def _holders(pool: SlotPool, num_slabs: int) -> dict[int, list[Owner]]:
-    """Return each slot's owners; check that their handles are in range and of the slot's generation."""
+    """Return each slot's owners; check that handles are in range and of the slot's generation."""
     holders: dict[int, list[Owner]] = {}
     for owner, held in pool.held.items():
         if not held:
@@ -71,7 +71,7 @@ def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> N
         held_by, known = holders.get(slot, ()), pool.owners_of(slot) if slot in pool.owners else ()
         if len(held_by) != len(known) or set(held_by) != set(known):
             raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {list(known)}")
-        # A state that is kept and one that is lent are read, and written no more.
+        # Cached states and lent ones are only read.
         are_readers = pool.kind is Kind.STATE and all(isinstance(own, Evictable | Fixed) for own in known)
         if len(known) > 1 and pool.kind is not Kind.BLOCK and not are_readers:
             raise IntegrityError(f"{pool.kind} {slot} has {len(known)} owners, and only blocks are shared")
@@ -98,7 +98,7 @@ def _compare_bitmaps(pool: SlotPool, bitmaps: dict[int, int]) -> None:
 
 
 def _compare_partial(pool: SlotPool, bitmaps: dict[int, int]) -> None:
-    """Check the order in which partly used slabs are tried, and the count of free slots in them."""
+    """Check the index of partly used slabs and the count of free slots in them."""
     expected: list[set[int]] = [set() for _ in range(pool.per_slab)]
     spare = 0
     for slab, bitmap in bitmaps.items():
@@ -116,7 +116,7 @@ def _compare_partial(pool: SlotPool, bitmaps: dict[int, int]) -> None:
 
 
 def _compare_slabs(slabs: SlabList, serves: dict[int, Kind]) -> None:
-    """Check that each slab but the dummy is free and listed once, or serves the class of what it holds."""
+    """Check that each slab except the dummy is free and listed once, or serves the class of its slots."""
     listed = Counter(slabs.free)
     for slab, kept in enumerate(slabs.kinds):
         kind = serves.get(slab)

@@ -1,4 +1,4 @@
-"""Cut a model's memory: the bytes of a KV block, a state slot, a record, and the slab that holds them."""
+"""Memory layout of a model: the bytes of a KV block, a state slot, a record, and the slab."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ import torch
 from specdec.errors import ConfigError
 
 ALIGN = 64
-"""Every slot, and every part of one, starts at a multiple of 64 bytes: a cache line."""
+"""Alignment of every slot and its parts: a cache line."""
 
 BLOCKS_PER_PLAIN_SLAB = 16
-"""Blocks in a slab when no layer has a state.
+"""Blocks in a slab if no layer has a state.
 
-Blocks are the only class then, so a slab need not match anything. Sixteen (256 tokens) lose little to the
-dummy slab and leave the free list alone fifteen times in sixteen.
+Blocks are the only class then, so the slab size is free. Sixteen (256 tokens) lose little to the dummy slab
+and leave the free list untouched fifteen times in sixteen.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Describe what an attention layer keeps of a token: `parts` tensors of [heads, dim]."""
+    """An attention layer's memory per token: `parts` tensors of [heads, dim]."""
 
     heads: int
     dim: int
@@ -32,9 +32,9 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Describe what a recurrent layer keeps; `conv_inputs` is the convolution's kernel - 1.
+    """A recurrent layer's memory; `conv_inputs` is the convolution's kernel - 1.
 
-    A layer that is a convolution alone has no heads.
+    A layer that is only a convolution has no heads.
     """
 
     heads: int
@@ -43,34 +43,35 @@ class StateShape:
     conv_inputs: int
     channels: int
     decay_dim: int = 1
-    """Log-decays of a head: one, or one for each of its `key_dim` rows."""
+    """Log-decays per head: one, or one per row of `key_dim`."""
     runs: tuple[tuple[int, int], ...] = ()
-    """How ranks share the channels: (units, channels of a unit) of each projection. None: they cannot."""
+    """Partition of the channels over ranks: (units, channels per unit) of each projection. Empty: not
+    partitionable."""
 
 
 class KVRegion(NamedTuple):
-    """Hold what attention layers of one shape keep in a block: [head, layer, part, token, dim].
+    """The part of a block for attention layers of one shape: [head, layer, part, token, dim].
 
-    With the heads outermost, those of any rank of a tensor-parallel group are one run of bytes.
+    Heads are outermost, so those of any rank of a tensor-parallel group are contiguous.
     """
 
     shape: KVShape
     layers: tuple[int, ...]
-    """Numbers of the layers in `Layout.kv`."""
+    """Indices of the layers in `Layout.kv`."""
     offset: int
     head_bytes: int
     """Bytes of one head over all these layers."""
 
 
 class PageParts(NamedTuple):
-    """Where the layers' keys and values are within a block, and what they take together, in bytes."""
+    """Regions of a block, and their total bytes."""
 
     regions: tuple[KVRegion, ...]
     size: int
 
 
 class StateOffsets(NamedTuple):
-    """Where a layer's state [H, K, W] and its window [C, I] start within a slot, in bytes."""
+    """Byte offsets of a layer's state [H, K, W] and its window [C, I] within a slot."""
 
     state: int
     window: int
@@ -94,7 +95,7 @@ class RecordParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutFigures:
-    """Sum up a layout in figures."""
+    """Summary figures of a layout."""
 
     token_bytes: int
     block_bytes: int
@@ -104,18 +105,19 @@ class LayoutFigures:
     blocks_per_slab: int
     records_per_slab: int
     padding: float
-    """Unused fraction of a slab that serves a state."""
+    """Unused fraction of a slab that holds a state."""
     record_share: float
-    """A record's bytes as a part of a state's; 0 of windows alone, whose next inputs they are."""
+    """A record's bytes relative to a state's; 0 if layers only have windows, whose next inputs records
+    are."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Derive every size and offset from the layers' shapes.
+    """Every size and offset, derived from the layers' shapes.
 
-    `kv` has one entry per attention layer, the draft head's included, `states` one per recurrent layer.
-    `dtype` is that of conv inputs, and of keys and values where `kv_dtype` names none of their own;
-    `state_dtype` is that of states and of a record's update and decay.
+    `kv` has one entry per attention layer, including the draft head's, and `states` one per recurrent layer.
+    `dtype` is that of conv inputs, and of keys and values unless `kv_dtype` is set; `state_dtype` is that of
+    states and of a record's update and decay.
     """
 
     kv: tuple[KVShape, ...]
@@ -142,7 +144,7 @@ class Layout:
 
     @property
     def page_dtype(self) -> torch.dtype:
-        """What keys and values are kept in."""
+        """Dtype of keys and values."""
         return self.kv_dtype or self.dtype
 
     @cached_property
@@ -175,17 +177,17 @@ class Layout:
 
     @property
     def conv_width(self) -> int:
-        """The inputs of the longest convolution, its own token's included; 1 when there is none."""
+        """Inputs of the longest convolution, including its own token's; 1 without convolutions."""
         return max((shape.conv_inputs + 1 for shape in self.states), default=1)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block over all attention layers; 0 when there are none."""
+        """Bytes of a KV block over all attention layers; 0 without any."""
         return self.page_parts.size
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state slot over all recurrent layers; 0 when there are none."""
+        """Bytes of a state slot over all recurrent layers; 0 without any."""
         return self.state_parts.size
 
     @property
@@ -195,10 +197,10 @@ class Layout:
 
     @cached_property
     def slab_bytes(self) -> int:
-        """Round the state slot up to whole blocks, so that block ids have one stride through the arena."""
+        """State slot size rounded up to whole blocks, so that block ids have one stride through the arena."""
         if not self.states:
             return BLOCKS_PER_PLAIN_SLAB * self.block_bytes
-        # A record outweighs a state only in toy models; there the slab grows, there is nothing to refuse.
+        # Only toy models have records larger than a state; their slab grows.
         return _round_up(max(self.state_bytes, self.record_bytes), self.block_bytes or ALIGN)
 
     @cached_property
@@ -214,15 +216,15 @@ class Layout:
         return self.slab_bytes // self.record_bytes if self.states else 0
 
     def blocks_for(self, tokens: int) -> int:
-        """Count the KV blocks that hold `tokens` tokens."""
+        """Return the KV blocks for `tokens` tokens."""
         return -(-tokens // self.block_tokens) if self.kv else 0
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Count the bytes of a sequence of `tokens` tokens; a state takes a whole slab."""
+        """Return the bytes of a sequence of `tokens` tokens; a state takes a whole slab."""
         return self.states_per_slab * self.slab_bytes + self.blocks_for(tokens) * self.block_bytes
 
     def sequences_in(self, num_bytes: int, tokens: int) -> int:
-        """Count the sequences of `tokens` tokens that an arena of `num_bytes` holds beside its dummy slab."""
+        """Return how many sequences of `tokens` tokens fit into an arena of `num_bytes`."""
         slabs = max(num_bytes // self.slab_bytes - 1, 0)
         return slabs * self.slab_bytes // max(self.sequence_bytes(tokens), 1)
 
@@ -255,7 +257,7 @@ def _check_state(layer: int, state: StateShape) -> None:
 
 
 def _place(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Lay parts out one after another; return where each starts and where the last one ends."""
+    """Return the aligned offsets of consecutive parts, and their total size."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

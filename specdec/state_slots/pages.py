@@ -1,4 +1,4 @@
-"""Release pages of memory to the system and keep their addresses."""
+"""Release pages of memory to the system without unmapping them."""
 
 import ctypes
 import mmap
@@ -8,13 +8,13 @@ import sys
 from torch import Tensor
 
 CAN_RELEASE = sys.platform == "linux"
-"""Whether released pages are free at once and read as zeros when touched again."""
+"""True if released pages are free at once and read as zeros when accessed again."""
 
 
 def release_heap() -> None:
-    """Make the C library give freed memory back to the system: most of an unloaded model's weights.
+    """Return freed heap memory to the system, such as an unloaded model's weights.
 
-    Another library than glibc is left alone.
+    Does nothing for C libraries other than glibc.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
@@ -23,8 +23,8 @@ def release_heap() -> None:
 def release_pages(data: Tensor) -> None:
     """Free the pages of a host tensor; its address stays valid and reads as zeros.
 
-    Whatever has noted its address, as a tape has, may go on using it: the next access takes a page anew.
-    Bytes that share their page with something else stay in memory, and are set to zero.
+    Stored addresses, such as a tape's, stay usable: the next access allocates a page. Bytes that share a page
+    with other data stay in memory, and are set to zero.
     """
     assert CAN_RELEASE and data.device.type == "cpu" and data.is_contiguous()
     bytes_X, page = data.view(-1), mmap.PAGESIZE

@@ -10,7 +10,7 @@ from specdec.errors import CapacityError
 
 
 class Runtime(Protocol):
-    """The part of CUDA's runtime that is used; each call returns 0 or an error code."""
+    """The used part of CUDA's runtime; each call returns 0 or an error code."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int, /) -> int: ...
 
@@ -20,7 +20,7 @@ class Runtime(Protocol):
 def pin(data: Tensor, owner: object, runtime: Runtime | None = None) -> None:
     """Pin a tensor's pages until its owner is collected.
 
-    torch's own pinned memory comes in powers of two: of 70 GiB it would make 128.
+    torch's own pinned memory is rounded to powers of two: 70 GiB would become 128.
     """
     if runtime is None:
         runtime = cast(Runtime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ def pin(data: Tensor, owner: object, runtime: Runtime | None = None) -> None:
             "less, or raise the limit on locked memory (ulimit -l)",
             field="memory_bytes",
         )
-    # The tensor is held until then: memory that is freed while it is registered stays locked.
+    # The finalizer holds the tensor: memory freed while registered stays locked.
     weakref.finalize(owner, _unpin, runtime, data).atexit = False
 
 
@@ -42,7 +42,7 @@ def _unpin(runtime: Runtime, data: Tensor) -> None:
 
 
 def sent(hidden_1D: Tensor | None, device: torch.device) -> Tensor | None:
-    """Copy a hidden state, if any, to a tier, without waiting for the current step."""
+    """Copy a hidden state, if any, to a tier's device, without waiting for the current step."""
     if hidden_1D is None or hidden_1D.device == device:
         return hidden_1D
     pinned = device.type == "cpu"

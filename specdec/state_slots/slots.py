@@ -1,4 +1,4 @@
-"""Hand out slots of one class from slabs that all classes share: integers only, no bytes."""
+"""Allocate slots of one class from slabs shared by all classes: only bookkeeping, no bytes."""
 
 from array import array
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -7,18 +7,18 @@ from heapq import heapify, heappop, heappush
 from typing import NewType
 
 RequestId = NewType("RequestId", int)
-"""Numbers a request within its engine."""
+"""Id of a request within its engine."""
 Owner = Hashable
 
 
 class Evictable:
-    """An owner that can be evicted: what it alone holds counts as free."""
+    """An owner that can be evicted: slots held by it alone count as free."""
 
     __slots__ = ()
 
 
 class Fixed:
-    """An owner whose slots another process reads or writes by their addresses: they do not move."""
+    """An owner whose slots another process accesses by address: they do not move."""
 
     __slots__ = ()
 
@@ -36,9 +36,9 @@ class Sharers(dict[Owner, None]):
 
 
 class SlabList:
-    """Keep which class each slab serves, and the free ones in a heap, lowest first.
+    """The class of each slab, and a heap of free slabs, lowest first.
 
-    Slab 0 is the dummy that the padding rows of captured graphs read and write; it is never handed out.
+    Slab 0 is the dummy that padding rows of captured graphs read and write; it is never allocated.
     """
 
     def __init__(self, num_slabs: int) -> None:
@@ -68,10 +68,10 @@ class SlabList:
 
 
 class SlotPool:
-    """Hand out the slots of one class; slot id = slab * per_slab + place.
+    """Allocates the slots of one class; slot id = slab * per_slab + place.
 
-    `held`, what each owner holds and of which generation, is the truth. The rest is derived from it and kept
-    beside it so that a call costs microseconds; integrity.py derives it again and compares.
+    `held`, each owner's slots with their generations, is authoritative. The rest is derived from it and
+    stored so that a call takes microseconds; integrity.py derives it again and compares.
     """
 
     def __init__(self, kind: Kind, per_slab: int, slabs: SlabList) -> None:
@@ -82,27 +82,27 @@ class SlotPool:
         self.forget()
 
     def forget(self) -> None:
-        """Free every slot, whatever was half done; the caller resets `slabs`.
+        """Free every slot, even with incomplete operations; the caller resets `slabs`.
 
-        Generations stay, so that a handle from before is stale.
+        Generations are retained, so that earlier handles are stale.
         """
         self.held: dict[Owner, dict[int, int]] = {}
         self.handed_out = sum(self.generations)
         self.owners: dict[int, Owner | Sharers] = {}
-        """Owners of each live slot. A list for each would keep the garbage collector busy."""
+        """Owners of each live slot. A list per slot would burden the garbage collector."""
         self.in_use = 0
         """Slots with at least one owner that is not evictable."""
         self.used: dict[int, int] = {}
-        """Slab -> bitmap of its live slots; only slabs that serve this class."""
+        """Slab -> bitmap of its live slots; only slabs of this class."""
         self.partial: list[set[int]] = [set() for _ in range(self.per_slab)]
         """Partly used slabs by their number of live slots."""
         self.fullness = 0
-        """Bit n is set when some partly used slab has n live slots."""
+        """Bit n is set if some partly used slab has n live slots."""
         self.spare = 0
         """Free slots in partly used slabs."""
 
     def hold_again(self, owner: Owner, slots: Sequence[int]) -> None:
-        """Make an owner hold slots after `forget` that were its own before, of the same generation."""
+        """Restore an owner's slots after `forget`, with the same generation."""
         for slot in slots:
             slab, place = divmod(slot, self.per_slab)
             self.slabs.reopen(slab, self.kind)
@@ -112,16 +112,16 @@ class SlotPool:
             self.in_use += not isinstance(owner, Evictable)
 
     def new_slabs(self, n: int) -> int:
-        """Count the free slabs that `take` would open for n slots."""
+        """Return the free slabs that `take` would open for n slots."""
         if n <= self.spare:
             return 0
         assert self.per_slab, f"this model has no {self.kind} slots"
         return -((self.spare - n) // self.per_slab)
 
     def take(self, owner: Owner, n: int, *, together: bool = False) -> list[int] | None:
-        """Hand out n slots, or None and nothing has changed.
+        """Allocate n slots, or return None and change nothing.
 
-        Fullest slabs first, so that the others empty out. `together` asks for one slab where that opens no
+        Fullest slabs are used first, so that others empty out. `together` prefers one slab if that opens no
         further one.
         """
         if self.new_slabs(n) > len(self.slabs.free):
@@ -141,7 +141,7 @@ class SlotPool:
         return slots
 
     def share(self, owner: Owner, slot: int) -> None:
-        """Make `owner` one more owner of a live slot."""
+        """Add an owner to a live slot."""
         assert slot in self.owners, f"{self.kind} {slot} is free and cannot be shared"
         held = self.held.setdefault(owner, {})
         assert slot not in held, f"owner {owner!r} holds {self.kind} {slot} already"
@@ -155,10 +155,10 @@ class SlotPool:
             self.owners[slot] = Sharers({before: None, owner: None})
 
     def release(self, owner: Owner, slots: Sequence[int]) -> None:
-        """Release a slot; it is free when its last owner releases it, a slab when its last slot is."""
+        """Release slots; a slot is free without owners, a slab without live slots."""
         held = self.held.get(owner, {})
         assert len(set(slots)) == len(slots), f"a {self.kind} is released twice in {slots}"
-        for slot in slots:  # all before any is let go, so that a wrong call changes nothing
+        for slot in slots:  # check all before releasing any, so that a wrong call changes nothing
             assert slot in held, f"owner {owner!r} does not hold {self.kind} {slot}"
         freed: dict[int, int] = {}
         for slot in slots:
@@ -181,7 +181,7 @@ class SlotPool:
             self.held.pop(owner, None)
 
     def alone(self, owner: Owner) -> list[int]:
-        """List the slots that only this owner holds."""
+        """Return the slots that only this owner holds."""
         return [slot for slot in self.held.get(owner, ()) if len(self.owners_of(slot)) == 1]
 
     def release_owner(self, owner: Owner) -> None:
@@ -189,10 +189,10 @@ class SlotPool:
             self.release(owner, list(self.held[owner]))
 
     def evacuate(self) -> dict[int, int]:
-        """Move what lives in the emptiest slab into holes of others, and give it back; say what went where.
+        """Move the slots of the emptiest slab into holes of others, and free it; return the moves.
 
-        Nothing is moved where the others have too few, or where an owner's slots must stay. The bytes are the
-        caller's to copy.
+        Moves nothing if the others have too few holes, or an owner's slots must not move. The caller copies
+        the bytes.
         """
         movable = (
             (n, slab) for n, slabs in enumerate(self.partial) for slab in slabs if self._may_move(slab)
@@ -221,7 +221,7 @@ class SlotPool:
 
     @property
     def kept(self) -> int:
-        """Count the slots whose owners are all evictable; any thread may read it."""
+        """Number of slots with only evictable owners; any thread may read it."""
         return max(len(self.owners) - self.in_use, 0)
 
     def is_current(self, slot: int, generation: int) -> bool:
@@ -233,7 +233,7 @@ class SlotPool:
         return owners.keys() if isinstance(owners, Sharers) else (owners,)
 
     def in_use_with(self, slots: Iterable[int]) -> int:
-        """Count the slots in use, as if these live ones were."""
+        """Return the slots in use if these live ones were too."""
         return self.in_use + sum(not self._is_used(slot) for slot in slots)
 
     def _is_used(self, slot: int) -> bool:
@@ -258,7 +258,7 @@ class SlotPool:
         return [first + place for place in places]
 
     def _file(self, slab: int, used: int) -> None:
-        """Note a slab's new bitmap; give the slab back when nothing in it is live."""
+        """Store a slab's new bitmap; free the slab if nothing in it is live."""
         before, after = self.used.get(slab, 0).bit_count(), used.bit_count()
         if 0 < before < self.per_slab:
             self.partial[before].remove(slab)
@@ -277,7 +277,7 @@ class SlotPool:
 
 
 def _lowest(free: int, n: int) -> Sequence[int]:
-    """Return the lowest n adjacent places whose bits are set, or the lowest n when no n are adjacent."""
+    """Return the lowest n adjacent set bits, or the lowest n set bits if no n are adjacent."""
     starts, length = free, 1
     while starts and length < n:
         step = min(length, n - length)

@@ -1,4 +1,4 @@
-"""The token tree: the one structure that drafting, verifying and the kernels share."""
+"""The token tree: the structure that drafting, verification and the kernels share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from specdec.kernels.tree import row
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Tokens in topological order: node 0 is the root, the last token that is certain.
+    """Tokens in topological order: node 0 is the root, the last certain token.
 
-    `parents[0]` is -1: the root hangs on what the row has committed.
+    `parents[0]` is -1: the root follows the row's committed tokens.
     """
 
     tokens: tuple[int, ...]
@@ -24,7 +24,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> "TokenTree":
-        """Make a tree in which each token follows the one before it."""
+        """Return a tree in which each token follows the one before it."""
         return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class TokenTree:
         return row.depths(self.parents)
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the nodes that a text passes from the root on, both included, as far as drafted."""
+        """Return the drafted nodes that a token sequence follows, starting with the root."""
         children = {edge: i for i, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
         nodes = [0]
         for token in tokens:

@@ -10,9 +10,9 @@ from specdec.state_slots.layout import KVRegion, Layout
 
 
 def page_views(data: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    """View each attention layer's part of all blocks as [blocks, parts, block_tokens, J, D], key first.
+    """Return each attention layer's view of all blocks as [blocks, parts, block_tokens, J, D], key first.
 
-    Heads lie outermost in a block, so their stride spans all layers of the shape.
+    Heads are outermost in a block, so their stride spans all layers of the shape.
     """
     views = {
         layer: _page_view(data, layout, region, place)
@@ -23,7 +23,7 @@ def page_views(data: Tensor, layout: Layout) -> tuple[Tensor, ...]:
 
 
 def recurrent_views(data: Tensor, layout: Layout) -> tuple[RecurrentMemory, ...]:
-    """View each recurrent layer's part of all state slots, and of all records by slab and place in it."""
+    """Return each recurrent layer's views of all state slots, and of all records by slab and index."""
     if not layout.states:
         return ()
     slabs = (len(data) // layout.slab_bytes, layout.slab_bytes)
@@ -47,7 +47,7 @@ def recurrent_views(data: Tensor, layout: Layout) -> tuple[RecurrentMemory, ...]
 
 
 def _page_view(data: Tensor, layout: Layout, region: KVRegion, place: int) -> Tensor:
-    """View all blocks' keys and values of one of the region's layers."""
+    """Return a view of all blocks' keys and values of one of the region's layers."""
     shape, tokens, item = region.shape, layout.block_tokens, layout.page_dtype.itemsize
     by_part = tokens * shape.dim
     return torch.as_strided(
@@ -65,7 +65,7 @@ def _view(
     outer: Sequence[tuple[int, int]],
     inner: tuple[int, ...],
 ) -> Tensor:
-    """View bytes from `offset` on: `outer` gives (count, bytes apart), the inner dimensions are dense."""
+    """Return a view from `offset` on: `outer` gives (count, byte stride), inner dimensions are contiguous."""
     strides = [step // dtype.itemsize for _, step in outer]
     dense = [1]
     for size in reversed(inner[1:]):

@@ -1,4 +1,4 @@
-"""A step's input: packed tokens, cut into groups of rows whose windows are equally wide."""
+"""A step's input: packed tokens, in groups of rows with windows of equal width."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from specdec.kernels.tree.row import ancestor_masks, taps
 from specdec.state_slots.tree import TokenTree
 
 RecordSlot = tuple[int, int]
-"""Slab and place of one record."""
+"""Slab and index of one record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One request's part of a step.
 
-    `path` lists the accepted records that its state does not hold yet. When any node may be taken back, each
-    has one of `records`, or its own state slot among `snapshots`; when every token is certain, neither.
+    `path` lists the accepted records not yet folded into its state. If nodes may be rejected, each has one of
+    `records`, or its own state slot among `snapshots`; if every token is certain, neither.
     """
 
     tree: TokenTree
@@ -32,7 +32,7 @@ class Row:
     records: Sequence[RecordSlot] | None = None
     snapshots: Sequence[int] | None = None
     skipped: int = 0
-    """Tokens counted in `length` that precede the first block of `table_N`: no attention layer reads them."""
+    """Tokens counted in `length` before the first block of `table_N`: no attention layer reads them."""
 
     def __post_init__(self) -> None:
         for slots in (self.records, self.snapshots):
@@ -41,8 +41,8 @@ class Row:
     def writing(
         self, records: Sequence[RecordSlot] | None = None, snapshots: Sequence[int] | None = None
     ) -> "Row":
-        """Return the same row, whose nodes write these slots."""
-        # Once for each row of a step: `dataclasses.replace` takes several times as long.
+        """Return a copy of the row whose nodes write these slots."""
+        # Called for each row of a step: `dataclasses.replace` takes several times as long.
         known = self.tree, self.length, self.table_N, self.state, self.path
         return Row(*known, records, snapshots, self.skipped)
 
@@ -53,11 +53,11 @@ class Window:
     position_T: Tensor
     groups: tuple[Group, ...]
     first_B: tuple[int, ...]
-    """Packed index of each row's root, in the order in which the rows were given."""
+    """Packed index of each row's root, in the rows' original order."""
 
 
 def build_window(rows: Sequence[Row], conv_width: int, device: torch.device) -> Window:
-    """Pack rows so that rows of one width and one kind stand together and every group is a dense block."""
+    """Pack rows so that every group, of rows of one width and kind, is contiguous."""
 
     def shape(i: int) -> tuple[int, bool, bool]:
         row = rows[i]
@@ -111,7 +111,7 @@ def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.devic
 
 
 def _tables(tables: Sequence[Tensor]) -> Tensor:
-    """Stack rows of block ids; the shorter ones are filled up."""
+    """Stack rows of block ids, padding shorter ones."""
     if len(tables) == 1:
         return tables[0][None]
     alike = len(set(map(Tensor.numel, tables))) == 1

@@ -1,1 +1,1 @@
-"""Attention over paged keys and values, through the ancestors of each node."""
+"""Paged attention: each tree node attends to its ancestors."""

@@ -1,8 +1,8 @@
 """Paged attention through torch's flash kernel, row by row.
 
-A row's keys and values are gathered and cut to the positions that are valid, so nothing else is ever read:
-no padding to the longest row, no mask where a single token sees all, and what a row gives does not depend on
-the rows beside it. Batching the rows was faster only for many rows of less than 64 tokens.
+Each row's keys and values are gathered and cut to the valid positions. So there is no padding to the longest
+row, a single token needs no mask, and a row's result does not depend on the other rows. Batching rows was
+faster only for many rows of less than 64 tokens.
 """
 
 import torch
@@ -13,15 +13,15 @@ from specdec.kernels.attention.quantise import quantise
 from specdec.kernels.group import Group
 
 NARROW = 32
-"""Tokens of a lone row that are appended block by block."""
+"""Maximum window width for which a lone row is appended block by block."""
 QUERIES = 256
-"""Tokens of a chain that share a mask, and with it the keys that only the last of them sees."""
+"""Queries of a chain that share one mask and one range of keys."""
 FOLD_BELOW = 64
-"""Tokens from which there is work enough in each query head alone."""
+"""Window width from which query heads are not folded: each head alone has enough work."""
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
-    """Write the window's keys and values into the rows' blocks, behind what they have committed."""
+    """Write the window's keys and values into the rows' blocks, after the committed tokens."""
     given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
     kv_PTJD = tuple(quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in given)
     block_size = pages_NPXJD.shape[2]
@@ -44,10 +44,10 @@ def attend(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Attend from each node to its row's committed tokens, its ancestors and itself; `window` limits these.
+    """Attend from each node to its row's committed tokens, its ancestors and itself, within `window` tokens.
 
-    The window's own keys and values must have been appended. H query heads share J key heads in order. Where
-    keys hold their values, torch's kernel gets whole keys for these: it takes no narrower ones.
+    The window's own keys and values must have been appended. H query heads share J key heads in order. If
+    keys contain their values, whole keys are passed as values, because torch's kernel takes no narrower ones.
     """
     width, block_size = group.width, pages_NPXJD.shape[2]
     out = []
@@ -65,7 +65,7 @@ def attend(
         else:
             mask_ML = F.pad(group.ancestors_BMM[row], (length - first, 0), value=True)
             if window is not None:
-                # What follows on a path is as far back from its end as there are tokens from it on.
+                # Count the tokens from each ancestor to the end of the path; keep the last `window`.
                 mask_ML &= mask_ML.flip(1).cumsum(1).flip(1) <= window
             out.append(_attend(q_MHD, k_1JLD, v_1JLD, mask_ML, scale))
     out_THD = out[0] if len(out) == 1 else torch.cat(out)
@@ -73,15 +73,15 @@ def attend(
 
 
 def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
-    """Return x · sigmoid(gate), a gate for each head; both are rounded to the dtype of x."""
+    """Return x · sigmoid(gate) with one gate per head; both are rounded to the dtype of x."""
     return x_THW * torch.sigmoid(gate_TH).unsqueeze(-1)
 
 
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
     """Copy each row's keys and values to other positions, in place; all are read before any is written.
 
-    An accepted path of a tree lies scattered behind what was committed before it, and must follow on it. A
-    row with fewer moves than others is padded with a position that moves onto itself, such as its root's.
+    The accepted path of a tree is scattered after the committed tokens and must directly follow them. Rows
+    with fewer moves than others are padded with a position that moves onto itself, such as the root's.
     """
     size = pages_NPXJD.shape[2]
     kv_BPPJD = pages_NPXJD[table_BN.gather(1, from_BP // size), :, from_BP % size]
@@ -100,16 +100,16 @@ def _append_narrow(kv_PMJD: Tensor, pages_NPXJD: Tensor, table_N: Tensor, start:
 
 
 def _gather(pages_NXJD: Tensor, block_N: Tensor, places: range, dtype: torch.dtype) -> Tensor:
-    """Copy a row's blocks together and return some of their tokens [1, J, L, D] in the queries' dtype.
+    """Gather a row's blocks and return some of their tokens [1, J, L, D] in the queries' dtype.
 
-    The copy stays when the blocks follow each other in the arena: between them lie the other layers' blocks,
-    so no view has one stride over all tokens.
+    The copy is needed even if the blocks are adjacent: other layers' blocks lie between them in the arena, so
+    no view has one stride over all tokens.
     """
     _, _, heads, dim = pages_NXJD.shape
     row_NXJD = pages_NXJD.index_select(0, block_N)
     if row_NXJD.dtype != dtype:
         row_NXJD = row_NXJD.to(dtype)
-    # What reshape, slice, transpose and unsqueeze would say, at a quarter of their cost.
+    # Equivalent to reshape, slice, transpose and unsqueeze at a quarter of their cost.
     strides = (row_NXJD.numel(), dim, heads * dim, 1)
     return row_NXJD.as_strided((1, heads, len(places), dim), strides, places.start * heads * dim)
 
@@ -117,7 +117,7 @@ def _gather(pages_NXJD: Tensor, block_N: Tensor, places: range, dtype: torch.dty
 def _attend_chain(
     q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, scale: float, window: int | None
 ) -> list[Tensor]:
-    """Attend causally, a part of the queries at a time, each to the keys that any of it sees."""
+    """Attend causally, `QUERIES` queries at a time, each part to the keys that any of its queries sees."""
     out, before = [], k_1JLD.shape[2] - len(q_MHD)
     for part_MHD in torch.split(q_MHD, QUERIES):
         first, seen = 0 if window is None else max(before + 1 - window, 0), before + len(part_MHD)
@@ -132,7 +132,7 @@ def _attend_chain(
 
 
 def _attend(q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, mask_ML: Tensor | None, scale: float) -> Tensor:
-    """Attend with every query to every key that the mask, boolean or added, leaves."""
+    """Attend from every query to every key that the boolean or additive mask allows."""
     width, heads, dim = q_MHD.shape
     kv_heads = k_1JLD.shape[1]
     if not _fold_pays(width, heads // kv_heads, q_MHD.dtype):
@@ -142,7 +142,7 @@ def _attend(q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, mask_ML: Tensor | Non
         )
         return o_1HMD.transpose(1, 2).reshape(width, heads, dim)
 
-    # The query heads that share a key head become more queries [J, M * G] of it.
+    # Fold the query heads that share a key head into its queries [J, M * G].
     q_MJGD = q_MHD.view(width, kv_heads, -1, dim)
     q_1JQD = q_MJGD.transpose(0, 1).reshape(1, kv_heads, -1, dim)
     if mask_ML is not None:
@@ -152,7 +152,7 @@ def _attend(q_MHD: Tensor, k_1JLD: Tensor, v_1JLD: Tensor, mask_ML: Tensor | Non
 
 
 def _fold_pays(width: int, sharing: int, dtype: torch.dtype) -> bool:
-    """Return whether reading keys once for all query heads that share them is faster, as measured."""
+    """Return whether reading keys once for all query heads that share them measured faster."""
     if width >= FOLD_BELOW:
         return False
     return sharing > 2 or (sharing == 2 and width == 1 and dtype != torch.bfloat16)

@@ -1,9 +1,9 @@
-"""FlashInfer's XQA behind our call: decode and verify windows, straight from our pages.
+"""FlashInfer's XQA for decode and verify windows, reading our pages directly.
 
-It reads tables, lengths and masks from the device and plans nothing on the host, so that a captured graph may
-hold it. nvcc compiles it at first use for each width of a window, a minute or two each, so a graph must be
-warmed up before it is captured. Prompts are left to Triton, as is all that `supports` refuses: they come in
-any width, and FlashInfer's kernels for long chunks plan on the host.
+It reads tables, lengths and masks from the device and plans nothing on the host, so a CUDA graph can capture
+it. nvcc compiles it on first use for each window width, which takes a minute or two, so warm up before
+capturing. Prefill and everything else that `supports` rejects runs in Triton: prefill windows come in any
+width, and FlashInfer's kernels for long chunks plan on the host.
 """
 
 import math
@@ -20,15 +20,15 @@ from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.strides import dense, outer_strides
 
 NODES = 64
-"""The widest window that is handed over."""
+"""Widest window that is passed to XQA."""
 SHARING = 32
-"""Query heads of one key head that its tiles hold."""
+"""Most query heads per key head that XQA's tiles hold."""
 SCRATCH, SEMAPHORES = 128 << 20, 1 << 18
-"""Bytes for the parts of rows that it splits, some 16 KiB for 32 queries and a processor; and counters."""
+"""Bytes for split rows' partial results, about 16 KiB per 32 queries and processor, and for counters."""
 
 
 class Scratch(NamedTuple):
-    """What XQA works in; it leaves the counters at zero again. Calls that may overlap need one each."""
+    """XQA's workspace. It resets the counters to zero; calls that may overlap need one each."""
 
     workspace: Tensor
     semaphores: Tensor
@@ -41,11 +41,11 @@ class Scratch(NamedTuple):
 
 
 def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
-    """Return whether XQA takes a group's windows: those of one token, and those that may be taken back.
+    """Return whether XQA supports a group's windows: single tokens and tentative windows up to `NODES` wide.
 
-    Others come in any width, those of prompts among them. It counts strides in whole heads, and reads values
-    that are their own. Layers that see a part of the past are not handed over: what it would make of a tree
-    across that edge is not known.
+    Other windows, such as prefill, come in any width. XQA counts strides in whole heads and needs separate
+    values. Sliding-window layers are excluded, because its result for a tree across the window's edge is
+    untested.
     """
     _, _, page, heads, dim = pages_NPXJD.shape
     return (
@@ -78,17 +78,17 @@ def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, scrat
         *(table_BN, length_B[:, None], out_THD.view(window), *scratch),
         num_kv_heads=pages_NPXJD.shape[3],
         page_size=pages_NPXJD.shape[2],
-        q_scale=scale * math.sqrt(dim),  # it divides by the root of D itself
+        q_scale=scale * math.sqrt(dim),  # XQA itself divides by sqrt(D)
         q_seq_len=group.width,
         mask=None if group.width == 1 else mask_BMW.view(torch.uint16),
-        # What it reads first was written by the kernel just before, which does not say when it is done.
+        # Its first inputs come from the preceding kernel, which does not signal completion.
         enable_pdl=False,
     )
     return out_THD
 
 
 def pack(group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the table, lengths that count the window, and what each node sees as bits of 32-bit words."""
+    """Return the block table, lengths including the window, and ancestor masks as bits of 32-bit words."""
     words, columns = triton.cdiv(group.width, 32), group.table_BN.shape[1]
     device = group.table_BN.device
     table_BN = torch.empty(group.rows, columns, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""What pages of 8 bits hold of keys and values.
+"""Quantise keys and values for FP8 pages.
 
-A token's key is one number, whether the window that wrote it reads it or a later one: everything that attends
-reads the pages, never what was rounded into them. So drafts cannot change the text here either.
+Attention always reads the quantised pages, also for the window that wrote them, never the unrounded inputs.
+So a token's key is the same number in every window, and drafts cannot change the output.
 """
 
 import torch
@@ -9,9 +9,9 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""What ends the range of FP8: it knows no infinity, and larger numbers would be none."""
+"""Largest finite FP8 value. The format has no infinity: larger numbers would become NaN."""
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the nearest number that the pages hold; 8 bits, without a scale, end at 448."""
+    """Round to the pages' dtype; FP8 has no scale and saturates at 448."""
     return x.clamp(-LARGEST, LARGEST).to(FP8) if dtype == FP8 else x

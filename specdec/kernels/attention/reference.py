@@ -1,4 +1,4 @@
-"""Paged attention, token by token, over the tokens that each one may see."""
+"""Paged attention, one token at a time."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from specdec.kernels.group import Group
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
-    """Write the window's keys and values into the rows' blocks, behind what they have committed.
+    """Write the window's keys and values into the rows' blocks, after the committed tokens.
 
-    Without values, which keys hold then, a page has keys alone.
+    Latent attention has no separate values (`v_TJD` is None); its pages then hold keys alone.
     """
     for part, x_TJD in enumerate((k_TJD,) if v_TJD is None else (k_TJD, v_TJD)):
         for row in range(group.rows):
@@ -28,10 +28,11 @@ def attend(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Attend from each node to its row's committed tokens, its ancestors and itself; `window` limits these.
+    """Attend from each node to its row's committed tokens, its ancestors and itself, within `window` tokens.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order. A
-    value is the last `value_dim` entries of a page's last part, where it has but one of its key.
+    value is the last `value_dim` entries of the page's last part; pages with a single part store values
+    inside the keys.
     """
     out_THW = q_THD.new_empty(*q_THD.shape[:2], value_dim or q_THD.shape[2])
     for row in range(group.rows):
@@ -47,7 +48,7 @@ def attend(
 
 
 def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
-    """Return x · sigmoid(gate), a gate for each head; both are rounded to the dtype of x."""
+    """Return x · sigmoid(gate) with one gate per head; both are rounded to the dtype of x."""
     wide = torch.float64 if gate_TH.dtype == torch.float64 else torch.float32
     return x_THW * torch.sigmoid(gate_TH.to(wide)).to(x_THW.dtype)[..., None]
 
@@ -55,8 +56,8 @@ def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
     """Copy each row's keys and values to other positions, in place; all are read before any is written.
 
-    An accepted path of a tree lies scattered behind what was committed before it, and must follow on it. A
-    row with fewer moves than others is padded with a position that moves onto itself, such as its root's.
+    The accepted path of a tree is scattered after the committed tokens and must directly follow them. Rows
+    with fewer moves than others are padded with a position that moves onto itself, such as the root's.
     """
     size, before_NPXJD = pages_NPXJD.shape[2], pages_NPXJD.clone()
     for table_N, from_P, to_P in zip(table_BN.tolist(), from_BP.tolist(), to_BP.tolist(), strict=True):
@@ -71,13 +72,12 @@ def _attend_one(q_HD: Tensor, kv_PLJD: Tensor, scale: float, value_dim: int) -> 
     k_LHD, v_LHW = kv_PLHD[0], kv_PLHD[-1, ..., -value_dim:]
     score_HL = torch.einsum("hd,lhd->hl", q_HD.to(wide), k_LHD) * scale
     weight_HL = torch.exp(score_HL - score_HL.amax(-1, keepdim=True))
-    # The values meet rounded weights; what they are divided by is the sum of the weights as they were.
+    # The weights are rounded before they multiply the values; the divisor is the sum of unrounded weights.
     sum_HW = torch.einsum("hl,lhw->hw", weight_HL.to(q_HD.dtype).to(wide), v_LHW)
     return (sum_HW / weight_HL.sum(-1, keepdim=True)).to(q_HD.dtype)
 
 
 def _visible(group: Group, row: int, node: int) -> list[int]:
-    """List the nodes of the window that a node sees."""
     if group.ancestors_BMM is None:
         return list(range(node + 1))
     return [other for other in range(group.width) if bool(group.ancestors_BMM[row, node, other])]

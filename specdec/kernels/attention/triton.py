@@ -1,9 +1,9 @@
-"""Paged attention on a GPU: windows of trees, chains and whole prompts through one kernel.
+"""Paged attention on a GPU: tree windows, chains and whole prompts through one kernel.
 
-The queries of all heads that share a key head are rows of one tile, node after node, so that keys and values
-are read once for all of them. What a row has is cut into splits, as many as keep the GPU busy, and a second
-kernel merges them. Their number is the host's, from what it knows (`max_length`, a bound); where they end is
-the device's, from the row's own length: a captured graph may hold rows of any length.
+The queries of all heads that share a key head are rows of one tile, node after node, so keys and values are
+read once for all of them. A row's tokens are cut into enough splits to keep the GPU busy, and a second kernel
+merges them. The host chooses the number of splits from an upper bound (`max_length`); the device chooses
+their ends from the row's actual length, so a captured graph works for rows of any length.
 """
 
 import math
@@ -20,11 +20,11 @@ from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.strides import dense, outer_strides
 
 TREE_NODES = 64
-"""Nodes of a tree at most: a node's ancestors are the bits of one number."""
+"""Maximum nodes of a tree: a node's ancestors are the bits of one integer."""
 PROGRAMS = 2
-"""Programs wanted for each of the GPU's processors."""
+"""Target number of programs per GPU processor."""
 LEAST = 128
-"""Tokens for which a split is worth its merging, at least; more where many queries share them."""
+"""Minimum tokens per split that pay for its merge; more if many queries share them."""
 MOST_SPLITS = 128
 
 
@@ -36,7 +36,7 @@ def attend(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Attend from each node to its row's committed tokens, its ancestors and itself; `window` limits these.
+    """Attend from each node to its row's committed tokens, its ancestors and itself, within `window` tokens.
 
     The window's own keys and values must have been appended. H query heads share J key heads in order.
     """
@@ -52,7 +52,7 @@ def attend_gated(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Attend, and multiply by the sigmoid of the gate, a view whose heads may lie apart."""
+    """Attend and multiply by sigmoid(gate); the gate is a view whose heads may be strided."""
     q_THD = q_THD.contiguous()
     tokens, heads, dim = q_THD.shape
     _, parts, page, kv_heads, _ = pages_NPXJD.shape
@@ -101,14 +101,14 @@ def attend_gated(
 
 
 def choose_splits(programs: int, longest: int, queries: int, device: torch.device) -> int:
-    """Return into how many parts to cut what the rows have, so that every processor has work."""
+    """Return the number of splits per row that gives every processor work."""
     wanted = -(-PROGRAMS * processors(device) // programs)
     return max(min(wanted, longest // max(LEAST, 2 * queries), MOST_SPLITS), 1)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Count the GPU's processors; an H100's where there is none."""
+    """Return the GPU's processor count, or an H100's 132 without a GPU."""
     if device.type != "cuda":
         return 132
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -118,10 +118,10 @@ def processors(device: torch.device) -> int:
 def _tile(
     shared: int, dim: int, width: int, itemsize: int, paged: int, *, tree: bool, slides: bool
 ) -> dict[str, int]:
-    """Choose how many queries and keys meet in a program: what an H100's registers hold without a spill.
+    """Choose the queries and keys per program: what fits into an H100's registers without spills.
 
-    Tensor cores take 16 queries at least; heads of 256 fill the registers with 64, and in float32 with 16. Of
-    values of 512, 64 do so with few keys, and 32 with keys of 8 bits; in float32 16 do not fit.
+    Tensor cores take at least 16 queries. Heads of 256 fill the registers at 64 queries, or 16 in float32.
+    Values of 512 fill them at 64 queries with few keys, or 32 with FP8 keys; in float32 not even 16 fit.
     """
     block, rest = (max(triton.next_power_of_2(own), 16) for own in (width, dim - width))
     large = block > 128
@@ -162,7 +162,7 @@ def _attend(
     overlap()
     G: tl.constexpr = H // J
     kind = q.dtype.element_ty
-    # The last queries of a prompt see most: they start first.
+    # The last queries of a prompt have the most keys: start them first.
     blocks = tl.cdiv(width * G, QUERIES)
     row, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -186,7 +186,7 @@ def _attend(
             behind = node + 1
         else:
             behind = tl.sum(seen, axis=1)
-            if WINDOW < 64:  # otherwise a path of nodes is no longer
+            if WINDOW < 64:  # a path of nodes is never longer than 64
                 seen = tl.where(tl.cumsum(seen, axis=1, reverse=True) <= WINDOW, seen, 0)
         reach = committed + behind - WINDOW
         first = tl.maximum(tl.min(reach), 0)
@@ -202,7 +202,7 @@ def _attend(
     if ancestors is not None:
         bits = tl.sum(seen.to(tl.int64) << other[None, :].to(tl.int64), axis=1)
 
-    # A key ends in its value where it holds one; what stands before that is a product of its own.
+    # A key that contains its value ends in it; the entries before that are a separate product.
     at = tl.arange(0, BLOCK)
     query = tl.load(q + head_at[:, None] * D + (D - W) + at[None, :], mask=(at < W)[None, :], other=0.0)
     if D != W:
@@ -223,7 +223,7 @@ def _attend(
         mask = valid[:, None]
         if W != BLOCK:
             mask &= (at < W)[None, :]
-        # By way of float32, since a GPU is slow to turn 8 bits, which it reads as float16, into bfloat16.
+        # Convert by way of float32: a GPU converts FP8 to float16, and is slow to go on to bfloat16.
         key = tl.load(key_at, mask=mask, other=0.0).to(tl.float32).to(kind)
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         value = key
@@ -248,12 +248,13 @@ def _attend(
             visible = earlier | ((own >= 0) & (own < width))[None, :] & named
         score = tl.where(visible, score, -float("inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
-        # A node that sees nothing of a tile has no peak yet.
+        # A node that has seen no key so far has no peak yet.
         base = tl.where(higher == -float("inf"), 0.0, higher)
         shrink = tl.exp2(peak - base)
         weight = tl.exp2(score - base[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
-        # The values meet rounded weights; what they are divided by is the sum of the weights as they were.
+        # The weights are rounded before they multiply the values; the divisor is the sum of unrounded
+        # weights.
         result = result * shrink[:, None]
         result = tl.dot(weight.to(kind), value, result, input_precision="tf32x3")
         peak = higher
@@ -274,7 +275,7 @@ def _attend(
 
 @triton.jit
 def _let_through(value, gate):
-    """Multiply by the sigmoid of the gate, rounded before and after as in separate operations."""
+    """Multiply by sigmoid(gate), rounded before and after as in separate operations."""
     opened = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(value.dtype)
     return (value.to(tl.float32) * opened.to(tl.float32)).to(value.dtype)
 
@@ -291,7 +292,7 @@ def _merge(
     split = tl.arange(0, SPLITS)
     peak = tl.load(peaks + split.to(tl.int64) * tokens * H + one, mask=split < splits, other=-float("inf"))
     highest = tl.max(peak)
-    # Splits beyond the row's end hold no peak, and nothing else was written of them.
+    # Splits beyond the row's end have no peak, and their sums are uninitialised.
     held = peak > -float("inf")
     total = tl.load(sums + split.to(tl.int64) * tokens * H + one, mask=held, other=0.0)
     total = tl.sum(total * tl.exp2(peak - highest))

@@ -1,1 +1,1 @@
-"""The recurrence over wide windows: what no state enters is prepared at once, then it is swept along."""
+"""The recurrence over wide windows: a parallel preparation without states, then a sweep over the parts."""

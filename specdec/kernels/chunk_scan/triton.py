@@ -1,8 +1,9 @@
-"""The recurrence over a wide window, 16 tokens at a time: what no state enters first, in parallel.
+"""The recurrence over a wide window, in parts of 16 tokens.
 
-Within a part of 16 the nodes' updates are solved by (I + A)⁻¹, which the first kernel leaves behind. A
-chain's state moves on from part to part; a tree's nodes all read the committed state, and the updates of the
-parts before. A prompt's chunk and a wide window of drafts are the same to it.
+A first kernel computes everything that does not depend on the state, in parallel: within a part of 16 it
+solves the nodes' updates by (I + A)⁻¹. A chain's state advances from part to part; a tree's nodes all read
+the committed state and the updates of earlier parts. Prefill chunks and wide draft windows use the same
+kernels.
 """
 
 import torch
@@ -17,14 +18,15 @@ from specdec.kernels.pending.triton import fold_path, inside, path_arguments
 from specdec.kernels.strides import dense, outer_strides
 
 PART = 16
-"""What a matrix product takes at least."""
+"""Minimum size of a matrix product's dimension."""
 COLUMNS = 32
 NARROW, WIDE, EXACT = "tf32", "tf32x3", "ieee"
-"""Of products with keys, queries and updates: in models of 16 bits, where a state is then off by 3e-4 after
-some hundred steps, and in float32, where narrow windows sum exactly and wide ones must agree with them. There
-the parts of three products would outgrow the registers beside a tree and decays by key, which take one."""
+"""Precision of products with keys, queries and updates. NARROW: 16-bit models, where a state is then off by
+3e-4 after a few hundred steps. WIDE: float32, where wide windows must agree with the exact sums of narrow
+ones. EXACT: trees with decays by key in float32, where the registers do not fit the parts of WIDE's three
+products."""
 SUM_PRECISION = tl.constexpr("tf32x3")
-"""Of what is a sum, in fact: near float32."""
+"""Precision of products that compute sums: close to float32."""
 
 
 def chunk_scan(
@@ -37,13 +39,13 @@ def chunk_scan(
     group: Group,
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
-    """Compute `scan_window` for windows that leave records or advanced states; heads lie densely."""
+    """Compute `scan_window` for windows that leave records or advance states; heads must be contiguous."""
     state = memory.state_SHKW
     (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
     parts, device = triton.cdiv(group.width, PART), q_TGK.device
     above = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)
     near = 1 if above is None else parts
-    # Of each part: (I + A)⁻¹ and A, then the outputs' weights, on its own tokens or on those of all parts.
+    # Per part: (I + A)⁻¹ and A, then the outputs' weights, for its own tokens or (trees) those of all parts.
     shape = (group.rows, heads, parts, 2, near, PART, PART)
     matrix_BHL = torch.empty(shape, dtype=torch.float32, device=device)
     by_key = decay_TH.dim() == 3
@@ -64,7 +66,7 @@ def chunk_scan(
     inputs = (q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), decay_TH, beta_TH)
     grid = (parts, heads, group.rows)
     _prepare[grid](*inputs, dense(group.state_B), above, matrix_BHL, scale_BHL, **sizes, num_warps=4)
-    # Keys with decays of their own fill the registers that other columns would have.
+    # Decays by key fill the registers that other columns would use.
     block = max(16, min(COLUMNS // 2 if by_key else COLUMNS, triton.next_power_of_2(columns)))
     _chunk_scan[(triton.cdiv(columns, block), heads, group.rows)](
         *(*inputs, v_THW, v_THW.stride(0), matrix_BHL, scale_BHL, out_THW),
@@ -82,7 +84,7 @@ def chunk_scan(
 
 @triton.jit
 def _over(above, b, M, to, by, TREE: tl.constexpr):
-    """Return which of the nodes `by` are ancestors of the nodes `to`, or these themselves."""
+    """Return whether nodes `by` are ancestors of nodes `to`, or these themselves."""
     there = (to < M)[:, None] & (by < M)[None, :]
     if TREE:
         return tl.load(above + (b * M + to[:, None]) * M + by[None, :], mask=there, other=0) != 0
@@ -132,7 +134,7 @@ def _prepare(
             reads, meets = _pairs(q_m, k_m, k, k_by_token, decay, above, b, part, r, n, i, M, H, K, BK, PART,
                                   TREE)  # fmt: skip
         else:
-            # What lies between two nodes, from their own tokens: those above i, and strictly below j.
+            # Sum the decays between two nodes from their own tokens: i and its ancestors, strictly below j.
             between = tl.zeros((PART, PART), tl.float32)
             for t in range(r, part + 1):
                 by = t * PART + n
@@ -178,9 +180,9 @@ def _pairs(
     q_m, k_m, k, k_by_token, decay, above, b, part, r, n, i, M, H: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, PART: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Return what queries and keys of a part make of the keys of part r, as the part's nodes find them.
+    """Return the products of a part's queries and keys with part r's keys, decayed to the part's nodes.
 
-    Every exponent is a sum of what lies between a node and one above it: none is above 0.
+    Every exponent is a sum of decays between a node and its ancestor, so none is above 0.
     """
     reads = tl.zeros((PART, PART), tl.float32)
     meets = tl.zeros((PART, PART), tl.float32)
@@ -204,7 +206,7 @@ def _pairs(
 
 @triton.jit
 def _until(own, n, end):
-    """Return the decay from each token n of a part to its token `end`, and that of a state before it."""
+    """Return the decay from each token n of a part to its token `end`, and that of the part's start state."""
     later = (n[None, :] > n[:, None]) & (n[None, :] <= end)
     weight = tl.exp(tl.sum(tl.where(later, own[None, :], 0.0), 1))
     return tl.where(n <= end, weight, 0.0), tl.exp(tl.sum(tl.where(n <= end, own, 0.0)))
@@ -310,11 +312,11 @@ def _chunk_scan(
                     tl.store(log[:, None] + i[None, :], own, mask=in_qk)
                 else:
                     tl.store(log, own, mask=in_m)
-            tl.debug_barrier()  # The next part reads what all threads have stored.
+            tl.debug_barrier()  # The next part reads all threads' stores.
         if not TREE:
             if BY_KEY:
                 later = (n[None, :] > n[:, None]).to(tl.float32)
-                # Loaded once more: the registers were for other things meanwhile.
+                # Loaded again: the registers were reused.
                 own = _decays_of(decay, m, i, M, H, K)
                 k_m = tl.load(k + m[:, None] * k_by_token + i[None, :], mask=in_qk, other=0.0).to(tl.float32)
                 k_m *= tl.exp(tl.dot(later, own, input_precision=SUM_PRECISION))

@@ -1,1 +1,1 @@
-"""The short causal convolution before a recurrence, along chains and through a tree's parents."""
+"""The short causal convolution before a recurrence, along chains and tree paths."""

@@ -8,9 +8,9 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.rows import cast, locate_records, locate_slots, trim_path, write
 
 LONG = 32
-"""From this width on a depthwise convolution over channels-last memory beats one pass per tap."""
+"""Window width from which a depthwise convolution over channels-last memory beats one pass per tap."""
 TILE = 1 << 19
-"""Entries of a long chain that are convolved at once, so that what lies in between stays in the cache."""
+"""Entries of a long chain per convolution call, so that intermediates stay in the cache."""
 
 
 def causal_conv(
@@ -22,10 +22,10 @@ def causal_conv(
     *,
     silu: bool = True,
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, round, then silu where asked.
+    """Convolve each channel over the last K inputs of a node's own path, round, then apply silu if asked.
 
-    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
-    leaves a record, or the window after it. A float32 weight that lies [K, C] in memory spares a conversion.
+    Mutates `memory`: the pending path enters the window. Then certain tokens do; tentative ones leave a
+    record, or a snapshot of the window after them. A float32 weight stored [K, C] needs no conversion.
     """
     rows, width = group.rows, group.width
     here = locate_slots(group.state_B)
@@ -46,7 +46,7 @@ def causal_conv(
     if group.tap_BMC is not None:
         sum_BMC = _tree(cast(known_BNC, weight_KC.dtype), weight_KC, group.tap_BMC)
         return _finish(sum_BMC, bias_C, x_TC.dtype, silu=silu).view(x_TC.shape)
-    # The keys of tokens that may be taken back are made again one day, and must come out the same to the bit.
+    # Tentative tokens' keys are recomputed by `path_conv` and must match bit for bit.
     convolve = _shifted if group.tentative else _chain
     tile, before = max(LONG, TILE // (rows * x_TC.shape[1])), len(weight_KC) - 1
     y_BMC = [
@@ -65,9 +65,9 @@ def path_conv(
     path: RecordIds,
     length_B: Tensor,
 ) -> Tensor:
-    """Return what the convolution gave in some channels for each token of the pending paths [B, P, C].
+    """Return the convolution's output in some channels for each token of the pending paths [B, P, C].
 
-    Must run before the paths enter the windows. What stands behind a path's end may be anything.
+    Must run before the paths enter the windows. Entries behind a path's end are undefined.
     """
     rows, longest = path.slab_BN.shape
     weight_KC = _taps_first(weight_CK[channels], memory.input_SRC.dtype)
@@ -101,7 +101,7 @@ def _taps_first(weight_CK: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _windows(known_BNC: Tensor, group: Group) -> Tensor:
-    """Return the window after each node [B * M, I, C]: the inputs of its own taps, less the oldest."""
+    """Return the window after each node [B * M, I, C]: its taps' inputs except the oldest."""
     rows, known, _ = known_BNC.shape
     inputs = known - group.width
     if group.tap_BMC is None:
@@ -121,7 +121,7 @@ def _chain(known_BNC: Tensor, weight_KC: Tensor) -> Tensor:
     if width == 1:
         return (known_BNC * weight_KC).sum(1, keepdim=True)
     if width >= LONG and known_BNC.dtype == torch.float32:
-        # Channels-last images of one column: oneDNN reads the packed layout as it is.
+        # Channels-last images of one column: oneDNN reads the packed layout without a copy.
         image_BCN1 = known_BNC[:, :, None].permute(0, 3, 1, 2)
         return F.conv2d(image_BCN1, weight_KC.t()[:, None, :, None], groups=channels)[..., 0].mT.contiguous()
     return _shifted(known_BNC, weight_KC)
@@ -138,7 +138,7 @@ def _shifted(known_BNC: Tensor, weight_KC: Tensor) -> Tensor:
 
 
 def _tree(known_BNC: Tensor, weight_KC: Tensor, tap_BMK: Tensor) -> Tensor:
-    """Convolve along every node's path to the root and on into what came before."""
+    """Convolve along every node's path through the root into the inputs before the window."""
     rows, known, channels = known_BNC.shape
     row_B11 = torch.arange(0, rows * known, known, device=tap_BMK.device)[:, None, None]
     tap_KT = (tap_BMK + row_B11).flatten(0, 1).t().contiguous()

@@ -1,4 +1,4 @@
-"""The causal convolution, one output at a time; every input of a tap is looked up by walking back."""
+"""The causal convolution, one output at a time; taps are found by walking up the tree."""
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ def causal_conv(
     *,
     silu: bool = True,
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, round, then silu where asked.
+    """Convolve each channel over the last K inputs of a node's own path, round, then apply silu if asked.
 
-    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
-    leaves a record, or the window after it.
+    Mutates `memory`: the pending path enters the window. Then certain tokens do; tentative ones leave a
+    record, or a snapshot of the window after them.
     """
     rows, width, taps = group.rows, group.width, weight_CK.shape[1]
     if group.path is not None and group.path_length_B is not None:
@@ -50,9 +50,9 @@ def path_conv(
     path: RecordIds,
     length_B: Tensor,
 ) -> Tensor:
-    """Return what the convolution gave in some channels for each token of the pending paths [B, P, C].
+    """Return the convolution's output in some channels for each token of the pending paths [B, P, C].
 
-    Must run before the paths enter the windows. What stands behind a path's end may be anything.
+    Must run before the paths enter the windows. Entries behind a path's end are undefined.
     """
     taps = weight_CK.shape[1]
     y_BPC = memory.input_SRC.new_full((*path.slab_BN.shape, len(weight_CK)), torch.nan)

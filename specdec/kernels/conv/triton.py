@@ -1,4 +1,4 @@
-"""The causal convolution through parents: a program has some channels of one row, and tokens by the tile."""
+"""The causal convolution along tree paths: a program has some channels of one row, and tokens in tiles."""
 
 import torch
 import triton
@@ -10,10 +10,10 @@ from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.strides import dense, outer_strides, window_stride
 
 CHANNELS, TOKENS = 128, 8
-"""Of a tile."""
+"""Tile sizes."""
 SPAN = 64
-"""Tokens that a program goes over: a wider window is shared out, and the old inputs are replaced by a second
-launch, once all programs have read them."""
+"""Tokens per program. A wider window takes several programs and a second launch that replaces the old inputs,
+once all programs have read them."""
 
 
 def causal_conv(
@@ -25,10 +25,11 @@ def causal_conv(
     *,
     silu: bool = True,
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, round, then silu where asked.
+    """Convolve each channel over the last K inputs of a node's own path, round, then apply silu if asked.
 
-    Mutates `memory`: the pending path enters the window; then the tokens do, if they are certain, or each
-    leaves a record, or the window after it. Slot 0, the dummy row's, stays as it is; its outputs are zero.
+    Mutates `memory`: the pending path enters the window. Then certain tokens do; tentative ones leave a
+    record, or a snapshot of the window after them. Slot 0 is the padding row's: its window is unchanged and
+    its outputs are zero.
     """
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
     blocks, (channels, taps) = triton.cdiv(group.width, SPAN), weight_CK.shape
@@ -57,9 +58,9 @@ def path_conv(
     path: RecordIds,
     length_B: Tensor,
 ) -> Tensor:
-    """Return what the convolution gave in some channels for each token of the pending paths [B, P, C].
+    """Return the convolution's output in some channels for each token of the pending paths [B, P, C].
 
-    Must run before the paths enter the windows. What stands behind a path's end may be anything.
+    Must run before the paths enter the windows. Entries behind a path's end are undefined.
     """
     record, (rows, longest) = memory.input_SRC, path.slab_BN.shape
     first, end, _ = channels.indices(len(weight_CK))
@@ -77,7 +78,7 @@ def path_conv(
 
 
 def store_inputs(x_TC: Tensor, memory: RecurrentMemory, group: Group) -> None:
-    """Leave what a window leaves behind, once its outputs are made: inputs, in windows and records."""
+    """Write a window's inputs to windows and records, after its outputs have been computed."""
     _, inputs, channels = memory.window_SIC.shape
     _move[(triton.cdiv(channels, CHANNELS), group.rows)](
         *(x_TC, *outer_strides(x_TC, 1)),
@@ -131,14 +132,14 @@ def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | Non
 
 
 def inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[Tensor, int, Tensor, Tensor, int, int]:
-    """Return where windows, stored [C, I], and the records' inputs are, and which windows are meant."""
+    """Return the windows [C, I], their ids, the recorded inputs and all strides, as kernel arguments."""
     window, record = memory.window_SIC, memory.input_SRC
     by_slab, by_place = outer_strides(record, 1)
     return window, window_stride(window), dense(slot_B), record, by_slab, by_place
 
 
 def record_ids(records: RecordIds | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return slabs and places, dense, or nothing."""
+    """Return slabs and indices, contiguous, or None for both."""
     return (None, None) if records is None else (records.slab_BN.contiguous(), records.index_BN.contiguous())
 
 
@@ -149,9 +150,9 @@ def known(
 ):  # fmt: skip
     """Load inputs n of a row: those of its window, oldest first, then its path's, then its tokens'.
 
-    A pointer is None where there is no path, or no token.
+    The pointers are None without a path or without tokens.
     """
-    # Masked sums rather than a chosen address: the three kinds of load wait for nothing but their own.
+    # Add three masked loads instead of selecting an address: the loads do not depend on each other.
     there = window + n[:, None] + c[None, :] * INPUTS
     own = tl.load(there, mask=(n < INPUTS)[:, None] & in_c[None, :], other=0.0)
     if path_slab is not None:
@@ -172,9 +173,9 @@ def convolve(
     path_place, snapshots, taps, weight, bias, c, in_c, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums [BM, BLOCK] of nodes m, whose own inputs begin `start` + TAPS - 1 into what is known.
+    """Return the sums [BM, BLOCK] of nodes m, whose own inputs begin at index `start` + TAPS - 1.
 
-    With snapshots every node leaves the window after it: the inputs of its taps, less the oldest.
+    With snapshots every node stores the window after it: its taps' inputs except the oldest.
     """
     total = tl.zeros((BM, BLOCK), tl.float32)
     for j in tl.static_range(TAPS):
@@ -195,7 +196,7 @@ def convolve(
 
 @triton.jit
 def finish(total, kind: tl.constexpr, SILU: tl.constexpr = True):
-    """Round; then silu, and round again."""
+    """Round, then apply silu and round again."""
     if not SILU:
         return total.to(kind)
     y = total.to(kind).to(tl.float32)
@@ -207,7 +208,7 @@ def convolve_path(
     out, window, record, by_slab, by_place, path_slab, path_place, length, weight, bias, start, own_c, in_c,
     WIDTH: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Convolve the tokens of a row's path again, in channels start + own_c; `out` has WIDTH of them."""
+    """Recompute the convolution of a row's path in WIDTH channels start + own_c."""
     for first in range(0, length, BM):
         m = first + tl.arange(0, BM)
         total = convolve(m, m < length, 0, length, None, 0, None, window, 0, record, by_slab, by_place,
@@ -223,7 +224,7 @@ def move_window(
     record_slab, record_place, snapshots, M, c, in_c,
     TAPS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Leave row b's inputs where its next window finds them; x and the path's ids are the row's own."""
+    """Store row b's inputs for its next window; x and the path's ids are offset to the row."""
     inputs: tl.constexpr = TAPS - 1
     j = tl.arange(0, triton.next_power_of_2(TAPS))
     here = (j < inputs)[:, None] & in_c[None, :] & (slot != 0)
@@ -234,7 +235,7 @@ def move_window(
     if snapshots is None and end > 0:
         own = known(tl.where(j < inputs, end + j, 0), x, x_by_token, home, record, by_slab, by_place,
                     path_slab, path_place, length, c, in_c, inputs)  # fmt: skip
-        tl.debug_barrier()  # Window and path have been read by all threads before one replaces them.
+        tl.debug_barrier()  # All threads must have read window and path before one replaces them.
         tl.store(home + j[:, None] + c[None, :] * inputs, own, mask=here)
     if record_slab is not None and slot != 0:
         for first in range(0, M, BM):
@@ -259,7 +260,7 @@ def _causal_conv(
     b = tl.program_id(1).to(tl.int64)
     in_c = c < C
     slot, token = tl.load(slots + b), b * M
-    length = tl.program_id(1) * 0  # in 32 bits, or registers are spilled
+    length = tl.program_id(1) * 0  # 32 bits: int64 would spill registers
     if path_slab is not None:
         length = tl.load(path_length + b).to(tl.int32)
         path_slab += b * P

@@ -1,1 +1,1 @@
-"""All of a gated delta net between its two projections: convolution, gates, recurrence, gated norm."""
+"""A gated delta net between its two projections: convolution, gates, recurrence, gated norm."""

@@ -1,4 +1,4 @@
-"""The parameters of one layer: a gated delta net between its projections."""
+"""Parameters of a gated delta net layer between its projections."""
 
 from dataclasses import dataclass
 
@@ -14,15 +14,15 @@ class DeltaLayer:
     conv_CK: Tensor
     A_log_H: Tensor
     dt_bias_H: Tensor
-    """[H], or [H, K]: then a decay is a vector over the keys."""
+    """[H], or [H, K] for a decay vector over the keys."""
     norm_W: Tensor
     eps: float
     beta_scale: float = 1.0
-    """Of the write strength: 2 lets the state's eigenvalues be negative."""
+    """Factor of the write strength; 2 allows negative eigenvalues of the state's transition."""
     bound: float | None = None
-    """What no log-decay is below; None: -e^A softplus is not bounded."""
+    """Lower bound of log-decays; None: -e^A softplus is unbounded."""
     sigmoid: bool = False
-    """Whether a sigmoid gates the output; else silu."""
+    """Gate the output with a sigmoid instead of silu."""
 
     @property
     def widths(self) -> tuple[int, int, int, int, int, int]:

@@ -1,4 +1,4 @@
-"""A gated delta net between its projections: all that feeds the recurrence in one kernel, this, the norm."""
+"""A gated delta net between its projections: one kernel for the inputs, the recurrence, then the norm."""
 
 import torch
 import triton
@@ -66,7 +66,7 @@ def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, 
 def path_keys(
     layer: DeltaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
 ) -> Tensor:
-    """Make the keys of the pending paths again, from the inputs that their records hold."""
+    """Recompute the keys of the pending paths from the inputs in their records."""
     k_path_BPGK = _empty_keys(layer, path, memory.input_SRC.device)
     _path_keys[(layer.key_heads, len(slot_B))](
         *(layer.conv_CK.t().contiguous(), k_path_BPGK, *inputs_of(memory, slot_B)),
@@ -90,14 +90,14 @@ def _empty_keys(layer: DeltaLayer, path: RecordIds, device: torch.device) -> Ten
 
 @triton.jit
 def _unit(total, kind: tl.constexpr):
-    """Return what the convolution gives, as vectors of length 1."""
+    """Finish the convolution and scale its output vectors to length 1."""
     y = finish(total, kind).to(tl.float32)
     return y * (1.0 / tl.sqrt(tl.sum(y * y, 1) + 1e-6))[:, None]
 
 
 @triton.jit
 def _log_decay(step, rate, BOUND: tl.constexpr):
-    """Return the log-decay, which a bound keeps from falling below it."""
+    """Return the log-decay, bounded below by `BOUND` if given."""
     other = tl.exp(tl.minimum(-rate * step, 80.0))
     return -rate * softplus(step) if BOUND is None else BOUND / (1.0 + other)
 
@@ -141,7 +141,7 @@ def _inputs(
     C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BY_KEY: tl.constexpr, BOUND: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Convolve one head of queries, keys or values; make units of the first two, gates beside the last."""
+    """Convolve one head of queries, keys or values; normalise queries and keys, compute gates with values."""
     overlap()
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)

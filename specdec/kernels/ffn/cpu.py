@@ -1,4 +1,4 @@
-"""The feed-forward activations in the dtype they come in."""
+"""The feed-forward activations in their input's dtype."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it."""
+    """Return silu(gate) · up for rows [gate | up]: silu at most `limit`, up within ±`limit`."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
     if limit == math.inf:
         return F.silu(gate_TI).mul_(up_TI)
@@ -16,7 +16,7 @@ def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
 
 
 def geglu(gate_up_TI: Tensor) -> Tensor:
-    """Return gelu(gate) · up for rows [gate | up], by the error function."""
+    """Return gelu(gate) · up for rows [gate | up], with the exact (error function) gelu."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
     return F.gelu(gate_TI).mul_(up_TI)
 

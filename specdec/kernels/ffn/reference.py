@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it."""
+    """Return silu(gate) · up for rows [gate | up]: silu at most `limit`, up within ±`limit`."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
     return F.silu(_wide(gate_TI)).to(gate_TI.dtype).clamp(max=limit) * up_TI.clamp(-limit, limit)
 

@@ -13,15 +13,15 @@ BLOCK = 1024
 
 
 def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it.
+    """Return silu(gate) · up for rows [gate | up]: silu at most `limit`, up within ±`limit`.
 
-    The silu is rounded to their dtype before the product.
+    The silu is rounded to the input's dtype before the product.
     """
     return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, "swiglu", limit)
 
 
 def geglu(gate_up_TI: Tensor) -> Tensor:
-    """Return gelu(gate) · up for rows [gate | up]; the gelu is rounded to their dtype before the product."""
+    """Return gelu(gate) · up for rows [gate | up]; the gelu is rounded to the input's dtype first."""
     return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, "geglu")
 
 
@@ -56,7 +56,7 @@ def _activate(x_TI: Tensor, width: int, kind: str, limit: float = math.inf) -> T
 
 @triton.jit
 def weigh(silu, up, LIMIT: tl.constexpr):
-    """Return silu · up, the first at most the limit and the second within it; NaN stays."""
+    """Return silu · up: silu at most `LIMIT`, up within ±`LIMIT`; NaN propagates."""
     if LIMIT is not None:
         silu = tl.where(silu > LIMIT, LIMIT, silu)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -74,7 +74,7 @@ def _activation(
     dtype = out.dtype.element_ty
     value = tl.load(x + token * x_by_token + at, mask=mask, other=0.0).to(tl.float32)
     if KIND == "relu2":
-        # A comparison the other way around would turn what is no number into a zero.
+        # NaN must propagate: `value > 0` would turn it into 0.
         value = tl.where(value < 0, 0.0, value * value)
     else:
         up = tl.load(x + token * x_by_token + WIDTH + at, mask=mask, other=0.0).to(tl.float32)

@@ -1,1 +1,1 @@
-"""The small maps that feed a recurrence: decays, write strengths, unit keys and queries, step sizes."""
+"""Gates of a recurrence: decays, write strengths, unit keys and queries, step sizes."""

@@ -1,4 +1,4 @@
-"""What a recurrence is fed, entry by entry, inside the kernels that convolve what it is made of."""
+"""Elementwise gates, for use inside the convolution kernels."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + e^x), to the last digits also where 1 + e^x has lost those of e^x."""
+    """Return log(1 + e^x) to full precision, even if 1 + e^x rounds e^x away."""
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
     lost = u == 1.0

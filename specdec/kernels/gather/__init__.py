@@ -1,1 +1,1 @@
-"""Rows of a table by their number, rows side by side, and their sum."""
+"""Row lookup, concatenation, sums and scaling."""

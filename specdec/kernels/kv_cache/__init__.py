@@ -1,1 +1,1 @@
-"""The KV cache's pages: append a window's keys and values, and move those of an accepted path."""
+"""KV cache pages: append a window's keys and values, and move those of an accepted path."""

@@ -9,11 +9,11 @@ from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.strides import StrideError, dense, outer_strides
 
 CHUNK = 128
-"""Entries of a token that one program moves."""
+"""Entries of a token that each program moves."""
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
-    """Write the window's keys and values into the rows' blocks, behind what they have committed."""
+    """Write the window's keys and values into the rows' blocks, after the committed tokens."""
     tokens, heads, dim = k_TJD.shape
     given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
     (k_by_token,), (v_by_token,) = (outer_strides(x_TJD, 2) for x_TJD in (given[0], given[-1]))
@@ -34,8 +34,8 @@ def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Grou
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
     """Copy each row's keys and values to other positions, in place; all are read before any is written.
 
-    An accepted path of a tree lies scattered behind what was committed before it, and must follow on it. A
-    row with fewer moves than others is padded with a position that moves onto itself, such as its root's.
+    The accepted path of a tree is scattered after the committed tokens and must directly follow them. Rows
+    with fewer moves than others are padded with a position that moves onto itself, such as the root's.
     """
     rows, moves = from_BP.shape
     _, parts, page, heads, dim = pages_NPXJD.shape
@@ -54,7 +54,7 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
 def page_strides(pages_NPXJD: Tensor) -> dict[str, int]:
     """Return the strides of blocks, parts, tokens and heads as kernel arguments.
 
-    Blocks in sixteens of entries: so a kernel knows how they are aligned.
+    The block stride is in units of 16 entries, which gives the kernel its alignment.
     """
     by_block, by_part, by_place, by_head = outer_strides(pages_NPXJD, 1)
     if by_block % 16:
@@ -64,7 +64,7 @@ def page_strides(pages_NPXJD: Tensor) -> dict[str, int]:
 
 @triton.jit
 def locate(table, length, row, node, tables, block_stride, BY_PLACE: tl.constexpr, PAGE: tl.constexpr):
-    """Return where the first head of a window's token has its key in the pages."""
+    """Return the offset in the pages of the first head's key for a token of a window."""
     position = tl.load(length + row) + node
     block = tl.load(table + row * tables + position // PAGE)
     return block * (block_stride.to(tl.int64) * 16) + position % PAGE * BY_PLACE
@@ -72,7 +72,7 @@ def locate(table, length, row, node, tables, block_stride, BY_PLACE: tl.constexp
 
 @triton.jit
 def quantise(value, kind: tl.constexpr):
-    """Round to what the pages hold; 8 bits end at 448, and what is no number stays none."""
+    """Round to the pages' dtype; FP8 saturates at 448, and NaN stays NaN."""
     if kind == tl.float8e4nv:
         value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return value.to(kind)
@@ -117,6 +117,6 @@ def _move(
     source = tl.load(table + source // PAGE, mask=held, other=0) * apart + source % PAGE * BY_PLACE
     target = tl.load(table + target // PAGE, mask=held, other=0) * apart + target % PAGE * BY_PLACE
     value = tl.load(pages + source[:, None] + own[None, :], mask=mask)
-    # Other threads may hold what these are about to overwrite.
+    # All threads must have loaded before any of them overwrites.
     tl.debug_barrier()
     tl.store(pages + target[:, None] + own[None, :], value, mask=mask)

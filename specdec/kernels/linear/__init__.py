@@ -1,1 +1,1 @@
-"""Multiply by a weight that was packed once, when it was loaded."""
+"""Matrix products with weights that are packed once, at load."""

@@ -1,9 +1,9 @@
-"""y = x Wᵀ + b, with bfloat16 weights laid out once as oneDNN's kernels read them.
+"""y = x Wᵀ + b, with bfloat16 weights stored in oneDNN's packed layout.
 
-The layout costs nothing in exactness for the narrow windows of decoding and reads cold weights 1.5 times as
-fast as `F.linear`. Its operators are not public, so this file is the only one that names them.
+The packed layout is exact for decode's narrow windows and reads cold weights 1.5 times as fast as `F.linear`.
+Its operators are not public; only this file uses them.
 
-Weights of eight bits are widened once, to what they stand for: a processor has no matrix units for them.
+8-bit weights are widened once to the model's dtype: CPUs have no matrix units for them.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from torch import Tensor
 from specdec.kernels.linear.matrix import Matrix, widen
 
 BLOCKED_FROM = 1 << 12
-"""Weights with fewer entries live in the cache; the operator's overhead would be all that is seen."""
+"""Minimum entries of a packed weight: smaller ones stay in the cache, where the operator's overhead
+dominates."""
 
 
 class Packed(NamedTuple):
@@ -36,9 +37,9 @@ def _can_block(weight_ND: Tensor) -> bool:
 
 
 def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
-    """Lay the weight out for the CPU's matrix units where there are any; one row decides the layout.
+    """Pack a weight for the CPU's matrix units, if it has them; the layout is chosen for single rows.
 
-    Of several that stand below one another the outputs follow each other.
+    The outputs of several weights are concatenated.
     """
     parts = weight if isinstance(weight, list) else [weight]
     weight_ND = widen(parts[0]) if len(parts) == 1 else torch.cat([widen(part) for part in parts])
@@ -58,10 +59,10 @@ def linear(x_TD: Tensor, packed: Packed) -> Tensor:
 
 
 def pack_heads(weight_HNK: Tensor) -> Tensor:
-    """Lay each head's weight out as a product from the left reads it: [H, K, N]."""
+    """Transpose each head's weight to [H, K, N], the order that a batched product reads."""
     return weight_HNK.transpose(1, 2).contiguous()
 
 
 def linear_by_head(x_THK: Tensor, packed: Tensor) -> Tensor:
-    """Multiply each head by a weight of its own, all in one call."""
+    """Multiply each head by its own weight, all in one call."""
     return torch.bmm(x_THK.transpose(0, 1), packed).transpose(0, 1)

@@ -1,6 +1,6 @@
-"""Weights of eight bits: float8 numbers, and a float32 scale for each block of 128 by 128 of them.
+"""FP8 weights: float8_e4m3fn with a float32 scale per block of 128 by 128.
 
-This is the layout in which models are published: a weight is its number times the scale of its block.
+This is the published checkpoint layout: a weight is its FP8 value times the scale of its block.
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from torch import Tensor
 
 BLOCK = 128
 LARGEST = 448.0
-"""The largest number that float8_e4m3fn holds."""
+"""Largest finite float8_e4m3fn value."""
 
 output = None
-"""The matrix that makes logits is not rounded."""
+"""The output matrix, which makes logits, is not quantised."""
 rounds_fp8 = False
-"""What was rounded once is not rounded a second time."""
+"""FP8 checkpoints are not quantised again."""
 
 
 class Fp8(NamedTuple):
-    """A matrix [N, D], or one of each expert [E, N, D], in blocks whose last ones may be cut off."""
+    """An FP8 matrix [N, D], or one per expert [E, N, D]; blocks at the edges may be smaller."""
 
     weight_ND: Tensor
     scale_MK: Tensor
     dtype: torch.dtype = torch.bfloat16
-    """What the matrix stands for: the model's dtype."""
+    """The dtype after dequantisation: the model's."""
 
     @property
     def shape(self) -> torch.Size:
@@ -40,7 +40,7 @@ class Fp8(NamedTuple):
         return self._replace(weight_ND=self.weight_ND[expert], scale_MK=self.scale_MK[expert])
 
     def above(self, below: "Fp8") -> "Fp8 | None":
-        """Put a matrix below this one; None: they are not alike, or a block would be torn."""
+        """Stack a matrix below this one; None if dtypes differ or a block would be split."""
         if self.shape[0] % BLOCK or self.dtype != below.dtype:
             return None
         weight_ND = torch.cat([own.weight_ND.view(torch.uint8) for own in (self, below)])
@@ -48,7 +48,7 @@ class Fp8(NamedTuple):
         return Fp8(weight_ND.view(torch.float8_e4m3fn), scale_MK, self.dtype)
 
     def wide(self) -> Tensor:
-        """Return numbers times scales in float32."""
+        """Dequantise to float32."""
         return self.weight_ND.float() * spread(self.scale_MK, self.shape)
 
 
@@ -59,15 +59,15 @@ def block_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Fp8:
-    """Return room for a matrix."""
+    """Allocate a matrix."""
     weight_ND = torch.empty(tuple(shape), dtype=torch.float8_e4m3fn, device=device)
     return Fp8(weight_ND, torch.empty(block_shape(shape), dtype=torch.float32, device=device), dtype)
 
 
 def quantise(weight_ND: Tensor | Fp8) -> Fp8:
-    """Round a weight to eight bits; each block's largest entry becomes the largest number.
+    """Quantise a weight to FP8; each block's largest entry becomes the largest FP8 value.
 
-    Experts are rounded one by one: beside the result there is memory for a few copies of one matrix.
+    Experts are quantised one by one: there is only memory for a few copies of one matrix besides the result.
     """
     if isinstance(weight_ND, Fp8):
         return weight_ND
@@ -84,7 +84,7 @@ def quantise(weight_ND: Tensor | Fp8) -> Fp8:
     largest_MK = padded.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK).abs().amax((1, 3))
     scale_MK = largest_MK / LARGEST
     out.scale_MK.copy_(torch.where(scale_MK > 0, scale_MK, 1.0))
-    # The quotient may come out a rounding above the largest number, which has no number above it but NaN.
+    # Rounding may push the quotient above the largest value, beyond which there is only NaN.
     out.weight_ND.copy_((wide_ND / spread(out.scale_MK, wide_ND.shape)).clamp_(-LARGEST, LARGEST))
     return out
 
@@ -96,7 +96,7 @@ def spread(scale_MK: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def choose_rows(matrix: Fp8, index_N: Tensor) -> Fp8 | None:
-    """Choose rows in the order given; None where a block would be made of several, whose scales differ."""
+    """Select rows in the given order; None if a block would combine rows with different scales."""
     block_N = index_N // BLOCK
     block_M = block_N[::BLOCK]
     if not torch.equal(block_N, block_M.repeat_interleave(BLOCK)[: len(index_N)]):
@@ -107,5 +107,5 @@ def choose_rows(matrix: Fp8, index_N: Tensor) -> Fp8 | None:
 
 
 def num_bytes(shape: Sequence[int]) -> int:
-    """Count the bytes of a matrix of this shape, scales included."""
+    """Return the bytes of a matrix of this shape, including scales."""
     return prod(shape) + 4 * prod(block_shape(shape))

@@ -1,10 +1,11 @@
-"""Integer weights of 8, 6 or 4 bits: with a scale for each output, or for each 32 or 16 inputs of one.
+"""Integer weights of 8, 6 or 4 bits, with a scale per output, or per 32 or 16 inputs of an output.
 
-What is rounded here is symmetric; what others rounded and published may have zero points beside its scales,
-offsets (GGUF's Q4_1, Q4_K and Q5_K), or scales of 16 inputs (its Q6_K).
-On a CPU they are multiplied with integers too: a row of activations is rounded to 8 bits in groups of
-32. The sum of a group is then exact in any order: a row's numbers need not depend on how many rows are read
-with it. On a GPU activations are not rounded.
+Our own quantisation is symmetric. Published matrices may also have zero points, offsets (GGUF's Q4_1, Q4_K
+and Q5_K), or a scale per 16 inputs (its Q6_K).
+
+CPUs also multiply in integers: activations are quantised to 8 bits in groups of 32. The sum of a group is
+then exact in any order, so a row's result need not depend on the number of rows in the batch. GPUs do not
+quantise activations.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,37 +19,37 @@ from torch import Tensor
 from specdec.kernels.linear.fp8 import Fp8
 
 GROUP = 32
-"""Inputs that are rounded together; the last ones of a row may be fewer."""
+"""Inputs per quantisation group; the last group of a row may be smaller."""
 HALF = GROUP // 2
-"""Inputs that share a scale in some published matrices."""
+"""Inputs per scale in some published matrices."""
 LARGEST = 127
-"""Number of 8 bits; none is smaller than its opposite."""
+"""Largest 8-bit integer; −128 is not used."""
 SMALLEST = 1e-36
-"""Groups of activations without a larger number count as 0."""
+"""Groups of activations whose entries are all smaller count as 0."""
 SMALLEST_OF_4 = -8
 LARGEST_OF_4 = (-8.0, -7.5, -7.0, -8.5, -9.0, -6.5, 7.5)
-"""What a group's largest entry is tried to become, in 4 bits; -9 cuts it off, for the others' sake."""
+"""Candidate 4-bit values for a group's largest entry; -9 clips it to improve the others."""
 CACHED = 1 << 17
-"""Entries of a matrix that are rounded together."""
+"""Entries of a matrix per quantisation step, so that intermediates stay in the cache."""
 
 
 class Integers(NamedTuple):
-    """A matrix [N, D], or one of each expert [E, N, D]: (numbers - zero points) * scales + offsets."""
+    """A matrix [N, D], or one per expert [E, N, D]: (integers - zero points) * scales + offsets."""
 
     number_ND: Tensor
-    """In int8, those of 4 and 6 bits too: they are packed where they are laid out."""
+    """Stored as int8, also for 4 and 6 bits; a backend's `pack` packs them."""
     scale: Tensor
-    """In float32 [N], with 8 bits and no zero points; else [N, D / group], in 16 bits, or in float32 where
-    they are rounded as the matrix is laid out."""
+    """float32 [N], for 8 bits without zero points; else [N, D / group], in 16 bits, or in float32 that
+    packing rounds to 16 bits."""
     bits: int
     dtype: torch.dtype = torch.bfloat16
-    """What the matrix stands for: the model's dtype."""
+    """The dtype after dequantisation: the model's."""
     zero_NG: Tensor | None = None
-    """In int8, of each group the number that stands for 0; None: 0 does."""
+    """Zero point of each group in int8; None: 0."""
     offset_NG: Tensor | None = None
-    """What is added to each weight of a group; None: nothing is."""
+    """Offset added to each weight of a group; None: 0."""
     group: int = GROUP
-    """Inputs that share a scale: `GROUP`, or `HALF` of it without zero points and offsets."""
+    """Inputs per scale: `GROUP`, or `HALF` without zero points and offsets."""
 
     @property
     def shape(self) -> torch.Size:
@@ -60,19 +61,19 @@ class Integers(NamedTuple):
 
     @property
     def by_group(self) -> bool:
-        """Whether there is a scale for each group of inputs."""
+        """True if there is a scale per group of inputs."""
         return self.scale.dim() == self.number_ND.dim()
 
     def expert(self, expert: int) -> "Integers":
         return self._each(lambda own: own[expert])
 
     def choose_rows(self, index_N: Tensor) -> "Integers":
-        """Choose outputs in the order given."""
+        """Select outputs in the given order."""
         index_N = index_N.to(self.device)
         return self._each(lambda own: own[index_N])
 
     def is_like(self, other: "Integers") -> bool:
-        """Return whether two matrices may be parts of one."""
+        """Return whether two matrices can be stacked."""
         return self._kind() == other._kind()
 
     def above(self, below: "Integers") -> "Integers | None":
@@ -83,7 +84,7 @@ class Integers(NamedTuple):
         return self._with({name: torch.cat([own, parts[name]]) for name, own in self._tensors().items()})
 
     def empty(self, shape: Sequence[int]) -> "Integers":
-        """Allocate a matrix, or one of each expert, of this kind."""
+        """Allocate a matrix, or one per expert, of this kind."""
         rows, groups = tuple(shape[:-1]), -(-shape[-1] // self.group)
         sizes = {
             name: (*rows, shape[-1]) if name == "number_ND" else (*rows, groups) if self.by_group else rows
@@ -92,13 +93,13 @@ class Integers(NamedTuple):
         return self._with({name: own.new_empty(sizes[name]) for name, own in self._tensors().items()})
 
     def place(self, part: "Integers", expert: int, first: int) -> None:
-        """Write a part of an expert's matrix, of the same kind, from a row on."""
+        """Write part of an expert's matrix, of the same kind, starting at row `first`."""
         parts = part._tensors()
         for name, own in self._tensors().items():
             own[expert, first : first + part.shape[0]] = parts[name]
 
     def wide(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weights, computed in float32, some rows at a time: they stay in the cache."""
+        """Dequantise in float32, a few rows at a time to stay in the cache."""
         out_ND = torch.empty(self.shape, dtype=dtype, device=self.device)
         together = max(1, CACHED // self.shape[1])
         parts = {name: torch.split(own, together) for name, own in self._tensors().items()}
@@ -118,7 +119,7 @@ class Integers(NamedTuple):
         return wide_NGI.flatten(1)[:, : self.shape[1]]
 
     def _spread(self, own_NG: Tensor) -> Tensor:
-        """Return what belongs to each entry."""
+        """Expand per-group values to entries."""
         return own_NG.repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -136,19 +137,19 @@ class Integers(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounds a matrix to integers of a given number of bits, each to the nearest."""
+    """Quantises a matrix to integers of a given number of bits, rounding to nearest."""
 
     bits: int
     rounds_fp8: ClassVar[bool] = True
-    """What is asked for is given: integers take less, and no CPU multiplies FP8."""
+    """Requantise FP8 too: integers are smaller, and no CPU multiplies FP8."""
 
     @property
     def output(self) -> "Rounding":
-        """Keep logits exact: most of what 4 bits lose would be owed to the matrix that makes them."""
+        """Quantise the output matrix to 8 bits: it would cause most of the loss of 4 bits."""
         return INT8
 
     def quantise(self, weight: Tensor | Fp8 | Integers) -> Integers:
-        """Round a matrix, or one of each expert, one by one: there is memory for a few copies of one."""
+        """Quantise a matrix; experts one by one, since there is only memory for a few copies of one."""
         if len(weight.shape) == 2:
             wide_ND = weight.float() if isinstance(weight, Tensor) else weight.wide()
             number_ND, scale = (_to_int8 if self.bits == 8 else _to_int4)(wide_ND)
@@ -160,7 +161,7 @@ class Rounding:
         return out
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Integers:
-        """Return room for a matrix, or one of each expert."""
+        """Allocate a matrix, or one per expert."""
         *outputs, inputs = shape
         by_group, kind = ([-(-inputs // GROUP)], torch.float16) if self.bits == 4 else ([], torch.float32)
         number_ND = torch.empty(tuple(shape), dtype=torch.int8, device=device)
@@ -168,7 +169,7 @@ class Rounding:
         return Integers(number_ND, scale, self.bits, dtype)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Count the bytes of a matrix of this shape, scales included."""
+        """Return the bytes of a matrix of this shape, including scales."""
         return num_bytes(shape, self.bits, by_group=self.bits == 4)
 
 
@@ -177,13 +178,13 @@ INT4 = Rounding(4)
 
 
 def num_bytes(shape: Sequence[int], bits: int, *, by_group: bool, pairs: bool = False) -> int:
-    """Count the bytes of matrices as they are multiplied; with `pairs` a group has two numbers of 16 bits."""
+    """Return the bytes of packed matrices; `pairs` counts two 16-bit values per group."""
     outputs, groups = prod(shape[:-1]), -(-shape[-1] // GROUP)
     return outputs * (groups * (GROUP * bits // 8 + (2 * by_group + 2 * pairs)) + (0 if by_group else 4))
 
 
 def sixteen_bits(scale: Tensor) -> Tensor | None:
-    """Return scales in float16, or else bfloat16, if either holds them as they are."""
+    """Return scales as float16, or else bfloat16, if that is exact; None otherwise."""
     if scale.dtype == torch.float16:
         return scale
     for dtype in (torch.float16, torch.bfloat16):
@@ -193,9 +194,9 @@ def sixteen_bits(scale: Tensor) -> Tensor | None:
 
 
 def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Round activations to 8 bits in groups [T, G, 32], and return their scales [T, G].
+    """Quantise activations to 8 bits in groups [T, G, 32], and return their scales [T, G].
 
-    A group with a number that is none, or infinite, has a scale that is none.
+    A group with a NaN or infinite entry has a NaN scale.
     """
     x_TGI = _grouped(x_TD.float())
     largest_TG = x_TGI.abs().amax(-1)
@@ -206,7 +207,7 @@ def round_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiply(x_TD: Tensor, matrix: Integers) -> Tensor:
-    """Multiply rounded activations in float64, where every sum of integers is exact."""
+    """Multiply quantised activations in float64, where every sum of integers is exact."""
     number_TGI, step_TG = round_rows(x_TD)
     x_TD = (number_TGI.double() * step_TG[..., None].double()).flatten(1)[:, : matrix.shape[1]]
     scale = matrix.scale.double()
@@ -221,20 +222,20 @@ def multiply(x_TD: Tensor, matrix: Integers) -> Tensor:
 
 
 def _grouped(x_ND: Tensor, group: int = GROUP) -> Tensor:
-    """View columns in groups, of which the last is filled up."""
+    """View columns in groups, padding the last with zeros."""
     missing = -x_ND.shape[1] % group
     return torch.nn.functional.pad(x_ND, (0, missing)).view(len(x_ND), -1, group)
 
 
 def _to_int8(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the largest entry of each output the largest number."""
+    """Quantise with each output's largest entry as the largest integer."""
     scale_N = weight_ND.abs().amax(1) / LARGEST
     scale_N = torch.where(scale_N > 0, scale_N, 1.0)
     return (weight_ND / scale_N[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale_N
 
 
 def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Round group by group, a few rows at a time: what is tried stays in the cache."""
+    """Quantise group by group, a few rows at a time to stay in the cache."""
     weight_NGI = _grouped(weight_ND)
     number_NGI = torch.empty(weight_NGI.shape, dtype=torch.int8, device=weight_ND.device)
     scale_NG = weight_ND.new_empty(weight_NGI.shape[:2], dtype=torch.float16)
@@ -248,7 +249,7 @@ def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fit_int4(weight_NGI: Tensor) -> tuple[Tensor, Tensor]:
-    """Try what the largest entry of a group becomes; keep the numbers that lie nearest, and their scale."""
+    """Return the best integers and scales over the candidate values of a group's largest entry."""
     largest_NG1 = weight_NGI.gather(2, weight_NGI.abs().argmax(2, keepdim=True))
     inverse_NG1 = torch.where(largest_NG1 != 0, 1 / largest_NG1, 0.0)
     best_NG = weight_NGI.new_full(weight_NGI.shape[:2], -1.0)

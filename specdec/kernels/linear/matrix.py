@@ -1,4 +1,4 @@
-"""What a weight is stored in: a tensor of the model's dtype, or one of the narrower formats."""
+"""Storage types of weights: a tensor in the model's dtype, or a quantised format."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -10,14 +10,14 @@ from specdec.kernels.linear.fp8 import Fp8
 from specdec.kernels.linear.integers import Integers
 
 Stored = Tensor | Fp8
-"""Dtypes that checkpoints are loaded as."""
+"""Storage types that checkpoints are loaded as."""
 Matrix = Stored | Integers
 
 
 def widen(matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a matrix as an ordinary tensor, in the dtype that it stands for if nothing else is said.
+    """Return a matrix as a plain tensor, by default in the model's dtype.
 
-    Numbers times scales are float32's. Experts are widened one by one.
+    Dequantisation is in float32. Experts are widened one by one.
     """
     dtype = dtype or matrix.dtype
     if isinstance(matrix, Tensor):
@@ -31,15 +31,12 @@ def widen(matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def expert_of(matrix: Matrix, expert: int) -> Matrix:
-    """View one expert's matrix."""
+    """Return a view of one expert's matrix."""
     return matrix[expert] if isinstance(matrix, Tensor) else matrix.expert(expert)
 
 
 def join(parts: Sequence[Matrix]) -> list[Matrix]:
-    """Stack matrices of one width where their kinds are the same.
-
-    What cannot be joined stays a part of its own.
-    """
+    """Stack matrices of equal width; adjacent ones of different kinds stay separate."""
     return reduce(_put_below, parts, [])
 
 

@@ -14,12 +14,12 @@ class Packed(NamedTuple):
 
 
 def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
-    """Keep the weight as it is; of several that stand below one another, the outputs follow each other."""
+    """Store the weights unchanged; outputs of several are concatenated."""
     return Packed(tuple(weight) if isinstance(weight, list) else (weight,), bias_N)
 
 
 def linear(x_TD: Tensor, packed: Packed) -> Tensor:
-    """Multiply, sum in float32 or wider, and round once, to the dtype of the weight or what it stands for."""
+    """Multiply, sum in float32 or wider, and round once, to the model's dtype."""
     wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     y_TN = torch.cat([x_TD.to(wide) @ _wide(part).T for part in packed.parts], dim=1)
     dtype = packed.parts[0].dtype
@@ -31,11 +31,11 @@ def _wide(part: Matrix) -> Tensor:
 
 
 def pack_heads(weight_HNK: Tensor) -> Tensor:
-    """Keep the weight of each head as it is."""
+    """Return the weights unchanged."""
     return weight_HNK
 
 
 def linear_by_head(x_THK: Tensor, packed: Tensor) -> Tensor:
-    """Multiply each head by a weight of its own, sum in float32 or wider, and round once."""
+    """Multiply each head by its own weight, sum in float32 or wider, and round once."""
     wide = torch.float64 if x_THK.dtype == torch.float64 else torch.float32
     return torch.einsum("thk,hnk->thn", x_THK.to(wide), packed.to(wide)).to(packed.dtype)

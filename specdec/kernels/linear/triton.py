@@ -1,9 +1,9 @@
-"""y = x Wᵀ + b, where few tokens cost what reading the weight once costs, in 4, 8 or 16 bits.
+"""y = x Wᵀ + b with 4-, 8- or 16-bit weights: few tokens cost as much as reading the weight once.
 
-A program owns some rows of the weight, or a part of their columns, and multiplies them with all tokens of a
-narrow window at once. Which sums are made, and in which order, depends on the weight's shape alone, so a
-token's result is the same in every narrow window. Narrower weights become 16-bit in registers, which loses
-nothing; a block's scale multiplies what the block adds to the sum.
+A program owns some rows of the weight, or part of their columns, and multiplies them with all tokens of a
+narrow window. The order of sums depends only on the weight's shape, so a token's result is the same in every
+narrow window. Narrower weights are converted to 16 bits in registers, which is exact; a block's scale
+multiplies its partial sum.
 """
 
 from typing import NamedTuple
@@ -21,18 +21,18 @@ from specdec.kernels.linear.matrix import Matrix, Stored, widen
 from specdec.kernels.linear.triton_integers import Tiles, fits_tiles, lay_tiles, multiply_tiles
 
 NARROW_WINDOW = 16
-"""Tokens up to which a window is as fast as one token; beyond, torch multiplies 16-bit weights."""
+"""Widest window that is as fast as one token; for wider ones torch multiplies 16-bit weights."""
 PROGRAMS = 264
-"""Two for each of an H200's processors: as many keep enough loads in flight to use all of its bandwidth."""
+"""Two per processor of an H200: enough loads in flight to use its whole bandwidth."""
 LEAST_STEPS = 4
-"""A program reads at least as many blocks of columns, or starting it costs more than it helps."""
+"""Minimum column blocks per program: with fewer, launching it costs more than it saves."""
 
 
 class Part(NamedTuple):
     weight: Stored | Tiles
     bias_N: Tensor | None
     first: int
-    """The output column of its first row."""
+    """Output column of the part's first row."""
 
 
 class Packed(NamedTuple):
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
 
 
 def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
-    """Lay a weight out; of several that stand below one another, the outputs follow each other."""
+    """Pack a weight; the outputs of several are concatenated."""
     parts: list[Part] = []
     rows = 0
     for matrix in weight if isinstance(weight, list) else [weight]:
@@ -51,7 +51,7 @@ def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
 
 
 def lay(matrix: Matrix) -> Stored | Tiles:
-    """Lay a matrix out as programs read it, or one of each expert; what tiles cannot hold is widened."""
+    """Arrange a matrix, or one per expert, for the kernels; widen it if tiles do not support its kind."""
     if isinstance(matrix, Integers):
         if fits_tiles(matrix):
             return lay_tiles(matrix)
@@ -78,7 +78,7 @@ def linear(x_TD: Tensor, packed: Packed) -> Tensor:
 
 
 def _for_torch(x_TD: Tensor, part: Part) -> Tensor | None:
-    """Return the weight if torch multiplies it."""
+    """Return the weight if torch should multiply it, else None."""
     weight = part.weight
     if isinstance(weight, Tensor) and (len(x_TD) > NARROW_WINDOW or x_TD.itemsize > 2):
         return weight
@@ -89,18 +89,18 @@ class Tiling(NamedTuple):
     tokens: int
     rows: int
     split: int
-    """Parts that the columns are cut into, to be added up by a second kernel."""
+    """Splits of the columns; a second kernel sums them."""
     warps: int
     stages: int
 
 
 def depth(dtype: torch.dtype) -> int:
-    """Return how many columns a program multiplies at once; float32 takes registers for three products."""
+    """Return the columns per step; float32 needs registers for three products."""
     return BLOCK if dtype.itemsize == 2 else BLOCK // 4
 
 
 def tiling(tokens: int, rows: int, columns: int) -> Tiling:
-    """Choose the tile of a program; for narrow windows it depends on the weight alone."""
+    """Choose a program's tile; for narrow windows it depends only on the weight."""
     if tokens > 64:
         return Tiling(128, 128, 1, 8, 3)
     if tokens > NARROW_WINDOW:
@@ -110,10 +110,9 @@ def tiling(tokens: int, rows: int, columns: int) -> Tiling:
 
 
 def whole_tiling(x_TD: Tensor, rows: int) -> Tiling:
-    """Choose it for integers, where up to 64 tokens the order of sums depends on the weight alone.
+    """Choose a program's tile for integers: up to 64 tokens the order of sums depends only on the weight.
 
-    Tiles of 32 rows are multiplied by one instruction (mma) at each height; those of 64 rows and four warps
-    would be by another one (wgmma).
+    Tiles of 32 rows use the same instruction (mma) at each height; 64 rows and four warps would use wgmma.
     """
     tokens, columns = x_TD.shape
     if tokens > 64:
@@ -124,7 +123,7 @@ def whole_tiling(x_TD: Tensor, rows: int) -> Tiling:
 
 
 def whole_warps(height: int, dtype: torch.dtype) -> int:
-    """Return how many warps have the registers that this many tokens need, and float32 for three products."""
+    """Return the warps whose registers hold this many tokens; float32 needs them for three products."""
     return max(2, height // 16) if dtype.itemsize == 2 else 8
 
 
@@ -136,7 +135,7 @@ def _split(rows: int, columns: int, tile: int) -> int:
 
 
 def _multiply(x_TD: Tensor, part: Part, out_TN: Tensor) -> None:
-    """Write the product; a weight that is cut along its columns leaves float32 sums for a second kernel."""
+    """Write the product; column splits write float32 sums that a second kernel adds."""
     weight, (tokens, columns), rows = part.weight, x_TD.shape, part.weight.shape[0]
     own = whole_tiling(x_TD, rows) if isinstance(weight, Tiles) else tiling(tokens, rows, columns)
     if own.split == 1:
@@ -211,7 +210,8 @@ def _linear(
         b_x = tl.load(x + column[None, :], mask=mask_TD, other=0.0)
         b_weight = tl.load(weight + column[None, :], mask=mask_ND, other=0.0)
         if scale is not None:
-            # To bfloat16 itself there is no instruction at full speed; on this way all of them are.
+            # Convert by way of float16 and float32, which run at full speed; direct conversion to bfloat16
+            # does not.
             b_weight = b_weight.to(tl.float16).to(tl.float32).to(b_x.dtype)
         added_TN = tl.dot(b_x, tl.trans(b_weight), input_precision="tf32x3")
         if scale is not None:

@@ -1,9 +1,9 @@
-"""Weights of integers as a GPU's programs read them; what they are multiplied with stays in 16 bits.
+"""Integer weights in the GPU's tile layout; activations stay in 16 bits.
 
-A matrix is cut into tiles of 16 outputs by 64 inputs; those of the same outputs follow each other in memory.
-With 4 bits a byte holds the same place of two neighbouring groups: in its lower half the first one's number
-plus 8, in its upper half the second one's, which is sixteen times itself there; a mask takes either out where
-it is. Integers times activations are summed in float32, and a scale multiplies what its group adds.
+A matrix is cut into tiles of 16 outputs by 64 inputs; tiles of the same outputs are adjacent in memory. With
+4 bits a byte holds one input each of two neighbouring groups: the low nibble is the first group's integer
+plus 8, the high nibble the second's, which is sixteen times its value in place; a mask extracts either
+without a shift. Products with activations are summed in float32, and a scale multiplies its group's sum.
 """
 
 from typing import NamedTuple
@@ -20,24 +20,24 @@ COLUMNS = 2 * GROUP
 
 
 class Tiles(NamedTuple):
-    """A matrix [N, D], or one of each expert [E, N, D]."""
+    """A matrix [N, D], or one per expert [E, N, D]."""
 
     number: Tensor
-    """Tiles of one output's inputs [N / 16, D / 64, 16, 64], or with 4 bits [N / 16, D / 64, 16, 32]."""
+    """Tiles [N / 16, D / 64, 16, 64], or with 4 bits [N / 16, D / 64, 16, 32]."""
     scale: Tensor
-    """With 8 bits [N] in float32, with 4 bits [N, D / 32] in 16 bits."""
+    """8 bits: [N] in float32. 4 bits: [N, D / 32] in 16 bits."""
     bits: int
     shape: torch.Size
 
 
 def fits_tiles(matrix: Integers) -> bool:
-    """Return whether a matrix is of a kind that `quantize` produces; published ones may be of others."""
+    """Return whether tiles support a matrix: the kinds that our own quantisation produces."""
     plain = matrix.zero_NG is None and matrix.offset_NG is None and matrix.group == GROUP
     return plain and matrix.bits != 6 and matrix.by_group == (matrix.bits == 4)
 
 
 def lay_tiles(matrix: Integers) -> Tiles:
-    """Lay a matrix out, or those of all experts, one by one: there is memory for a few copies of one."""
+    """Pack a matrix; experts one by one, since there is only memory for a few copies of one."""
     *experts, rows, columns = matrix.shape
     panels, across = triton.cdiv(rows, PANEL), triton.cdiv(columns, COLUMNS)
     size = (*experts, panels, across, PANEL, COLUMNS * matrix.bits // 8)
@@ -47,7 +47,7 @@ def lay_tiles(matrix: Integers) -> Tiles:
 
 
 def write_tiles(matrix: Integers, number: Tensor) -> None:
-    """Fill the tiles; behind a matrix's last rows and columns they hold zeros."""
+    """Fill the tiles, padding rows and columns with zeros."""
     if len(matrix.shape) == 3:
         for expert, own in enumerate(number):
             write_tiles(matrix.expert(expert), own)
@@ -67,11 +67,11 @@ def multiply_tiles(
     ROWS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return an expert's rows times the tokens that x points at [N, T], or what a part of the columns adds.
+    """Return an expert's rows times the tokens at x [N, T], or one column split's contribution.
 
-    The order in which a token's products are summed depends on no other token, and not on the tile's sizes.
+    The order of a token's sums depends neither on other tokens nor on the tile's size.
     """
-    GROUPS: tl.constexpr = 8 // BITS  # that a tile's bytes hold beside each other
+    GROUPS: tl.constexpr = 8 // BITS  # groups that share a tile's bytes
     SPAN: tl.constexpr = 64 // GROUPS
     AT_ONCE: tl.constexpr = 2 if BLOCK_T <= 64 else 1
     across: tl.constexpr = (D + 63) // 64

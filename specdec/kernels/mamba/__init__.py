@@ -1,1 +1,1 @@
-"""All of Mamba-2 between its two projections: convolution, step sizes, recurrence, skip, gated norm."""
+"""Mamba-2 between its two projections: convolution, step sizes, recurrence, skip, gated norm."""

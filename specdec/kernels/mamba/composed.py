@@ -19,7 +19,7 @@ from specdec.kernels.recurrence import reference as recurrence_reference
 
 
 class ComposedMamba(NamedTuple):
-    """The operations of any one form, and what they make together."""
+    """The operations of one implementation and their composition."""
 
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, RecurrentMemory, Group], Tensor]
     path_conv: Callable[[Tensor, Tensor | None, slice, RecurrentMemory, Tensor, RecordIds, Tensor], Tensor]
@@ -58,8 +58,8 @@ class ComposedMamba(NamedTuple):
     ) -> Tensor:
         """Return the keys [B, P, G, K] of the tokens on the pending paths, as they were when verified.
 
-        A key is a function of the inputs that the records hold, so no record holds it. Must run before the
-        paths enter the convolution's windows. What stands behind a path's end may be anything.
+        Keys are recomputed from the recorded inputs, so no record stores them. Must run before the paths
+        enter the convolution's windows. Entries behind a path's end are undefined.
         """
         channels = slice(layer.inner, layer.inner + layer.shared)
         k_BPN = self.path_conv(layer.conv_CK, layer.conv_C, channels, memory, slot_B, path, length_B)

@@ -1,4 +1,4 @@
-"""The parameters of one layer: Mamba-2 between its projections."""
+"""Parameters of a Mamba-2 layer between its projections."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,10 @@ class MambaLayer:
     step_limit: tuple[float, float]
     """Bounds on the step size after softplus."""
     norm_N: Tensor | None
-    """Of the output, gated by silu: None: it is gated alone."""
+    """Weight of the gated output norm. None: the output is gated but not normalised."""
     eps: float
     gate_first: bool = True
-    """The norm is of what is gated; otherwise what is normalised is gated."""
+    """Gate before the norm; False: after it."""
 
     @property
     def inner(self) -> int:
@@ -30,7 +30,7 @@ class MambaLayer:
 
     @property
     def shared(self) -> int:
-        """Columns of what the heads of a group have in common: B, the keys, and C, the queries."""
+        """Columns of B (keys) or of C (queries), which the heads of a group share."""
         return self.groups * self.state_dim
 
     @property

@@ -1,4 +1,4 @@
-"""Mamba-2 between its projections: all that feeds the recurrence in one kernel, this, then skip and norm."""
+"""Mamba-2 between its projections: one kernel for the inputs, the recurrence, then skip and norm."""
 
 import math
 
@@ -27,7 +27,7 @@ from specdec.kernels.recurrence.triton import scan_window
 from specdec.kernels.strides import outer_strides
 
 CHANNELS = 64
-"""Of a tile: half of the convolution's own, for what is made beside its sums wants registers too."""
+"""Channels of a tile: half of the convolution's, since the step sizes and values need registers too."""
 
 
 def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
@@ -94,7 +94,7 @@ def mamba(projected_TN: Tensor, layer: MambaLayer, memory: RecurrentMemory, grou
 def mamba_keys(
     layer: MambaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
 ) -> Tensor:
-    """Make the keys of the pending paths again, from the inputs that their records hold."""
+    """Recompute the keys of the pending paths from the inputs in their records."""
     channels = slice(layer.inner, layer.inner + layer.shared)
     k_BPN = path_conv(layer.conv_CK, layer.conv_C, channels, memory, slot_B, path, length_B)
     return k_BPN.view(*path.slab_BN.shape, layer.groups, layer.state_dim)
@@ -112,7 +112,7 @@ def _inputs(
     TAPS: tl.constexpr, LIMITED: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels of x, B or C; beside those of x make steps, of these values and decays."""
+    """Convolve some channels of x, B or C; tiles of x also compute steps, values and decays."""
     overlap()
     INNER: tl.constexpr = H * W
     C: tl.constexpr = INNER + 2 * SHARED
@@ -181,7 +181,7 @@ def _skip_and_norm(
     o, x, D, gate, gate_by_token, weight, out, eps, GATE_FIRST: tl.constexpr, RUNS: tl.constexpr,
     SIZE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add D x to what the recurrence gives, gate it with silu, and normalise it before or after: one run."""
+    """Add D x to the recurrence's output, gate with silu, and normalise one run before or after the gate."""
     overlap()
     program = tl.program_id(0).to(tl.int64)
     token, run = program // RUNS, program % RUNS

@@ -1,4 +1,4 @@
-"""Mixtures of experts that read the weights of the chosen experts only, each once, where they lie."""
+"""Mixtures of experts: reads only the chosen experts' weights, each once and in place."""
 
 import math
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from specdec.kernels.ffn.cpu import relu2, swiglu
 from specdec.kernels.linear.matrix import Matrix, widen
 
 Multiply = Callable[[int, Tensor], Tensor]
-"""Multiplies tokens by the weight of the expert of this number."""
+"""Multiplies tokens by the weight of the expert with this index."""
 Activate = Callable[[Tensor], Tensor]
 WIDE = 64
-"""Tokens of one expert from which its weight is worth laying out anew."""
+"""Tokens of an expert from which repacking its weight pays."""
 
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -38,10 +38,10 @@ def route_sigmoid(
     scale: float,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts [T, A] whose biased scores are highest; weigh them by the unbiased ones.
+    """Choose the experts [T, A] with the highest biased scores; weigh them by the unbiased scores.
 
-    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only the
-    `top_groups` groups of experts whose two best scores add up highest take part.
+    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only experts
+    in the `top_groups` groups with the highest sum of two best scores are candidates.
     """
     score_TE = torch.sigmoid(logits_TE)
     return choose_experts(
@@ -67,7 +67,7 @@ def choose_experts(
     scale: float,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
-    """Do so by scores, of which none is below 0."""
+    """Choose and weigh experts as `route_sigmoid` does, from nonnegative scores."""
     choice_TE = score_TE + bias_E
     if top_groups < groups:
         choice_TGE = choice_TE.view(len(choice_TE), groups, -1)
@@ -83,7 +83,7 @@ def choose_experts(
 
 
 def pack_experts(weight_END: Matrix) -> Tensor:
-    """Widen weights of fewer bits to the dtype that they stand for."""
+    """Widen quantised weights to the model's dtype."""
     return weight_END if isinstance(weight_END, Tensor) else widen(weight_END)
 
 
@@ -97,7 +97,7 @@ def experts(
     gated: bool,
     limit: float = math.inf,
 ) -> Tensor:
-    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up]."""
+    """Sum the outputs of each token's experts times their weights; gated experts have rows [gate | up]."""
     up, down = (partial(multiply, weight_END) for weight_END in (up_EID, down_EDI))
     activate = partial(swiglu, limit=limit) if gated else relu2
     return mix(x_TD, up, activate, down, index_TA, weight_TA)
@@ -108,9 +108,9 @@ def mix(
 ) -> Tensor:
     """Compute each expert for all of its tokens at once.
 
-    A token's answers are added in the order of its experts, whatever else is in the batch. An answer is
-    rounded to the model's dtype, its product with the weight to the wider of their two, and the sum once.
-    P counts pairs of a token and an expert.
+    A token's outputs are added in the order of its experts, independent of the rest of the batch. An output
+    is rounded to the model's dtype, its product with the weight to the wider dtype of the two, and the sum
+    once. P counts pairs of a token and an expert.
     """
     num_tokens, top_k = index_TA.shape
     if num_tokens == 1:
@@ -128,15 +128,15 @@ def mix(
     if order_P is not None:
         y_PD = y_PD.index_select(0, order_P.argsort())
     y_TAD = y_PD.view(num_tokens, top_k, -1)
-    # Summed by torch in float32 or wider, and for each token alone: a batched product depends on the others.
+    # torch sums in float32 or wider, each token alone; a batched product would depend on other tokens.
     return (y_TAD * weight_TA.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
 def multiply(weight_END: Tensor, expert: int, x_PD: Tensor) -> Tensor:
     """Multiply as `F.linear` does.
 
-    oneDNN lays out the second factor of a bfloat16 product at every call, so the weight goes first: with cold
-    weights that is 1.4 times as fast, unless laying out a large number of tokens costs more.
+    oneDNN repacks the second factor of a bfloat16 product at every call, so the weight goes first: with cold
+    weights that is 1.4 times as fast, unless repacking many tokens costs more.
     """
     weight_ND = weight_END[expert]
     if x_PD.dtype != torch.bfloat16 or len(x_PD) >= WIDE:

@@ -33,10 +33,10 @@ def route_sigmoid(
     scale: float,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts [T, A] whose biased scores are highest; weigh them by the unbiased ones.
+    """Choose the experts [T, A] with the highest biased scores; weigh them by the unbiased scores.
 
-    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only the
-    `top_groups` groups of experts whose two best scores add up highest take part.
+    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only experts
+    in the `top_groups` groups with the highest sum of two best scores are candidates.
     """
     indices, weights = [], []
     for logits_E in logits_TE:
@@ -57,7 +57,7 @@ def route_sigmoid(
 
 
 def pack_experts(weight_END: Matrix) -> Matrix:
-    """Keep the weights of all experts as they are."""
+    """Return the weights unchanged."""
     return weight_END
 
 
@@ -71,10 +71,10 @@ def experts(
     gated: bool,
     limit: float = math.inf,
 ) -> Tensor:
-    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
+    """Sum the outputs of each token's experts times their weights; gated experts have rows [gate | up].
 
-    An answer is rounded to the model's dtype, its product with the weight to the wider of their two, and the
-    sum, in the order of the token's experts, once.
+    An output is rounded to the model's dtype, its product with the weight to the wider dtype of the two, and
+    the sum, in the order of the token's experts, once.
     """
     activate = partial(swiglu, limit=limit) if gated else relu2
     y_TD = torch.zeros_like(_wide(x_TD))

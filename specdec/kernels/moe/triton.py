@@ -1,9 +1,9 @@
 """Mixtures of experts: each chosen expert's weight is read once for all tokens, in 4, 8 or 16 bits.
 
 In a narrow window the first pair of a token and an expert multiplies the whole window for all pairs of that
-expert, since one row costs what 16 do; nothing is sorted. Wider windows list each expert's pairs, on the
-device, and are multiplied in blocks of them. Either way a pair's answer has a place of its own, and a token
-adds its answers up in the order of its experts: results do not depend on the order of execution.
+expert: one row costs as much as 16, and no sorting is needed. Wider windows list each expert's pairs on the
+device and multiply blocks of them. In both cases each pair has its own output row and a token sums its
+outputs in the order of its experts, so results do not depend on the order of execution.
 """
 
 import math
@@ -22,14 +22,14 @@ from specdec.kernels.linear.triton import depth, lay, whole_warps
 from specdec.kernels.linear.triton_integers import Tiles, multiply_tiles
 
 NARROW_WINDOW = 16
-"""Tokens that one tile holds."""
+"""Tokens of one tile."""
 
 
 Packed = Stored | Tiles
 
 
 def pack_experts(weight_END: Matrix) -> Packed:
-    """Lay the weights of all experts out as programs read them."""
+    """Pack the weights of all experts for the kernels."""
     return lay(weight_END)
 
 
@@ -43,11 +43,11 @@ def experts(
     gated: bool,
     limit: float = math.inf,
 ) -> Tensor:
-    """Add up what each token's experts answer, times their weights; gated ones hold rows [gate | up].
+    """Sum the outputs of each token's experts times their weights; gated experts have rows [gate | up].
 
-    A token's experts differ from each other. An answer is rounded to the model's dtype, its product with the
-    weight to the wider of their two, and the sum, in the order of the token's experts, once. P counts pairs
-    of a token and an expert.
+    A token's experts must be distinct. An output is rounded to the model's dtype, its product with the weight
+    to the wider dtype of the two, and the sum, in the order of the token's experts, once. P counts pairs of a
+    token and an expert.
     """
     (tokens, top_k), (num_experts, hidden, width) = index_TA.shape, down_EDI.shape
     x_TD, index_TA = x_TD.contiguous(), index_TA.contiguous()
@@ -66,18 +66,18 @@ def experts(
 
 
 class Plan(NamedTuple):
-    """Where each block of pairs of one expert is found."""
+    """Blocks of pairs, each of one expert."""
 
     pair_ET: Tensor
-    """Each expert's pairs, in order; there are as many places as there are tokens."""
+    """Each expert's pairs, in order, padded to the number of tokens."""
     count_E: Tensor
     block_BF: Tensor
-    """For each block its expert, and which of the expert's pairs is its first; (−1, 0) behind the last."""
+    """Each block's expert and index of its first pair among the expert's; (−1, 0) after the last."""
     height: int
 
 
 def _plan(index_TA: Tensor, num_experts: int) -> Plan:
-    """List each expert's pairs and cut the lists into blocks; how many there are only the device knows."""
+    """List each expert's pairs and cut the lists into blocks; only the device knows their number."""
     tokens, pairs, device = len(index_TA), index_TA.numel(), index_TA.device
     height = _height(pairs, num_experts)
     blocks = min(pairs, pairs // height + num_experts)
@@ -91,19 +91,19 @@ def _plan(index_TA: Tensor, num_experts: int) -> Plan:
 
 
 def _height(pairs: int, num_experts: int) -> int:
-    """Return how many pairs a block holds: about as many as an expert has."""
+    """Return the pairs per block: about the average per expert."""
     return next((height for height in (16, 32, 64) if pairs <= height * num_experts), 128)
 
 
 class Tiling(NamedTuple):
     rows: int
-    """Rows of the answer; a gated program has as many of the gate and of the other half."""
+    """Output rows; a gated program computes the same rows of gate and up."""
     warps: int
     stages: int
 
 
 def tiling(height: int, *, gated: bool) -> Tiling:
-    """Choose the tile of a program by the tokens in it."""
+    """Choose a program's tile by its tokens."""
     if height <= 16 and not gated:
         return Tiling(128, 2, 3)
     if height <= 32:
@@ -112,7 +112,7 @@ def tiling(height: int, *, gated: bool) -> Tiling:
 
 
 def whole_tiling(height: int, dtype: torch.dtype, *, gated: bool) -> Tiling:
-    """Choose it for integers: up to 64 tokens all heights are multiplied by the same instructions."""
+    """Choose a program's tile for integers: up to 64 tokens all heights use the same instruction."""
     halves = 2 if gated else 1
     if height > 64:
         return Tiling(128 // halves, 8, 3)
@@ -131,7 +131,7 @@ def _apply(
     activation: str,
     limit: float = math.inf,
 ) -> None:
-    """Write each pair's row: its expert's weight times row (pair // share) of x, activated."""
+    """Write each pair's row: its expert's weight times row (pair // share) of x, then the activation."""
     tokens, top_k = index_TA.shape
     rows, height = out_PN.shape[1], plan.height if plan else NARROW_WINDOW
     gated = activation == "swiglu"
@@ -165,7 +165,7 @@ def _apply(
 
 
 def _arguments(weight: Packed) -> tuple[Tensor, Tensor | None]:
-    """Return a weight's numbers, and their scales if there are any."""
+    """Return a weight's values and scales, None without scales."""
     if isinstance(weight, Tiles):
         return weight.number, weight.scale
     return (weight.weight_ND, weight.scale_MK) if isinstance(weight, Fp8) else (weight, None)
@@ -207,7 +207,7 @@ def _multiply(
     x, own_T, weight, scale, expert, row, N: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Return tokens times an expert's rows, and times those of its other half where it is gated."""
+    """Return tokens times an expert's rows, and for gated experts times those of the up half."""
     at_N, at_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     own_N = row + at_N < N
     rows: tl.constexpr = 2 * N if ACTIVATION == "swiglu" else N
@@ -234,7 +234,8 @@ def _multiply(
             if ACTIVATION == "swiglu":
                 up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3")
         else:
-            # To bfloat16 itself there is no instruction at full speed; on this way all of them are.
+            # Convert by way of float16 and float32, which run at full speed; direct conversion to bfloat16
+            # does not.
             b_weight = b_weight.to(tl.float16).to(tl.float32).to(b_x.dtype)
             own = scale + step * BLOCK_D // SIDE
             by = tl.load(own + row // SIDE * blocks)
@@ -255,7 +256,7 @@ def _multiply_whole(
     x, own_T, number, scale, expert, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the same of integers; both halves' rows are in one product."""
+    """Do `_multiply` for integers, with both halves' rows in one product."""
     HALVES: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
     at_N = tl.arange(0, HALVES * BLOCK_N)
     row_N = row + at_N % BLOCK_N

@@ -1,5 +1,5 @@
-"""Narrow windows on a CPU: the operations between the matrix products in C, one call each.
+"""C kernels for narrow windows on a CPU: the operations between the matrix products, one call each.
 
-A decode step of a small model is a thousand calls of a microsecond or two. Compiled once by the machine's
-own C compiler, these do the same arithmetic in a tenth of the calls. Where there is none, plain torch runs.
+A decode step of a small model is a thousand calls of one or two microseconds. The machine's C compiler builds
+these once; they do the same arithmetic in a tenth of the calls. Without a compiler, plain torch runs.
 """

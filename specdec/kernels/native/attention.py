@@ -1,4 +1,4 @@
-"""Attention over a narrow window, read from the pages as they lie."""
+"""Attention over a narrow window, reading the pages in place."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
-    """Write keys and values whose heads lie side by side into pages of their dtype."""
+    """Write keys and values with contiguous heads into pages of the same dtype."""
     given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
     if not serves(k_TJD) or pages_NPXJD.dtype != k_TJD.dtype or not all(map(_dense_heads, given)):
         return attention.append(k_TJD, v_TJD, pages_NPXJD, group)
@@ -37,7 +37,7 @@ def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Grou
 
 
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
-    """Copy each row's keys and values to other positions, all read before any is written."""
+    """Copy each row's keys and values to other positions; all are read before any is written."""
     if not pages_NPXJD.is_cpu:
         return attention.move(pages_NPXJD, table_BN, from_BP, to_BP)
     _, parts, block, heads, dim = pages_NPXJD.shape
@@ -60,7 +60,7 @@ def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) 
 
 
 def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
-    """Multiply each head by its gate's sigmoid, which is the same in every window."""
+    """Multiply each head by sigmoid(gate), computed identically in every window."""
     return x_THW * sigmoid(gate_TH).unsqueeze(-1)
 
 
@@ -72,9 +72,9 @@ def attend(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Attend to pages of 8 bits in C, which reads a row's blocks from a copy of the queries' dtype.
+    """Attend to FP8 pages in C, by converting a copy of each row's blocks to the queries' dtype.
 
-    So a token's sums depend on its window no more than they do in pages of that dtype.
+    So a token's sums are as independent of its window as with pages of that dtype.
     """
     if not serves(q_THD):
         return attention.attend(q_THD, pages_NPXJD, group, scale, window, value_dim)
@@ -101,7 +101,7 @@ def attend(
             length_B=torch.tensor([length]),
             ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM[row : row + 1],
         )
-        # The form appends what it is given: the window's own keys and values, rounded as they were written.
+        # The kernel appends its inputs: pass the window's own keys and values as they were quantised.
         position_M = length + window_M
         kv_MXJD = own_NPXJD[position_M // size, :, position_M % size]
         q_MN = q_THD[row * group.width : (row + 1) * group.width].flatten(1)
@@ -118,7 +118,7 @@ def self_attention(
 ) -> Tensor:
     """Run an attention layer between its projections in one call.
 
-    With pages of 8 bits it takes several, since keys and values are rounded between them.
+    FP8 pages take several calls, because keys and values are quantised in between.
     """
     tokens = projected_TN.shape[0]
     if not serves(projected_TN) or pages.dtype != projected_TN.dtype:

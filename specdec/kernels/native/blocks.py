@@ -1,4 +1,4 @@
-"""Blocks of GGUF files, unpacked in C: all of a tensor's at once."""
+"""Unpack the GGUF blocks of a whole tensor in C."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from specdec.kernels.native.call import function, pointer
 from specdec.kernels.native.threads import with_helpers
 
 PARTS = ("number", "scale", "offset", "wide")
-"""Integers in int8; their scales, their offsets, and the weights that they stand for, in float32."""
+"""int8 integers, and in float32 their scales, offsets and dequantised weights."""
 
 
 def unpack(

@@ -1,9 +1,9 @@
-"""Build the C kernels beforehand, for machines without a C compiler.
+"""Prebuild the C kernels for machines without a C compiler.
 
     python -m specdec.kernels.native.build [TARGET ...]
 
-They are written beside the package, where they are found before a compiler is looked for; a wheel that is
-built afterwards carries them. $CC may be a compiler for another architecture.
+Libraries are written into the package, where they take precedence over compiling; wheels built afterwards
+include them. $CC may be a cross-compiler.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PORTABLE = {target.name: target for target in TARGETS if target is not NATIVE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the targets that are named, or all of this machine's architecture; a named one must succeed."""
+    """Build the named targets, which must succeed, or all of this machine's architecture."""
     parser = argparse.ArgumentParser(prog="python -m specdec.kernels.native.build", description=__doc__)
     parser.add_argument("target", nargs="*", metavar="TARGET", help=f"any of {', '.join(PORTABLE)}")
     names = parser.parse_args(arguments).target
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(compiler: str, target: Target) -> Path:
-    """Compile for a target, replacing libraries of older sources."""
+    """Compile for a target and delete its libraries of older sources."""
     flags = compiled.flags_for(target, compiled.THREADS[0])
     place = compiled.BUILT / compiled.file_name(target, flags)
     place.parent.mkdir(exist_ok=True)

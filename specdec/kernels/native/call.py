@@ -1,4 +1,4 @@
-"""How Python calls the C kernels: which tensors they support, and how arguments are passed."""
+"""Calls from Python into the C kernels: supported tensors and argument passing."""
 
 import ctypes
 import functools
@@ -15,9 +15,10 @@ from specdec.kernels.native.signatures import ARGUMENTS, KINDS, SUFFIX, Count, P
 from specdec.kernels.strides import dense, outer_strides
 
 TOKENS = 8192
-"""The widest step that is served: beyond it torch computes, which rounds otherwise.
+"""Widest step that runs in C; wider ones run in torch, which rounds differently.
 
-A chain so long still fits on a thread's stack."""
+A chain of this length fits on a thread's stack.
+"""
 
 
 class Records(ctypes.Structure):
@@ -30,7 +31,7 @@ class Records(ctypes.Structure):
 
 
 class Recorder(Protocol):
-    """Receives every call of this thread, and makes it."""
+    """Receives every call of this thread, and must make it."""
 
     def call(self, name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None: ...
 
@@ -43,7 +44,7 @@ listening = _Listening()
 
 
 def function(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    """Return a C function; while a recorder is active, one that hands its calls to the recorder."""
+    """Return a C function; while a recorder is active, a wrapper that passes its calls to the recorder."""
     found, recorder = _function(name, dtype), listening.recorder
     if recorder is None:
         return found
@@ -67,38 +68,38 @@ def _function(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
 
 
 def serves(x_T: Tensor) -> bool:
-    """Return whether a packed tensor is small, on a CPU, and of a type that the C functions support."""
+    """Return whether the C functions support a packed tensor: small, on a CPU, of a supported dtype."""
     return x_T.shape[0] <= TOKENS and x_T.is_cpu and x_T.dtype in SUFFIX
 
 
 def room(count: int, least: int) -> int:
-    """Round up to a power of two: work on lengths that share one can be done in the same memory."""
+    """Round up to a power of two, so that similar lengths can share buffers."""
     return max(least, 1 << (count - 1).bit_length())
 
 
 def pointer(x: Tensor | None) -> int | None:
-    """Return the address of a tensor that must be dense: a C kernel reads it without strides."""
+    """Return the address of a tensor, which must be contiguous."""
     return None if x is None else dense(x).data_ptr()
 
 
 def strided(x: Tensor, inner: int) -> tuple[int, ...]:
-    """Return a tensor's address and outer strides for a C kernel; `inner` dimensions must be dense."""
+    """Return a tensor's address and outer strides; the last `inner` dimensions must be contiguous."""
     return x.data_ptr(), *outer_strides(x, inner)
 
 
 def path_width(group: Group) -> int:
-    """Return the longest possible length of a pending path."""
+    """Return the maximum length of a pending path."""
     return 0 if group.path is None else group.path.slab_BN.shape[1]
 
 
 def has_room(group: Group) -> bool:
-    """Return whether a thread's stack holds what is undecided."""
+    """Return whether path and tentative window fit on a thread's stack."""
     undecided = group.record is not None or group.snapshot_BM is not None
     return path_width(group) <= MOST and not (undecided and group.width > MOST)
 
 
 def ids(group: Group) -> tuple[int | None, ...]:
-    """Return the pending path's ids, lengths and width, and where records or states go: addresses."""
+    """Return the path's ids, lengths and width and the records' or snapshots' ids, tensors as addresses."""
     path, leave = group.path or (None, None), (*(group.record or (None, None)), group.snapshot_BM)
     return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, leave)
 
@@ -112,5 +113,5 @@ def records_of(memory: RecurrentMemory) -> int:
 
 @functools.cache
 def _records(*fields: int) -> Records:
-    """Keep the struct alive: C holds its address."""
+    """Cache the struct: C holds its address."""
     return Records(*fields)

@@ -27,28 +27,28 @@ SOURCES = (
     *("self_attention.inc", "logits.inc", "matrix.inc"),
 )
 MOST = 64
-"""The longest pending path and the widest window that the C kernels have room for."""
+"""Longest pending path and widest tentative window that the C kernels support."""
 RANKED = 64
-"""The longest ranking that is kept in order by insertion."""
+"""Longest ranking maintained by insertion."""
 BUILT = Path(__file__).parent / "built"
-"""Where libraries lie that were made beforehand, by build.py; a wheel may carry them."""
+"""Folder of prebuilt libraries, written by build.py; wheels may include it."""
 FLAGS = (
     *("-O3", "-fPIC", "-std=gnu11"),
     *(f"-DMOST={MOST}", f"-DRANKED={RANKED}"),
-    # Sums may be reordered, as the vector units need; infinities and NaN keep their meaning.
+    # Allow reordered sums for vectorisation, but preserve infinities and NaN.
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
 COMPILE_SECONDS = 120
 DIGEST = 16
-"""Digits of a library's name that tell of its sources."""
+"""Length of the source digest in a library's name."""
 
 THREADS = ("-fopenmp", "-fopenmp-simd")
-"""As many threads as torch's OpenMP allows, or where that cannot be asked, the caller's alone."""
+"""Use OpenMP with torch's number of threads, or else only the calling thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The C kernels, and what they were compiled for."""
+    """The C kernels and their compilation target."""
 
     library: ctypes.CDLL
     target: Target
@@ -62,7 +62,7 @@ def compiled() -> ctypes.CDLL | None:
 
 @functools.cache
 def loaded() -> Loaded | None:
-    """Load the best library for this processor; log the choice and what was passed over, once."""
+    """Load the best library for this processor; log the choice and skipped targets, once."""
     compiler, failed = find_compiler(), None
     for target in candidates():
         failure = None
@@ -92,15 +92,15 @@ def find_compiler() -> str | None:
 
 
 def explain(failure: Exception) -> str:
-    """Add the compiler's output to an error."""
+    """Format an error with the compiler's output."""
     said: bytes = getattr(failure, "stderr", None) or b""
     return f"{failure}; {said.decode(errors='replace').strip()}" if said else str(failure)
 
 
 def _place(compiler: str | None, target: Target, threads: str) -> Path | None:
-    """Find the library that was made beforehand, or in the user's cache, or make it there.
+    """Find the prebuilt or cached library, or compile it into the user's cache.
 
-    Without a cache it is made in a folder of this process. None: there is no compiler to make it.
+    Without a writable cache it is compiled into a temporary folder. None: there is no compiler.
     """
     flags = flags_for(target, threads)
     beforehand = BUILT / file_name(target, flags)
@@ -112,13 +112,13 @@ def _place(compiler: str | None, target: Target, threads: str) -> Path | None:
         place.parent.mkdir(parents=True, exist_ok=True)
         if place.exists() or os.access(place.parent, os.W_OK):
             return place if place.exists() else _compile_here(compiler, flags, place, target)
-    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
+    except (OSError, RuntimeError) as error:  # no home folder, or not writable
         logger.info("the C kernels cannot be cached for the next start: %s", error)
     return _compile_here(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name, target)
 
 
 def _compile_here(compiler: str, flags: Sequence[str], place: Path, target: Target) -> Path:
-    """Compile at the first start, and announce it, as it takes seconds."""
+    """Compile, and announce it, since it takes seconds."""
     says, start_s = f"Compiling the C kernels for this processor ({target.name}), once", time.perf_counter()
     logger.info("%s, by %s", says, compiler)
     if sys.stderr and sys.stderr.isatty():
@@ -133,9 +133,9 @@ def flags_for(target: Target, threads: str) -> tuple[str, ...]:
 
 
 def file_name(target: Target, flags: Sequence[str], compiler: str = "") -> str:
-    """Name a library by its target, its sources and how it is compiled.
+    """Return a library's file name from its target, sources, compiler and flags.
 
-    Machines that differ may share a cache: `native` is another processor on each of them.
+    Different machines may share a cache: for `native` the name includes the processor's features.
     """
     folder = Path(__file__).parent
     text = b"".join((folder / name).read_bytes() for name in SOURCES) + replayer().encode()
@@ -145,14 +145,14 @@ def file_name(target: Target, flags: Sequence[str], compiler: str = "") -> str:
 
 
 def source() -> str:
-    """Write the source: the kernels, and the function that calls them from a list."""
+    """Return the C source: the kernels and the replay function."""
     return f'#include "{Path(__file__).parent / SOURCES[0]}"\n{replayer()}'
 
 
 def compile_(compiler: str, flags: Sequence[str], place: Path) -> Path:
-    """Compile for OpenMP, but link none: what is missing is found in the one that torch brought along."""
+    """Compile with OpenMP but do not link it: its symbols resolve to torch's OpenMP runtime."""
     with tempfile.TemporaryDirectory(dir=place.parent, prefix="making-") as folder:
-        # Made beside its place and moved there whole, so that processes starting together see no half of it.
+        # Compile next to the destination and rename, so concurrent processes never see a partial file.
         text, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
         Path(text).write_text(source())
         steps = ([*flags, "-c", text, "-o", part], ["-shared", "-pthread", part, "-o", whole, "-lm"])

@@ -1,4 +1,4 @@
-"""Which CPU kernels run here: what the C kernels were compiled for, and what torch may use."""
+"""Which CPU kernels run here: the C kernels' compilation target and torch's CPU features."""
 
 import ctypes
 import functools
@@ -11,28 +11,28 @@ from specdec.kernels.native.compiled import loaded
 from specdec.kernels.native.targets import Target, unused
 
 LIBRARY = "ONEDNN_MAX_CPU_ISA"
-"""oneDNN's own variable for what it may use of a processor."""
+"""oneDNN's variable that limits its instruction set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """What the C kernels multiply with."""
+    """Instruction sets that the C kernels multiply with."""
 
     target: Target
-    """What they were compiled for."""
+    """Compilation target."""
     vectors: str
     pairs: bool
-    """Whether units multiply pairs of bfloat16; without, they are multiplied in float32, to the same bits but
-    for numbers below 2^-126, which the units take for 0."""
+    """True if bfloat16 pairs are multiplied in hardware. Otherwise float32 gives the same bits, except for
+    numbers below 2^-126, which the hardware treats as 0."""
     integers: str
-    """What integers are multiplied by."""
+    """Name of the integer product's instruction set."""
     tiles: bool
-    """Whether matrix units multiply bfloat16; they sum in an order of their own."""
+    """True if matrix units multiply bfloat16; their order of sums differs."""
 
 
 @functools.cache
 def forms() -> Forms | None:
-    """Ask the C kernels what they were compiled for; None where there are none."""
+    """Return the C kernels' instruction sets, or None without C kernels."""
     found = loaded()
     if found is None:
         return None
@@ -66,5 +66,5 @@ def describe() -> str:
 
 
 def describe_kernels(name: str) -> str:
-    """Name what an engine computes with; the C kernels are as good as what they were compiled for."""
+    """Return an engine's kernels by name, with the CPU target for `native`."""
     return f"{name}: {describe()}" if name == "native" else name

@@ -1,7 +1,7 @@
-"""y = x Wᵀ + b in C, in float32 and bfloat16, and by integers of 8, 6 and 4 bits.
+"""y = x Wᵀ + b in C, in float32 and bfloat16, and with integers of 8, 6 and 4 bits.
 
-What the product of a small matrix costs is mostly the call, and here that is short.
-A row's result does not depend on the window it is read in, as it does in the library's kernels.
+A small matrix product costs mostly call overhead, which is low here. A row's result does not depend on its
+window, as it does in oneDNN's kernels.
 """
 
 from collections.abc import Iterator
@@ -21,21 +21,21 @@ from specdec.kernels.native.threads import with_helpers
 
 PANEL = 16
 BY_OUTPUT, SCALES, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES = range(6)
-"""What outputs or groups of integers have beside their numbers, as in integer.inc."""
+"""What is stored per output or group of integers, as in integer.inc."""
 KINDS = {
     4: (SCALES, ZEROS, ZEROS_BFLOAT16, OFFSETS, HALVES),
     6: (SCALES, ZEROS_BFLOAT16, OFFSETS, HALVES),
     8: (BY_OUTPUT, SCALES, ZEROS, ZEROS_BFLOAT16, HALVES),
 }
-"""Those that there are forms for, by bits."""
+"""Supported kinds by bits."""
 RAISED = {8: 128, 6: 32, 4: 8}
 """Bias, by bits, that makes the stored integers unsigned."""
 
 
 class Panels(NamedTuple):
     weight: Tensor
-    """[N / 16, K, 16], or in bfloat16 [N / 16, K / 2, 16, 2], of each head or of one; outputs filled up with
-    zeros."""
+    """[N / 16, K, 16], or in bfloat16 [N / 16, K / 2, 16, 2], padded with zero outputs; with a leading head
+    dimension for `pack_heads`."""
     bias_N: Tensor | None
     outputs: int
 
@@ -45,7 +45,7 @@ class Panels(NamedTuple):
 
 
 class WholePanels(NamedTuple):
-    """Weights of integers, as integer.inc has them."""
+    """Integer weights in integer.inc's layout."""
 
     weight: Tensor
     scale: Tensor
@@ -53,12 +53,12 @@ class WholePanels(NamedTuple):
     outputs: int
     bits: int
     kind: int
-    """What a group has beside its numbers, as integer.inc counts the kinds."""
+    """integer.inc's kind: what is stored per group besides the integers."""
     dtype: torch.dtype
 
 
 class Beside(NamedTuple):
-    """Parts in formats of their own, whose outputs follow each other."""
+    """Concatenated parts in different formats."""
 
     parts: tuple[Panels | WholePanels, ...]
     outputs: int
@@ -74,7 +74,7 @@ def _serves(weight: Matrix) -> bool:
 def pack(
     weight: Matrix | list[Matrix], bias_N: Tensor | None = None
 ) -> Panels | WholePanels | Beside | cpu.Packed:
-    """Lay a weight out in panels, or as the CPU's other form where this one does not serve."""
+    """Pack a weight into panels, or for `cpu` if the C kernels do not support it."""
     given = weight if isinstance(weight, list) else [weight]
     parts = join([own if isinstance(own, Integers) else widen(own) for own in given])
     if forms() is None or not all(_serves(part) for part in parts):
@@ -104,7 +104,7 @@ def _lay(weight_ND: Tensor, bias_N: Tensor | None) -> Panels:
 
 
 def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
-    """Interleave fours of inputs of 16 outputs; below 8 bits pack two of a group into the same bytes."""
+    """Interleave four inputs each of 16 outputs; below 8 bits two of a group share the same bytes."""
     (outputs, inputs), bits = matrix.shape, matrix.bits
     panels, groups = -(-outputs // PANEL), -(-inputs // GROUP)
     number_ND = matrix.number_ND.contiguous()
@@ -126,7 +126,7 @@ def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
 
 
 def _lay_scales(matrix: Integers) -> tuple[Tensor, Tensor | None, int]:
-    """Return scales, filled up to whole panels or pairs, what else groups have, and the kind of it."""
+    """Return scales, padded to whole panels or pairs, other per-group values, and their kind."""
     if not matrix.by_group:
         return pad(matrix.scale, (0, -len(matrix.scale) % PANEL)), None, BY_OUTPUT
     is_pair = matrix.group == HALF or matrix.offset_NG is not None
@@ -144,7 +144,7 @@ def _lay_scales(matrix: Integers) -> tuple[Tensor, Tensor | None, int]:
 
 
 def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:
-    """Lay each head's weight out in panels, or as the CPU's other form where this one does not serve."""
+    """Pack each head's weight into panels, or for `cpu` if the C kernels do not support it."""
     if forms() is None or not _serves(weight_HNK[0]):
         return cpu.pack_heads(weight_HNK)
     laid = torch.stack([_lay(own_NK, None).weight for own_NK in weight_HNK])
@@ -152,7 +152,7 @@ def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:
 
 
 def linear(x_TD: Tensor, packed: Panels | WholePanels | Beside | cpu.Packed) -> Tensor:
-    """Multiply in the dtype that the weight stands for."""
+    """Multiply in the weight's unquantised dtype."""
     if isinstance(packed, cpu.Packed):
         return cpu.linear(x_TD, packed)
     assert x_TD.dtype == packed.dtype
@@ -169,7 +169,7 @@ def linear(x_TD: Tensor, packed: Panels | WholePanels | Beside | cpu.Packed) -> 
 
 
 def linear_by_head(x_THK: Tensor, packed: Panels | Tensor) -> Tensor:
-    """Multiply each head by a weight of its own."""
+    """Multiply each head by its own weight."""
     if isinstance(packed, Tensor):
         return cpu.linear_by_head(x_THK, packed)
     assert x_THK.dtype == packed.dtype
@@ -184,7 +184,7 @@ def linear_by_head(x_THK: Tensor, packed: Panels | Tensor) -> Tensor:
 
 
 def _multiply(x_TD: Tensor, packed: Panels, to: int, by_row: int) -> None:
-    """Write the outputs to an address, with a stride between rows."""
+    """Write the outputs to an address with the given row stride."""
     (tokens, inputs), (at, by_token) = x_TD.shape, strided(x_TD, 1)
     function("linear", packed.dtype)(
         *(at, tokens, by_token, inputs),

@@ -1,4 +1,4 @@
-"""Mixtures of experts in C: a token's numbers do not depend on the window it is read in."""
+"""Mixtures of experts in C: a token's result does not depend on its window."""
 
 import math
 from functools import partial
@@ -15,7 +15,7 @@ from specdec.kernels.native.linear import Beside, Panels, WholePanels, linear, p
 from specdec.kernels.native.pointwise import sigmoid, swiglu
 
 Packed = tuple[Panels | WholePanels | Beside | linear_cpu.Packed, ...]
-"""Of each expert its weight, laid out as that of any other product."""
+"""One packed weight per expert, as for any other product."""
 
 
 def route_sigmoid(
@@ -44,7 +44,7 @@ def route_sigmoid(
 
 
 def pack_experts(weight_END: Matrix) -> Packed:
-    """Lay out one expert after another: of what is packed no second copy is kept."""
+    """Pack the experts one by one, so that there is no second copy of them all."""
     return tuple(pack(expert_of(weight_END, expert)) for expert in range(weight_END.shape[0]))
 
 
@@ -58,7 +58,7 @@ def experts(
     gated: bool,
     limit: float = math.inf,
 ) -> Tensor:
-    """Add up what each token's experts answer, times their weights."""
+    """Sum the outputs of each token's experts times their weights."""
 
     def up(expert: int, x_PD: Tensor) -> Tensor:
         return linear(x_PD, up_EID[expert])
@@ -71,6 +71,6 @@ def experts(
 
 
 def _swiglu(gate_up_PI: Tensor, limit: float) -> Tensor:
-    """Compute in C however many pairs of a token and an expert there are: torch rounds otherwise."""
+    """Compute in C, in pieces, for any number of pairs, because torch rounds differently."""
     parts = [swiglu(part, limit) for part in torch.split(gate_up_PI, TOKENS)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,4 +1,4 @@
-"""Norms, rotation and activations of a few tokens."""
+"""Norms, rotation and activations for narrow windows."""
 
 import math
 
@@ -12,7 +12,7 @@ from specdec.kernels.rope import cpu as rope
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalise [T, D] or [T, H, D], strided over tokens and heads."""
+    """Normalise [T, D] or [T, H, D]; tokens and heads may be strided."""
     if not serves(x_D) or x_D.stride(-1) != 1 or weight_D.dtype not in (torch.float32, x_D.dtype):
         return norm.rms_norm(x_D, weight_D, eps)
     out_D = torch.empty(x_D.shape, dtype=x_D.dtype)
@@ -33,7 +33,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Add and normalise dense rows in one call."""
+    """Add and normalise contiguous rows in one call."""
     if y_TD is None:
         return rms_norm(x_TD, weight_D, eps)
     dense = x_TD.is_contiguous() and y_TD.is_contiguous() and y_TD.dtype == x_TD.dtype
@@ -87,14 +87,14 @@ def gated_norm(
 
 
 def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up], the first at most the limit and the second within it."""
+    """Return silu(gate) · up for rows [gate | up]: silu at most `limit`, up within ±`limit`."""
     if not _gates(gate_up_TI):
         return ffn.swiglu(gate_up_TI, limit)
     return _gate("swiglu", gate_up_TI, limit)
 
 
 def geglu(gate_up_TI: Tensor) -> Tensor:
-    """Return gelu(gate) · up for rows [gate | up], by the error function."""
+    """Return gelu(gate) · up for rows [gate | up], with the exact (error function) gelu."""
     return _gate("geglu", gate_up_TI) if _gates(gate_up_TI) else ffn.geglu(gate_up_TI)
 
 
@@ -119,7 +119,7 @@ def relu2(x_TI: Tensor) -> Tensor:
 
 
 def sigmoid(x_TN: Tensor) -> Tensor:
-    """Compute each entry alike: torch's vectors and what is left beside them round differently."""
+    """Return sigmoid(x), every entry computed identically; torch's vector and scalar paths differ."""
     if not serves(x_TN) or x_TN.stride(1) != 1:
         return torch.sigmoid(x_TN)
     out_TN, (at, by_token) = x_TN.new_empty(x_TN.shape), strided(x_TN, 1)
@@ -128,7 +128,7 @@ def sigmoid(x_TN: Tensor) -> Tensor:
 
 
 def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
-    """Add what a gate lets through."""
+    """Return y + x · sigmoid(gate)."""
     return y_TD + x_TD * sigmoid(gate_T1)
 
 

@@ -1,4 +1,4 @@
-"""Convolution, recurrence, the whole gated delta net, and Mamba-2 composed of these, over a narrow window."""
+"""Convolution, recurrence, gated delta net and Mamba-2 over a narrow window."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def causal_conv(
     *,
     silu: bool = True,
 ) -> Tensor:
-    """Convolve a narrow window with a float32 weight that lies [K, C] in memory."""
+    """Convolve a narrow window with a float32 weight stored [K, C]."""
     weight_KC = weight_CK.t()
     fits = weight_KC.dtype == torch.float32 and weight_KC.is_contiguous() and x_TC.stride(1) == 1
     if not fits or not serves(x_TC):
@@ -69,7 +69,7 @@ def path_conv(
     path: RecordIds,
     length_B: Tensor,
 ) -> Tensor:
-    """Convolve the tokens of short paths as `causal_conv` did; see conv/cpu.py."""
+    """Recompute the convolution of short paths as `causal_conv` did; see conv/cpu.py."""
     weight_KC, record = weight_CK.t(), memory.input_SRC
     fits = weight_KC.dtype == torch.float32 and weight_KC.is_contiguous()
     if not fits or record.dtype not in SUFFIX or not path.slab_BN.is_cpu or path.slab_BN.numel() > TOKENS:
@@ -124,7 +124,7 @@ def scan_window(
 def fold(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
 ) -> None:
-    """Update states and windows with their paths, in place, as a window without tokens does."""
+    """Fold paths into states and windows, in place, by running a window without tokens."""
     state, (rows, longest) = memory.state_SHKW, path.slab_BN.shape
     if k_path_BPGK is None or state.dtype != torch.float32 or not state.is_cpu or longest > MOST:
         return recurrence.fold(memory, slot_B, path, length_B, k_path_BPGK)
@@ -143,7 +143,7 @@ def fold(
 
 
 def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
-    """Give each head a length, in float32."""
+    """Scale each head to length `scale`, in float32."""
     dense = x_TGK.stride()[1:] == (x_TGK.shape[2], 1)
     if isinstance(scale, Tensor) or not serves(x_TGK) or not dense:
         return gates.l2_normalise(x_TGK, scale)
@@ -166,7 +166,7 @@ def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> 
 
 
 def delta_net(projected_TN: Tensor, layer: DeltaLayer, memory: RecurrentMemory, group: Group) -> Tensor:
-    """Run a gated delta net between its projections, in one call where the step is narrow."""
+    """Run a gated delta net between its projections, in one call for narrow steps."""
     fits = memory.state_SHKW.dtype == torch.float32 and has_room(group)
     if not serves(projected_TN) or not fits:
         return DELTA_NET.delta_net(projected_TN, layer, memory, group)
@@ -207,17 +207,17 @@ MAMBA = ComposedMamba(causal_conv, path_conv, mamba_step, scan_window, gated_nor
 
 
 def _conv_memory(memory: RecurrentMemory, group: Group) -> tuple[int | None, ...]:
-    """Return where the convolution reads and writes its inputs."""
+    """Return the addresses and strides of the convolution's inputs and records."""
     return *_inputs_of(memory, group.state_B), *ids(group), pointer(group.tap_BMC)
 
 
 def _inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int | None, ...]:
-    """Return where the windows and the records' inputs are."""
+    """Return the addresses and strides of the windows and the recorded inputs."""
     window = memory.window_SIC
     return window.data_ptr(), window_stride(window), pointer(slot_B), *strided(memory.input_SRC, 1)
 
 
 def _states_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[int, ...]:
-    """Return the sizes of a layer's states and what decays it has; say where states and records lie."""
+    """Return the sizes of a layer's states, whether decays are by key, and where states and records are."""
     state, by_key = memory.state_SHKW, memory.decay_SRH.dim() == 4
     return *state.shape[1:], by_key, *strided(state, 3), pointer(slot_B), records_of(memory)

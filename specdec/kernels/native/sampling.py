@@ -13,7 +13,7 @@ from specdec.kernels.sampling.rules import Rules
 
 
 def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
-    """Return the noise [N, V] of every token at each row's position, each place of a tree's siblings once."""
+    """Return the noise [N, V] of every token; computed once per seed and position, which siblings share."""
     if not seed_N.is_cpu:
         return cpu.gumbel(seed_N, position_N, vocab)
     if len(seed_N) == 1:
@@ -30,7 +30,7 @@ def _noise(seed_R: Tensor, position_R: Tensor, vocab: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
-    """Apply a request's rules as `cpu.process` does, biases and penalties in one pass over each row."""
+    """Apply the sampling rules as `cpu.process` does, with biases and penalties in one pass per row."""
     bias, penalties = rules.bias, rules.penalties
     is_served = logits_NV.is_cpu and logits_NV.dtype in SUFFIX
     if not is_served or (bias is None and penalties is None):
@@ -47,13 +47,13 @@ def process(logits_NV: Tensor, rules: Rules) -> Tensor:
 
 
 def _columns(columns: Sequence[Tensor | None]) -> tuple[int | None, ...]:
-    """Return how many rows they are of, and their addresses."""
+    """Return the number of rows and the columns' addresses."""
     rows = columns[0]
     return 0 if rows is None else len(rows), *map(pointer, columns)
 
 
 def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return each row's best token, as `cpu.sample` does, with this file's noise."""
+    """Return each row's best token as `cpu.sample` does, with the noise computed in C."""
     scores_NV = _perturb(logits_NV, rules, seed_N, position_N)
     if not _is_ranked(scores_NV, 1):
         return cpu.best_of(scores_NV)
@@ -63,12 +63,12 @@ def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) 
 def topk_with_noise(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the best tokens and their shares, as `cpu.topk_with_noise` does, with this file's noise."""
+    """Return best tokens and probabilities as `cpu.topk_with_noise` does, with the noise computed in C."""
     return topk(_perturb(logits_NV, rules, seed_N, position_N), count)
 
 
 def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens and their shares in one pass over each row."""
+    """Return the `count` best tokens and their probabilities in one pass per row."""
     count = min(count, scores_NV.shape[1])
     if not _is_ranked(scores_NV, count):
         return cpu.topk(scores_NV, count)
@@ -88,7 +88,7 @@ def _top(scores_NV: Tensor, count: int, share_NC: Tensor | None) -> Tensor:
 
 
 def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return what is compared, as `cpu.perturb` does; without biases, penalties and masks in one call."""
+    """Return perturbed scores as `cpu.perturb` does; without biases, penalties and masks in one call."""
     if not (logits_NV.is_cpu and logits_NV.dtype in SUFFIX and rules.is_uniform):
         return cpu.perturb(logits_NV, rules, seed_N, position_N, gumbel)
     logits_NV, filters = logits_NV.contiguous(), rules.filters

@@ -54,7 +54,7 @@ def fold_selective(
     length_B: Tensor,
     x_path_BPHW: Tensor,
 ) -> None:
-    """Update states and windows with their paths, in place, as a window without tokens does."""
+    """Fold paths into states and windows, in place, by running a window without tokens."""
     state, (rows, longest), dtype = memory.state_SHKW, path.slab_BN.shape, x_path_BPHW.dtype
     if dtype not in SUFFIX or state.dtype != torch.float32 or not state.is_cpu or longest > MOST:
         return cpu.fold_selective(layer, memory, slot_B, path, length_B, x_path_BPHW)

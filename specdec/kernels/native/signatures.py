@@ -1,4 +1,4 @@
-"""Signatures of the C kernels, and the function that calls them from a list."""
+"""Signatures of the C kernels, and the function that replays a list of calls."""
 
 import ctypes
 
@@ -45,22 +45,22 @@ ARGUMENTS = {
 KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 
 UNTYPED = ("gather", "gumbel", "topk", "scan_window", "move", "tensor_op", "unpack_blocks", "lay_integers")
-"""One form serves all types."""
+"""Functions without a dtype suffix."""
 
 FORMS = {
     full: arguments.replace(" ", "")
     for name, arguments in ARGUMENTS.items()
     for full in ((name,) if name in UNTYPED else tuple(f"{name}_{suffix}" for suffix in SUFFIX.values()))
 }
-"""The arguments of every C function, by its full name."""
+"""Argument types of every C function, by its full name."""
 NUMBERS = {name: number for number, name in enumerate(FORMS)}
-"""What a function is called by in a list of calls."""
+"""A function's number in a list of calls."""
 
 _CASTS = {"p": "(void *)a[{}]", "n": "a[{}]", "f": "*(const float *)(a + {})", "i": "(int)a[{}]"}
 
 
 def replayer() -> str:
-    """Write the C function that makes calls from a list: of each its function's number and its arguments."""
+    """Return the C function that replays a list of calls, each a function number and its arguments."""
     cases = []
     for name, arguments in FORMS.items():
         values = ", ".join(_CASTS[kind].format(i) for i, kind in enumerate(arguments))

@@ -1,10 +1,12 @@
-"""Record calls and replay them: a CUDA graph for the CPU, for windows whose calls are short.
+"""Record calls and replay them: a CUDA graph for the CPU, for windows with short calls.
 
-While a tape is recorded everything runs normally. Each C kernel call is noted with its arguments, and so
-is what torch does to small tensors in between (tensor_ops.py). All memory that was made is kept, so that
-the same calls can be made of the same memory from one list in C. What they read must be put where it lay.
-Anything else that computes cannot be played again, and is refused. So is whatever asks on the host what a
-tensor holds, since the next time it may hold something else.
+While a tape is recording everything runs normally. Each C kernel call is noted with its arguments, and so are
+torch's operations on small tensors in between (tensor_ops.py). The tape keeps all allocated memory, so that C
+can repeat the same calls on it from one list. Inputs must be copied to their recorded addresses before a
+replay.
+
+Other computations cannot be replayed, so the tape is refused. So are host reads of tensor values, since a
+value may differ in the next replay.
 """
 
 import ctypes
@@ -27,7 +29,7 @@ from specdec.kernels.native.tensor_ops import TensorOps, Unrecordable
 _aten = torch.ops.aten
 MAKES = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
 CONSTANT = ("arange", "lift_fresh", "scalar_tensor")
-"""What makes a tensor of nothing that could change."""
+"""Operations whose result is constant."""
 DUNDERS = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
 ASKS = (
     Tensor.tolist,
@@ -41,7 +43,7 @@ ASKS = (
     Tensor.__index__,
 )
 MOST_FORMS = 256
-"""Forms that are remembered, recorded or not."""
+"""Maximum number of entries, recorded or refused."""
 MOST_BYTES = 256 << 20
 """Maximum bytes of all tapes of one pass over one arena: a window of 8 through 36 layers takes 26 MB."""
 SHARE = 8
@@ -50,18 +52,18 @@ COME, REFUSED = "come once", "refused"
 
 
 class Tape:
-    """Records calls while it is entered."""
+    """Records calls between enter and exit."""
 
     def __init__(self) -> None:
         self.refused: str | None = None
-        """What cannot be played again."""
+        """An operation that cannot be replayed, if any."""
         self._calls: list[int] = []
         self._made: dict[int, Tensor] = {}
         """Created tensors by address."""
         self._constant = set[int]()
-        """Where what lies that is the same each time."""
+        """Addresses of constant tensors."""
         self._kept: list[Tensor] = []
-        """Buffers that the lists read, and the tensors they name."""
+        """Operation lists and the tensors that they refer to."""
         self._played: Tensor | None = None
         self._list_bytes = 0
         self._ops: TensorOps | None = TensorOps(self._note_op, self._kept.append)
@@ -80,20 +82,20 @@ class Tape:
         for watch in reversed(self._watches):
             watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._played = torch.tensor(self._calls, dtype=torch.int64)
-        self._watches, self._ops = (), None  # which know the tape, and would keep it alive
+        self._watches, self._ops = (), None  # break the reference cycles with the tape
 
     @property
     def nbytes(self) -> int:
-        """Buffers kept for replay."""
+        """Bytes of the buffers kept for replay."""
         return self._list_bytes + sum(x.untyped_storage().nbytes() for x in self._made.values())
 
     def call(self, name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """Take a call down, and make it."""
+        """Record a call and make it."""
         self._note(name, arguments)
         function(*arguments)
 
     def _note(self, name: str, arguments: Sequence[int | float | None]) -> None:
-        """Write a call as its function's number and its arguments, eight bytes each."""
+        """Append a call: its function's number and its arguments, eight bytes each."""
         kinds = FORMS.get(name)
         if kinds is None:
             self.refused = name
@@ -109,7 +111,7 @@ class Tape:
         self._note("tensor_op", [list_X.data_ptr()])
 
     def watch(self, operation: Any, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Note what torch has done, or keep what it made of constants alone, which stays as it is."""
+        """Record a torch operation, or keep its result if its inputs are constant."""
         name = name_of(operation)
         given = _tensors(args)
         if "out" in kwargs:
@@ -118,7 +120,7 @@ class Tape:
             return
         if operation in MAKES:
             self._keep_made(result)
-        elif _tensors([result]) and _shares(result, given[0] if given else None):  # in place, or as it was
+        elif _tensors([result]) and _shares(result, given[0] if given else None):  # in place, or unchanged
             if self._is_constant(given[0]):
                 self.refused = f"{name} of a constant"
             self._record(name, result, args, kwargs)
@@ -133,7 +135,7 @@ class Tape:
         assert self._ops is not None
         try:
             self._ops.record(name, result, args, kwargs)
-        except (Unrecordable, TypeError) as error:  # of a form that is not known
+        except (Unrecordable, TypeError) as error:  # unknown arguments
             self.refused = f"{name}: {error}"
 
     def _keep_made(self, result: Any) -> None:
@@ -143,14 +145,14 @@ class Tape:
         return _place(x) in self._constant
 
     def play(self) -> None:
-        """Make all the calls again."""
+        """Replay all calls."""
         assert self._played is not None and not self.refused
         start = self._played.data_ptr()
         _replay()(start, start + self._played.nbytes)
 
 
 class HasTape(Protocol):
-    """What is played by a tape, and all that it is played on."""
+    """A recording: a tape and the tensors it is replayed on."""
 
     @property
     def tape(self) -> Tape: ...
@@ -160,29 +162,29 @@ Own = TypeVar("Own", bound=HasTape)
 
 
 class Tapes(Generic[Own]):
-    """Tapes by form; the least recently used is evicted first."""
+    """Tapes by key; the least recently used is evicted first."""
 
     def __init__(self) -> None:
         self._forms: OrderedDict[Hashable, str | Own] = OrderedDict()
 
     def of(self, form: Hashable) -> str | Own | None:
-        """Return a form's entry and mark it as recently used."""
+        """Return a key's entry and mark it as recently used."""
         if form in self._forms:
             self._forms.move_to_end(form)
         return self._forms.get(form)
 
     def sizes(self) -> tuple[int, int]:
-        """Count the tapes, and the bytes that they keep."""
+        """Return the number of tapes and their bytes."""
         own = [known.tape.nbytes for known in self._forms.values() if not isinstance(known, str)]
         return len(own), sum(own)
 
     def keep(self, form: Hashable, recorded: Own) -> None:
-        """Keep a recording if it can be replayed and is small."""
+        """Store a recording, or a refusal if it cannot be replayed or is too large."""
         tape = recorded.tape
         self.note(form, REFUSED if tape.refused or tape.nbytes > MOST_BYTES // SHARE else recorded)
 
     def note(self, form: Hashable, known: str | Own) -> None:
-        """Store an entry, within the bounds."""
+        """Store an entry and evict the oldest beyond the bounds."""
         self._forms[form] = known
         self._forms.move_to_end(form)
         nbytes = sum(own.tape.nbytes for own in self._forms.values() if not isinstance(own, str))
@@ -196,7 +198,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave torch's compiler out: skipped by it, each call is slower, and the first imports it."""
+        """Return False: skipping dynamo makes each call slower, and the first one would import it."""
         return False
 
     def __init__(self, tape: Tape) -> None:
@@ -215,7 +217,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Questions(TorchFunctionMode):
-    """Notes for a tape where the host reads a tensor's value."""
+    """Refuses a tape if the host reads a tensor's value."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -230,13 +232,13 @@ class _Questions(TorchFunctionMode):
 
 
 def name_of(operation: Any) -> str:
-    """Return an operation's name, in place or not."""
+    """Return an operation's name without the in-place suffix."""
     name: str = operation._schema.name.partition("::")[2]
     return DUNDERS.get(name) or name.removesuffix("_")
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """List the tensors among values, and among the values' own parts."""
+    """Return the tensors among values and in lists and tuples of them."""
     flat = (part for value in values for part in (value if isinstance(value, list | tuple) else [value]))
     return [x for x in flat if isinstance(x, Tensor)]
 
@@ -246,7 +248,7 @@ def _place(x: Tensor) -> int:
 
 
 def _shares(result: Any, source: Any) -> bool:
-    """Return whether a result lies where its source does, as some views do where nothing is converted."""
+    """Return whether a result shares its source's memory, as some views and no-op conversions do."""
     return isinstance(source, Tensor) and all(_place(part) == _place(source) for part in _tensors([result]))
 
 

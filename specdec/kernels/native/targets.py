@@ -1,4 +1,4 @@
-"""The processors that C kernels are compiled for, and which one this is."""
+"""Compilation targets of the C kernels, and the choice for this processor."""
 
 import logging
 import os
@@ -9,28 +9,28 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SPECDEC_MARCH"
-"""The environment variable that names a target of the table, or whatever else the compiler's -march takes."""
+"""Environment variable for a target of the table, or any other value for the compiler's -march."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     name: str
     title: str
-    """What people call it."""
+    """Human-readable description."""
     machine: str | None
-    """The architecture, as `platform.machine` has it; None: any."""
+    """Architecture as in `platform.machine()`; None: any."""
     needs: tuple[str, ...]
-    """Features of the processor, as Linux names them."""
+    """Required processor features, by Linux's names."""
     flags: tuple[str, ...]
-    """What the compiler is told."""
+    """Compiler flags."""
 
 
 _QUICK = "-O2"
-"""Where integers are multiplied without units: -O3 takes a compiler up to 37 s there, and this 7."""
+"""For targets without integer product instructions: -O3 takes a compiler up to 37 s there, -O2 7 s."""
 
 
 def _x86(name: str, title: str, needs: tuple[str, ...], *flags: str) -> Target:
-    """Pass the compiler each feature by name: older ones have no name for all of them together."""
+    """Return an x86 target with one flag per feature: older compilers lack names for the combinations."""
     features = (f"-m{feature.replace('amx_', 'amx-').replace('_', '')}" for feature in needs)
     return Target(name, title, "x86_64", needs, (*features, *flags))
 
@@ -66,18 +66,18 @@ TARGETS = (
     Target("neon", "NEON", "aarch64", ("asimd",), ("-march=armv8-a", _QUICK)),
     NATIVE,
 )
-"""Best first: the first that the processor meets and the compiler can build is taken.
+"""Best first: the first one that the processor supports and the compiler can build is used.
 
-The last is for processors that are not in the table, and where a system does not say what it runs on.
+The last is for processors missing from the table and systems that do not list their features.
 """
 BEYOND = frozenset(
     {"avx512_fp16", "amx_fp16", "avx_vnni_int8", "avx_ne_convert", "sve", "sve2", "svebf16", "sme"}
 )
-"""Features that products could gain by and that no target uses."""
+"""Features that would speed up products but that no target uses."""
 
 
 def candidates() -> tuple[Target, ...]:
-    """Return what may be compiled for, best first: the one that the user names, or all that can run here."""
+    """Return possible targets, best first: the one that the user names, or all that can run here."""
     if asked := os.environ.get(VARIABLE):
         target = named(asked)
         if missing := set(target.needs) - features() if target.needs else ():
@@ -91,13 +91,13 @@ def candidates() -> tuple[Target, ...]:
 
 
 def named(name: str) -> Target:
-    """Find a target by its name; another name is the compiler's business."""
+    """Return the named target; any other name is passed to the compiler's -march."""
     other = Target(name, f"-march={name}", None, (), (f"-march={name}",))
     return next((own for own in TARGETS if own.name == name), other)
 
 
 def unused(target: Target) -> list[str]:
-    """List what this processor has for products and the target, of the table, does not use."""
+    """List the processor's product features that this target of the table does not use."""
     better = TARGETS[: TARGETS.index(target)] if target in TARGETS and target.needs else None
     if better is None:
         return []
@@ -106,7 +106,7 @@ def unused(target: Target) -> list[str]:
 
 
 def features() -> frozenset[str]:
-    """Return the processor's features; none where the system does not list them."""
+    """Return the processor's features; empty if the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Torch's own small operations as lists that C makes again: what a step decides by, between two C kernels.
+"""Torch's small operations as lists that C replays: a step's control logic between C kernels.
 
-Only what tensors hold may change from one time to the next: shapes, types and strides are the recorded ones.
+Only tensor values may differ between replays; shapes, types and strides are the recorded ones.
 """
 
 import math
@@ -15,38 +15,38 @@ NAMES = (
     *("eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_xor", "logical_not"),
     *("where", "gather", "scatter", "sum", "any", "sort"),
 )
-"""Operations by their numbers in tensors.inc."""
+"""Operations, in the order of tensors.inc."""
 TYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float64)
-"""Types by their numbers there."""
+"""Dtypes, in the order of tensors.inc."""
 MOST_DIMS = 8
 BINARY = NAMES[1:18]
 COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 WHOLE = ("floor_divide", "remainder", "bitwise_and", "bitwise_or", "bitwise_xor")
-"""Of integers alone."""
+"""Operations recorded for integers only."""
 LARGE = 1 << 16
-"""Entries of which torch computes faster than these lists; what only copies is as fast."""
+"""Entries above which torch computes faster than the lists; copies are equally fast."""
 COPIES = ("copy", "gather", "scatter")
 
 Take = Callable[[Tensor], None]
 
 
 class Unrecordable(Exception):
-    """This operation cannot be replayed."""
+    """Raised for an operation that cannot be replayed."""
 
 
 class TensorOps:
-    """Writes torch's operations as lists; `note` takes each list, `keep` what it reads."""
+    """Encodes torch's operations as lists; `note` receives each list, `keep` the tensors it refers to."""
 
     def __init__(self, note: Take, keep: Take) -> None:
         self._note, self._keep = note, keep
 
     @classmethod
     def knows(cls, name: str) -> bool:
-        """Return whether an operation of torch, in place or not, may be recorded."""
+        """Return whether an operation, in place or not, can be recorded."""
         return name in BINARY or hasattr(cls, f"_do_{name}")
 
     def record(self, name: str, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Write one operation's lists, given what it returned.
+        """Encode one operation, given its result.
 
         In place the result is the first argument, which is written last.
         """
@@ -65,7 +65,7 @@ class TensorOps:
         dtype = given[0] if compares else out.dtype
         whole = not dtype.is_floating_point
         mixed = any(x != dtype for x in given) or (whole and any(isinstance(x, float) for x in numbers))
-        # torch rounds a number to bfloat16 before it compares, and not before it multiplies.
+        # torch rounds a scalar to bfloat16 before comparing, but not before multiplying.
         rounds = dtype == torch.bfloat16 and numbers and (compares or not isinstance(a, Tensor))
         if mixed or rounds or name in (("div",) if whole else WHOLE):
             raise Unrecordable(f"{name} of {given} and {numbers}")
@@ -128,7 +128,7 @@ class TensorOps:
     def _do_cat(self, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
         start = 0
         for part in parts:
-            if part.ndim == out.ndim:  # torch leaves out empty parts of one dimension
+            if part.ndim == out.ndim:  # torch skips empty one-dimensional parts
                 self._write("copy", out.narrow(dim, start, part.shape[dim]), part)
                 start += part.shape[dim]
 
@@ -197,7 +197,7 @@ class TensorOps:
         self._write("sort", out[0], out[1], x, numbers=(int(descending),))
 
     def _choose(self, name: str, out: Tensor, source: Tensor, index: Tensor, dim: int) -> None:
-        """Write what is chosen along a dimension: of the source, or of what is written."""
+        """Encode a gather from `source`, or a scatter into `out`."""
         dim %= index.ndim
         chosen = source if name == "gather" else out
         if index.dtype != torch.int64 or out.dtype != source.dtype:
@@ -210,7 +210,6 @@ class TensorOps:
         self._write(name, *written, index, numbers=own, shape=index.shape)
 
     def _operand(self, x: Any, dtype: torch.dtype) -> Tensor:
-        """Return a tensor, or a number as one."""
         if isinstance(x, Tensor):
             return x
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -224,7 +223,7 @@ class TensorOps:
         numbers: Sequence[int] = (),
         shape: Sequence[int] | None = None,
     ) -> None:
-        """Write one list; operands are expanded to the shape of the result."""
+        """Encode one list; operands are expanded to the result's shape."""
         shape = out.shape if shape is None else shape
         if 0 in shape:
             return
@@ -242,7 +241,7 @@ class TensorOps:
 
 
 class _At:
-    """A tensor's memory, seen by strides of one's own from an entry on."""
+    """A tensor's memory with custom strides and offset."""
 
     def __init__(self, tensor: Tensor, strides: Sequence[int], first: int = 0) -> None:
         self.tensor, self.strides, self.shape = tensor, strides, tensor.shape
@@ -250,7 +249,7 @@ class _At:
 
     @classmethod
     def of(cls, x: "Tensor | _At", shape: Sequence[int]) -> "_At":
-        """Show a tensor in a shape; what has strides of its own has it already."""
+        """Expand a tensor to a shape; an `_At` is returned unchanged."""
         if isinstance(x, _At):
             return x
         return cls(x, x.expand(shape).stride())

@@ -1,4 +1,4 @@
-"""The helpers that OpenMP keeps for each thread in which torch shared work; the C kernels have their own."""
+"""OpenMP's helper threads of each thread that ran parallel torch work; the C kernels have their own."""
 
 import ctypes
 import functools
@@ -10,22 +10,22 @@ from contextlib import contextmanager
 import torch
 
 SOFT = 1
-"""Threads go, settings stay: `omp_pause_soft`."""
+"""`omp_pause_soft`: releases threads but keeps settings."""
 
 
 class _Outside(threading.local):
     threads: int | None = None
-    """What a thread had before `without_helpers`; None: it is not within."""
+    """The thread count before `without_helpers`; None outside of it."""
 
 
 _outside = _Outside()
 
 
 def dismiss_helpers() -> None:
-    """Send the calling thread's helpers home; its next shared work calls new ones, in some 0.1 ms.
+    """Release the calling thread's helpers; its next parallel work starts new ones, in about 0.1 ms.
 
-    Those of libgomp, torch's, wait for work awake, but only while a process has no more of them than
-    processors: threads that take turns each need the others' to be gone.
+    libgomp's helpers, which torch uses, spin while idle as long as the process has no more of them than
+    processors. Threads that take turns need each other's helpers gone.
     """
     if pause := _openmp("omp_pause_resource_all"):
         pause(SOFT)
@@ -33,11 +33,11 @@ def dismiss_helpers() -> None:
 
 @contextmanager
 def without_helpers() -> Iterator[None]:
-    """Run torch's operations of the calling thread, and of no other, in that thread alone.
+    """Run the calling thread's torch operations single-threaded; other threads are unaffected.
 
-    For many short operations: where other processes are busy, helpers wait for a processor in each of them.
+    For many short operations: on a busy machine each would wait until its helpers are scheduled.
     """
-    setting = _openmp("omp_set_num_threads")  # of this thread alone
+    setting = _openmp("omp_set_num_threads")  # applies to this thread only
     if setting is None:
         yield
         return
@@ -53,7 +53,7 @@ def without_helpers() -> Iterator[None]:
 
 @contextmanager
 def with_helpers() -> Iterator[None]:
-    """Use all threads in C kernels within `without_helpers`: they wait for no helper that has not started."""
+    """Use all threads in C kernels within `without_helpers`: they never wait for helpers not yet running."""
     setting, threads = _openmp("omp_set_num_threads"), _outside.threads
     if setting is None or threads is None:
         yield
@@ -67,7 +67,6 @@ def with_helpers() -> Iterator[None]:
 
 @functools.cache
 def _openmp(name: str) -> Callable[[int], int] | None:
-    """Return one of OpenMP's own functions, where it has it."""
     try:
         found: Callable[[int], int] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
@@ -75,5 +74,5 @@ def _openmp(name: str) -> Callable[[int], int] | None:
     return found
 
 
-# A process that is forked has none of them, and would wait for them in its first shared work.
+# A forked child has no helpers, and would wait for them in its first parallel work.
 os.register_at_fork(before=dismiss_helpers)

@@ -1,4 +1,4 @@
-"""RMS normalisation in few calls for a token, and with few intermediates for a prompt."""
+"""RMS normalisation: few calls for a token, few intermediates for a prompt."""
 
 import math
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SMALL = 1 << 15
-"""Entries up to which the number of calls costs more than their passes over memory."""
+"""Entries up to which call overhead exceeds the cost of memory passes."""
 PIECE = 1 << 18
-"""Entries that a gated norm works on at a time, so that its many intermediates stay in the cache."""
+"""Entries per step of a gated norm, so that its intermediates stay in the cache."""
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
 
-    A wide weight is multiplied before the one rounding; one in x's own dtype meets what is rounded already.
+    A weight wider than x is multiplied before rounding; one in x's dtype is multiplied after it.
     """
     size = x_D.shape[-1]
     if x_D.dtype == weight_D.dtype and x_D.itemsize < 4:
@@ -24,7 +24,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return narrow_D.mul_(weight_D)
     wide_D = _wide(x_D)
     if x_D.numel() == size and x_D.is_cpu:
-        # The length of a single vector as a number on the host saves a third of the time.
+        # For a single vector, computing the norm on the host saves a third of the time.
         length = torch.linalg.vector_norm(wide_D).item()
         y_D = (wide_D / math.sqrt(length * length / size + eps)).mul_(weight_D)
     elif x_D.numel() <= SMALL:
@@ -36,7 +36,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Add y to the residual stream x, in place, and return what the next layer reads of it."""
+    """Add y to the residual stream x, in place, and return the sum normalised."""
     if y_TD is not None:
         x_TD += y_TD
     return rms_norm(x_TD, weight_D, eps)
@@ -54,10 +54,10 @@ def gated_norm(
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
-    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. With a
-    sigmoid in silu's place, which gates last, x and the result alone are rounded. A weight of `group_size`
-    entries serves every run; without one x is gated alone.
+    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last and
+    rounds x, the normalised and the weighted values to the gate's dtype, unless the weight is wider.
+    `sigmoid` replaces silu, gates last and rounds only x and the result. A weight of `group_size` entries
+    applies to every run; without a weight x is only gated.
     """
     assert not (sigmoid and gate_first), "a sigmoid gates last"
     if weight_D is None:

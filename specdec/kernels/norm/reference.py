@@ -8,7 +8,7 @@ from torch import Tensor
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
 
-    A wide weight is multiplied before the one rounding; one in x's own dtype meets what is rounded already.
+    A weight wider than x is multiplied before rounding; one in x's dtype is multiplied after it.
     """
     y_D = _normalise(_wide(x_D), eps)
     if weight_D.dtype == x_D.dtype:
@@ -17,7 +17,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Add y to the residual stream x, in place, and return what the next layer reads of it."""
+    """Add y to the residual stream x, in place, and return the sum normalised."""
     if y_TD is not None:
         x_TD += y_TD
     return rms_norm(x_TD, weight_D, eps)
@@ -35,10 +35,10 @@ def gated_norm(
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
-    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. With a
-    sigmoid in silu's place, which gates last, x and the result alone are rounded. A weight of `group_size`
-    entries serves every run; without one x is gated alone.
+    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last and
+    rounds x, the normalised and the weighted values to the gate's dtype, unless the weight is wider.
+    `sigmoid` replaces silu, gates last and rounds only x and the result. A weight of `group_size` entries
+    applies to every run; without a weight x is only gated.
     """
     dtype, silu_TD = gate_TD.dtype, F.silu(_wide(gate_TD))
     if weight_D is None:

@@ -1,4 +1,4 @@
-"""RMS normalisation, one program a run of entries: each is read once and written once."""
+"""RMS normalisation, one program per run: each entry is read once and written once."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from specdec.kernels.launch import kernel, overlap
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
 
-    A wide weight is multiplied before the one rounding; one in x's own dtype meets what is rounded already.
+    A weight wider than x is multiplied before rounding; one in x's dtype is multiplied after it.
     """
     size = x_D.shape[-1]
     x_THD = x_D.view(-1, *x_D.shape[-2:]) if x_D.dim() > 2 else x_D.view(-1, 1, size)
@@ -31,7 +31,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Add y to the residual stream x, in place, and return what the next layer reads of it."""
+    """Add y to the residual stream x, in place, and return the sum normalised."""
     tokens, size = x_TD.shape
     assert x_TD.is_contiguous() and (y_TD is None or y_TD.is_contiguous())
     out_TD = torch.empty_like(x_TD)
@@ -60,10 +60,10 @@ def gated_norm(
 ) -> Tensor:
     """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
 
-    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last; x,
-    what is normalised and what is weighed are rounded to the gate's dtype, unless the weight is wider. With a
-    sigmoid in silu's place, which gates last, x and the result alone are rounded. A weight of `group_size`
-    entries serves every run; without one x is gated alone.
+    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last and
+    rounds x, the normalised and the weighted values to the gate's dtype, unless the weight is wider.
+    `sigmoid` replaces silu, gates last and rounds only x and the result. A weight of `group_size` entries
+    applies to every run; without a weight x is only gated.
     """
     tokens, width = x_TD.shape
     assert x_TD.stride(1) == gate_TD.stride(1) == 1

@@ -1,1 +1,1 @@
-"""The paths that rows have accepted and not yet folded into their states: folded where these are loaded."""
+"""Pending paths: accepted but not yet folded into the states; they are folded when the states are loaded."""

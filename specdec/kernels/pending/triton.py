@@ -1,4 +1,4 @@
-"""The fold of a pending path, for kernels that have a block of a state in registers, and for itself."""
+"""The fold of a pending path, for kernels with a state block in registers, and as a kernel of its own."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ COLUMNS = 16
 def fold_state(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor
 ) -> None:
-    """Take each row's state on over its records: S ← e^{g_j} S + k_j u_jᵀ."""
+    """Advance each row's state over its records: S ← e^{g_j} S + k_j u_jᵀ."""
     state = memory.state_SHKW
     _, heads, size, columns = state.shape
     _fold_state[(triton.cdiv(columns, COLUMNS), heads, len(slot_B))](
@@ -35,7 +35,7 @@ def fold_state(
 def path_arguments(
     memory: RecurrentMemory, path: RecordIds | None, length_B: Tensor | None, k_path_BPGK: Tensor | None
 ) -> dict[str, Tensor | int | None]:
-    """Return where updates and decays of records are, and which of them are on the paths."""
+    """Return the records' updates and decays and the paths' ids, as kernel arguments."""
     update, decays = memory.update_SRHW, memory.decay_SRH
     update_by_slab, update_by_place = outer_strides(update, 2)
     decay_by_slab, decay_by_place = outer_strides(decays, decays.ndim - 2)
@@ -57,7 +57,7 @@ def path_arguments(
 
 @triton.jit
 def inside(w, first, W: tl.constexpr, BW: tl.constexpr):
-    """Return which columns of a block exist; where blocks fit, the compiler knows that all do."""
+    """Return which columns of a block exist; a constant true if blocks divide the columns evenly."""
     if W % BW == 0:
         return w < BW
     return w < W - first
@@ -68,9 +68,9 @@ def fold_path(
     s, keys, path_slab, path_place, length, update, update_by_slab, update_by_place, decays, decay_by_slab,
     decay_by_place, i, w, in_k, in_w, GK: tl.constexpr, BY_KEY: tl.constexpr, STRIDE: tl.constexpr = 4
 ):  # fmt: skip
-    """Return a block of a state after its row's path; the loads of a stride wait together.
+    """Return a block of a state after its row's path; the loads of `STRIDE` records are issued together.
 
-    Keys, ids, updates and decays are pointed at where the row's, the head's and the block's begin.
+    Pointers to keys, ids, updates and decays are offset to the row, the head and the block.
     """
     for first in range(0, length, STRIDE):
         for offset in tl.static_range(STRIDE):

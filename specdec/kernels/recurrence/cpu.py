@@ -1,7 +1,7 @@
-"""The recurrence over a whole window at once: a forward substitution over the tree.
+"""The recurrence over a whole window at once: forward substitution over the tree.
 
-Letters beside the usual ones: Y counts key heads over rows, Z heads over rows. Inside, heads come first, so
-that every product is one batched product.
+Letters beside the usual ones: Y counts key heads over rows, Z heads over rows. Internally heads are the
+outermost dimension, so every product is one batched product.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from specdec.kernels.recurrence.states import States, Update
 from specdec.kernels.rows import cast, find_parents, locate_records, trim_path, write
 
 CHUNK, KEY_CHUNK = 64, 16
-"""Tokens of a chain that are solved at once; fewer where each pair of them has a vector of decays."""
+"""Tokens of a chain per solve; fewer if each pair of tokens has a vector of decays."""
 
 
 class Tokens(NamedTuple):
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What a window leaves: outputs, what each node writes, and the decays along the paths."""
+    """A window's outputs, each node's update, and the decays along the paths."""
 
     o_ZMW: Tensor
     u_ZMW: Tensor
@@ -53,10 +53,10 @@ def scan_window(
     group: Group,
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
-    """Read the state after each node with its query; G key heads serve H heads, `beta` None is Mamba-2.
+    """Query the state after each node; G key heads serve H heads, and `beta` None means Mamba-2.
 
-    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states; then the states
-    move on over the tokens, if they are certain, or each leaves a record, or the state after it.
+    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states. Then certain
+    tokens advance the states; tentative ones leave a record, or a snapshot of the state after them.
     """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     dtype, out_dtype, rows = memory.state_SHKW.dtype, q_TGK.dtype, group.rows
@@ -97,9 +97,9 @@ def scan_window(
 def fold(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
 ) -> None:
-    """Bring states and windows up to date with their paths, in place: what a row has committed.
+    """Fold the accepted paths into states and convolution windows, in place.
 
-    A layer that is a convolution alone has no keys.
+    A layer that is only a convolution has no keys.
     """
     fold_window(memory, slot_B, path, length_B)
     if k_path_BPGK is not None:
@@ -109,7 +109,7 @@ def fold(
 def _accepted(
     memory: RecurrentMemory, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor
 ) -> Update | None:
-    """Return what promoting the last record of each path makes of the state."""
+    """Return the state update that commits each row's whole path."""
     path, padding_BN = trim_path(path, length_B)
     rows, longest = path.slab_BN.shape
     if longest == 0:
@@ -129,7 +129,6 @@ def _accepted(
 def _step(
     q_BGK: Tensor, k_BGK: Tensor, v_BHW: Tensor, decay_BH: Tensor, beta_BH: Tensor | None, states: States
 ) -> Tensor:
-    """Advance by one certain token."""
     heads, (_, groups, size) = v_BHW.shape[1], k_BGK.shape
     if groups != heads:
         q_BGK = q_BGK.repeat_interleave(heads // groups, dim=1)
@@ -153,7 +152,7 @@ def _snapshots(
     state_SHKW: Tensor,
     group: Group,
 ) -> Tensor:
-    """Take every node's state from its parent's, in topological order; all rows take a step together."""
+    """Compute every node's state from its parent's, in topological order, one node of all rows at a time."""
     assert group.snapshot_BM is not None
     source_BM, width = _sources(group.snapshot_BM, group), group.width
     out = []
@@ -167,7 +166,7 @@ def _snapshots(
 
 
 def _sources(snapshot_BM: Tensor, group: Group) -> Tensor:
-    """Return the state slot that each node starts from: the row's own, or the snapshot of its parent."""
+    """Return each node's source state slot: the row's own, or its parent's snapshot."""
     if group.ancestors_BMM is None:
         return torch.cat([group.state_B[:, None], snapshot_BM[:, :-1]], dim=1)
     return torch.cat([group.state_B[:, None], snapshot_BM], dim=1).gather(
@@ -176,7 +175,7 @@ def _sources(snapshot_BM: Tensor, group: Group) -> Tensor:
 
 
 def _extend(tokens: Tokens, states: States) -> Tensor:
-    """Solve a certain chain and take the states to its end: in the fewest chunks, as equal as can be."""
+    """Solve a certain chain and advance the states, in the fewest chunks of nearly equal size."""
     heads, width = tokens.v_ZMW.shape[:2]
     size = -(-width // -(-width // (CHUNK if tokens.decay_ZM.dim() == 2 else KEY_CHUNK)))
     o = []
@@ -189,14 +188,14 @@ def _extend(tokens: Tokens, states: States) -> Tensor:
 
 
 def _solve(tokens: Tokens, ancestors_BMM: Tensor | None, states: States) -> Solved:
-    """Return what each node of a window reads and writes, from the committed state and its ancestors.
+    """Solve a window from the committed state: each node's output, update and decays.
 
     (I + A) U = β [V − e^G K S],  A_ij = β_i e^{G_i − G_j} k_i·k_j for j above i;
     O = e^G Q S + P U,  P_ij = e^{G_i − G_j} q_i·k_j for j above i or i itself.
     """
     q_YMK, k_YMK, u_ZMW, decay_ZM, beta_ZM1 = tokens
     decays = along_paths(decay_ZM, ancestors_BMM)
-    # The delta rule reads with keys and queries (C = 2), Mamba-2 with queries alone.
+    # The delta rule multiplies the state by keys and queries (C = 2), Mamba-2 by queries alone.
     reader_YXK = q_YMK if beta_ZM1 is None else torch.cat([k_YMK, q_YMK], dim=1)
     weight_ZCMM = decays.weigh(reader_YXK, k_YMK)
     read_ZCMW = decays.read(states, reader_YXK)
@@ -210,14 +209,14 @@ def _solve(tokens: Tokens, ancestors_BMM: Tensor | None, states: States) -> Solv
 
 
 def _heads_first(x_TH: Tensor, rows: int) -> Tensor:
-    """Turn packed tokens [B * M, H, ...] into [B * H, M, ...]."""
+    """Convert packed tokens [B * M, H, ...] to [B * H, M, ...]."""
     if rows == 1:
         return x_TH.transpose(0, 1)
     return x_TH.view(rows, -1, *x_TH.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 
 def _packed(x_ZM: Tensor, rows: int) -> Tensor:
-    """Turn [B * H, M, ...] back into packed tokens."""
+    """Convert [B * H, M, ...] to packed tokens [B * M, H, ...]."""
     if rows == 1:
         return x_ZM.transpose(0, 1)
     return x_ZM.reshape(rows, -1, *x_ZM.shape[1:]).transpose(1, 2).flatten(0, 1)

@@ -1,8 +1,8 @@
-"""The decays along a window's paths: a number for each head, or a vector over its keys.
+"""Decays along a window's paths: a scalar per head, or a vector over its keys.
 
-Both answer the same questions, in equations where G is summed from the window's root, and e^G of a vector
-scales the state's rows. What lies between two nodes is summed from its own tokens. The difference of two sums
-from the root is the same number, less the digits that a strong decay above both of them has cost.
+Both classes have the same methods. G is the sum from the window's root; e^G of a vector scales the state's
+rows. Decays between two nodes are summed from the tokens between them: the difference of two sums from the
+root is equal but loses digits after a strong decay above both.
 """
 
 from typing import NamedTuple
@@ -14,15 +14,15 @@ from specdec.kernels.recurrence.states import States, Update
 
 
 class HeadDecays(NamedTuple):
-    """Of numbers: they leave every sum over keys."""
+    """Scalar decays per head, which factor out of sums over keys."""
 
     log_ZM: Tensor
     """G."""
     decay_ZMM: Tensor
-    """e^{G_i - G_j} where j is an ancestor of i or i itself, else 0."""
+    """e^{G_i - G_j} if j is an ancestor of i or i itself, else 0."""
 
     def weigh(self, reader_YXK: Tensor, k_YMK: Tensor) -> Tensor:
-        """Return e^{G_i - G_j} x_i·k_j for C readers a node [Z, C, M, M]; key heads come first."""
+        """Return e^{G_i - G_j} x_i·k_j for C readers per node [Z, C, M, M], grouped by key head."""
         groups, width = k_YMK.shape[:2]
         inner = torch.bmm(reader_YXK, k_YMK.mT).view(groups, 1, -1, width, width)
         return (inner * self.decay_ZMM.view(groups, -1, 1, width, width)).flatten(0, 1)
@@ -34,13 +34,13 @@ class HeadDecays(NamedTuple):
         return read_ZXW.view(heads, -1, width, read_ZXW.shape[2]).mul_(self.log_ZM.exp()[:, None, :, None])
 
     def to_end(self, k_ZMK: Tensor, u_ZMW: Tensor) -> Update:
-        """Return what a chain makes of the state before it."""
+        """Return the chain's update of the state before it."""
         weighted_ZMW = u_ZMW * self.decay_ZMM[:, -1, :, None]
         return Update(self.log_ZM[:, -1, None, None].exp(), k_ZMK.mT, weighted_ZMW)
 
 
 class KeyDecays(NamedTuple):
-    """Of vectors: each pair of nodes has its own, within the sum over keys."""
+    """Decay vectors over the keys: each pair of nodes has its own inside the sum over keys."""
 
     log_ZMK: Tensor
     decay_ZMMK: Tensor
@@ -62,14 +62,14 @@ class KeyDecays(NamedTuple):
 
 
 def along_paths(decay_ZM: Tensor, ancestors_BMM: Tensor | None) -> HeadDecays | KeyDecays:
-    """Sum the nodes' own log-decays [Z, M], or [Z, M, K], along the paths of a tree; None: it is a chain."""
+    """Sum the nodes' own log-decays [Z, M] or [Z, M, K] along the paths of a tree, or of a chain (None)."""
     return _of_heads(decay_ZM, ancestors_BMM) if decay_ZM.dim() == 2 else _of_keys(decay_ZM, ancestors_BMM)
 
 
 def of_path(decay_ZN: Tensor, k_ZNK: Tensor, u_ZNW: Tensor) -> Update:
-    """Return what promoting the last token of a path makes of the state.
+    """Return the state update that commits a path.
 
-    S ← e^{G} S + Σ_j e^{G − G_j} k_j u_jᵀ, the exponents being sums of the path's decays from its end.
+    S ← e^{G} S + Σ_j e^{G − G_j} k_j u_jᵀ, with exponents summed from the path's end.
     """
     own_ZE = torch.cat([decay_ZN, torch.zeros_like(decay_ZN[:, :1])], dim=1)
     factor_ZE = own_ZE.flip(1).cumsum(1).exp_().flip(1)
@@ -79,7 +79,7 @@ def of_path(decay_ZN: Tensor, k_ZNK: Tensor, u_ZNW: Tensor) -> Update:
 
 
 def per_head(x_Y: Tensor, heads: int) -> Tensor:
-    """Repeat each of Y entries for the heads that it serves."""
+    """Repeat each of Y entries for each head of its key head."""
     return x_Y if len(x_Y) == heads else x_Y.repeat_interleave(heads // len(x_Y), dim=0)
 
 
@@ -102,7 +102,7 @@ def _of_keys(decay_ZMK: Tensor, ancestors_BMM: Tensor | None) -> KeyDecays:
         own_ZMMK = torch.where(over_MM.tril(-1)[..., None], decay_ZMK[:, :, None], 0)
         return KeyDecays(decay_ZMK.cumsum(1), own_ZMMK.cumsum(1).exp_().mul_(over_MM[..., None]))
     rows = len(ancestors_BMM)
-    # Node t lies between j and i where it is i or above it, and strictly below j.
+    # Node t is between j and i if it is i or an ancestor of i, and strictly below j.
     step_BMMM = ancestors_BMM[:, :, None] & ancestors_BMM.tril(-1).mT[:, None]
     row_BMN = decay_ZMK.view(rows, -1, width, size).transpose(1, 2).flatten(2)
     between_BMN = torch.bmm(step_BMMM.flatten(1, 2).to(row_BMN.dtype), row_BMN)

@@ -1,8 +1,8 @@
-"""The recurrence one token at a time, every node with a whole state of its own.
+"""The recurrence one token at a time, with a full state per node.
 
 S_t = e^{g_t} S_p + k_t u_tᵀ, p the parent of t; o_t = S_tᵀ q_t. Mamba-2 writes u_t = v_t; the gated delta
-rule writes what its decayed state does not say yet: u_t = β_t (v_t − e^{g_t} S_pᵀ k_t). Where g_t is a vector
-over the keys (Kimi's delta attention), e^{g_t} is the diagonal matrix of its exponentials.
+rule writes the error of its decayed state: u_t = β_t (v_t − e^{g_t} S_pᵀ k_t). If g_t is a vector over the
+keys (Kimi's delta attention), e^{g_t} is the diagonal matrix of its exponentials.
 """
 
 import torch
@@ -22,12 +22,12 @@ def scan_window(
     group: Group,
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
-    """Read the state after each node with its query; G key heads serve H heads, `beta` None is Mamba-2.
+    """Query the state after each node; G key heads serve H heads, and `beta` None means Mamba-2.
 
-    A decay is a number for each head, or a vector over its keys [T, H, K].
+    A decay is a scalar per head, or a vector over its keys [T, H, K].
 
-    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states; then the states
-    move on over the tokens, if they are certain, or each leaves a record, or the state after it.
+    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states. Then certain
+    tokens advance the states; tentative ones leave a record, or a snapshot of the state after them.
     """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     if group.path is not None and group.path_length_B is not None:
@@ -62,9 +62,9 @@ def scan_window(
 def fold(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
 ) -> None:
-    """Bring states and windows up to date with their paths, in place: what a row has committed.
+    """Fold the accepted paths into states and convolution windows, in place.
 
-    A layer that is a convolution alone has no keys.
+    A layer that is only a convolution has no keys.
     """
     if k_path_BPGK is not None:
         fold_state(memory, slot_B, path, length_B, k_path_BPGK)
@@ -74,7 +74,7 @@ def fold(
 def fold_state(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor
 ) -> None:
-    """Take each row's state on over its records, one by one: S ← e^{g_j} S + k_j u_jᵀ."""
+    """Advance each row's state over its records, one by one: S ← e^{g_j} S + k_j u_jᵀ."""
     heads, dtype = memory.state_SHKW.shape[1], memory.state_SHKW.dtype
     for b, slot in enumerate(slot_B):
         for n in range(int(length_B[b])):
@@ -85,12 +85,12 @@ def fold_state(
 
 
 def _decayed(state_HKW: Tensor, decay_H: Tensor) -> Tensor:
-    """Return e^g S; g is [H], or [H, K]."""
+    """Return e^g S for g of shape [H] or [H, K]."""
     return torch.exp(decay_H).view(len(decay_H), -1, 1) * state_HKW
 
 
 def parent_of(group: Group, b: int, i: int) -> int:
-    """Return the nearest ancestor; nodes stand in topological order, so it is the last one before i."""
+    """Return the parent, -1 for none; nodes are in topological order, so it is the last ancestor before i."""
     if group.ancestors_BMM is None:
         return i - 1
     return max((j for j in range(i) if group.ancestors_BMM[b, i, j]), default=-1)

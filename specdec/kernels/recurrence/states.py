@@ -1,4 +1,4 @@
-"""The states of a group's rows, as blocks that batched matrix products take."""
+"""The states of a group's rows as blocks for batched matrix products."""
 
 from collections.abc import Iterator
 from math import prod
@@ -10,10 +10,9 @@ from torch import Tensor
 from specdec.kernels.rows import on_host
 
 LARGE = 1 << 16
-"""Bytes of a row's state from which a round of calls per row costs less than gathering all rows.
+"""Bytes of a row's state from which one round of calls per row costs less than gathering all rows.
 
-A large state is worked on where it lies, and stays in the core's cache from one pass to the next: at 1 MiB
-that is three times as fast.
+A large state is updated in place and stays in the core's cache between passes: three times as fast at 1 MiB.
 """
 
 
@@ -27,11 +26,11 @@ class Update(NamedTuple):
 
 
 class States:
-    """Show a group's states as blocks [Z, K, W], Z counting heads over rows.
+    """A group's states as blocks [Z, K, W]; Z counts heads over rows.
 
-    The blocks are the rows themselves, or one copy of them all that `store` writes back. `pending`, the path
-    that the rows have accepted, is applied by the first pass, which loads the states anyway. With a source
-    the states begin as those of other slots, which stay as they are.
+    The blocks are the rows themselves, or one copy of all rows that `store` writes back. The first pass,
+    which loads the states anyway, applies `pending`: the update of the rows' accepted paths. With `source_B`
+    the states start as copies of those slots, which do not change.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class States:
             self.blocks = [state_SHKW.index_select(0, begin_B).flatten(0, 1)]
 
     def visit(self, *inputs_Z: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield each block, the pending update applied, with its share of every input."""
+        """Yield each block, after applying the pending update, with its share of every input."""
         update: tuple[Tensor, ...] = self.pending or ()
         self.pending = None
         for block_ZKW, *parts_Z in zip(self.blocks, *map(self._split, (*update, *inputs_Z)), strict=True):
@@ -70,10 +69,9 @@ class States:
     def step(
         self, scale_Z11: Tensor, q_Z1K: Tensor, k_Z1K: Tensor, v_Z1W: Tensor, beta_Z11: Tensor | None
     ) -> Tensor:
-        """Advance by one token and read the new state with its query.
+        """Advance by one token and return the query's product with the new state.
 
-        Four passes over a state that stays in the cache after the first cost less than the calls that would
-        merge them.
+        Four passes over a cached state cost less than the calls that would merge them.
         """
         inputs = [scale_Z11, q_Z1K, k_Z1K, v_Z1W]
         if beta_Z11 is not None:
@@ -88,7 +86,7 @@ class States:
         return _join(o)
 
     def store(self) -> None:
-        """Finish: apply what is still pending and write copies back."""
+        """Apply a pending update and write copies back."""
         if self.pending:
             for _ in self.visit():
                 pass

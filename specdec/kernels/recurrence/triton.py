@@ -1,7 +1,7 @@
-"""The recurrence over a narrow window in one kernel, the pending path folded in on the way.
+"""The recurrence over a narrow window in one kernel, including the fold of the pending path.
 
-A program has one head of one row and some columns of its state, which it loads once; every node reads it
-with sums in float32. What is wider is scanned in chunks.
+Each program has one head of one row and some columns of its state, loaded once; every node reads it with
+float32 sums. Wider windows go to the chunked scan.
 """
 
 import torch
@@ -22,11 +22,11 @@ from specdec.kernels.pending.triton import (
 from specdec.kernels.strides import dense, outer_strides
 
 WALK, CERTAIN = 8, 4
-"""The widest windows of one kernel: those that leave records, and those that leave the state itself."""
+"""Widest windows of the single kernel: of tokens that leave records, and of certain tokens."""
 SLICE = tl.constexpr(32)
-"""Of keys and queries, whose products are summed slice by slice: few lanes share a sum."""
+"""Entries of keys and queries per partial sum: few lanes share a sum."""
 COLUMNS = 16
-"""Of a state, in one program: one warp, which shares its sums without waiting for another."""
+"""State columns per program: one warp, which sums without waiting for another."""
 
 
 def scan_window(
@@ -39,11 +39,11 @@ def scan_window(
     group: Group,
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
-    """Read the state after each node with its query; G key heads serve H heads, `beta` None is Mamba-2.
+    """Query the state after each node; G key heads serve H heads, and `beta` None means Mamba-2.
 
-    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states; then the states
-    move on over the tokens, if they are certain, or each leaves a record, or the state after it. Slot 0, the
-    dummy row's, stays as it is, and so do its records; its outputs are zero.
+    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states. Then certain
+    tokens advance the states; tentative ones leave a record, or a snapshot of the state after them. Slot 0 is
+    the padding row's: its state and records are unchanged and its outputs are zero.
     """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     state = memory.state_SHKW
@@ -60,7 +60,7 @@ def scan_window(
         *(decay_TH, beta_TH, out_THW, state, *outer_strides(state, 3), dense(group.state_B)),
     )
     by_key = decay_TH.dim() == 3
-    # Where the registers hold more than a state's 16 columns, a program has 8: else it would spill them.
+    # Halve the columns if other values fill the registers: 16 would spill.
     is_full = (
         by_key
         or (v_THW.itemsize > 2 and beta_TH is not None)
@@ -89,9 +89,9 @@ def scan_window(
 def fold(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
 ) -> None:
-    """Bring states and windows up to date with their paths, in place: what a row has committed.
+    """Fold the accepted paths into states and convolution windows, in place.
 
-    A layer that is a convolution alone has no keys.
+    A layer that is only a convolution has no keys.
     """
     fold_window(memory, slot_B, path, length_B)
     if k_path_BPGK is not None:
@@ -99,7 +99,7 @@ def fold(
 
 
 def _dense(x_TGK: Tensor) -> Tensor:
-    """Return x with each token's heads side by side; tokens may stand apart, as a projection's columns do."""
+    """Return x with each token's heads contiguous; tokens may be strided, like columns of a projection."""
     return x_TGK if x_TGK.stride()[1:] == (x_TGK.shape[2], 1) else x_TGK.contiguous()
 
 
@@ -123,11 +123,11 @@ def _window(
     if slot == 0:
         tl.store(at_out, tl.zeros((BM, BW), out.dtype.element_ty), mask=mask)
         return
-    # The state is on its way while what does not need it is computed.
+    # Load the state early: the following computation does not need it yet.
     in_state = in_k[:, None] & in_w[None, :]
     home = state + slot * state_by_slot + h * K * W + first + i[:, None] * W + w[None, :]
     s = tl.load(home, mask=in_state, other=0.0)
-    # What lies between two nodes is summed from its own tokens: sums from the root would lose digits.
+    # Sum the decays between two nodes from their own tokens: sums from the root would lose digits.
     if BY_KEY:
         decay += b * M * H * K + h * K
         in_own = in_m[:, None] & in_k[None, :]
@@ -160,7 +160,7 @@ def _window(
         for n in tl.static_range(BM):
             there = (m == n)[None, :]
             k_n = tl.load(k + n * k_by_token + at, mask=(at < K) & (n < M), other=0.0).to(tl.float32)
-            if BY_KEY:  # as the nodes below n find its key
+            if BY_KEY:  # decay n's key to the nodes below it
                 under = tl.sum(tl.where(there & below, 1, 0), 1) != 0
                 step = over & under[None, :]
                 k_n = k_n[None, :] * tl.exp(tl.sum(tl.where(step[:, :, None], g_m[None, :, :], 0.0), 1))
@@ -196,7 +196,7 @@ def _window(
                 k_n *= grow
             read = tl.where(mine, tl.sum(k_n[:, None] * s, 0)[None, :], read)
 
-    if BY_KEY:  # readers and keys have met their decays already
+    if BY_KEY:  # decays are already applied to readers and keys
         between = tl.where(over, 1.0, 0.0)
         scale = tl.full((BM, 1), 1.0, tl.float32)
     else:
@@ -264,7 +264,7 @@ def _snapshots(
             tl.store(at_out, tl.zeros((BW,), out.dtype.element_ty), mask=in_w)
         else:
             source = root
-            if above is not None:  # Nodes stand in topological order: the parent is the last ancestor.
+            if above is not None:  # Topological order: the parent is the last ancestor.
                 for j in range(m):
                     if tl.load(above + token * M + j) != 0:
                         source = tl.load(snapshots + b * M + j)

@@ -1,4 +1,4 @@
-"""Rotary positions in few calls."""
+"""Rotary positions in few torch calls."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def rope_table(
     position_T: Tensor, dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, dim / 2] in float32; the frequencies' exponent counts in `dim`."""
+    """Return cosines and sines [T, dim / 2] in float32; frequency exponents are relative to `dim`."""
     exponent_R = torch.arange(0, dim, 2, dtype=torch.float32, device=position_T.device).div_(dim)
     frequency_R = 1.0 / theta**exponent_R
     angle_TR = torch.outer(position_T.float(), scaling(frequency_R) if scaling else frequency_R)
@@ -17,9 +17,9 @@ def rope_table(
 
 
 def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate entry i of each head against entry R + i, for i < R, in the dtype of x; the rest stays.
+    """Rotate entry i of each head against entry R + i, for i < R, in the dtype of x; copy the rest.
 
-    Every product is rounded by itself, so bfloat16 heads come out bit for bit as in transformers.
+    Every product is rounded separately, so bfloat16 heads match transformers bit for bit.
     """
     half, width = cos_TR.shape[-1], x_THD.shape[-1]
     cos_T1R, sin_T1R = cos_TR.to(x_THD.dtype).unsqueeze(1), sin_TR.to(x_THD.dtype).unsqueeze(1)

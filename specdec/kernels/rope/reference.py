@@ -9,9 +9,9 @@ from torch import Tensor
 def rope_table(
     position_T: Tensor, dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, dim / 2] in float32; the frequencies' exponent counts in `dim`.
+    """Return cosines and sines [T, dim / 2] in float32; frequency exponents are relative to `dim`.
 
-    `scaling` maps these frequencies to those that are used.
+    `scaling` maps the frequencies to those used.
     """
     exponent_R = torch.arange(0, dim, 2, device=position_T.device).float() / dim
     frequency_R = 1.0 / theta**exponent_R
@@ -22,7 +22,7 @@ def rope_table(
 
 
 def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate entry i of each head against entry R + i, for i < R, in the dtype of x; the rest stays."""
+    """Rotate entry i of each head against entry R + i, for i < R, in the dtype of x; copy the rest."""
     half = cos_TR.shape[-1]
     out_THD = x_THD.clone()
     for token, x_HD in enumerate(x_THD):

@@ -1,1 +1,1 @@
-"""How Triton chooses experts; reference and CPU forms stand with the experts in `moe`."""
+"""Expert routing in Triton; the reference and CPU implementations are in `moe`."""

@@ -1,7 +1,7 @@
-"""Routing in Triton: a program chooses one token's experts, and all of one token's are different.
+"""Routing in Triton: each program chooses one token's experts, all distinct.
 
-Among equals the lower index is chosen first. A logit that is no number comes after every number, so that
-even a token gone wrong names experts that exist.
+Ties go to the lower index. NaN ranks below every number, so even a token with NaN logits gets valid expert
+ids.
 """
 
 import torch
@@ -40,10 +40,10 @@ def route_sigmoid(
     scale: float,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts [T, A] whose biased scores are highest; weigh them by the unbiased ones.
+    """Choose the experts [T, A] with the highest biased scores; weigh them by the unbiased scores.
 
-    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only the
-    `top_groups` groups of experts whose two best scores add up highest take part.
+    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only experts
+    in the `top_groups` groups with the highest sum of two best scores are candidates.
     """
     assert logits_TE.stride(1) == 1
     tokens, experts = logits_TE.shape
@@ -69,13 +69,13 @@ def route_sigmoid(
 def _sizes(experts: int, top_k: int) -> dict[str, int]:
     block = triton.next_power_of_2(experts)
     return {"E": experts, "TOP_K": top_k, "BLOCK": block, "BLOCK_A": triton.next_power_of_2(top_k)} | {
-        "num_warps": 1 if block <= 512 else 2  # one warp waits for no other between two choices
+        "num_warps": 1 if block <= 512 else 2  # a single warp needs no synchronisation between choices
     }
 
 
 @triton.jit
 def _choose(key_E, weigh_E, TOP_K: tl.constexpr, BLOCK_A: tl.constexpr):
-    """Take the largest keys in turn, the lower index first; −inf is what must not be taken."""
+    """Choose the largest keys, ties to the lower index; keys of −inf are never chosen."""
     at_E, at_A = tl.arange(0, key_E.shape[0]), tl.arange(0, BLOCK_A)
     index_A = tl.zeros((BLOCK_A,), tl.int32)
     for choice in range(TOP_K):
@@ -87,7 +87,7 @@ def _choose(key_E, weigh_E, TOP_K: tl.constexpr, BLOCK_A: tl.constexpr):
 
 @triton.jit
 def _finite(value_E):
-    """Put what is no number, and −inf, below all numbers, and above what must not be taken."""
+    """Replace NaN and −inf by a value below all other numbers but above the −inf of excluded experts."""
     return tl.where(value_E > -3.0e38, value_E, -3.0e38)
 
 

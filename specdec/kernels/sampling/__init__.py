@@ -1,1 +1,1 @@
-"""What logits become before the best token is taken: penalties, filters, and noise by counter."""
+"""Sampling: penalties, filters and counter-based noise before the argmax."""

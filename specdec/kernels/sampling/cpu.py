@@ -1,4 +1,4 @@
-"""Sampling for many rows at once. What a row does not use leaves its numbers as they were, bit for bit."""
+"""Sampling for many rows at once. Rules that a row does not use leave its values bit-identical."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from specdec.kernels.sampling.rules import NO_TOKEN, Penalties, Rules
 LARGEST = 1 - 2.0**-24
 """As in reference.py."""
 CACHED = 1 << 16
-"""Words of noise that are worked on at once: every pass over them then finds them in the cache."""
+"""Random words per step, so that each pass finds them in the cache."""
 Noise = Callable[[Tensor, Tensor, int], Tensor]
-"""Makes the noise: `gumbel`, or another implementation of it."""
+"""The noise function: `gumbel`, or another implementation of it."""
 GUESS = 256
-"""How many tokens are ranked first where only top_p bounds them; rarely does it take more."""
+"""Tokens ranked first if only top_p bounds them; more are rarely needed."""
 
 
 def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
@@ -28,7 +28,7 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
-    """Apply bias, penalties, mask, temperature, min_p, top_k, top_p in this order; cut to minus infinity."""
+    """Apply bias, penalties, mask, temperature, min_p, top_k, top_p in this order; cut tokens get -inf."""
     return filtered(_adjusted(logits_NV, rules), rules)
 
 
@@ -45,13 +45,13 @@ def _adjusted(logits_NV: Tensor, rules: Rules) -> Tensor:
 
 
 def filtered(scores_NV: Tensor, rules: Rules, *, out: Tensor | None = None) -> Tensor:
-    """Apply what follows the penalties; `out` may be the scores themselves."""
+    """Apply everything after the penalties; `out` may be the scores themselves."""
     mask, warm_N = rules.mask, rules.temperature_N > 0
     if mask is not None:
         cut_RV = (~unpack(mask.words_KW, scores_NV.shape[1]))[mask.set_R]
         masked_RV = scores_NV[mask.row_R].masked_fill_(cut_RV, -torch.inf)
         scores_NV = scores_NV.index_copy(0, mask.row_R, masked_RV)
-    # Without `out` this makes a new tensor in every case, so that the caller's logits stay as they are.
+    # Without `out` this always allocates, so the caller's logits are unchanged.
     warmth_N1 = torch.where(warm_N, rules.temperature_N, 1).to(scores_NV.dtype)[:, None]
     scores_NV = torch.div(scores_NV, warmth_N1, out=out)
     if rules.min_p_N is not None:
@@ -64,30 +64,30 @@ def filtered(scores_NV: Tensor, rules: Rules, *, out: Tensor | None = None) -> T
 
 
 def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
+    """Return each row's argmax of processed logits, plus noise at temperatures above 0; ties go to the first.
 
-    -1 where something of what is compared is no number.
+    Rows with a NaN return -1.
     """
     return best_of(perturb(logits_NV, rules, seed_N, position_N))
 
 
 def best_of(scores_NV: Tensor) -> Tensor:
-    """Return each row's best token, of equals the first; NO_TOKEN where something is no number."""
-    best_N = scores_NV.max(-1)  # of equals the first, as `max` promises
+    """Return each row's argmax, ties to the first; NO_TOKEN for rows with a NaN."""
+    best_N = scores_NV.max(-1)  # ties go to the first, as `max` promises
     return best_N.indices.masked_fill(best_N.values.isnan(), NO_TOKEN)
 
 
 def topk_with_noise(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens of what `sample` compares, and their shares under a softmax."""
+    """Return the `count` best tokens by the scores of `sample`, and their softmax probabilities."""
     return topk(perturb(logits_NV, rules, seed_N, position_N), count)
 
 
 def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens, of equals the smaller id first, and their shares.
+    """Return the `count` best tokens, ties to the smaller id, and their softmax probabilities.
 
-    What is no number counts as the best; its share, and all shares beside it, are 0.
+    NaN ranks first; it makes all probabilities of its row 0.
     """
     value_NC, token_NC = ranked(scores_NV, count)
     share_NC = (value_NC - torch.logsumexp(scores_NV, -1, keepdim=True)).exp().nan_to_num_(0.0)
@@ -95,11 +95,11 @@ def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def ranked(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` best scores and their tokens, of equals the smaller id first; NaN is the best."""
+    """Return the `count` best scores and their tokens, ties to the smaller id; NaN ranks first."""
     vocab = scores_NV.shape[1]
     count = min(count, vocab)
     value_NC, token_NC = scores_NV.topk(min(count + 1, vocab))
-    # Which of equals `topk` takes is left open, and what is no number is above nothing.
+    # `topk` does not specify the order of ties, and NaN compares false.
     falls_N = (value_NC[:, :-1] > value_NC[:, 1:]).all(-1) & ~value_NC[:, 0].isnan()
     row_R = (~falls_N).nonzero()[:, 0]
     if len(row_R):
@@ -110,9 +110,9 @@ def ranked(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(scores_V: Tensor, values: Sequence[float], tokens: Sequence[int], count: int) -> list[int]:
-    """Put a row's `count` best tokens into the one order, given what `topk` took and its scores.
+    """Sort a row's `count` best tokens with ties to the smaller id, given `topk`'s result.
 
-    It took one more than `count`, unless there is none: only if that equals the last one may others be due.
+    `topk` took one more than `count` if there is one: only if that equals the last can other tokens belong.
     """
     if math.isnan(values[0]):
         whole: list[int] = scores_V.sort(dim=-1, descending=True, stable=True).indices[:count].tolist()
@@ -122,7 +122,7 @@ def _in_order(scores_V: Tensor, values: Sequence[float], tokens: Sequence[int], 
     if values[-1] < least or len(values) == count:
         return [token for _, token in ordered[:count]]
     above = [token for value, token in ordered if -value > least]
-    # All that is not above minus infinity equals it, and so does what fills the list among its first tokens.
+    # Everything not above -inf equals it, so the first tokens suffice to fill the list.
     near_V = scores_V[: 2 * count] if least == -math.inf else scores_V
     equal: list[int] = (near_V == least).nonzero()[: count - len(above), 0].tolist()
     return [*above, *equal]
@@ -131,7 +131,7 @@ def _in_order(scores_V: Tensor, values: Sequence[float], tokens: Sequence[int], 
 def perturb(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, noise: Noise = gumbel
 ) -> Tensor:
-    """Return what is compared; the logits themselves where no row has rules."""
+    """Return processed logits plus noise; the logits themselves if no row has rules."""
     row_R = rules.temperature_N.nonzero()[:, 0]
     if not len(row_R) and rules.is_uniform:
         return logits_NV
@@ -143,7 +143,7 @@ def perturb(
 
 
 def unpack(words_RW: Tensor, vocab: int) -> Tensor:
-    """Return the bits of words, the lowest first, as booleans [R, V]."""
+    """Return the bits of words, lowest first, as booleans [R, V]."""
     bit_B = torch.arange(32, dtype=torch.int32, device=words_RW.device)
     return (words_RW[:, :, None] >> bit_B & 1).bool().flatten(1)[:, :vocab]
 
@@ -156,9 +156,9 @@ def _penalised(score_E: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _cut_tail(scores_NV: Tensor, rules: Rules, warm_N: Tensor) -> None:
-    """Keep the best k, and of those the best that together hold top_p; among equals the smaller id is better.
+    """Cut to the best k, and of those to the best with a total of top_p; ties go to the smaller id.
 
-    Rows that ask for neither take no part. The host is asked how far the ranking must go.
+    Rows with neither are skipped. Reads on the host how far the ranking must go.
     """
     vocab = scores_NV.shape[1]
     top_k_N, top_p_N = torch.full_like(warm_N, vocab, dtype=torch.int64), rules.top_p_N
@@ -178,15 +178,15 @@ def _cut_tail(scores_NV: Tensor, rules: Rules, warm_N: Tensor) -> None:
 
 
 def _cut(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor | None) -> Tensor:
-    """Return which tokens of each row are cut: those below the last score that stays, and its later equals.
+    """Return which tokens of each row are cut: those below the last kept score, and its later ties.
 
-    What is no number is neither, and stays for the choice to see.
+    NaN is neither, and is left for the choice to detect.
     """
     if top_p_R is None:
         best_RC, count_R = scores_RV.topk(int(top_k_R.max())).values, top_k_R
     else:
         best_RC, count_R = _nucleus(scores_RV, top_k_R, top_p_R)
-    # The best token stays even where top_p is too small to be told from nothing, or a score is no number.
+    # The best token stays even if top_p rounds to 0 or a score is NaN.
     count_R = count_R.clamp(min=1)
     least_R1 = best_RC.gather(-1, count_R[:, None] - 1)
     equal_RV = scores_RV == least_R1
@@ -195,10 +195,10 @@ def _cut(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor | None) -> Tensor:
 
 
 def _nucleus(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the best scores of each row and how many of them stay: no more than are needed to fill top_p.
+    """Return each row's best scores and how many of them stay: the fewest that reach top_p.
 
-    All is measured in weights of the best token, summed from it on, and so does not depend on how many are
-    ranked.
+    Masses are in units of the best token's weight, summed from it on, and so do not depend on the ranking's
+    width.
     """
     vocab = scores_RV.shape[1]
     is_open_R = top_k_R == vocab
@@ -219,18 +219,18 @@ def _nucleus(scores_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> tuple[Tenso
 
 
 def _noise(h_NV: Tensor) -> Tensor:
-    """Turn words into standard Gumbel noise."""
+    """Convert words to standard Gumbel noise."""
     w_NV = h_NV.view(torch.uint32).float().add_(0.5).mul_(2.0**-32).clamp_(max=LARGEST)
     return w_NV.neg_().log1p_().neg_().log_().neg_()
 
 
 def keys(seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Mix seed and position into 64 bits: the key below, the tweak above."""
+    """Mix seed and position into 64 bits: the key in the low half, the tweak in the high half."""
     return splitmix64(splitmix64(seed_N + 1) ^ position_N)
 
 
 def words(key_N: Tensor, vocab: int) -> Tensor:
-    """Return the 32 random bits of every token, as int32, given each row's key and tweak in one int64."""
+    """Return the 32 random bits of every token, as int32, from each row's int64 of key and tweak."""
     key_N1, tweak_N1 = key_N.view(torch.int32).view(-1, 2, 1).unbind(1)
     h_NV = torch.arange(vocab, dtype=torch.int32, device=key_N.device) * _signed(0x9E3779B1) + key_N1
     scratch_NV = torch.empty_like(h_NV)
@@ -246,13 +246,13 @@ def words(key_N: Tensor, vocab: int) -> Tensor:
 
 
 def _fold(h_NV: Tensor, bits: int, scratch_NV: Tensor) -> None:
-    """Xor with itself, shifted right; the mask makes zeros of the sign that int32 shifts in."""
+    """Xor with itself shifted right; the mask clears the sign bits that int32 shifts in."""
     torch.bitwise_right_shift(h_NV, bits, out=scratch_NV)
     h_NV ^= scratch_NV.bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """Return a 32-bit word as the number that int32 calls it."""
+    """Return a 32-bit word as a signed integer."""
     return value - (1 << 32) if value >= 1 << 31 else value
 
 

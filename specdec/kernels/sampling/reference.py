@@ -1,16 +1,16 @@
-"""Sampling as the argmax of logits plus noise, row by row and in Python's own integers.
+"""Sampling as the argmax of logits plus noise, row by row and in Python integers.
 
-The noise of token v at position p under seed s is a pure function of (s, p, v). Two 32-bit keys come from
+The noise of token v at position p under seed s is a pure function of (s, p, v). Two 32-bit keys are
 
     a = splitmix64(s + 1),  b = splitmix64(a xor p),  key = low half of b,  tweak = high half of b
 
-and the token's word from three rounds of multiply and shift (all modulo 2^32):
+and the token's word is three rounds of multiply and shift (all modulo 2^32):
 
     h = v * 0x9E3779B1 + key;  h ^= h >> 16;  h *= 0x85EBCA6B;  h ^= h >> 13
     h += tweak;                h *= 0xC2B2AE35;  h ^= h >> 16;  h *= 0x27D4EB2F;  h ^= h >> 15
 
-The word makes w = (h + 1/2) / 2^32 in (0, 1), and the noise is −log(−log(1 − w)): where the noise is large,
-w is small and keeps all its digits.
+With w = (h + 1/2) / 2^32 in (0, 1), the noise is −log(−log(1 − w)): for large noise w is small and has full
+precision.
 """
 
 import math
@@ -22,7 +22,7 @@ from specdec.kernels.sampling.rules import Penalties, Rules
 
 MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
 LARGEST = 1 - 2.0**-24
-"""w stays below this: rounded to 1 it would make the noise minus infinity."""
+"""Upper bound of w: rounded to 1 it would make the noise minus infinity."""
 
 
 def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
@@ -35,7 +35,7 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
-    """Apply bias, penalties, mask, temperature, min_p, top_k, top_p in this order; cut to minus infinity."""
+    """Apply bias, penalties, mask, temperature, min_p, top_k, top_p in this order; cut tokens get -inf."""
     dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     scores_NV = logits_NV.to(dtype, copy=True)
     for n, scores_V in enumerate(scores_NV):
@@ -44,9 +44,9 @@ def process(logits_NV: Tensor, rules: Rules) -> Tensor:
 
 
 def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
+    """Return each row's argmax of processed logits, plus noise at temperatures above 0; ties go to the first.
 
-    -1 where something of what is compared is no number.
+    Rows with a NaN return -1.
     """
     scores_NV = _perturb(logits_NV, rules, seed_N, position_N)
     tokens = [-1 if any(map(math.isnan, row)) else _ranked(row)[0] for row in scores_NV.tolist()]
@@ -56,14 +56,14 @@ def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) 
 def topk_with_noise(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens of what `sample` compares, and their shares under a softmax."""
+    """Return the `count` best tokens by the scores of `sample`, and their softmax probabilities."""
     return topk(_perturb(logits_NV, rules, seed_N, position_N), count)
 
 
 def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens, of equals the smaller id first, and their shares under a softmax.
+    """Return the `count` best tokens, ties to the smaller id, and their softmax probabilities.
 
-    What is no number counts as the best; its share, and all shares beside it, are 0.
+    NaN ranks first; it makes all probabilities of its row 0.
     """
     tokens = [_ranked(row)[:count] for row in scores_NV.tolist()]
     token_NC = torch.tensor(tokens, dtype=torch.int64, device=scores_NV.device)
@@ -105,13 +105,13 @@ def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor
 
 
 def _ranked(scores: list[float]) -> list[int]:
-    """Order the tokens by score, what is no number before all others."""
+    """Sort the tokens by score, NaN first."""
     keys = [(0, 0.0) if math.isnan(score) else (1, -score) for score in scores]
     return sorted(range(len(scores)), key=lambda v: (*keys[v], v))
 
 
 def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
-    """Process row n in place. The filters leave a row alone that holds what is no number."""
+    """Process row n in place. The filters skip rows with a NaN."""
     if rules.bias is not None:
         for row, token, value in zip(*rules.bias.at, rules.bias.value_E.tolist(), strict=True):
             scores_V[token] += value if row == n else 0.0

@@ -1,4 +1,4 @@
-"""How each row of logits is to be processed. A part that no row uses is None, and costs nothing."""
+"""Sampling rules of each row of logits. A part that no row uses is None and costs nothing."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1
-"""What is chosen where what is compared holds no number; and what fills a window up."""
+"""Result for a row whose scores contain NaN; also the padding of windows."""
 
 
 class Bias(NamedTuple):
     """Add `value` to tokens (int32) of some rows: the next `length_R[r]` entries belong to row `row_R[r]`.
 
-    No row is named twice, and no token of a row.
+    Rows are distinct, and so are the tokens of a row.
     """
 
     row_R: Tensor
@@ -24,15 +24,15 @@ class Bias(NamedTuple):
 
     @property
     def at(self) -> tuple[Tensor, Tensor]:
-        """Return the row and the token of each entry, by which torch indexes."""
+        """Return the row and token indices of each entry."""
         return _spread(self.row_R, self), self.token_E.long()
 
 
 class Penalties(NamedTuple):
     """Penalise tokens (int32) of some rows: the next `length_R[r]` entries belong to row `row_R[r]`.
 
-    The row's prompt or output holds each token (repetition), the output `count` times (the others). No row is
-    named twice, and no token of a row.
+    Each token occurs in the row's prompt or output (repetition), `count` times in its output (presence and
+    frequency). Rows are distinct, and so are the tokens of a row.
     """
 
     row_R: Tensor
@@ -45,7 +45,7 @@ class Penalties(NamedTuple):
 
     @property
     def at(self) -> tuple[Tensor, Tensor]:
-        """Return the row and the token of each entry, by which torch indexes."""
+        """Return the row and token indices of each entry."""
         return _spread(self.row_R, self), self.token_E.long()
 
     @property
@@ -55,14 +55,14 @@ class Penalties(NamedTuple):
 
 
 def _spread(column_R: Tensor, own: "Bias | Penalties") -> Tensor:
-    """Repeat each row's value for its entries, without asking a GPU how many there are."""
+    """Repeat each row's value for its entries, without synchronising with a GPU."""
     return column_R.repeat_interleave(own.length_R, output_size=len(own.token_E))
 
 
 class Mask(NamedTuple):
-    """Cut of row `row_R[r]` all tokens v but those whose bit v % 32 is set in word v // 32 (int32).
+    """Cut all tokens v of row `row_R[r]` except those with bit v % 32 set in word v // 32 (int32).
 
-    The words are those of set `set_R[r]`: rows that allow the same share them.
+    Row r uses the words of set `set_R[r]`: rows with the same allowed tokens share a set.
     """
 
     row_R: Tensor
@@ -71,7 +71,7 @@ class Mask(NamedTuple):
 
 
 class RowRule(NamedTuple):
-    """The numbers by which one row's tokens are chosen, each a column of Rules; the defaults switch off."""
+    """One row's sampling parameters, each a column of Rules; the defaults disable them."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -80,7 +80,7 @@ class RowRule(NamedTuple):
 
     @property
     def is_filtered(self) -> bool:
-        """Return whether more than the temperature counts."""
+        """Return whether any filter applies besides the temperature."""
         return self.temperature > 0 and self[1:] != type(self)()[1:]
 
 
@@ -88,14 +88,17 @@ COLUMNS = tuple(f"{name}_N" for name in RowRule._fields)
 
 
 def make_column(values: Sequence[float], device: torch.device) -> Tensor:
-    """Make a column of numbers of one kind: int64 of whole ones, else float32, whatever the default is."""
+    """Make a column: int64 of integers, else float32, regardless of torch's default dtype."""
     dtype = torch.int64 if isinstance(values[0], int) else torch.float32
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Temperature 0 leaves a row at bias, penalties and mask; top_k 0, top_p 1 and min_p 0 are off."""
+    """Sampling rules of N rows; top_k 0, top_p 1 and min_p 0 are off.
+
+    At temperature 0 only bias, penalties and mask apply.
+    """
 
     temperature_N: Tensor
     top_k_N: Tensor | None = None
@@ -114,16 +117,16 @@ class Rules:
         penalties: Penalties | None = None,
         mask: Mask | None = None,
     ) -> Self:
-        """Make rules of columns in the order of RowRule."""
+        """Build rules from columns in the order of RowRule."""
         named: dict[str, Any] = dict(zip(COLUMNS, columns, strict=True))
         return cls(**named, bias=bias, penalties=penalties, mask=mask)
 
     @property
     def filters(self) -> tuple[Tensor | None, ...]:
-        """Return the columns beside the temperature, in the order of RowRule."""
+        """Return the columns except the temperature, in the order of RowRule."""
         return tuple(getattr(self, name) for name in COLUMNS[1:])
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether they treat all tokens alike but for their logits."""
+        """Return whether all tokens are treated alike, apart from their logits."""
         return self.bias is None and self.penalties is None and self.mask is None

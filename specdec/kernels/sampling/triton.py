@@ -1,11 +1,11 @@
-"""Choosing tokens on a GPU: the logits are read once where no row filters, and nothing waits for the host.
+"""Sampling on a GPU: one pass over the logits if no row filters, and no host synchronisation.
 
-A vocabulary is cut into parts, a program each. It computes its part's scores and noise in registers and
-leaves its best tokens; a second kernel makes one row of them. What is compared is one integer for score
-and token together, which puts the smaller id before its equals and what is no number before all.
+Each program handles one part of a vocabulary. It computes the part's scores and noise in registers and writes
+its best tokens; a second kernel merges the parts. Comparisons use one integer of score and token, which
+orders ties by smaller id and NaN first.
 
-The random words are those of reference.py bit for bit. The noise is made of them in float32, as cpu.py makes
-it, to within 2e-6, relative or absolute: logarithms round as the device rounds them.
+The random words match reference.py bit for bit. The noise is computed from them in float32 like cpu.py's, to
+within 2e-6, relative or absolute: the device's logarithms round differently.
 """
 
 import torch
@@ -18,17 +18,17 @@ from specdec.kernels.sampling import cpu
 from specdec.kernels.sampling.rules import Rules
 
 PART = 2048
-"""Tokens of a vocabulary that one program compares."""
+"""Tokens of a vocabulary per program."""
 ROW = 8192
-"""Tokens that the one program of a filtered row reads at once."""
+"""Tokens per load of a filtered row, which has one program."""
 NONE = tl.constexpr(-(2**63))
-"""A key below those of all tokens."""
+"""A key below all tokens' keys."""
 
 
 def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return each row's best token by processed logits, plus noise where it is warm; of equals the first.
+    """Return each row's argmax of processed logits, plus noise at temperatures above 0; ties go to the first.
 
-    -1 where something of what is compared is no number. Penalties, biases and float64 are left to cpu.py.
+    Rows with a NaN return -1. Penalties, biases and float64 run in cpu.py.
     """
     if not _is_ours(logits_NV, rules):
         return cpu.sample(logits_NV, rules, seed_N, position_N)
@@ -39,10 +39,10 @@ def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) 
 def topk_with_noise(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens of what `sample` compares, and their shares under a softmax.
+    """Return the `count` best tokens by the scores of `sample`, and their softmax probabilities.
 
-    Of equals the smaller id is first. What is no number counts as the best; its share, and all shares beside
-    it, are 0. Penalties, biases and float64 are left to cpu.py.
+    Ties go to the smaller id. NaN ranks first; it makes all probabilities of its row 0. Penalties, biases and
+    float64 run in cpu.py.
     """
     if not _is_ours(logits_NV, rules):
         return cpu.topk_with_noise(logits_NV, rules, seed_N, position_N, count)
@@ -86,14 +86,14 @@ def _best(
 
 
 def _limits(logits_NV: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
-    """Return the least score of each row that its filters leave, and the last token that stays at it."""
+    """Return each row's lowest score that passes its filters, and the last token kept at that score."""
     filters = rules.top_k_N, rules.top_p_N, rules.min_p_N
     if all(column_N is None for column_N in filters):
         return None, None
     (rows, vocab), device = logits_NV.shape, logits_NV.device
     least_N = torch.empty(rows, dtype=torch.float32, device=device)
     last_N = torch.empty(rows, dtype=torch.int32, device=device)
-    # One kernel serves all filters: what a row leaves out is off, or each request might bring a compilation.
+    # Use one kernel for all filters, with unused ones set to off: each combination would compile anew.
     off = zip(filters, (0, 1.0, 0.0), (torch.int64, torch.float32, torch.float32), strict=True)
     columns = (torch.full((rows,), no, dtype=kind, device=device) if x is None else x for x, no, kind in off)
     _cut[(rows,)](
@@ -109,7 +109,7 @@ def _part(
     logits, temperature, seed, position, least, last, key, total, stride, vocab, parts,
     COUNT: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Leave the best of a part as keys, best first, and, to rank, the sum of exponentials over the best."""
+    """Write a part's best keys, best first, and for ranking its sum of exponentials over the best score."""
     overlap()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
@@ -139,7 +139,7 @@ def _merge(
     key, total, token, share, parts,
     COUNT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """Make one list of the parts' best. Where nothing ranks, what is no number is picked as -1."""
+    """Merge the parts' best into one list. Without ranking, NaN gives -1."""
     overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, KEYS)
@@ -168,9 +168,9 @@ def _cut(
     logits, temperature, top_k, top_p, min_p, least, last, stride, vocab,
     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Find the least score of a row that stays, and the last token of that score that does.
+    """Find a row's lowest kept score, and the last token kept at that score.
 
-    A row that filters is read, from the cache, once for each halving of what lies between two of its scores.
+    A filtered row is read, from the cache, once per bisection step between two of its scores.
     """
     overlap()
     row = tl.program_id(0).to(tl.int64)
@@ -184,7 +184,7 @@ def _cut(
         if highest > -float("inf"):
             if lowest > 0:
                 bound = highest + tl.log(lowest)
-            # How many of the bound's equals stay, and how many of them go.
+            # Number of the bound's ties that stay and that are cut.
             equals, surplus = vocab, tl.cast(0.0, tl.float64)
             if room < vocab:
                 count, score, _ = _above(logits, heat, highest, vocab, bound, False, BLOCK)
@@ -213,9 +213,10 @@ def _search(
     logits, heat, highest, vocab, low, reached, goal,
     MASS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Find the greatest score that, with all above it, comes to the goal; `low` does, and comes to `reached`.
+    """Find the greatest score whose amount, with all scores above it, reaches the goal.
 
-    Return it, what is above it, and what that comes to with it. The two ends are always scores of the row.
+    `low` reaches it, with the amount `reached`. Return the score, the amount above it, and the amount
+    including it. Both ends of the bisection are always scores of the row.
     """
     high, beyond = highest, tl.cast(0.0, tl.float64)
     while low < high:
@@ -231,7 +232,7 @@ def _search(
 
 @triton.jit
 def _above(logits, heat, highest, vocab, bound, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count or weigh the scores from a bound on; return that, the least of them, and the greatest below."""
+    """Return the count or mass of scores from a bound on, the lowest of them, and the highest below."""
     amounts = tl.zeros([BLOCK], tl.float64)
     over, under = tl.full([BLOCK], float("inf"), tl.float32), tl.full([BLOCK], -float("inf"), tl.float32)
     for start in range(0, vocab, BLOCK):
@@ -246,7 +247,7 @@ def _above(logits, heat, highest, vocab, bound, MASS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _highest(logits, heat, vocab, BLOCK: tl.constexpr):
-    """Return a row's highest score; minus infinity where one of them is no number."""
+    """Return a row's highest score; -inf if the row has a NaN."""
     highest, wrong = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         score = _load(logits, heat, vocab, start, BLOCK)
@@ -257,7 +258,7 @@ def _highest(logits, heat, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nth(logits, heat, vocab, bound, wanted, BLOCK: tl.constexpr):
-    """Return the n-th token of a score; the vocabulary's size where fewer have it."""
+    """Return the n-th token with a score; the vocabulary size if there are fewer."""
     found, seen = vocab, 0
     for start in range(0, vocab, BLOCK):
         equal = (_load(logits, heat, vocab, start, BLOCK) == bound).to(tl.int32)
@@ -281,7 +282,7 @@ def _ceil(number, most):
 
 @triton.jit
 def _key(score, token):
-    """Put a score and its token into one number that orders them: no number first, then by score, then id."""
+    """Pack a score and its token into one ordered integer: NaN first, then by score, then smaller id."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     order = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
@@ -318,7 +319,7 @@ def splitmix64(x):
 
 @triton.jit
 def _noise(h):
-    """Turn words into standard Gumbel noise; what 1 - w loses of a small w is given back to its logarithm."""
+    """Convert words to standard Gumbel noise, correcting the logarithm for the rounding of 1 - w."""
     w = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     rest = 1.0 - w
     lost = (rest - 1.0) + w

@@ -1,4 +1,4 @@
-"""Mamba-1's recurrence with all rows of a group taking a step together."""
+"""Mamba-1's recurrence, one node of all rows at a time."""
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,10 @@ def selective_scan(
     group: Group,
     x_path_BPHW: Tensor | None,
 ) -> Tensor:
-    """Read the state after each node with its query, add the skip and gate it, in the dtype of `x`.
+    """Query the state after each node, add the skip and gate, in the dtype of `x`.
 
-    Mutates `memory`: the pending path, whose inputs are `x_path`, is folded into the states; then the states
-    move on over the tokens, if they are certain, or each leaves a record, or the state after it.
+    Mutates `memory`: the pending path, whose inputs are `x_path`, is folded into the states. Then certain
+    tokens advance the states; tentative ones leave a record, or a snapshot of the state after them.
     """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     dtype, rows, width = memory.state_SHKW.dtype, group.rows, group.width
@@ -68,7 +68,7 @@ def fold_selective(
     length_B: Tensor,
     x_path_BPHW: Tensor,
 ) -> None:
-    """Bring states and windows up to date with their paths, in place: what a row has committed."""
+    """Fold the accepted paths into states and convolution windows, in place."""
     state_BHKW = memory.state_SHKW[slot_B]
     memory.state_SHKW[slot_B] = _folded(state_BHKW, layer, memory, path, length_B, x_path_BPHW)
     fold_window(memory, slot_B, path, length_B)
@@ -82,7 +82,7 @@ def _folded(
     length_B: Tensor,
     x_path_BPHW: Tensor,
 ) -> Tensor:
-    """Return the states after their paths; what stands behind a path's end may be anything."""
+    """Return the states after their paths; entries behind a path's end are undefined."""
     path, _ = trim_path(path, length_B)
     for n in range(path.slab_BN.shape[1]):
         at, x_BHW = (path.slab_BN[:, n], path.index_BN[:, n]), cast(x_path_BPHW[:, n], state_BHKW.dtype)

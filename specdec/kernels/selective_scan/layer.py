@@ -1,4 +1,4 @@
-"""The parameters of Mamba-1's recurrence."""
+"""Parameters of Mamba-1's recurrence."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SelectiveLayer:
-    """Mamba has one head of all channels; Zamba's channels are parted into heads with keys of their own."""
+    """Mamba has one head of all channels; Zamba splits them into heads with their own keys."""
 
     A_HKW: Tensor
-    """How fast each entry of a state decays: what is held is negative, and float32."""
+    """Decay rate of each state entry; negative, float32."""
     D_HW: Tensor
-    """What of its input a channel passes on."""
+    """Skip weight of each channel's input."""
     dt_bias_HW: Tensor
     """Added to Δ before its softplus."""

@@ -1,8 +1,8 @@
-"""Mamba-1's recurrence one token at a time, every node with a whole state of its own.
+"""Mamba-1's recurrence one token at a time, with a full state per node.
 
 S_t[k, w] = e^{A[k, w] Δ_t[w]} S_p[k, w] + k_t[k] Δ_t[w] x_t[w], Δ = softplus(dt + bias), p the parent of t;
-what comes out is (S_tᵀ q_t + D x_t) silu(z_t). The decay is a function of Δ, and A is a weight: a record
-holds Δ where others hold what they write, and the key where they hold decays. The convolution makes x again.
+the output is (S_tᵀ q_t + D x_t) silu(z_t). The decay is a function of Δ and the weight A, so a record stores
+Δ in its update field and the key in its decay field. The convolution recomputes x.
 """
 
 import torch
@@ -25,10 +25,10 @@ def selective_scan(
     group: Group,
     x_path_BPHW: Tensor | None,
 ) -> Tensor:
-    """Read the state after each node with its query, add the skip and gate it, in the dtype of `x`.
+    """Query the state after each node, add the skip and gate, in the dtype of `x`.
 
-    Mutates `memory`: the pending path, whose inputs are `x_path`, is folded into the states; then the states
-    move on over the tokens, if they are certain, or each leaves a record, or the state after it.
+    Mutates `memory`: the pending path, whose inputs are `x_path`, is folded into the states. Then certain
+    tokens advance the states; tentative ones leave a record, or a snapshot of the state after them.
     """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     if group.path is not None and group.path_length_B is not None:
@@ -65,7 +65,7 @@ def fold_selective(
     length_B: Tensor,
     x_path_BPHW: Tensor,
 ) -> None:
-    """Bring states and windows up to date with their paths, in place: what a row has committed."""
+    """Fold the accepted paths into states and convolution windows, in place."""
     fold_states(layer, memory, slot_B, path, length_B, x_path_BPHW)
     fold_window(memory, slot_B, path, length_B)
 
@@ -78,7 +78,7 @@ def fold_states(
     length_B: Tensor,
     x_path_BPHW: Tensor,
 ) -> None:
-    """Take each row's state on over its records, one by one."""
+    """Advance each row's state over its records, one by one."""
     state_SHKW = memory.state_SHKW
     for b, slot in enumerate(slot_B):
         for n in range(int(length_B[b])):
@@ -88,11 +88,11 @@ def fold_states(
 
 
 def step_size(dt_HW: Tensor, layer: SelectiveLayer, dtype: torch.dtype) -> Tensor:
-    """Return Δ; any dimensions may stand before."""
+    """Return Δ, with any leading dimensions."""
     return torch.nn.functional.softplus(dt_HW.to(dtype) + layer.dt_bias_HW.to(dtype))
 
 
 def advance(state_HKW: Tensor, x_HW: Tensor, step_HW: Tensor, k_HK: Tensor, layer: SelectiveLayer) -> Tensor:
-    """Return the state after a token; any dimensions may stand before."""
+    """Return the state after a token, with any leading dimensions."""
     decay_HKW = torch.exp(layer.A_HKW.to(state_HKW.dtype) * step_HW[..., None, :])
     return decay_HKW * state_HKW + k_HK[..., None] * (step_HW * x_HW)[..., None, :]

@@ -1,7 +1,7 @@
-"""Mamba-1's recurrence over a window, some channels at a time: the state of a chain stays on the chip.
+"""Mamba-1's recurrence over a window, some channels per program; a chain's state stays on chip.
 
-A node that does not follow on the one before it takes its parent's state from memory, where a state is left
-that has such a node: in its snapshot, or in memory that this window has for itself.
+A node whose parent is not the previous node loads its parent's state from memory: from the parent's snapshot,
+or from scratch memory of this window, written for parents of such nodes.
 """
 
 import torch
@@ -18,7 +18,7 @@ from specdec.kernels.selective_scan.layer import SelectiveLayer
 from specdec.kernels.strides import dense, outer_strides
 
 COLUMNS = 64
-"""Of a state, in one program: 16 keys of them are 32 numbers a lane."""
+"""State columns per program: with 16 keys, 32 numbers per lane."""
 
 
 def selective_scan(
@@ -32,10 +32,10 @@ def selective_scan(
     group: Group,
     x_path_BPHW: Tensor | None,
 ) -> Tensor:
-    """Read the state after each node with its query, add the skip and gate it, in the dtype of `x`.
+    """Query the state after each node, add the skip and gate, in the dtype of `x`.
 
-    Mutates `memory` as the specification does. Slot 0, the dummy row's, stays as it is, and so do its
-    records; its outputs are zero.
+    Mutates `memory` as the reference does. Slot 0 is the padding row's: its state and records are unchanged
+    and its outputs are zero.
     """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     state, (heads, columns), size = memory.state_SHKW, x_THW.shape[1:], k_THK.shape[2]
@@ -76,7 +76,7 @@ def fold_selective(
     length_B: Tensor,
     x_path_BPHW: Tensor,
 ) -> None:
-    """Bring states and windows up to date with their paths, in place: what a row has committed."""
+    """Fold the accepted paths into states and convolution windows, in place."""
     fold_window(memory, slot_B, path, length_B)
     state = memory.state_SHKW
     _, heads, size, columns = state.shape
@@ -97,7 +97,7 @@ def _along_path(
     s, rate, inputs, path_slab, path_place, length, steps, step_by_slab, step_by_place, keys, key_by_slab,
     key_by_place, i, w, in_k, in_w, HW: tl.constexpr,
 ):  # fmt: skip
-    """Return a block of a state after its row's path; pointers are the head's and the block's own."""
+    """Return a block of a state after its row's path; pointers are offset to the head and block."""
     for n in range(0, length):
         slab, place = tl.load(path_slab + n), tl.load(path_place + n)
         step = tl.load(steps + slab * step_by_slab + place * step_by_place + w, mask=in_w, other=0.0)
@@ -146,7 +146,7 @@ def _window(
         token = b * M + m
         if above is not None:
             parent = m * 0 - 1
-            for j in range(m):  # Nodes stand in topological order: the parent is the last ancestor.
+            for j in range(m):  # Topological order: the parent is the last ancestor.
                 parent = tl.where(tl.load(above + token * M + j) != 0, j, parent)
             if parent < 0:
                 s = root

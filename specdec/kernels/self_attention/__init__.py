@@ -1,1 +1,1 @@
-"""All of an attention layer between its two projections: head norms, rotation, KV, attention, gate."""
+"""An attention layer between its two projections: head norms, rotation, KV, attention, gate."""

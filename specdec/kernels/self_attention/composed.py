@@ -17,7 +17,7 @@ from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 
 class ComposedAttention(NamedTuple):
-    """The operations of any one form, and what they make together."""
+    """The operations of one implementation and their composition."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -32,7 +32,7 @@ class ComposedAttention(NamedTuple):
         pages: Tensor,
         group: Group,
     ) -> Tensor:
-        """Return the layer's output before its last projection; keys and values enter the pages."""
+        """Return the layer's output before its last projection; appends keys and values to the pages."""
         tokens = projected_TN.shape[0]
         q_TN, k_TN, v_TN = torch.split(projected_TN, layer.widths, dim=-1)
         q_THD, gate_THD = q_TN.view(tokens, layer.heads, -1), None

@@ -1,4 +1,4 @@
-"""An attention layer on a GPU through FlashInfer, wherever it takes the windows; through Triton elsewhere."""
+"""An attention layer on a GPU: FlashInfer for the windows that it supports, Triton for others."""
 
 import logging
 from functools import cache
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class Attention:
-    """Attends for one engine, whose steps run one after the other: another one's may run at the same time."""
+    """FlashInfer attention of one engine; engines may run concurrently, so each has its own workspace."""
 
     def __init__(self) -> None:
         self._scratch: Scratch | None = None
-        """Made on the device of the first window, which is there before any graph is captured."""
+        """Allocated at the first window, before any graph is captured."""
 
     def self_attention(
         self,
@@ -47,7 +47,7 @@ class Attention:
 def _tell(
     width: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, sliding: int | None, taken: bool
 ) -> None:
-    """Log once for each kind of window which kernel attends."""
+    """Log the attention kernel once per kind of window."""
     name = "FlashInfer's XQA" if taken else "Triton"
     past = f", sliding over {sliding} tokens" if sliding else ""
     logger.info(

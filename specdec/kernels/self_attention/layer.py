@@ -1,4 +1,4 @@
-"""The parameters of one layer: an attention layer between its projections."""
+"""Parameters of an attention layer between its projections."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -21,11 +21,11 @@ class AttentionLayer:
     eps: float
     _: KW_ONLY
     wide_rotation: bool = False
-    """Heads are rotated in float32 and rounded once; otherwise each product is."""
+    """Rotate heads in float32 and round once; False: round each product."""
     window: int | None = None
-    """How many tokens of its path one sees at most, itself included. None: all."""
+    """Sliding window in tokens of the path, including the token itself. None: all tokens."""
     value_dim: int | None = None
-    """How many of a key's last entries are its value; None: values are projected, as wide as keys."""
+    """Trailing entries of a key that are its value. None: values are projected, as wide as keys."""
 
     def __post_init__(self) -> None:
         assert self.value_dim is None or not self.gated, "a gate is as wide as a query"

@@ -1,4 +1,4 @@
-"""An attention layer on a GPU: one kernel readies queries, keys and values, and one or two attend."""
+"""An attention layer on a GPU: one kernel prepares queries, keys and values, and one or two attend."""
 
 import torch
 import triton
@@ -25,7 +25,7 @@ def self_attention(
 
 
 def gate_of(projected_TN: Tensor, layer: AttentionLayer) -> Tensor | None:
-    """View the gates in the projection, where the layer has some: each follows its head's query."""
+    """Return a view of the gates in the projection, or None; each gate follows its head's query."""
     if not layer.gated:
         return None
     queries_TN = projected_TN[:, : layer.widths[0]]
@@ -35,7 +35,7 @@ def gate_of(projected_TN: Tensor, layer: AttentionLayer) -> Tensor | None:
 def ready(
     projected_TN: Tensor, layer: AttentionLayer, rotation: Rotation | None, pages: Tensor, group: Group
 ) -> Tensor:
-    """Return normalised and rotated queries; the keys, treated alike, and the values enter the pages."""
+    """Return normalised, rotated queries; append the keys, processed alike, and values to the pages."""
     tokens, width = projected_TN.shape
     assert width == sum(layer.widths)
     assert (layer.q_norm_D is None) == (layer.k_norm_D is None)
@@ -77,7 +77,7 @@ def _ready(
     projected += token * (H * apart + PARTS * J * D) + start
     value = tl.load(projected + at, mask=mask, other=0.0).to(tl.float32)
     if unit < H + J:
-        # Each entry i is turned against entry i + R; the rest meets itself, and stays.
+        # Rotate entry i against entry i + R; other entries pair with themselves and stay unchanged.
         pair = tl.where(at < R, at + R, tl.where(at < 2 * R, at - R, at))
         other = tl.load(projected + pair, mask=mask, other=0.0).to(tl.float32)
         if q_weight is not None:
@@ -88,7 +88,7 @@ def _ready(
         if R > 0:
             turned = at < 2 * R
             angle = token * R + at % R
-            # Every product is rounded by itself, or none.
+            # Round every product, or none.
             part = tl.float32 if WIDE else kind
             c = tl.load(cos + angle, mask=turned, other=1.0).to(part).to(tl.float32)
             s = tl.load(sin + angle, mask=turned, other=0.0).to(part).to(tl.float32)
@@ -105,7 +105,7 @@ def _ready(
 
 @triton.jit
 def _weigh(value, weight, mask, OWN: tl.constexpr, kind: tl.constexpr):
-    """Multiply by a norm's weight, rounding before where the weight is as narrow as the heads, and after."""
+    """Multiply by a norm's weight and round; a weight in the heads' dtype also rounds before."""
     if OWN:
         value = value.to(kind).to(tl.float32)
     return (value * tl.load(weight, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)

@@ -1,1 +1,1 @@
-"""Trees as tensors: what hangs on what, the walk down, and which nodes a draft grows and keeps."""
+"""Trees as tensors: relations, acceptance, growth and pruning."""

@@ -1,7 +1,7 @@
-"""Trees as tensors, all rows at once, on any device: no result is ever asked for by the host.
+"""Trees as tensors, all rows at once, on any device, without reading results on the host.
 
-A captured step may hold all of it. What reference.py counts along a path is found here by doubling: each
-round looks twice as far up as the one before.
+So a captured step may contain all of it. Where reference.py walks along a path, this doubles the distance to
+an ancestor in each round.
 """
 
 import torch
@@ -14,9 +14,10 @@ from specdec.kernels.sampling.rules import NO_TOKEN
 
 
 def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each node's depth, its ancestors with itself, and the `taps` inputs of its convolution.
+    """Return each node's depth, its ancestors including itself, and the `taps` inputs of its convolution.
 
-    Those are indices into the taps-1 inputs before the window followed by the window's own, oldest first.
+    The inputs are indices into the taps-1 inputs before the window followed by the window's own, oldest
+    first.
     """
     node_M = _arange(parent_BM)
     up_BM = parent_BM.clamp(min=0)
@@ -28,18 +29,18 @@ def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
     depth_BM = ancestors_BMM.sum(-1) - 1
     before, at_BM, taps_BM = taps - 1, node_M.expand_as(parent_BM), []
     for up in range(taps):
-        # Above the root the path goes on into what came before the window.
+        # Above the root the path continues into the inputs before the window.
         taps_BM.append(before + torch.where(depth_BM >= up, at_BM, depth_BM - up))
         at_BM = parent_BM.gather(1, at_BM).clamp(min=0)
     return depth_BM, ancestors_BMM, torch.stack(taps_BM[::-1], -1)
 
 
 def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow the chosen token from the root on to the child that drafted it, until no child did.
+    """Follow the chosen tokens from the root until no child has the chosen token.
 
-    Return the nodes that are kept, the root first, and how many they are; from there on every entry is its
-    own index, so that moving what the nodes wrote to where the text goes on leaves the rest in place. A node
-    at which no token was chosen is not kept: the walk ends at it, and may keep nothing.
+    Return the accepted nodes, the root first, and their count. Entries after the count are their own index,
+    so moving the nodes' KV to its committed position leaves the rest unchanged. A node with no chosen token
+    ends the walk and is not accepted, so the count may be 0.
     """
     wanted_BM = chosen_BM.gather(1, parent_BM.clamp(min=0))
     node_BM, length_B = _follow((token_BM == wanted_BM) & (token_BM != NO_TOKEN), parent_BM)
@@ -57,10 +58,10 @@ def accept_at_rates(
     seed_B: Tensor,
     position_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Rewrite choices and tokens so that a walk takes each node's first child at the rate of its depth.
+    """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth.
 
-    The rate (float64) is compared with a draw from seed and position; `position` is that of the token chosen
-    at the root. A node that is taken becomes its parent's choice; any other loses its token.
+    The rate (float64) is compared with a random draw from seed and position; `position` is that of the token
+    chosen at the root. An accepted node becomes its parent's choice; any other loses its token.
     """
     goes_BN = _goes(rate_N, seed_B, position_B)
     deep_BN = F.pad(goes_BN, (0, max(token_BM.shape[1] - goes_BN.shape[1], 1)))
@@ -69,7 +70,7 @@ def accept_at_rates(
     is_first_BM = ~(siblings_BMM & (node_M < node_M[:, None])).any(-1) & is_real_BM & (node_M > 0)
     depth_BM = relations(parent_BM, 1)[0]
     goes_BM = is_first_BM & deep_BN.gather(1, (depth_BM - 1).clamp(min=0))
-    # Nodes that are not taken write to a place of their own, which is cut off.
+    # Rejected nodes write to an extra column, which is cut off.
     to_BM = torch.where(goes_BM, parent_BM, len(node_M))
     new_BM = F.pad(chosen_BM, (0, 1)).scatter(1, to_BM, token_BM)[:, :-1]
     return new_BM, token_BM.masked_fill(~goes_BM & (node_M > 0), NO_TOKEN)
@@ -83,9 +84,9 @@ def promote(
     path_length_B: Tensor,
     length_B: Tensor,
 ) -> None:
-    """Make the kept nodes' records the row's path and add their number to its committed length, in place.
+    """Make the accepted nodes' records the row's path and add their count to its committed length, in place.
 
-    What lies behind a path in its table is not touched. A row of length 0 is padding, and stays as it is.
+    Table entries behind a path's end are unchanged. A row of length 0 is padding and is unchanged.
     """
     is_live_B = length_B > 0
     is_kept_BM = (_arange(node_BM) < count_B[:, None]) & is_live_B[:, None]
@@ -97,12 +98,12 @@ def promote(
 
 
 def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
-    """Return the scores [B, F, K] of the children of F nodes, whose own scores are given, in float64.
+    """Return the scores [B, F, K] of the children of F nodes with the given scores, in float64.
 
-    A child's chance is the drafter's share of it, at most 1, times the gain of its depth (1: the root's
-    children) and rank, held between the least and the greatest chance there: the table's three parts. The
-    last depth and the last rank stand for all beyond. At most one child is accepted and their order stays: no
-    chance is above the one before it, and together they come to 1 at most.
+    A child's acceptance probability is the drafter's probability, at most 1, times the gain of its depth (1:
+    the root's children) and rank, clamped between a minimum and a maximum: the table's three parts. The last
+    depth and rank also apply to all beyond. At most one child is accepted and their order is fixed, so
+    probabilities never increase with rank and sum to at most 1.
     """
     _, depths, ranks = table_3DR.shape
     row_3R = table_3DR[:, min(depth, depths) - 1]
@@ -111,23 +112,23 @@ def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor)
         gain, least, most = row_3R[:, min(rank, ranks - 1)].unbind()
         chance_BF = (share_BF * gain).maximum(least).minimum(most)
         chances.append(chance_BF.minimum(chances[-1]) if chances else chance_BF)
-        # One after the other, as the host adds: a sum in another order may round otherwise.
+        # Add sequentially like the host: another order may round differently.
         total_BF = total_BF + chances[-1]
     return score_BF[..., None] * (torch.stack(chances, -1) / total_BF.clamp(min=1.0)[..., None])
 
 
 def frontier(score_BN: Tensor, count: int) -> Tensor:
-    """Return the `count` best of a level by score, the best first; of equals the earlier is better."""
+    """Return the indices of the `count` best scores of a level, best first; ties go to the earlier node."""
     return score_BN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def prune(
     token_BN: Tensor, parent_BN: Tensor, score_BN: Tensor, belief_BN: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keep the `count` best nodes by score, in their order; of equals the earlier is better.
+    """Keep the `count` best nodes by score, in their original order; ties go to the earlier node.
 
-    Node 0 is the root, with score 1. A parent scores no less than its children and comes before them, so that
-    it is kept where they are.
+    Node 0 is the root, with score 1. A parent scores no less than its children and precedes them, so the
+    parents of retained nodes are retained.
     """
     kept_BM = frontier(score_BN, count).sort(-1).values
     place_BN = torch.zeros_like(parent_BN).scatter(1, kept_BM, _arange(kept_BM).expand_as(kept_BM))
@@ -138,24 +139,24 @@ def prune(
 
 
 def _follow(agrees_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the one path from the root along nodes that agree [B, M], each entry beyond its own index."""
+    """Return the path from the root along nodes that agree [B, M]; later entries are their own index."""
     node_M, up_BM = _arange(parent_BM), parent_BM.clamp(min=0)
     on_BM, depth_BM = agrees_BM | (parent_BM < 0), (parent_BM >= 0).long()
     for _ in range(_rounds(parent_BM)):
         on_BM = on_BM & on_BM.gather(1, up_BM)
         depth_BM = depth_BM + depth_BM.gather(1, up_BM)
         up_BM = up_BM.gather(1, up_BM)
-    # Nodes off the path go to a place of their own, which is cut off.
+    # Nodes off the path write to an extra column, which is cut off.
     to_BM = torch.where(on_BM, depth_BM, len(node_M))
     places = F.pad(node_M, (0, 1)).expand(len(parent_BM), -1)
     return places.scatter(1, to_BM, node_M.expand_as(to_BM))[:, :-1], on_BM.sum(-1)
 
 
 def _goes(rate_N: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return for each depth whether 64 random bits, as an integer, are below rate times 2^64.
+    """Return for each depth whether a random 64-bit integer is below rate times 2^64.
 
-    int64 has no place for such a number: its halves are compared with those of the bound, rounded up. Each
-    step of their computation is exact.
+    int64 cannot hold such an integer, so its 32-bit halves are compared with those of the bound, rounded up.
+    Every step is exact.
     """
     depth_N = torch.arange(len(rate_N), device=rate_N.device)
     drawn_BN = splitmix64(splitmix64(seed_B)[:, None] ^ (position_B[:, None] + depth_N))
@@ -168,7 +169,7 @@ def _goes(rate_N: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 
 def _rounds(parent_BM: Tensor) -> int:
-    """Count the doublings that reach the root from any node."""
+    """Return the number of doublings that reach the root from any node."""
     return (parent_BM.shape[1] - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""Trees as tensors, row by row: `row.py` says what a tree is, and has each operation once."""
+"""Trees as tensors, row by row; `row.py` defines a tree and each operation on it."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from specdec.kernels.tree import row
 
 
 def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each node's depth, its ancestors with itself, and the `taps` inputs of its convolution.
+    """Return each node's depth, its ancestors including itself, and the `taps` inputs of its convolution.
 
-    Those are indices into the taps-1 inputs before the window followed by the window's own, oldest first.
+    The inputs are indices into the taps-1 inputs before the window followed by the window's own, oldest
+    first.
     """
     trees, node_M = parent_BM.tolist(), range(parent_BM.shape[1])
     ancestors = [[[mask >> j & 1 for j in node_M] for mask in row.ancestor_masks(own)] for own in trees]
@@ -21,11 +22,11 @@ def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow the chosen token from the root on to the child that drafted it, until no child did.
+    """Follow the chosen tokens from the root until no child has the chosen token.
 
-    Return the nodes that are kept, the root first, and how many they are; from there on every entry is its
-    own index, so that moving what the nodes wrote to where the text goes on leaves the rest in place. A node
-    at which no token was chosen is not kept: the walk ends at it, and may keep nothing.
+    Return the accepted nodes, the root first, and their count. Entries after the count are their own index,
+    so moving the nodes' KV to its committed position leaves the rest unchanged. A node with no chosen token
+    ends the walk and is not accepted, so the count may be 0.
     """
     kept, counts = [], []
     rows = zip(chosen_BM.tolist(), token_BM.tolist(), parent_BM.tolist(), strict=True)
@@ -46,10 +47,10 @@ def accept_at_rates(
     seed_B: Tensor,
     position_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Rewrite choices and tokens so that a walk takes each node's first child at the rate of its depth.
+    """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth.
 
-    The rate (float64) is compared with a draw from seed and position; `position` is that of the token chosen
-    at the root. A node that is taken becomes its parent's choice; any other loses its token.
+    The rate (float64) is compared with a random draw from seed and position; `position` is that of the token
+    chosen at the root. An accepted node becomes its parent's choice; any other loses its token.
     """
     columns = (x.tolist() for x in (chosen_BM, token_BM, parent_BM, seed_B, position_B))
     rewritten = [
@@ -68,9 +69,9 @@ def promote(
     path_length_B: Tensor,
     length_B: Tensor,
 ) -> None:
-    """Make the kept nodes' records the row's path and add their number to its committed length, in place.
+    """Make the accepted nodes' records the row's path and add their count to its committed length, in place.
 
-    What lies behind a path in its table is not touched. A row of length 0 is padding, and stays as it is.
+    Table entries behind a path's end are unchanged. A row of length 0 is padding and is unchanged.
     """
     for b, count in enumerate(count_B.tolist()):
         if length_B[b] == 0:
@@ -83,12 +84,12 @@ def promote(
 
 
 def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
-    """Return the scores [B, F, K] of the children of F nodes, whose own scores are given, in float64.
+    """Return the scores [B, F, K] of the children of F nodes with the given scores, in float64.
 
-    A child's chance is the drafter's share of it, at most 1, times the gain of its depth (1: the root's
-    children) and rank, held between the least and the greatest chance there: the table's three parts. The
-    last depth and the last rank stand for all beyond. At most one child is accepted and their order stays: no
-    chance is above the one before it, and together they come to 1 at most.
+    A child's acceptance probability is the drafter's probability, at most 1, times the gain of its depth (1:
+    the root's children) and rank, clamped between a minimum and a maximum: the table's three parts. The last
+    depth and rank also apply to all beyond. At most one child is accepted and their order is fixed, so
+    probabilities never increase with rank and sum to at most 1.
     """
     ranks = share_BFK.shape[2]
     known = [part[min(depth, len(part)) - 1] for part in table_3DR.tolist()]
@@ -102,17 +103,17 @@ def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor)
 
 
 def frontier(score_BN: Tensor, count: int) -> Tensor:
-    """Return the `count` best of a level by score, the best first; of equals the earlier is better."""
+    """Return the indices of the `count` best scores of a level, best first; ties go to the earlier node."""
     return _ids([row.by_score(scores)[:count] for scores in score_BN.tolist()], score_BN.device)
 
 
 def prune(
     token_BN: Tensor, parent_BN: Tensor, score_BN: Tensor, belief_BN: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keep the `count` best nodes by score, in their order; of equals the earlier is better.
+    """Keep the `count` best nodes by score, in their original order; ties go to the earlier node.
 
-    Node 0 is the root, with score 1. A parent scores no less than its children and comes before them, so that
-    it is kept where they are.
+    Node 0 is the root, with score 1. A parent scores no less than its children and precedes them, so the
+    parents of retained nodes are retained.
     """
     kept_BM = frontier(score_BN, count).sort(-1).values
     parents = list(map(row.renumber, parent_BN.tolist(), kept_BM.tolist()))

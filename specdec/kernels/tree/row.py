@@ -1,7 +1,7 @@
-"""One row's tree as Python sequences: what the host runs, and what the reference applies to every row.
+"""One row's tree as Python sequences: used by the host, and by the reference for every row.
 
-Nodes stand in topological order: node 0 is the root, whose parent is -1, and every other parent comes before
-its children. Siblings never share a token. A node of token -1 is padding that no walk enters.
+Nodes are in topological order: node 0 is the root, whose parent is -1, and every parent precedes its
+children. Siblings never share a token. A node of token -1 is padding that no walk enters.
 """
 
 import math
@@ -12,7 +12,7 @@ from specdec.kernels.sampling.rules import NO_TOKEN
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Return how far below the root each node is."""
+    """Return each node's depth below the root."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -20,7 +20,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestor_masks(parents: Sequence[int]) -> list[int]:
-    """Set bit j of entry i where node j is an ancestor of i, or i itself."""
+    """Return bit masks: bit j of entry i is set if node j is an ancestor of i, or i itself."""
     masks: list[int] = []
     for i, parent in enumerate(parents):
         masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
@@ -28,10 +28,10 @@ def ancestor_masks(parents: Sequence[int]) -> list[int]:
 
 
 def taps(parents: Sequence[int], width: int) -> list[tuple[int, ...]]:
-    """Return, per node, where a convolution of `width` finds its inputs, oldest first.
+    """Return each node's input indices for a convolution of `width`, oldest first.
 
-    Indices count the width-1 inputs before the window and then the window's own, so that a path that leaves
-    the tree at its root continues in what came before.
+    Indices count the width-1 inputs before the window and then the window's own, so a path continues above
+    the root into the inputs before the window.
     """
     before = width - 1
     found: list[tuple[int, ...]] = []
@@ -42,7 +42,7 @@ def taps(parents: Sequence[int], width: int) -> list[tuple[int, ...]]:
 
 
 def walk(chosen: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Follow the chosen token from the root on; return the nodes, also a last one where none was chosen."""
+    """Follow the chosen tokens from the root; return the path, including a last node with no choice."""
     children = {edge: i for i, edge in enumerate(zip(parents, tokens, strict=True)) if edge[1] != NO_TOKEN}
     path = [0]
     while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
@@ -59,7 +59,7 @@ def accept_at_rates(
     seed: int,
     position: int,
 ) -> tuple[list[int], list[int]]:
-    """Rewrite choices and tokens so that a walk takes each node's first child at the rate of its depth."""
+    """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth."""
     new_chosen, new_tokens = list(chosen), [tokens[0], *[NO_TOKEN] * (len(tokens) - 1)]
     has_child, depth = set[int](), depths(parents)
     for node, parent in list(enumerate(parents))[1:]:
@@ -75,27 +75,28 @@ def accept_at_rates(
 def siblings(
     shares: Iterable[float], gains: Iterable[float], least: Iterable[float], most: Iterable[float]
 ) -> list[float]:
-    """Return the probabilities of one node's children from a drafter's shares, in descending order.
+    """Return the acceptance probabilities of a node's children from the drafter's, in descending order.
 
-    Each is the share times the gain of its rank, within the bounds of its rank. At most one child is
-    accepted, and their order stays: no probability exceeds the one before it, and they sum to 1 at most.
+    Each is the drafter's probability times the gain of its rank, clamped to the bounds of its rank. At most
+    one child is accepted and their order is fixed: no probability exceeds the one before it, and they sum to
+    at most 1.
     """
     found: list[float] = []
     bound, total = math.inf, 0.0
     for share, gain, low, high in zip(shares, gains, least, most, strict=False):
         bound = min(bound, max(share * gain, low), high)
         found.append(bound)
-        # One after the other, as a device adds: some Pythons' `sum` rounds otherwise.
+        # Add sequentially like the device: some Python versions' `sum` rounds differently.
         total += bound
     return found if total <= 1 else [chance / total for chance in found]
 
 
 def by_score(scores: Sequence[float]) -> list[int]:
-    """Order nodes by score, the best first; of equals the earlier is better."""
+    """Sort nodes by score, best first; ties go to the earlier node."""
     return sorted(range(len(scores)), key=lambda node: -scores[node])
 
 
 def renumber(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Return the parents of nodes that are kept, by their place among these."""
+    """Return the parents of the retained nodes, as indices into the retained nodes."""
     place = {-1: -1} | {node: i for i, node in enumerate(kept)}
     return [place[parents[node]] for node in kept]

@@ -1,6 +1,6 @@
-"""Trees on a GPU: one launch and one small program a row for each step, and nothing waits for the host.
+"""Trees on a GPU: each operation is one launch with one program per row and no host synchronisation.
 
-All of it is integers and float64 in the host's order, so that every result is cpu.py's bit for bit.
+All arithmetic is integer or float64 in the host's order, so results match cpu.py bit for bit.
 """
 
 import torch
@@ -14,9 +14,10 @@ from specdec.kernels.sampling.triton import splitmix64
 
 
 def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each node's depth, its ancestors with itself, and the `taps` inputs of its convolution.
+    """Return each node's depth, its ancestors including itself, and the `taps` inputs of its convolution.
 
-    Those are indices into the taps-1 inputs before the window followed by the window's own, oldest first.
+    The inputs are indices into the taps-1 inputs before the window followed by the window's own, oldest
+    first.
     """
     rows, width = parent_BM.shape
     depth_BM = _like(parent_BM, rows, width)
@@ -31,11 +32,11 @@ def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow the chosen token from the root on to the child that drafted it, until no child did.
+    """Follow the chosen tokens from the root until no child has the chosen token.
 
-    Return the nodes that are kept, the root first, and how many they are; from there on every entry is its
-    own index, so that moving what the nodes wrote to where the text goes on leaves the rest in place. A node
-    at which no token was chosen is not kept: the walk ends at it, and may keep nothing.
+    Return the accepted nodes, the root first, and their count. Entries after the count are their own index,
+    so moving the nodes' KV to its committed position leaves the rest unchanged. A node with no chosen token
+    ends the walk and is not accepted, so the count may be 0.
     """
     node_BM, count_B = torch.empty_like(_whole(chosen_BM)), _like(chosen_BM, len(chosen_BM))
     _walk[(len(chosen_BM),)](
@@ -55,10 +56,10 @@ def accept_at_rates(
     seed_B: Tensor,
     position_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Rewrite choices and tokens so that a walk takes each node's first child at the rate of its depth.
+    """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth.
 
-    The rate (float64) is compared with a draw from seed and position; `position` is that of the token chosen
-    at the root. A node that is taken becomes its parent's choice; any other loses its token.
+    The rate (float64) is compared with a random draw from seed and position; `position` is that of the token
+    chosen at the root. An accepted node becomes its parent's choice; any other loses its token.
     """
     new_chosen_BM, new_token_BM = torch.empty_like(_whole(chosen_BM)), torch.empty_like(_whole(token_BM))
     _accept_at_rates[(len(chosen_BM),)](
@@ -78,9 +79,9 @@ def promote(
     path_length_B: Tensor,
     length_B: Tensor,
 ) -> None:
-    """Make the kept nodes' records the row's path and add their number to its committed length, in place.
+    """Make the accepted nodes' records the row's path and add their count to its committed length, in place.
 
-    What lies behind a path in its table is not touched. A row of length 0 is padding, and stays as it is.
+    Table entries behind a path's end are unchanged. A row of length 0 is padding and is unchanged.
     """
     rows, width = node_BM.shape
     assert path_length_B.is_contiguous() and length_B.is_contiguous()
@@ -96,12 +97,12 @@ def promote(
 
 
 def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
-    """Return the scores [B, F, K] of the children of F nodes, whose own scores are given, in float64.
+    """Return the scores [B, F, K] of the children of F nodes with the given scores, in float64.
 
-    A child's chance is the drafter's share of it, at most 1, times the gain of its depth (1: the root's
-    children) and rank, held between the least and the greatest chance there: the table's three parts. The
-    last depth and the last rank stand for all beyond. At most one child is accepted and their order stays: no
-    chance is above the one before it, and together they come to 1 at most.
+    A child's acceptance probability is the drafter's probability, at most 1, times the gain of its depth (1:
+    the root's children) and rank, clamped between a minimum and a maximum: the table's three parts. The last
+    depth and rank also apply to all beyond. At most one child is accepted and their order is fixed, so
+    probabilities never increase with rank and sum to at most 1.
     """
     rows, nodes, ranks = share_BFK.shape
     _, depths, known = table_3DR.shape
@@ -117,7 +118,7 @@ def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor)
 
 
 def frontier(score_BN: Tensor, count: int) -> Tensor:
-    """Return the `count` best of a level by score, the best first; of equals the earlier is better."""
+    """Return the indices of the `count` best scores of a level, best first; ties go to the earlier node."""
     rows, nodes = score_BN.shape
     index_BC = _like(score_BN, rows, min(count, nodes))
     _frontier[(rows,)](
@@ -131,10 +132,10 @@ def frontier(score_BN: Tensor, count: int) -> Tensor:
 def prune(
     token_BN: Tensor, parent_BN: Tensor, score_BN: Tensor, belief_BN: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keep the `count` best nodes by score, in their order; of equals the earlier is better.
+    """Keep the `count` best nodes by score, in their original order; ties go to the earlier node.
 
-    Node 0 is the root, with score 1. A parent scores no less than its children and comes before them, so that
-    it is kept where they are.
+    Node 0 is the root, with score 1. A parent scores no less than its children and precedes them, so the
+    parents of retained nodes are retained.
     """
     rows, nodes = score_BN.shape
     count = min(count, nodes)
@@ -177,7 +178,7 @@ def _relations(parent, depth, ancestors, tap, width, TAPS: tl.constexpr, BLOCK: 
     tl.store(ancestors + square, seen, mask=inside[:, None] & inside[None, :])
     node = at.to(tl.int64)
     for back in tl.static_range(TAPS):
-        # Above the root the path goes on into what came before the window.
+        # Above the root the path continues into the inputs before the window.
         place = TAPS - 1 + tl.where(levels >= back, node, levels - back)
         tl.store(tap + (row * width + at) * TAPS + TAPS - 1 - back, place, mask=inside)
         node = tl.load(parent + node, mask=inside & (node >= 0), other=-1)
@@ -225,7 +226,7 @@ def _accept_at_rates(
     while tl.max(up, 0) > 0:
         depth += (up > 0).to(tl.int64)
         up = tl.load(parent + up, mask=up > 0, other=-1)
-    # The rate is compared with 64 drawn bits as an integer.
+    # Compare the rate with a random 64-bit integer.
     share = tl.load(rate + depth, mask=inside & (depth < depths), other=0.0) * 4294967296.0
     start = splitmix64(tl.load(seed + row).to(tl.uint64))
     drawn = splitmix64(start ^ (tl.load(position + row) + depth).to(tl.uint64))
@@ -264,7 +265,7 @@ def _children(
     share, score, table, out, nodes, depth, depths, known,
     RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum the chances, then go over them again: few numbers, which the cache holds."""
+    """Sum the probabilities in a first pass and normalise in a second: they are few and cached."""
     overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -283,7 +284,7 @@ def _children(
 
 @triton.jit
 def _chance(share, table, rank, depth, depths, known, bound, inside):
-    """Calibrate the next child's share; `bound` is the chance of the one before it."""
+    """Calibrate the next child's probability; `bound` is that of the previous child."""
     gain = table + depth * known + tl.minimum(rank, known - 1)
     belief = tl.minimum(tl.load(share + rank, mask=inside, other=0.0).to(tl.float64), 1.0)
     chance = belief * tl.load(gain)
@@ -322,7 +323,7 @@ def _prune(
 
 @triton.jit
 def _rank(score, nodes, at):
-    """Count what is better than each score; of equals the earlier is."""
+    """Return each score's rank; ties go to the earlier node."""
     own = tl.load(score + at, mask=at < nodes, other=-1.0)
     rank = tl.zeros_like(at)
     for other in range(nodes):

@@ -1,1 +1,1 @@
-"""GGUF files, as llama.cpp, Ollama and LM Studio keep models."""
+"""GGUF files of llama.cpp, Ollama and LM Studio."""

@@ -1,4 +1,4 @@
-"""How llama.cpp's converter writes one model family: a table of names, fields and transforms."""
+"""One architecture as written by llama.cpp's converter: a table of names, fields and transforms."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ ATTENTION: Mapping[str, str] = {
 
 
 def gated(file: str, disk: str) -> dict[str, str]:
-    """Return the names of a gated feed-forward's matrices; braces stand for gate, up and down."""
+    """Return the names of a gated feed-forward's matrices; `{}` is replaced by gate, up and down."""
     return {file.format(part): disk.format(part) for part in ("gate", "up", "down")}
 
 
@@ -41,50 +41,50 @@ class Architecture:
 
     model_type: str
     names: Mapping[str, str]
-    """A checkpoint's names of a layer's tensors, by the file's names with or without the suffix; `{e}` stands
-    for an expert's number."""
+    """Checkpoint names of a layer's tensors, by the file's names with or without the suffix; `{e}` is an
+    expert's number."""
     config: Callable[[Metadata], dict[str, Any]]
-    """Fields of config.json beside those that all have; None: the family does not read it."""
+    """Architecture-specific fields of config.json."""
     transforms: Mapping[str, Transform] = field(default_factory=dict)
-    """Changes to tensors, by the end of a checkpoint's name; the first match counts."""
+    """Transforms of tensors, by the suffix of the checkpoint name; the first match applies."""
     keeps: Callable[[Metadata, str], bool] = lambda metadata, disk: True
-    """Whether a matrix may be kept in blocks: what the transform does must not cut any."""
+    """True if a matrix may stay quantised: its transform must not split blocks."""
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
-    """What a checkpoint calls the tensors outside layers."""
+    """Checkpoint names of the tensors outside layers."""
     head: Mapping[str, str] = field(default_factory=dict)
-    """Full names of the multi-token head's tensors, where they are not those of one more layer."""
+    """Full names of the multi-token head's tensors, unless they are named like one more layer's."""
 
     def recipe(self, metadata: Metadata, disk: str) -> Recipe | None:
-        """Return what makes a checkpoint's tensor of the file's, if it is another one."""
+        """Return the transform from the file's tensor to the checkpoint's, or None."""
         bare = disk.removesuffix("_scale").removesuffix("_offset")
         own = next((made for end, made in self.transforms.items() if bare.endswith(end)), None)
         return partial(own, metadata) if own else None
 
 
 def named(names: Mapping[str, str], stem: str, suffix: str) -> str | None:
-    """Translate a name, given in two parts; a translation of the whole counts first."""
+    """Translate a name given as stem and suffix; a translation of the whole takes precedence."""
     if whole := names.get(stem + suffix):
         return whole
     return names[stem] + suffix if stem in names else None
 
 
 def as_stored(metadata: Metadata, own_X: Tensor) -> Tensor:
-    """Return the tensor itself."""
+    """Return the tensor unchanged."""
     return own_X
 
 
 def subtract_one(metadata: Metadata, own_X: Tensor) -> Tensor:
-    """Subtract the one that the converter adds to a norm's weight."""
+    """Subtract the 1 that the converter adds to a norm's weight."""
     return own_X - 1
 
 
 def log_decay(metadata: Metadata, own_X: Tensor) -> Tensor:
-    """Return A_log of A = -exp(A_log)."""
+    """Return A_log, given A = -exp(A_log)."""
     return torch.log(-own_X)
 
 
 def flatten(metadata: Metadata, own_X: Tensor) -> Tensor:
-    """Return a tensor of one dimension."""
+    """Flatten to one dimension."""
     return own_X.reshape(-1)
 
 
@@ -99,10 +99,10 @@ def as_depthwise(metadata: Metadata, own_CK: Tensor) -> Tensor:
 
 
 def unpair(metadata: Metadata, own_NX: Tensor) -> Tensor:
-    """Reorder the rows of rotated heads: the converter puts the two of a pair side by side."""
+    """Reorder the rows of rotated heads: the converter interleaves the two halves of a head."""
     half = metadata.head_dim // 2
     if half < 1 or len(own_NX) % (2 * half):
-        return own_NX  # of a wrong shape, which is reported where it is compared
+        return own_NX  # wrong shape, reported by the later comparison
     return own_NX.view(-1, half, 2, *own_NX.shape[1:]).transpose(1, 2).reshape(own_NX.shape)
 
 

@@ -1,4 +1,4 @@
-"""A file's metadata as the config.json, and its tensors as those, of the checkpoint that it was made from."""
+"""Present a GGUF file as the checkpoint it was converted from: config.json fields and tensors."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,11 +21,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **latent.ARCHITECTURES,
     **lightning.ARCHITECTURES,
 }
-"""By the name that files have for them."""
+"""By the files' architecture name."""
 
 
 class Described(Metadata):
-    """One file's config and tensors."""
+    """One file's config and tensors, as a checkpoint has them."""
 
     def __init__(self, file: GgufFile) -> None:
         name = file.metadata.get("general.architecture")
@@ -46,7 +46,7 @@ class Described(Metadata):
 
     @property
     def dtype(self) -> str:
-        """Return what the checkpoint's dtype is taken for, as safetensors spells it."""
+        """Return the checkpoint's assumed dtype, as safetensors spells it."""
         return "F32" if {own.kind.name for own in self.file.entries.values()} == {"F32"} else "BF16"
 
     @property
@@ -79,11 +79,11 @@ class Described(Metadata):
         }
 
     def names(self) -> Mapping[str, str]:
-        """Return the file's name of each tensor by that of the checkpoint."""
+        """Return the file's tensor names by checkpoint name."""
         return self._names
 
     def form(self, disk: str, entry: Entry) -> Form | None:
-        """Return how the integers of a matrix are kept; None: it is widened."""
+        """Return a matrix's integer format; None: it is widened."""
         if len(entry.shape) != 2 or (self.names()[disk] == _EMBEDDING and not self.is_tied):
             return None
         if not self.architecture.keeps(self, disk) or self._unlike(disk, entry):
@@ -92,18 +92,18 @@ class Described(Metadata):
 
     @property
     def is_tied(self) -> bool:
-        """Whether logits are made by the matrix of the embeddings."""
+        """True if the embedding is also the output matrix."""
         return "output.weight" not in self.file.entries
 
     def _unlike(self, disk: str, entry: Entry) -> bool:
-        """Return whether an expert's gate and up projection, which become one matrix, differ in form."""
+        """Return whether an expert's gate and up projections, which are stacked, differ in format."""
         name = self.names()[disk]
         other = re.sub("ffn_(gate|up)_exps", lambda own: f"ffn_{_OTHER[own[1]]}_exps", name)
         beside = self.file.entries.get(other)
         return beside is not None and KEPT.get(beside.kind.name) != KEPT.get(entry.kind.name)
 
     def _integer_weights(self) -> dict[str, Any]:
-        """Announce the types of the matrices that are kept as integers."""
+        """Return the config's announcement of matrices that stay integers."""
         types: dict[str, list[str]] = {}
         for disk, name in self.names().items():
             if self.form(disk, entry := self.file.entries[name]):
@@ -113,7 +113,7 @@ class Described(Metadata):
         return {"quantization_config": {"quant_method": "gguf", "types": types, "note": self._note()}}
 
     def _note(self) -> str:
-        """Describe what matrices take that need much more memory than in the file; empty if none do."""
+        """Describe matrices that need much more memory than in the file; empty if there are none."""
         stored, taken, names = 0.0, 0.0, set()
         for disk, name in self.names().items():
             entry = self.file.entries[name]
@@ -127,11 +127,11 @@ class Described(Metadata):
         return f"{told}: no kernel multiplies their bits as stored" if names else ""
 
     def recipe(self, disk: str) -> Recipe | None:
-        """Return what makes a checkpoint's tensor of the file's, if it is another one."""
+        """Return the transform from the file's tensor to the checkpoint's, or None."""
         return self.architecture.recipe(self, disk)
 
     def _apart(self, entries: Mapping[str, Entry]) -> Iterator[tuple[str, Entry]]:
-        """Yield a file's tensors, each expert's matrices by themselves: a checkpoint has them so."""
+        """Yield a file's tensors, with one matrix per expert, as checkpoints have them."""
         for name, entry in entries.items():
             weight, _, end = name.rpartition(".")
             if end in ("scale", "input_scale") and f"{weight}.weight" in entries:
@@ -151,7 +151,7 @@ class Described(Metadata):
                 yield own, each._replace(offset=entry.offset + i * each.bytes, factor=factor)
 
     def _factors(self, entry: Entry | None, weight: str) -> list[float]:
-        """Read what all of a matrix is multiplied by, or each expert's: NVFP4 stores it apart."""
+        """Read the scale of a whole matrix or of each expert, which NVFP4 stores separately."""
         if entry is None:
             return [1.0]
         found = widen(entry.data, entry.kind, entry.shape).flatten()
@@ -176,10 +176,10 @@ class Described(Metadata):
 
 
 NOTED = 1.5
-"""Times as much memory as in the file that is worth a line in the log."""
+"""Ratio of memory to file size that is worth a log line."""
 _EMBEDDING = "token_embd.weight"
 _OTHER = {"gate": "up", "up": "gate"}
 _EXPERTS = re.compile(r"(blk\.\d{1,4}\.ffn_)(gate_up|gate|up|down)_exps\.weight")
-"""The matrices of all experts of a layer, in one tensor."""
+"""One tensor with the matrices of all experts of a layer."""
 _NAME = re.compile(r"blk\.(\d{1,4})\.(.+?)(?:\.(\d+))?(\.weight|\.bias|)")
-"""A block, a tensor, the number of an expert and a suffix."""
+"""Block, tensor, expert number and suffix."""

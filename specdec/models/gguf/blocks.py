@@ -1,6 +1,6 @@
-"""Numbers in blocks: widened to float32 exactly as llama.cpp defines each type, or kept as integers.
+"""Quantised blocks: widened to float32 exactly as llama.cpp defines each type, or unpacked to integers.
 
-In C, and where there is no compiler in numpy, which is what the C kernel is tested against.
+In C, or without a compiler in numpy, which the C kernel is tested against.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,21 +32,21 @@ from specdec.models.gguf.codebooks import codebook
 from specdec.models.gguf.file import Kind
 
 PIECE = 1 << 18
-"""Bytes that are read together, which fit in a core's cache."""
+"""Bytes per step, which fit in a core's cache."""
 
 
 class Form(NamedTuple):
-    """How the integers of a type are kept."""
+    """Integer format of a type."""
 
     bits: int
     group: int = GROUP
-    """Weights that share a scale."""
+    """Weights per scale."""
     middle: int = 0
-    """What is subtracted from unsigned numbers, whose groups have offsets; 0: they are signed, without."""
+    """Subtracted from unsigned integers, whose groups have offsets; 0: signed without offsets."""
 
 
 FLAT = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
-"""Types whose groups all have their block's scale, stored in float16."""
+"""Types whose groups share their block's float16 scale."""
 KEPT: Mapping[str, Form] = {
     "Q8_0": Form(8),
     "Q5_0": Form(6),
@@ -70,46 +70,46 @@ KEPT: Mapping[str, Form] = {
     "IQ3_S": Form(6),
     **dict.fromkeys(FLAT, Form(4)),
 }
-"""Types that are multiplied as integers."""
+"""Types that stay integers."""
 _WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def bits_per_weight(form: Form | None) -> float:
-    """Return what a weight takes in memory, with its part of scales and offsets; None: it is widened."""
+    """Return bits per weight in memory, with its share of scales and offsets; None: widened."""
     return form.bits + (1 if form.middle or form.group < GROUP else 0.5) if form else 16
 
 
 def widen(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers of a tensor's bytes in float32."""
+    """Dequantise a tensor's bytes to float32."""
     if kind.name in _WIDE:
         return torch.from_numpy(data_X.copy()).view(_WIDE[kind.name]).view(shape).float()
     return _fill("wide", data_X, kind, torch.empty(shape))
 
 
 def integers(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return the integers of a type in `KEPT`, in int8 and less the middle of their range."""
+    """Return the integers of a type in `KEPT` as int8, minus the middle of their range."""
     return _fill("number", data_X, kind, torch.empty(shape, dtype=torch.int8))
 
 
 def scales(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return what the integers are multiplied by [N, groups], in the type that `scale_type` names."""
+    """Return the integers' scales [N, groups], in the dtype of `scale_type`."""
     scale_NG = _fill("scale", data_X, kind, torch.empty(shape[0], shape[1] // KEPT[kind.name].group))
     return scale_NG.half() if scale_type(kind) == "F16" else scale_NG
 
 
 def scale_type(kind: Kind) -> str:
-    """Return float16 for scales that are stored so, float32 for products of two numbers and for powers."""
+    """Return F16 for scales stored as float16, F32 for products of two factors and for powers."""
     is_stored = kind.numbers == GROUP and kind.name != "MXFP4"
     return "F16" if is_stored or kind.name in FLAT else "F32"
 
 
 def offsets(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """Return what is added to the products of integers and scales, in float32 [N, groups]."""
+    """Return the offsets of integers times scales, in float32 [N, groups]."""
     return _fill("offset", data_X, kind, torch.empty(shape[0], shape[1] // KEPT[kind.name].group))
 
 
 def _fill(part: str, data_X: Array, kind: Kind, out_X: Tensor) -> Tensor:
-    """Unpack one part of all blocks in C, or in numpy where there is no compiler."""
+    """Unpack one part of all blocks in C, or in numpy without a compiler."""
     block_BX = data_X.reshape(-1, kind.bytes)
     if forms():
         each = {"number": kind.numbers, "wide": kind.numbers}.get(part) or kind.numbers // KEPT[
@@ -122,9 +122,9 @@ def _fill(part: str, data_X: Array, kind: Kind, out_X: Tensor) -> Tensor:
 
 
 def fill_in_numpy(part: str, block_BX: Array, kind: Kind, out_X: Tensor) -> Tensor:
-    """Unpack one part of blocks, as many at a time as fit in a cache: the reference for blocks.inc."""
+    """Unpack one part of blocks, a cacheful at a time: the reference for blocks.inc."""
     read, out_BN, together = _PARTS[part], out_X.numpy().reshape(len(block_BX), -1), PIECE // kind.bytes
-    with np.errstate(all="ignore"):  # of NaN and Inf in damaged files
+    with np.errstate(all="ignore"):  # NaN and Inf in damaged files
         for first in range(0, len(block_BX), together):
             out_BN[first : first + together] = read(block_BX[first : first + together], kind)
     return out_X
@@ -148,7 +148,7 @@ def _scales(block_BX: Array, kind: Kind) -> Array:
 
 
 def _offsets(block_BX: Array, kind: Kind) -> Array:
-    """Return offsets from the middle of the numbers' range."""
+    """Return offsets relative to the middle of the integers' range."""
     scale_BG, offset_BG = _SCALES[kind.name](block_BX)
     assert offset_BG is not None
     from_middle_BG: Array = offset_BG + KEPT[kind.name].middle * scale_BG
@@ -194,7 +194,7 @@ _NUMBERS: Mapping[str, Callable[[Array], Array]] = {
     "IQ4_XS": lambda block_BX: flat(IQ4[nibbles(block_BX[:, 8:].reshape(-1, 8, 16))]),
     "MXFP4": lambda block_BX: FP4[nibbles(block_BX[:, 1:])],
 }
-"""The integers [B, N] of blocks: signed in int8, unsigned in uint8."""
+"""The integers [B, N] of blocks: int8 if signed, uint8 if unsigned."""
 
 
 def _one(block_BX: Array) -> tuple[Array, None]:
@@ -207,7 +207,7 @@ def _two(block_BX: Array) -> tuple[Array, Array]:
 
 
 def _eight(block_BX: Array) -> tuple[Array, Array]:
-    """Read six bits of each group's scale and minimum, times the block's own."""
+    """Return each group's scale and minimum, six bits each times the block's own."""
     first_B4, second_B4, third_B4 = (block_BX[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     scale_B8 = np.concatenate([first_B4 & 63, third_B4 & 15 | first_B4 >> 6 << 4], axis=1)
     least_B8 = np.concatenate([second_B4 & 63, third_B4 >> 4 | second_B4 >> 6 << 4], axis=1)
@@ -220,7 +220,7 @@ def _sixteen(block_BX: Array) -> tuple[Array, None]:
 
 
 def _sixteen_pairs(block_BX: Array) -> tuple[Array, Array]:
-    """Read four bits of each group's scale and minimum, times the block's own."""
+    """Return each group's scale and minimum, four bits each times the block's own."""
     both_BG, own_B2 = block_BX[:, :16], half(block_BX[:, 80:])
     return own_B2[:, :1] * (both_BG & 15), -own_B2[:, 1:] * (both_BG >> 4)
 
@@ -238,7 +238,7 @@ def _eight_of_six_bits(block_BX: Array) -> tuple[Array, None]:
 
 
 def _power(block_BX: Array) -> tuple[Array, None]:
-    """Return 2 to the power of a byte less 128, through the bits of float32."""
+    """Return 2^(byte - 128), computed through float32 bits."""
     byte_B1 = block_BX[:, :1].astype(np.int32)
     return np.where(byte_B1 < 2, 0x200000 << np.minimum(byte_B1, 1), byte_B1 - 1 << 23).view(np.float32), None
 
@@ -254,4 +254,4 @@ _SCALES: Mapping[str, Callable[[Array], tuple[Array, Array | None]]] = {
     "IQ4_XS": _eight_of_six_bits,
     "MXFP4": _power,
 }
-"""The scales [B, G] of blocks, and their offsets where the type has any."""
+"""The scales [B, G] of blocks, and the offsets of types that have them."""

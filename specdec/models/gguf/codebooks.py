@@ -1,6 +1,6 @@
-"""Blocks of one to three bits a weight: signs, ternary digits, and indices into codebooks.
+"""Blocks of one to three bits per weight: signs, ternary digits, and codebook indices.
 
-A codebook lists vectors of four or eight weights. This is the numpy form; blocks.inc is the C form.
+A codebook lists vectors of four or eight weights. This is the numpy implementation; blocks.inc is the C one.
 """
 
 import functools
@@ -32,7 +32,7 @@ _THREES = 3 * np.arange(4, dtype=np.uint16)
 _SEVENS = 7 * np.arange(4, dtype=np.uint32)
 _POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
 _EVEN = np.array([i | i.bit_count() % 2 << 7 for i in range(128)], np.uint8)
-"""Signs of eight weights, of which an even number is negative, by the first seven."""
+"""Sign bits of eight weights with even parity, by the first seven."""
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def codebook(name: str) -> Array | None:
 
 
 def _look_up(name: str, index_BI: Array, sign_BX: Array | None = None) -> Array:
-    """Return the weights that indices mean, negative where the bits of bytes are set."""
+    """Return the codebook's weights, negated where the sign bits are set."""
     book = codebook(name)
     assert book is not None
     number_BN: Array = flat(book[index_BI])
@@ -54,12 +54,12 @@ def _look_up(name: str, index_BI: Array, sign_BX: Array | None = None) -> Array:
 
 
 def _even_signs(word_B8: Array) -> Array:
-    """Return the signs of each 32 weights, from the lower 28 bits of words."""
+    """Return the signs of 32 weights per word, from its lower 28 bits."""
     return flat(_EVEN[word_B8[..., None] >> _SEVENS & 127])
 
 
 def _pairs_of_words(block_BX: Array) -> Array:
-    """Return the words of IQ2_XXS behind its indices: signs and scales."""
+    """Return IQ2_XXS's words of signs and scales, which follow its indices."""
     return words(block_BX[:, 2:], np.uint32)[:, 1::2]
 
 
@@ -88,13 +88,13 @@ def _iq3_s(block_BX: Array) -> Array:
 
 
 def _iq1_s(block_BX: Array) -> Array:
-    """Return ternary digits, less the least."""
+    """Return ternary digits counted from the lowest."""
     high_BI = flat(words(block_BX[:, 34:], np.uint16)[..., None] >> _THREES & 7)
     return (_look_up("IQ1_S", block_BX[:, 2:34] | high_BI << 8) + np.int8(1)).view(np.uint8)
 
 
 def _iq1_m(block_BX: Array) -> Array:
-    """Return eighths: ternary digits, and one eighth more or less."""
+    """Return weights in eighths: ternary digits plus or minus one eighth."""
     nibble_BI = nibble_pairs(block_BX[:, 32:48]).astype(np.uint16)
     digit_BIN = _look_up("IQ1_M", block_BX[:, :32] | (nibble_BI & 7) << 8).reshape(len(block_BX), 32, 8)
     more_BI = np.where(nibble_BI & 8, np.int8(-1), np.int8(1))
@@ -102,7 +102,7 @@ def _iq1_m(block_BX: Array) -> Array:
 
 
 def _tq1_0(block_BX: Array) -> Array:
-    """Return digits to base 3, five in a byte: a fraction of 256, whose first digit is the largest."""
+    """Return base-3 digits, five per byte: a fraction of 256 with the most significant digit first."""
     parts = (block_BX[:, :32], _POWERS), (block_BX[:, 32:48], _POWERS), (block_BX[:, 48:52], _POWERS[:4])
     rest_BN = np.concatenate([flat(own_BX[:, None] * power[:, None]) for own_BX, power in parts], axis=1)
     return (rest_BN.astype(np.uint16) * 3 >> 8).astype(np.int8) - np.int8(1)
@@ -131,13 +131,13 @@ def _words_scales(word_B8: Array, block_BX: Array, unit: float) -> tuple[Array, 
 
 
 def _sixteen_odd(block_BX: Array) -> tuple[Array, None]:
-    """Read four bits of each group's scale: an odd number of eighths of the block's own."""
+    """Return each group's scale from four bits: an odd multiple of an eighth of the block's own."""
     odd_BG = np.float32(0.5) + nibble_pairs(block_BX[:, -8:])
     return half(block_BX[:, :2]) * odd_BG * np.float32(0.25), None
 
 
 def _iq1_s_scales(block_BX: Array) -> tuple[Array, Array]:
-    """Return offsets from the least digit."""
+    """Return scales, and offsets relative to the lowest digit."""
     word_B8 = words(block_BX[:, 34:], np.uint16)
     scale_B8 = half(block_BX[:, :2]) * (2 * (word_B8 >> 12 & 7) + 1)
     more_B8 = np.where(word_B8 >> 15, np.float32(-1.125), np.float32(-0.875))
@@ -145,14 +145,14 @@ def _iq1_s_scales(block_BX: Array) -> tuple[Array, Array]:
 
 
 def _iq1_m_scales(block_BX: Array) -> tuple[Array, None]:
-    """Return eighths of scales; the block's own is in the upper bits of four words."""
+    """Return scales in eighths; the block's own is in the upper bits of four words."""
     word_B4 = words(block_BX[:, 48:], np.uint16)
     own_B1 = half((word_B4 >> 12 << 4 * np.arange(4, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)[:, None])
     return own_B1 * flat(2 * (word_B4[..., None] >> _THREES & 7) + 1) * np.float32(0.125), None
 
 
 def _small_floats(block_BX: Array) -> tuple[Array, None]:
-    """Return halves of 8-bit floats without a sign, of which 127 means 0."""
+    """Return half of unsigned 8-bit floats, where 127 means 0."""
     exponent_B4, rest_B4 = (block_BX[:, :4] >> 3 & 15).astype(np.int32), block_BX[:, :4] & 7
     fraction_B4 = np.where(exponent_B4, 8 + rest_B4, rest_B4).astype(np.float32)
     scale_B4 = np.ldexp(fraction_B4, np.maximum(exponent_B4, 1) - 11)
@@ -160,7 +160,7 @@ def _small_floats(block_BX: Array) -> tuple[Array, None]:
 
 
 def _one_for(groups: int, at: int = 0) -> Callable[[Array], tuple[Array, None]]:
-    """Return what repeats a block's scale for each of its groups."""
+    """Return a function that repeats a block's scale for each of its groups."""
     return lambda block_BX: (np.repeat(half(block_BX[:, at : at + 2]), groups, axis=1), None)
 
 

@@ -49,7 +49,7 @@ _HEAD: Mapping[str, str] = {
     "nextn.hnorm": "mtp.pre_fc_norm_hidden",
     "nextn.shared_head_norm": "mtp.norm",
 }
-"""The multi-token head but for its layer, which is one more block behind the model's."""
+"""The multi-token head except its layer, which is one more block after the model's."""
 _TRANSFORMS: Mapping[str, Transform] = {
     "linear_attn.norm.weight": as_stored,
     "norm.weight": subtract_one,
@@ -95,13 +95,13 @@ def _with_experts(metadata: Metadata) -> dict[str, Any]:
 _NARROW = ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
 _CHANNELS = ("in_proj_qkv.weight", "conv1d.weight")
 _VALUES = ("in_proj_z.weight", "out_proj.weight")
-"""Tensors of a delta net with a row for each value head, for each channel, and for each entry of a value."""
+"""Tensors of a delta net with one row per value head, per channel, or per entry of a value."""
 
 
 def _in_order(part: str, metadata: Metadata, own_X: Tensor) -> Tensor:
     """Reorder tiled value heads (key heads vary fastest) to a checkpoint's grouped order.
 
-    A tensor of another shape than the metadata say stays, and is reported where shapes are compared.
+    A tensor of unexpected shape is left unchanged, and reported by the shape check.
     """
     config, dim = _delta_net(metadata), int(part == "out_proj.weight")
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -114,7 +114,7 @@ def _in_order(part: str, metadata: Metadata, own_X: Tensor) -> Tensor:
     if values > keys and each in (1, HALF, GROUP) and each * size == first + values * width:
         order_N = torch.arange(values).view(-1, keys).T.reshape(-1, 1) * width + torch.arange(width)
         order_N = torch.cat([torch.arange(first), first + order_N.reshape(-1)])
-        own_X = own_X.index_select(dim, order_N[::each] // each)  # a scale belongs to 16 or 32 columns
+        own_X = own_X.index_select(dim, order_N[::each] // each)  # a scale covers 16 or 32 columns
     transform = _TRANSFORMS.get(part)
     return transform(metadata, own_X) if transform else own_X
 
@@ -123,11 +123,11 @@ _TILED: Mapping[str, Transform] = {
     **{f"linear_attn.{part}": partial(_in_order, part) for part in (*_NARROW, *_CHANNELS, *_VALUES)},
     **_TRANSFORMS,
 }
-"""Of Qwen3.5, whose value heads are tiled over key heads."""
+"""Transforms of Qwen3.5, whose value heads are tiled over key heads."""
 
 
 def _cuts_none(metadata: Metadata, disk: str) -> bool:
-    """Return whether columns, which are put in order by value heads, move in whole blocks."""
+    """Return whether reordering columns by value heads moves whole blocks."""
     if not disk.endswith("linear_attn.out_proj.weight"):
         return True
     width: int = _delta_net(metadata)["linear_value_head_dim"]

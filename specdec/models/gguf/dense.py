@@ -1,4 +1,4 @@
-"""Architectures of attention and dense or sparse feed-forwards in every layer."""
+"""Architectures with attention and a dense or sparse feed-forward in every layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ GATED_EXPERTS: Mapping[str, str] = {
 
 
 def experts(metadata: Metadata) -> dict[str, Any]:
-    """Read the sizes of experts."""
+    """Return the sizes of experts."""
     return {
         "num_experts": metadata.experts,
         "num_experts_per_tok": metadata.integer("expert_used_count"),
@@ -22,18 +22,18 @@ def experts(metadata: Metadata) -> dict[str, Any]:
 
 
 SIGMOID = 2
-"""A router's function, as llama.cpp numbers them."""
+"""llama.cpp's number of the router function."""
 
 
 def sigmoid_experts(metadata: Metadata) -> dict[str, Any]:
-    """Read the sizes of experts whose router is a sigmoid."""
+    """Return the sizes of experts with a sigmoid router."""
     if metadata.integer("expert_gating_func", default=SIGMOID) != SIGMOID:
         metadata.refuse_value("expert_gating_func", f"{SIGMOID} (sigmoid)")
     return experts(metadata)
 
 
 def dense_layers(metadata: Metadata) -> list[int]:
-    """List the layers without a router."""
+    """Return the layers without a router."""
     return [i for i in range(metadata.layers) if not metadata.block_holds(i, "ffn_gate_inp")]
 
 

@@ -1,4 +1,4 @@
-"""What a GGUF file holds: its metadata, and where its tensors lie. All is checked before it is used."""
+"""Parse a GGUF file's metadata and tensor table. Everything is checked before use."""
 
 import math
 import mmap
@@ -13,14 +13,14 @@ from specdec.errors import CheckpointError
 from specdec.models.gguf.names import MAGIC
 
 OTHERWISE = "take another file, or the checkpoint that it was made from"
-"""What to do where a file is whole and specdec does not read it."""
+"""Remedy for an intact file that specdec does not support."""
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 MOST_DIMENSIONS = 4
 MOST_STRINGS = 1 << 22
-"""In all arrays, which are read one by one; vocabularies have 250,000."""
+"""Maximum strings in all arrays, which are parsed one by one; vocabularies have 250,000."""
 MOST_BYTES = 1 << 27
-"""Of the header's names, strings and arrays of numbers, or of the strings of an array."""
+"""Maximum bytes of the header's names, strings and numeric arrays, or of one array of strings."""
 
 _SCALARS = {
     **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i"},
@@ -30,17 +30,17 @@ _STRING, _ARRAY = 8, 9
 
 
 class TruncatedError(CheckpointError):
-    """The file ends before its header does, or claims more items than fit behind it."""
+    """The file ends within its header, or claims more items than fit."""
 
 
 class Kind(NamedTuple):
-    """How a tensor's numbers are stored."""
+    """Storage type of a tensor."""
 
     name: str
     numbers: int
-    """In a block."""
+    """Numbers per block."""
     bytes: int
-    """Of a block."""
+    """Bytes per block."""
     number: int
     """Type id in GGUF files."""
 
@@ -58,12 +58,12 @@ KINDS: Mapping[int, Kind] = {
         *((41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18)),
     )
 }
-"""By the number that stands for it in a file."""
+"""Types by their id in files."""
 UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies."""
+    """A tensor's location and type."""
 
     shape: tuple[int, ...]
     kind: Kind
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
     """From the start of the file."""
     file: mmap.mmap
     factor: float = 1.0
-    """What its numbers are multiplied by (NVFP4)."""
+    """Scale of the whole tensor (NVFP4)."""
 
     @property
     def bytes(self) -> int:
@@ -79,12 +79,12 @@ class Entry(NamedTuple):
 
     @property
     def data(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """The tensor's bytes, which view the mapped file."""
+        """The tensor's bytes, a view of the mapped file."""
         return np.frombuffer(self.file, np.uint8, self.bytes, self.offset)
 
 
 class Strings(NamedTuple):
-    """An array of strings, which are decoded when they are asked for: vocabularies have 250,000."""
+    """An array of strings, decoded on demand: vocabularies have 250,000."""
 
     offset: int
     """From the start of the file."""
@@ -92,7 +92,7 @@ class Strings(NamedTuple):
 
 
 class GgufFile:
-    """One mapped file. Of its metadata strings and numbers are Python's, arrays of numbers are numpy's."""
+    """One mapped file. Metadata strings and numbers are Python's, numeric arrays numpy's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,7 +109,7 @@ class GgufFile:
         self._read()
 
     def strings(self, field: str) -> tuple[str, ...]:
-        """Decode an array of strings; there are none where the field is absent or another one."""
+        """Decode an array of strings; empty if the field is absent or of another type."""
         found = self.metadata.get(field)
         if not isinstance(found, Strings):
             return ()
@@ -181,7 +181,7 @@ class GgufFile:
         return np.frombuffer(self._take(count * form.itemsize, name), form)
 
     def _skip(self, count: int, name: str) -> int:
-        """Return where an array of strings ends."""
+        """Return the end offset of an array of strings."""
         end, length_at = self._at, struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
@@ -193,7 +193,7 @@ class GgufFile:
         return end
 
     def _count(self, field: str, *, least: int) -> int:
-        """Read how many items follow, of at least this size: more than the file holds are refused."""
+        """Read a count of items of at least `least` bytes each; refuse more than fit in the file."""
         count: int = self._scalar(10, field)
         if count > (len(self._data) - self._at) // least:
             self._refuse(

@@ -1,4 +1,4 @@
-"""The folder that a GGUF file stands for: its description as a checkpoint's, beside a link to the file."""
+"""A checkpoint folder for a GGUF file: its description and a link to the file."""
 
 import hashlib
 import json
@@ -19,16 +19,16 @@ from specdec.models.gguf.tensors import open_files, parts
 from specdec.models.gguf.tokenizer import NONE, Vocabulary
 
 REVISION = 6
-"""Of what is written here. Folders of earlier revisions are deleted."""
+"""Revision of the description. Folders of earlier revisions are deleted."""
 _RECIPE = re.compile(r"(?:(\d+)-)?[0-9a-f]{16}")
-"""The revision and a hash; folders of the first ones have the hash alone."""
+"""Revision and hash; folders of the first revisions have only the hash."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
 def describe(path: Path, within: Path | None = None) -> Path:
-    """Return the folder of a file, written to the user's cache, or within another folder, the first time."""
+    """Return a file's folder, written on first use to the user's cache or within another folder."""
     cache = within or descriptions()
-    path = Path(os.path.abspath(path))  # links stay: in the hub's cache they have the names
+    path = Path(os.path.abspath(path))  # keep links: in the hub's cache they have the file names
     try:
         found = [(str(own), (is_at := own.stat()).st_size, is_at.st_mtime_ns) for own in parts(path)]
         recipe = f"{REVISION}-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
@@ -41,7 +41,7 @@ def describe(path: Path, within: Path | None = None) -> Path:
             _write(path, whole)
             try:
                 os.replace(whole.parent, folder.parent)
-            except OSError:  # another process may have written it meanwhile
+            except OSError:  # another process may have written it
                 if not folder.is_dir():
                     raise
         for old in cache.iterdir():

@@ -1,4 +1,4 @@
-"""Architectures of Kimi delta attention and latent attention: Kimi-Linear and Ling-3.0."""
+"""Architectures with Kimi delta attention and latent attention: Kimi-Linear and Ling-3.0."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def _mixers(home: str, *, full_rank: bool) -> dict[str, str]:
 
 
 def _conv(metadata: Metadata, own_X: Tensor) -> Tensor:
-    """Return one of three convolutions as [C, 1, K]."""
+    """Reshape one of three convolutions to [C, 1, K]."""
     return own_X.reshape(-1, 1, own_X.shape[-1])
 
 
@@ -54,12 +54,12 @@ def _between_ones(metadata: Metadata, own_X: Tensor) -> Tensor:
 
 
 def _logarithm(metadata: Metadata, own_H1: Tensor) -> Tensor:
-    """Return A_log of A = exp(A_log)."""
+    """Return A_log, given A = exp(A_log)."""
     return torch.log(own_H1).reshape(-1)
 
 
 def _cuts_none(metadata: Metadata, disk: str) -> bool:
-    """Return whether a matrix has two dimensions in a checkpoint as well."""
+    """Return whether a matrix is two-dimensional in a checkpoint too."""
     return not disk.endswith("kv_b_proj.weight")
 
 

@@ -19,7 +19,7 @@ _NAMES: Mapping[str, str] = {
 
 
 def _minimax(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields of MiniMax-01; one residual scale serves all layers."""
+    """Return the fields of MiniMax-01; all layers share one residual scale."""
     linear = [metadata.block_holds(i, "attn_norm_2") for i in range(metadata.layers)]
     scale = metadata.number("residual_scale", 1.0)
     return {

@@ -21,7 +21,7 @@ from specdec.models.gguf.metadata import FULL, LINEAR, Metadata
 
 
 def mixer(home: str) -> dict[str, str]:
-    """Return the names of Mamba-2's tensors, which Mamba-1 shares in part."""
+    """Return the names of Mamba-2's tensors, some of which Mamba-1 shares."""
     return {
         "ssm_in": f"{home}.in_proj",
         "ssm_conv1d": f"{home}.conv1d",
@@ -34,7 +34,6 @@ def mixer(home: str) -> dict[str, str]:
 
 
 def _first_mixer(home: str) -> dict[str, str]:
-    """Return the names of Mamba-1's tensors."""
     steps = {"ssm_x": f"{home}.x_proj", "ssm_dt": f"{home}.dt_proj", "ssm_dt.bias": f"{home}.dt_proj.bias"}
     return {**mixer(home), **steps}
 
@@ -55,7 +54,7 @@ PAIRED_MAMBA2 = {**UNPAIRED, **MAMBA2}
 
 
 def sizes(metadata: Metadata) -> tuple[int, int, int]:
-    """Return the inner width of Mamba-2, its heads, and entries of a head."""
+    """Return Mamba-2's inner width, heads, and head size."""
     inner, heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
     if inner % heads:
         metadata.refuse_value("ssm.inner_size", f"a multiple of ssm.time_step_rank ({heads})")
@@ -63,7 +62,7 @@ def sizes(metadata: Metadata) -> tuple[int, int, int]:
 
 
 def _expanded(metadata: Metadata) -> int:
-    """Return how many times as wide as the stream a mixer is."""
+    """Return the ratio of the mixer's inner width to the hidden size."""
     inner = metadata.integer("ssm.inner_size")
     if inner % metadata.hidden:
         metadata.refuse_value("ssm.inner_size", f"a multiple of embedding_length ({metadata.hidden})")
@@ -85,7 +84,7 @@ def _mamba2(metadata: Metadata) -> dict[str, Any]:
 
 
 def _granite(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields of Granite 4, which also describe Granite 3: all its layers attend."""
+    """Return the fields of Granite 4, or of Granite 3, which has only attention layers."""
     recurrent = not all(metadata.kv_heads)
     rotates = metadata.flag("rope.scaling.finetuned", default=True)
     if rotates and recurrent:
@@ -111,7 +110,7 @@ def _granite(metadata: Metadata) -> dict[str, Any]:
 
 
 def _falcon(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields of Falcon-H1. Its multipliers are in the weights, so a tied output is refused."""
+    """Return the fields of Falcon-H1. The weights include its multipliers, so a tied output is refused."""
     metadata.entry("output.weight")
     return {
         **metadata.whole_heads(),
@@ -140,7 +139,7 @@ def _jamba(metadata: Metadata) -> dict[str, Any]:
 
 
 def _every(kind: str, layers: Sequence[int], metadata: Metadata, name: str) -> dict[str, int]:
-    """Return the period and offset of some layers; Jamba's config has no list of them."""
+    """Return the period and offset of some layers; Jamba's config cannot list them."""
     offset = layers[0] if layers else metadata.layers
     period = layers[1] - offset if len(layers) > 1 else metadata.layers + 1
     if list(range(offset, metadata.layers, period)) != list(layers) or offset >= period:

@@ -1,4 +1,4 @@
-"""Typed reading of a GGUF file's metadata and tensor table, for the description of its network."""
+"""Typed access to a GGUF file's metadata and tensor table, to describe its network."""
 
 import math
 import re
@@ -15,14 +15,14 @@ from specdec.models.gguf.file import OTHERWISE, Entry, GgufFile
 from specdec.models.rope import yarn_attention
 
 MOST_LAYERS = 1024
-"""As many as a checkpoint may have."""
+"""Maximum layers, as for checkpoints."""
 MOST_EXPERTS = 1 << 12
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
-"""Kinds of layers, as config.json has them."""
+"""Kinds of layers, as in config.json."""
 
 
 class Metadata:
-    """The fields that every architecture has, and readers for those of one."""
+    """The fields that every architecture has, and readers for architecture-specific ones."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -37,7 +37,7 @@ class Metadata:
             self.fields.refuse(f"{self.name}.nextn_predict_layers", f"less than block_count ({blocks})")
         self.hidden = self.integer("embedding_length")
         self.heads = self.integer("attention.head_count", default=0, least=0)
-        """0: no layer attends."""
+        """0: no attention layers."""
         self.kv_heads = self.by_layer("attention.head_count_kv", self.heads)
         """0: the layer is recurrent."""
         width = self.hidden // self.heads if self.heads else 1
@@ -45,15 +45,15 @@ class Metadata:
 
     @property
     def experts(self) -> int:
-        """Return how many experts a layer has; 0: none has any."""
+        """Return the experts per layer; 0 without any."""
         return self.integer("expert_count", default=0, least=0, most=MOST_EXPERTS)
 
     def refuse(self, field: str, needs: str) -> NoReturn:
-        """Raise for a file that is whole and cannot be run."""
+        """Raise an error for an intact file that is unsupported."""
         raise CheckpointError(f"{self.file.path.name}: specdec reads {needs}; {OTHERWISE}", field=field)
 
     def refuse_value(self, name: str, needs: str) -> NoReturn:
-        """Raise for the value of a field of the architecture."""
+        """Raise an error for the value of an architecture's field."""
         self.fields.refuse(f"{self.name}.{name}", needs)
 
     def integer(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
@@ -69,13 +69,13 @@ class Metadata:
         return self.fields.flag(f"{self.name}.{name}", default=default)
 
     def by_layer(self, name: str, default: int | None = None) -> list[int]:
-        """Read a number for each layer, or one for all."""
+        """Read an integer per layer, or one for all."""
         if not isinstance(self.fields.get(f"{self.name}.{name}"), np.ndarray):
             return [self.integer(name, default=default, least=0)] * self.layers
         return self.listed(name)
 
     def listed(self, name: str) -> list[int]:
-        """Read an integer for each layer, or true or false."""
+        """Read an integer or boolean per layer."""
         value = self.fields.get(f"{self.name}.{name}")
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "biu" or len(value) < self.layers:
             self.refuse_value(name, f"an integer for each of {self.layers} layers")
@@ -85,7 +85,7 @@ class Metadata:
         return found
 
     def numbers(self, name: str) -> list[float]:
-        """Read a number for each layer; nothing where the field is absent."""
+        """Read a number per layer; empty if the field is absent."""
         self._asked.add(name)
         value = self.fields.get(f"{self.name}.{name}")
         if value is None:
@@ -95,26 +95,26 @@ class Metadata:
         return [float(own) for own in value[: self.layers]]
 
     def entry(self, name: str) -> Entry:
-        """Return a tensor's place, or refuse a file without it."""
+        """Return a tensor's entry, or refuse a file without it."""
         if name not in self.file.entries:
             self.refuse(name, f"files that hold {name}")
         return self.file.entries[name]
 
     def holds(self, stem: str) -> bool:
-        """Return whether any block holds a tensor."""
+        """Return whether any block has a tensor."""
         return stem in self._stems
 
     def block_holds(self, block: int, stem: str) -> bool:
-        """Return whether a block holds a tensor."""
+        """Return whether a block has a tensor."""
         return (str(block), stem) in self._blocks
 
     def eps(self) -> float:
-        """Read the epsilon of norms, for which files have two names."""
+        """Read the norms' epsilon, which has two field names."""
         other = self.fields.get(f"{self.name}.attention.layer_norm_epsilon")
         return self.number("attention.layer_norm_rms_epsilon", other)
 
     def rope(self) -> dict[str, Any]:
-        """Read rotary positions: of those of Llama 3.1 a file holds what frequencies are divided by."""
+        """Read rotary positions; for Llama 3.1 the file stores divisors of the frequencies."""
         theta, scaling = self.number("rope.freq_base", 10_000.0), self._scaling()
         entry = self.file.entries.get("rope_freqs.weight")
         if entry is None:
@@ -138,7 +138,7 @@ class Metadata:
         }
 
     def _scaling(self) -> dict[str, Any]:
-        """Read how frequencies are scaled: where no type is named linearly, as in llama.cpp."""
+        """Read the frequency scaling; without a type it is linear, as in llama.cpp."""
         kind = self.fields.get(f"{self.name}.rope.scaling.type")
         if kind not in (None, "none", "linear", "yarn"):
             self.refuse_value("rope.scaling.type", f"none, linear or yarn, not {kind!r}")
@@ -163,13 +163,13 @@ class Metadata:
         }
 
     def whole_heads(self) -> dict[str, Any]:
-        """Refuse positions that rotate a part of a head."""
+        """Refuse partial rotation of heads."""
         if self.integer("rope.dimension_count", default=self.head_dim) != self.head_dim:
             self.refuse_value("rope.dimension_count", f"whole heads of {self.head_dim}")
         return {}
 
     def refuse_unread(self) -> None:
-        """Refuse fields that change what a network computes and that the architecture did not ask for."""
+        """Refuse fields that change the computation and that the architecture did not read."""
         for name, neutral in _CHANGES.items():
             value = self.fields.get(f"{self.name}.{name}")
             if value is not None and name not in self._asked and np.any(~np.isin(value, neutral)):
@@ -204,4 +204,4 @@ _CHANGES: Mapping[str, tuple[int, ...]] = {
     "swiglu_clamp_exp": (0,),
     "swiglu_clamp_shexp": (0,),
 }
-"""Fields and the values with which they change nothing."""
+"""Fields, and the values at which they have no effect."""

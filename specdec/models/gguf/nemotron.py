@@ -1,4 +1,4 @@
-"""Architectures whose layers are one mixer or one feed-forward: Nemotron-H, dense and with experts."""
+"""Architectures with one mixer or one feed-forward per layer: Nemotron-H, dense and with experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -78,7 +78,7 @@ _HEAD: Mapping[str, str] = {
     "post_attention_norm": "mtp.layers.1.norm",
     **{name: f"mtp.layers.1.{own}" for name, own in _EXPERTS.items()},
 }
-"""The multi-token head: attention and experts are two layers of a checkpoint and one block of a file."""
+"""The multi-token head: its attention and experts are two layers of a checkpoint, but one block of a file."""
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

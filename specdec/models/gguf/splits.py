@@ -1,7 +1,7 @@
-"""How byte-level vocabularies split a text into words, by the name in `tokenizer.ggml.pre`.
+"""Pre-tokenisation of byte-level vocabularies, by the name in `tokenizer.ggml.pre`.
 
-The patterns are those of the published tokenizers, which models were trained with. For gpt-4o, tekken and
-kimi-k2 llama.cpp has simpler ones: they tell capitals in ASCII alone, and take marks for no part of a word.
+The patterns are those of the published tokenizers that the models were trained with. llama.cpp simplifies
+gpt-4o, tekken and kimi-k2: it recognises capitals only in ASCII, and does not treat marks as part of a word.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+ENDING|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*ENDING"
 )
-"""Words in which a capital begins another one."""
+"""Splits before capitals within words."""
 _SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _BLANKS
 _TEKKEN = _CASED.replace("ENDING", "") + r"|\p{N}" + _SYMBOLS
 _GPT4O = _CASED.replace("ENDING", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _SYMBOLS
@@ -34,15 +34,15 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-�
 
 
 class Splitting(NamedTuple):
-    """How a text is split before its tokens are merged."""
+    """How a text is split before merges."""
 
     patterns: Sequence[str]
     ignores_merges: bool = False
-    """A word that is a token is not put together."""
+    """A word that is a token skips the merges."""
     composes: bool = False
-    """Texts are normalised (NFC), as by the tokenizer that the file was made from."""
+    """Texts are normalised (NFC), as by the original tokenizer."""
     adds_bos: bool = False
-    """Where the file says nothing."""
+    """Default if the file has no setting."""
 
 
 SPLITTINGS: Mapping[str, Splitting] = {

@@ -1,4 +1,4 @@
-"""A GGUF file's tensors under a checkpoint's names: widened, or integers and their scales."""
+"""A GGUF file's tensors under checkpoint names: widened, or integers and their scales."""
 
 import os
 import re
@@ -18,18 +18,18 @@ from specdec.models.gguf.blocks import integers, offsets, scale_type, scales, wi
 from specdec.models.gguf.file import Entry, GgufFile, Kind
 
 SMALL = 1 << 20
-"""Numbers of a tensor whose shape is found by a real computation: for arithmetic without data (`meta`), which
-only norms and decays need, torch imports its compiler, which takes 1.2 s."""
+"""Maximum size of tensors whose shape comes from a real computation: `meta` tensors, which only norms and
+decays would need, make torch import its compiler, which takes 1.2 s."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class Header(NamedTuple):
-    """What is known of a tensor without reading it, as safetensors tells it."""
+    """A tensor's shape, dtype and size without its data, with safetensors' interface."""
 
     shape: tuple[int, ...]
     dtype: str
     stored: int
-    """Bytes in the file; of a matrix of integers all of them are the numbers'."""
+    """Bytes in the file; for integer matrices all are attributed to the integers."""
 
     def get_shape(self) -> tuple[int, ...]:
         return self.shape
@@ -39,7 +39,7 @@ class Header(NamedTuple):
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the files of a model: one, or the parts of a split one that exist."""
+    """Return the files of a model: one, or the existing parts of a split one."""
     found = _PART.fullmatch(path.name)
     if not found:
         return [path]
@@ -51,7 +51,7 @@ def parts(path: Path) -> list[Path]:
 def open_files(path: Path) -> GgufFile:
     """Open a file with the tensors of all its parts."""
     if path.name == GGUF and path.is_symlink():
-        path = path.parent / os.readlink(path)  # and no further: in the hub's cache a link has the name
+        path = path.parent / os.readlink(path)  # only one link: in the hub's cache a link has the file name
     first, found = GgufFile(path), _PART.fullmatch(path.name)
     count = first.metadata.get("split.count", 1)
     if type(count) is not int or count < 2:
@@ -78,16 +78,16 @@ def open_files(path: Path) -> GgufFile:
 
 
 class GgufTensors:
-    """Offers what a file of safetensors does: names, headers, and tensors by name.
+    """A GGUF file with safetensors' interface: names, headers, and tensors by name.
 
-    A matrix of integers is several tensors: the numbers, their scales, and offsets where its type has any.
+    A matrix of integers is several tensors: the integers, their scales, and for some types offsets.
     """
 
     def __init__(self, path: Path) -> None:
         self._described = Described(open_files(path))
         self._names = dict(self._described.names())
         self._parts: dict[str, tuple[Callable[[NDArray[Any], Kind, tuple[int, ...]], Tensor], int]] = {}
-        """How a part of a matrix of integers is read, and how many inputs have one number in it."""
+        """Reader of each part of an integer matrix, and the inputs per entry."""
         for disk, name in self._described.names().items():
             form = self._described.form(disk, self._entry(disk))
             if form is None:
@@ -116,7 +116,7 @@ class GgufTensors:
         return Header(tuple(shape), self._described.dtype, entry.bytes)
 
     def get_tensor(self, disk: str) -> Tensor:
-        """Return a tensor as the checkpoint had it, but for what was rounded."""
+        """Return a tensor as in the checkpoint, except for quantisation error."""
         entry = self._entry(disk)
         read, _ = self._parts.get(disk, (widen, 1))
         made = read(entry.data, entry.kind, entry.shape)

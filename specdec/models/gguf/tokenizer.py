@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, as tokenizer.json and tokenizer_config.json."""
+"""A GGUF file's tokenizer, as tokenizer.json and tokenizer_config.json."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,27 +17,28 @@ ENDINGS = (
     *("<|call|>", "<|calls|>", "<end_of_turn>", "<end_of_utterance>", "</s>", "<eos>", "<EOT>", "[EOT]"),
     *("[EOS]", "[e~[", "<|flush|>", "<｜end▁of▁sentence｜>"),
 )
-"""Special tokens that end an answer, whatever they are called in a file."""
+"""Special tokens that end a response, whatever their role in a file."""
 _CALLS, _TURNS, _MESSAGE = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}, "<|end|>"
-"""With tokens of the first two sets, the third ends a message within an answer (gpt-oss)."""
+"""If a vocabulary has tokens of the first two sets, the third only ends a message within a response
+(gpt-oss)."""
 LONGEST = 256
-"""Characters of a token that is put together of two: each place to cut it is tried."""
+"""Maximum characters of a token derived by merging: every split position is tried."""
 NONE = (None, "no_vocab")
-"""Files without a tokenizer, which take token ids only."""
+"""Files without a tokenizer, which only support token ids."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(.+))?")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""A space, as SentencePiece spells it."""
+"""SentencePiece's space."""
 
 
 class Assumed(NamedTuple):
-    """What holds where a file is silent, as in llama.cpp."""
+    """Defaults of missing settings, as in llama.cpp."""
 
     ids: Mapping[str, int]
     adds_bos: bool = False
     adds_eos: bool = False
     adds_space: bool = False
-    """Before a text, and behind special tokens."""
+    """Before a text and after special tokens."""
 
 
 _ASSUMED = {
@@ -47,7 +48,7 @@ _ASSUMED = {
 
 
 class Vocabulary:
-    """The tokens of a file, and what is special about some."""
+    """A file's tokens and their special roles."""
 
     def __init__(self, file: GgufFile) -> None:
         self.fields = fields = Fields(file.metadata, file=file.path.name)
@@ -88,7 +89,7 @@ class Vocabulary:
         return found
 
     def endings(self) -> list[int]:
-        """Return the tokens that end an answer."""
+        """Return the tokens that end a response."""
         found = [self.id(name) for name in ("eos", "eot", "eom")]
         special = [i for token in ENDINGS if (i := self._ids.get(token)) is not None and self._is_special(i)]
         named = {self.tokens[i] for i in special}
@@ -98,7 +99,7 @@ class Vocabulary:
         return list(own)
 
     def tokenizer(self) -> Tokenizer:
-        """Build the tokenizer, with what it puts around a text."""
+        """Build the tokenizer, including BOS and EOS insertion."""
         try:
             made = self._build()
             made.add_tokens(list(self._added()))
@@ -129,7 +130,7 @@ class Vocabulary:
         }
 
     def _byte_level(self) -> Tokenizer:
-        """Build byte-level BPE, split as llama.cpp does for this name."""
+        """Build byte-level BPE with the pre-tokenisation of this name."""
         own = self._splitting
         made = Tokenizer(models.BPE(self._ids, list(self._merges()), ignore_merges=own.ignores_merges))
         if own.composes:
@@ -142,7 +143,7 @@ class Vocabulary:
         return made
 
     def _sentencepiece(self) -> Tokenizer:
-        """Build BPE that joins the pair whose token has the best score, with bytes for what is no token."""
+        """Build BPE that merges the pair with the best-scored token, with byte fallback."""
         unknown = self.id("unknown")
         made = Tokenizer(
             models.BPE(
@@ -163,7 +164,7 @@ class Vocabulary:
         return made
 
     def _unigram(self) -> Tokenizer:
-        """Build the most likely split into tokens; user-defined ones cost nothing."""
+        """Build a unigram model; user-defined tokens have score 0."""
         scores = [
             0.0 if kind == _USER_DEFINED else score
             for score, kind in zip(self._scores(), self.kinds, strict=True)
@@ -221,7 +222,7 @@ class Vocabulary:
         )
 
     def _merges(self) -> Iterator[tuple[str, str]]:
-        """Yield merges; those of tokens that are not there, llama.cpp never makes."""
+        """Yield merges, except those with unknown tokens, which llama.cpp never applies."""
         if not isinstance(self.fields.get("tokenizer.ggml.merges"), Strings):
             self.fields.refuse("tokenizer.ggml.merges", "a list of strings")
         for line in self.file.strings("tokenizer.ggml.merges"):
@@ -231,7 +232,7 @@ class Vocabulary:
                 yield first, second
 
     def _scored_merges(self) -> Iterator[tuple[str, str]]:
-        """Yield every pair that makes a token, the best token first."""
+        """Yield every pair that merges into a token, best token first."""
         for _, token in sorted(zip(self._scores(), self.tokens, strict=True), key=lambda own: -own[0]):
             for cut in range(1, len(token) if len(token) <= LONGEST else 0):
                 if token[:cut] in self._ids and token[cut:] in self._ids:

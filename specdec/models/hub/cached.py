@@ -1,4 +1,4 @@
-"""What the cache holds of a model where the hub does not say: all of it, or what an interruption left."""
+"""Fall back to the hub's cache if the hub is unavailable: complete snapshots and interrupted downloads."""
 
 import json
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from specdec.models.hub.repository import Repository, read_shards
 
 
 class Cached(NamedTuple):
-    """A snapshot, and those of the files to be read that it lacks."""
+    """A snapshot, and the needed files that it lacks."""
 
     path: Path
-    """Its folder, or the GGUF file that is meant."""
+    """Its folder, or the selected GGUF file."""
     lacks: list[str]
 
 
 def find_cached(name: HubName) -> Cached | None:
-    """Return the snapshot that a name stood for when it was last downloaded, by whichever program."""
+    """Return the snapshot of a name at its last download, by any program."""
     kept = kept_as(cache_folder(), name.repo)
     ref = kept / "refs" / name.revision
     commit = ref.read_text("utf-8").strip() if ref.is_file() else name.revision
@@ -47,7 +47,7 @@ def find_cached(name: HubName) -> Cached | None:
 
 
 def find_begun(name: HubName) -> Path | None:
-    """Return where a download that was interrupted before its snapshot stood left what it had."""
+    """Return the folder of a download that was interrupted before its snapshot was complete."""
     kept = kept_as(cache_folder(), name.repo)
     blobs = kept / "blobs"
     is_begun = any(blobs.glob("*.incomplete")) or (any(blobs.glob("*")) and not (kept / "snapshots").is_dir())
@@ -55,7 +55,7 @@ def find_begun(name: HubName) -> Path | None:
 
 
 def _listed(tree: Path) -> frozenset[str]:
-    """Return the files of a commit, where huggingface_hub has noted them; nothing: it has not."""
+    """Return a commit's files as noted by huggingface_hub; empty if it has not."""
     try:
         return frozenset(json.loads(tree.read_text("utf-8"))["files"])
     except RAISED:
@@ -63,7 +63,7 @@ def _listed(tree: Path) -> frozenset[str]:
 
 
 def _implied(folder: Path) -> Iterator[str]:
-    """Yield the files of a snapshot, and those without which they are of no use."""
+    """Yield the files of a snapshot and those that they require."""
     found = set(_files(folder))
     yield from found | {"config.json"}
     if "tokenizer_config.json" in found:
@@ -73,7 +73,7 @@ def _implied(folder: Path) -> Iterator[str]:
             try:
                 yield from (f"{prefix}{shard}" for shard in read_shards(folder / prefix / INDEX))
             except RAISED:
-                continue  # reading it says so
+                continue  # reported when it is loaded
         elif not prefix or f"{prefix}config.json" in found:
             yield f"{prefix}{SINGLE}"
 

@@ -1,4 +1,4 @@
-"""What went wrong between here and the hub, and what to do about it."""
+"""Errors of the hub with their remedies."""
 
 import errno
 import logging
@@ -12,15 +12,15 @@ from huggingface_hub import constants, errors
 from specdec.errors import CheckpointError
 from specdec.models.hub.names import HubName
 
-# Of the library that speaks HTTP for huggingface_hub, whichever that is in its version.
+# From the HTTP library of the installed huggingface_hub version.
 HTTPError: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 RAISED = (HTTPError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What asking the hub may raise; the last five where what answers is no hub."""
+"""Exceptions of hub requests; the last five occur if the server is not a hub."""
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 SHOWN = 3
-"""Files that an error names."""
+"""Maximum files named in an error."""
 REFUSALS = {
     401: "refuses it (401: it may be private or gone, or the token is not accepted)",
     403: "refuses it (403: it is gated, or the token may not read it)",
@@ -28,40 +28,40 @@ REFUSALS = {
 }
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 LOGGERS = ("huggingface_hub.utils._http", "httpx", "httpx2")
-"""Those that log addresses."""
+"""Loggers that log addresses."""
 _USER = re.compile(r"(https?://)[^/\s@]*@", re.I)
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", re.I)
 
 
 def cache_folder() -> Path:
-    """Return the folder that downloads go to."""
+    """Return the download folder."""
     return Path(constants.HF_HUB_CACHE).expanduser().absolute()
 
 
 def size_of(num_bytes: int) -> str:
-    """Show a size."""
+    """Format a size."""
     return f"{num_bytes:,} bytes ({num_bytes / 2**30:.1f} GiB)"
 
 
 def few(files: Iterable[str]) -> str:
-    """Show the first of some files."""
+    """Format the first of some files."""
     shown = sorted(files)
     more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return f"{', '.join(shown[:SHOWN]) or 'nothing'}{more}"
 
 
 def without_user(text: object) -> str:
-    """Leave out what an address may hold that is secret: user, password, and a query, which may be signed."""
+    """Remove secrets from addresses: user, password, and the query, which may be signed."""
     return _QUERY.sub(r"\1", _USER.sub(r"\1", str(text)))
 
 
 def explain(error: Exception, name: HubName) -> CheckpointError:
-    """Return an error that says what went wrong with a model, and the remedy."""
+    """Return an error with the cause and the remedy."""
     return CheckpointError(without_user(_explain(error, name)), field="model")
 
 
 def in_part(name: HubName, folder: Path, lacks: Iterable[str], error: Exception) -> CheckpointError:
-    """Return the error for a model of which the cache lacks a part that cannot be downloaded."""
+    """Return the error for a partly cached model whose rest cannot be downloaded."""
     return CheckpointError(
         f"{name} is in the cache only in part: {folder} lacks {few(lacks)}, and {_why_no_more(error, name)}; "
         "or give the path of that folder, if it is whole without",
@@ -70,7 +70,7 @@ def in_part(name: HubName, folder: Path, lacks: Iterable[str], error: Exception)
 
 
 def begun(name: HubName, folder: Path, error: Exception) -> CheckpointError:
-    """Return the error for an interrupted download that cannot go on now, but would where it stopped."""
+    """Return the error for an interrupted download that cannot resume now."""
     return CheckpointError(
         f"{name} is in the cache only in part: its download to {folder} was interrupted, and would go on "
         f"where it stopped, but {_why_no_more(error, name)}",
@@ -79,7 +79,7 @@ def begun(name: HubName, folder: Path, error: Exception) -> CheckpointError:
 
 
 def refusal_of(error: Exception) -> str | None:
-    """Return how the hub refuses a model, if that is why it does not describe it."""
+    """Return the hub's reason for refusing a model, or None for other errors."""
     if not isinstance(error, errors.HfHubHTTPError) or error.response.status_code not in REFUSALS:
         return None
     return f"{without_user(constants.ENDPOINT)} {REFUSALS[error.response.status_code]}"
@@ -101,7 +101,7 @@ def no_room(name: HubName, needed: int, free: int) -> CheckpointError:
 
 
 def check_endpoint() -> None:
-    """Refuse an HF_ENDPOINT that is no address, and keep what it may hold of a password out of logs."""
+    """Refuse an invalid HF_ENDPOINT, and keep its password out of logs."""
     parts = urlsplit(constants.ENDPOINT)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"HF_ENDPOINT is {constants.ENDPOINT!r}, which is no address")

@@ -1,4 +1,4 @@
-"""What a model on the hub is made of, without its weights: the headers of its files, and no tensor."""
+"""Describe a model on the hub without its weights, from its files' headers."""
 
 import os
 import shutil
@@ -13,20 +13,20 @@ from specdec.models.hub.snapshot import open_repository
 from specdec.models.hub.transfer import first_byte, open_stream, read_stream
 
 FIRST = 1 << 17
-"""Bytes that hold the whole header of most files."""
+"""Bytes of the first request, which cover most headers."""
 FIRST_GGUF = 1 << 23
-"""Those of most GGUF files, in which vocabularies stand."""
+"""The same for GGUF files, whose headers contain vocabularies."""
 DIVISORS = "rope_freqs.weight"
-"""The tensor of a GGUF file that says how positions are scaled."""
+"""The tensor of a GGUF file that scales positions."""
 LONGEST = 100_000_000
-"""Bytes of a header, as safetensors has it."""
+"""Maximum bytes of a header, as in safetensors."""
 
 
 def find_headers(name: HubName, scratch: Path) -> Path:
-    """Return a model's snapshot where it is cached, else a folder in `scratch` to describe it from.
+    """Return a model's cached snapshot, else a folder in `scratch` that describes it.
 
-    A file of weights there has its header and its length, and a hole where its tensors would be, which takes
-    no room and reads as zeros. Of GGUF files the first part is returned.
+    Weight files there have their header and full length, with a hole for the tensors, which takes no disk
+    space and reads as zeros. For GGUF files the first part is returned.
     """
     repository = open_repository(name)
     if isinstance(repository, Path):
@@ -66,8 +66,8 @@ def _describe(repository: Repository, weights: list[str], folder: Path) -> Path:
 
 
 def _dig_gguf(url: str, path: Path) -> None:
-    """Write a GGUF file's header, whose length only shows as it is read, and the tensor that describes it."""
-    # Imported late: other models need none of what reads GGUF.
+    """Write a GGUF file's header, whose length is only known once parsed, and the position scaling tensor."""
+    # Imported late: only GGUF files need it.
     from specdec.models.gguf.file import GgufFile, TruncatedError
 
     count = FIRST_GGUF
@@ -78,7 +78,7 @@ def _dig_gguf(url: str, path: Path) -> None:
             GgufFile(path)
         except TruncatedError:
             if len(start) < size:
-                if count > LONGEST:  # past what came, the file below is a hole that may be read for hours
+                if count > LONGEST:  # past these bytes the file is a hole that could be parsed for hours
                     raise ValueError(f"{url} has a header of more than {LONGEST:,} bytes") from None
                 count *= 4
                 continue
@@ -97,7 +97,7 @@ def _dig_gguf(url: str, path: Path) -> None:
 
 
 def _header(url: str) -> tuple[bytes, int]:
-    """Return the length and the JSON that a safetensors file begins with, and the whole file's size."""
+    """Return a safetensors file's header, with its length prefix, and the file's size."""
     start, size = _start(url, FIRST)
     end = 8 + int.from_bytes(start[:8], "little")
     if not 8 < end <= min(LONGEST, size):
@@ -108,7 +108,7 @@ def _header(url: str) -> tuple[bytes, int]:
 
 
 def _start(url: str, count: int) -> tuple[bytes, int]:
-    """Return a file's first bytes, and how many it has."""
+    """Return a file's first bytes and its size."""
     with open_stream(url, f"0-{count - 1}") as response:
         if first_byte(response) != 0:
             raise ValueError(f"{url} answers with a part that was not asked for")
@@ -118,6 +118,6 @@ def _start(url: str, count: int) -> tuple[bytes, int]:
         start = bytearray()
         for chunk in read_stream(response):
             start += chunk
-            if len(start) >= count:  # a server that knows no ranges sends it all
+            if len(start) >= count:  # a server without range support sends everything
                 break
         return bytes(start[:count]), int(whole)

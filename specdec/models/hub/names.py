@@ -1,19 +1,19 @@
-"""What names a model on the hub, and where its cache keeps one."""
+"""Names of models on the hub, and their folders in its cache."""
 
 import re
 from pathlib import Path
 from typing import NamedTuple, Self
 
 LONGEST = 96
-"""Characters of OWNER/NAME, as the hub has it."""
+"""Maximum characters of OWNER/NAME on the hub."""
 MAIN = "main"
-"""The branch that is meant where no revision is named."""
+"""The default branch."""
 
 _PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 _REVISION = r"\w[\w.+-]*(?:/\w[\w.+-]*)*"
 _TAG = r"[\w.+-]+"
 HUB = r"(?:(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/?)/"
-"""The hub's address, or huggingface_hub's `hf://`; a Path has joined the two slashes."""
+"""The hub's address, or huggingface_hub's `hf://`; pathlib collapses the two slashes."""
 OLLAMA = r"(?:https?:/{1,2})?(?:www\.|registry\.)?ollama\.(?:com|ai)/"
 """The address of Ollama's library and of its registry."""
 _FORMS = [
@@ -24,7 +24,7 @@ _FORMS = [
         rf"{HUB}({_PART}/{_PART})/(?:resolve|blob)/(refs/pr/\d+|[^/?#]+)/([^?#]+\.gguf)(?:\?[^#]*)?",
     )
 ]
-"""A name, a model's page, and the page or the address of a GGUF file."""
+"""A name, a model's page, and the page or download address of a GGUF file."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -34,7 +34,7 @@ class HubName(NamedTuple):
     repo: str
     revision: str = MAIN
     tag: str | None = None
-    """Which of its GGUF files is meant: a word of its name, such as Q4_K_M, or its path."""
+    """The GGUF file: a word of its name, such as Q4_K_M, or its path."""
 
     @classmethod
     def read(cls, text: str) -> Self | None:
@@ -50,10 +50,10 @@ class HubName(NamedTuple):
 
 
 def is_commit(revision: str) -> bool:
-    """Return whether a revision is a full commit id, which always means the same files."""
+    """Return whether a revision is a full commit id, which is immutable."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def kept_as(cache: Path, repo: str) -> Path:
-    """Return where the hub's cache keeps a repository: its blobs, refs and snapshots."""
+    """Return a repository's folder in the hub's cache, with blobs, refs and snapshots."""
     return cache / f"models--{repo.replace('/', '--')}"

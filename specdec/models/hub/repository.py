@@ -1,4 +1,4 @@
-"""A model on the hub at one commit: which of its files are read, and how they come into the cache."""
+"""A model on the hub at one commit: its needed files, and their download into the cache."""
 
 import contextlib
 import json
@@ -30,7 +30,8 @@ WEIGHTS = ".safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OTHERS = (WEIGHTS, ".gguf", ".h5", ".msgpack")
 MOST_TEXT_BYTES = 100_000_000
-"""Of a file that is parsed in memory, which takes some ten times as much; tokenizers have 35 MB."""
+"""Maximum bytes of a file that is parsed in memory, which takes about ten times as much; tokenizers have 35
+MB."""
 _ETAG = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
@@ -44,11 +45,11 @@ class Repository:
 
     @property
     def folder(self) -> Path:
-        """Return where its files lie once they are fetched."""
+        """Return its snapshot folder."""
         return kept_as(cache_folder(), self.name.repo) / "snapshots" / self.commit
 
     def gguf(self) -> list[str]:
-        """List the GGUF files that the name means, all parts of a model; nothing: it means a checkpoint."""
+        """Return the named model's GGUF files, with all parts; empty: the name refers to a checkpoint."""
         if self.name.tag is None and not {SINGLE, INDEX}.isdisjoint(self.files):
             return []
         file = tagged(self.files, self.name.tag)
@@ -64,18 +65,18 @@ class Repository:
         return parts(file) if file else []
 
     def described(self) -> list[str]:
-        """List what says how its networks are made."""
+        """Return the files that describe its networks."""
         if "config.json" not in self.files:
             raise self._lacking(f"has no config.json, only {few(self.files)}")
         heads = (f"{folder}/{file}" for folder in HEAD_FOLDERS for file in DESCRIBING)
         return [file for file in (*DESCRIBING, *heads) if file in self.files]
 
     def texts(self) -> list[str]:
-        """List what makes tokens of texts."""
+        """Return the tokenizer's files."""
         return [file for file in TEXT if file in self.files]
 
     def weights(self) -> list[str]:
-        """List the files of its tensors, those of a head in a folder of its own too; fetches indices."""
+        """Return its weight files, including a draft head's; fetches indices."""
         found = self._weights("")
         if not found:
             raise self._without_weights()
@@ -107,11 +108,11 @@ class Repository:
         )
 
     def missing(self, wanted: Iterable[str]) -> list[str]:
-        """List those of these files that the cache lacks."""
+        """Return the files that the cache lacks."""
         return [file for file in wanted if not (self.folder / file).is_file()]
 
     def fetch(self, wanted: Iterable[str]) -> None:
-        """Download what the cache lacks of these files, once it is known to fit."""
+        """Download the files that the cache lacks, after checking disk space."""
         missing = self.missing(wanted)
         if not missing:
             return
@@ -123,20 +124,20 @@ class Repository:
             if needed > (free := shutil.disk_usage(cache).free):
                 raise no_room(self.name, needed, free)
             logger.info("downloading %s: %d files, %s, to %s", self.name, len(blobs), size_of(needed), cache)
-            # What is too large for one HTTP answer is for huggingface_hub to download by other means.
+            # huggingface_hub downloads files that are too large for one HTTP response by other means.
             most = constants.MAX_HTTP_DOWNLOAD_SIZE
             Download(str(self.name), [blob for blob in blobs if blob.size <= most]).run()
-        # Weights last: where they are all there the rest is too, even if this is interrupted.
+        # Weights last: if they are complete, so is the rest, even after an interruption.
         last = [file for file in missing if file.endswith(WEIGHTS) and "/" not in file]
         for files in ([file for file in missing if file not in last], last):
             side_by_side(self._link, files)
 
     def url(self, file: str) -> str:
-        """Return where a file comes from."""
+        """Return a file's address."""
         return hf_hub_url(self.name.repo, file, revision=self.commit, endpoint=constants.ENDPOINT)
 
     def blob(self, file: str) -> Blob | None:
-        """Ask for a file's size and id; None: no size is told, and huggingface_hub is to download it."""
+        """Fetch a file's size and id; None: the size is unknown, and huggingface_hub must download it."""
         url = self.url(file)
         found = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT, retry_on_errors=True)
         if not found.etag or not _ETAG.fullmatch(found.etag):
@@ -150,17 +151,16 @@ class Repository:
         return Blob(url, found.size, kept_as(cache_folder(), self.name.repo) / "blobs" / found.etag)
 
     def _link(self, file: str) -> None:
-        """Link a file's blob into the snapshot's folder."""
         hf_hub_download(self.name.repo, file, revision=self.commit)
 
     def keep_revision(self) -> None:
-        """Note which commit a branch or tag stands for, for when the hub is out of reach: all is there."""
+        """Store the commit of a branch or tag for offline use; call once everything is downloaded."""
         if is_commit(self.name.revision):
             return
         ref = kept_as(cache_folder(), self.name.repo) / "refs" / self.name.revision
         if ref.is_file() and ref.read_text("utf-8") == self.commit:
             return
-        with contextlib.suppress(OSError):  # a read-only cache still serves
+        with contextlib.suppress(OSError):  # a read-only cache still works
             ref.parent.mkdir(parents=True, exist_ok=True)
             fresh = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
             fresh.write_text(self.commit, "utf-8")
@@ -168,13 +168,13 @@ class Repository:
 
 
 def side_by_side(work: Callable[[T], R], each: Sequence[T]) -> list[R]:
-    """Do what waits for the network for several things at once."""
+    """Map a network-bound function over items concurrently."""
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="specdec-hub") as pool:
         return list(pool.map(work, each))
 
 
 def read_shards(index: Path) -> list[str]:
-    """Return the files that an index names."""
+    """Return the shards that an index names."""
     named = json.loads(index.read_text("utf-8"))["weight_map"].values()
     shards = sorted(set(named))
     if not shards or any(Path(shard).name != shard or not shard.endswith(WEIGHTS) for shard in shards):

@@ -1,4 +1,4 @@
-"""Resolve a name to a folder of the hub's cache, downloading what is missing of the files that are read."""
+"""Resolve a name to a folder of the hub's cache, downloading missing files."""
 
 import json
 import logging
@@ -17,14 +17,14 @@ from specdec.models.hub.transfer import open_stream, read_stream
 logger = logging.getLogger(__name__)
 
 MOST_INFO_BYTES = 64 << 20
-"""Of what the hub says of a repository, some 100 bytes for each file. huggingface_hub would read an answer
-without an end until memory is full."""
+"""Maximum bytes of a repository's description, about 100 bytes per file. huggingface_hub would read an
+endless response until memory is full."""
 
 
 def find_snapshot(name: HubName) -> Path:
-    """Return the folder of a model's files: those that the hub has now, or, out of reach, those cached.
+    """Return the folder of a model's files: current ones, or cached ones if the hub is unreachable.
 
-    Of GGUF files it is the model's file, or its first part.
+    For GGUF it is the model's file, or its first part.
     """
     repository = open_repository(name)
     if isinstance(repository, Path):
@@ -44,7 +44,7 @@ def _is_inside(file: str) -> bool:
 
 
 def open_repository(name: HubName) -> Repository | Path:
-    """Ask the hub what a name means now; where it does not say, return what is cached, if whole."""
+    """Look up a name on the hub; if the hub does not answer, return the cached folder if complete."""
     try:
         check_endpoint()
         info = _describe(name)
@@ -72,7 +72,7 @@ def open_repository(name: HubName) -> Repository | Path:
 
 
 def _describe(name: HubName) -> dict[str, Any]:
-    """Ask the hub for a repository's commit and files."""
+    """Fetch a repository's commit and files."""
     url = f"{constants.ENDPOINT}/api/models/{name.repo}/revision/{quote(name.revision, safe='')}"
     data = bytearray()
     with open_stream(url, None) as response:

@@ -1,4 +1,4 @@
-"""Files that come over the network, several at once, each going on where it stopped."""
+"""Concurrent, resumable downloads."""
 
 import contextlib
 import hashlib
@@ -32,50 +32,50 @@ logger = logging.getLogger(__name__)
 
 FILES_AT_ONCE = 8
 CHUNK = 1 << 20
-"""Bytes of a file that are hashed at a time."""
+"""Bytes per hashing step."""
 RETRIES = 5
-"""In a row without progress; each waits twice as long as the one before."""
+"""Retries without progress; each waits twice as long as the one before."""
 PROGRESS = 1 << 14
-"""Bytes that are worth a connection."""
+"""Bytes that count as progress."""
 SLOW_S = 30.0
-"""How long they may take: a connection that is slower is given up, and counts as one that broke."""
+"""Time limit for `PROGRESS` bytes: a slower connection is closed and counts as broken."""
 FIRST_PAUSE_S = 1.0
 PASSING = {408, 429, 500, 502, 503, 504}
-"""Statuses after which the same request may succeed."""
+"""HTTP statuses that are retried."""
 PARTIAL_CONTENT = 206
 LOCK_S = 1.0
-"""Between two attempts to lock a file that another process is downloading."""
+"""Delay between attempts to lock a file that another process is downloading."""
 LARGE = 1 << 20
-"""Bytes of downloads that take long enough for a bar."""
+"""Minimum bytes of a download with a progress bar."""
 LOG_S = 10.0
-"""Between two log lines, where stderr is no terminal and has no bar."""
+"""Delay between log lines if stderr is not a terminal and has no bar."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A file of a repository: where it comes from, and where the cache keeps its bytes."""
+    """A file of a repository: its address and its path in the cache."""
 
     url: str
     size: int
     path: Path
-    """Named by the hub's ETag, which is the SHA-256 of what large files hold."""
+    """Named by the hub's ETag, which for large files is their SHA-256."""
 
     @property
     def partial(self) -> Path:
-        """Return where its first bytes lie while the rest is missing; `hf cache prune` knows these too."""
+        """Return the path of a partial download, which `hf cache prune` recognises."""
         return self.path.with_name(f"{self.path.name}.incomplete")
 
     @property
     def lock(self) -> Path:
-        """Return what is locked while one process downloads it, as huggingface_hub does."""
+        """Return the lock file of a download, the same as huggingface_hub's."""
         cache, repo = self.path.parents[2], self.path.parents[1].name
         return cache / ".locks" / repo / f"{self.path.name}.lock"
 
     @property
     def received(self) -> int:
-        """Return how many of its bytes are on disk."""
+        """Return its number of downloaded bytes."""
         if self.path.exists():
             return self.size
         return min(self.partial.stat().st_size, self.size) if self.partial.exists() else 0
@@ -83,7 +83,7 @@ class Blob:
 
 @contextlib.contextmanager
 def open_stream(url: str, span: str | None) -> "Iterator[Response]":
-    """Ask for a file, or for a range of its bytes, which a server may ignore."""
+    """Request a file, or a range of its bytes, which a server may ignore."""
     headers = build_hf_headers() | {"Accept-Encoding": "identity"}
     if span is not None:
         headers["Range"] = f"bytes={span}"
@@ -94,7 +94,7 @@ def open_stream(url: str, span: str | None) -> "Iterator[Response]":
 
 
 def first_byte(response: "Response") -> int | None:
-    """Return where in the file an answer begins; None where that is not said."""
+    """Return the file offset of a response; None if it is not stated."""
     if response.status_code != PARTIAL_CONTENT:
         return 0
     found = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
@@ -102,7 +102,7 @@ def first_byte(response: "Response") -> int | None:
 
 
 def read_stream(response: "Response") -> Iterator[bytes]:
-    """Yield what comes, as it comes: what a connection gave before it broke is kept."""
+    """Yield chunks as they arrive, so bytes received before a broken connection are not lost."""
     begun_s, received = time.monotonic(), 0
     for chunk in response.iter_bytes():
         yield chunk
@@ -114,11 +114,11 @@ def read_stream(response: "Response") -> Iterator[bytes]:
 
 
 class Stopped(Exception):
-    """Raised within a thread whose download is given up."""
+    """Raised in a thread whose download is cancelled."""
 
 
 class Download:
-    """Fetches blobs side by side and shows how far they are. A failure, or Ctrl-C, ends them all."""
+    """Downloads blobs concurrently with a progress bar. A failure, or Ctrl-C, cancels all."""
 
     def __init__(self, title: str, blobs: Sequence[Blob]) -> None:
         self._title, self._blobs = title, {blob.path: blob for blob in blobs}.values()
@@ -138,14 +138,14 @@ class Download:
         self._counting, self._stop = threading.Lock(), threading.Event()
 
     def run(self) -> None:
-        """Return once all are there."""
+        """Download all blobs; block until complete."""
         pool = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="specdec-download")
         try:
             futures = [pool.submit(self._fetch, blob) for blob in self._blobs]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
         finally:
-            # A thread that waits for the network ends when it comes back from there.
+            # A thread that waits for the network ends at its next response.
             self._stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             self._bar.close()
@@ -180,7 +180,7 @@ class Download:
             yield
 
     def _fill(self, partial: "_Partial") -> None:
-        """Receive what is missing, over as many connections as that takes."""
+        """Receive the missing bytes, reconnecting as needed."""
         wanted, most, failures = partial.blob.size, partial.size, 0
         while partial.size != wanted:
             failed = None
@@ -200,14 +200,14 @@ class Download:
                 self._stop.wait(FIRST_PAUSE_S * 2 ** (failures - 1))
 
     def _receive(self, partial: "_Partial") -> None:
-        """Receive what one connection gives."""
+        """Receive bytes until the connection ends."""
         with open_stream(partial.blob.url, f"{partial.size}-" if partial.size else None) as response:
             first = first_byte(response)
             if first != partial.size:
                 self._count(-partial.size)
                 partial.restart()
                 if first != 0:
-                    return  # a part that was not asked for: the next connection is asked for the whole file
+                    return  # not the requested range: request the whole file next
             for chunk in read_stream(response):
                 self._check()
                 partial.append(chunk)
@@ -231,7 +231,7 @@ class Download:
 
 
 class _Partial:
-    """Owns the first bytes of a blob, and their SHA-256 where the hub promises one."""
+    """A partial blob, and its running SHA-256 if the hub states one."""
 
     def __init__(self, blob: Blob, file: BinaryIO) -> None:
         self.blob, self._file = blob, file
@@ -245,7 +245,7 @@ class _Partial:
                     self._hash.update(chunk)
 
     def append(self, chunk: bytes) -> None:
-        """Write what came."""
+        """Append received bytes."""
         if self.size + len(chunk) > self.blob.size:
             raise self.damage(f"goes on after its {self.blob.size:,} bytes")
         self._file.write(chunk)
@@ -254,19 +254,19 @@ class _Partial:
             self._hash.update(chunk)
 
     def restart(self) -> None:
-        """Forget what came: the server sends it all again."""
+        """Discard received bytes: the server sends everything again."""
         self._file.truncate(0)
         self.size = 0
         self._hash = hashlib.sha256() if self._hash else None
 
     def check(self) -> None:
-        """Refuse what is not what the hub promised."""
+        """Check the SHA-256; discard the bytes and raise an error on a mismatch."""
         if self._hash and self._hash.hexdigest() != self.blob.path.name:
             self.restart()
             raise self.damage("does not have the SHA-256 that the hub promises")
 
     def damage(self, what: str) -> CheckpointError:
-        """Return the error for bytes from the server that are not the file."""
+        """Return the error for received bytes that are not the file's."""
         return CheckpointError(
             f"what came from {without_user(self.blob.url)} {what}; run this again, and look for a proxy or a "
             "mirror that changes files",

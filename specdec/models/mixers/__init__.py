@@ -1,4 +1,4 @@
-"""The layers that mix tokens, one file each: what a kind keeps of a sequence, what it costs, how it runs."""
+"""Token mixers, one file per kind: memory per sequence, cost, and execution."""
 
 from specdec.models.mixers.attention import Attention
 from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step

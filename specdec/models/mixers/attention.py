@@ -1,4 +1,4 @@
-"""Softmax attention over the KV cache or a window of it, with rope, norms of queries and keys, and gates."""
+"""Softmax attention over the KV cache or a sliding window, with RoPE, query and key norms, and gates."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -31,13 +31,13 @@ class Attention(Mixer):
     """The query projection holds [query | gate] per head; the output is multiplied by sigmoid(gate)."""
     bias: bool = False
     out_bias: bool = True
-    """Of one whose projections have biases: the last one too."""
+    """With `bias`: the output projection has one too."""
     norm_whole: bool = False
-    """The norm is of all query heads together, and of all key heads."""
+    """Normalise all query heads together, and all key heads."""
     window: int | None = None
-    """How many tokens one attends to at most, itself included. None: all."""
+    """Sliding window in tokens, including the token itself. None: all."""
     head_gate: bool = False
-    """A projection of its own gives each head a number, by whose sigmoid its output is multiplied."""
+    """A separate projection gives one gate per head; its output is multiplied by the gate's sigmoid."""
 
     kind: ClassVar[str] = "attention"
 
@@ -103,13 +103,13 @@ class LoadedAttention(LoadedMixer):
         return self.out(out_TN)
 
     def used_at(self, kv: int, project: Projection) -> "LoadedAttention":
-        """Return attention by the same weights but the first product's, over KV of its own."""
+        """Return attention with the same weights except the first product's, and its own KV."""
         own = copy(self)
         own.index, own.project = kv, project
         return own
 
     def _normalise(self, projected_TN: Tensor) -> Tensor:
-        """Normalise all heads together, where that is asked for; each by itself is the kernel's business."""
+        """Normalise all heads together if configured; the kernel normalises single heads."""
         if not self.whole or self.q_norm_D is None or self.k_norm_D is None:
             return projected_TN
         ops, eps = self.kernels, self.layer.eps

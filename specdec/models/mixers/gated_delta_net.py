@@ -1,4 +1,4 @@
-"""The gated delta net: S ← a S + k uᵀ with u = β (v − a Sᵀ k), behind a short convolution."""
+"""The gated delta net: S ← a S + k uᵀ with u = β (v − a Sᵀ k), after a short convolution."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class GatedDeltaNet(Mixer):
     conv: int
     eps: float
     beta_scale: float = 1.0
-    """Of the write strength."""
+    """Factor of the write strength."""
     apart: bool = False
-    """Queries, keys and values have projections of their own."""
+    """Queries, keys and values have separate projections."""
 
     kind: ClassVar[str] = "gated delta net"
 
@@ -49,7 +49,7 @@ class GatedDeltaNet(Mixer):
         }
 
     def token_flops(self) -> float:
-        """Count the convolution, and decay, correction, update and reading of the state."""
+        """Return the FLOPs of the convolution, and of the state's decay, correction, update and read."""
         return 2.0 * self.conv * self.channels + 7.0 * self.value_heads * self.key_dim * self.value_dim
 
     def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedGatedDeltaNet":
@@ -63,7 +63,7 @@ class LoadedGatedDeltaNet(LoadedMixer):
         key = s.key_heads * s.key_dim
         rows = {"in_q": key, "in_k": key, "in_v": value} if s.apart else {"in_qkv": s.channels}
         rows |= {"in_z": value, "in_b": s.value_heads, "in_a": s.value_heads}
-        # The gates stay exact: what they decide is multiplied into the state at every token.
+        # The gates stay unquantised: they are multiplied into the state at every token.
         self.project = Linear.load(weights, kernels, rows, place.reads, exact=("in_b", "in_a"))
         self.layer = DeltaLayer(
             *(s.key_heads, s.value_heads, s.key_dim, s.value_dim),

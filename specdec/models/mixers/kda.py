@@ -1,4 +1,4 @@
-"""Kimi's delta attention: the gated delta rule with a decay for each key, S ← diag(a) S + k uᵀ."""
+"""Kimi delta attention: the gated delta rule with a decay per key, S ← diag(a) S + k uᵀ."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,20 +23,20 @@ class KimiDeltaAttention(Mixer):
     conv: int
     eps: float
     gate_rank: int | None
-    """Width between the two matrices that make decays, and between the gate's two; None: each has one."""
+    """Rank of the two-matrix projections of decays and of the gate; None: single full-rank matrices."""
     bound: float | None = None
-    """What no log-decay is below."""
+    """Lower bound of log-decays."""
 
     kind: ClassVar[str] = "Kimi delta attention"
 
     @property
     def width(self) -> int:
-        """Columns of queries, of keys, of values, of decays and of the output's gate."""
+        """Columns each of queries, keys, values, decays and the output gate."""
         return self.heads * self.head_dim
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Rows of the first projection: what is convolved, then gates, write strengths and decays."""
+        """Rows of the first projection: convolved inputs, then gates, write strengths and decays."""
         gate = {"in_z": self.width} if self.gate_rank is None else {"in_z_a": self.gate_rank}
         decay = {"in_a": self.width} if self.gate_rank is None else {"in_a_a": self.gate_rank}
         convolved = dict.fromkeys(("in_q", "in_k", "in_v"), self.width)
@@ -57,7 +57,7 @@ class KimiDeltaAttention(Mixer):
         }
 
     def token_flops(self) -> float:
-        """Count the convolution, and decay, correction, update and reading of the state."""
+        """Return the FLOPs of the convolution, and of the state's decay, correction, update and read."""
         return 2.0 * self.conv * 3 * self.width + 7.0 * self.width * self.head_dim
 
     def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedKimiDeltaAttention":
@@ -68,7 +68,7 @@ class LoadedKimiDeltaAttention(LoadedMixer):
     def __init__(self, s: KimiDeltaAttention, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.kernels, self.index = kernels, place.state
         self.columns = [3 * s.width, *list(s.rows.values())[3:]]
-        # What decides how the state fades stays exact: it is multiplied into it at every token.
+        # The decays and write strengths stay unquantised: they are multiplied into the state at every token.
         exact = ("in_b", "in_a", "in_a_a")
         self.project = Linear.load(weights, kernels, s.rows, place.reads, exact=exact)
         self.gate = self.decay = None
@@ -92,7 +92,7 @@ class LoadedKimiDeltaAttention(LoadedMixer):
         projected_TN = self.project(x_TD)
         if self.gate is not None and self.decay is not None:
             qkv_TC, z_TR, b_TH, a_TR = torch.split(projected_TN, self.columns, dim=1)
-            # A product reads rows that lie side by side, and so does what is between the projections.
+            # Products and kernels need contiguous rows.
             z_TV, a_TN = self.gate(ops.concat(z_TR)), self.decay(ops.concat(a_TR))
             projected_TN = ops.concat(qkv_TC, z_TV, b_TH, a_TN)
         o_TV = step.by_group(lambda group: ops.delta_net(group.take(projected_TN), self.layer, memory, group))

@@ -1,12 +1,12 @@
-"""Multi-head latent attention: keys and values made of one narrow vector, a part of the keys shared by heads.
+"""Multi-head latent attention: keys and values come from one narrow vector; heads share a part of the keys.
 
-Of a token the cache holds that vector c and that part r alone, as one key [r | c] that all heads share and
-whose last entries are its value. A head's own matrices stand beside it: q = [n | s], k = [U c | r], v = V c,
+The cache holds only that vector c and the shared part r of each token, as one key [r | c] that all heads
+share and whose last entries are its value. A head has its own matrices: q = [n | s], k = [U c | r], v = V c,
 
     q · k = (Uᵀ n) · c + s · r        Σ_j w_j v_j = V Σ_j w_j c_j
 
-so queries are multiplied by Uᵀ before they attend, and what is attended to by V. Where
-positions are rotary they turn the shared part.
+so queries are multiplied by Uᵀ before attention, and its output by V. Rotary positions rotate the shared
+part.
 """
 
 from collections.abc import Mapping
@@ -31,20 +31,20 @@ from specdec.state_slots.layout import KVShape
 class LatentAttention(Mixer):
     heads: int
     own_dim: int
-    """Entries of a key that are its head's own."""
+    """Entries of a key that are specific to the head."""
     shared_dim: int
     """Entries of a key that all heads share."""
     value_dim: int
     kv_rank: int
-    """Width of what keys and values are made of."""
+    """Width of the latent vector of keys and values."""
     q_rank: int | None
-    """Width of what queries are made of; None: of the stream."""
+    """Width of the latent vector of queries; None: the hidden size."""
     norm: Norm
-    """Of both."""
+    """Norm of both latent vectors."""
     rope: Rope | None = None
-    """Of the shared entries of keys, and of the queries' that meet them."""
+    """Applied to the shared entries of keys and their counterparts in queries."""
     gated: bool = False
-    """What a head gives is multiplied by the sigmoid of a number of its own."""
+    """Multiply each head's output by the sigmoid of its gate."""
 
     kind: ClassVar[str] = "latent attention"
 
@@ -54,12 +54,12 @@ class LatentAttention(Mixer):
 
     @property
     def cached_dim(self) -> int:
-        """Entries that the cache holds of a token."""
+        """Cached entries per token."""
         return self.shared_dim + self.kv_rank
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Rows of the first projection: queries or what makes them, what makes keys and values, gates."""
+        """Rows of the first projection: queries or their latent, the keys' and values' latent, gates."""
         queries = {"q": self.heads * self.query_dim} if self.q_rank is None else {"q_a": self.q_rank}
         gates = {"gate": self.heads} if self.gated else {}
         return {**queries, "kv_a": self.kv_rank + self.shared_dim, **gates}
@@ -97,7 +97,7 @@ class LoadedLatentAttention(LoadedMixer):
             self.q_norm_R = s.norm.load(weights, "q_norm.weight", s.q_rank)
             self.query = Linear.load(weights, kernels, {"q_b": s.heads * s.query_dim}, s.q_rank)
         self.kv_norm_R = s.norm.load(weights, "kv_norm.weight", s.kv_rank)
-        # Not rounded: one half is multiplied along its outputs, and formats have scales along inputs.
+        # Not quantised: one half is multiplied along its outputs, but formats have scales along inputs.
         kv_b_HNR = weights.take("kv_b.weight", (s.heads, s.own_dim + s.value_dim, s.kv_rank))
         self.absorb = LinearByHead(kernels, kv_b_HNR[:, : s.own_dim].transpose(1, 2))
         self.expand = LinearByHead(kernels, kv_b_HNR[:, s.own_dim :])
@@ -127,7 +127,7 @@ class LoadedLatentAttention(LoadedMixer):
         return self.out(o_THW.flatten(1))
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Make queries of what the cache holds, and what it is to hold, both shared part first; and gates."""
+        """Return queries for the cached keys with the new keys, both shared part first; and gates."""
         s, ops = self.spec, self.kernels
         q_TN, latent_TR, shared_TE, gate_TH = torch.split(self.project(x_TD), self.columns, dim=1)
         if self.query is not None:

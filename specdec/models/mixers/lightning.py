@@ -20,18 +20,18 @@ class Lightning(Mixer):
     heads: int
     head_dim: int
     decay_scale: float
-    """What the decays of all heads are multiplied by: a layer has its own."""
+    """Layer-specific factor of all heads' decays."""
     eps: float
 
     kind: ClassVar[str] = "lightning attention"
 
     @property
     def inner(self) -> int:
-        """Columns of queries, of keys, of values and of the output's gate."""
+        """Columns each of queries, keys, values and the output gate."""
         return self.heads * self.head_dim
 
     def state_shape(self) -> StateShape:
-        """Record keys as the inputs of a convolution of one tap, which keeps no window."""
+        """Return the state's shape; keys are recorded as inputs of a one-tap convolution without a window."""
         runs = ((self.heads, self.head_dim),)
         return StateShape(self.heads, self.head_dim, self.head_dim, 0, self.inner, runs=runs)
 
@@ -39,11 +39,11 @@ class Lightning(Mixer):
         return {"lightning in": (4 * self.inner, hidden), "lightning out": (hidden, self.inner)}
 
     def token_flops(self) -> float:
-        """Count decay, update and reading of the state."""
+        """Return the FLOPs of the state's decay, update and read."""
         return 5.0 * self.inner * self.head_dim
 
     def log_decays(self) -> Tensor:
-        """List -s of each head: a geometric series that ends at 2^-8, scaled."""
+        """Return -s of each head: a geometric series that ends at 2^-8, scaled."""
         exponent_H = torch.arange(1, self.heads + 1, dtype=torch.float64) * (-8 / self.heads)
         return -self.decay_scale * torch.exp2(exponent_H)
 
@@ -54,7 +54,7 @@ class Lightning(Mixer):
 class LoadedLightning(LoadedMixer):
     def __init__(self, s: Lightning, weights: Weights, kernels: Kernels, place: Place) -> None:
         self.spec, self.kernels, self.index = s, kernels, place.state
-        # Rows of the first are [k | q | v], heads side by side in each.
+        # The first projection's rows are [k | q | v], each with its heads concatenated.
         rows = {"in": 3 * s.inner, "gate": s.inner}
         self.project = Linear.load(weights, kernels, rows, place.reads)
         self.norm_N = weights.take("norm.weight", (s.inner,))
@@ -66,7 +66,7 @@ class LoadedLightning(LoadedMixer):
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         s, ops, memory = self.spec, self.kernels, step.memory.recurrent(self.index)
         k_TN, qv_TN, gate_TN = torch.split(self.project(x_TD), [s.inner, 2 * s.inner, s.inner], dim=1)
-        # A one that is gated by silu alone is silu, in every form.
+        # Gating ones with silu computes silu, in every backend.
         qv_TN = ops.gated_norm(torch.ones_like(qv_TN), qv_TN, None, 0.0, s.head_dim, gate_first=True)
         o_TN = step.by_group(lambda group: self._mix(group.take(k_TN), group.take(qv_TN), memory, group))
         return self.out(
@@ -77,7 +77,7 @@ class LoadedLightning(LoadedMixer):
         s, k_path_BPHK = self.spec, None
         if group.path is not None and group.path_length_B is not None:
             k_path_BPHK = self._keys(memory, group.state_B, group.path, group.path_length_B)
-        # One tap reads the node itself, in a tree as in a chain.
+        # A one-tap convolution reads only the node itself, in a tree as in a chain.
         k_TN = self.kernels.causal_conv(k_TN, self.tap_C1, None, memory, replace(group, tap_BMC=None))
         q_THK, k_THK, v_THW = (
             part_TN.to(self.decay_H.dtype).reshape(-1, s.heads, s.head_dim)
@@ -88,7 +88,7 @@ class LoadedLightning(LoadedMixer):
         return o_THW.flatten(1)
 
     def _keys(self, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:
-        """Make the keys of pending paths again, from what their records hold."""
+        """Recompute the keys of pending paths from their records."""
         channels = slice(0, self.spec.inner)
         k_BPN = self.kernels.path_conv(self.tap_C1, None, channels, memory, slot_B, path, length_B)
         return k_BPN.view(*path.slab_BN.shape, self.spec.heads, self.spec.head_dim)

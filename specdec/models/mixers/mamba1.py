@@ -1,4 +1,4 @@
-"""Mamba-1: each channel has a state of its own and a step size of its own, behind a short convolution."""
+"""Mamba-1: each channel has its own state and step size, after a short convolution."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ class Mamba1(Mixer):
     inner: int
     state_dim: int
     rank: int
-    """Width that step sizes are made from."""
+    """Rank of the step size projection."""
     conv: int
     conv_bias: bool
     bias: bool
     norms: Literal["", "bare", "weighted"] = ""
-    """How the rank, B and C are normalised before use, if they are: without weights, or with."""
+    """Norm of the rank, B and C: none, without weights, or with weights."""
     eps: float = 1e-6
     heads: int = 1
-    """Parts of the channels; each makes step sizes, keys and queries of its own inputs alone."""
+    """Parts of the channels; each computes step sizes, keys and queries from its own inputs."""
 
     kind: ClassVar[str] = "Mamba-1"
 
     @property
     def selected(self) -> Mapping[str, int]:
-        """Name what a head's convolved inputs are projected to: the rank, B (keys) and C (queries)."""
+        """Widths of the projection of a head's convolved inputs: the rank, B (keys) and C (queries)."""
         return {"dt": self.rank, "b": self.state_dim, "c": self.state_dim}
 
     def state_shape(self) -> StateShape:
-        """Keep the step size in records where others keep what they write, and the key for the decays."""
+        """Return the state's shape; records store the step size as the update, and the key as the decay."""
         shape = (self.heads, self.state_dim, self.inner // self.heads, self.conv - 1, self.inner)
         return StateShape(*shape, decay_dim=self.state_dim, runs=((self.inner, 1),))
 
@@ -52,7 +52,7 @@ class Mamba1(Mixer):
         }
 
     def token_flops(self) -> float:
-        """Count the convolution, and decay, update and reading of the state."""
+        """Return the FLOPs of the convolution, and of the state's decay, update and read."""
         return 2.0 * self.conv * self.inner + 7.0 * self.inner * self.state_dim
 
     def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedMamba1":
@@ -65,7 +65,7 @@ class LoadedMamba1(LoadedMixer):
         self.project = Linear.load(weights, kernels, {"in": 2 * s.inner}, place.reads, bias=s.bias)
         self.conv_CK = load_conv(weights, s.inner, s.conv)
         self.conv_C = weights.take("conv.bias", (s.inner,)) if s.conv_bias else None
-        # What decays follow from is not rounded.
+        # Not quantised: decays depend on these.
         x_NW = weights.take("x.weight", (s.heads * sum(s.selected.values()), s.inner // s.heads))
         dt_CR = weights.take("dt.weight", (s.inner, s.rank))
         self.select, self.widen = (
@@ -102,7 +102,7 @@ class LoadedMamba1(LoadedMixer):
         return out_THW.flatten(1)
 
     def _select(self, head: int, x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Make the step sizes, keys and queries of a head from its convolved inputs."""
+        """Return the step sizes, keys and queries of a head from its convolved inputs."""
         s, ops = self.spec, self.kernels
         selected = torch.split(self.select[head](x_TW), list(s.selected.values()), dim=1)
         low_TR, k_TK, q_TK = (
@@ -112,7 +112,7 @@ class LoadedMamba1(LoadedMixer):
         return self.widen[head](low_TR), k_TK, q_TK
 
     def _inputs(self, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:
-        """Make the convolved inputs of pending paths again, from what their records hold."""
+        """Recompute the convolved inputs of pending paths from their records."""
         own = self.conv_CK, self.conv_C, slice(0, self.spec.inner)
         x_path_BPC = self.kernels.path_conv(*own, memory, slot_B, path, length_B)
         rows, longest, channels = x_path_BPC.shape
@@ -125,7 +125,7 @@ class LoadedMamba1(LoadedMixer):
 
 
 def _norm(s: Mamba1, weights: Weights, name: str, like: Tensor) -> Tensor | None:
-    """Load the norm of what is selected; one without weights multiplies by one."""
+    """Load the norm of a selected part, ones for a norm without weights, or None."""
     size = s.selected[name]
     if s.norms == "weighted":
         return weights.take(f"{name}_norm.weight", (size,))

@@ -1,4 +1,4 @@
-"""Mamba-2: S ← a S + B (Δ x)ᵀ with one decay a head, behind a short convolution."""
+"""Mamba-2: S ← a S + B (Δ x)ᵀ with one decay per head, after a short convolution."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
 
 Normed = Literal["of gated", "before gate", "none"]
-"""Where the norm of the output stands to the gate."""
+"""Order of the output's norm and gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Mamba2(Mixer):
     step_limit: tuple[float, float]
     """Bounds on the discretisation step after softplus."""
     out_bias: bool | None = None
-    """Of the last projection; None: as the first one has it."""
+    """Bias of the last projection; None: as for the first."""
     norm: Normed = "of gated"
     wide_norm: bool = False
-    """The product with the norm's weight is rounded once, and the gate's with it."""
+    """Round the norm only once, after weight and gate."""
     scales: tuple[float, float, float, float, float] = (1.0,) * 5
-    """Multipliers of the gate, x, B, C and dt, as the first projection gives them."""
+    """Multipliers of the gate, x, B, C and dt from the first projection."""
 
     kind: ClassVar[str] = "Mamba-2"
 
@@ -63,7 +63,7 @@ class Mamba2(Mixer):
         }
 
     def token_flops(self) -> float:
-        """Count the convolution, and decay, update and reading of the state."""
+        """Return the FLOPs of the convolution, and of the state's decay, update and read."""
         return 2.0 * self.conv * self.channels + 5.0 * self.inner * self.state_dim
 
     def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedMamba2":
@@ -107,7 +107,7 @@ class LoadedMamba2(LoadedMixer):
 
 
 def _spread(s: Mamba2, like: Tensor) -> Tensor:
-    """Give each column of the projection its multiplier."""
+    """Expand the multipliers to the projection's columns."""
     shared = s.groups * s.state_dim
     widths = (s.inner, s.inner, shared, shared, s.heads)
     return torch.cat([like.new_full((width,), by) for width, by in zip(widths, s.scales, strict=True)])

@@ -1,8 +1,8 @@
-"""A transformer block whose weights several layers share; it reads the stream beside the embeddings.
+"""A transformer block whose weights several layers share; it reads the stream and the embeddings.
 
-With e the embeddings: a = attention(rms([x, e])), what comes out is linear(ffn(rms(a))), and no residual lies
-within. The layer that uses a block first loads it and lends it to the others. Each has the last projection,
-KV, and adapters (B A y beside W y, of low rank) of its own.
+With e the embeddings: a = attention(rms([x, e])), the output is linear(ffn(rms(a))), without inner residuals.
+The first layer that uses a block loads it and lends it to the others. Each has its own last projection, KV,
+and low-rank adapters (B A y added to W y).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from specdec.models.weights import Weights
 from specdec.state_slots.layout import KVShape
 
 SHARED = "shared"
-"""What the names of shared weights begin with, within those of the layer that lends them."""
+"""Prefix of shared weights, within the lending layer's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SharedBlock(Mixer):
     ffn: MLP
     norm: Norm
     rank: int = 0
-    """Of the adapters of the feed-forward's first product; 0: there are none."""
+    """Rank of the adapters of the feed-forward's first product; 0: no adapters."""
     adapts_attention: bool = False
     """Queries, keys and values have adapters too."""
 
@@ -51,7 +51,7 @@ class SharedBlock(Mixer):
         return found | {"shared linear": (hidden, hidden)}
 
     def adapted(self, hidden: int) -> Mapping[str, tuple[int, int]]:
-        """Name the products that have adapters, with their sizes [out, in]."""
+        """Return the products with adapters, with their sizes [out, in]."""
         own = self.attention
         widths = {"q": own.heads, "k": own.kv_heads, "v": own.kv_heads} if self.adapts_attention else {}
         found = {name: (heads * own.head_dim, 2 * hidden) for name, heads in widths.items()}
@@ -65,7 +65,7 @@ class SharedBlock(Mixer):
 
 
 class Lent:
-    """The weights that a block's uses share."""
+    """The weights that all uses of a block share."""
 
     def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: Place) -> None:
         hidden = place.writes
@@ -101,7 +101,7 @@ class LoadedSharedBlock(LoadedMixer):
 
 
 class Adapter:
-    """B A y, of low rank."""
+    """A low-rank adapter: B A y."""
 
     def __init__(self, inner: Linear, outer: Linear) -> None:
         self.inner, self.outer = inner, outer
@@ -111,7 +111,7 @@ class Adapter:
 
 
 class Adapted:
-    """A shared product, and what adapters add to its outputs, which lie in their order."""
+    """A shared product plus its adapters' outputs, concatenated in order."""
 
     def __init__(self, kernels: Kernels, shared: Projection, *adapters: Adapter) -> None:
         self.kernels, self.shared, self.adapters = kernels, shared, adapters

@@ -1,4 +1,4 @@
-"""A gated short convolution: C ⊙ conv(B ⊙ h), whose whole memory is the window of its last inputs."""
+"""A gated short convolution: C ⊙ conv(B ⊙ h); its only memory is the window of its last inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ class ShortConv(Mixer):
     channels: int
     conv: int
     bias: bool
-    """Of both projections and of the convolution."""
+    """Biases of both projections and of the convolution."""
 
     kind: ClassVar[str] = "short convolution"
 
     def state_shape(self) -> StateShape:
-        """Keep the last inputs B ⊙ h, of which a record is one; there is no state to add it to."""
+        """Return a shape without a state: the window holds the last inputs B ⊙ h, a record one of them."""
         return StateShape(0, 0, 0, self.conv - 1, self.channels, runs=((self.channels, 1),))
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {"conv in": (3 * self.channels, hidden), "conv out": (hidden, self.channels)}
 
     def token_flops(self) -> float:
-        """Count the convolution and its two gates."""
+        """Return the FLOPs of the convolution and its two gates."""
         return (2.0 * self.conv + 2.0) * self.channels
 
     def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedShortConv":

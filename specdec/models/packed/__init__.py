@@ -1,1 +1,1 @@
-"""Folders of integers as they are published: GPTQ, AWQ and compressed-tensors, one file each."""
+"""Published integer formats: GPTQ, AWQ and compressed-tensors, one file each."""

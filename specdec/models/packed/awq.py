@@ -1,4 +1,4 @@
-"""AWQ in its "gemm" layout: words along the outputs, in which the even ones of eight come before the odd."""
+"""AWQ's "gemm" layout: words along the outputs, each with the even ones of eight before the odd."""
 
 import itertools
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from specdec.models.packed.base import (
 
 NAME = "awq"
 PLACE_IN_WORD = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where a word has each of its eight outputs."""
+"""Position of each of eight outputs in a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class AwqMatrix(PackedMatrix):
 
 
 def read_format(fields: Fields) -> PackedFormat:
-    """Read a config's announcement."""
+    """Read a config's quantisation format."""
     for name in ("version", "format"):
         if str(fields.get(name) or "gemm").lower() != "gemm":
             fields.refuse(name, "the layout 'gemm'")
@@ -71,7 +71,7 @@ def read_format(fields: Fields) -> PackedFormat:
     left_out = frozenset(fields.strings("modules_to_not_convert") or ())
 
     def numbers_of(name: str) -> Numbers | None:
-        # By whole parts of a name: a router is named "gate", which is no part of "gate_proj".
+        # Match whole name components: a router "gate" must not match "gate_proj".
         parts = name.split(".")
         spans = itertools.combinations(range(len(parts) + 1), 2)
         return None if any(".".join(parts[a:b]) in left_out for a, b in spans) else numbers

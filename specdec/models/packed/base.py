@@ -1,7 +1,7 @@
-"""What published formats of integers share: the tensors of a matrix, and how words are unpacked.
+"""Common parts of published integer formats: a matrix's tensors, and unpacking words.
 
-A layer's matrix `NAME.weight` lies in several tensors, such as `NAME.qweight` and `NAME.scales`. Here it goes
-by the name that it had before it was quantised, so that the families' names and recipes serve as they are.
+A layer's matrix `NAME.weight` is stored as several tensors, such as `NAME.qweight` and `NAME.scales`. Here it
+has the name from before quantisation, so the families' names and recipes apply unchanged.
 """
 
 import math
@@ -22,19 +22,19 @@ from specdec.models.fields import Fields
 from specdec.models.layouts import Shape
 
 WORD = 32
-"""Bits of the words that numbers are packed in, the first one lowest."""
+"""Bits of a word of packed integers, the first one lowest."""
 FLOATS = ("F16", "BF16", "F32")
-"""What scales may be stored as."""
+"""Dtypes of scales."""
 
 
 LONGEST_EXPRESSION, MOST_REPEATS = 512, 4
-"""What an expression of layers' names may have: a folder must not hold its reader up."""
+"""Limits of a regular expression for layer names: a checkpoint must not stall its loader."""
 
 
 def compile_names(fields: Fields, field: str, expression: str) -> re.Pattern[str]:
-    """Compile an expression of layers' names; refuse one that could take long to match.
+    """Compile a regular expression for layer names; refuse one that could be slow to match.
 
-    A repeat of a group may try exponentially many ways; single signs repeated a few times try few.
+    A repeated group may backtrack exponentially; a few repeated single characters do not.
     """
     signs = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", expression)
     slow = re.search(r"\)[*+?{]", signs) or re.search(r"\\[1-9]|\(\?P=", expression)
@@ -54,52 +54,52 @@ def compile_names(fields: Fields, field: str, expression: str) -> re.Pattern[str
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How the numbers of a matrix were rounded."""
+    """How a matrix was quantised."""
 
     bits: int
     group: int | None
-    """Inputs that share a scale, 16 or a multiple of 32; None: all of an output's."""
+    """Inputs per scale, 16 or a multiple of 32; None: all of an output's."""
     symmetric: bool
-    """The middle of the range stands for 0, and there are no other zero points."""
+    """The middle of the range is 0, and there are no other zero points."""
     listed: bool = False
-    """Which group an input is in is said by a list (GPTQ's `desc_act`)."""
+    """A list gives each input's group (GPTQ's `desc_act`)."""
     offsets: bool = False
-    """Something is added to the weights of each group (GGUF)."""
+    """Each group has an offset (GGUF)."""
 
     @property
     def by_group(self) -> bool:
-        """Whether scales are kept by group; without groups only 8 bits keep one for each output."""
+        """True if scales are stored by group; otherwise (8 bits only) by output."""
         return self.bits == 4 or self.group is not None or not self.symmetric
 
     @property
     def fits_tiles(self) -> bool:
-        """Whether a GPU's kernels keep them packed, as `triton_integers.fits_tiles` decides."""
+        """True if a GPU's kernels keep it packed, as `triton_integers.fits_tiles` decides."""
         is_plain = self.symmetric and not self.offsets and self.group != HALF
         return is_plain and self.bits != 6 and self.by_group == (self.bits == 4)
 
     def groups(self, inputs: int) -> int:
-        """Count an output's scales."""
+        """Return the scales per output."""
         return -(-inputs // self.group) if self.group else 1
 
     def words(self, count: int) -> int:
-        """Count the words that pack this many numbers."""
+        """Return the words that pack this many integers."""
         return -(-count * self.bits // WORD)
 
     def num_bytes(self, shape: Shape) -> int:
-        """Count the bytes of matrices of this shape as they are multiplied."""
+        """Return the bytes of matrices of this shape in CPU layout."""
         pairs = self.offsets or self.group == HALF or not self.symmetric
         return integers.num_bytes(shape, self.bits, by_group=self.by_group, pairs=pairs)
 
 
 class Part(NamedTuple):
-    """What one of a matrix's tensors must be."""
+    """Expected shape and dtypes of one of a matrix's tensors."""
 
     shape: Shape
     dtypes: tuple[str, ...]
 
 
 class Raw(NamedTuple):
-    """A matrix out of its words; numbers and zero points in int8, less the middle of their range."""
+    """An unpacked matrix; integers and zero points in int8, minus the middle of their range."""
 
     number_ND: Tensor
     scale_NG: Tensor
@@ -108,21 +108,21 @@ class Raw(NamedTuple):
 
 
 class Unfit(Exception):
-    """A tensor, named first in the message, holds numbers that cannot be used."""
+    """A tensor, named first in the message, has unusable values."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix(ABC):
-    """One matrix of a checkpoint, and the tensors that it lies in."""
+    """One matrix of a checkpoint, and its stored tensors."""
 
     name: str
     """Without `.weight`."""
     held: Mapping[str, Shape]
-    """Its tensors that are there, by their suffixes."""
+    """Its present tensors, by suffix."""
     numbers: Numbers
 
     marker: ClassVar[str]
-    """The suffix that tells that a matrix is stored so."""
+    """Suffix that identifies this format."""
     suffixes: ClassVar[tuple[str, ...]]
 
     @classmethod
@@ -138,7 +138,7 @@ class PackedMatrix(ABC):
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """Return the matrix's shape, from those of its tensors, which were checked."""
+        """Return the matrix's shape, derived from its checked tensors."""
 
     @abstractmethod
     def parts(self, shape: Shape) -> Mapping[str, Part]:
@@ -149,7 +149,7 @@ class PackedMatrix(ABC):
         """Unpack the integers."""
 
     def read(self, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Integers:
-        """Make the matrix of its tensors, as it is multiplied; nothing is rounded."""
+        """Build the matrix from its tensors, without rounding."""
         number_ND, scale_NG, zero_NG, offset_NG = self.unpack(shape, tensors)
         bits, group = self.numbers.bits, min(self.numbers.group or GROUP, GROUP)
         columns = -(-shape[1] // group)
@@ -169,7 +169,7 @@ class PackedMatrix(ABC):
         return Integers(number_ND, spread(scale_NG), bits, dtype, zero_NG, offset_NG, group)
 
     def narrow(self, scale_NG: Tensor) -> Tensor:
-        """Return a group's scales in 16 bits; raise `Unfit` where that would round them."""
+        """Return scales in 16 bits; raise `Unfit` if that would round them."""
         if scale_NG.dtype != torch.float32:
             return scale_NG
         narrow_NG = scale_NG.half()
@@ -182,7 +182,7 @@ class PackedMatrix(ABC):
         return narrow_NG
 
     def zeros_as_announced(self, suffix: str, zero_NG: Tensor) -> Tensor | None:
-        """Leave zero points out that the config announces to be the middle of the range."""
+        """Return zero points, or None if the config announces symmetric integers and they agree."""
         if not self.numbers.symmetric:
             return zero_NG
         if bool(zero_NG.any()):
@@ -194,19 +194,19 @@ class PackedMatrix(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """The format of a folder, as its config announces it."""
+    """A checkpoint's format, as announced in its config."""
 
     name: str
     kinds: tuple[type[PackedMatrix], ...]
     numbers_of: Callable[[str], Numbers | None]
-    """How a layer of a name was rounded; None: it is left out."""
+    """Quantisation of a layer by name; None: not quantised."""
     note: str = ""
-    """What is done otherwise than the config announces."""
+    """Deviations from the announced format."""
 
     def find(self, checkpoint: Checkpoint) -> tuple[dict[str, PackedMatrix], list[str]]:
-        """List the matrices stored in integers, by the names that they had before.
+        """Return the integer matrices by their names before quantisation.
 
-        Also name those that are stored so and that the config leaves out.
+        Also return the names of integer matrices that the config excludes.
         """
         found: dict[str, PackedMatrix] = {}
         left_out: list[str] = []
@@ -227,13 +227,13 @@ class PackedFormat:
 
 
 def largest(own_NG: Tensor) -> float:
-    """Return the largest size of some numbers; NaN if one is NaN."""
+    """Return the largest absolute value; NaN if there is a NaN."""
     return max(map(abs, map(float, own_NG.aminmax()))) if own_NG.numel() else 0.0
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return the numbers [..., 32 W / bits] of words [..., W] in int8, less the middle of their range."""
-    # A copy: of one word a row, torch calls any stride contiguous and views none of them as bytes.
+    """Unpack words [..., W] to int8 [..., 32 W / bits], minus the middle of their range."""
+    # Copy: with one word per row torch calls any stride contiguous but cannot view it as bytes.
     bytes_ = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return (bytes_ ^ 128).view(torch.int8)
@@ -241,7 +241,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def read_bits(fields: Fields, *names: str, supported: tuple[int, ...]) -> int:
-    """Read how many bits a number has."""
+    """Read the bits per integer."""
     bits = fields.integer(*names)
     if bits not in supported:
         name = next((own for own in names if own in fields), names[0])
@@ -252,7 +252,7 @@ def read_bits(fields: Fields, *names: str, supported: tuple[int, ...]) -> int:
 
 
 def read_group(fields: Fields, *names: str) -> int | None:
-    """Read how many inputs share a scale; None: all of them."""
+    """Read the inputs per scale; None: all of them."""
     group = fields.integer(*names, least=-1)
     if group == -1:
         return None

@@ -1,4 +1,4 @@
-"""compressed-tensors: integers packed in words along the inputs, or as they are in int8."""
+"""compressed-tensors: integers packed in words along the inputs, or plain int8."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class PlainInts(PackedMatrix):
 
     @classmethod
     def is_at(cls, checkpoint: Checkpoint, name: str) -> bool:
-        """Leave those that are packed, or stored in FP8."""
+        """Return whether the weight is int8, neither packed nor FP8."""
         weight = f"{name}.weight"
         return weight in checkpoint and checkpoint.info(weight).dtype == "I8"
 
@@ -102,7 +102,7 @@ class PlainInts(PackedMatrix):
 
 
 class _Layers:
-    """Layers by their names, by expressions that begin with re:, or all of them."""
+    """Layers given by name, by expressions with the prefix re:, or all of them."""
 
     def __init__(self, fields: Fields, field: str) -> None:
         listed = fields.strings(field) or ()
@@ -112,12 +112,12 @@ class _Layers:
         self.all = _LINEAR in listed
 
     def match(self, name: str) -> bool:
-        """Return whether an expression describes a layer."""
+        """Return whether an expression matches a layer."""
         return any(pattern.match(name) for pattern in self.patterns)
 
 
 def read_format(fields: Fields) -> PackedFormat:
-    """Read a config's announcement."""
+    """Read a config's quantisation format."""
     forms = f"{PACKED!r} or {PLAIN!r}, or the checkpoint that was not quantised"
     if fields.get("format") not in (PACKED, PLAIN, MIXED):
         fields.refuse("format", forms)
@@ -143,7 +143,7 @@ def read_format(fields: Fields) -> PackedFormat:
     def numbers_of(name: str) -> Numbers | None:
         if name in ignored.names or ignored.match(name):
             return None
-        # A layer's own name says more than an expression, and this more than a class.
+        # A layer's own name takes precedence over an expression, and that over a class.
         found = [numbers for layers, numbers in rules if name in layers.names]
         found += [numbers for layers, numbers in rules if layers.match(name)]
         return next(iter(found + [numbers for layers, numbers in rules if layers.all]), None)
@@ -152,7 +152,7 @@ def read_format(fields: Fields) -> PackedFormat:
 
 
 def _numbers(group: Fields) -> Numbers:
-    """Read how a group's layers were rounded, and refuse what their products would need beside."""
+    """Read the quantisation of a group's layers; refuse unsupported parts."""
     weights = group.within("weights")
     bits = read_bits(weights, "num_bits", supported=(4, 8))
     weights.only("type", "int")
@@ -170,7 +170,7 @@ def _numbers(group: Fields) -> Numbers:
 
 
 def _check_inputs(inputs: Fields) -> None:
-    """Take 8 bits that are rounded as they come: ours are, in groups of 32, which loses less."""
+    """Accept dynamic 8-bit inputs: ours are quantised in groups of 32, which loses less."""
     inputs.only("type", "int")
     read_bits(inputs, "num_bits", supported=(8,))
     if inputs.get("dynamic") is not True:

@@ -1,4 +1,4 @@
-"""Matrices of a GGUF file: integers as they are in int8, scales of 32 or 16 inputs, and offsets."""
+"""Matrices of a GGUF file: int8 integers, scales per 32 or 16 inputs, and offsets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from specdec.models.packed.compressed import PlainInts
 
 NAME = "gguf"
 LARGEST = 65504
-"""Of float16."""
+"""Largest float16."""
 OFFSET = "weight_offset"
 
 
@@ -31,7 +31,7 @@ class GgufInts(PlainInts):
         return {**found, OFFSET: by_group} if self.numbers.offsets else found
 
     def narrow(self, scale_NG: Tensor) -> Tensor:
-        """Return scales as they are: they are rounded to float16 where the matrix is laid out."""
+        """Return scales unchanged after a range check: packing rounds them to float16."""
         is_pair = self.numbers.offsets or self.numbers.group == HALF
         if is_pair or sixteen_bits(scale_NG) is None:
             self._check(scale_NG)

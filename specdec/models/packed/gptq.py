@@ -1,4 +1,4 @@
-"""GPTQ: words along the inputs, scales and zero points by group; the first version stores these less one."""
+"""GPTQ: words along the inputs, scales and zero points by group; version 1 stores zero points minus one."""
 
 import re
 from collections.abc import Mapping
@@ -32,13 +32,13 @@ NAME = "gptq"
 class GptqMatrix(PackedMatrix):
     """qweight [K / 8, N], qzeros [G, N / 8], scales [G, N], and g_idx [K], the group of each input.
 
-    Without g_idx groups follow each other, unless `desc_act` says that inputs were rounded in another order.
+    Without g_idx groups are consecutive, unless `desc_act` announces another order of inputs.
     """
 
     marker: ClassVar[str] = "qweight"
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
     less: ClassVar[int] = 0
-    """What was subtracted from zero points before they were packed."""
+    """Subtracted from zero points before packing."""
 
     @property
     def shape(self) -> Shape:
@@ -86,7 +86,7 @@ class GptqMatrixV1(GptqMatrix):
 
 
 def read_format(fields: Fields) -> PackedFormat:
-    """Read a config's announcement."""
+    """Read a config's quantisation format."""
     for name in ("checkpoint_format", "format"):
         fields.only(name, "gptq", "gptq_v2")
     fields.only("pack_dtype", "int32", "torch.int32")
@@ -102,7 +102,7 @@ def read_format(fields: Fields) -> PackedFormat:
 
 
 def _numbers(fields: Fields, default: Numbers | None = None) -> Numbers:
-    """Read how layers were rounded; what is not said is as in the default."""
+    """Read the quantisation of layers; missing fields are taken from `default`."""
     bits = default.bits if default and "bits" not in fields else read_bits(fields, "bits", supported=(4, 8))
     group = default.group if default and "group_size" not in fields else read_group(fields, "group_size")
     return Numbers(
@@ -114,7 +114,7 @@ def _numbers(fields: Fields, default: Numbers | None = None) -> Numbers:
 
 
 def _dynamic(fields: Fields, default: Numbers) -> list[tuple[re.Pattern[str], Numbers | None]]:
-    """Read the layers that are rounded in another way, or not at all: these come first."""
+    """Read per-layer overrides; those that disable quantisation come first."""
     dynamic = fields.within("dynamic")
     found: list[tuple[re.Pattern[str], Numbers | None]] = []
     for rule in dynamic.names():

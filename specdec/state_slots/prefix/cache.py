@@ -15,18 +15,18 @@ from specdec.state_slots.prefix.tree import Ids, Node
 Tokens = Sequence[int] | Ids
 
 APART = 128
-"""Fewest tokens between two guesses within a prompt: each adds a forward pass.
+"""Minimum tokens between two guesses within a prompt: each adds a forward pass.
 
 A pass takes as long as prefilling 26 more tokens (random 0.5b shape in bfloat16, one thread of a Xeon).
 """
 
 
 class PrefixCache(Tier):
-    """The tier whose memory requests run in: it lends them prefixes and keeps what they have computed.
+    """The tier that requests run in: it lends them prefixes and caches what they compute.
 
-    A state is kept where two prompts diverged, where a caller marked a length, and after the last token that
-    a request computed; and as a guess, while memory lasts, at the end of each chunk, after the first turn of
-    a chat, and just before the end of the prompt.
+    States are cached where two prompts diverge, at lengths marked by a caller, and after the last token that
+    a request computed. If memory allows, they are also cached speculatively (guesses): at the end of each
+    chunk, after the first turn of a chat, and just before the end of the prompt.
     """
 
     def lease(
@@ -34,8 +34,8 @@ class PrefixCache(Tier):
     ) -> Lease:
         """Find the longest cached prefix of a prompt, and pin it until `lend` or `leave`.
 
-        The last token is always computed: sampling needs its logits. `turns` are the lengths at which the
-        first and the last turn of a chat end.
+        The last token is always computed: sampling needs its logits. `turns` are the lengths at which a
+        chat's first and last turn end.
         """
         ids = as_ids(tokens[:-1])
         self.tree.root(tenant)
@@ -57,9 +57,9 @@ class PrefixCache(Tier):
         return Lease(tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens), guesses)
 
     def _guesses(self, length: int, count: int, turns: Sequence[int]) -> tuple[int, ...]:
-        """Choose where a prompt's first turn ends, and its last turn or all but its last token.
+        """Return guess lengths: the ends of the first and (if close) last turn, and all but the last token.
 
-        None is chosen where a state would have no memory.
+        Lengths are at least `APART` apart. Returns none if a state would not get memory.
         """
         if not self._states or not (self.arena.has_free_state or self.guesses.next()):
             return ()
@@ -101,7 +101,7 @@ class PrefixCache(Tier):
         return Hit(length, [*shared, *copies], hidden_1D, fetched)
 
     def leave(self, lease: Lease) -> None:
-        """Unlock or unpin what a lease holds."""
+        """Release a lease's locks or pins."""
         if lease.lent:
             lease.tip.locks -= 1
         else:
@@ -110,7 +110,7 @@ class PrefixCache(Tier):
             tree.prune(node)
 
     def cut(self, lease: Lease, since: int) -> None:
-        """Remove what a request has computed beyond a length, and every prefix that continues it."""
+        """Remove a request's computed tokens beyond a length, and every prefix that continues them."""
         if self.tree.holds(lease.tip):  # else it was removed with another's
             self.remove(lease.tenant, self.tree.spelled(lease.tip), since)
 
@@ -125,7 +125,7 @@ class PrefixCache(Tier):
         return node
 
     def longest(self, tenant: Tenant, tokens: Tokens) -> int:
-        """Count the cached tokens of this prefix, in all tiers."""
+        """Return the cached tokens of this prefix, in all tiers."""
         tiers = [self, self.lower] if self.lower else [self]
         return max(tier.usable(*tier.tree.walk(tenant, as_ids(tokens)))[1] for tier in tiers)
 
@@ -151,9 +151,9 @@ class PrefixCache(Tier):
         self._copy_in(node, self, state, hidden_1D)
 
     def keep_chunk(self, lease: Lease, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
-        """Keep a copy of the state at the end of a prompt's chunk.
+        """Cache a copy of the state at the end of a prompt's chunk.
 
-        It is a guess unless it was asked for: it takes free memory, or that of an older guess.
+        Unless requested it is a guess: it only takes free memory, or that of an older guess.
         """
         if node.end in lease.stops:
             self.keep_copy(node, state, hidden_1D)
@@ -165,7 +165,7 @@ class PrefixCache(Tier):
                 self.guesses.add(node)
 
     def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
-        """Move a state that its owner no longer needs to the node, unless it has one."""
+        """Move a state that its owner no longer needs to the node, unless the node has one."""
         if node.state is None:
             self.arena.hand_over_state(owner, node, state)
             self._keep(node, state, hidden_1D)
@@ -176,7 +176,7 @@ class PrefixCache(Tier):
         lease.store.tree.pinned.remove(lease.found)
 
     def check(self, leases: Iterable[Lease] = (), others: Iterable[Hashable] = ()) -> None:
-        """Prove that each tree and its arena agree; `leases` and `others` are the requests that go on."""
+        """Check that each tree and its arena agree; `leases` and `others` are running requests."""
         trees = [self.tree] if self.lower is None else [self.tree, self.lower.tree]
         prove(trees, leases, others)
 

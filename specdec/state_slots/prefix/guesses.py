@@ -1,10 +1,10 @@
-"""States that are cached on a guess, until a request uses them."""
+"""States that are cached speculatively, until a request uses them."""
 
 from specdec.state_slots.prefix.tree import Node
 
 
 class Guesses:
-    """Nodes whose state no request has used yet, for each caller in the order in which they were cached."""
+    """Nodes with an unused state, per caller in the order of caching."""
 
     def __init__(self) -> None:
         self._of: dict[str, dict[Node, None]] = {}
@@ -23,7 +23,7 @@ class Guesses:
         return True
 
     def next(self) -> Node | None:
-        """Return the oldest guess of the caller with most of them."""
+        """Return the oldest guess of the caller with the most guesses."""
         if not self._of:
             return None
         most = max(self._of.values(), key=len)

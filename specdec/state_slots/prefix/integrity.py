@@ -1,4 +1,4 @@
-"""Prove that trees of prefixes and their arenas agree, and that every lock and pin is a request's."""
+"""Check that prefix trees agree with their arenas, and that requests own every lock and pin."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -9,7 +9,7 @@ from specdec.state_slots.prefix.tree import Node, Tree
 
 
 def prove(trees: Sequence[Tree], leases: Iterable[Lease], others: Iterable[Hashable]) -> None:
-    """Check that trees own what they say; in the upper arena nothing else does but `others`.
+    """Check that trees own their slots; in the upper arena only `others` own any besides.
 
     `leases` are those of running requests: nothing else may lock or pin a node.
     """
@@ -36,7 +36,7 @@ def _check_tree(tree: Tree, others: Iterable[Hashable] = ()) -> None:
 
 
 def _check_leases(nodes: Sequence[Node], pinned: Sequence[Node], leases: Sequence[Lease]) -> None:
-    """Prove that each lock and pin belongs to a lease, and that leases hold nodes that are in a tree."""
+    """Check that each lock and pin belongs to a lease, and that leases refer to nodes of a tree."""
     locks = Counter(lease.tip for lease in leases if lease.lent)
     pins = Counter(node for lease in leases if not lease.lent for node in (lease.tip, lease.found))
     if pins != Counter(pinned):

@@ -1,4 +1,4 @@
-"""What a request holds of the prefix cache, and what it begins with."""
+"""A request's hold on the prefix cache, and its initial memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,28 +18,28 @@ class Lease:
     tip: Node
     """The node that it continues, as far as blocks can be shared."""
     shared: int
-    """Blocks that it shares by reference: those that it will never write."""
+    """Blocks that it shares by reference and never writes."""
     length: int
-    """Cached tokens: its prefill starts behind them."""
+    """Cached tokens: its prefill starts after them."""
     stops: tuple[int, ...]
-    """Lengths at which prefill must end a chunk so that the state there can be kept; rising."""
+    """Ascending lengths at which prefill must end a chunk so that the state can be cached."""
     store: Tier
     found: Node
-    """Node of `store` that holds the state at that length and the blocks to copy."""
+    """Node of `store` with the state at that length and the blocks to copy."""
     asked: int
     """Tokens of the prompt that was looked up."""
     guesses: tuple[int, ...] = ()
-    """Lengths, rising, at which prefill ends a chunk because a later prompt may diverge there."""
+    """Ascending lengths at which prefill ends a chunk because a later prompt may diverge there."""
     lent: bool = False
     own: int | None = None
-    """Length from which on the request itself has extended the tree; None: it has not."""
+    """Length from which the request itself has extended the tree; None: it has not."""
 
     def stop_at(self, length: int) -> None:
-        """Add a length at which a state is kept."""
+        """Add a length at which to cache a state."""
         self.stops = tuple(sorted({*self.stops, length}))
 
     def until_stop(self, computed: int) -> int | None:
-        """Count the tokens up to the next length at which a state is kept."""
+        """Return the tokens up to the next length with a state to cache."""
         return min(
             (stop - computed for stop in (*self.stops, *self.guesses) if stop > computed), default=None
         )
@@ -47,11 +47,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a request starts with, all of it its own copy or shared by reference."""
+    """A request's initial memory, all copied or shared by reference."""
 
     length: int
     blocks: Sequence[int]
-    """Its first blocks: shared ones, which are reference-counted and read-only, then its own copies."""
+    """Its first blocks: shared, reference-counted, read-only ones, then its own copies."""
     hidden_1D: Tensor | None
     fetched: bool
     """It came from the lower tier and is not cached in the upper one."""

@@ -1,4 +1,4 @@
-"""How fast memory is copied between tiers and how fast prompts are read: what is worth being fetched."""
+"""Measured speeds of copies between tiers and of prefill, which decide whether fetching pays."""
 
 import contextlib
 import time
@@ -14,11 +14,11 @@ from specdec.state_slots.arena import Arena
 RECENT = 0.2
 """Weight of the newest measurement."""
 UNREAD = 64
-"""Copies whose times are waited for at most; older ones are left out."""
+"""Maximum copies with pending times; older ones are dropped."""
 
 
 class Mark(Protocol):
-    """A moment in the order of a device's work, which may be still to come."""
+    """A point in a device's order of work, possibly still pending."""
 
     def passed(self) -> bool: ...
 
@@ -26,7 +26,7 @@ class Mark(Protocol):
 
 
 class HostMark:
-    """The present: what the host does is done when it goes on."""
+    """The current time: host work is synchronous."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
@@ -39,7 +39,7 @@ class HostMark:
 
 
 class DeviceMark:
-    """A place in a GPU's stream: what stood in it before is in no time between two of them."""
+    """A point in a GPU's stream; times between two points exclude earlier work."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -53,13 +53,13 @@ class DeviceMark:
 
 
 def mark(*arenas: Arena) -> Mark:
-    """Mark the present place in the work of the device that copies between these arenas."""
+    """Return a mark at the current point of the device that copies between these arenas."""
     device = next((arena.data.device for arena in arenas if arena.data.is_cuda), None)
     return DeviceMark(device) if device else HostMark()
 
 
 class Copied(NamedTuple):
-    """A copy between two tiers that was begun, and may be under way."""
+    """A copy between two tiers, possibly in flight."""
 
     start: Mark
     end: Mark
@@ -67,10 +67,10 @@ class Copied(NamedTuple):
 
 
 class Rates:
-    """Measured on the way, of copies in either direction and of steps that only prefill.
+    """Rates of copies in either direction and of prefill-only steps, measured in operation.
 
-    A copy is begun and not waited for: all that touches the memory of either tier is work of one stream, in
-    order. Its time is read when it is over.
+    Copies are started without waiting: all work on either tier's memory is in one stream, in order. A copy's
+    time is read once it has finished.
     """
 
     def __init__(self, mark: Callable[..., Mark] = mark) -> None:
@@ -78,40 +78,40 @@ class Rates:
         self._begun: deque[Copied] = deque(maxlen=UNREAD)
         self._copied_s: float | None = None
         self.read_s: float | None = None
-        """Seconds for an operation of the model in prefill."""
+        """Seconds per model operation in prefill."""
 
     @property
     def copied_s(self) -> float | None:
-        """Seconds for a byte, by the copies that are over."""
+        """Seconds per byte, from finished copies."""
         while self._begun and self._begun[0].end.passed():
             start, end, num_bytes = self._begun.popleft()
             self._copied_s = _mean(self._copied_s, end.seconds_since(start) / num_bytes)
         return self._copied_s
 
     def pays(self, copied_bytes: int, work: float) -> bool:
-        """Return whether copying takes less time than computing; until both were measured it is tried."""
+        """Return whether copying takes less time than computing; True until both have been measured."""
         copied_s = self.copied_s
         if copied_s is None or self.read_s is None:
             return True
         return copied_bytes * copied_s < work * self.read_s
 
     def observe_copy(self, copied_bytes: int, seconds: float) -> None:
-        """Add a copy that another has made and timed."""
+        """Add a copy timed elsewhere."""
         self._copied_s = _mean(self._copied_s, seconds / max(copied_bytes, 1))
 
     def doubt(self) -> None:
-        """Think a little better of copies where none was tried: nothing else would tell when they pay."""
+        """Lower the estimated copy time after a skipped copy, so that copies are eventually tried again."""
         if self._copied_s is not None:
             self._copied_s *= 1 - RECENT
 
     def observe_reading(self, work: float, seconds: float) -> None:
-        """Add the time of a step that only prefilled."""
+        """Add the time of a prefill-only step."""
         if work > 0:
             self.read_s = _mean(self.read_s, seconds / work)
 
     @contextlib.contextmanager
     def copying(self, source: Arena, to: Arena) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Copy the pairs that are collected in here; between two tiers the time is taken."""
+        """Copy the pairs collected in this context; measure the time if it is between two tiers."""
         pairs: list[tuple[Tensor, Tensor]] = []
         yield pairs
         start = self._mark(source, to) if source is not to and pairs else None

@@ -1,4 +1,4 @@
-"""Requests served without a model: the cache as it is, over an arena that has books and no bytes."""
+"""Simulate requests without a model: the real cache over an arena without bytes."""
 
 from dataclasses import dataclass
 
@@ -22,13 +22,13 @@ class Live:
     table: list[int]
     state: int | None
     hit: int
-    """Tokens of its prompt that it need not read."""
+    """Cached tokens of its prompt."""
 
 
 class Replay:
-    """Owns a cache and an arena on the `meta` device, and asks of them what a scheduler asks.
+    """A cache and an arena on the `meta` device, used as a scheduler uses them.
 
-    A request is admitted, prefilled at once, and ends; between its steps others may take theirs.
+    A request is admitted, prefilled at once, and ended; calls for several requests may interleave.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Replay:
         self._admitted = 0
 
     def admit(self, prompt: Ids, output: int, tenant: Tenant = SOLE) -> Live | None:
-        """Begin a request that will write `output` tokens; None: there is no memory for all of it now."""
+        """Admit a request with `output` output tokens; None if its memory does not fit now."""
         arena, cache = self.arena, self.cache
         lease = cache.lease(prompt, tenant)
         blocks = arena.layout.blocks_for(len(prompt) + output)
@@ -65,7 +65,7 @@ class Replay:
         return Live(number, lease, [*hit.blocks, *own], state, hit.length)
 
     def read(self, live: Live, prompt: Ids) -> None:
-        """Share what was read of a prompt, and keep the states that are wanted on the way."""
+        """Prefill a prompt: share its blocks, and cache the requested states on the way."""
         at = live.hit
         while at < len(prompt):
             count = min(self.chunk_tokens, len(prompt) - at)
@@ -74,7 +74,7 @@ class Replay:
             self.cache.keep_chunk(live.lease, node, live.state, None)
 
     def end(self, live: Live, whole: Ids) -> None:
-        """Keep what a request has read, all but the token that it chose last, and its state."""
+        """End a request: cache its state and all its tokens except the last one."""
         node = self.cache.note(live.lease, whole[:-1], live.table)
         if live.state is not None:
             self.cache.keep(node, live.number, live.state, None)
@@ -82,7 +82,7 @@ class Replay:
         self.cache.leave(live.lease)
 
     def serve(self, prompt: Ids, whole: Ids, tenant: Tenant = SOLE) -> int:
-        """Serve a request alone; return the tokens that it need not compute."""
+        """Serve a request alone; return its cached tokens."""
         live = self.admit(prompt, len(whole) - len(prompt), tenant)
         if live is None:
             return 0

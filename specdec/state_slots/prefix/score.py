@@ -10,12 +10,12 @@ from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.tree import Node
 
 Work = Callable[[int], float]
-"""Returns the work of prefilling a number of tokens from the first on."""
+"""Returns the FLOPs of prefilling a number of tokens from the first on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a node is worth: the work that it saves over the next state above it, and the bytes it holds."""
+    """A node's value: the work it saves relative to the next state above it, and its bytes."""
 
     work: float
     bytes: int
@@ -26,16 +26,16 @@ class Gain:
 
 
 class Score:
-    """Recency plus `alpha` times the work saved per byte, each as a part of the candidates' range.
+    """Recency plus `alpha` times the work saved per byte, each scaled to the candidates' range.
 
-    `alpha` may be set at any time, by any thread: each order is made with one value of it.
+    Any thread may set `alpha` at any time: each order is made with one value of it.
     """
 
     def __init__(self, layout: Layout, work: Work, alpha: float = 0.0) -> None:
         self.layout, self.work, self.alpha = layout, work, alpha
 
     def held(self, node: Node) -> int:
-        """Return the bytes that a node holds."""
+        """Return a node's bytes."""
         state = self.layout.slab_bytes if node.state is not None else 0
         return len(node.blocks) * self.layout.block_bytes + state
 
@@ -50,9 +50,9 @@ class Score:
         return Gain(self.work(node.end) - self.work(above.end if above else 0), held + state)
 
     def of_largest(self, nodes: list[Node], kept: Iterable[Node]) -> list[Node]:
-        """Return the nodes of the caller with most cached bytes: no other loses its fair part.
+        """Return the nodes of the caller with the most cached bytes, so that no other loses its fair share.
 
-        A tie goes to the caller of the least recently used node.
+        Ties go to the caller of the least recently used node.
         """
         oldest = dict[str, int]()
         for node in nodes:

@@ -1,6 +1,6 @@
-"""One memory that keeps prefixes: a tree over an arena, what is evicted from it, and the tier below.
+"""One tier of the prefix cache: a tree over an arena, its eviction, and the tier below.
 
-A GPU's memory may stand above the host's: what the upper tier evicts is copied down, as far as there is room.
+A GPU's memory may be above the host's: evicted prefixes are copied down while memory lasts.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ class Counts:
     asked: int = 0
     hit: int = 0
     fetched: int = 0
-    """Hit tokens that came from the lower tier."""
+    """Hit tokens from the lower tier."""
     states_kept: int = 0
     states_evicted: int = 0
     blocks_evicted: int = 0
 
 
 class Tier:
-    """Own a tree and what it holds of an arena, and evict from it when the arena is short of memory.
+    """A tree and its slots of an arena, which evicts when the arena is short of memory.
 
     One thread owns a tier.
     """
@@ -49,13 +49,13 @@ class Tier:
         self.guesses = Guesses()
         """Evicted before all other nodes, and never copied to the lower tier."""
         self._order: list[tuple[Node, int]] = []
-        """Nodes to evict next, the first of them last, each with its `used` when the order was made."""
+        """Nodes to evict, the next one last, each with its `used` when the order was made."""
         arena.attach_evictor(self)
 
     def usable(self, node: Node, known: int) -> tuple[Node, int]:
-        """Return the longest prefix on the way to a node that a request can continue, and its length."""
+        """Return the longest prefix on a node's path that a request can continue, and its length."""
         if not self._states:
-            # A draft head needs the last token's hidden state, which only a forward pass of that token gives.
+            # A draft head needs the last token's hidden state, which requires a forward pass of that token.
             return node, max(known - self.has_head, 0)
         if node.end > known:
             assert node.parent
@@ -74,7 +74,7 @@ class Tier:
         return (found, deeper) if rates.pays(copied, work(deeper) - work(length)) else None
 
     def _insert(self, tenant: Tenant, ids: Ids, table: list[int]) -> tuple[Node, int]:
-        """Return the node of a prefix, made if need be, and how many of its tokens were cached before."""
+        """Return the node of a prefix, created if needed, and how many of its tokens were cached before."""
         self.tree.root(tenant)
         node, at = self.tree.walk(tenant, ids)
         node = self.tree.reach(node, at)
@@ -97,12 +97,12 @@ class Tier:
             self.lower.remove(tenant, ids, since)
 
     def pinned(self) -> tuple[set[int], set[int]]:
-        """Return the blocks and states that are cached and cannot be evicted now."""
+        """Return the cached blocks and states that cannot be evicted now."""
         blocks = {block for node in self.tree.pinned for block in self.tree.table(node, node.end)}
         return blocks, {node.state for node in self.tree.pinned if node.state is not None}
 
     def take_over(self, upper: "Tier", node: Node) -> None:
-        """Copy what the tier above evicts at a node, as far as there is room."""
+        """Copy a node that the tier above evicts, as far as memory allows."""
         tenant, ids = node.tenant, upper.tree.spelled(node)
         deepest, known = self.tree.walk(tenant, ids)
         self.tree.pinned.append(deepest)
@@ -126,7 +126,7 @@ class Tier:
                 pairs.append((upper.arena.block_bytes_X(source), self.arena.block_bytes_X(to)))
 
     def _copy_in(self, node: Node, store: "Tier", state: int, hidden_1D: Tensor | None) -> None:
-        self.tree.pinned.append(node)  # making room for its state must not evict the node itself
+        self.tree.pinned.append(node)  # freeing memory for its state must not evict the node itself
         slots = self.arena.take_snapshots(node, 1)
         self.tree.pinned.remove(node)
         if slots:
@@ -139,7 +139,7 @@ class Tier:
         self.counts.states_kept += 1
 
     def make_room(self, fits: Callable[[], bool]) -> bool:
-        """Evict prefixes until something fits; tell whether it does."""
+        """Evict prefixes until `fits()`; return whether it does."""
         while not fits():
             if self._evict_guess():
                 continue
@@ -152,7 +152,7 @@ class Tier:
     def _evict_guess(self) -> bool:
         """Evict the next guess; return whether there was one.
 
-        A node that cannot be evicted now is about to be used, or prompts part there: it is no guess any more.
+        A node that cannot be evicted now is about to be used, or has become a fork: it is no longer a guess.
         """
         while node := self.guesses.next():
             if self._is_evictable(node):
@@ -162,9 +162,9 @@ class Tier:
         return False
 
     def _next(self, *, anew: bool = False) -> Node | None:
-        """Return the node to evict next; an order made once serves for an eighth of its candidates.
+        """Return the node to evict next; one order is used for an eighth of its candidates.
 
-        One eviction changes little in the others' scores, and a node used since then is skipped.
+        One eviction changes little in the others' scores, and nodes used since then are skipped.
         """
         if anew:
             kept = list(self.tree.nodes())
@@ -177,7 +177,7 @@ class Tier:
         return None
 
     def flush(self, caller: str | None = None) -> None:
-        """Evict every prefix that no request holds; with a caller named, only those of its requests."""
+        """Evict every unlocked prefix in all tiers, of one caller if given."""
         if self.lower:
             self.lower.flush(caller)
         lower, self.lower = self.lower, None
@@ -185,14 +185,14 @@ class Tier:
         self.lower = lower
 
     def move_down(self, caller: str | None = None) -> None:
-        """Evict every prefix that no request holds; the tier below, if there is one, takes them over."""
+        """Evict every unlocked prefix to the tier below, if there is one."""
         while evictable := [node for node in self.tree.nodes() if self._is_evictable(node, caller)]:
             for node in evictable:
                 if self._is_evictable(node, caller) and self.tree.holds(node):
                     self._evict(node)
 
     def forget(self) -> None:
-        """Drop every prefix after the arena has taken all memory back."""
+        """Drop every prefix after the arena has freed all memory."""
         self.tree.roots.clear()
         self._order.clear()
         self.guesses.clear()
@@ -202,7 +202,7 @@ class Tier:
             self.lower.forget()
 
     def _is_evictable(self, node: Node, caller: str | None = None) -> bool:
-        """Return whether evicting a node frees anything: its state, or all of it when it is a leaf."""
+        """Return whether evicting a node frees anything: its state, or all of it if it is a leaf."""
         if caller is not None and node.tenant.caller != caller:
             return False
         if node.is_root or len(node.children) > 1 or node in self.tree.pinned:

@@ -1,9 +1,9 @@
-"""The cached prefixes as a radix tree over token ids, and what each node holds.
+"""A radix tree of cached prefixes over token ids, and each node's slots.
 
-A node stands for one prefix, which ends at any token. Its edge is what lies between its parent's end and its
-own, and it owns the KV blocks that cover it: a block in which the parent ends belongs to both, each with its
-own copy or holding the same one together. Where a head drafts, whose keys at a token hang on the next one,
-so does the block of the parent's last token. At its end a node may keep a recurrent state.
+A node is a prefix that may end at any token. Its edge covers the tokens between its parent's end and its own,
+and it owns the KV blocks of these tokens. The block in which the parent ends belongs to both, shared or as
+separate copies. With a draft head, whose keys at a token depend on the next one, the block of the parent's
+last token does too. A node may have a recurrent state at its end.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -23,7 +23,7 @@ NO_IDS: Ids = np.zeros(0, np.int32)
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node(Evictable):
-    """One prefix. In the arena it owns what it holds in its own name."""
+    """One prefix. It is the owner of its slots in the arena."""
 
     tenant: Tenant
     parent: "Node | None"
@@ -37,7 +37,7 @@ class Node(Evictable):
     hidden_1D: Tensor | None = None
     """Input of a draft head at the last token, once the next one is known."""
     used: int = 0
-    """When it last served a request, on a clock that counts uses."""
+    """Last use by a request, on a clock that counts uses."""
     locks: int = 0
     """Requests that continue it and share its blocks: evicting it would free none of them."""
 
@@ -53,7 +53,7 @@ class Node(Evictable):
         return self.parent is None
 
     def path(self) -> list["Node"]:
-        """Return the nodes from the one below the root to this one."""
+        """Return the nodes from below the root to this one."""
         nodes = []
         node = self
         while node.parent:
@@ -71,14 +71,14 @@ class Node(Evictable):
 
 
 class Tree:
-    """Keeps the prefixes of each tenant apart, and the arena's books right whenever a node changes."""
+    """The prefixes of each tenant, kept consistent with the arena's ownership."""
 
     def __init__(self, arena: Arena, *, has_head: bool = False) -> None:
         self.arena, self.size, self.before = arena, arena.layout.block_tokens, int(has_head)
         self.pages = bool(arena.layout.kv)
         self.roots: dict[Tenant, Node] = {}
         self.pinned: list[Node] = []
-        """Nodes whose blocks and states a lease is about to copy, once for each lease."""
+        """Nodes whose blocks and states a lease is about to copy, once per lease."""
 
     def root(self, tenant: Tenant) -> Node:
         """Return the root of a tenant's tree; create it if needed."""
@@ -91,7 +91,7 @@ class Tree:
             del self.roots[node.tenant]
 
     def nodes(self) -> Iterator[Node]:
-        """Yield every node but the roots."""
+        """Yield every node except the roots."""
         for root in self.roots.values():
             yield from (node for node in root.below() if not node.is_root)
 
@@ -110,11 +110,11 @@ class Tree:
         return node, at
 
     def spelled(self, node: Node) -> Ids:
-        """Return the tokens that a node stands for."""
+        """Return a node's tokens from the root on."""
         return np.concatenate([NO_IDS, *(own.edge for own in node.path())])
 
     def first(self, start: int) -> int:
-        """Return the place in a table of the first block of a node that begins at a token."""
+        """Return the table index of the first block of a node that starts at a token."""
         return max(start - self.before, 0) // self.size
 
     def table(self, node: Node, length: int) -> list[int]:
@@ -125,7 +125,7 @@ class Tree:
         return blocks[: -(-length // self.size)]
 
     def reach(self, node: Node, at: int) -> Node:
-        """Return a node that ends at a place on a node's edge."""
+        """Return a node that ends at a position on a node's edge, splitting it if needed."""
         return node if at == node.end else self._split(node, at)
 
     def grow(self, node: Node, ids: Ids, table: list[int]) -> Node:
@@ -149,7 +149,7 @@ class Tree:
         return child
 
     def drop(self, node: Node) -> None:
-        """Remove a leaf and free all that it holds."""
+        """Remove a leaf and release its slots."""
         assert node.parent and not node.children
         del node.parent.children[int(node.edge[0])]
         self.arena.release_owner(node)
@@ -170,7 +170,7 @@ class Tree:
             own.state = own.hidden_1D = None
 
     def join(self, node: Node) -> Node:
-        """Merge a node that has one child and no state into that child, which inherits its blocks."""
+        """Merge a node with one child and no state into that child, which inherits its blocks."""
         (child,) = node.children.values()
         assert node.parent and node.state is None
         kept = node.blocks[: self.first(child.start) - self.first(node.start)]
@@ -189,7 +189,7 @@ class Tree:
         return not self.pages or table[(node.end - 1) // self.size] == node.blocks[-1]
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge in two; return the upper part. The lower one stays the node that it was."""
+        """Split an edge; return the new upper node. The lower part remains the original node."""
         parent = node.parent
         assert parent and node.start < at < node.end
         count = at - node.start
@@ -213,7 +213,7 @@ class Tree:
 
 
 def move_blocks(moved: Mapping[int, int], owners: Set[Owner]) -> None:
-    """Update the block ids of those owners that are nodes after blocks have moved."""
+    """Update the block ids of owners that are nodes after blocks have moved."""
     for node in owners:
         if isinstance(node, Node):
             node.blocks = [moved.get(block, block) for block in node.blocks]

@@ -1,8 +1,8 @@
-"""How much a prefix's worth counts beside how recently it was used: found by trying, beside the engine.
+"""Tune the weight of saved work against recency in eviction, by simulation beside the engine.
 
-Every value that may be chosen has a cache of its own, over no memory, that serves what the engine has served;
-the one that would have hit most of late is taken. So each goes on with the tree that it has shaped itself,
-and nothing has to be copied from the engine.
+Every candidate value has its own simulated cache, without memory, that serves the engine's requests. The
+value with the most recent hits is adopted. Each simulation continues with the tree that it has shaped itself,
+so nothing needs to be copied from the engine.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 GRID = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 EVERY = 64
-"""Requests simulated together."""
+"""Requests per simulation round."""
 WINDOW = 512
 """Requests over which values are compared."""
 EVIDENCE = 256
@@ -33,11 +33,11 @@ EVIDENCE = 256
 MARGIN = 0.05
 """Relative gain in hits that another value needs, twice in a row."""
 MOST_TOKENS = 1 << 24
-"""Maximum requests in the queue; further ones are dropped."""
+"""Maximum tokens in the queue; further requests are dropped."""
 IDLE = 9.0
-"""Rest per unit of work: the thread takes at most a tenth of a core."""
+"""Rest per unit of work: the thread uses at most a tenth of a core."""
 COARSE = 0.02
-"""Blocks of more tokens make trying cheaper; slabs may grow by this part for it."""
+"""Larger blocks make simulations cheaper; slabs may grow by this fraction for them."""
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class Trial:
 
 
 class Tuner:
-    """Takes note of requests in any thread, tries them in one, and says which `alpha` is best.
+    """Records requests from any thread, simulates them in one, and selects the best `alpha`.
 
-    `tune` may be called by hand, or `start` has a thread do it until `close`.
+    Call `tune` directly, or `start` a thread that does until `close`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Tuner:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread, within a request; a second call does nothing."""
+        """End the thread within one simulated request; a second call does nothing."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -161,7 +161,7 @@ class Tuner:
 
 
 class _Rest:
-    """Rest after each piece of work in proportion to it."""
+    """Rests after each piece of work in proportion to it."""
 
     def __init__(self, pause: Callable[[float], None]) -> None:
         self.pause = pause
@@ -173,7 +173,7 @@ class _Rest:
 
 
 def coarse(layout: Layout) -> Layout:
-    """Make blocks larger as far as a slab stays what it is: books take fewer entries then."""
+    """Return a layout with larger blocks if the slab hardly grows: trees then have fewer entries."""
     best = layout
     for times in (2, 4, 8):
         wider = replace(layout, block_tokens=times * layout.block_tokens)

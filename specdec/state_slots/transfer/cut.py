@@ -1,4 +1,4 @@
-"""Describe a model's memory layout in plain numbers, and each rank's part of it."""
+"""A model's memory layout in plain numbers, and each rank's part of it."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -13,12 +13,12 @@ from specdec.state_slots.layout import KVShape, Layout, StateShape
 ORDER = (
     "blocks [head, layer, part, token, dim] by shape; slots [head, key, value] and [channel, input] by layer"
 )
-"""The order of a slot's bytes: builds of another one must not read this one's memory."""
+"""Byte order of blocks and slots: a build with another one must not read this one's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Hold the layout of a whole model, whatever number of ranks its engine has."""
+    """The layout of a whole model, independent of its engine's number of ranks."""
 
     order: str
     block_tokens: int
@@ -41,7 +41,7 @@ class Cut:
         )
 
     def layout(self, tp: int) -> Layout:
-        """Lay out what each of `tp` ranks has."""
+        """Return the layout of each of `tp` ranks."""
         return Layout(
             kv=tuple(replace(kv, heads=_kv_heads(i, kv, tp)) for i, kv in enumerate(self.kv)),
             states=tuple(_state(i, state, tp) for i, state in enumerate(self.states)),
@@ -52,7 +52,7 @@ class Cut:
         )
 
     def check_equal(self, peer: "Cut") -> None:
-        """Refuse a peer with another memory layout, naming the first number that differs."""
+        """Refuse a peer with another memory layout, naming the first value that differs."""
         if self == peer:
             return
         own, theirs = (dict(_leaves(asdict(cut))) for cut in (self, peer))
@@ -65,7 +65,7 @@ class Cut:
 
 
 def rank_units(units: int, tp: int, rank: int) -> range:
-    """List the units of a rank; where they are fewer than ranks, neighbours hold the same one."""
+    """Return a rank's units; with fewer units than ranks, neighbours hold the same one."""
     if units >= tp:
         own = units // tp
         return range(rank * own, (rank + 1) * own)
@@ -74,12 +74,12 @@ def rank_units(units: int, tp: int, rank: int) -> range:
 
 
 def _kv_heads(layer: int, kv: KVShape, tp: int) -> int:
-    """Count a rank's heads: at least one, which several ranks then hold."""
+    """Return a rank's heads: at least one, which several ranks may then hold."""
     return 1 if tp % kv.heads == 0 else _share(kv.heads, tp, f"KV heads of attention layer {layer}")
 
 
 def _state(layer: int, state: StateShape, tp: int) -> StateShape:
-    """Give a rank its heads, or its columns of the only head, and its part of each projection's channels."""
+    """Return a rank's heads (or columns of the only head) and its channels of each projection."""
     if tp == 1:
         return state
     if not state.runs:
@@ -107,7 +107,7 @@ def _share(units: int, tp: int, what: str) -> int:
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Name all plain values within dictionaries and tuples by their paths."""
+    """Yield all plain values within dictionaries and tuples with their paths."""
     if not isinstance(value, dict | tuple):
         yield path, value
         return

@@ -1,6 +1,6 @@
-"""Find where a rank keeps its units of each tensor, and what two ranks have in common.
+"""Locate a rank's units of each tensor, and the units that two ranks have in common.
 
-A unit is what ranks share out: a KV head, a head of a state, a key head's channels of a convolution.
+A unit is what ranks divide: a KV head, a head of a state, a key head's channels of a convolution.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from specdec.state_slots.transfer.cut import Cut, rank_units
 
 
 class Run(NamedTuple):
-    """Name bytes of a peer's slot, and where they land in our own."""
+    """Bytes of a peer's slot, and their offset in our own."""
 
     theirs: int
     ours: int
@@ -18,17 +18,17 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where a rank keeps its units of one tensor: `length` bytes of each unit in every row."""
+    """A rank's units of one tensor: `length` bytes per unit in every row."""
 
     units: range
     offset: int
     step: int
-    """From a unit to the next one, in bytes."""
+    """Bytes from one unit to the next."""
     length: int
     rows: int = 1
     row_step: int = 0
     holders: int = 1
-    """Ranks that hold each of these units; this one is number `copy` of them."""
+    """Ranks that hold each of these units; this one has index `copy` among them."""
     copy: int = 0
 
     def at(self, unit: int, row: int) -> int:
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 def block_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
-    """List a rank's KV heads of each attention layer within a block."""
+    """Return a rank's KV heads of each attention layer within a block."""
     parts = {}
     for region in cut.layout(tp).page_parts.regions:
         length = region.head_bytes // len(region.layers)
@@ -54,7 +54,7 @@ def block_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
 
 
 def state_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
-    """List a rank's heads of each state and its channels of each projection, within a slot."""
+    """Return a rank's heads of each state and channels of each projection, within a slot."""
     layout, parts = cut.layout(tp), []
     wide, item = layout.state_dtype.itemsize, layout.dtype.itemsize
     for whole, own, at in zip(cut.states, layout.states, layout.state_parts.layers, strict=True):
@@ -73,7 +73,7 @@ def state_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
 
 
 def common_runs(ours: Sequence[Part], theirs: Sequence[Part], rank: int) -> list[Run]:
-    """List what our rank reads from one of theirs; of a unit's holders our ranks take one in turn."""
+    """Return the runs that our rank reads from one of theirs; our ranks take turns among a unit's holders."""
     runs = [
         run
         for own, other in zip(ours, theirs, strict=True)
@@ -95,7 +95,7 @@ def _overlap(ours: Part, theirs: Part) -> Iterator[Run]:
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Join runs that follow on one another on both sides."""
+    """Join runs that are adjacent on both sides."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""Plan which bytes of a peer's arenas a rank reads, and where in its own arena they land."""
+"""Plan which bytes of a peer's arenas a rank reads, and their destinations in its own arena."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ MAX_DESCRIPTORS = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class ArenaView:
-    """Where one rank's arena is and how it is laid out, for a peer that reads from it."""
+    """Address and layout of one rank's arena, for a peer that reads from it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     base: int
-    """The address of its first byte."""
+    """Address of its first byte."""
     num_bytes: int
     cut: Cut
     tp: int
@@ -32,11 +32,11 @@ class ArenaView:
     device: int
 
     def numbers(self) -> dict[str, object]:
-        """Return what travels as JSON."""
+        """Return the JSON form."""
         return asdict(self)
 
     def layout(self) -> Layout:
-        """Lay out this rank's slots; refuse an arena that cannot be one of them."""
+        """Return this rank's layout; refuse an inconsistent arena."""
         if not 0 <= self.rank < self.tp:
             raise ConfigError(f"rank is {self.rank} of tp {self.tp}: give one from 0 to tp - 1", field="rank")
         if self.device < 0:
@@ -60,7 +60,7 @@ _VIEW = TypeAdapter(ArenaView)
 
 
 def read_view(value: object) -> ArenaView:
-    """Read what a peer sent as JSON; refuse by name what is missing, unknown or of another type."""
+    """Parse a peer's JSON; errors name missing, unknown or mistyped fields."""
     try:
         return _VIEW.validate_json(json.dumps(value))
     except ValidationError as error:
@@ -75,10 +75,10 @@ def read_view(value: object) -> ArenaView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Name everything that a rank may read from one rank of a peer.
+    """Descriptors of everything that a rank may read from one rank of a peer.
 
-    A row (address, length, device, stride, count) stands for `count` descriptors, one for each block or state
-    slot of an arena. Rows of both sides pair up, those of blocks first; only their counts differ.
+    A row (address, length, device, stride, count) represents `count` descriptors, one per block or state slot
+    of an arena. Rows of both sides correspond, blocks first; only their counts differ.
     """
 
     local: NDArray[np.int64]
@@ -88,7 +88,7 @@ class Plan:
     def pick(
         self, blocks: Sequence[tuple[int, int]], state: tuple[int, int] | None
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """List the descriptors, local and remote, of blocks and of a state, each given as (local, remote)."""
+        """Return local and remote descriptors of blocks and of a state, each given as (local, remote)."""
         states = [] if state is None else [state]
         local, remote = (
             self._descriptors(rows, [pair[side] for pair in blocks], [pair[side] for pair in states])
@@ -97,7 +97,7 @@ class Plan:
         return local, remote
 
     def num_bytes(self, blocks: int, states: int) -> int:
-        """Count the bytes that blocks and states take on the wire."""
+        """Return the transferred bytes of blocks and states."""
         lengths = self.local[:, 1]
         return blocks * int(lengths[: self.block_rows].sum()) + states * int(lengths[self.block_rows :].sum())
 
@@ -116,9 +116,9 @@ class Plan:
 
 
 def make_plans(local: ArenaView, remotes: Sequence[ArenaView]) -> dict[int, Plan]:
-    """Plan what the local rank reads from each rank of a peer that has something for it, by that rank.
+    """Plan the local rank's reads from each rank of a peer that has data for it, by that rank.
 
-    `remotes` are all ranks of the peer. Every byte of a slot is read from one of them, padding aside.
+    `remotes` are all ranks of the peer. Every byte of a slot except padding is read from one of them.
     """
     _check_peer(local, remotes)
     plans = {}
@@ -141,7 +141,7 @@ def _check_ids(name: str, ids: Sequence[int], count: int) -> None:
 
 
 def _check_peer(local: ArenaView, remotes: Sequence[ArenaView]) -> None:
-    """Refuse a peer of another layout, and one whose ranks are not all there."""
+    """Refuse a peer of another layout, or with missing ranks."""
     local.layout()
     for remote in remotes:
         local.cut.check_equal(remote.cut)
@@ -154,7 +154,7 @@ def _check_peer(local: ArenaView, remotes: Sequence[ArenaView]) -> None:
 
 
 def _runs(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
-    """List what the local rank reads of a block, and of a state slot, of the remote one."""
+    """Return the local rank's runs of a block, and of a state slot, of the remote one."""
     if local.tp == remote.tp:
         return _whole(local, remote)
 
@@ -166,7 +166,7 @@ def _runs(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
 
 
 def _whole(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
-    """Read slots in one run, of the same rank of as many."""
+    """Return whole slots as one run, from the same rank if the rank counts are equal."""
     if local.rank != remote.rank:
         return [], []
     layout = local.cut.layout(local.tp)
@@ -177,7 +177,7 @@ def _whole(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
 def _rows(
     view: ArenaView, blocks: Sequence[Run], states: Sequence[Run], offset: Callable[[Run], int]
 ) -> NDArray[np.int64]:
-    """Name the bytes of these runs in every block, and in every state slot, of an arena."""
+    """Return descriptor rows of these runs in every block, and in every state slot, of an arena."""
     layout = view.layout()
     slabs = view.num_bytes // layout.slab_bytes
     classes = (
