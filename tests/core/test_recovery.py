@@ -182,7 +182,7 @@ def settled(engine: SpecEngine) -> None:
     speculation = loop.speculation
     assert not (len(speculation.acceptance) or speculation._told or speculation._skips_draft)
     for drafter in speculation.drafters[:1]:
-        assert not drafter._fed and not len(drafter.index)
+        assert not drafter._texts
     assert loop.runner is None or not loop.runner.batch.held
     engine.flush()  # prefixes cached by later requests
     usage = loop.arena.usage()
