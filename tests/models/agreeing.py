@@ -1,7 +1,7 @@
-"""Small random models of every family whose multi-token head, and EAGLE-3 head, agree with them in part.
+"""Small random models of every family whose multi-token and EAGLE-3 heads partly agree with them.
 
-The output matrices of all layers are small, so that the next token depends mostly on the last one, which the
-heads read as the target does; what the layers add, and some noise in a head, makes them disagree at times.
+The output matrices of all layers are small, so the next token depends mostly on the last one, and target and
+heads map it alike. The layers' contributions, and some noise in the heads, make them disagree at times.
 """
 
 import string
@@ -98,12 +98,13 @@ RECIPES: Mapping[str, tuple[float, int]] = {
     "qwen3_5_moe": (0.3, 5),
     "nemotron_h": (0.2, 4),
     **dict.fromkeys(DRAWN, (0.3, 4)),
-    "lfm3": (0.12, 4),  # of norms, which decide alone what a layer adds
+    "lfm3": (0.12, 4),  # scale of the norms, which alone sets a layer's contribution
 }
-"""How much of the layers' outputs is left, and the seed: chosen so that at each of four depths some
-30 to 80 % of a greedy chain's tokens are accepted."""
+"""Scale of the layers' outputs, and the seed: chosen so that at each of four depths 30 to 80 % of a greedy
+chain's tokens are accepted.
+"""
 NOISE = 0.05
-"""Of the head's own reading: it adds a little of everything to the last token."""
+"""Scale of the head's random output matrix, which perturbs the last token's contribution."""
 
 
 def write_agreeing(folder: Path, family: str, *, vocab: int = VOCAB) -> None:
@@ -117,7 +118,7 @@ def write_agreeing(folder: Path, family: str, *, vocab: int = VOCAB) -> None:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, experts_implementation="eager"
         )
-        if config.tie_word_embeddings:  # the head is stored all the same, and counts
+        if config.tie_word_embeddings:  # the head is stored anyway, and is used
             model.lm_head.weight = torch.nn.Parameter(torch.empty(vocab, HIDDEN))
         with torch.no_grad():
             own = dict(model.named_parameters())
@@ -141,7 +142,7 @@ def write_agreeing(folder: Path, family: str, *, vocab: int = VOCAB) -> None:
 def _add_eagle(folder: Path, head_VD: Tensor) -> None:
     """Write an EAGLE-3 head whose attention finds the token itself, and copies its embedding.
 
-    It has heads of its own, and cannot draft every fourth token.
+    It has its own attention heads, and a vocabulary that lacks every fourth token.
     """
     network = read_network(Checkpoint(folder))
     ids_C = torch.tensor([token for token in range(network.vocab) if token % 4 != 1])

@@ -1,4 +1,4 @@
-"""The canonical tensors of a network, enumerated apart from the code that loads them."""
+"""The canonical tensors of a network, enumerated independently of the loader."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ from specdec.models.mixers import (
 
 
 def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Enumerate the tensors that a network is made of, by our names."""
+    """Yield the canonical name and shape of each tensor of a network."""
     width = network.hidden
     yield "embed.weight", (network.vocab, width)
     yield "norm.weight", (width,)
@@ -75,7 +75,7 @@ def _attention(m: Attention, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def _own_of_block(m: SharedBlock, width: int) -> dict[str, tuple[int, ...]]:
-    """Name what each use of a shared block has for itself."""
+    """Yield the tensors that belong to each use of a shared block."""
     inputs = dict.fromkeys("qkv" if m.adapts_attention else "", 2 * width) | ({"up": width} if m.rank else {})
     outputs = {"up": 2 * m.ffn.width}
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (width, width)}

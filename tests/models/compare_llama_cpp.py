@@ -1,8 +1,8 @@
 """Compare log-probabilities with llama.cpp's: `python -m tests.models.compare_llama_cpp FILE.gguf`.
 
 llama.cpp continues some prompts, greedily and then by sampling at temperature 1, and specdec scores the same
-tokens. Greedy output shows how often both choose the same token. Of sampled output the mean difference
-estimates the KL divergence, and both perplexities are known. It needs xllamacpp, or llama-server on the PATH.
+tokens. Greedy output shows how often both choose the same token. On sampled output the mean difference
+estimates the KL divergence, and both perplexities are reported. Needs xllamacpp, or llama-server on the PATH.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SAMPLED: Mapping[str, Any] = {"temperature": 1.0, "samplers": ["temperature"], "
 
 
 class Text(NamedTuple):
-    """A prompt, what llama.cpp wrote after it, and how likely it found that."""
+    """A prompt, llama.cpp's output for it, and its log-probabilities."""
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]

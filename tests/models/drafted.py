@@ -1,4 +1,4 @@
-"""One sequence of a network that verifies trees and commits paths, as the loop does, without a loop."""
+"""One sequence of a network that verifies trees and commits paths like the step loop, without a loop."""
 
 from collections.abc import Sequence
 from random import Random
@@ -14,11 +14,11 @@ from specdec.state_slots.window import Row, build_window, record_ids
 from tests.models.runner import CPU, Runner
 
 BRANCHES = 5
-"""How far back a random node's parent may stand."""
+"""Maximum distance between a random node and its parent."""
 
 
 class Drafted:
-    """Owns what one sequence holds of a runner's arena; `verify` and `promote` take turns."""
+    """Owner of one sequence's blocks and slots in a runner's arena; `verify` and `promote` alternate."""
 
     def __init__(self, runner: Runner, backing: str) -> None:
         self.runner, self.own = runner, runner.sequence()
@@ -30,7 +30,7 @@ class Drafted:
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Read certain tokens; return the logits of each."""
+        """Run committed tokens; return the logits of each."""
         logits_TV = self._run(self._row(TokenTree.chain(tokens)))
         self.committed = release_path(self.runner.arena, self.owner, self.committed)
         self.own.length += len(tokens)
@@ -38,7 +38,7 @@ class Drafted:
 
     @torch.inference_mode()
     def verify(self, tree: TokenTree) -> Tensor:
-        """Read a tree whose nodes may be taken back; return the logits of each."""
+        """Verify a tree without committing it; return the logits of each node."""
         slots = self.backing.begin(self.owner, len(tree))
         assert slots is not None
         self.tree, self.slots = tree, slots
@@ -57,7 +57,7 @@ class Drafted:
 
     @torch.inference_mode()
     def materialize(self, length: int | None = None) -> None:
-        """Bring the state up to date with all of the path, or with its beginning."""
+        """Fold the committed path, or its first `length` tokens, into the state."""
         committed = self.committed
         if committed.path:
             path, length_B = record_ids([committed.path], CPU)
@@ -96,7 +96,7 @@ def random_tree(rng: Random, width: int, vocab: int) -> TokenTree:
 
 
 def reorder(rng: Random, tree: TokenTree) -> tuple[TokenTree, list[int]]:
-    """Put a tree's nodes in another topological order; say where each of the new ones stood."""
+    """Put a tree's nodes in another topological order; return the old index of each new node."""
     order, open_nodes = [0], [n for n in range(1, len(tree)) if tree.parents[n] == 0]
     while open_nodes:
         node = open_nodes.pop(rng.randrange(len(open_nodes)))

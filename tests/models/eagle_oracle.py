@@ -1,4 +1,4 @@
-"""EAGLE heads in plain torch, whole text by whole text, from the description of their published layouts."""
+"""EAGLE heads in plain torch, one full forward per text, from the description of their published layouts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Oracle:
-    """Run a head over a text. `embed_VD` and `head_VD` are the target's, used where the head has none."""
+    """Run a head over a text. `embed_VD` and `head_VD` are the target's, used if the head has none."""
 
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], embed_VD: Tensor, head_VD: Tensor
@@ -25,13 +25,13 @@ class Oracle:
         self.fuses = "layers.0.hidden_norm.weight" in plain
 
     def fuse(self, given: Sequence[Tensor]) -> Tensor:
-        """Make one hidden state of what the target gave: its last, or three of its residual streams."""
+        """Combine the target's hidden states into one: its last, or three of its residual streams."""
         return torch.cat(list(given), -1) @ self.own["fc.weight"].T if self.fuses else given[-1]
 
     def run(self, tokens: Sequence[int], hidden_TD: Tensor, seen: Sequence[int] = ()) -> Tensor:
-        """Return what the layer puts out at each position, given its hidden state and the token after it.
+        """Return the layer's output at each position, from its hidden state and the next token.
 
-        `seen` names the first position that each may look back to; otherwise it is the text's first.
+        `seen` holds the first position that each one attends to; by default the start of the text.
         """
         x, read = self.embed_VD[torch.tensor(tokens)], hidden_TD
         if self.fuses:
@@ -47,7 +47,7 @@ class Oracle:
         return x + self._layer(torch.nn.functional.silu(gate) * up, "mlp.down_proj")
 
     def logits(self, out_TD: Tensor) -> Tensor:
-        """Return the logits of the target's tokens."""
+        """Return logits over the target's vocabulary."""
         if self.fuses:
             out_TD = self._rms(out_TD, self.own["norm.weight"])
         own_TC = out_TD @ self.head_VD.T

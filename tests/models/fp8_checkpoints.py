@@ -1,4 +1,4 @@
-"""Checkpoints in the published 8-bit layout, beside twins that hold the same weights widened."""
+"""Checkpoints in the published FP8 layout, each with a twin that holds the same weights widened."""
 
 import json
 import re
@@ -20,7 +20,7 @@ EXACT = re.compile(
     r"(mlp|mixer|feed_forward|block_sparse_moe)\.gate|router|shared_expert_gate|A_log|dt_bias|\w+_decay|"
     r"slope_rate|mtp\.fc|visual)(\W.*|$)"
 )
-"""What no published checkpoint rounds."""
+"""Tensors that no published checkpoint quantizes."""
 ODD = {
     "qwen2": 0,
     "granitemoehybrid": 0,
@@ -30,7 +30,7 @@ ODD = {
     "minimax": 2,
     "kimi_linear": 2,
 }
-"""Families with the other structures of weights, and seeds of models with no whole block."""
+"""Families with other weight structures, and seeds of models without a whole block."""
 ANNOUNCED: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -65,7 +65,7 @@ _EXPERTS: dict[str, Any] = {
 
 
 def sample(family: str, *, fused: bool = False, mtp: bool = False, multimodal: bool = False) -> Sample:
-    """Describe a model whose matrices are whole blocks."""
+    """Describe a model whose matrices consist of whole blocks."""
     config = {
         "qwen3_next": lambda: transformers.Qwen3NextConfig(**_COMMON, **_EXPERTS),
         "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_COMMON, intermediate_size=384),
@@ -76,13 +76,13 @@ def sample(family: str, *, fused: bool = False, mtp: bool = False, multimodal: b
 
 
 def odd_sample(family: str) -> Sample:
-    """Describe a model with no whole block: every matrix is part of one, and rows cannot move with it."""
+    """Describe a model without a whole block: every matrix is part of one, so rows cannot move with it."""
     drawn = (draw(family, seed) for seed in range(99))
     return next(s for s in drawn if {"linear_attention", "full_attention"} <= set(s.config.layer_types))
 
 
 def write(own: Sample, folder: Path, twin: Path) -> None:
-    """Write a model in eight bits, and the same model with its weights widened to float32."""
+    """Write a model in FP8, and the same model with its weights widened to float32."""
     save(own, twin)
     rng = torch.Generator().manual_seed(Random(own.family).randrange(99))
     narrow: dict[str, Tensor] = {}
@@ -110,13 +110,13 @@ def edit(folder: Path, changes: dict[str, Tensor | None]) -> None:
 
 
 def announce(folder: Path, **changes: Any) -> None:
-    """Change what the config says of its 8-bit weights."""
+    """Change fields of the config's FP8 description."""
     config = json.loads((folder / "config.json").read_text())
     edit_config(folder, quantization_config={**config["quantization_config"], **changes})
 
 
 def _round(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Round block by block, by loops."""
+    """Quantize block by block, with loops."""
     *experts, rows, columns = value.shape
     numbers = torch.empty(value.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(*experts, -(-rows // BLOCK), -(-columns // BLOCK))

@@ -1,6 +1,6 @@
-"""Write checkpoints as llama.cpp's converter does: the reader's tables said once more, the other way round.
+"""Write checkpoints as llama.cpp's converter does: the inverse of the reader's tables, written independently.
 
-Names are those of the package gguf, but of what it does not know yet.
+Names are those of the package gguf, except for tensors that it does not know yet.
 """
 
 import re
@@ -39,7 +39,7 @@ NEWER: Mapping[str, str] = {
     "hnorm": "nextn.hnorm",
     "shared_head.norm": "nextn.shared_head_norm",
 }
-"""Tensors of a layer in Ling-3.0 and MiniMax, and of heads, which the package does not know yet."""
+"""Layer tensors of Ling-3.0 and MiniMax, and head tensors, which the package does not know yet."""
 SPELLED: Mapping[str, str] = {
     r"\.dt_bias$": ".dt_proj.bias",
     r"\.\w+\.gate\.(?:e_score_correction_bias|expert_bias)$": ".mlp.e_score_correction.bias",
@@ -49,34 +49,34 @@ SPELLED: Mapping[str, str] = {
     r"experts\.w2\.": "experts.down_proj.",
     r"experts\.w3\.": "experts.up_proj.",
 }
-"""What the converter renames before it asks the package."""
+"""Names that the converter changes before it looks them up in the package."""
 BODIES = ("model", "backbone")
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How files of one architecture are written."""
+    """How to write files of one architecture."""
 
     name: str
     family: str
     change: Callable[[str, Tensor, Config], Named]
     fields: Callable[[Config], Mapping[str, Any]]
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the family's small model that are others here."""
+    """Overrides of the family's small model config."""
     head: bool = False
     known: str = ""
-    """What the package gguf calls it, where that is another architecture."""
+    """The architecture's name in the package gguf, if it differs."""
 
 
 NO_FORMS: Mapping[str, str] = {}
 ALL = "*"
-"""Of `forms`: every matrix that may be stored so."""
+"""Key of `forms` for every matrix that may be quantized."""
 
 
 def write(
     own: Written, path: Path, tensors: Mapping[str, Tensor], config: Config, forms: Mapping[str, str]
 ) -> Path:
-    """Write a file: tensors in float32, but those that `forms` names in another type."""
+    """Write a file: tensors in float32, except those for which `forms` names another type."""
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -122,7 +122,7 @@ def is_matrix(disk: str, own: Tensor) -> bool:
 
 
 def stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put the experts of a layer into one tensor."""
+    """Stack the experts of a layer into one tensor."""
     experts: dict[str, dict[int, Tensor]] = {}
     for name in list(tensors):
         if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
@@ -131,7 +131,7 @@ def stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def renamed(name: str, layers: int) -> str:
-    """Put the multi-token head into one more layer."""
+    """Rename the multi-token head's tensors to those of an additional layer."""
     head = {
         "mtp.fc.": "eh_proj.",
         "mtp.pre_fc_norm_embedding.": "enorm.",
@@ -150,7 +150,7 @@ def renamed(name: str, layers: int) -> str:
 
 
 def named(name: str, known: Any) -> str:
-    """Translate a checkpoint's name. Those that are in the words of files already stay."""
+    """Translate a checkpoint's name; GGUF names pass unchanged."""
     if name.startswith("blk."):
         return name
     for old, new in SPELLED.items():
@@ -165,7 +165,7 @@ def named(name: str, known: Any) -> str:
 
 
 def common(config: Config) -> dict[str, Any]:
-    """Describe what most architectures say alike."""
+    """Return the metadata that most architectures share."""
     rope = config.get("rope_parameters") or {}
     eps = next(config[name] for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if name in config)
     length = config.get("max_position_embeddings") or config.get("model_max_length") or 1 << 20
@@ -184,7 +184,7 @@ def common(config: Config) -> dict[str, Any]:
 
 
 def block_of(name: str) -> str:
-    """Return the number of a tensor's layer."""
+    """Return the layer index in a tensor's name."""
     return name.partition(".layers.")[2].partition(".")[0]
 
 
@@ -193,14 +193,14 @@ def num_layers(config: Config) -> int:
 
 
 def attending(config: Config, kv: int | None = None) -> list[int]:
-    """List the heads of keys of each layer."""
+    """List the number of KV heads of each layer."""
     kinds = config.get("layer_types") or config["layers_block_type"]
     own = config["num_key_value_heads"] if kv is None else kv
     return [own if kind in ("full_attention", "attention") else 0 for kind in kinds]
 
 
 def pair_rows(own: Tensor, heads: int) -> Tensor:
-    """Put the two rows of a rotated pair side by side."""
+    """Put the two rows of a rotated pair next to each other."""
     return own.reshape(heads, 2, -1, *own.shape[1:]).swapaxes(1, 2).reshape(own.shape)
 
 
@@ -216,7 +216,7 @@ def paired(name: str, own: Tensor, config: Config) -> Named:
 
 
 def delta_net(name: str, own: Tensor, config: Config) -> Named:
-    """Write Qwen3-Next's: one is added to norms, decays are -exp(A_log), projections are apart."""
+    """Write Qwen3-Next's tensors: norms plus one, decays as -exp(A_log), separate projections."""
     if name.endswith("linear_attn.A_log"):
         own = -own.exp()
     elif name.endswith("conv1d.weight"):
@@ -238,7 +238,7 @@ def delta_net(name: str, own: Tensor, config: Config) -> Named:
 
 
 def tiled(name: str, own: Tensor, config: Config) -> Named:
-    """Write Qwen3.5's, whose value heads are tiled over key heads."""
+    """Write Qwen3.5's tensors, whose value heads are tiled over key heads."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     head = config["linear_value_head_dim"]
     first = 2 * keys * config["linear_key_head_dim"]
@@ -279,7 +279,7 @@ def delta_net_fields(config: Config) -> Mapping[str, Any]:
 
 
 def mamba2(name: str, own: Tensor, config: Config) -> Named:
-    """Write Mamba-2's tensors: decays and skips of two dimensions, the norm by groups."""
+    """Write Mamba-2's tensors: two-dimensional decays and skips, the norm by groups."""
     groups = config.get("n_groups") or config.get("mamba_n_groups", 1)
     if name.endswith("A_log"):
         own = -own.exp()[:, None]
@@ -293,7 +293,7 @@ def mamba2(name: str, own: Tensor, config: Config) -> Named:
 
 
 def granite(name: str, own: Tensor, config: Config) -> Named:
-    """Write Granite's: rotated pairs, Mamba-2, gate and up apart."""
+    """Write Granite's tensors: rotated pairs, Mamba-2, separate gate and up projections."""
     block = block_of(name)
     kind = "shexp" if config["num_local_experts"] else ""
     if "input_linear" in name:
@@ -378,7 +378,7 @@ def nemotron_fields(config: Config) -> Mapping[str, Any]:
 
 
 def falcon(name: str, own: Tensor, config: Config) -> Named:
-    """Write Falcon-H1's, with all multipliers in the weights."""
+    """Write Falcon-H1's tensors, with all multipliers folded into the weights."""
     before, groups = config["attention_in_multiplier"], config["mamba_n_groups"] * config["mamba_d_state"]
     gate, down = config["mlp_multipliers"]
     factors = {
@@ -424,7 +424,7 @@ def jamba_fields(config: Config) -> Mapping[str, Any]:
 
 
 def mamba_fields(config: Config) -> Mapping[str, Any]:
-    """Describe Mamba and Falcon-Mamba, which have no attention."""
+    """Return the metadata of Mamba and Falcon-Mamba, which have no attention."""
     return {
         "{}.feed_forward_length": 0,
         "{}.ssm.conv_kernel": config["conv_kernel"],
@@ -468,7 +468,7 @@ def latent(name: str, own: Tensor, config: Config) -> Named:
 
 
 def kimi(name: str, own: Tensor, config: Config) -> Named:
-    """Write Kimi's, whose dense feed-forwards transformers saves below another name than published."""
+    """Write Kimi's tensors; transformers saves dense feed-forwards under another name than published."""
     yield from latent(re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name), own, config)
 
 

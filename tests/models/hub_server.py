@@ -1,4 +1,4 @@
-"""A hub on loopback: the part of the Hugging Face hub's protocol that downloads speak."""
+"""A hub on loopback: the part of the Hugging Face hub's protocol that downloads use."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LARGE = 1 << 17
-"""Bytes from which a file is stored apart, as with Git LFS: its address leads to another host."""
+"""File size from which a file is stored separately, as with Git LFS: its address redirects to another host.
+"""
 
 
 @lru_cache(maxsize=64)
@@ -24,24 +25,24 @@ def _digest(content: bytes) -> bytes:
 
 @dataclass
 class Repo:
-    """One model: its files, who may read it, and what goes wrong with it."""
+    """One model: its files, access rules and injected faults."""
 
     files: dict[str, bytes]
     token: str | None = None
     gated: bool = False
     cuts: dict[str, list[int]] = field(default_factory=dict)
-    """By file: after how many bytes connections break, one after the other."""
+    """By file: byte counts after which successive connections break."""
     stalls: set[str] = field(default_factory=set)
-    """Files whose connections stay open after half, and send nothing."""
+    """Files whose connections stall halfway."""
     trickles: set[str] = field(default_factory=set)
-    """Files whose connections stay open and send a byte at a time."""
+    """Files that are sent one byte at a time."""
     swaps: dict[str, bytes] = field(default_factory=dict)
-    """What is sent instead of a file's content."""
+    """By file: content sent in place of the real one."""
     spans: dict[str, list[str]] = field(default_factory=dict)
-    """By file: the range that is sent instead of the one that is asked for, one after the other."""
+    """By file: ranges sent in place of successive requested ones."""
 
     told: str | None = None
-    """The commit that files are said to be of instead of the repository's."""
+    """Commit to report for files, in place of the repository's."""
 
     @property
     def commit(self) -> str:
@@ -57,24 +58,24 @@ class Repo:
 
 @dataclass
 class Hub:
-    """Serves repositories and notes what is asked for."""
+    """Serve repositories and record requests."""
 
     address: str
     repos: dict[str, Repo] = field(default_factory=dict)
     asked: list[tuple[str, str, str]] = field(default_factory=list)
-    """Of each request the method, what it is for (`api` or a file) and its range."""
+    """Method and subject (`api` or a file) and range of each request."""
     garbage: bool = False
     info: bytes | None = None
-    """What is said of a repository instead of what it is."""
+    """Repository description to send in place of the real one."""
     status: int | None = None
     sent: int = 0
-    """Bytes of files."""
+    """File bytes sent."""
     going: threading.Event = field(default_factory=threading.Event)
     """Set while a connection stalls."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def fetched(self) -> list[str]:
-        """List the files that were sent."""
+        """List the requested files."""
         return sorted(file for method, file, _ in self.asked if method == "GET" and file != "api")
 
 
@@ -128,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(404)
 
     def _repo(self, name: str, revision: str) -> Repo | None:
-        """Return a repository, or refuse as the hub does: what is private looks as if it were not there."""
+        """Return a repository, or refuse as the hub does: a private one looks missing."""
         repo, sent = self.hub.repos.get(name), self.headers.get("authorization")
         if repo is None or (repo.token and sent != f"Bearer {repo.token}" and not repo.gated):
             self._refuse(404 if sent else 401, "RepoNotFound")
@@ -156,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "EntryNotFound")
         content, commit = repo.files[file], {"X-Repo-Commit": repo.told or repo.commit}
         if len(content) >= LARGE:
-            # Another name of the same machine, as the hub's storage is another host.
+            # Another name of this machine, because the hub's storage is another host.
             place = f"{self.hub.address.replace('127.0.0.1', 'localhost')}/cdn/{name}/{file}"
             digest = hashlib.sha256(content).hexdigest()
             linked = {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{digest}"'}
@@ -201,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _trickle(self, body: bytes) -> None:
-        with contextlib.suppress(OSError):  # the other side has given up
+        with contextlib.suppress(OSError):  # the client has disconnected
             for byte in body:
                 self.wfile.write(bytes([byte]))
                 if self.hub.ended.wait(0.002):

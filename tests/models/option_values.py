@@ -1,8 +1,8 @@
-"""Values for every field of transformers' config classes, each away from the value in a small base model.
+"""Values for every field of transformers' config classes, each different from that of a small base model.
 
-A field that has no entry here, such as one of a newer transformers, fails the test. Most entries are only
-values: the logits of both implementations are compared, so a field that changes nothing (dropout, choice of
-kernels) passes for that reason. `refused` marks values that specdec does not support.
+A field without an entry here, such as one of a newer transformers, fails the test. Most entries are only
+values: the logits of both implementations are compared, so a field without effect (dropout, choice of
+kernels) passes. `refused` marks values that specdec does not support.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig
 from tests.models.agreeing import CONFIGS
 
 GENERIC = frozenset(own.name for own in fields(PreTrainedConfig))
-"""Fields of every config, which say how files were made."""
+"""Fields of every config, which record how files were made."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A value of a field, with other fields that must change beside it."""
+    """A value of a field, with other fields that must change with it."""
 
     value: Any
     beside: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ YARN: Mapping[str, Any] = {
 }
 SCALES = (LLAMA3, LINEAR_SCALED, YARN)
 UNSCALED = (*SCALED, *map(refused, SCALES))
-"""Of families whose rotary positions are not scaled in any way."""
+"""For families whose rotary positions cannot be scaled."""
 PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -249,7 +249,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "vocab_size": (also(61, eos_token_id=7),),
     "z_loss_coefficient": (0.5,),
 }
-"""Of all families that know the field, but for those below."""
+"""For all families that have the field, except the overrides below."""
 
 _MAMBAS: Mapping[str, tuple[Any, ...]] = {
     "hidden_size": (also(48, mamba_d_head=12),),
@@ -402,14 +402,14 @@ OWN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 
 def declared(family: str) -> dict[str, Any]:
-    """Return the fields of the base model that its class declares, with their values."""
+    """Return the base model's values of the fields that its config class declares."""
     config = BASES[family]()
     names = [own.name for own in fields(config) if own.name not in GENERIC]  # type: ignore[arg-type]
     return {name: getattr(config, name) for name in names}
 
 
 def as_file(family: str) -> dict[str, Any]:
-    """Return what the base model's config.json says, by its names there, without what follows from others."""
+    """Return the base model's config.json with the names used there, without derived fields."""
     config = BASES[family]()
     names = {own.name for own in fields(config)} - GENERIC  # type: ignore[arg-type]
     names |= {*config.attribute_map, *config.attribute_map.values(), "model_type"}
@@ -418,7 +418,7 @@ def as_file(family: str) -> dict[str, Any]:
 
 
 def options(family: str, name: str) -> tuple[Option, ...]:
-    """List the values of a field that are tried, away from the base model's."""
+    """List the values to try for a field, except the base model's own."""
     own = OWN[family].get(name, VALUES.get(name, ()))
     listed = (one if isinstance(one, Option) else Option(one) for one in own)
     base = declared(family).get(name)

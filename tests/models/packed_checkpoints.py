@@ -1,6 +1,6 @@
-"""Checkpoints in the published layouts of whole numbers, beside twins that hold the same weights widened.
+"""Checkpoints in the published integer layouts, each with a twin that holds the same weights widened.
 
-Each layout is packed here as its format describes it, number by number of a word.
+Each layout is packed here as its format describes it, one integer of a word at a time.
 """
 
 import re
@@ -23,12 +23,12 @@ from tests.models.random_checkpoints import Sample, draw, edit_config, read_tens
 
 Ints = NDArray[np.int64]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Of eight outputs, those that a word has from its lowest bits on."""
+"""Order of eight outputs within a word, from its lowest bits."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix [N, K]: numbers from 0, and for each group of an output a scale and what stands for 0."""
+    """A matrix [N, K] of unsigned integers, with a scale and a zero point for each group of an output."""
 
     number_NK: Ints
     scale_NG: Tensor
@@ -47,19 +47,19 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to publish a model."""
+    """One published layout of a model."""
 
     write: Callable[[Rounded, int], dict[str, Tensor]]
-    """Makes the tensors of a matrix, by their suffixes, of numbers of so many bits."""
+    """Return the tensors of a matrix, by suffix, for integers of the given bits."""
     config: Mapping[str, Any]
     bits: int = 4
     group: int | None = 128
     symmetric: bool = True
     scale: torch.dtype = torch.float16
     left_out: str = "$^"
-    """What the config leaves out beside what no checkpoint rounds."""
+    """Layers that the config excludes, besides those that no checkpoint quantizes."""
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Bits, group and symmetry of layers whose names match."""
+    """Bits, group and symmetry of layers with matching names."""
 
     def of(self, name: str) -> dict[str, Any]:
         own = {"bits": self.bits, "group": self.group, "symmetric": self.symmetric}
@@ -67,7 +67,7 @@ class Layout:
 
 
 def rounded(weight: Tensor, *, bits: int, group: int | None, symmetric: bool, scale: torch.dtype) -> Rounded:
-    """Round group by group, to the range of the entries or, if it is symmetric, of twice the largest."""
+    """Quantize each group over its range or, if symmetric, over twice its largest magnitude."""
     outputs, inputs = weight.shape
     group = group or inputs
     count, last, middle = -(-inputs // group), (1 << bits) - 1, 1 << bits - 1
@@ -88,7 +88,7 @@ def rounded(weight: Tensor, *, bits: int, group: int | None, symmetric: bool, sc
 
 
 def words(value: Ints, bits: int, axis: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Pack along an axis: of each word's numbers the first, or the first in the order, lies lowest."""
+    """Pack integers along an axis, the first (or the first of `order`) in a word's lowest bits."""
     value = np.moveaxis(value, axis, 0)
     per = 32 // bits
     filled = np.zeros((-(-len(value) // per) * per, *value.shape[1:]), np.int64)
@@ -305,7 +305,7 @@ _MAMBA: dict[str, Any] = {
 
 
 def sample(family: str, *, mtp: bool = False) -> Sample:
-    """Describe a small model; but for odd ones its matrices have rows of whole groups of 32."""
+    """Describe a small model; except for the odd ones, matrix rows consist of whole groups of 32."""
     if family == "qwen3":
         config = transformers.Qwen3Config(**_SMALL, num_hidden_layers=2)
     elif family == "nemotron_h":
@@ -320,7 +320,7 @@ def sample(family: str, *, mtp: bool = False) -> Sample:
 def write(own: Sample, layout: Layout, folder: Path, twin: Path, *, head: bool = False) -> None:
     """Write a model in a layout, and the same model with its weights widened to float32.
 
-    With `head` the matrix that makes logits is rounded too.
+    With `head` the output matrix is quantized too.
     """
     save(own, twin)
     rng = torch.Generator().manual_seed(len(own.family))
@@ -333,7 +333,7 @@ def write(own: Sample, layout: Layout, folder: Path, twin: Path, *, head: bool =
             stored[name] = wide[name] = value
             continue
         how = layout.of(layer)
-        # Columns of different sizes: groups out of their order would be seen.
+        # Columns differ in size, so that misordered groups would be detected.
         uneven = value * torch.exp(torch.randn(value.shape[1], generator=rng))
         matrix = rounded(uneven, **how, scale=layout.scale)
         wide[name] = matrix.wide()

@@ -1,8 +1,8 @@
 """Draw small random models of every family and write them as transformers does.
 
-Sizes are odd on purpose: head ratios, widths that are no powers of two, one layer, one expert group. Weights
-are large (0.15), or a random model says one token for ever; norms and gates are moved off their
-initial values, or a loader that forgets them would pass.
+Sizes are odd on purpose: head ratios, widths that are not powers of two, one layer, one expert group. Weights
+are large (0.15), because a random model with small ones repeats one token. Norms and gates are moved off
+their initial values, so that a loader that skips them fails.
 """
 
 import json
@@ -27,16 +27,16 @@ from specdec.setup.drafters import DRAFTERS
 from tests.models.drawn import DRAWN
 
 FAMILIES = tuple(family for family in AXES["family"] if family not in DRAWN)
-"""Those that every test of families visits; the others have tests/models/test_drawn.py."""
+"""Families that every family test covers; the others have tests/models/test_drawn.py."""
 HEADS = tuple(family for family in FAMILIES if family not in DRAFTERS["mtp"].lacking)
-"""Those with a multi-token head."""
+"""Families with a multi-token head."""
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One drawn model and the form of its folder."""
+    """One random model and the layout of its folder."""
 
     family: str
     seed: int
@@ -44,19 +44,19 @@ class Sample:
     mtp: bool
     """The folder holds a multi-token head."""
     fused: bool
-    """Experts lie in one tensor, and names are those of transformers' modules."""
+    """Experts are stored in one tensor, and names are those of transformers' modules."""
     sharded: bool
     multimodal: bool
-    """The text model lies below a multimodal config, beside a vision tower."""
+    """The text model is nested in a multimodal config, next to a vision tower."""
 
     @property
     def cacheable(self) -> bool:
-        """Tell whether transformers can decode it with a cache: it cannot without an attention layer."""
+        """Return whether transformers can decode it with a cache: that requires an attention layer."""
         return "full_attention" in getattr(self.config, "layer_types", ["full_attention"])
 
 
 def draw(family: str, seed: int) -> Sample:
-    """Draw a configuration; one seed always gives the same."""
+    """Draw a configuration, deterministic for each seed."""
     rng = Random(f"{family} {seed}")
     mtp = family in HEADS and rng.random() < 0.5
     config = DRAWN[family].draw(rng) if family in DRAWN else _DRAW[family](rng, mtp)
@@ -74,9 +74,9 @@ def draw(family: str, seed: int) -> Sample:
 def save(
     sample: Sample, folder: Path, *, dtype: torch.dtype = torch.float32, experts: str = "eager"
 ) -> PreTrainedModel:
-    """Write the sample's checkpoint and return the model that was written, ready to compute logits.
+    """Write the sample's checkpoint and return the written model, ready to compute logits.
 
-    `experts` names transformers' way of running them: its default wants widths in multiples of 16 bytes.
+    `experts` is transformers' expert implementation: its default needs widths in multiples of 16 bytes.
     """
     transformers.utils.logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
@@ -147,13 +147,13 @@ def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder, apart from its files."""
+    """Read all tensors of a folder, whatever files they are in."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: value.clone() for file in files for name, value in load_file(file).items()}
 
 
 def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Put tensors into a folder that transformers wrote: into its one file, or as a further shard."""
+    """Add tensors to a folder written by transformers: to its only file, or as a further shard."""
     if not (folder / _INDEX).exists():
         save_file(read_tensors(folder) | tensors, folder / _SINGLE)
         return
@@ -172,7 +172,7 @@ def edit_config(folder: Path, **fields: Any) -> None:
 
 
 def _unsettle(tensors: dict[str, Tensor]) -> None:
-    """Move what initialisers leave constant."""
+    """Add noise to tensors that initializers leave constant."""
     with torch.no_grad():
         for name, value in tensors.items():
             if "norm" in name or name.endswith((".bias", "dt_bias", ".D", "correction_bias", "expert_bias")):
@@ -306,7 +306,7 @@ def _draw_qwen3_5_moe(rng: Random, mtp: bool) -> PreTrainedConfig:
 def _draw_nemotron_h(rng: Random, mtp: bool) -> PreTrainedConfig:
     groups, expert_groups = rng.choice([1, 2]), rng.choice([1, 2])
     kinds = [rng.choice("MM*-EE") for _ in range(rng.choice([1, 4, 6, 7]))]
-    # At least one layer mixes tokens; a network without any is a table.
+    # At least one layer mixes tokens; without any, logits would depend on the last token only.
     kinds[rng.randrange(len(kinds))] = "*" if len(kinds) > 1 else rng.choice("M*")
     pattern = "".join(kinds)
     return transformers.NemotronHConfig(

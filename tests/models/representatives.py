@@ -1,4 +1,4 @@
-"""One small model for each mixer, frame and kind of memory: what is proved of a mixer is proved of these."""
+"""Small models that together cover every mixer, frame and kind of memory."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
@@ -12,11 +12,11 @@ from specdec.setup.capabilities import AXES
 from tests.models.agreeing import CONFIGS
 
 EVERY_CELL = ("qwen3_5", "nemotron_h")
-"""Families of which every cell of the capability table is visited; of the others, every pair of values."""
+"""Families tested with every cell of the capability table; the others with every pair of values."""
 
 
 def parts(family: str) -> set[Any]:
-    """List a family's small model's mixers, their options and frames, and whether it has KV and states."""
+    """Collect a family's mixers, their options and frames, and whether it has KV and states."""
     network = families.network(CONFIGS[family]().to_dict())
     layout = memory_layout(network, torch.float64)
     frames = {frame for layer in network.layers for frame in (layer.frame, layer.ffn_frame)}
@@ -31,7 +31,7 @@ def parts(family: str) -> set[Any]:
 
 
 def one_of_each(names: Iterable[str]) -> tuple[str, ...]:
-    """Keep each family that has a part which none before it has."""
+    """Select each family with a part that no earlier one has."""
     kept, seen = [], set[Any]()
     for family in names:
         if not parts(family) <= seen:

@@ -1,4 +1,4 @@
-"""Kernels of plain torch that multiply by whole numbers as specified: by rows that are rounded too."""
+"""Kernels of plain torch that multiply by integer weights as specified, with quantized activations."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Feed token sequences through a network in windows of chosen widths, as an engine would."""
+"""Feed token sequences through a network in windows of given widths, as an engine would."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ MAX_LENGTH = 512
 
 
 class Runner:
-    """Own a network loaded from a folder and an arena that its sequences share."""
+    """Owner of a network loaded from a folder and an arena that its sequences share."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Runner:
         blocks = self.layout.blocks_for(MAX_LENGTH)
         per_sequence = 2 * self.layout.slab_bytes + blocks * self.layout.block_bytes
         self.arena = Arena(self.layout, slabs * per_sequence, CPU)
-        self.arena.data.view(torch.uint8).fill_(0xFF)  # NaN in every dtype: whoever reads it shows it
+        self.arena.data.view(torch.uint8).fill_(0xFF)  # NaN in every dtype, so that stray reads show
         self.conv_width = max((s.conv_inputs + 1 for s in self.layout.states), default=1)
         self._owners = 0
 
@@ -68,7 +68,7 @@ class Runner:
     def step(
         self, parts: Sequence[tuple["Sequence_", Sequence[int]]], *, by: Network | None = None
     ) -> list[Tensor]:
-        """Read each sequence's next tokens in one window; return the logits of each of them [M, V].
+        """Run each sequence's next tokens in one window; return the logits of each of them [M, V].
 
         `by` is another network over the same memory.
         """
@@ -87,14 +87,14 @@ class Runner:
         return out
 
     def read(self, tokens: Sequence[int], chunk: int) -> Tensor:
-        """Read one sequence in chunks; return the logits of every token [T, V]."""
+        """Run one sequence in chunks; return the logits of every token [T, V]."""
         own = self.sequence()
         pieces = [tokens[at : at + chunk] for at in range(0, len(tokens), chunk)]
         return torch.cat([self.step([(own, piece)])[0] for piece in pieces])
 
 
 class Sequence_:
-    """Hold what one sequence owns of the arena."""
+    """One sequence's blocks and state slot in the arena."""
 
     def __init__(self, runner: Runner, owner: int) -> None:
         blocks = runner.arena.take_blocks(owner, runner.layout.blocks_for(MAX_LENGTH))
@@ -105,4 +105,4 @@ class Sequence_:
         self.state = state
         self.length = 0
         self.hidden: list[Tensor] = []
-        """What the head is given of each position; the last hidden states, where there is none."""
+        """The head's input at each position; without a head, the last hidden states."""

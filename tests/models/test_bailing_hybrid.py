@@ -1,4 +1,4 @@
-"""What Ling-3.0's published files spell otherwise or hold besides, and the limits of activated gates."""
+"""Differences of Ling-3.0's published files from transformers', and the limits of activated gates."""
 
 import json
 from dataclasses import replace
@@ -56,13 +56,13 @@ TOKENS = list(range(3, 50))
 
 
 def sample() -> Sample:
-    """Three layers, of which the second attends and the first is dense."""
+    """Describe three layers: the second attends, the first is dense."""
     config = DRAWN["bailing_hybrid"].agreeing(COMMON)
     return replace(draw("bailing_hybrid", 0), config=config, fused=False, sharded=False)
 
 
 def publish(folder: Path) -> None:
-    """Spell a folder of transformers' as the published model is, and add a layer behind the last."""
+    """Rewrite a folder of transformers' in the published layout, and add a layer after the last."""
     config = json.loads((folder / "config.json").read_text())
     rope = config.pop("rope_parameters")
     fields = {
@@ -101,7 +101,7 @@ def test_published_files_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("experts", ["expert", "share_expert"])
 @torch.inference_mode()
 def test_limits_are_those_that_step_has(experts: str, tmp_path: Path) -> None:
-    """Of routed experts or of shared ones, in one layer; the oracle of this family knows none of them."""
+    """Limits apply to routed or to shared experts, in one layer; Step's modules serve as oracle."""
     model = save(sample(), tmp_path)
     read = Runner(tmp_path, torch.float32).read(TOKENS, 7)
     edit_config(tmp_path, **{f"{experts}_swiglu_limit_list": [0, None, 0.25, 7]})
@@ -115,7 +115,7 @@ def test_limits_are_those_that_step_has(experts: str, tmp_path: Path) -> None:
 
 
 def test_layers_are_where_they_are_published() -> None:
-    """Of 42 each sixth attends; all but the first two have experts, the last few with limits."""
+    """Of 42 layers every sixth attends; all but the first two have experts, the last few with limits."""
     network = families.network(SHAPES["ling-3-flash"])
     mixers = [layer.mixers[0] for layer in network.layers]
     assert [i for i, own in enumerate(mixers) if isinstance(own, LatentAttention)] == list(range(5, 42, 6))

@@ -1,4 +1,4 @@
-"""Logits in bfloat16: no further from those of transformers than its two forms are from each other."""
+"""Logits in bfloat16 differ from transformers' by no more than its prefill and decoding differ."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -28,13 +28,13 @@ LENGTH = 70
 
 
 class Case:
-    """One random bfloat16 checkpoint, and how transformers reads some tokens: at once, and one by one."""
+    """One random bfloat16 checkpoint, and transformers' logits from prefill and from decoding."""
 
     @torch.inference_mode()
     def __init__(self, family: str, seed: int, folder: Path) -> None:
         self.folder = folder
         sample = draw(family, seed)
-        # The sums of transformers' default for experts, which wants widths in multiples of 16 bytes.
+        # Not transformers' default expert implementation, which needs widths in multiples of 16 bytes.
         model = save(sample, folder, dtype=torch.bfloat16, experts="batched_mm")
         rng = Random(seed)
         self.tokens = [rng.randrange(sample.config.vocab_size) for _ in range(LENGTH)]
@@ -43,7 +43,7 @@ class Case:
         # Without an attention layer it cannot decode with a cache, so there is no gap.
         self.decode_TV, cache, decoded = self.prefill_TV, None, []
         if sample.cacheable:
-            # transformers 5.24 has renamed it.
+            # Renamed in transformers 5.24.
             name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
             for t in range(LENGTH):
                 out = model(ids[:, t : t + 1], **{name: cache}, use_cache=True)
@@ -65,10 +65,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Case]
 
 
 def distance(found_TV: Tensor, expected_TV: Tensor, *, experts: bool) -> float:
-    """Return how far a token's logits lie from others, relative to them: the mean over tokens.
+    """Return the mean over tokens of the relative distance between logits.
 
-    With experts the median: a token whose choice tips over lies anywhere, here as in the reference.
-    Logits of a padding token may all be 0, and must be so here.
+    With experts the median: a token whose routing flips lies anywhere, also in the reference. Logits of a
+    padding token may all be 0, and must then be 0 here.
     """
     found_TV, expected_TV = found_TV.double(), expected_TV.double()
     distance_T = (found_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1).clamp_min(1e-30)
@@ -76,7 +76,7 @@ def distance(found_TV: Tensor, expected_TV: Tensor, *, experts: bool) -> float:
 
 
 def pieces(tokens: list[int], chunk: int | None) -> Iterator[list[int]]:
-    """Cut tokens into chunks; None: of widths that change."""
+    """Cut tokens into chunks; without a chunk size, of varying widths."""
     rng, at = Random(chunk), 0
     while at < len(tokens):
         width = chunk or rng.choice([1, 2, 9, 33])
@@ -85,7 +85,7 @@ def pieces(tokens: list[int], chunk: int | None) -> Iterator[list[int]]:
 
 
 def excess(one: Case, kernels: str, chunk: int | None) -> float:
-    """Return our distance from the reference over the one it may have."""
+    """Return our distance from the reference relative to the allowed one."""
     runner = Runner(one.folder, torch.bfloat16, kernels=kernels)
     own = runner.sequence()
     found_TV = torch.cat([runner.step([(own, piece)])[0] for piece in pieces(one.tokens, chunk)])
@@ -102,12 +102,12 @@ def excess(one: Case, kernels: str, chunk: int | None) -> float:
 def test_bfloat16_lies_within_the_references_own_gap(
     case: Callable[[str, int], Case], family: str, kernels: str, chunk: int | None
 ) -> None:
-    """We lie no further from the reference than its prefill and its decoding do from each other.
+    """Our distance from the reference is at most that between its prefill and its decoding.
 
-    Read in chunks of 64, that is from its prefill, otherwise from the nearer of the two. Where the two lie
-    closer than one step of rounding, as they often do on models this small, we may be that step away. One
-    model of a family may lie further off: a float32 sum in another order can round one number the other way,
-    all that follows moves with it, and whether that happens to the reference's two forms is as much chance.
+    In chunks of 64 that is from its prefill, otherwise from the nearer of the two. If the two lie closer than
+    one rounding step, as is common on models this small, we may be that step away. One model of a family may
+    exceed the limit: a float32 sum in another order can round one number the other way and move all that
+    follows, in the reference's two forms as in ours.
     """
     found = [excess(case(family, seed), kernels, chunk) for seed in SEEDS]
     assert sum(one > 1 for one in found) <= BFLOAT16_ASTRAY, found
@@ -152,7 +152,7 @@ def test_a_rounding_in_another_place_is_noticed(
     case: Callable[[str, int], Case], mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, module, name, replacement = MUTANTS[mutant]
-    monkeypatch.setattr(replacement, "__module__", module.__name__)  # as a form sees it
+    monkeypatch.setattr(replacement, "__module__", module.__name__)  # as the kernel module sees it
     monkeypatch.setattr(module, name, replacement)
     found = [excess(case(family, seed), "cpu", 64) for seed in SEEDS]
     assert sum(one > 1 for one in found) > BFLOAT16_ASTRAY, found

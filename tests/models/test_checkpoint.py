@@ -1,4 +1,4 @@
-"""Folders that are not what they should be, each refused with the culprit's name and a remedy."""
+"""Invalid model folders are refused with the culprit's name and a remedy."""
 
 import json
 import shutil
@@ -194,7 +194,7 @@ def test_headers_are_read_without_the_tensors(sharded: Path) -> None:
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace or remove tensors of a single file; `__` stands for a dot."""
+    """Replace or remove tensors of a single file; `__` in a name is a dot."""
     tensors = read_tensors(folder)
     for name, value in changes.items():
         tensors.pop(name := name.replace("__", "."), None)
@@ -294,7 +294,7 @@ def test_progress_is_shown_on_a_terminal_or_when_asked(
 
 
 NO_FOLDER = "is not a folder; give the path"
-"""What is said of a path; a bare word may have been meant for a model."""
+"""Part of the message about a missing path; a bare word may have been meant as a model name."""
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_published_configs_are_read() -> None:
 def test_llama3_frequencies_are_bit_for_bit_those_of_transformers(
     head_dim: int, outer: int | None, changes: dict[str, Any]
 ) -> None:
-    """The length of the original context may stand in either place, or be that of the context."""
+    """The original context length may be in either field, or default to the context length."""
     scaling = {name: value for name, value in (LLAMA["rope_scaling"] | changes).items() if value is not None}
     config = LLAMA | {"head_dim": head_dim, "rope_scaling": scaling}
     config |= {"original_max_position_embeddings": outer} if outer else {}
@@ -240,7 +240,7 @@ def test_scaled_positions_are_bit_for_bit_those_of_transformers(
 
 @pytest.mark.parametrize(("maximum", "length"), [(40_960, 131_072), (200_000, 200_000)])
 def test_yarn_extends_a_context_that_is_stated_as_it_was(maximum: int, length: int) -> None:
-    """Qwen3's instructions leave max_position_embeddings."""
+    """Qwen3's documentation leaves max_position_embeddings unchanged."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     config = LLAMA | {"rope_scaling": scaling, "max_position_embeddings": maximum}
     assert families.network(config).max_length == length
@@ -276,7 +276,7 @@ def test_wrong_settings_of_yarn_are_named(change: dict[str, Any], field: str, wh
 
 @pytest.mark.parametrize("kinds", [[SLIDING, FULL, SLIDING], [FULL, FULL, SLIDING]])
 def test_mistral_with_layer_types_is_what_transformers_takes_it_for(kinds: list[str], tmp_path: Path) -> None:
-    """Its AutoConfig reads such a file as Ministral, in which layers of both kinds may alternate."""
+    """AutoConfig reads such a file as Ministral, in which layers of both kinds may alternate."""
     config = transformers.MinistralConfig(
         vocab_size=61,
         hidden_size=24,

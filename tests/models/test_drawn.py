@@ -1,6 +1,6 @@
-"""Families on frames and mixers of others: tensors, logits and greedy texts of random models of each.
+"""Families that reuse frames and mixers: tensors, logits and greedy texts of random models of each.
 
-What all families share is tested with those of `FAMILIES`; here is what a family's own file says.
+What all families share is tested with `FAMILIES`; this tests what a family's own file declares.
 """
 
 import inspect
@@ -34,12 +34,13 @@ from tests.tolerances import BFLOAT16_ASTRAY, BFLOAT16_FURTHER, BFLOAT16_UNIT, L
 SEEDS = range(12)
 LENGTH = 70
 NARROW, STEPS = 6, 24
-"""Models in bfloat16, and the tokens that each reads."""
+"""Number of bfloat16 models, and of tokens that each runs."""
 ROUNDS_ELSEWHERE = ("bailing_hybrid", "kimi_linear")
-"""Queries of latent attention are rounded where they meet the cache. Of the former transformers widens the
-convolutions, and makes decays in the model's type."""
+"""Queries of latent attention are rounded where they meet the cache. In bailing_hybrid transformers widens
+the convolutions, and computes decays in the model's dtype.
+"""
 DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-"""Buffers that MiniMax is saved with, which follow from its config."""
+"""Buffers in saved MiniMax models that follow from the config."""
 NATIVE = "native" if compiled() else "cpu"
 
 
@@ -53,18 +54,18 @@ class Case:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> Tensor:
-        """Read tokens at once, as transformers is right for every family."""
+        """Run all tokens at once, which transformers does correctly for every family."""
         found: Tensor = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
         return found
 
     def widened(self, tokens: list[int]) -> Tensor:
-        """Read tokens in float32 by the same weights, as the model does from then on."""
+        """Run tokens in float32 with the same weights; the model stays in float32."""
         self.model.float()
         return self.logits(tokens)
 
     @torch.inference_mode()
     def decoded(self, tokens: list[int]) -> Tensor:
-        """Read tokens one by one."""
+        """Run tokens one by one."""
         given = inspect.signature(self.model.forward).parameters
         name = next(name for name in ("cache", "cache_params", "past_key_values") if name in given)
         cache, logits = None, []
@@ -73,7 +74,7 @@ class Case:
             try:
                 out = self.model(torch.tensor([[token]]), **{name: cache}, **at, use_cache=True)
             except ValueError:
-                return self.logits(tokens)  # it decodes hybrids alone, and this one drew no attention
+                return self.logits(tokens)  # it decodes only hybrids, and this model drew no attention
             cache = out[name]
             logits.append(out.logits[0])
         return torch.cat(logits)
@@ -81,7 +82,7 @@ class Case:
 
 @pytest.mark.parametrize("family", DRAWN)
 def test_what_is_drawn_belongs_to_the_family_it_is_named_after(family: str) -> None:
-    """A config of a sibling's class would be saved under that one's type, and test the sibling's file."""
+    """A config of a sibling's class would be saved under the sibling's type, and test its file."""
     for config in (DRAWN[family].draw(Random(0)), CONFIGS[family]()):
         assert family in families.family_of(config.to_dict()).TITLES
 
@@ -89,7 +90,7 @@ def test_what_is_drawn_belongs_to_the_family_it_is_named_after(family: str) -> N
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", DRAWN)
 def test_logits_and_greedy_text_are_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
-    """Each chunk size by C forms or by torch's, in turn; every tensor on disk is one of ours."""
+    """Chunk sizes alternate between C and torch kernels; every tensor on disk is one of ours."""
     one = Case(family, seed, tmp_path)
     taken, stored = take_all(tmp_path), read_tensors(tmp_path)
     stored = {name: value for name, value in stored.items() if not name.endswith(DERIVED)}
@@ -120,10 +121,10 @@ def test_the_reference_kernels_give_the_same_logits(family: str, tmp_path: Path)
 def test_bfloat16_lies_within_the_references_own_gap(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """As in test_bfloat16.py: read at once, and one by one.
+    """As in test_bfloat16.py, at once and one by one.
 
-    Of Mamba-1 transformers rounds in both forms what kernels keep in float32: gates, steps, states that are
-    read. Where we lie further from it than its forms from each other, we lie no further from float32.
+    For Mamba-1 transformers rounds gates, steps and states that kernels keep in float32, in both forms. If
+    our distance exceeds the distance between its forms, we must be no further from float32.
     """
     found: dict[str, list[float]] = {"at once": [], "one by one": []}
     for seed in SEEDS[:NARROW]:
@@ -150,14 +151,14 @@ def test_bfloat16_lies_within_the_references_own_gap(
                 excess = own / max(theirs)
             found[how].append(excess)
     for excesses in found.values():
-        assert sum(not one <= 1 for one in excesses) <= BFLOAT16_ASTRAY, found  # NaN is astray too
+        assert sum(not one <= 1 for one in excesses) <= BFLOAT16_ASTRAY, found  # NaN exceeds the limit too
 
 
 @pytest.mark.parametrize("family", ROUNDS_ELSEWHERE)
 def test_bfloat16_is_as_near_to_float32_as_the_reference(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Where both round in other places: in float32 is what the same narrow weights say."""
+    """For families that round elsewhere, compare with the same bfloat16 weights run in float32."""
     further = []
     for seed in range(NARROW):
         folder = tmp_path_factory.mktemp("narrow")

@@ -1,4 +1,4 @@
-"""EAGLE heads equal plain torch in every published layout; what they do not know they refuse by name."""
+"""EAGLE heads equal plain torch in every published layout and refuse unknown features by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ TAPS = {IDS: [0, 1, 2]}
 
 @dataclass(frozen=True)
 class Published:
-    """A way in which heads are published: fields of the config, and what is done to the drawn tensors."""
+    """A published kind of head: fields of the config, and the change to the drawn tensors."""
 
     kind: str
     fields: Mapping[str, Any]
@@ -53,7 +53,7 @@ def without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 
 
 def with_biases(layer: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """As in heads of Qwen2's kind: queries, keys and values have a bias, the output has none."""
+    """Add biases as in heads of Qwen2's kind: to queries, keys and values, not to the output."""
 
     def add(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         names = [f"{layer}.self_attn.{n}_proj" for n in "qkv"]
@@ -111,10 +111,10 @@ def published(folder: Path, target: Path, how: Published) -> tuple[dict[str, Any
 def drafted(
     runner: Runner, *, fuse_again: bool = False, back: int | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the logits at each position of the text, read in pieces, and below it, the head run on itself.
+    """Return the logits of the text, run in pieces, then those of the head run on its own drafts.
 
-    With it comes what the target gave of every position. `fuse_again` is the mutant that fuses at each step;
-    `back` says how far attention looks.
+    Also returns the target's hidden states of every position. `fuse_again` is the mutant that fuses at each
+    step; `back` is the attention window.
     """
     head, own = runner.head, runner.sequence()
     assert isinstance(head, EagleHead)
@@ -142,7 +142,7 @@ def drafted(
 
 
 def expected(oracle: Oracle, given: list[Tensor], seen: Sequence[int] = ()) -> Tensor:
-    """Return the same from the oracle, which reads the whole text again for each drafted token."""
+    """Return the same from the oracle, which runs the whole text again for each draft token."""
     tokens, hidden_TD = TEXT[1:], oracle.fuse(given)
     out_TD = oracle.run(tokens, hidden_TD, seen[: len(tokens)])
     for depth in range(len(DRAFT)):
@@ -152,7 +152,7 @@ def expected(oracle: Oracle, given: list[Tensor], seen: Sequence[int] = ()) -> T
 
 
 def apart(found: Tensor, right: Tensor) -> float:
-    """Return how far logits lie apart, as a norm; infinitely, if other tokens are ranked."""
+    """Return the relative norm of the difference of logits, or infinity if different tokens are ranked."""
     if not torch.equal(found.isinf(), right.isinf()):
         return float("inf")
     gap, whole = (x.masked_fill(right.isinf(), 0.0) for x in (found - right, right))
@@ -173,7 +173,7 @@ def test_each_layout_equals_plain_torch(tmp_path: Path, target: Path, how: str) 
 def test_a_window_leaves_out_whole_blocks_before_it(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At position 10, 5 tokens back lie in the first block; at 23 and behind it, in the second.
+    """At position 10, 5 tokens back lie in the first block; from 23 on, in the second.
 
     The mutant counts positions from the first block that is read.
     """
@@ -193,7 +193,7 @@ def test_a_window_leaves_out_whole_blocks_before_it(
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "nemotron_h"])
 @torch.inference_mode()
 def test_the_streams_are_those_that_transformers_hands_out(tmp_path: Path, family: str) -> None:
-    """By the published numbers: hidden_states[i] of transformers is what enters layer i."""
+    """hidden_states[i] of transformers, as numbered in published configs, is the input of layer i."""
     sample = next(s for s in (draw(family, seed) for seed in range(60)) if s.config.num_hidden_layers > 2)
     reference = save(sample, tmp_path)
     runner = Runner(tmp_path, torch.float32)
@@ -211,7 +211,7 @@ def test_the_streams_are_those_that_transformers_hands_out(tmp_path: Path, famil
 
 
 def test_mutants_of_the_published_layout_are_seen(tmp_path: Path, target: Path) -> None:
-    """Streams of other layers, a second fusion, draft ids taken for tokens: each drafts worse in silence."""
+    """Other layers' streams, a second fusion, draft ids taken for tokens: each silently drafts worse."""
     config, tensors = published(tmp_path, target, PUBLISHED["eagle3"])
     runner = Runner(target, torch.float64, eagle=tmp_path)
     found, given = drafted(runner)
@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, target: Path, what
 def test_a_mask_of_other_tokens_is_told_of_and_not_read(
     tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What training alone reads is published in several forms; only what says something can contradict."""
+    """Masks for training are published in several forms; only a non-empty one can contradict."""
     for mask, is_odd in ((lambda x: x.roll(1), True), (lambda x: x, False), (lambda x: x & False, False)):
         made = tmp_path / str(len(list(tmp_path.iterdir())))
         made.mkdir()

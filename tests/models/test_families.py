@@ -1,4 +1,4 @@
-"""From configs and disk names to networks and canonical tensors, over checkpoints that transformers wrote."""
+"""From configs and disk names to networks and canonical tensors, for checkpoints written by transformers."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ SEEDS = range(12)
 
 
 def take_all(folder: Path, *, mtp: bool = False) -> dict[str, Tensor]:
-    """Load a folder whole, with every check."""
+    """Load a whole folder, with every check."""
     checkpoint = Checkpoint(folder)
     network = families.read_network(checkpoint)
     weights = families.open_weights(checkpoint, network, dtype=torch.float32, mtp=mtp, progress=False)
@@ -53,7 +53,7 @@ def numbers(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def drawn(family: str, **wanted: object) -> Sample:
-    """Find the first sample of a family with the wanted properties."""
+    """Find the first sample of a family with the given properties."""
     samples = (draw(family, seed) for seed in range(200))
     return next(s for s in samples if all(getattr(s, name) == value for name, value in wanted.items()))
 
@@ -70,7 +70,7 @@ def test_every_tensor_is_accounted_for(family: str, seed: int, tmp_path: Path) -
     assert not torch.equal(numbers(taken), numbers(stored))
 
 
-# Where the modules of transformers hold some of our tensors, by what tells that a layer has them.
+# Names of our tensors in transformers' modules, by the prefix that shows that a layer has them.
 NAMED = {
     "self_attn.": {
         "mixer.q": "self_attn.q_proj",
@@ -101,7 +101,7 @@ def test_tensors_of_one_shape_are_not_confused(family: str, seed: int, tmp_path:
         if any(name.startswith(f"model.layers.{i}.{marker}") for name in state):
             for ours, theirs in NAMED[marker].items():
                 if (value := state.get(f"model.layers.{i}.{theirs}.weight")) is None:
-                    continue  # as norms of queries and keys, which not all attention has
+                    continue  # such as norms of queries and keys, which not all attention has
                 compared += 1
                 assert torch.equal(taken[f"layers.{i}.{ours}.weight"], value)
     assert compared

@@ -1,4 +1,4 @@
-"""Checkpoints in eight bits, as published: the logits are those of the same weights widened beforehand."""
+"""Published FP8 checkpoints give the logits of the same weights widened beforehand."""
 
 import logging
 import shutil
@@ -44,7 +44,7 @@ Pair = tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """Return a function that writes a model and its widened twin, or finds those it wrote before."""
+    """Return a function that writes a model and its widened twin once, and returns their paths."""
     base, written = tmp_path_factory.mktemp("fp8"), dict[str, Pair]()
 
     def pair_of(name: str) -> Pair:
@@ -59,7 +59,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
 @pytest.fixture
 def own(pair: Callable[[str], Pair], tmp_path: Path) -> Path:
-    """Copy a model in eight bits, to be changed."""
+    """Copy an FP8 model, to be changed."""
     return Path(shutil.copytree(pair("qwen3_next")[0], tmp_path / "own"))
 
 
@@ -82,7 +82,7 @@ def test_logits_are_those_of_the_widened_weights(
 
 @EXHAUSTIVE
 def test_triton_multiplies_by_narrow_weights(pair: Callable[[str], Pair]) -> None:
-    """Windows of either kind: one that a tile holds, and a prompt."""
+    """Windows of both kinds: one that fits a tile, and a prompt."""
     narrow, wide = pair("qwen3_5_moe, odd")
     found, expected = (
         Runner(folder, torch.float32, kernels=kernels, slabs=2)
@@ -119,7 +119,7 @@ def test_scales_in_other_places_are_seen(
 
 
 def test_interleaved_projections_stay_narrow(pair: Callable[[str], Pair]) -> None:
-    """Whole blocks move where heads have 128 rows; only what no checkpoint rounds is left wide."""
+    """Whole blocks move if heads have 128 rows; only tensors that no checkpoint quantizes stay wide."""
     weights = open_weights(pair("qwen3_next")[0])
     kinds = {name: type(take(weights, name, shape)) for name, shape in tensors(pair("qwen3_next")[0])}
     weights.finish()
@@ -166,7 +166,7 @@ EXACT = (
 
 
 def take(weights: Weights, name: str, shape: tuple[int, ...]) -> Matrix:
-    """Ask for a tensor as the network does."""
+    """Take a tensor as the network does."""
     exact = any(word in name for word in EXACT)
     return weights.take(name, shape) if exact else weights.matrix(name, shape)
 
@@ -184,7 +184,7 @@ def test_weights_are_rounded_on_load_where_that_is_wanted(pair: Callable[[str], 
 
 
 def test_nothing_is_rounded_twice(pair: Callable[[str], Pair]) -> None:
-    """A matrix whose blocks had to be cut stays as exact as it was."""
+    """A matrix whose blocks had to be split keeps its exact values."""
     narrow, wide = pair("qwen3_next, odd")
     name, shape = next((n, s) for n, s in tensors(narrow) if n.endswith("ffn.experts.up"))
     found = open_weights(narrow, quantize=fp8).matrix(name, shape)
@@ -242,7 +242,7 @@ def test_bytes_are_told_as_they_are_stored_and_kept(pair: Callable[[str], Pair])
 
 
 def held_bytes(folder: Path) -> int:
-    """Count the bytes of what a network takes, scales included; a head that drafts is apart."""
+    """Count the bytes of a network's weights, scales included, without the multi-token head."""
     weights, total = open_weights(folder), 0
     for name, shape in tensors(folder):
         if not name.startswith("mtp."):

@@ -1,4 +1,4 @@
-"""How layers stand in the residual stream: their equations, and that drafts change no text in any of them."""
+"""Residual frames of layers: their equations, and that drafts change no text in any of them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,7 +36,7 @@ FRAMES = {
 
 
 class Uneven(RandomWeights):
-    """Norms that are not all one, or one that is forgotten would pass."""
+    """Weights whose norms are not all one, so that a skipped norm fails."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         taken = super().take(name, shape, dtype)
@@ -50,7 +50,7 @@ def normalise(x_TD: Tensor, weight_D: Tensor) -> Tensor:
 @pytest.mark.parametrize("kernels", ["reference", "cpu", "native"])
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_half_follows_its_equation(name: str, kernels: str) -> None:
-    """The stream becomes keep x' + post(Σ o f(i r)), r = pre(x), x' = r or x; what waited is in x before."""
+    """The stream becomes keep x' + post(Σ o f(i r)), r = pre(x), x' = r or x; x includes pending outputs."""
     frame = FRAMES[name]
     parts = [lambda x, _: torch.tanh(x), lambda x, _: x.flip(-1) ** 2][: len(frame.inputs)]
     weights = Uneven(0, torch.float64)
@@ -135,7 +135,7 @@ def test_texts_are_the_same_with_drafts_in_every_frame() -> None:
 
 
 def test_logits_and_embeddings_are_scaled() -> None:
-    """Greedy texts ignore the scale of logits and not that of embeddings; sampled ones see both."""
+    """Greedy texts depend on the scale of embeddings and not on that of logits; sampled ones on both."""
     plain = texts(make(NETWORK, draft="none"))
     others = [
         texts(make(replace(NETWORK, **{field: 1.0}), draft="none"))
@@ -149,7 +149,7 @@ def test_logits_and_embeddings_are_scaled() -> None:
 @pytest.mark.skipif(not compiled(), reason="there is no C compiler")
 @pytest.mark.parametrize("wide", [False, True])
 def test_passes_of_every_frame_are_recorded(wide: bool) -> None:
-    """What the tape refuses is slower, and no text shows it."""
+    """Refused recordings would only be slower, so no text would show them."""
     network = replace(NETWORK, wide_residual=wide)
     model = make(network, dtype="bfloat16", kernels="native", draft="none")
     first, again = texts(model), texts(model)

@@ -1,4 +1,4 @@
-"""GGUF files are read as the checkpoints that they were made from; the package gguf is the oracle."""
+"""GGUF files load as the checkpoints they were made from; the package gguf is the oracle."""
 
 import contextlib
 import json
@@ -55,12 +55,12 @@ SCALES = {
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)},
     **{"MXFP4": (), "NVFP4": (), "IQ1_M": ()},
 }
-"""Where a block's float16 numbers lie, if not at its beginning alone."""
+"""Offsets of a block's float16 numbers, if they are not only at its start."""
 KEPT_BLOCKS = [kind for kind in BLOCKS if kind.name in KEPT]
 
 
 def random_blocks(kind: Kind, count: int, seed: int, size: float = 1.0) -> Any:
-    """Draw blocks whose scales are moderate numbers, of this size where they are float16."""
+    """Draw blocks whose scales have moderate size, `size` if they are float16."""
     rng = np.random.default_rng(seed)
     block_BX = rng.integers(0, 256, (count, kind.bytes), dtype=np.uint8)
     for at in SCALES.get(kind.name, (0,)):
@@ -75,7 +75,7 @@ def random_blocks(kind: Kind, count: int, seed: int, size: float = 1.0) -> Any:
 
 
 def dequantize(block_BX: Any, kind: Kind) -> Tensor:
-    """Return what gguf makes of blocks; of two types, which it does not know, what llama.cpp defines."""
+    """Dequantize blocks with gguf, or by llama.cpp's definition for the two types gguf does not know."""
     bits = {"Q1_0": 1, "Q2_0": 2}.get(kind.name)
     if bits is None:
         found = gguf.quants.dequantize(block_BX, gguf.GGMLQuantizationType[kind.name])
@@ -109,7 +109,7 @@ def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KEPT_BLOCKS, ids=[kind.name for kind in KEPT_BLOCKS])
 def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: Kind) -> None:
-    """But for the last bit of a sum of two numbers."""
+    """Equal except for the last bit of a sum of two numbers."""
     block_BX = random_blocks(kind, 60, 1)
     form, data, shape = KEPT[kind.name], block_BX.reshape(-1), (20, 3 * kind.numbers)
     number_ND = integers(data, kind, shape)
@@ -126,9 +126,9 @@ WIDER = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ
 
 
 def blocks_file(path: Path, kind: Kind, *, wide: bool) -> Path:
-    """Write a llama of random blocks, or (wide) of the weights that they stand for.
+    """Write a Llama file of random blocks or, if `wide`, of the dequantized weights.
 
-    NVFP4's scales are brought to a moderate size by a number beside each matrix.
+    NVFP4's scales are brought to a moderate size by a number next to each matrix.
     """
     writer = gguf.GGUFWriter(path, "llama")
     hidden, size = 256, 0.06 / float(dequantize(random_blocks(kind, 50, 0), kind).std())
@@ -165,7 +165,7 @@ def blocks_file(path: Path, kind: Kind, *, wide: bool) -> Path:
 
 @pytest.mark.parametrize("name", WIDER)
 def test_logits_of_few_bits_are_those_of_the_weights_that_they_stand_for(name: str, tmp_path: Path) -> None:
-    """But for activations, and products of two scales, that are rounded."""
+    """Equal except that activations, and products of two scales, are rounded."""
     kind = next(own for own in KINDS.values() if own.name == name)
     logits = []
     for wide in (False, True):
@@ -202,13 +202,13 @@ def test_blocks_that_are_cut_off_or_damaged_are_refused(kind: Kind, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["IQ2_XS", "IQ1_S", "IQ3_S", "NVFP4"])
 def test_absurd_scales_are_refused(name: str, tmp_path: Path) -> None:
-    """Float16 holds none above 65,504, and NaN would be all logits."""
+    """Float16 holds no finite number above 65,504, and NaN would spread to all logits."""
     kind = next(own for own in KINDS.values() if own.name == name)
     data = bytearray(blocks_file(tmp_path / "small.gguf", kind, wide=False).read_bytes())
     entry = GgufFile(tmp_path / "small.gguf").entries["blk.0.ffn_down.weight"]
     if name == "NVFP4":
         entry = GgufFile(tmp_path / "small.gguf").entries["blk.0.ffn_down.scale"]
-    for absurd in (b"\xff\x7f", b"\x00\x7c", b"\xff\x7b"):  # NaN, Inf and 65,504, times some more
+    for absurd in (b"\xff\x7f", b"\x00\x7c", b"\xff\x7b"):  # NaN, Inf and 65,504, times further scales
         at = entry.offset + (2 if name == "NVFP4" else 0)
         data[at : at + 2] = b"\xc0\x7f" if name == "NVFP4" else absurd
         (path := tmp_path / "absurd.gguf").write_bytes(data)
@@ -230,7 +230,7 @@ def undo_nothing(name: str, own: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 def pair_rows(name: str, own: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Put the two rows of a rotated pair side by side, as llama.cpp's converter does for Llama."""
+    """Put the two rows of a rotated pair next to each other, as llama.cpp's converter does for Llama."""
     if ".q_proj." not in name and ".k_proj." not in name:
         return own
     heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
@@ -265,7 +265,7 @@ def write(
     extend: Callable[[Any], None] = lambda writer: None,
     form: str = "F32",
 ) -> Path:
-    """Write a checkpoint's file, with the names that the package gguf has for its tensors."""
+    """Write a checkpoint as a file, with the package gguf's tensor names."""
     checkpoint = Checkpoint(folder)
     arch = getattr(gguf.MODEL_ARCH, architecture)
     names = gguf.get_tensor_name_map(arch, checkpoint.config["num_hidden_layers"])
@@ -303,7 +303,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(
 ) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(family_folder(family), folder)
-    if family in ("llama", "qwen2"):  # whose files tell of no windows, and of scaled positions otherwise
+    if family in ("llama", "qwen2"):  # their files lack windows and scale positions differently
         plain = {"rope_type": "default", "rope_theta": 10_000.0}
         edit_config(folder, use_sliding_window=False, layer_types=None, rope_parameters=plain)
     path = write(folder, tmp_path / "small.gguf", *WRITTEN[family])
@@ -315,7 +315,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(
 def test_whole_numbers_stay_as_they_are_stored(
     form: str, bits: int | None, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """In rows that were put side by side and laid back; other blocks are widened."""
+    """Integers stay stored after rows are permuted and restored; other block types are widened."""
     folder = checkpoint(LLAMA)
     path = write(folder, tmp_path / "small.gguf", "LLAMA", pair_rows, form=form)
     found, expected = weights_of(path), weights_of(folder)
@@ -329,7 +329,7 @@ def test_whole_numbers_stay_as_they_are_stored(
 
 
 def test_frequencies_are_scaled_as_in_llama_3(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """A file holds divisors, which transformers computes of four numbers."""
+    """A file holds divisors, which transformers computes from four numbers."""
     scaling = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = transformers.LlamaConfig(
@@ -363,7 +363,7 @@ def test_frequencies_are_scaled_as_in_llama_3(checkpoint: Callable[..., Path], t
 def test_a_delta_net_and_its_head_are_those_of_the_checkpoint(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With twice as many value heads as key heads, which take turns in a file."""
+    """Twice as many value heads as key heads, interleaved in a file."""
     from specdec.bench.gguf_model import write_gguf
     from tests.bench.suited import SUITED
     from tests.conftest import HYBRID
@@ -378,7 +378,7 @@ def test_a_delta_net_and_its_head_are_those_of_the_checkpoint(
 def test_shapes_are_found_without_the_compiler_of_torch(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its import takes 1.2 s, and arithmetic on tensors without data causes it: of norms and decays."""
+    """Importing it takes 1.2 s; arithmetic on meta tensors, such as norms and decays, would trigger that."""
     from specdec.bench.gguf_model import write_gguf
     from tests.bench.suited import SUITED
     from tests.conftest import HYBRID
@@ -421,7 +421,7 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
         own = found.tensor(name) * found.tensor(f"{name}_scale").float().repeat_interleave(32, 1)
         wide = expected.tensor(name).float()
         assert (own - wide).norm() < 0.01 * wide.norm(), name
-    # Blocks of K types are too wide for so small a model: their scales, of 32 or 16 columns, by themselves.
+    # Blocks of K types are too wide for so small a model: test scales of 32 or 16 columns separately.
     described = Described(GgufFile(path))
     for name in kept:
         number_ND, recipe = found.tensor(name).float(), described.recipe(name) or (lambda own: own)
@@ -433,7 +433,7 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
 
 
 def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:
-    """Compare what networks are made of: the description, but for epsilons in float32, and all tensors."""
+    """Compare networks and all tensors; epsilons may differ by float32 rounding."""
     ours, theirs = families.read_network(found), families.read_network(expected)
     assert _rounded(str(ours)) == _rounded(str(theirs))
     wanted = families.layout(theirs).wanted(frozenset(expected.names()), mtp=bool(theirs.mtp))
@@ -463,7 +463,7 @@ def weights_of(model: Path) -> Any:
 
 
 def _rounded(text: str) -> str:
-    """Round the numbers of a description to six digits, and leave out end tokens: no file here has any."""
+    """Round a description's numbers to six digits, and drop end tokens, which no file here has."""
     text = re.sub(r"eos=\([^)]*\)", "", text)
     return re.sub(r"\d+\.\d+(e-?\d+)?|\d+e-\d+", lambda own: f"{float(own[0]):.6g}", text)
 
@@ -484,7 +484,7 @@ SPLIT = {
         pre_tokenizers.ByteLevel(add_prefix_space=False),
     ],
 }
-"""As the published tokenizers are written, which files name by these words."""
+"""Published tokenizers' patterns, by the names that files give them."""
 
 
 @pytest.mark.parametrize("pre", SPLIT)
@@ -523,7 +523,7 @@ def test_texts_have_the_tokens_of_the_tokenizer_that_a_file_was_made_from(
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file of one tensor and a field of each kind."""
+    """Write a file with one tensor and a field of each kind."""
     path = tmp_path_factory.mktemp("small") / "small.gguf"
     writer = gguf.GGUFWriter(path, "qwen3")
     for name, value in (("uint32", 7), ("int64", -7), ("float32", 0.5), ("bool", True), ("string", "ü")):
@@ -555,7 +555,7 @@ def test_all_metadata_have_one_bound(
 
 
 def test_oversized_metadata_are_not_read(tmp_path: Path) -> None:
-    """Strings may be empty, and the file a hole: 8 GiB of numbers took 16 GB of memory."""
+    """Strings may be empty, and the file sparse: 8 GiB of numbers took 16 GB of memory."""
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
     for value, said in (
         (struct.pack("<IIQ", 9, 8, MOST_STRINGS + 1), "a has 4,194,305 strings"),
@@ -583,7 +583,7 @@ def test_metadata_and_tensors_are_those_that_gguf_wrote(small: bytes, tmp_path: 
 
 @pytest.mark.parametrize(("count", "is_read"), [(1, True), (4, False)])
 def test_tensors_that_share_their_bytes_are_refused(count: int, is_read: bool, tmp_path: Path) -> None:
-    """Or a small file could describe more tensors than memory holds."""
+    """Otherwise a small file could describe more tensors than fit in memory."""
     header = b"GGUF" + struct.pack("<IQQ", 3, count, 0)
     for i in range(count):
         header += struct.pack("<Q1sIQIQ", 1, b"abcd"[i : i + 1], 1, 64, 0, 0)  # 64 numbers in float32, at 0
@@ -618,7 +618,7 @@ def test_whatever_metadata_say_a_model_is_read_or_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fields and shapes are changed in files that are whole."""
+    """Fields and shapes are changed in intact files."""
     from specdec.bench.gguf_model import write_gguf
     from tests.bench.suited import SUITED
     from tests.conftest import HYBRID
@@ -630,7 +630,7 @@ def test_whatever_metadata_say_a_model_is_read_or_refused(
         monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda self, name: None)
         write_gguf(Checkpoint(checkpoint(HYBRID, **SUITED)), path, "F32")
     data, rng, refused = path.read_bytes(), random.Random(0), 0
-    # Behind a name stand the type of a field and its value, or the dimensions of a tensor.
+    # A name is followed by a field's type and value, or a tensor's dimensions.
     places = [found.end() for found in re.finditer(rb"(?:llama|qwen35)\.[a-z_.]+|blk\.\d\.[a-z_0-9.]+", data)]
     for _ in range(count):
         own, at = bytearray(data), rng.choice(places) + rng.choice([4, 4, 8, 12, 16])
@@ -699,7 +699,7 @@ def test_what_is_not_read_is_named(
 
 
 def test_a_file_that_is_split_is_one_model(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """The first part may hold the metadata alone."""
+    """The first part may hold only metadata."""
     folder = checkpoint(LLAMA)
     whole = gguf.GGUFReader(write(folder, tmp_path / "whole.gguf", "LLAMA", pair_rows))
     names = [tensor.name for tensor in whole.tensors]
@@ -760,7 +760,7 @@ def test_descriptions_of_earlier_revisions_are_deleted(
 
 
 def test_weights_are_called_by_the_types_of_the_file(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """The commonest first; vectors, which are F32 in every file, are not counted."""
+    """The most common first; vectors, which are F32 in every file, are not counted."""
     for form in ("Q8_0", "Q5_0"):
         path = write(checkpoint(LLAMA), tmp_path / f"{form}.gguf", "LLAMA", pair_rows, form=form)
         stored = families.stored_format(Checkpoint(path).config)

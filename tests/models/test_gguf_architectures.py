@@ -1,4 +1,4 @@
-"""Files of every architecture give the logits, and the heads, of the checkpoints that they were made from."""
+"""Files of every architecture give the logits and head outputs of their source checkpoints."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that writes the random checkpoint of an architecture, or finds it."""
+    """Return a function that writes the random checkpoint of an architecture once, and returns its path."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -73,7 +73,7 @@ def write_file(own: Written, folder: Path, path: Path, forms: Mapping[str, str] 
 
 @torch.inference_mode()
 def read(model: Path, *, head: bool = False) -> list[Tensor]:
-    """Return the logits of some tokens, and what a multi-token head makes of them."""
+    """Return the logits of some tokens, and the multi-token head's."""
     runner = Runner(model, torch.float32, mtp=head)
     own, tokens = runner.sequence(), [7 * i % VOCAB for i in range(24)]
     found = runner.step([(own, tokens[:-1])])
@@ -85,7 +85,7 @@ def read(model: Path, *, head: bool = False) -> list[Tensor]:
 
 
 def differ(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest difference, as a part of the largest number."""
+    """Return the largest difference, relative to the largest number."""
     pairs = zip(found, expected, strict=True)
     return max(float((own - other).abs().max() / other.abs().max()) for own, other in pairs)
 
@@ -127,7 +127,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_positions_are_scaled_as_in_the_checkpoint(
     name: str, scaling: dict[str, Any], keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With llama.cpp's names for what transformers reads; the mutant: a file without them."""
+    """Uses llama.cpp's keys for transformers' fields; the mutant is a file without them."""
     own = WRITTEN[name]
     make(own, folder := tmp_path / "folder", rope_parameters={"rope_theta": 1e4, **scaling})
     more = {f"{{}}.rope.scaling.{key}": value for key, value in keys.items()}
@@ -140,7 +140,7 @@ def test_positions_are_scaled_as_in_the_checkpoint(
 @pytest.mark.parametrize("experts", [0, 4])
 @torch.inference_mode()
 def test_granite_3_is_read_as_granite_4(experts: int, tmp_path: Path) -> None:
-    """No family reads its folders: transformers itself is the oracle."""
+    """No family loads its folders, so transformers itself is the oracle."""
     kind = "GraniteMoe" if experts else "Granite"
     sizes = {"hidden_size": 48, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
     scales = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25}
@@ -161,7 +161,7 @@ def test_granite_3_is_read_as_granite_4(experts: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["smollm3", "qwen35moe", "falcon-h1", "bailingmoe3"])
 def test_what_the_converter_changes_counts(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """The mutant: a tensor that stays as a checkpoint has it gives other logits."""
+    """The mutant: a tensor left as in the checkpoint gives other logits."""
     folder, own, expected = folders(name), WRITTEN[name], read(folders(name))
     part = {"smollm3": "q_proj", "qwen35moe": "in_proj_z", "falcon-h1": "in_proj", "bailingmoe3": "A_log"}[
         name
@@ -186,7 +186,7 @@ def test_what_the_converter_changes_counts(name: str, folders: Callable[[str], P
     ],
 )
 def test_experts_keep_their_integers(forms: tuple[str, str], bits: int | None, tmp_path: Path) -> None:
-    """Gate and up are one matrix: where they are stored in different bits both are widened."""
+    """Gate and up form one matrix: if they are stored in different bits, both are widened."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1}
     make(WRITTEN["qwen3moe"], folder := tmp_path / "folder", **sizes)
     forms_by_name = {"ffn_gate_exps": forms[0], "ffn_up_exps": forms[1]}
@@ -209,7 +209,7 @@ def test_experts_keep_their_integers(forms: tuple[str, str], bits: int | None, t
 def test_integers_count_as_the_numbers_that_they_stand_for(
     name: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Of every matrix, after rows were put in order, and of every expert."""
+    """Covers every matrix, after rows were reordered, and every expert."""
     own, folder, kind = WRITTEN[name], folders(name), gguf.GGMLQuantizationType["Q8_0"]
 
     def rounded(disk: str, tensor: Tensor, config: Config) -> Named:
@@ -231,7 +231,7 @@ def test_integers_count_as_the_numbers_that_they_stand_for(
 
 
 def test_experts_with_gate_and_up_in_one_tensor(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """The converter writes such files where it is asked to."""
+    """The converter writes such files on request."""
     own, gates = WRITTEN["qwen3moe"], dict[str, Tensor]()
 
     def change(disk: str, tensor: Tensor, config: Config) -> Named:
@@ -248,7 +248,7 @@ def test_experts_with_gate_and_up_in_one_tensor(folders: Callable[[str], Path], 
 
 
 def test_a_head_without_tensors_is_none(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """Files are published that announce a head and lack it."""
+    """Some published files announce a head and lack it."""
     own, folder = WRITTEN["qwen3next"], folders("qwen3next")
     body = {name: own for name, own in read_tensors(folder).items() if not name.startswith("mtp.")}
     path = write(own, tmp_path / "small.gguf", body, read_config(folder), {})
@@ -301,7 +301,7 @@ def test_two_tensors_for_one_are_refused(folders: Callable[[str], Path], tmp_pat
 
 
 def test_a_tied_output_of_falcon_is_refused(tmp_path: Path) -> None:
-    """Its multiplier is in no tensor then."""
+    """Its multiplier is then in no tensor."""
     make(WRITTEN["falcon-h1"], folder := tmp_path / "folder", tie_word_embeddings=True)
     path = write_file(WRITTEN["falcon-h1"], folder, tmp_path / "small.gguf")
     with pytest.raises(CheckpointError, match=r"files that hold output\.weight"):

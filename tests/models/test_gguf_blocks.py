@@ -1,4 +1,4 @@
-"""Blocks unpacked in C, against numpy, bit for bit; test_gguf.py compares numbers with the package gguf."""
+"""Blocks unpacked in C equal numpy's bit for bit; test_gguf.py compares numbers with the package gguf."""
 
 import warnings
 
@@ -28,14 +28,14 @@ GUARD = 64
 
 
 def empty(kind: Kind, part: str, count: int) -> Tensor:
-    """Return room for a part, between guards that must stay."""
+    """Return a buffer for a part, between guards that must stay unchanged."""
     each = kind.numbers if part in ("wide", "number") else kind.numbers // KEPT[kind.name].group
     dtype = torch.int8 if part == "number" else torch.float32
     return torch.full((2 * GUARD + count * each,), 77, dtype=dtype)
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """View numbers as bits; all NaN are alike."""
+    """Return the bits of numbers, with one pattern for all NaN."""
     return x if x.dtype == torch.int8 else x.where(x == x, torch.nan).view(torch.int32)
 
 
@@ -43,7 +43,7 @@ def bits_of(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("count", [1, 63, 65, 1025, pytest.param(20_001, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize(("kind", "part"), PARTS, ids=[f"{kind.name}-{part}" for kind, part in PARTS])
 def test_blocks_are_unpacked_to_the_same_bits(kind: Kind, part: str, count: int) -> None:
-    """Random bytes include NaN, Inf and the smallest numbers; nothing is written outside, or warned of."""
+    """Random bytes include NaN, Inf and subnormals; nothing is written outside, and no warning is raised."""
     data = np.random.default_rng(count).integers(0, 256, count * kind.bytes, dtype=np.uint8)
     found, expected = (empty(kind, part, count) for _ in range(2))
     with without_helpers():
@@ -57,7 +57,7 @@ def test_blocks_are_unpacked_to_the_same_bits(kind: Kind, part: str, count: int)
 @in_c
 @pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
 def test_every_byte_of_a_block_counts(kind: Kind) -> None:
-    """A control: of random blocks, a changed bit anywhere changes a number."""
+    """Control: in random blocks, a changed bit anywhere changes a number."""
     data_BX = np.random.default_rng(0).integers(0, 256, (20, kind.bytes), dtype=np.uint8)
     book = codebook(kind.name)
     plain, found = (empty(kind, "wide", 20) for _ in range(2))

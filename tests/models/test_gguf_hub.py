@@ -1,4 +1,4 @@
-"""GGUF files by name, from a hub that is served here."""
+"""GGUF files by model name, from a local hub."""
 
 import struct
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def data(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A small model's file, with the divisors of Llama 3.1."""
+    """Write a small model's file, with the divisors of Llama 3.1."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 1e4}
     config = transformers.LlamaConfig(
@@ -63,7 +63,7 @@ def repo(hub: Hub, data: bytes) -> Repo:
 
 
 def link_of(folder: Path) -> Path:
-    """Return the file that a folder describes, as it is called."""
+    """Return the target of a folder's link to its GGUF file."""
     return (folder / GGUF).readlink()
 
 
@@ -180,7 +180,7 @@ def test_of_a_repository_with_both_the_tag_decides(hub: Hub, data: bytes) -> Non
 def test_a_description_downloads_headers_alone(
     first: int | None, hub: Hub, repo: Repo, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever part of a header comes first, all but the type and the offset of its last tensor too."""
+    """The first request may cut the header anywhere, also just before its last tensor's type and offset."""
     if first is None:
         (tmp_path / "whole.gguf").write_bytes(data)
         first = GgufFile(tmp_path / "whole.gguf")._at - 10
@@ -199,7 +199,7 @@ def test_a_description_downloads_headers_alone(
 def test_a_header_without_an_end_is_given_up(
     repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hub may claim any size, and a hole of that size was read as the rest of the header."""
+    """A hub may claim any size; a sparse file of that size was parsed as the rest of the header."""
     monkeypatch.setattr(headers, "FIRST_GGUF", 64)
     monkeypatch.setattr(headers, "LONGEST", 1000)
     for name in repo.files:
@@ -212,7 +212,7 @@ def test_a_header_without_an_end_is_given_up(
 def test_a_description_of_an_unread_type_downloads_no_more(
     hub: Hub, repo: Repo, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a header that is cut is asked for again."""
+    """Only a truncated header is requested again."""
     from specdec.models.gguf import file
 
     monkeypatch.setattr(file, "KINDS", {})

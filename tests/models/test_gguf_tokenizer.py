@@ -1,6 +1,6 @@
-"""Tokenizers that GGUF files describe; the expected tokens are llama.cpp's.
+"""Tokenizers from GGUF files; the expected tokens are llama.cpp's.
 
-They come from `/tokenize` of the server in xllamacpp 2026.10.11549, with `parse_special`, of a Llama model
+They are from `/tokenize` of the server in xllamacpp 2026.10.11549, with `parse_special`, for a Llama model
 with one layer of zeros and the vocabulary of the test.
 """
 
@@ -26,7 +26,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 def vocabulary(path: Path, model: str, tokens: Mapping[str, int], **fields: Any) -> Vocabulary:
-    """Write a file with these tokens, by their types, and read it."""
+    """Write a file with these tokens and their types, and load its vocabulary."""
     writer = gguf.GGUFWriter(path / "small.gguf", "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(list(tokens))
@@ -58,7 +58,7 @@ TEXT = (
 
 
 def chains() -> tuple[dict[str, int], list[str]]:
-    """Return a vocabulary whose words are the parts of the text, and merges of all but one of them."""
+    """Return a vocabulary of the text's substrings, and merges of all but those with "qz"."""
     signs = {byte: sign for sign, byte in BYTES.items()}
     data = "".join(signs[byte] for byte in TEXT.encode())
     words = dict.fromkeys(data[i : i + n] for i in range(len(data) - 1) for n in range(2, 24))
@@ -151,7 +151,7 @@ EXPECTED = {
         "¦ '¦Re¦<think>¦ tail¦   "
     ),
 }
-"""The parts of the text, by what `tokenizer.ggml.pre` says. For kimi-k2 llama.cpp does not cut camelCase."""
+"""Splits of the text, by `tokenizer.ggml.pre`. For kimi-k2 llama.cpp does not split camelCase."""
 
 
 @pytest.mark.parametrize("pre", SPLITTINGS)
@@ -317,7 +317,7 @@ TOKENS = {
         "<s>¦▁x¦</s>",
     ),
 }
-"""Of each sentence, the first characters of byte tokens left out."""
+"""Tokens of each sentence, without the first characters of byte tokens."""
 FORMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "SentencePiece": ("llama", {}),
     "SentencePiece without a space": (
@@ -336,7 +336,7 @@ FORMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def scored(path: Path, model: str, **fields: Any) -> Vocabulary:
-    """Write a vocabulary whose earlier pieces have better scores."""
+    """Write a vocabulary in which earlier pieces have better scores."""
     tokens = {**SPECIAL, **(BYTES_OF if model == "llama" else {}), **dict.fromkeys(PIECES, NORMAL)}
     scores = [0.0] * (len(tokens) - len(PIECES)) + [-1.0 - i / 4 for i in range(len(PIECES))] + [0.0]
     return vocabulary(path, model, tokens | {"<tool>": USER_DEFINED}, scores=scores, **fields)
@@ -405,12 +405,12 @@ def test_a_template_that_writes_bos_gets_no_second_one(tmp_path: Path) -> None:
 def test_answers_end_with_the_tokens_that_files_name_and_known_ones(
     tokens: Mapping[str, int], fields: Mapping[str, Any], endings: list[int], tmp_path: Path
 ) -> None:
-    """Where there are calls, `<|end|>` ends a message only. Words may be spelled as special tokens are."""
+    """With calls, `<|end|>` ends only a message. Ordinary tokens may be spelled like special ones."""
     assert vocabulary(tmp_path, "gpt2", tokens, pre="gpt-2", **fields).endings() == endings
 
 
 def test_a_token_of_a_megabyte_takes_no_time(tmp_path: Path) -> None:
-    """Two million places to cut it would."""
+    """Testing two million split positions would be slow."""
     tokens = {"<unk>": UNKNOWN, "a": NORMAL, "a" * (1 << 21): NORMAL}
     made = vocabulary(tmp_path, "llama", tokens, scores=[0.0, -1.0, -2.0], add_bos_token=False)
     assert made.tokenizer().encode("<unk>").ids == [0]

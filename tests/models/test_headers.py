@@ -1,4 +1,4 @@
-"""Sizes that config.json claims and the tensors do not have: refused from headers, before memory is taken."""
+"""Sizes in config.json that the tensors lack are refused from headers, before memory is allocated."""
 
 import json
 from collections.abc import Callable
@@ -29,9 +29,9 @@ SIZES = {
     *("num_experts", "n_routed_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_latent_size"),
 }
-"""Fields that make tensors; what is as large as a field may be cannot be allocated anywhere."""
+"""Fields that determine tensor sizes; a tensor of the largest such size cannot be allocated anywhere."""
 VAST = LARGEST - LARGEST % 960
-"""A multiple of every count of heads and groups that the samples have."""
+"""A multiple of every head and group count in the samples."""
 
 
 def text(config: dict[str, Any]) -> dict[str, Any]:
@@ -40,14 +40,14 @@ def text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def change(folder: Path, **fields: Any) -> None:
-    """Change fields of the language model's level."""
+    """Change fields of the language model's config."""
     config = json.loads((folder / "config.json").read_text())
     text(config).update(fields)
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def of_family(family: str) -> Callable[[Path], object]:
-    """Write one with a multi-token head where the family has one, and with experts one by one."""
+    """Write a model with a multi-token head if the family has one, and with separate expert tensors."""
     seeds = (draw(family, seed) for seed in range(200))
     drawn = next(s for s in seeds if s.mtp or family not in HEADS)
     own = Sample(family, drawn.seed, drawn.config, drawn.mtp, False, True, drawn.multimodal)

@@ -1,4 +1,4 @@
-"""Models by name, from a hub that is served here."""
+"""Models by name, from a local hub."""
 
 import contextlib
 import json
@@ -46,12 +46,12 @@ UNREAD = {
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0)
 SMALL = {"config.json": b"{}", "tokenizer.json": b"[]"}
 WEIGHTS = bytes(range(256)) * 2000
-"""Enough to be stored apart."""
+"""Large enough to be stored separately."""
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """Serve a hub; huggingface_hub reads its variables once, so what they set is set here."""
+    """Serve a hub; huggingface_hub reads its variables at import, so the constants are set instead."""
     with serve() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
@@ -67,7 +67,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """Return what the folder's model says."""
+    """Return the output of the folder's model."""
     return complete("tiny")
 
 
@@ -87,7 +87,7 @@ def test_a_name_serves_as_its_folder_does_and_is_downloaded_once(
     assert find_folder(f"{NAME}@v1") == find_folder(f"{NAME}@{folder.name}") == folder
     assert hub.fetched() == READ and hub.asked[-1][1] == "api"
 
-    # A new commit brings what has changed; without the hub it is what main stands for.
+    # A new commit downloads changed files only; without the hub, main resolves to it.
     hub.repos[NAME].files["generation_config.json"] = b"{}"
     newer = find_folder(NAME)
     assert hub.fetched() == sorted([*READ, "generation_config.json"]) and newer != folder
@@ -110,7 +110,7 @@ def test_a_snapshot_in_part_is_refused_where_the_hub_is_out_of_reach(
     more = {"tokenizer_config.json": b"{}", "eagle3/config.json": b"{}", "eagle3/model.safetensors": b"x"}
     repo = hub.repos["a/b"] = Repo({**SMALL, **shards, **more, INDEX: index, "README.md": b"x"})
 
-    # Before each of its files is linked, the last one too, a snapshot does not look whole.
+    # A snapshot looks incomplete until each of its files, including the last, is linked.
     linked: list[str] = []
     download = Repository._link
 
@@ -125,7 +125,7 @@ def test_a_snapshot_in_part_is_refused_where_the_hub_is_out_of_reach(
     folder = find_folder("a/b")
     assert sorted(linked) == sorted({*repo.files} - {"README.md"}) and linked[-2:] == [*shards]
 
-    # Other programs link in any order; what they note of a commit's files says what it lacks, too.
+    # Other programs link in any order; their record of a commit's files also shows what it lacks.
     hub.status = 503
     for gone, said in (
         ("config.json", "lacks config.json, and http"),
@@ -253,7 +253,7 @@ def test_connections_that_give_next_to_nothing_end(hub: Hub, monkeypatch: pytest
 
 
 def test_another_range_than_was_asked_for_is_not_kept(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = random.Random(1).randbytes(100_000)  # small enough that no SHA-256 of it is promised
+    content = random.Random(1).randbytes(100_000)  # small enough to have no announced SHA-256
     repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: content})
     monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
     for other in ("bytes=500-99899", "bytes=700-"):
@@ -300,7 +300,7 @@ def befall(**what: object) -> Callable[[Hub], None]:
 
 
 OUTSIDE = '{"sha": "%s", "siblings": [{"rfilename": "%%s"}]}' % ("0" * 40)
-"""What a hub says of a repository with a file of a name."""
+"""Hub description of a repository with one file of a given name."""
 
 
 @pytest.mark.parametrize(

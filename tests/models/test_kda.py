@@ -1,4 +1,4 @@
-"""Kimi's delta attention as a layer: against transformers, in its two forms, and what its records take."""
+"""Kimi's delta attention as a layer: against transformers, in its two variants, and its record sizes."""
 
 import itertools
 from typing import Any
@@ -42,7 +42,7 @@ KERNELS = ["reference", "cpu", "triton", *(["native"] if compiled() else [])]
 
 
 class Held:
-    """Weights of a layer of transformers, by our names."""
+    """Weights of a transformers layer, by our names."""
 
     def __init__(self, theirs: torch.nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ class Held:
 
 
 def theirs_and_ours(form: str) -> tuple[torch.nn.Module, KimiDeltaAttention]:
-    """Make a random layer whose decays reach down to -30 where they are not bounded."""
+    """Make a random layer whose decays reach -30 unless bounded."""
     torch.manual_seed(0)
     theirs: torch.nn.Module
     if form == "kimi":
@@ -99,7 +99,7 @@ def run(layer: LoadedMixer, x_TD: Tensor, memory: OneLayer, kernels: str, **of: 
 )
 @torch.inference_mode()
 def test_a_layer_reads_what_transformers_does(form: str, kernels: str) -> None:
-    """In chunks of 1, 3, 7 and 64, then as a tree, whose paths are read as texts."""
+    """Chunks of 1, 3, 7 and 64, then a tree, whose paths are compared with texts."""
     theirs, ours = theirs_and_ours(form)
     layer = ours.build(Held(theirs), load_kernels(kernels), Place(HIDDEN, HIDDEN))
     edges, width = ((0, 1, 4, 11, 75), 24) if kernels != "triton" else ((0, 1, 19), 7)
@@ -122,7 +122,7 @@ def test_a_layer_reads_what_transformers_does(form: str, kernels: str) -> None:
 @pytest.mark.parametrize("kernels", KERNELS[1:])
 @torch.inference_mode()
 def test_no_decay_is_below_its_bound(kernels: str) -> None:
-    """Inputs so large that most gates are open or shut: the state fades by e^-5 or not at all."""
+    """Inputs so large that most gates saturate: the state decays by e^-5 or not at all."""
     theirs, ours = theirs_and_ours("ling")
     x_TD = 3 * torch.randn(9, HIDDEN)
     layer, *others = (
@@ -147,7 +147,7 @@ def test_a_record_is_a_small_part_of_a_state() -> None:
 
 
 def test_texts_are_the_same_with_drafts() -> None:
-    """In chains and trees, by records and snapshots, with the prefix cache and without it; and in C."""
+    """Chains and trees, records and snapshots, with and without the prefix cache, and in C."""
     plain = texts(make(NETWORK, draft="none"))
     for drafts, slots in ((DRAFTS[1], "record"), (DRAFTS[1], "snapshot"), (DRAFTS[2], "record")):
         model = make(NETWORK, slots=slots, adaptive=False, prefix_cache=slots == "record", **drafts)

@@ -1,4 +1,4 @@
-"""What Kimi-Linear's published files spell otherwise, latent attention on a GPU's kernels, and its tapes."""
+"""Kimi-Linear's published spellings, latent attention with GPU kernels, and its tapes."""
 
 import json
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ MIXERS = (
 LAYERS = tuple(spec.Layer((mixer,), FFN) for mixer in MIXERS)
 NETWORK = spec.Network("latent", 97, 32, LAYERS, NORM, True, 512, ())
 SEED = 0
-"""Both kinds of layers, and dense feed-forwards beside experts."""
+"""Seed of a model with both layer kinds, and dense feed-forwards next to experts."""
 SPELLED: Mapping[str, str] = {
     "linear_head_dim": "head_dim",
     "linear_num_heads": "num_heads",
@@ -42,7 +42,7 @@ SPELLED: Mapping[str, str] = {
 
 
 def publish(folder: Path) -> dict[str, Any]:
-    """Spell a folder of transformers' as the published model is: nested, counted from 1, dense in `mlp`."""
+    """Rewrite a folder of transformers' in the published layout: nested, counted from 1, dense in `mlp`."""
     config = json.loads((folder / "config.json").read_text())
     kinds, forwards = config.pop("layer_types"), config.pop("mlp_layer_types")
     nested: dict[str, Any] = {published: config.pop(name) for name, published in SPELLED.items()}
@@ -76,7 +76,7 @@ def test_published_files_say_the_same(tmp_path: Path) -> None:
 
 
 def test_layers_are_where_they_are_published() -> None:
-    """Of 27 the fourth, eighth … and the last attend; all but the first have experts."""
+    """Of 27 layers the fourth, eighth … and the last attend; all but the first have experts."""
     network = families.network(SHAPES["kimi-linear-48b"])
     attend = [i + 1 for i, own in enumerate(network.layers) if isinstance(own.mixers[0], LatentAttention)]
     assert attend == [4, 8, 12, 16, 20, 24, 27]
@@ -85,7 +85,7 @@ def test_layers_are_where_they_are_published() -> None:
 
 @pytest.mark.skipif(not compiled(), reason="there is no C compiler")
 def test_passes_are_recorded() -> None:
-    """What the tape refuses is slower, and no text shows it."""
+    """Refused recordings would only be slower, so no text would show them."""
     model = make(NETWORK, dtype="bfloat16", kernels="native", draft="none")
     assert texts(model) == texts(model)
     (tapes,) = model.network._replays._by_memory.values()

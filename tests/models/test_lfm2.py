@@ -1,4 +1,4 @@
-"""What LFM2's configs leave to the reader: widths, kinds of layers and tying; and what its states take."""
+"""Values that LFM2's configs leave to the reader: widths, layer kinds and tying; and its state sizes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_the_width_is_adjusted_as_the_reference_does(width: int, multiple: int, 
 
 
 def test_older_spellings_say_the_same() -> None:
-    """`block_ff_dim`, `full_attn_idxs`, `tie_embedding`; a multiplier of null leaves the width as it is."""
+    """`block_ff_dim`, `full_attn_idxs`, `tie_embedding`; a null multiplier leaves the width unchanged."""
     modern = {**SMALL, "layer_types": ["conv", "full_attention", "conv"]}
     network = families.network(modern)
     assert [type(layer.mixers[0]) for layer in network.layers] == [ShortConv, Attention, ShortConv]
@@ -54,7 +54,7 @@ def test_older_spellings_say_the_same() -> None:
 
 
 def test_states_are_windows_and_records_their_next_inputs(family_folder: Callable[..., Path]) -> None:
-    """Of 32 channels in float32 two inputs are kept: a record is one more, and no part of a state."""
+    """Two inputs of 32 float32 channels are cached: a record adds one, and no part of a state."""
     told = describe_model(family_folder("lfm2"), EngineConfig(device="cpu", memory_bytes=1 << 20), [16])
     assert told["layers"] == {"short convolution": 2, "attention": 1, "dense feed-forward": 3}
     assert told["state_bytes"] == 2 * 2 * 32 * 4 and told["record_bytes"] == 2 * 32 * 4

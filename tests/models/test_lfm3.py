@@ -1,4 +1,4 @@
-"""What LFM3's configs leave to the reader, and the text of LFM3-VL."""
+"""Values that LFM3's configs leave to the reader, and the text model of LFM3-VL."""
 
 from pathlib import Path
 from random import Random

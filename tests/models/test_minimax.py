@@ -1,4 +1,4 @@
-"""What MiniMax's published configs say otherwise than transformers' own, and what its states take."""
+"""Differences of MiniMax's published configs from transformers', and its state sizes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("kind", ["minimax_text_01", "minimax_m1"])
 def test_published_configs_describe_what_transformers_saves(kind: str) -> None:
-    """Every eighth layer attends, 64 of 128 entries are rotated, each half has factors of its own."""
+    """Every eighth layer attends, 64 of 128 entries are rotated, each half has its own factors."""
     own = {name: 1.5 + 0.25 * i for i, name in enumerate(PUBLISHED)}
     saved = {**SAVED, **{PUBLISHED[name]: value for name, value in own.items()}}
     published = {name: value for name, value in saved.items() if name not in PUBLISHED.values()}
@@ -51,7 +51,7 @@ def test_published_configs_describe_what_transformers_saves(kind: str) -> None:
 
 
 def test_the_first_entries_of_a_head_are_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `rotary_dim`, which transformers does not read: it is made to."""
+    """By `rotary_dim`, which transformers ignores: its rotation is patched."""
     sample = next(one for one in (draw("minimax", seed) for seed in range(9)) if one.config.head_dim == 12)
     model, tokens, rotated = save(sample, tmp_path), Random(3).sample(range(61), 20), 4
     whole_TV = Runner(tmp_path, torch.float32, kernels="cpu").read(tokens, 7)
@@ -72,6 +72,6 @@ def test_the_first_entries_of_a_head_are_rotated(tmp_path: Path, monkeypatch: py
 
 
 def test_rotary_dim_decides_beside_a_partial_rotary_factor() -> None:
-    """As in vLLM, which overwrites the factor; transformers reads neither."""
+    """As in vLLM, which overwrites the factor; transformers ignores both."""
     rope = SAVED["rope_parameters"] | {"partial_rotary_factor": 0.25}
     assert families.network(SAVED | {"rope_parameters": rope}) == families.network(SAVED)

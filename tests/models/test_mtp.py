@@ -1,4 +1,4 @@
-"""The multi-token heads against modules of transformers that hold the same tensors."""
+"""Multi-token heads against transformers modules that hold the same tensors."""
 
 import copy
 from dataclasses import replace
@@ -122,7 +122,7 @@ def test_the_head_equals_its_oracle(tmp_path: Path, family: str, index: int) -> 
         pieces.append(runner.head.forward(window, hidden_TD[start:stop], runner.arena))
     found = torch.cat(pieces)
     assert float((found - expected).norm() / expected.norm()) < LOGITS_RELATIVE
-    # The mutant: the hidden state before the final norm, the mistake that costs others their acceptance.
+    # The mutant: hidden states shifted by one position.
     window = build_window(
         [Row(TokenTree.chain(ids_T[1:].tolist()), 0, own.table_N, own.state)], runner.conv_width, CPU
     )

@@ -1,4 +1,4 @@
-"""The text of multimodal models whose language model is one of our families."""
+"""The text models of multimodal checkpoints whose language model is one of our families."""
 
 from importlib import import_module
 from pathlib import Path

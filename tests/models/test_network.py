@@ -1,4 +1,4 @@
-"""Logits against transformers, from checkpoints that transformers wrote."""
+"""Logits against transformers, for checkpoints written by transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ LENGTH = 70
 
 
 class Case:
-    """One random model: the folder, transformers' own instance of it, and tokens to read."""
+    """One random model: the folder, transformers' own instance of it, and input tokens."""
 
     def __init__(self, family: str, seed: int, folder: Path) -> None:
         self.sample: Sample = draw(family, seed)
@@ -69,7 +69,7 @@ def test_logits_equal_transformers_in_chunks_of_any_size(
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers(case: Callable[[str, int], Case], family: str, seed: int) -> None:
-    """Greedy decoding reads what it wrote itself; transformers reads the same prefix anew each time."""
+    """Greedy decoding runs on its own cache; transformers recomputes the prefix for each token."""
     one = case(family, seed)
     runner = Runner(one.folder, torch.float32, kernels=KERNELS[-1])
     own = runner.sequence()
@@ -119,7 +119,7 @@ def test_the_reference_kernels_give_the_same_logits(case: Callable[[str, int], C
 
 
 def test_a_network_with_one_wrong_weight_is_noticed(case: Callable[[str, int], Case]) -> None:
-    """The mutant: were the tolerance too wide, a single altered norm would pass."""
+    """The mutant: with too wide a tolerance, a single altered norm would pass."""
     one = case("qwen3_5", 1)
     runner = Runner(one.folder, torch.float32)
     runner.network.norm_D[0] += 0.05

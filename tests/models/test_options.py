@@ -20,7 +20,7 @@ from tests.models.test_network import relative
 from tests.tolerances import LOGITS_RELATIVE
 
 KNOWN = [family for family in OWN if family in CONFIG_MAPPING]
-"""The families that this release of transformers has."""
+"""Families that this release of transformers has."""
 FIELDS = [(family, name) for family in KNOWN for name in declared(family)]
 EACH = [(family, name, one) for family, name in FIELDS for one in options(family, name)]
 TOKENS = 23
@@ -44,16 +44,17 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 3e6}}},
     {"rope_parameters": {kind: {"type": "yarn", "rope_theta": 3e6} for kind in (FULL, SLIDING)}},
 )
-"""Changes of a file that no field of a class stands for, or not alone."""
+"""Changes of a file that correspond to no single field of a class."""
 DEFAULTS_APART = {"eos_token_id", "num_key_value_heads"}
-"""Fields whose absence is not compared. A file without end tokens has none here: `generation_config.json`
-names them. In latent attention every head has a key; other families refuse a file without the number."""
+"""Fields whose absence is not compared. Files here name no end tokens: `generation_config.json` does. In
+latent attention every head has a key; other families refuse a file without the number.
+"""
 CRASHES = {"output_router_logits"}
-"""Fields that make transformers fail beside others: there may be no experts left."""
+"""Fields that make transformers fail in combination, for example because no experts remain."""
 
 
 def built(family: str, changes: dict[str, Any]) -> transformers.PreTrainedConfig:
-    return type(BASES[family]())(**deepcopy(declared(family) | changes))  # it changes what it is given
+    return type(BASES[family]())(**deepcopy(declared(family) | changes))  # transformers mutates its arguments
 
 
 def gap(family: str, config: transformers.PreTrainedConfig, folder: Path) -> float:
@@ -90,7 +91,7 @@ def test_a_file_means_what_transformers_reads_from_it(family: str) -> None:
 
 
 def away(family: str, rng: Random) -> dict[str, Any]:
-    """Change every field that can be changed beside the ones before it, in an order that is drawn."""
+    """Change fields in random order, each if compatible with the changes before it."""
     changes: dict[str, Any] = {}
     for name in rng.sample(list(declared(family)), len(declared(family))):
         one = rng.choice(options(family, name))

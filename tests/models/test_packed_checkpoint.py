@@ -1,4 +1,4 @@
-"""Folders of whole numbers as published: read without a second rounding, or refused by name."""
+"""Published integer checkpoints load without a second quantization, or are refused by name."""
 
 import logging
 import shutil
@@ -36,7 +36,7 @@ from tests.tolerances import KERNEL, PACKED_LOGITS, WIDENED_LOGITS
 
 TOKENS = [5, 57, 33, 7, 60, 2, 44, 18, 51, 9]
 HEADS = ("gptq", "awq")
-"""Layouts in which the matrix that makes logits is packed too."""
+"""Layouts in which the output matrix is packed too."""
 FAMILIES = ("qwen3", "qwen3_5", "qwen3_5_moe")
 SOME = ("gptq v2, asymmetric", "awq", "packed", "int8, mixed")
 CASES = [
@@ -52,7 +52,7 @@ Pairs = Callable[[str, str], Pair]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Return a function that writes a model and its widened twin, or finds those it wrote before."""
+    """Return a function that writes a model and its widened twin once, and returns their paths."""
     base, written = tmp_path_factory.mktemp("packed"), dict[tuple[str, str], Pair]()
 
     def pair_of(family: str, layout: str) -> Pair:
@@ -86,7 +86,7 @@ def test_logits_are_those_of_the_widened_weights(
 @in_c
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_whole_numbers_are_multiplied_as_specified(family: str, layout: str, pairs: Pairs) -> None:
-    """Beside plain torch that rounds rows alike there is only the order of sums, and who routes to whom."""
+    """Plain torch with the same activation rounding differs only in summation order and expert routing."""
     narrow, _ = pairs(family, layout)
     assert distance(logits(narrow, "native"), logits(narrow, rounded_kernels())) < PACKED_LOGITS
 
@@ -108,7 +108,7 @@ def test_a_gpus_kernels_widen(pairs: Pairs) -> None:
 @in_c
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_are_exact_sums_of_what_is_stored(layout: str, pairs: Pairs) -> None:
-    """In float64, from the twin's weights, which nothing of ours unpacked."""
+    """In float64, from the twin's weights, which our code did not unpack."""
     narrow, wide = pairs("qwen3_next", layout)
     found, twin = open_weights(narrow), open_weights(wide)
     whole = 0
@@ -194,7 +194,7 @@ def test_numbers_in_other_places_are_seen(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["gptq", "awq", "packed, asymmetric", "int8, mixed"])
 def test_text_is_the_same_with_drafts_and_without(layout: str, dtype: str, pairs: Pairs) -> None:
-    """To the bit, in bfloat16 too: the head that drafts is packed as the network is."""
+    """Bit-equal, in bfloat16 too: the multi-token head is packed like the network."""
     folder = pairs("qwen3_next", layout)[0]
     common = {"device": "cpu", "dtype": dtype, "memory_bytes": 1 << 26, "max_model_len": 64}
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -232,7 +232,7 @@ def test_a_matrix_that_must_be_exact_is_widened_and_logged_by_name(
 
 
 def test_idle_biases_are_left_and_others_are_not(pairs: Pairs, tmp_path: Path) -> None:
-    """GPTQ's tools store a bias of zeros beside matrices that have none."""
+    """GPTQ's tools store zero biases for matrices that have none."""
     narrow, wide = pairs("qwen3", "gptq v2, asymmetric")
     own, name = Path(shutil.copytree(narrow, tmp_path / "own")), "model.layers.0.mlp.up_proj.bias"
     edit(own, {name: torch.zeros(384, dtype=torch.float16)})
@@ -286,7 +286,7 @@ def test_bytes_are_told_as_they_are_stored_and_kept(
 
 
 def held_bytes(folder: Path) -> int:
-    """Count the bytes of what a network multiplies by and reads; a head that drafts is apart."""
+    """Count the bytes of a network's weights, without the multi-token head."""
     weights, total = open_weights(folder), 0
     for name, shape in tensors(folder):
         if name.startswith("mtp."):
@@ -343,7 +343,7 @@ def with_first(value: Tensor, number: float) -> Tensor:
 
 
 def without_list(**fields: Any) -> Change:
-    """Leave out which group each input of a layer is in, and announce something."""
+    """Remove the group index of each layer's inputs, and change the announced settings."""
 
     def spoil(folder: Path) -> None:
         change("g_idx", lambda _: None)(folder)
@@ -477,7 +477,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 def test_groups_that_follow_each_other_are_read(
     layout: str, spoil: Change, pairs: Pairs, tmp_path: Path
 ) -> None:
-    """As the list says, or without one where there is one group or none was rounded in another order."""
+    """With the group list, or without one if there is one group or none was quantized in another order."""
     narrow, wide = pairs("qwen3", layout)
     own = Path(shutil.copytree(narrow, tmp_path / "own"))
     spoil(own)
@@ -508,7 +508,7 @@ def test_experts_packed_in_part_are_refused(pairs: Pairs, tmp_path: Path) -> Non
     ],
 )
 def test_expressions_that_may_take_long_are_refused(expression: str) -> None:
-    """They come from a folder, and so do the names that they are matched with."""
+    """Expressions are from the folder, and so are the names they are matched with."""
     for config in ({"dynamic": {f"-:{expression}": {}}}, {"dynamic": {expression: {"bits": 4}}}):
         fields = Fields({"bits": 4, "group_size": 32, **config})
         with pytest.raises(CheckpointError, match="regular expressions of layers' names"):

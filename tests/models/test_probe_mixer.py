@@ -1,6 +1,6 @@
-"""A mixer that the package does not know, gated linear attention with a decay a key, served with drafts.
+"""A mixer outside the package, gated linear attention with per-key decay, served with drafts.
 
-All that a kind of mixer needs stands in this file: what it keeps, what it costs, and how it runs.
+This file holds all that a kind of mixer needs: its memory, its cost, and its forward.
 """
 
 import itertools
@@ -37,12 +37,12 @@ from specdec.state_slots.window import Row, build_window
 
 CPU = torch.device("cpu")
 Texts = dict[tuple[int, bool], list[int]]
-"""By the number of the prompt, and whether it was sampled."""
+"""Token ids by prompt number, and whether it was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe(Mixer):
-    """S_t = diag(e^{g_t}) S_p + k_t v_tᵀ, o_t = S_tᵀ q_t; p is the parent of t, g_t has an entry a key."""
+    """S_t = diag(e^{g_t}) S_p + k_t v_tᵀ, o_t = S_tᵀ q_t; p is the parent of t, g_t has one entry per key."""
 
     heads: int
     key_dim: int
@@ -60,7 +60,7 @@ class Probe(Mixer):
         return [self.keys, self.keys, self.keys, self.heads * self.value_dim]
 
     def state_shape(self) -> StateShape:
-        """A record keeps the value and the decays, and the key where others keep the convolution's input."""
+        """Describe records of value, decays, and the key in place of the convolution's input."""
         return StateShape(self.heads, self.key_dim, self.value_dim, 0, self.keys, decay_dim=self.key_dim)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
@@ -125,7 +125,7 @@ def _advance(before_HKW: Tensor, k_HK: Tensor, g_HK: Tensor, v_HW: Tensor) -> Te
 
 
 def _fold(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Take each state on over its row's accepted records."""
+    """Advance each state over its row's accepted records."""
     for b, slot in enumerate(slot_B.tolist()):
         for n in range(int(length_B[b])):
             at = path.slab_BN[b, n], path.index_BN[b, n]
@@ -141,7 +141,7 @@ def _parent(group: Group, b: int, m: int) -> int:
 
 
 class RecordOnly(Probe):
-    """One that cannot leave whole states behind."""
+    """A probe that supports records only, not snapshots."""
 
     backings = frozenset({"record"})
 
@@ -152,7 +152,7 @@ PROBE = Probe(3, 6, 5)
 FFN = MLP(48, "swiglu")
 LAYERS = (
     spec.Layer((PROBE,), FFN),
-    spec.Layer((FULL, PROBE), FFN),  # side by side, as in Falcon-H1
+    spec.Layer((FULL, PROBE), FFN),  # in parallel, as in Falcon-H1
     spec.Layer((PROBE,), None),
     spec.Layer((FULL,), FFN),
 )
@@ -209,14 +209,14 @@ def test_texts_are_the_same_with_drafts(drafts: Mapping[str, Any], slots: str, p
 
 @pytest.mark.skipif(not compiled(), reason="there is no C compiler")
 def test_c_forms_stand_beside_a_mixer_that_has_none() -> None:
-    """What is recorded of their calls cannot be played where torch computes a part of the pass."""
+    """A recorded tape of C calls cannot be replayed if torch computes part of the pass."""
     native: dict[str, Any] = {"dtype": "float32", "kernels": "native"}
     drafted = texts(make(adaptive=False, draft="mtp", num_steps=2, topk=1, **native))
     assert drafted == texts(make(draft="none", **native))
 
 
 def test_a_tree_reads_what_each_of_its_paths_reads() -> None:
-    """The reference over pairs: o_i = Σ_j w_ij v_j over the path, w_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}."""
+    """The pairwise reference: o_i = Σ_j w_ij v_j over the path, w_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}."""
     tree = TokenTree((1, 2, 3, 4, 5, 6), (-1, 0, 0, 1, 2, 4))
     weights, kernels = RandomWeights(0, torch.float64), load_kernels("cpu")
     layer = PROBE.build(weights, kernels, Place(16, 16))

@@ -1,4 +1,4 @@
-"""What the model that ships loses by whole numbers, on text it was not trained on, and how they are read."""
+"""Loss of the bundled model with integer weights on held-out text, and how such weights are loaded."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.selection import EXHAUSTIVE
 from tools.train_tiny.corpus import collect, split
 
 LOST = {None: 0.0, "int8": 0.001, "int4": 0.02}
-"""Loss a token above that of bfloat16, at most."""
+"""Maximum loss per token above that of bfloat16."""
 TOKENS, PIECE = 10_000, 500
 
 
@@ -37,7 +37,7 @@ def pieces() -> list[list[int]]:
 
 
 def judge(pieces: Sequence[Sequence[int]], quantize: str | None) -> tuple[float, list[int]]:
-    """Return the loss a token, and the likeliest token at each place."""
+    """Return the loss per token, and the most likely token at each position."""
     with SpecEngine("tiny", draft="none", dtype="bfloat16", quantize=quantize, prefix_cache=False) as engine:
         done = engine.generate(pieces, SamplingParams(max_tokens=0, prompt_logprobs=1))
     entries = [entry for own in done for entry in (own.prompt_logprobs or ()) if entry is not None]

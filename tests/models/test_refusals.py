@@ -1,4 +1,4 @@
-"""Configs of a known family that no network can be made of."""
+"""Configs of a known family that describe no valid network."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Passes that are played from a tape give the numbers of passes that are run, to the last bit."""
+"""Passes replayed from a tape give the numbers of ordinary passes, to the last bit."""
 
 import gc
 import weakref
@@ -54,7 +54,7 @@ REFUSING: dict[str, dict[str, Any]] = {
 )
 @EXHAUSTIVE
 def test_what_refuses_a_tape_computes_as_ever_while_it_is_recorded(why: str, mode: str) -> None:
-    """Texts long enough that all threads attend; each is asked several times, beside others."""
+    """Texts long enough to use all attention threads; each is requested several times, next to others."""
     shared = {"max_model_len": 1200, "max_running": 3, "prefix_cache": False}
     settings = {**shared, **MODES[mode], **REFUSING[why]}
     prompts = [[7 * i % 3000 + 1 for i in range(length)] for length in (60, 130, 1020)]
@@ -62,7 +62,7 @@ def test_what_refuses_a_tape_computes_as_ever_while_it_is_recorded(why: str, mod
     with SpecEngine("tiny", **settings) as engine:
         alone = [[told(engine.generate([p], params)[0]) for p in prompts] for _ in range(3)]
         together = [[told(own) for own in engine.generate(prompts, params)] for _ in range(3)]
-    # Whoever attends to another place is off by tenths; where things lie in memory moves the last bits.
+    # Attending to a wrong position is off by tenths; memory alignment changes only the last bits.
     near = 1e-4 if settings["dtype"] == "float32" else 0.05
     for rounds in (alone, together):
         for found in rounds[1:]:
@@ -79,7 +79,7 @@ def told(done: Completion) -> list[float]:
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count how often a tape is played."""
+    """Count how often a tape is replayed."""
     played, inner = [0], Recorded.play
 
     def play(self: Recorded, *given: Any) -> tuple[torch.Tensor, ...]:
@@ -123,7 +123,7 @@ def test_what_is_played_is_what_is_run(
 
 
 def test_a_tape_goes_with_its_arena() -> None:
-    """Engines of one network have tapes of their own, which keep no arena."""
+    """Engines of one network have separate tapes, which do not keep an arena alive."""
     with SpecEngine("tiny", draft="mtp", max_model_len=128, dtype="bfloat16") as engine:
         network, loop = engine.model.network, engine.model.loop
         engine.generate(["import os"], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))

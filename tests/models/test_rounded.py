@@ -1,4 +1,4 @@
-"""A copy that is rounded beside its network: as one that is read in 4 bits, and sharing all else."""
+"""A quantized copy next to its network equals that network loaded in INT4, and shares the other weights."""
 
 import shutil
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def load(folder: Path, **fields: Any) -> tuple[Model, Network | None]:
 
 @torch.inference_mode()
 def read(model: Model, network: Network) -> Tensor:
-    """Read a text with a network in a model's memory."""
+    """Run a text with a network in a model's memory."""
     arena = model.loop.arena
     blocks, state = arena.take_blocks("text", 1), 0
     assert blocks is not None
@@ -64,7 +64,7 @@ def read(model: Model, network: Network) -> Tensor:
 def test_the_copy_is_the_network_as_it_is_read_in_4_bits(
     family_folder: Callable[..., Path], family: str, dtype: str, kernels: str
 ) -> None:
-    """To the bit; and the network beside it is what it is without a copy."""
+    """To the bit; the network itself is unchanged by its copy."""
     folder, given = family_folder(family), {"dtype": dtype, "kernels": kernels}
     (rounded, _), (plain, _) = (
         load(folder, draft="none", **given, **own) for own in ({"quantize": "int4"}, {})
@@ -94,7 +94,7 @@ def test_the_copy_of_8_bits_is_rounded_from_them(folder: Path) -> None:
 
 
 def test_what_the_copy_takes_is_counted_as_it_is_held(folder: Path) -> None:
-    """Numbers by the bits that they have once they are laid out, scales by what they are stored in."""
+    """Integers by the bits of their packed layout, scales by their storage dtype."""
     model, copy = load(folder, draft="self-int4", kernels="reference", dtype="bfloat16")
     assert copy is not None
     held = [own for own in packed(copy) if isinstance(own, Integers)]
@@ -106,7 +106,7 @@ def test_what_the_copy_takes_is_counted_as_it_is_held(folder: Path) -> None:
 
 
 def test_a_copy_that_is_widened_is_counted_in_its_dtype(folder: Path) -> None:
-    """Plain torch multiplies no whole numbers: what is rounded elsewhere is as wide as the model there."""
+    """Plain torch has no integer product: the copy is as wide as the model there."""
     _, copy = load(folder, draft="self-int4", kernels="reference", dtype="bfloat16")
     assert copy is not None
     rounded = [own for own in packed(copy) if isinstance(own, Integers)]
@@ -118,7 +118,7 @@ def test_a_copy_that_is_widened_is_counted_in_its_dtype(folder: Path) -> None:
 def test_stand_ins_of_a_broken_folder_are_not_rounded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused first; one that is whole is rounded."""
+    """A broken folder is refused first; an intact one is quantized."""
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     name = next(name for name in read_tensors(broken) if name.endswith("embed_tokens.weight"))
     edit(broken, {name: None})
@@ -138,7 +138,7 @@ def test_a_model_without_a_copy_counts_none(folder: Path) -> None:
 
 
 def packed(network: Network) -> list[Any]:
-    """List the parts of every product of a network."""
+    """List the parts of every packed matrix of a network."""
     from specdec.models.linear import Linear
 
     layers = [layer for block in network.blocks for layer in (*block.mixers, block.ffn) if layer]

@@ -1,4 +1,4 @@
-"""The named shapes, and weights drawn at random for them."""
+"""The named shapes, and random weights for them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The checkpoint that ships: whole, small, what transformers reads, and worth drafting for."""
+"""The bundled checkpoint: complete, small, readable by transformers, and worth drafting for."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_transformers_opens_it_and_agrees() -> None:
 
 @pytest.mark.parametrize(("draft", "least"), [("mtp", 2.3), ("eagle", 1.4)])
 def test_its_heads_draft_what_it_says(draft: str, least: float) -> None:
-    """Untrained heads would stay at 1. In float32 the texts are those without drafts."""
+    """Untrained heads would stay at 1. In float32 the texts equal those without drafts."""
     prompts = [prompt.text or "" for prompt in bundled(["code"])[:PROMPTS]]
     room = {"dtype": "float32", "max_running": PROMPTS, "max_model_len": 512, "memory_bytes": 1 << 28}
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
@@ -73,7 +73,7 @@ def test_its_heads_draft_what_it_says(draft: str, least: float) -> None:
 
 
 def test_it_writes_python() -> None:
-    """At a temperature too, what it adds to a class is indented code that speaks of itself."""
+    """At a temperature too, it continues a class with indented code that uses `self`."""
     prompt = "class Stack:\n    def __init__(self, items):\n        self.items = items\n\n    def push(self"
     with SpecEngine("tiny", max_running=8, max_model_len=512, memory_bytes=1 << 28) as engine:
         params = SamplingParams(max_tokens=64, temperature=0.7, seed=3, n=8, ignore_eos=True)

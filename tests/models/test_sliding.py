@@ -1,4 +1,4 @@
-"""Families whose layers slide where a config says so: as transformers does, and what such a layer costs."""
+"""Families with sliding layers: equality with transformers, and the memory of such a layer."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A whole network in windows of drafts: what is accepted reads on as if nothing else had been verified."""
+"""A whole network over windows of drafts: accepted tokens continue as if nothing else had been verified."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 
 class Drafting:
-    """Read a sequence in trees of which one path holds its tokens; commit that path."""
+    """Run a sequence in trees of which one path holds its tokens; commit that path."""
 
     def __init__(self, runner: Runner, own: Sequence_, backing: str, *, move: bool = True) -> None:
         self.runner, self.own, self.backing, self.move = runner, own, backing, move

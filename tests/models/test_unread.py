@@ -1,4 +1,4 @@
-"""Fields of a config that nothing reads: named once, and none of those that transformers writes."""
+"""Config fields that nothing reads are named once, and none of them is one that transformers writes."""
 
 import logging
 import shutil
@@ -17,7 +17,7 @@ from tests.models.random_checkpoints import FAMILIES, draw, edit_config
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DRAWN])
 def test_what_transformers_writes_is_known(family: str) -> None:
-    """All fields of its configs, of which a file may have fewer."""
+    """Covers all fields of its configs; a file may have fewer."""
     assert [unread_fields(draw(family, seed).config.to_dict()) for seed in range(12)] == [[]] * 12
 
 

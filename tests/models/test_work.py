@@ -1,4 +1,4 @@
-"""The work of reading a prompt is what its matrices, attention and recurrences take, counted another way."""
+"""The prefill work equals that of its matrices, attention and recurrences, counted independently."""
 
 from specdec.bench.random_model import shape_config
 from specdec.models.families import network
@@ -14,5 +14,5 @@ def test_work_is_that_of_each_token_and_each_pair() -> None:
     for tokens in (1, 63, 4096):
         further = work(tokens + 1) - work(tokens)
         assert further == work(1) + 4 * wide * tokens
-    # Eight billion parameters less two embeddings of half a billion, each multiplied and added once.
+    # Eight billion parameters less two embeddings of half a billion, with one multiply-add each.
     assert 0.95 < work(1) / (2 * (8.1e9 - 2 * 131072 * 4096)) < 1.15

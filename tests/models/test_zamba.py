@@ -1,4 +1,4 @@
-"""Shared blocks: one set of weights, used by several layers; and what configs say in other words."""
+"""Shared blocks: one set of weights, used by several layers; and other config spellings."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_what_is_shared_counts_once_in_memory_and_each_time_it_is_read(
 def test_work_is_that_of_the_matrices_that_are_loaded(
     family: str, family_folder: Callable[..., Path]
 ) -> None:
-    """Each use's, with its adapters: they are multiplied and added once for each token."""
+    """Counts one multiply-add per token for each use, including its adapters."""
     network = Runner(family_folder(family), torch.float32).spec
     layer = network.layers[uses(network)[-1]]
     block = layer.mixers[0]
@@ -114,7 +114,7 @@ def test_another_block_and_another_uses_adapter_are_seen(family_folder: Callable
 
 
 def test_blocks_that_are_not_shared_are_refused_by_their_names(tmp_path: Path) -> None:
-    """Those of a model that transformers makes with an output head of its own: then it shares none."""
+    """Zamba2 of transformers shares no block in a model whose output head is untied."""
     config = transformers.Zamba2Config(
         vocab_size=61,
         hidden_size=24,

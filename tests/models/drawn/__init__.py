@@ -1,8 +1,8 @@
-"""Random configurations of the families that stand on frames and mixers of others, a file each.
+"""Random configurations of the families that reuse frames and mixers of others, a file each.
 
 A file is named after its model type. It offers `draw(rng)`, a small random configuration; `agreeing(common)`,
-one of the sizes of tests.models.agreeing; and `REFUSED`, changes of that one's fields that are refused, with
-the field and the remedy that the error names.
+a configuration of the sizes in tests.models.agreeing; and `REFUSED`, changes to that one's fields that are
+refused, with the field and the remedy that the error names.
 """
 
 from collections.abc import Mapping

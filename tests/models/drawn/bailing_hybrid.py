@@ -14,7 +14,7 @@ ABSENT = {"pad_token_id": None, "bos_token_id": None}
 
 
 def draw(rng: Random) -> PreTrainedConfig:
-    """Draw heads of delta attention that are not as wide as what is rotated, in numbers of their own."""
+    """Draw a model whose delta attention heads differ in number and width from the rotated ones."""
     fields, layers, groups = {**attention(rng), **rope(rng)}, rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
     fields["num_key_value_heads"] = fields["num_attention_heads"]
     top_groups, size = rng.choice([1, groups]), rng.choice([2, 3])

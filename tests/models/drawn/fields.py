@@ -1,11 +1,11 @@
-"""Fields that several families spell alike, drawn at odd sizes."""
+"""Fields whose names several families share, drawn at odd sizes."""
 
 from random import Random
 from typing import Any
 
 
 def attention(rng: Random) -> dict[str, Any]:
-    """Draw the sizes of attention and what every config has; the hidden size suits two expanded heads."""
+    """Draw attention sizes and the fields that every config has; the hidden size suits two expanded heads."""
     kv_heads = rng.choice([1, 2, 3])
     return {
         "vocab_size": rng.choice([61, 96, 131]),
@@ -25,7 +25,7 @@ def rope(rng: Random) -> dict[str, Any]:
 
 
 def llama3(rng: Random) -> dict[str, Any]:
-    """Draw rotary positions that are scaled for a longer context, or plain ones."""
+    """Draw default or Llama-3-scaled rotary positions."""
     theta = {"rope_theta": rng.choice([1e4, 5e5])}
     if rng.random() < 0.4:
         return {"rope_parameters": {"rope_type": "default", **theta}}
@@ -36,7 +36,7 @@ def llama3(rng: Random) -> dict[str, Any]:
 
 
 def mamba(rng: Random) -> dict[str, Any]:
-    """Draw Mamba-2 whose heads divide any of the hidden sizes, twice as wide."""
+    """Draw Mamba-2 twice as wide as the model, with heads that divide any of the hidden sizes."""
     groups = rng.choice([1, 2])
     return {
         "mamba_n_heads": groups * rng.choice([2, 3, 6]),

@@ -13,7 +13,7 @@ KINDS = ("conv", "full_attention")
 
 
 def mixers(rng: Random) -> dict[str, Any]:
-    """Draw the kinds of layers and the sizes of both; one attends at least, for transformers' caches."""
+    """Draw layer kinds and the sizes of both; at least one layer attends, for transformers' caches."""
     layers = rng.choice([1, 2, 3, 4])
     kinds = [KINDS[1], *(rng.choice([KINDS[0], *KINDS]) for _ in range(layers - 1))]
     rng.shuffle(kinds)

@@ -13,7 +13,7 @@ CONV, SLIDING, FULL = KINDS = ("conv", "sliding_attention", "full_attention")
 
 
 def rope(rng: Random) -> dict[str, Any]:
-    """Draw a rotation for each kind; a part of 0.45 of a head of 8 to 16 is no whole number of pairs."""
+    """Draw a rotation for each kind; 0.45 of a head of 8 to 16 is not an integer number of pairs."""
     kinds: tuple[dict[str, Any], ...] = (
         {"rope_type": "default"},
         {"rope_type": "proportional", "partial_rotary_factor": rng.choice([0.1, 0.45, 0.5])},
@@ -23,7 +23,7 @@ def rope(rng: Random) -> dict[str, Any]:
 
 
 def draw(rng: Random) -> PreTrainedConfig:
-    """Draw layers of which one attends to all at least, for transformers' caches, and one slides."""
+    """Draw layers, at least one with full attention, for transformers' caches, and one sliding."""
     layers = rng.choice([2, 3, 4, 5])
     kinds = [FULL, SLIDING, *(rng.choice(KINDS) for _ in range(layers - 2))]
     rng.shuffle(kinds)

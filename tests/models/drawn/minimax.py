@@ -1,4 +1,4 @@
-"""MiniMax-Text-01 and M1, by the names of transformers and as published."""
+"""MiniMax-Text-01 and M1, with transformers' field names and the published ones."""
 
 from collections.abc import Mapping
 from random import Random
@@ -13,7 +13,7 @@ KINDS = ("linear_attention", "full_attention")
 
 
 def draw(rng: Random) -> PreTrainedConfig:
-    """Draw a model that attends somewhere: transformers counts its cached tokens there."""
+    """Draw a model with at least one attention layer: transformers counts its cached tokens there."""
     layers, experts = rng.choice([1, 2, 3, 4]), rng.choice([2, 3, 5])
     kinds = [KINDS[1], *(rng.choice([KINDS[0], *KINDS]) for _ in range(layers - 1))]
     rng.shuffle(kinds)

@@ -1,4 +1,4 @@
-"""Mistral, whose layers slide, all or none."""
+"""Mistral; its layers all slide, or none does."""
 
 from collections.abc import Mapping
 from random import Random

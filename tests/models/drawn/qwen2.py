@@ -1,4 +1,4 @@
-"""Qwen2, whose layers may slide behind the first few."""
+"""Qwen2, in which layers after the first few may slide."""
 
 from collections.abc import Mapping
 from random import Random

@@ -1,4 +1,4 @@
-"""SmolLM3, of whose layers some have no positions."""
+"""SmolLM3, in which some layers have no positions."""
 
 from collections.abc import Mapping
 from random import Random

@@ -1,4 +1,4 @@
-"""Zamba, of the first generation. transformers shares its block only where it ties the output head."""
+"""First-generation Zamba. transformers shares its block only if the output head is tied."""
 
 from collections.abc import Mapping
 from random import Random

@@ -1,6 +1,6 @@
 """Zamba2.
 
-transformers shares blocks only where it ties the output head: untied are those that share none.
+transformers shares blocks only if the output head is tied: untied models here share none.
 """
 
 from collections.abc import Mapping
