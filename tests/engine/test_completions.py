@@ -1,4 +1,4 @@
-"""What Python callers get: what ended a text, how likely it was, what failed; in which forms they may ask."""
+"""The Python API's completions: finish reasons, log-probabilities, errors, and accepted input types."""
 
 import asyncio
 import contextlib
@@ -152,7 +152,7 @@ def test_one_that_fails_leaves_the_others_their_texts(engine: SpecEngine, monkey
     send = Request.send
 
     def fail(request: Request, item: Any) -> None:
-        """Tell the first prompt's request of a failure once it has said something, and nothing after it."""
+        """Send a failure to the first prompt's request after its third token, and nothing afterwards."""
         if request.tokens[:2] != [4, 4] or request.output_length < 3:
             send(request, item)
         elif not request.cancelled:

@@ -1,4 +1,4 @@
-"""What docs/python.md and the README show in Python runs as it stands there."""
+"""The Python examples in docs/python.md and the README run unchanged."""
 
 import re
 from pathlib import Path

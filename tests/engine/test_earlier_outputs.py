@@ -1,4 +1,4 @@
-"""Tokens that were known from earlier outputs: counted apart, and out of reach under another salt."""
+"""Draft tokens found in earlier outputs are counted separately, and are unreachable under another salt."""
 
 import pytest
 
@@ -9,7 +9,7 @@ PROMPT = "class Parser:\n    def "
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_what_only_earlier_outputs_held_is_counted_apart(graphs: bool) -> None:
-    """The host looks up before steps of the device too; what a head drafts there is never looked up."""
+    """The host also looks up before device steps; what a head drafts there is never looked up."""
     fixed = {"adaptive": False, "topk": 1, "num_steps": 6, "graphs": graphs, "dtype": "float32"}
     params = SamplingParams(max_tokens=48, temperature=0.8, seed=5, ignore_eos=True)
     salted = params.model_copy(update={"cache_salt": "another"})

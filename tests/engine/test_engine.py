@@ -1,4 +1,4 @@
-"""SpecEngine as its callers see it."""
+"""SpecEngine through its public interface."""
 
 import asyncio
 import threading
@@ -46,7 +46,7 @@ def test_generate_takes_params_for_each_prompt(engine: SpecEngine) -> None:
 def test_what_is_asked_together_is_computed_together(
     engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which rows share a step must not hang on how fast the caller is: it moves the last bits."""
+    """Which rows share a step must not depend on the caller's speed: it changes the last bits."""
     sizes: list[int] = []
     scheduler = engine.model.loop.scheduler
     plan = scheduler.schedule
@@ -57,7 +57,7 @@ def test_what_is_asked_together_is_computed_together(
         return made
 
     monkeypatch.setattr(scheduler, "schedule", planned)
-    # Without drafts, for a row of which one is accepted ends a step before the others.
+    # Without drafts: a row with an accepted draft would end a step before the others.
     params = SamplingParams(max_tokens=5, ignore_eos=True, n=2, speculate=False)
     for _ in range(20):
         sizes.clear()
@@ -75,7 +75,7 @@ def test_stats_count_plain_decoding(hybrid: Path) -> None:
     with SpecEngine(hybrid, draft="none") as engine:
         stats = engine.generate([1, 2, 3], GREEDY)[0].stats
         assert engine.stats().steps == stats.steps
-    # The first token came of reading the prompt, which verified nothing.
+    # The first token came from prefill, which verified nothing.
     assert (stats.prompt_tokens, stats.output_tokens, stats.steps) == (3, 12, 11)
     assert (stats.acceptance_length, stats.drafted, stats.accepted) == (1.0, 0, 0)
     assert 0 < stats.queued_s <= stats.first_token_s <= stats.total_s
@@ -190,7 +190,7 @@ def test_closing_the_iterator_cancels_and_returns_the_memory(hybrid: Path) -> No
 
         asyncio.run(leave_early())
         engine.generate("y", GREEDY)
-        # The engine acts on a cancellation between steps, so it has done so before it ended a later request.
+        # The engine handles a cancellation between steps, so before it ended a later request.
         engine.model.loop.check_idle()
 
 
@@ -341,7 +341,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_read(monkeypatch: pytest
         words = max(engine.tokenizer.inner.get_vocab(), key=len)
         assert len(engine.tokenizer.decode(engine.tokenizer.encode(words))) <= longest
         with pytest.raises(RequestError, match="max_model_len is 64"):
-            engine.prepare("a" * (64 * longest), SamplingParams())  # may fit, is read, and does not
+            engine.prepare("a" * (64 * longest), SamplingParams())  # fits by characters, but not by tokens
 
         def encode(text: str, **_: bool) -> list[int]:
             raise AssertionError("it was read")
@@ -366,7 +366,7 @@ def test_without_a_tokenizer_texts_are_refused_and_token_ids_read(hybrid: Path, 
 def test_a_prompt_is_searched_once_for_all_of_its_choices(
     engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For 128 choices of a long prompt the event loop would stop for as many times what one takes."""
+    """For 128 choices of a long prompt, repeated searches would block the event loop 128 times as long."""
     searched: list[int] = []
 
     def isin(given: np.ndarray, values: list[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What goes wrong around an engine, and who hears of it."""
+"""Faults around an engine, and which callers receive them."""
 
 import asyncio
 import gc
@@ -88,7 +88,7 @@ def test_a_failing_step_fails_the_requests_in_it_and_no_others(hybrid: Path) -> 
 
 
 def test_two_callers_of_a_step_that_failed_each_hear_of_their_own_texts_alone(hybrid: Path) -> None:
-    """Whatever a caller does with its error, the other's is another one."""
+    """A caller that changes its error must not affect the other's."""
     with SpecEngine(hybrid, max_running=2) as engine:
         network, loop = engine.model.network, engine.model.loop
         right = network.forward_with_aux
@@ -117,7 +117,7 @@ def test_two_callers_of_a_step_that_failed_each_hear_of_their_own_texts_alone(hy
 
 
 def test_an_error_that_several_callers_hold_is_not_written_on() -> None:
-    """An emitter may send one to all: each caller of `generate` raises its own."""
+    """An emitter may send one error to all callers: each caller of `generate` raises its own."""
     shared = EngineError("it failed")
     for prompt in ([1], [2]):
         inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()
@@ -186,7 +186,7 @@ def test_an_output_that_is_no_number_fails_its_request_by_name(hybrid: Path) -> 
 
 
 def test_a_program_that_ends_while_the_engine_works_keeps_its_exit_code(hybrid: Path) -> None:
-    """A thread that enters C++ when the interpreter goes aborts the process; giving a tensor back would."""
+    """A thread that enters C++ during interpreter shutdown aborts the process, even to free a tensor."""
     program = f"""
 import threading, time
 from specdec import SamplingParams, SpecEngine
@@ -208,7 +208,7 @@ raise SystemExit(3)
 
 @EXHAUSTIVE
 def test_a_program_that_ends_while_threads_prepare_requests_keeps_its_exit_code(hybrid: Path) -> None:
-    """They are inside torch, and the tokenizer, most of the time."""
+    """They are inside torch and the tokenizer most of the time."""
     program = f"""
 import threading, time
 from specdec import SamplingParams, SpecEngine
@@ -230,7 +230,7 @@ raise SystemExit(3)
 
 
 def test_callers_hold_no_tensors(hybrid: Path) -> None:
-    """They would give them back in a thread of their own, maybe when the interpreter goes."""
+    """They would free them in their own threads, possibly during interpreter shutdown."""
     params = SamplingParams(
         max_tokens=9, min_tokens=3, bad_words=["ab"], allowed_token_ids=[*range(90)], frequency_penalty=1
     )

@@ -1,4 +1,4 @@
-"""A process that is forked from one with an engine has the engine's memory and not its thread."""
+"""A forked process has a copy of the engine's memory, but not its thread."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Parameters that nothing has checked, or that lie at the ends of their ranges, beside a healthy request."""
+"""Unchecked or extreme parameters next to a healthy request."""
 
 import queue
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def engine(request: pytest.FixtureRequest, hybrid: Path) -> Iterator[SpecEngine]
 
 
 def texts_beside(engine: SpecEngine, odd: SamplingParams | None) -> list[tuple[int, ...]]:
-    """Return the healthy requests' tokens, begun in one step with an odd one that was let in."""
+    """Return the healthy requests' tokens, started in one step with an odd request that was admitted."""
     prepared = [engine.prepare(PROMPT, params) for params in HEALTHY]
     if odd is not None:
         prepared.append(engine.prepare(PROMPT[:4], odd))

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, and least lengths."""
+"""Log-probabilities of prompt tokens, and minimum lengths."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def plain(done: Completion) -> list[tuple[int, float, tuple[tuple[int, float], .
 def test_a_prompts_tokens_are_as_likely_as_when_they_were_written(
     hybrid: Path, fields: dict[str, Any]
 ) -> None:
-    """What was chosen without filters, read again as a prompt, beside one that does not ask."""
+    """Scores an unfiltered sample again as a prompt, next to a request without prompt_logprobs."""
     writes = SamplingParams(max_tokens=30, temperature=1.0, seed=4, logprobs=3, ignore_eos=True)
     reads = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=3)
     with SpecEngine(hybrid, dtype="float64", max_model_len=128, **fields) as engine:
@@ -54,7 +54,7 @@ def test_they_survive_preemptions(hybrid: Path) -> None:
         plan, taken = scheduler.schedule, [3, 6, 9]
 
         def lose() -> Any:
-            """Take the request's memory back after some of its steps."""
+            """Preempt the request after some of its steps."""
             taken[:] = [steps - 1 for steps in taken]
             if 0 in taken and scheduler.running:
                 scheduler.preempt(scheduler.running[-1])
@@ -75,7 +75,7 @@ def test_a_single_token_has_none(hybrid: Path) -> None:
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 def test_nothing_ends_an_output_before_its_least_length(hybrid: Path, draft: str) -> None:
-    """Neither the model's end nor a stop token is chosen, and a stop string is text."""
+    """Neither EOS nor a stop token is chosen, and a stop string is ordinary text."""
     ends = {"stop_token_ids": list(range(40)), "logit_bias": dict.fromkeys(range(40), 50.0)}
     with SpecEngine(hybrid, dtype="float64", draft=draft) as engine:
         for least in (0, 1, 5):
@@ -95,7 +95,7 @@ SCRIPT = "One end, two ends; an end in between: bend it to the end of ends."
 
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that says the script."""
+    """Write a model that generates the script."""
     folder = tmp_path_factory.mktemp("spoken")
     write_scripted(folder, {"1": SCRIPT}, "{{ messages[-1].content }}")
     return folder
@@ -103,7 +103,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("draft", ["none", "suffix"])
 def test_a_stop_string_that_ends_after_the_least_length_ends_the_output(spoken: Path, draft: str) -> None:
-    """Wherever it begins, and however many tokens a step accepts; one that ends before is text."""
+    """Wherever it begins, and however many tokens a step accepts; one that ends before is ordinary text."""
     stops = ["end", "ends;", "n bet"]
     with SpecEngine(spoken, draft=draft, dtype="float32", adaptive=False) as engine:
         (whole,) = engine.generate(["1"], SamplingParams(max_tokens=99, temperature=0.0))
@@ -118,7 +118,7 @@ def test_a_stop_string_that_ends_after_the_least_length_ends_the_output(spoken: 
 
 @pytest.mark.parametrize("fields", [{"draft": "none", "chunk_tokens": 4}, {"draft": "ngram"}])
 def test_a_prompt_may_be_read_alone(hybrid: Path, fields: dict[str, Any]) -> None:
-    """Nothing is written, whatever is asked for beside it; a neighbour writes what it writes alone."""
+    """Nothing is generated, whatever else is requested; a neighbour's text is unchanged."""
     alone = SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1, n=2, stop="a")
     writes = SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=2, ignore_eos=True)
     prompts = [[5, 9, 2, 7, 5, 9], [5, 9, 2, 7, 5, 9]]
@@ -126,7 +126,7 @@ def test_a_prompt_may_be_read_alone(hybrid: Path, fields: dict[str, Any]) -> Non
         *read, written = engine.generate(prompts, [alone, writes])
         (again,) = engine.generate(prompts[:1], writes)
         assert engine.stats().running == engine.stats().waiting == 0
-    # A batch's width rounds the last bits of what is scored.
+    # The batch width changes the last bits of logprobs.
     assert written == replace(again, stats=written.stats, prompt_logprobs=written.prompt_logprobs)
     for own in read:
         assert (own.text, own.token_ids, own.logprobs, own.finish_reason) == ("", (), (), "length")

@@ -1,4 +1,4 @@
-"""An engine that rests gives its arena back, and goes on afterwards as if nothing had been."""
+"""A resting engine releases its arena, and later continues as before."""
 
 import mmap
 import threading
@@ -22,7 +22,7 @@ SMALL = {"dtype": "float32", "memory_bytes": 48 << 20, "max_running": 4, "max_mo
 
 
 class Listener:
-    """Hears the deltas of some requests, and has the engine rest after the first few of them."""
+    """A receiver of requests' deltas that rests the engine after the first few."""
 
     def __init__(self, engine: SpecEngine, params: Sequence[SamplingParams] = PARAMS, *, after: int) -> None:
         self.engine, self.after = engine, after
@@ -50,7 +50,7 @@ class Listener:
 
 @pytest.fixture(scope="module", params=[NONE, *DRAFTER_OPTIONS])
 def drafting(request: pytest.FixtureRequest) -> Iterator[SpecEngine]:
-    """Yield an engine that always drafts, with a tier for prefixes where a state goes with them."""
+    """Yield an engine that always drafts, with a host tier for prefixes if they include a state."""
     own = {} if request.param == NONE else {"adaptive": False, "num_steps": 3}
     try:
         engine = SpecEngine("tiny", draft=request.param, host_cache_bytes=8 << 20, **SMALL, **own)
@@ -96,7 +96,7 @@ def test_what_comes_and_what_is_cancelled_meanwhile(engine: SpecEngine) -> None:
     heard.ticket.cancel()
     assert heard.over.wait(60), "those that are cancelled end without being woken"
     assert not late.over.is_set() and engine.stats().waiting == len(PROMPTS)
-    engine.rest()  # a second time changes nothing
+    engine.rest()  # a second call changes nothing
     engine.wake()
     assert late.over.wait(60) and late.tokens == plain
 
@@ -104,7 +104,7 @@ def test_what_comes_and_what_is_cancelled_meanwhile(engine: SpecEngine) -> None:
 def test_prefixes_come_back_from_the_tier_below(engine: SpecEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = engine.model.loop.scheduler.cache
     assert cache
-    monkeypatch.setattr(cache.rates, "pays", lambda *_: True)  # the model is so small that reading costs less
+    monkeypatch.setattr(cache.rates, "pays", lambda *_: True)  # for so small a model prefill would be cheaper
     (turn,) = engine.generate("# a chat that goes on\n" * 4, PARAMS[0])
     both = [*turn.prompt_token_ids, *turn.token_ids, *turn.prompt_token_ids]
     engine.rest()
@@ -150,7 +150,7 @@ def test_a_rest_that_fails_ends_what_ran_and_no_more(
 def test_a_flush_that_its_caller_gives_up_ends_no_engine(
     engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it was given up before it began, or while it was under way."""
+    """Cancelled before it began, or while it was running."""
     begun, on = threading.Event(), threading.Event()
 
     def hold(_: object) -> None:

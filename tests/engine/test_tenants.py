@@ -1,4 +1,4 @@
-"""What one tenant wrote neither shows nor tells in what another gets: trees, counts and prefixes."""
+"""One tenant's outputs do not affect what another observes: trees, counts and prefixes."""
 
 import queue
 from collections.abc import Callable
@@ -20,7 +20,7 @@ ALICE, BOB, SALTED = Tenant("alice"), Tenant("bob"), Tenant("alice", "of bob")
 
 
 class Got(NamedTuple):
-    """All that a request hears beside the time."""
+    """All that a request observes, except times."""
 
     said: tuple[tuple[int, ...], ...]
     drafts: tuple[object, ...]
@@ -66,7 +66,7 @@ def ask_all(engine: SpecEngine, tenant: Tenant) -> list[Got]:
 
 
 def heard(folder: Path, fields: dict[str, Any], *tenants: Tenant) -> list[list[Got]]:
-    """Return what each tenant hears of a new engine, which writes the same texts for one after the other."""
+    """Return what each tenant observes of a new engine that generates the same texts for each in turn."""
     with SpecEngine(folder, **SETTINGS, **fields) as engine:
         got = [ask_all(engine, tenant) for tenant in tenants]
         assert (engine.model.loop.runner is not None) == bool(fields.get("graphs"))
@@ -85,7 +85,7 @@ def accepted(got: list[Got]) -> int:
 @pytest.mark.parametrize("graphs", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("draft", ["suffix chain", "suffix tree", "ngram tree", "mtp chain"])
 def test_nothing_that_is_heard_tells_what_others_wrote(folder: Path, draft: str, graphs: bool) -> None:
-    """A head's trees are left out, and a head beside look-ups: what fared best so far is verified there."""
+    """Excluded: head trees, and a head combined with look-ups, which verify what performed best so far."""
     name, shape = draft.split()
     fields = {"draft": name, "graphs": graphs, **(CHAIN if shape == "chain" else TREE)}
     (alone,) = heard(folder, fields, BOB)
@@ -104,7 +104,7 @@ def test_ones_own_outputs_are_drafted_from(folder: Path, tenant: Tenant, graphs:
 
 @pytest.mark.parametrize("draft", ["suffix", "ngram"])
 def test_one_tenant_for_all_is_noticed(folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: whatever the access check says, everything is shared."""
+    """A mutant: the tenant is ignored and everything is shared."""
     monkeypatch.setattr(engine_module, "_salted", lambda tenant, params: SOLE)
     fields = {"draft": draft, "graphs": False, **CHAIN}
     alone, other = heard(folder, fields, ALICE, BOB)

@@ -1,4 +1,4 @@
-"""A thread that has nothing to do keeps no helpers of OpenMP's awake."""
+"""An idle thread keeps no OpenMP helper threads awake."""
 
 import subprocess
 import sys
@@ -27,11 +27,11 @@ for _ in range(2):
     while helpers & tasks():  # a thread that has ended is listed for a moment
         time.sleep(0.01)
 """
-"""In a process that has no other threads to be taken for helpers."""
+"""Run in a new process, which has no other threads that could be mistaken for helpers."""
 
 
 def test_helpers_go_and_come_again() -> None:
-    """If they did not go, this would wait for them until its time is over."""
+    """If they did not end, this would wait for them until it times out."""
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120)
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 MACHINE = Machine(1e12, 1e-6)
 REAL = ("qwen3-next-80b-a3b", "qwen3.5-27b", "nemotron-h-8b")
 RECURRENT = ("jamba-mini", "kimi-linear-48b", "lfm2-8b-a1b", "minimax-text-01")
-"""Those whose other layers are like the former's."""
+"""Models whose attention and feed-forward layers resemble those of the models above."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""On a GPU too, the text with drafts is the text without: the cells of the capability table, in float32."""
+"""Drafts change no text on a GPU: the cells of the capability table, in float32."""
 
 import itertools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
-    """Return a function that writes a family's model, or finds the one that was written before."""
+    """Return a function that writes a family's model once, and returns it."""
     made: dict[str, Family] = {}
 
     def make(name: str) -> Family:
@@ -38,7 +38,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
 def test_drafts_change_no_text(
     family: Callable[[str], Family], name: str, drafter: str, shape: str, backing: str
 ) -> None:
-    """A text may part from the plain one where two tokens nearly tie, and few may."""
+    """A text may diverge only where two tokens nearly tie, and few texts may."""
     own = family(name)
     before = own.texts
     found = list(own.partings(drafter, shape, backing))

@@ -1,4 +1,4 @@
-"""Stages that pass, fail, hang and leave processes behind; and the plan for a GPU, which needs none."""
+"""Stages that pass, fail, hang and leave processes behind; and the GPU plan, which runs without a GPU."""
 
 import datetime
 import json
@@ -80,7 +80,7 @@ def test_what_matters_most_comes_first(tmp_path: Path) -> None:
 
 
 class Rehearsal:
-    """Runs no stage: each takes the seconds that it is given here, and ends by itself or at its limit."""
+    """A simulated stage runner: each stage takes the given seconds, and ends or is stopped at its limit."""
 
     def __init__(self, seconds: dict[str, float], codes: dict[str, int]) -> None:
         self.seconds, self.codes, self.now_s = seconds, codes, 0.0
@@ -101,7 +101,7 @@ class Rehearsal:
 def test_a_rehearsal_records_what_came_of_every_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is over its limit, one crashes, the budget ends before the last: one file tells all at once."""
+    """One is over its limit, one crashes, the budget ends before the last: one file records all of it."""
     monkeypatch.setattr(gpu, "probe", lambda: H200)
     chosen, _ = largest(H200)
     seconds = {"kernels-right": 1000.0, "lossless": 140.0, f"{chosen}-length-2.709": 300.0}
@@ -136,7 +136,7 @@ def test_a_rehearsal_records_what_came_of_every_stage(
 
 
 def test_wheels_are_imported_by_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this Python lacks is brought as wheels; a folder without any is said in a line."""
+    """Missing packages are supplied as wheels; a folder without any is reported in one line."""
     wheels = tmp_path / "brought"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "brought_here-1-py3-none-any.whl", "w") as archive:
@@ -171,7 +171,7 @@ def test_shapes_are_those_that_fit() -> None:
 
 @pytest.mark.parametrize("device", [H200, H100, Device("cpu", 0, "cpu")], ids=lambda device: device.slug)
 def test_every_planned_command_is_one_that_is_understood(device: Device, tmp_path: Path) -> None:
-    """Parse what the command line would; run nothing."""
+    """Parse each command with the command line's parser, without running it."""
     from specdec.cli import _parser
     from tools.kernels.__main__ import parser
 
@@ -218,7 +218,7 @@ def test_what_cannot_run_is_said_in_a_line(capsys: pytest.CaptureFixture[str], t
 
 
 def test_missing_packages_are_named_before_they_are_imported() -> None:
-    """Where none of them is found: -S leaves out what is installed."""
+    """With -S Python finds none of the installed packages."""
     command = [sys.executable, "-S", "-m", "tools.gpu"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True)
@@ -230,7 +230,7 @@ def test_ctrl_c_ends_the_stage_and_sums_up_what_ran(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.gpu.stages.GRACE_S", 0.5)
-    # The stage presses it for its parent, once its own child stands.
+    # The stage sends its parent Ctrl-C once its own child runs.
     pressing = HANGING.replace("time.sleep(600)\n", "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)\n")
     stages = [
         stage(tmp_path, "first", ""),
@@ -284,5 +284,5 @@ def test_it_runs_from_beginning_to_end_on_a_cpu(
     assert (compared["batch"], compared["window"]) == (4, 8)
     kept = json.loads(next(tmp_path.glob("*-summary.json")).read_text())
     assert kept == summary
-    # Of what passed the report is kept, of what did not the log.
+    # Passed stages keep their report, failed ones their log.
     assert [path.name for path in tmp_path.glob("*.log")] == ["fails.log"]

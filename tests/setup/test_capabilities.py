@@ -1,4 +1,4 @@
-"""The table of what can be combined: shown, true, the source of refusals. Its cells: test_lossless.py."""
+"""The table of supported combinations: it is printed, correct, and the source of refusals."""
 
 import itertools
 import re
@@ -29,7 +29,7 @@ def test_the_axes_are_what_there_is() -> None:
     assert set(AXES["drafter"]) == {"auto", "none", *DRAFTERS} and [*DRAFTERS] == [*DRAFTER_OPTIONS]
     assert set(AXES["backing"]) == set(get_args(EngineConfig.model_fields["slots"].annotation))
     assert set(AXES["family"]) == set(CONFIGS)
-    # Published models of one family may have several names.
+    # Several published model types may map to one family.
     served, listed = (
         {family_of({"model_type": kind}).NAME for kind in kinds} for kinds in (supported(), CONFIGS)
     )
@@ -40,7 +40,7 @@ def test_the_axes_are_what_there_is() -> None:
 
 @pytest.mark.parametrize("drafter", AXES["drafter"])
 def test_a_row_of_the_table_hides_nothing(drafter: str) -> None:
-    """What a drafter supports is a product of what its row lists: no cell of it is refused."""
+    """A drafter supports the full product of the values its row lists: no cell of it is refused."""
     found = {cell for cell in cells() if cell.drafter == drafter and not refusal(cell)}
     held = [[v for v in AXES[axis] if any(getattr(cell, axis) == v for cell in found)] for axis in AXES]
     assert found == set(itertools.starmap(Cell, itertools.product(*held)))

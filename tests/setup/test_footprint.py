@@ -1,4 +1,4 @@
-"""What a model is said to cost, against a model that was built."""
+"""Estimated memory and traffic of a model against a model that was built."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ MIXTURE = {
     "mtp_num_hidden_layers": 0,
 }
 EXPERT_BYTES = 4 * 8 * (3 * 16 * 32) * 4
-"""Layers, experts, an expert's weights, float32."""
+"""Layers, experts, weights of an expert, float32."""
 
 
 @pytest.mark.parametrize("name", ["tiny", "0.5b", "qwen3-next-80b-a3b", "nemotron-h-8b", "zamba2-1.2b"])
@@ -106,7 +106,7 @@ def test_description_keeps_to_what_the_engine_would_do(hybrid: Path) -> None:
 
 
 def test_a_steps_work_grows_as_the_experts_that_its_tokens_meet() -> None:
-    """Beside the arithmetic of each token; without experts it is the number of tokens."""
+    """In addition to each token's arithmetic; without experts work is proportional to tokens."""
     spec = network(MIXTURE)
     work, counted = token_work(spec), measure(spec, torch.float32)
     read = [counted.step_bytes(tokens) - counted.step_bytes(0) for tokens in (1, 2, 9, 100)]

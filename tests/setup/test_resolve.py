@@ -1,4 +1,4 @@
-"""What "auto" and numbers left out become, and which numbers are refused, by name."""
+"""Resolution of "auto" and omitted settings, and refusals of values by name."""
 
 from typing import Any
 
@@ -58,13 +58,13 @@ def settle(model: spec.Network = WITH_HEAD, /, *, eagle: spec.Eagle | None = Non
     config = EngineConfig.of(None, {"device": "cpu", "memory_bytes": PLENTY, **fields})
     heads: dict[str, HeadSource] = {"mtp": OwnHead(model.mtp)} if model.mtp else {}
     if eagle:
-        # No folder is looked at to resolve its settings.
+        # Resolving settings reads no folder.
         heads["eagle"] = EagleFolder(None, eagle, None, None)  # type: ignore[arg-type]
     return resolve(config, model, torch.float32, stored_bytes=1 << 20, heads=heads if eagle else None)
 
 
 def most_tokens(num_steps: int, topk: int) -> int:
-    """Count what a tree grows to, the root included: the root's children, then the best of each level's."""
+    """Return the maximum tree size: the root, its children, then the best of each level's children."""
     return 1 + topk + (num_steps - 1) * topk * topk
 
 
@@ -109,7 +109,7 @@ def test_what_is_given_bounds_every_draft(
     assert bounds.num_steps <= (num_steps or MAX_WINDOW)
     assert bounds.topk == (topk or bounds.topk)
     assert 2 <= bounds.num_draft_tokens <= (num_draft_tokens or MAX_WINDOW)
-    # A draft can be as deep as it may, and as wide.
+    # A draft can be as deep and as wide as the bounds allow.
     assert bounds.num_steps < bounds.num_draft_tokens <= most_tokens(bounds.num_steps, bounds.topk)
 
 
@@ -171,7 +171,7 @@ def test_who_drafts_is_what_the_checkpoint_has(
 
 
 def test_an_eagle_head_drafts_where_it_was_given() -> None:
-    """In place of the model's own; with suffixes, unless acceptance is assumed."""
+    """In place of the model's own head; with suffixes, unless acceptance is synthetic."""
     for model in (WITH_HEAD, WITHOUT_HEAD):
         assert settle(model, eagle=EAGLE, draft="eagle").drafters == ("eagle",)
         assert settle(model, eagle=EAGLE, draft="auto").drafters == ("eagle", "suffix")
@@ -224,7 +224,7 @@ def test_a_copy_leaves_less_for_sequences(monkeypatch: pytest.MonkeyPatch) -> No
     for draft in ("suffix", "self-int4"):
         config = EngineConfig.of(None, {"device": "cpu", "draft": draft, "kernels": "reference"})
         held.append(resolve(config, WITH_HEAD, torch.float32, 40 << 20, heads={}).memory_bytes)
-    # Of 4 bytes a weight become 16 of numbers and 2 of a scale, for 32.
+    # The 128 bytes of 32 float32 weights become 16 bytes of integers and a 2-byte scale.
     assert (held[0] - held[1]) / 0.4 == pytest.approx((40 << 20) * 18 / 128, rel=0.02)
 
 
@@ -322,7 +322,7 @@ def test_too_little_memory_names_what_helps(
 def test_memory_is_what_the_weights_leave(
     narrow_bytes: int, kernels: str, quantize: str | None, weight_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 40 MiB, 8-bit weights are read as they are, or widened to float32 where the kernels need them so."""
+    """Of 40 MiB, 8-bit weights are loaded unchanged, or widened to float32 if the kernels need that."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 256 << 20)
     config = EngineConfig(device="cpu", dtype="float32", kernels=kernels, quantize=quantize, max_running=4096)
     settled = resolve(config, WITH_HEAD, torch.float32, 40 << 20, narrow_bytes)
@@ -357,7 +357,7 @@ def test_whole_numbers_are_kept_where_they_are_multiplied(
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_gpu_has_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one it is no device that torch.cuda takes, and equals none that a tensor names."""
+    """A device without an index equals no tensor's device, and torch.cuda rejects it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert pick_device(name) == torch.device("cuda:1")

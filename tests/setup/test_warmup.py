@@ -1,4 +1,4 @@
-"""A warm engine knows what its steps and drafts cost, and has kept nothing else of how it learnt that."""
+"""A warm engine has learned what its steps and drafts cost, and nothing else."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from specdec.setup.warmup import ROUNDS, Filler, _tried
 from tests.lossless.cases import memory_for
 
 KNOWN = 4
-"""Times that a cost must have been seen to be trusted."""
+"""Observations before a cost estimate is trusted."""
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 PROMPTS = [[0, 1, 2, 3], [5], [7, 3, 7, 3, 7]]
 
@@ -48,7 +48,7 @@ def texts(done: list[Completion]) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """Count the steps that are measured, by rows and tokens."""
+    """Count the measured steps by rows and tokens."""
     counts, inner = Counter[tuple[int, int]](), Costs.observe
 
     def observe(self: Costs, rows: int, tokens: int, seconds: float, groups: int = 1) -> None:
@@ -75,7 +75,7 @@ def test_every_width_is_measured_several_times(
 
 
 def test_what_is_timed_are_different_tokens(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same token again would meet the same experts, and make wide windows look cheap."""
+    """Repeating one token would route to the same experts, and make wide windows look cheap."""
     drafted, inner = list[Proposal](), Filler.propose
 
     def propose(self: Filler, wants: Sequence[Want]) -> list[Proposal]:
@@ -89,9 +89,9 @@ def test_what_is_timed_are_different_tokens(engine: Open, monkeypatch: pytest.Mo
 
 
 def test_learning_ends_when_all_is_known(engine: Open, seen: Counter[tuple[int, int]]) -> None:
-    """Or after so many rounds, if something never is: a form that is new each time."""
+    """Or after a fixed number of rounds, if something never becomes known, such as ever-new shapes."""
     with engine("mtp", num_steps=2, topk=1):
-        assert KNOWN <= seen[1, 1] < 2 * 4 * ROUNDS  # three steps a round, and drafts of one level
+        assert KNOWN <= seen[1, 1] < 2 * 4 * ROUNDS  # three steps per round, and one-level drafts
     seen.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Costs, "knows", lambda *_: False)
@@ -100,7 +100,7 @@ def test_learning_ends_when_all_is_known(engine: Open, seen: Counter[tuple[int, 
 
 
 def test_what_a_shape_costs_is_what_its_head_takes(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only the head takes time: a second a level, which nothing else may blur."""
+    """If only the head takes time, one second per level, other costs must not blend in."""
     now_s, inner = [0.0], HeadDrafter.propose
 
     def propose(self: HeadDrafter, wants: Sequence[Want]) -> list[Proposal]:
@@ -127,7 +127,7 @@ def test_nothing_is_held_or_counted(engine: Open, draft: str) -> None:
 
 
 def test_what_was_made_up_is_no_experience(engine: Open) -> None:
-    """Neither of acceptance, nor of beliefs, nor of text that a look-up could serve others with."""
+    """Warm-up affects neither acceptance, beliefs, nor text that look-ups could serve to others."""
     shape = Shape(3, 1, 4)
     with engine("auto") as warm:
         own = warm.model.loop.speculation
@@ -164,7 +164,7 @@ def test_texts_that_end_while_it_learns_are_begun_anew(
     with engine(draft, max_model_len=max_model_len) as warm:
         usage = warm.stats().arena
         assert usage.free_slabs == usage.slabs and warm.stats().steps == 0
-        # Behind the made-up prompt there is room for a step or two, or for none.
+        # The synthetic prompt leaves capacity for one or two steps, or for none.
         deepest = max_model_len - 10
         nodes = {0, *WIDTHS} & set(range(deepest + 1))
         assert all(seen[1, 1 + own] >= KNOWN for own in nodes) and bool(seen) == bool(nodes)
@@ -210,13 +210,13 @@ def test_an_experience_holds_whether_plans_paid(folder: Path) -> None:
         assert speculation.policy.worth == Worth()
         speculation.recall(tired)
         speculation.policy.worth.trust = 1.5
-        assert tired.worth.trust == Worth().trust - 2  # a copy, either way
+        assert tired.worth.trust == Worth().trust - 2  # the saved trust is unchanged either way
         speculation.recall(None)
         assert speculation.policy.worth == Worth()
 
 
 def test_deep_chains_are_timed_sparsely(engine: Open) -> None:
-    """Each takes passes of its own: the deepest draft made an engine wait for a minute."""
+    """Each needs separate passes: timing up to the deepest draft delayed an engine by a minute."""
     policy = Policy(Shape(63, 1, 64), adaptive=True)
     timed = [shape.num_steps for shape in _tried(policy)]
     assert timed[:5] == [1, 2, 3, 4, 5] and timed[-1] == 63 and len(timed) < 16
