@@ -1,4 +1,4 @@
-"""Carriers that tests make are closed, and reach each other over loopback alone."""
+"""Fixtures that close carriers after each test and restrict them to loopback."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def carrier_class(request: pytest.FixtureRequest) -> type[Copies] | type[Nixl]:
-    """Which carrier `make` makes; tests choose by `indirect`."""
+    """Return the carrier class for `make`; tests choose it through `indirect`."""
     return getattr(request, "param", Nixl)
 
 

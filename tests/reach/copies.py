@@ -1,4 +1,4 @@
-"""A carrier within a process: it copies from another arena of the process, or of a test that plays a peer."""
+"""A carrier within a process: it copies from another arena, whose owner a test can stall or kill."""
 
 import uuid
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from specdec.reach.wire import PeerLost, WireError
 from specdec.state_slots.arena import Arena
 
 Span = tuple[int, int]
-"""Where bytes start in an arena, and how many they are."""
+"""Start address in an arena, and length in bytes."""
 
 
 class Copies(Reader):
-    """Read by plain copies. To others it can play a peer that is stopped, goes on, or dies."""
+    """A carrier that reads by plain copies. As a peer it can stall, resume or die."""
 
     def __init__(
         self, arena: Arena, *, quarantine: Quarantine | None = None, piece_bytes: int = PIECE_BYTES
@@ -37,23 +37,23 @@ class Copies(Reader):
 
     @property
     def asked(self) -> int:
-        """How many pieces others have begun to read from this arena."""
+        """Count the pieces that others have begun to read from this arena."""
         return self._memory.asked
 
     def stall(self) -> None:
-        """Let no byte out of this arena; what others read meanwhile arrives when it goes on, however late."""
+        """Stop reads from this arena; they complete when it resumes, however late."""
         self._memory.is_stalled = True
 
     def go_on(self) -> None:
         self._memory.is_stalled = False
 
     def die(self) -> None:
-        """Be gone to others, in the midst of what they read."""
+        """Disappear for others, also during reads."""
         self._memory.is_alive = False
 
 
 class Memory:
-    """An arena's bytes, and what a test does to whom they belong to."""
+    """An arena's bytes, and the simulated condition of their owner."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -62,7 +62,7 @@ class Memory:
 
 
 class CopyingWire:
-    """Find other wires of the process by their metadata."""
+    """A wire that finds other wires of the process by their metadata."""
 
     _open: ClassVar["WeakValueDictionary[bytes, CopyingWire]"] = WeakValueDictionary()
 
@@ -73,7 +73,7 @@ class CopyingWire:
         CopyingWire._open[self.metadata] = self
 
     def attach(self, metadata: bytes, local: NDArray[np.int64], remote: NDArray[np.int64]) -> "CopyingLink":
-        """Find the other wire. Raises WireError."""
+        """Connect to the other wire. Raises WireError."""
         there = CopyingWire._open.get(metadata)
         if there is None or not there.is_reachable:
             raise WireError("no arena of this process has that metadata")
@@ -84,7 +84,7 @@ class CopyingWire:
         return self.is_open and self.memory.is_alive
 
     def close(self) -> None:
-        """Copy nothing any more, out of this arena or into it."""
+        """Stop all copies from and to this arena."""
         self.is_open = False
         CopyingWire._open.pop(self.metadata, None)
 
@@ -107,13 +107,13 @@ class CopyingLink:
 
 
 class CopyingPiece:
-    """Some spans, copied when they are polled: a test's peer may stall until then."""
+    """Some spans, copied when polled: a test's peer may stall until then."""
 
     def __init__(self, link: CopyingLink, pairs: Sequence[tuple[Span, Span]]) -> None:
         self._link, self._pairs = link, pairs
 
     def has_landed(self) -> bool:
-        """Copy, unless the peer is stopped. Raises PeerLost."""
+        """Copy unless the peer is stalled; return whether it has copied. Raises PeerLost."""
         assert self._link.is_open, "a link was closed while pieces of it were on their way"
         here, there = self._link.here.memory, self._link.there
         if not there.is_reachable:
@@ -130,7 +130,7 @@ class CopyingPiece:
 
 
 def _spans(memory: Memory, rows: NDArray[np.int64]) -> list[Span]:
-    """List the spans of strided rows. Raises WireError where one is not in the arena."""
+    """List the spans of strided rows. Raises WireError if one is outside the arena."""
     base, end = memory.data.data_ptr(), memory.data.nbytes
     spans = [
         (address - base + place * stride, length)

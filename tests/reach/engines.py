@@ -1,4 +1,4 @@
-"""Two engines of one process that fetch from each other: real HTTP between them, and copies as the wire."""
+"""Two engines of one process that fetch from each other over real HTTP, with copies as the wire."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,7 +28,7 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Side:
-    """One engine, what it lends and what it fetches."""
+    """One engine, with its leases and its fetcher."""
 
     engine: SpecEngine
     carrier: Any
@@ -40,7 +40,7 @@ class Side:
     async def lend(
         self, prompt: Sequence[int], *, room: int | None = None, salt: str = ""
     ) -> LeaseReference | RoomReference:
-        """Have a prompt read for the other side; with a room without waiting for it."""
+        """Prefill a prompt for the other side; with a room, return without waiting for it."""
         prepared = self.engine.prepare(list(prompt), SamplingParams(max_tokens=1, cache_salt=salt or None))
         own = Prompt.of(prompt[:-1], salt)
         num_bytes = self.engine.transfers.arena.layout.sequence_bytes(own.length)
@@ -54,7 +54,7 @@ class Side:
         return LeaseReference(HOST, self.channel.port, self.book.engine, lease.id, mac)
 
     def take_back(self) -> None:
-        """End every lease, whoever reads it."""
+        """End every lease, even while it is read."""
         for lease in list(self.book._leases.values()):
             self.book.cancel(lease)
 
@@ -63,7 +63,7 @@ class Side:
         return done[0].token_ids
 
     async def settle(self) -> None:
-        """Prove, once nothing is under way, that memory is whole and all of it can be had back."""
+        """Wait until idle, then check that memory is consistent and can all be freed."""
         for _ in range(1500):
             connector = self.engine.model.loop.scheduler.connector
             if not (self.book.figures.held or self.carrier.figures.quarantined or connector.is_receiving):

@@ -1,4 +1,4 @@
-"""Small arenas with every byte known, and the rows between two of equal layouts."""
+"""Small arenas of known bytes, and descriptor rows between two of equal layouts."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SLABS = 24
 
 
 def arena(seed: int | None = None, layout: Layout = LAYOUT, slabs: int = SLABS) -> Arena:
-    """Return an arena of random bytes; of zeros without a seed."""
+    """Return an arena of random bytes, or of zeros without a seed."""
     made = Arena(layout, slabs * layout.slab_bytes, torch.device("cpu"))
     made.data.zero_()
     if seed is not None:
@@ -31,7 +31,7 @@ def arena(seed: int | None = None, layout: Layout = LAYOUT, slabs: int = SLABS) 
 
 @dataclass(frozen=True, slots=True)
 class WholeSlots:
-    """A plan between two arenas of one layout: a row for the blocks, one for the states."""
+    """A plan between two arenas of one layout: one row for the blocks, one for the states."""
 
     local: NDArray[np.int64]
     remote: NDArray[np.int64]
@@ -50,7 +50,7 @@ def rows(arena: Arena, base: int) -> NDArray[np.int64]:
 
 
 def pick(arena: Arena, here: list[int], there: list[int], states: tuple[int, int] | None = None) -> Indices:
-    """Return the indices of blocks, and of a state, in pairs."""
+    """Return the paired indices of blocks, and of a state."""
     num_blocks = arena.data.nbytes // arena.layout.block_bytes
     if states is not None:
         here, there = [*here, num_blocks + states[0]], [*there, num_blocks + states[1]]
@@ -62,7 +62,7 @@ def num_bytes(arena: Arena, blocks: int, states: int = 0) -> int:
 
 
 def until(happens: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
+    """Poll until another thread makes a condition true."""
     limit_s = time.monotonic() + 60.0
     while not happens():
         assert time.monotonic() < limit_s

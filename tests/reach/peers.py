@@ -1,4 +1,4 @@
-"""Two sides of a side channel over real HTTP on the loopback, with an engine that lends what tests say."""
+"""Two sides of a side channel over real HTTP on loopback, with a simulated engine that lends."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class Clock:
 
 
 class Lent:
-    """What an engine's thread has read so far."""
+    """Prefill progress of the simulated engine."""
 
     def __init__(self, length: int) -> None:
         self.length, self.ready, self.intact = length, 0, True
@@ -59,7 +59,7 @@ class Loan:
         self.lent.intact = False
 
     def read(self, tokens: int, first: int = 100) -> None:
-        """Be so far; `first` is the id of the first block."""
+        """Advance to that many tokens; `first` is the id of the first block."""
         blocks = -(-tokens // BLOCK_TOKENS) if tokens == self.lent.length else tokens // BLOCK_TOKENS
         self.lent.blocks = tuple(range(first, first + blocks))
         self.lent.generations = tuple(range(blocks))
@@ -74,7 +74,7 @@ class Loan:
 
 @dataclass
 class Lender:
-    """P: an engine, its book and its side channel."""
+    """The prefill side: an engine, its book and its side channel."""
 
     clock: Clock = field(default_factory=Clock)
     secret: Secret = field(default_factory=lambda: Secret(SECRET))
@@ -107,7 +107,7 @@ class Lender:
         return lease, self.loans[-1]
 
     async def read(self, prompt: Prompt = PROMPT, *, room: int | None = None) -> tuple[Any, Loan]:
-        """Lend a prompt that has been read."""
+        """Lend a prompt whose prefill is complete."""
         lease, loan = self.lend(prompt, room=room)
         loan.read(prompt.length)
         await self.book.finish(lease)
@@ -170,14 +170,14 @@ class Lender:
 
 
 def readable(signed: SignedRequest, status: int, data: bytes, *, encrypted: bool = True) -> Any:
-    """Return the JSON of an answer, which is encrypted if the request had a valid signature."""
+    """Return a response's JSON, which is encrypted if the request had a valid signature."""
     opened = signed.decrypt(Secret(SECRET), status, data)
     assert (opened is not None) == encrypted, "is the answer encrypted?"
     return json.loads(data if opened is None else opened)
 
 
 class Attached:
-    """What a carrier would know."""
+    """A stand-in for a carrier that records attached peers."""
 
     def __init__(self) -> None:
         self._engines: dict[str, str] = {}
@@ -201,7 +201,7 @@ class Attached:
 async def reading(
     *ports: int, clock: Clock | None = None, secret: str = SECRET, beat_s: float = 0.05
 ) -> AsyncIterator[tuple[Peers[str], Attached]]:
-    """D: a client of the lenders at some ports."""
+    """Yield the decode side: a client of the lenders at some ports."""
     attached = Attached()
     peers = Peers(
         Secret(secret),
@@ -220,7 +220,7 @@ async def reading(
 
 
 def run(test: Coroutine[Any, Any, None], limit_s: float = 30.0) -> None:
-    """Run a test's coroutine; one that hangs fails."""
+    """Run a test's coroutine with a time limit."""
 
     async def bounded() -> None:
         async with asyncio.timeout(limit_s):
@@ -230,6 +230,6 @@ def run(test: Coroutine[Any, Any, None], limit_s: float = 30.0) -> None:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for what is to happen soon."""
+    """Poll until a condition is true."""
     while not is_so():
         await asyncio.sleep(0.005)

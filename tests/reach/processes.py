@@ -1,4 +1,4 @@
-"""Peers that are processes: they can be stopped, killed and started anew."""
+"""Peers in processes that can be stopped, killed and restarted."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ class Peer:
     """A process that lets others read an arena of random bytes."""
 
     def __init__(self, *, seed: int, slabs: int) -> None:
-        """Wait until it can be read."""
+        """Start the process, and wait until its arena can be read."""
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self.process = spawn.Process(target=_lend, args=(theirs, seed, slabs), daemon=True)
@@ -29,7 +29,7 @@ class Peer:
         self.metadata, self.base = self._pipe.recv()
 
     def stop(self) -> None:
-        """Return once all threads have stopped: the signal alone lets them go on for a moment."""
+        """Stop the process; return once all threads have stopped, which lags behind the signal."""
         self._signal(signal.SIGSTOP)
         assert self.process.pid is not None
         until_s = time.monotonic() + LONG_S
@@ -64,5 +64,5 @@ def _lend(pipe: Connection, seed: int, slabs: int) -> None:
     memory = arena(seed=seed, slabs=slabs)
     carrier = Nixl(memory)
     pipe.send((carrier.metadata, memory.data.data_ptr()))
-    pipe.poll(None)  # until the test lets go
+    pipe.poll(None)  # until the test closes the pipe
     carrier.close()

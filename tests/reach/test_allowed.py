@@ -1,4 +1,4 @@
-"""Nothing that a request names is connected to, or even looked up, but what the operator allows."""
+"""Addresses in requests are neither connected to nor resolved unless the operator allows them."""
 
 import pytest
 
@@ -100,7 +100,7 @@ def test_entries_may_stand_between_commas() -> None:
 
 @pytest.mark.parametrize("entry", ["127.0.0.1", "localhost"])
 def test_localhost_is_one_address(entry: str) -> None:
-    """A resolver may name ::1 first, where another user of the machine may listen."""
+    """A resolver may return ::1 first, where another user of the machine may listen."""
     allowed = Allowed([entry], 5600)
     assert str(allowed.endpoint("LocalHost", 5600)) == str(allowed.endpoint("127.0.0.1", 5600))
     assert str(allowed.endpoint("localhost", 5600)) == "127.0.0.1:5600"

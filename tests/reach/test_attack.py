@@ -1,4 +1,4 @@
-"""A side channel that is attacked: nobody gets another prompt's blocks, and nothing grows."""
+"""A side channel under attack: no client gets another prompt's blocks, and no memory use grows."""
 
 import asyncio
 import contextlib
@@ -30,13 +30,13 @@ ROUTES = (
 
 
 def sign(method: str, path: str, body: bytes = b"") -> tuple[SignedRequest, str]:
-    """Return a new request, and the header line that signs it."""
+    """Return a new request, and the header line with its signature."""
     signed = SignedRequest.new(method, path, body)
     return signed, f"Authorization: {signed.authorization(Secret(SECRET))}\r\n"
 
 
 def parse(signed: SignedRequest, answer: bytes, *, encrypted: bool = True) -> tuple[int, Any]:
-    """Return the status and the JSON of a raw answer to a request."""
+    """Return the status and the JSON of a raw response to a request."""
     top, _, data = answer.partition(b"\r\n\r\n")
     status = int(top.split()[1])
     return status, readable(signed, status, data, encrypted=encrypted)
@@ -63,9 +63,9 @@ async def send(lender: Lender, data: bytes) -> bytes:
 
 
 async def read_until_closed(reader: asyncio.StreamReader) -> bytes:
-    """Return what comes until the server closes; fail if it does not.
+    """Return the bytes received until the server closes; fail if it does not.
 
-    A server that closes while its client still sends resets the connection; what came before counts.
+    A server that closes while its client still sends resets the connection; the bytes before that count.
     """
     answer = b""
     with contextlib.suppress(ConnectionError):
@@ -75,7 +75,7 @@ async def read_until_closed(reader: asyncio.StreamReader) -> bytes:
 
 
 def check_error(status: int, answer: Any) -> str:
-    """Check that it is an error in the one form; return its reason."""
+    """Check the error's format; return its reason."""
     assert set(answer) == {"error"} and set(answer["error"]) == {"code", "message", "param"}, answer
     code, message = answer["error"]["code"], answer["error"]["message"]
     assert (code in STATUSES and 400 <= status < 500) or code in ("prefill_failed", "busy"), answer
@@ -123,7 +123,7 @@ def test_two_headers_of_which_one_is_right_are_refused() -> None:
 
 
 def odd_body(draw: random.Random, good: dict[str, Any], depth: int = 0) -> Any:
-    """Return a body near a good one, or far from all."""
+    """Return a random body, some close to a valid one."""
     odd = [
         None,
         True,
@@ -454,7 +454,7 @@ def test_ids_are_not_to_be_guessed_from_others() -> None:
 
 
 def test_what_was_said_is_of_the_prompt_that_was_asked_for() -> None:
-    """Readers of many prompts at once, each of which sees its own blocks alone."""
+    """Concurrent readers of many prompts each see only their own blocks."""
 
     async def test() -> None:
         async with Lender(most_leases=64).listening() as lender:

@@ -1,4 +1,4 @@
-"""What a server that is no peer answers is bounded, and refused before it is parsed."""
+"""Responses of a server that is no peer are bounded, and refused before they are parsed."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ from specdec.reach.terms import Refusal, Secret
 
 SECRET = Secret("a-secret-of-the-tests")
 OVERHEAD = IV_BYTES + 16
-"""What encryption adds to an answer."""
+"""Bytes that encryption adds to a response."""
 
 
 class Recorded(Closed):
-    """Records how many bytes were parsed."""
+    """A JSON parser that records the size of its inputs."""
 
     parsed: ClassVar[list[int]] = []
 
@@ -32,7 +32,7 @@ class Recorded(Closed):
 async def answered(
     num_bytes: int, status: int = 200, signed_status: int = 200, secret: Secret | None = SECRET
 ) -> Recorded:
-    """Ask a server that signs with a secret, or not at all, for one status and sends another one."""
+    """Call a server that signs one status (if it has a secret) and sends another."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -83,7 +83,7 @@ def test_a_status_that_was_changed_is_refused(status: int, signed_status: int) -
 
 
 def test_no_nonce_is_sent_twice_where_a_server_closes_connections_that_it_has_kept() -> None:
-    """Closed as the next request arrives, which is when a client has to ask again."""
+    """The server closes as the next request arrives, so that the client has to retry."""
     nonces: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""What every carrier promises, of copies within the process and of two NIXL agents in it."""
+"""The contract of every carrier, for copies within the process and for two NIXL agents in it."""
 
 import contextlib
 import threading
@@ -18,7 +18,7 @@ LONG_S = 60.0
 
 
 class Pair:
-    """A reader and what it reads from."""
+    """A reader and its peer."""
 
     def __init__(self, make: Make, *, layout: Layout | None = None, slabs: int = 24, **options: int) -> None:
         sizes = {"slabs": slabs} | ({"layout": layout} if layout else {})
@@ -177,7 +177,7 @@ def test_detached_and_attached_again(make: Make) -> None:
     pair.read([4], [9]).done.result(LONG_S)
     pair.reader.detach("P")
     lost(pair.read([5], [9]), "not attached")
-    pair.read([6], [9], name="Q").done.result(LONG_S)  # the same agent by another name stays
+    pair.read([6], [9], name="Q").done.result(LONG_S)  # the same agent under another name stays attached
     pair.attach("P")
     pair.attach("P")
     pair.read([5], [9]).done.result(LONG_S)
@@ -199,7 +199,7 @@ def test_a_peer_that_was_made_anew_is_attached_anew(make: Make) -> None:
     pair = Pair(make)
     pair.read([5], [9]).done.result(LONG_S)
     pair.peer.close()
-    # Shared memory outlives the agent that named it; copies and sockets do not.
+    # Shared memory outlives the agent that registered it; copies and sockets do not.
     with contextlib.suppress(ReadLost):
         pair.read([5], [9]).done.result(LONG_S)
     pair.there = arena(seed=3)
@@ -220,7 +220,7 @@ def test_a_read_that_is_done_cannot_be_given_up(make: Make) -> None:
 
 
 def test_who_waits_cannot_cancel_the_futures(make: Make) -> None:
-    """An event loop cancels what a task awaits with the task; the thread still has to tell the others."""
+    """An event loop cancels the future that a cancelled task awaits; the thread still has to complete it."""
     pair = Pair(make)
     read = pair.read([5], [9])
     assert not read.done.cancel() and not read.over.cancel()

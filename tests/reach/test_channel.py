@@ -1,4 +1,4 @@
-"""Both sides of the side channel: a prompt is lent, opened, closed, and nothing else gets at it."""
+"""Both sides of the side channel: a prompt is lent, opened and closed, and all else is refused."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def raw(serve: Serve) -> AsyncIterator[int]:
-    """Listen, and wait at the end until all connections are over."""
+    """Listen, and wait at the end until all connections are closed."""
     tasks = set()
     server = await asyncio.start_server(
         lambda *own: tasks.add(asyncio.create_task(serve(*own))), "127.0.0.1", 0
@@ -293,7 +293,7 @@ def test_another_secret_opens_nothing_and_is_told(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("answer", [b"", b"{}", b"[" * 10_000, b"x" * (1 << 25), b'{"error": {}}', None])
 @pytest.mark.parametrize("status", [200, 302, 404, 500])
 def test_a_peer_that_answers_nonsense_is_no_peer(answer: bytes | None, status: int) -> None:
-    """None: it does not answer in HTTP."""
+    """None: the response is not HTTP."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -335,7 +335,7 @@ def test_a_peer_that_does_not_answer_is_left_after_its_time(monkeypatch: pytest.
 
 
 def test_a_peer_leads_nowhere_else() -> None:
-    """Redirections are not followed: requests go to allowed addresses only."""
+    """Redirects are not followed: requests go to allowed addresses only."""
     seen = []
 
     async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -364,7 +364,7 @@ def test_a_peer_leads_nowhere_else() -> None:
 
 
 def test_what_an_impostor_answers_is_not_kept() -> None:
-    """What is remembered of a refusal has no traceback, whose frames refer to the answer and its JSON."""
+    """A cached refusal has no traceback, whose frames would refer to the response and its JSON."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

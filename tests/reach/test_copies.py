@@ -1,4 +1,4 @@
-"""Reads whose peer stalls, dies or comes late, step by step, with copies within the process."""
+"""Reads whose peer stalls, dies or is late, step by step, with copies within the process."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ class Pair:
         return self.reader.read("P", pick(self.here, here, there), size, deadline_s)
 
     def stalled(self, here: list[int], there: list[int], deadline_s: float = LONG_S) -> Read:
-        """Begin a read and return it when its pieces are on their way."""
+        """Start a read, and return it once its pieces are in flight."""
         self.peer.stall()
         asked = self.peer.asked
         read = self.read(here, there, deadline_s)
@@ -73,7 +73,7 @@ def test_a_stalled_read_is_lost_at_its_deadline_and_writes_until_it_is_over(pair
     assert (figures.quarantined, figures.quarantined_bytes) == (1, num_bytes(pair.here, 1))
     pair.peer.go_on()
     read.over.result(LONG_S)
-    assert pair.landed(7, 9)  # the late byte: the slot had to be kept until then
+    assert pair.landed(7, 9)  # the late write: the slot had to be reserved until then
     assert pair.reader.figures.quarantined == 0
     assert pair.reader.figures.lost == 1
 
@@ -144,7 +144,7 @@ def test_a_long_quarantine_makes_the_agent_anew_and_no_late_byte_comes(quarantin
     bystander.over.result(LONG_S)
     pair.peer.go_on()
     other.go_on()
-    pair.read([11], [12]).done.result(LONG_S)  # its peers are attached again
+    pair.read([11], [12]).done.result(LONG_S)  # its peers were attached again
     again = pair.reader.read("Q", pick(pair.here, [22], [21]), num_bytes(pair.here, 1), LONG_S)
     again.done.result(LONG_S)
     assert pair.landed(11, 12)
@@ -175,7 +175,7 @@ def test_attached_anew_with_reads_under_way(pair: Pair) -> None:
     assert not read.over.done()
     pair.read([11], [12]).done.result(LONG_S)
     pair.peer.die()
-    read.over.result(LONG_S)  # the old link's end is not the new one's
+    read.over.result(LONG_S)  # the end of the old link does not affect the new one
     pair.read([13], [12]).done.result(LONG_S)
     again.close()
 
@@ -194,7 +194,7 @@ def test_close_ends_reads_under_way(pair: Pair) -> None:
 
 
 def test_reads_are_posted_by_turns(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small read does not wait for the end of a large one."""
+    """Pieces of reads alternate: a small read does not wait for the end of a large one."""
     both_wait, order = threading.Event(), []
     post = CopyingLink.post
 
@@ -236,7 +236,7 @@ def test_an_agent_that_cannot_be_made_anew_ends_the_carrier_and_gives_memory_bac
 
 
 def test_few_pieces_of_a_read_are_ahead(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where posting returns early, a read does not put all of itself before the next one."""
+    """If posting returns early, a read does not post all of itself before the next one."""
     monkeypatch.setattr("specdec.reach.descriptors.DESCRIPTOR_BYTES", PIECE_BYTES)
     blocks = list(range(40, 80))
     pair.peer.stall()
@@ -252,7 +252,7 @@ def test_few_pieces_of_a_read_are_ahead(pair: Pair, monkeypatch: pytest.MonkeyPa
 
 
 def test_callers_are_heard_between_two_turns(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given up while another read is copied is not begun any more."""
+    """A read that is given up while another one is copied is not started."""
     posts, goes_on = [], threading.Event()
     post = CopyingLink.post
 
@@ -265,7 +265,7 @@ def test_callers_are_heard_between_two_turns(pair: Pair, monkeypatch: pytest.Mon
     monkeypatch.setattr("specdec.reach.descriptors.DESCRIPTOR_BYTES", PIECE_BYTES)
     first = pair.read([7, 8], [9, 10])
     until(lambda: posts == [[7]])
-    second = pair.read([20], [9])  # begins beside the first one's second piece
+    second = pair.read([20], [9])  # begins next to the first one's second piece
     third = pair.read([21], [9])
     pair.reader.give_up(third)
     goes_on.set()

@@ -1,4 +1,4 @@
-"""Cutting rows and lists of descriptors: every byte once, in its place, whatever the sizes."""
+"""Cutting rows and lists of descriptors covers every byte once, in order, whatever the sizes."""
 
 import numpy as np
 from hypothesis import given
@@ -65,7 +65,7 @@ def test_pieces_of_a_read_are_all_of_it_once(sizes, times) -> None:  # type: ign
     cut = list(pieces(here, there, (indices, indices)))
     assert np.concatenate([local for local, _ in cut]).tolist() == indices.tolist()
     assert np.concatenate([remote for _, remote in cut]).tolist() == indices.tolist()
-    assert max(len(local) for local, _ in cut) <= 2  # small ones are bounded in number
+    assert max(len(local) for local, _ in cut) <= 2  # the number of small descriptors is bounded
 
 
 def test_pieces_are_bounded_in_bytes() -> None:

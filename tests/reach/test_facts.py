@@ -1,4 +1,4 @@
-"""Two engines that differ in anything that matters have another fingerprint, and the difference is named."""
+"""Engines that differ in a relevant setting have different fingerprints, and the difference is named."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def test_a_copy_is_the_same_and_one_changed_tensor_is_not(tmp_path: Path) -> Non
         ({"draft": "mtp"}, set()),
         ({"dtype": "float64"}, {"layout.dtype", "layout.kv_dtype"}),
         ({"quantize": "int8"}, {"quantize"}),
-        ({"quantize": "int8", "kernels": "cpu"}, {"quantize"}),  # rounded, and then widened
+        ({"quantize": "int8", "kernels": "cpu"}, {"quantize"}),  # quantized, then widened
         ({"kv_dtype": "fp8"}, {"layout.kv_dtype"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""A fetch brings what one engine would have computed, or nothing; whatever fails, the text is the same."""
+"""A fetch returns what one engine would have computed, or nothing; after any failure the text is the same."""
 
 import asyncio
 import dataclasses
@@ -65,7 +65,7 @@ async def said(reader: Side, ids: list[int]) -> tuple[int, ...]:
 
 
 async def likelihood(side: Side, ids: list[int]) -> float:
-    """Return how likely a prompt's first token is there."""
+    """Return the log-probability of a prompt's first output token on that side."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
     (own,) = await asyncio.to_thread(side.engine.generate, [ids], params)
     assert own.logprobs
@@ -119,7 +119,7 @@ def test_a_room_is_fetched_from_while_its_prompt_is_read(folder: Path) -> None:
 def test_a_hidden_state_that_the_head_cannot_read_is_refused(
     width: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer that lies ends no request here: a step of all requests failed on it."""
+    """A peer's invalid data must not end a request: it once failed a step of all requests."""
     tell = Lease.tell
 
     def lying(self: Lease, have: int) -> Opened:
@@ -145,7 +145,7 @@ def test_a_hidden_state_that_the_head_cannot_read_is_refused(
 def test_a_peer_that_answers_at_once_with_nothing_new_is_not_asked_all_the_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the event loop: 150 calls a second for each prompt."""
+    """Without a delay this used the whole event loop: 150 calls a second for each prompt."""
     asked = 0
 
     async def unknown(self: Book, room: int, ask: Ask) -> Opened:
@@ -212,7 +212,7 @@ def test_prompts_that_are_declined_do_not_add_up(folder: Path, monkeypatch: pyte
 
 
 def test_an_engine_that_has_two_addresses_is_read_by_both(folder: Path) -> None:
-    """To meet it at one does not end what is read from it at the other."""
+    """Connecting to one address does not end reads through the other."""
 
     async def test() -> None:
         async with pair(folder) as (reader, writer):
@@ -241,7 +241,7 @@ def test_an_engine_that_has_two_addresses_is_read_by_both(folder: Path) -> None:
 
 
 def slow_down(side: Side) -> None:
-    """Let steps last so long that others hear of each chunk."""
+    """Slow steps down, so that others observe each chunk."""
     import time
 
     loop = side.engine.model.loop
@@ -322,7 +322,7 @@ def test_a_reference_is_good_for_its_prompt_and_salt_and_once(folder: Path) -> N
 
 
 def test_what_was_taken_back_meanwhile_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease ends while its bytes are read, and another request gets its memory: `close` says so."""
+    """The lease ends during the read, and another request gets its memory: `close` reports that."""
 
     async def test() -> None:
         async with pair(folder, check="never") as (reader, writer):
@@ -342,7 +342,7 @@ def test_what_was_taken_back_meanwhile_is_not_used(folder: Path, monkeypatch: py
 
 
 def test_a_mutant_that_does_not_ask_gives_another_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease ends, its memory is written anew, and what is read by then is kept all the same."""
+    """The lease ends, its memory is overwritten, and the bytes read are used without the check."""
 
     async def test() -> None:
         async with pair(folder, check="never") as (reader, writer):
@@ -456,7 +456,7 @@ def test_a_client_that_leaves_gives_everything_back(folder: Path) -> None:
                     await fetching
                 reader.carrier.go_on()
                 if moment == 0.0:
-                    reader.take_back()  # nothing was asked of it yet
+                    reader.take_back()  # it has not been contacted yet
             assert writer.fetcher.figures.under_way == 0
             assert await said(writer, ids) == await said(reader, ids)
 
@@ -514,7 +514,7 @@ def test_without_memory_a_fetch_waits_and_then_the_prompt_is_read(folder: Path) 
 
 
 def test_many_at_once_from_two_sides(folder: Path) -> None:
-    """Each side reads for the other, and fetches from it, as in the second turn of a conversation."""
+    """Each side prefills for the other and fetches from it, as in the second turn of a conversation."""
 
     async def test() -> None:
         async with pair(folder) as (reader, writer):
@@ -536,7 +536,7 @@ def test_many_at_once_from_two_sides(folder: Path) -> None:
 
 
 def test_a_complete_answer_is_used_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it has no new blocks: the other engine may have all of them here, but no state."""
+    """Even without new blocks: all of them may be cached here, but no state."""
     slept, opening = list[float](), Peers.open
 
     async def sleep(time_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What routers learn of the states that an engine keeps: hashes of beginnings, and a bounded log."""
+"""The states that an engine reports to routers: prefix hashes, and a bounded log."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def since(log: KeptLog, seq: int) -> Changes:
 
 
 def plain_hash(ids: list[int]) -> int:
-    """Say the same with Python's numbers, one token at a time."""
+    """Compute the hash with Python integers, one token at a time."""
     total = 0
     for place, token in enumerate(ids, 1):
         mixed = (token * 0x9E3779B97F4A7C15 & WORD) ^ (place * 0xD1B54A32D192ED03 & WORD)
@@ -57,7 +57,7 @@ def test_every_beginning_has_its_hash_at_once() -> None:
 
 
 def test_a_router_that_follows_knows_what_is_kept() -> None:
-    """At random, with routers that ask at different times and fall behind."""
+    """Random changes, with routers that poll at different times and fall behind."""
     draw, clock, kept = random.Random(0), Clock(), set()
     log = KeptLog(of(lambda: kept), most=40, clock=clock)
     routers = [(set(), 0)] * 4
@@ -100,7 +100,7 @@ def test_what_is_of_another_life_or_too_old_is_told_whole() -> None:
 
 
 def test_a_whole_answer_names_the_latest_states_and_counts_the_others() -> None:
-    """At their longest, 65,536 of them are what the client reads."""
+    """At their longest, 65,536 of them are as many as the client reads."""
     clock, kept = Clock(), {(WORD - own, 1 << 24) for own in range(100_000)}
     log = KeptLog(of(lambda: kept), clock=clock)
     since(log, 0)
@@ -136,7 +136,7 @@ def test_what_came_and_went_between_two_questions_is_told_as_gone(most: int) -> 
 
 
 def test_many_states_are_hashed_in_several_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine makes no step while one looks."""
+    """The engine makes no step during a scan."""
     draw = np.random.default_rng(2)
     with SpecEngine("tiny", memory_bytes=64 << 20, draft="none", dtype="float32") as engine:
         params = SamplingParams(max_tokens=2)
@@ -151,7 +151,7 @@ def test_many_states_are_hashed_in_several_looks(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_an_engine_keeps_is_what_a_request_can_continue() -> None:
-    """Prompts that share beginnings, so that nodes are split, under two salts."""
+    """Prompts that share prefixes, so that nodes are split, under two salts."""
     draw = np.random.default_rng(1)
     trunk = draw.integers(5, 300, 90).tolist()
     prompts = [trunk[:length] + draw.integers(5, 300, 40).tolist() for length in (0, 30, 60, 90, 90, 60)]
@@ -174,7 +174,7 @@ def test_what_an_engine_keeps_is_what_a_request_can_continue() -> None:
 
 
 def test_looks_that_take_long_are_rare() -> None:
-    """Each holds the engine's thread."""
+    """Each scan blocks the engine's thread."""
     clock, looks = Clock(), list[float]()
 
     async def look() -> set[Kept]:

@@ -1,4 +1,4 @@
-"""An engine's leases: one prompt, one reader, one end, and the loan given back once."""
+"""An engine's leases: one prompt, one reader, one end, and the loan is returned once."""
 
 import asyncio
 
@@ -203,7 +203,7 @@ def test_a_client_that_leaves_before_the_end_ends_the_lease() -> None:
         client.cancel()
         await asyncio.wait([client])
         assert loan.given_back == 1 and lease.over == "prefill_failed"
-        loan.read(10)  # the engine was at it
+        loan.read(10)  # the engine was already computing it
         await asyncio.sleep(0.01)
         lender.book.cancel(lease)
         lender.book.end_all()
@@ -277,7 +277,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_device_is_waited_for_after_the_engine() -> None:
-    """The engine's thread is ahead of the device, and nothing says when the device has come so far."""
+    """The engine's thread runs ahead of the device, and the device's progress triggers no callback."""
 
     async def test() -> None:
         lender = Lender(wait_s=20)

@@ -1,4 +1,4 @@
-"""NIXL between processes: peers that are killed, stopped, or come back; agents that are deleted."""
+"""NIXL between processes: peers that are killed, stopped or restarted; agents that are deleted."""
 
 import importlib.util
 import logging
@@ -27,7 +27,7 @@ from tests.selection import EXHAUSTIVE
 pytestmark = needs_nixl
 LONG_S = 120.0
 SLABS = 2048
-"""8 MiB: more than sockets hold."""
+"""8 MiB: more than socket buffers hold."""
 ALL = list(range(4, 4 * SLABS))
 SEED = 1
 NEVER = Quarantine(part=2.0, age_s=1e9)
@@ -51,7 +51,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def _sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over shared memory a peer is read though it is stopped; over TCP it has to send."""
+    """Use TCP, over which a peer has to send: in shared memory even a stopped peer is readable."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
 
 
@@ -67,7 +67,7 @@ def read(reader: Reader, here: Arena, blocks: list[int], limit_s: float = LONG_S
 
 
 def landed(here: Arena, seed: int = SEED) -> bool:
-    """Tell whether all blocks but those of the first slab are the peer's."""
+    """Return whether all blocks but those of the first slab are the peer's."""
     start = here.layout.slab_bytes
     return torch.equal(here.data[start:], arena(seed=seed, slabs=SLABS).data[start:])
 
@@ -106,7 +106,7 @@ def test_a_peer_killed_during_a_read(make: Make, start: Start) -> None:
     for it in (*under_way, given_up):
         it.over.result(LONG_S)
     assert reader.figures.agents == 0 and reader.figures.quarantined == 0
-    here.data.zero_()  # it may serve something else now
+    here.data.zero_()  # it may be reused now
     lost(read(reader, here, ALL), "not attached")
     other_read = read(reader, here, ALL, name="Q")
     other_read.done.result(LONG_S)
@@ -142,7 +142,7 @@ def test_bytes_of_a_stopped_peer_come_late_and_only_then_is_the_read_over(make: 
     assert reader.figures.quarantined_bytes == num_bytes(here, len(ALL))
     peer.go_on()
     it.over.result(LONG_S)
-    assert torch.equal(late, arena(seed=SEED, slabs=SLABS).block_bytes_X(ALL[0]))  # written all the same
+    assert torch.equal(late, arena(seed=SEED, slabs=SLABS).block_bytes_X(ALL[0]))  # written nevertheless
     assert reader.figures.quarantined == 0
 
 
@@ -181,7 +181,7 @@ def test_no_late_byte_lands_after_the_agent_was_made_anew(make: Make, start: Sta
     lost(it, "longer than 0.2 s")
     it.over.result(LONG_S)
     assert reader.figures.agents == 1
-    here.data.fill_(7)  # another owner's
+    here.data.fill_(7)  # another owner's bytes
     peer.go_on()
     time.sleep(1.0)
     assert (here.data == 7).all()
@@ -224,7 +224,7 @@ def test_a_peer_that_is_stopped_when_it_is_attached(make: Make, start: Start) ->
 @sockets
 @EXHAUSTIVE
 def test_an_agent_made_anew_is_reached_by_its_new_metadata(make: Make, start: Start) -> None:
-    """What others read from an engine ends when that engine has to end reads of its own."""
+    """Reads from an engine fail when that engine has to end reads of its own."""
     here, peer, third = arena(slabs=SLABS), start(), arena(slabs=SLABS)
     middle = make(here, quarantine=Quarantine(part=0.1, part_s=0.1))
     reader = make(third)
@@ -263,9 +263,9 @@ def test_carriers_leave_no_thread_and_no_file_behind() -> None:
     once()
     before = _threads_and_files()
     most = [once() for _ in range(4)]
-    # A thread may take its time to end, now as well as before.
+    # A thread may take time to end, at either count.
     until(lambda: all(now <= then for now, then in zip(_threads_and_files(), before, strict=True)))
-    assert max(most)[0] - before[0] <= 6  # two of each carrier, and those of UCX that come and go
+    assert max(most)[0] - before[0] <= 6  # two of each carrier, and transient ones of UCX
 
 
 LEAVES = """
@@ -288,7 +288,7 @@ def test_a_process_may_end_in_the_midst_of_reads() -> None:
 
 @EXHAUSTIVE
 def test_an_agent_that_lives_on_is_never_taken_for_deleted() -> None:
-    """A carrier that cannot make its agent anew closes it once more at its end, and keeps memory then."""
+    """A carrier that cannot replace its agent closes it again at its end, and does not free its memory."""
     wire = AgentWire(load_nixl(), torch.zeros(4096, dtype=torch.uint8))
     kept = wire.agent.agent
     for _ in range(2):
@@ -299,7 +299,7 @@ def test_an_agent_that_lives_on_is_never_taken_for_deleted() -> None:
 
 
 def test_an_idle_carrier_sleeps(make: Make) -> None:
-    """The agent's thread waits for events; as NIXL's own class makes it, it takes a core."""
+    """The agent's thread waits for events; as created by NIXL's own class it busies a core."""
     make(arena())
     start_s, cpu_s = time.monotonic(), time.process_time()
     time.sleep(0.5)

@@ -24,7 +24,7 @@ def authorization(request: SignedRequest, secret: Secret = OWN) -> list[str]:
 
 
 def reason_of(call: Callable[..., object], *own: object) -> str | None:
-    """Return why a call is refused; None if it is not."""
+    """Return why a call is refused, or None."""
     try:
         call(*own)
     except Refusal as refusal:
@@ -33,7 +33,7 @@ def reason_of(call: Callable[..., object], *own: object) -> str | None:
 
 
 def test_signatures_have_the_form_that_the_docs_describe() -> None:
-    """Written from docs/disaggregation.md alone: routers of other languages depend on it."""
+    """Written from docs/disaggregation.md alone: routers in other languages depend on it."""
 
     def mac(*lines: str) -> bytes:
         return hmac.digest(SECRET.encode(), "\n".join(lines).encode(), "sha256")
@@ -170,7 +170,7 @@ def test_clocks_that_differ_are_named_on_both_sides(ahead_s: int, caplog: pytest
 
 
 class Plain:
-    """The mutant: it authenticates answers and does not encrypt them."""
+    """The mutant: it authenticates responses and does not encrypt them."""
 
     def __init__(self, request: SignedRequest, secret: Secret) -> None:
         self._cipher = AESGCM(secret.digest("answer", request.nonce))
@@ -185,7 +185,7 @@ class Plain:
 
 
 class Impostor:
-    """Listens where a server was expected; keeps what it is sent, and passes it on where it can."""
+    """An attacker at a server's address that records messages, and relays them if it can."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -210,7 +210,7 @@ class Impostor:
         writer.close()
 
     async def replay(self, data: bytes, port: int) -> bytes:
-        """Send what was captured to another server; return its whole answer."""
+        """Send a captured message to another server; return its whole response."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(data.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
         answer = await reader.read()
@@ -219,7 +219,7 @@ class Impostor:
         return answer
 
     def has_read(self, lender: Lender) -> bool:
-        """Return whether it can read the answer that tells how to reach a server's memory."""
+        """Return whether it can read the response that describes access to a server's memory."""
         return any(lender.engine.encode() in answer for answer in self.received)
 
 
@@ -227,7 +227,7 @@ class Impostor:
 def test_an_impostor_that_takes_over_a_port_learns_nothing(
     is_mutant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its capture is replayed to another server and to the one that returns; the mutant does not encrypt."""
+    """Its capture is replayed to another server and to the restored one; the mutant does not encrypt."""
 
     async def test() -> None:
         impostor = Impostor()

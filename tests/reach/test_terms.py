@@ -1,4 +1,4 @@
-"""The secret, the mac, the hash of a prompt, and bodies that are read strictly."""
+"""The secret, the MAC, the hash of a prompt, and strictly validated bodies."""
 
 import json
 import secrets

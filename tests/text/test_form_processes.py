@@ -1,4 +1,4 @@
-"""The processes of forms go with the engine, and their places come back."""
+"""Grammar processes end with the engine, and their slots are released."""
 
 import gc
 import os
@@ -23,15 +23,15 @@ FORM = Structure(json_object=True)
 
 @pytest.fixture(autouse=True)
 def _new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start grammar processes as users get them, not as forks of a process of the tests."""
+    """Start grammar processes as users get them, not as forks of a test process."""
     monkeypatch.setattr(template, "subprocess", subprocess)
 
 
 def children() -> set[str]:
-    """List this process's children that run forms."""
+    """List this process's grammar child processes."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # a process of others may end while it is read
+        with suppress(FileNotFoundError, ProcessLookupError):  # another process may end while it is inspected
             _, parent, *_ = (process / "stat").read_text().rpartition(")")[2].split()
             is_form = b"specdec.text.grammar.child" in (process / "cmdline").read_bytes()
             if int(parent) == os.getpid() and is_form:
@@ -84,7 +84,7 @@ def test_a_process_of_forms_that_was_prepared_is_the_one_that_serves_and_closes(
 def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The collector runs at any line, so that what is done for a forgotten link must not wait for a lock."""
+    """The collector runs at any line, so cleanup of a forgotten link must not wait for a lock."""
     ends: list[socket.socket] = []
 
     def fork() -> socket.socket:
@@ -114,7 +114,7 @@ def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
             sys.settrace(None)
 
     gc.disable()
-    gc.freeze()  # what was there before, so that each run is short
+    gc.freeze()  # objects from before, so that each collection is short
     try:
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
@@ -131,7 +131,7 @@ def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
 
 @EXHAUSTIVE
 def test_a_form_that_was_refused_gives_its_place_back_without_the_collector() -> None:
-    """A caller's refused forms once held all of its places until the collector ran."""
+    """A caller's refused grammars once held all of its slots until the collector ran."""
     with SpecEngine("tiny", max_model_len=64) as engine:
         gc.disable()
         try:

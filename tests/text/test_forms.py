@@ -1,4 +1,4 @@
-"""What xgrammar reads over in a JSON schema is refused by name, and what it reads is not."""
+"""JSON schema keywords that xgrammar ignores are refused by name, the others accepted."""
 
 import json
 import re
@@ -69,7 +69,7 @@ READ_OVER: list[tuple[str, dict[str, Any], Any]] = [
     ),
     *((f"format {name}", {**TEXT, "format": name}, "( {") for name in sorted(UNREAD_FORMATS)),
 ]  # fmt: skip
-"""The word that is named, a schema, and what does not fit it."""
+"""The named keyword, a schema, and a value that violates it."""
 READ: list[tuple[dict[str, Any], Any, Any]] = [
     ({**INTEGER, "minimum": 3, "exclusiveMaximum": 7}, 7, 3),
     ({"type": "number", "exclusiveMinimum": 3, "maximum": 7.5}, 3, 7.5),
@@ -104,7 +104,7 @@ READ: list[tuple[dict[str, Any], Any, Any]] = [
     ({"$defs": {"unused": {"not": {}}}, **TEXT, "examples": [{"not": {}}]}, 1, "x"),
     ({"const": {"not": 1}}, {"not": 2}, None),
 ]  # fmt: skip
-"""A schema, what does not fit it, and what does."""
+"""A schema, a value that violates it, and one that satisfies it."""
 
 
 def accepts(schema: dict[str, Any], value: Any) -> bool:
@@ -116,7 +116,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
 
 @pytest.mark.parametrize(("words", "schema", "misfit"), READ_OVER, ids=str)
 def test_what_is_read_over_is_refused_by_name(words: str, schema: dict[str, Any], misfit: Any) -> None:
-    """It would let through what does not fit, wherever in a schema it stands."""
+    """The compiler would accept the violating value, wherever in a schema the keyword is."""
     assert accepts(schema, misfit)
     within = {"type": "object", "properties": {"p": {"type": "array", "items": {**schema, "$defs": {}}}}}
     within["$defs"] = schema.get("$defs", {})
@@ -200,13 +200,13 @@ VALUES = some.recursive(
 
 @hypothesis.given(VALUES)
 def test_whatever_comes_as_a_schema_is_read(schema: Any) -> None:
-    """What is none is for the compiler to refuse."""
+    """Invalid schemas are left to the compiler to refuse."""
     found = unread(schema)
     assert found is None or re.match(r"unsupported: .* \(at #", found, re.DOTALL)
 
 
 def test_each_part_of_a_schema_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References to each of many levels lead to the lowest as often; it took seconds."""
+    """References to each of many levels lead to the lowest as often; repeated visits took seconds."""
     looked: list[int] = []
 
     def look(own: Any, root: Any) -> str | None:

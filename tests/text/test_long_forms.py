@@ -1,4 +1,4 @@
-"""The memory and the time that the process of a form is given grow with what it is asked for."""
+"""A grammar process's memory and time limits grow with its load."""
 
 import socket
 import time
@@ -13,7 +13,7 @@ from specdec.text.tokenizer import load_tokenizer
 
 
 def test_many_long_outputs_of_one_form_are_followed() -> None:
-    """A matcher keeps much of what it has read: together more than the process has for the form alone."""
+    """A matcher retains state for its text: together more than the process's limit for the grammar alone."""
     tokenizer = load_tokenizer(SHIPPED["tiny"])
     assert tokenizer
     grammars = Grammars(tokenizer, 4096, [0])
@@ -31,7 +31,7 @@ def test_many_long_outputs_of_one_form_are_followed() -> None:
 
 
 def test_a_form_that_goes_on_answering_is_not_given_up() -> None:
-    """The limit is on silence: many outputs that are asked for at once take longer together."""
+    """The limit is on silence: many concurrent outputs take longer together."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         form = Form(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())

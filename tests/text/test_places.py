@@ -1,4 +1,4 @@
-"""Whose forms are compiled when not all can be at once."""
+"""The order in which callers get grammar compile slots under contention."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ LONG_S = 30.0
 
 
 def wait_for(places: Places, caller: str, order: list[str]) -> threading.Thread:
-    """Wait for a place in another thread, behind those who wait already."""
+    """Wait for a slot in another thread, queued after the current waiters."""
 
     def take() -> None:
         assert places.take(caller, LONG_S)

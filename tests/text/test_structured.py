@@ -1,4 +1,4 @@
-"""Outputs of a given form: what they are, that drafts change nothing of them, and that drafts keep to it."""
+"""Structured outputs: they match the grammar, drafts do not change them, and drafts obey the grammar."""
 
 import json
 import queue
@@ -65,7 +65,7 @@ FORMS: dict[str, tuple[Structure, Callable[[str], object]]] = {
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Callable[..., Path]) -> Iterator[list[SpecEngine]]:
-    """One without drafts, and others with each kind."""
+    """Return an engine without drafts, and others with each kind."""
     folder = checkpoint(mtp_num_hidden_layers=1)
     shared = {"dtype": "float64", "max_model_len": 256}
     tree = {"adaptive": False, "num_steps": 3, "topk": 3, "num_draft_tokens": 10}
@@ -77,7 +77,7 @@ def engines(checkpoint: Callable[..., Path]) -> Iterator[list[SpecEngine]]:
         SpecEngine(folder, draft="suffix", **tree, **shared),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "WAIT_S", 10.0)  # a busy machine's masks are not late
+        patch.setattr(choose, "WAIT_S", 10.0)  # masks must not be late on a busy machine
         yield made
     for engine in made:
         engine.close()
@@ -103,7 +103,7 @@ def test_an_output_has_its_form_and_drafts_change_nothing_of_it(name: str, engin
 
 
 def test_drafts_keep_to_the_form(engines: list[SpecEngine]) -> None:
-    """Where one token alone may follow, a head that knows nothing guesses it."""
+    """If a single token is allowed, even an untrained head proposes it."""
     only = Structure(choice=["0123456789" * 4])
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=1, structured_outputs=only)
     lengths = [engine.generate(["a"], params)[0].stats.acceptance_length for engine in engines[:3]]
@@ -141,7 +141,7 @@ def test_a_model_without_an_end_stops_where_its_form_does(tmp_path: Path) -> Non
 
 
 def test_a_grammar_that_takes_ever_longer_is_given_up(engines: list[SpecEngine]) -> None:
-    """Each way to read an ambiguous text is followed; neighbours are answered as ever, of the form too."""
+    """Each parse of an ambiguous text is tracked; neighbours are unaffected, even with the same grammar."""
     hostile = Structure(regex="((x{0,60}){0,40}){0,40}")
     for engine in engines[:3]:
         assert engine.tokenizer
@@ -165,7 +165,7 @@ def test_a_grammar_that_takes_ever_longer_is_given_up(engines: list[SpecEngine])
 def test_a_process_that_ends_costs_only_the_output_it_worked_for(
     engines: list[SpecEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others of the same form are followed by another process, and their texts are what they were."""
+    """Others with the same grammar continue in another process, and their texts are unchanged."""
     monkeypatch.setattr(choose, "WAIT_S", 0.005)
     form = Structure(regex="((x{0,60}){0,40}){0,40}|[ab]{60}")
     for engine in engines:
@@ -201,7 +201,7 @@ def test_a_process_that_ends_costs_only_the_output_it_worked_for(
 
 
 def test_a_fault_ends_its_asking() -> None:
-    """What was asked and not sent is forgotten, and nothing is asked any more."""
+    """Queued requests are dropped, and no more are made."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         form = Form(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
@@ -224,7 +224,7 @@ def test_a_fault_ends_its_asking() -> None:
 
 
 def test_an_answer_that_comes_late_is_read_as_of_then() -> None:
-    """Tokens that were accepted meanwhile lead into what was asked, or away from it."""
+    """Tokens accepted meanwhile may follow the path of the request, or leave it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         form = Form(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
@@ -288,7 +288,7 @@ def test_an_output_has_one_form(fields: dict[str, object], field: str) -> None:
 def test_a_form_that_takes_long_to_compile_is_given_up_and_keeps_no_other_waiting(
     engines: list[SpecEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many that nothing could compile in such a time; one that is known needs no place."""
+    """The compile time limit is short here; a known grammar needs no slot."""
     slow = [
         SamplingParams(structured_outputs=Structure(regex=f"({'|'.join('ab' * n for n in range(150))}){m}"))
         for m in range(4)
@@ -305,7 +305,7 @@ def test_a_form_that_takes_long_to_compile_is_given_up_and_keeps_no_other_waitin
 
 
 def test_a_form_serves_later_requests_of_its_tenant_alone(engines: list[SpecEngine]) -> None:
-    """How soon it is there would tell others what was asked for."""
+    """Compile latency would reveal to others which grammars were requested."""
     plain, salted = (
         SamplingParams(structured_outputs=Structure(regex="kept"), cache_salt=salt) for salt in (None, "own")
     )

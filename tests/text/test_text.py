@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: the pieces make up the whole, cut at the first stop string."""
+"""Incremental detokenization: the pieces make up the whole, cut at the first stop string."""
 
 import random
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ BYTES = st.one_of(
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """A BPE over bytes in the form of GPT-2, with merges that cut through characters, and a special token."""
+    """Return a byte-level BPE like GPT-2's, with merges that split characters, and a special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(s) for s in SAMPLES]
     merges, vocab = [], {symbol: i for i, symbol in enumerate(alphabet)}
@@ -56,7 +56,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """A vocabulary in the form of SentencePiece: words with a mark for the space, bytes for the rest."""
+    """Return a vocabulary like SentencePiece's: words with a space marker, and byte tokens for the rest."""
     words = ["▁hello", "▁world", "▁", "a", "é", "▁a", "lo"]
     vocab = {piece: i for i, piece in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -72,12 +72,12 @@ SPECIAL = INNER.token_to_id("<|end|>")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
 SYMBOL_OF = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
-"""How a byte-level vocabulary writes bytes: printable ones as themselves, the others from 256 on."""
+"""Characters for bytes in a byte-level vocabulary: printable ones unchanged, the others from 256 on."""
 TOKEN_OF = {byte: INNER.token_to_id(symbol) for byte, symbol in SYMBOL_OF.items()}
 
 
 def tokens_of(data: bytes, rng: random.Random) -> list[int]:
-    """Spell bytes in tokens of one or two, whatever characters they cut, with silent tokens between them."""
+    """Encode bytes in tokens of one or two, also across characters, with silent tokens between them."""
     tokens, at = [], 0
     while at < len(data):
         if rng.random() < 0.1:
@@ -95,13 +95,13 @@ def tokens_of(data: bytes, rng: random.Random) -> list[int]:
 def pieces_of(
     tokens: list[int], stop: list[str] | str | None = None, tokenizer: Tokenizer = TOKENIZER
 ) -> list[str]:
-    """What a stream gives: after each token, and at the end."""
+    """Return a stream's pieces after each token, and at the end."""
     stream = TextStream(tokenizer, StopNode.of(stop))
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
 def cut(text: str, stops: list[str], *, after: int = 0) -> str:
-    """Cut a text as if its characters came one by one; no stop ends it that ends within the first few."""
+    """Cut a text as if streamed by characters; stops that end within the first `after` are ignored."""
     for end in range(after + 1, len(text) + 1):
         found = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -117,7 +117,7 @@ def test_pieces_make_up_the_decoded_text(data: bytes, rng: random.Random) -> Non
 
 
 def told(tokens: list[int], stop: list[str] | None, rng: random.Random) -> tuple[list[str], list[Piece]]:
-    """Send a text now and then; return what was sent and how it was cut, each token's origin its place."""
+    """Send a text now and then; return the sent texts and the pieces, with positions as origins."""
     stream, cutter, unsent = TextStream(TOKENIZER, StopNode.of(stop)), Cutter(), ""
     sent: list[str] = []
     pieces: list[Piece] = []
@@ -140,7 +140,7 @@ def test_pieces_are_what_each_token_wrote(data: bytes, rng: random.Random) -> No
     written = [stream.push(token) for token in tokens]
     sent, pieces = told(tokens, None, rng)
     assert "".join(piece.text for piece in pieces) == "".join(sent)
-    for place, text in enumerate(written[:-1]):  # the last one's piece may end with what was unfinished
+    for place, text in enumerate(written[:-1]):  # the last piece may end with an unfinished character
         assert "".join(piece.text for piece in pieces if piece.origin == place) == text
 
 
@@ -185,7 +185,7 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(data: st.Da
 def test_a_character_costs_one_step_however_many_stop_strings_there_are(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All choices share the nodes: what the first has built no other builds again."""
+    """All choices share the nodes: each is built once."""
     steps, after = 0, StopNode.after
 
     def counted(node: StopNode, sign: str) -> StopNode:
@@ -239,7 +239,7 @@ def test_the_start_of_a_stop_is_held_until_it_is_decided(
 @given(st.data())
 @settings(deadline=None, max_examples=150)
 def test_a_stop_that_is_complete_too_early_is_text(data: st.DataObject) -> None:
-    """One that begins too early is none the less a stop: only its end counts."""
+    """One that begins too early is still a stop: only its end counts."""
     letters = st.sampled_from("ab日")
     text = data.draw(st.text(letters, max_size=30))
     stops = data.draw(st.lists(st.text(letters, min_size=1, max_size=5), min_size=1, max_size=3))
@@ -274,7 +274,7 @@ def test_a_stop_may_begin_where_it_may_not_end(
 
 
 def test_a_stop_does_not_depend_on_how_tokens_cut_it() -> None:
-    """The inner stop is complete first, even where one token brings both."""
+    """The inner stop is complete first, even if one token completes both."""
     inner = byte_level()
     inner.add_tokens(["abcdef"])
     tokenizer = Tokenizer(inner)
@@ -328,7 +328,7 @@ def test_a_token_costs_the_decoding_of_a_bounded_window() -> None:
 )
 @settings(deadline=None)
 def test_spaces_and_characters_in_bytes_come_out_whole_with_byte_fallback(words: list[str]) -> None:
-    """This decoder strips the first space and shows a broken run of bytes byte for byte."""
+    """This decoder strips the first space and shows an invalid run of bytes byte for byte."""
     inner = byte_fallback()
     tokens = [
         inner.token_to_id(piece)
@@ -344,14 +344,14 @@ def test_spaces_and_characters_in_bytes_come_out_whole_with_byte_fallback(words:
 
 
 def test_a_window_without_hold_back_is_caught() -> None:
-    """Decoding each token alone, which is right for plain words, breaks every character of several tokens."""
+    """Decoding each token alone, which works for plain words, breaks every multi-token character."""
     tokens = [TOKEN_OF[byte] for byte in "日本".encode()]
     assert "".join(TOKENIZER.decode([token]) for token in tokens) != "日本"
     assert "".join(pieces_of(tokens)) == "日本"
 
 
 def test_a_word_is_spelled_as_it_is_asked_for() -> None:
-    """Blanks that are a part of it stay; one before it says no more than none."""
+    """Inner blanks are significant; a leading one makes no difference."""
 
     def read(*words: str) -> set[str]:
         return {TOKENIZER.decode(ids) for word in words for ids in TOKENIZER.spellings(word)}

@@ -1,4 +1,4 @@
-"""What a model writes becomes content and calls, the same however its text is cut into pieces."""
+"""Model output is parsed into content and calls, independent of how its text is split into pieces."""
 
 import json
 import random
@@ -47,7 +47,7 @@ Found = tuple[str, list[tuple[str, str]]]
 
 
 def read(form: CallFormat, pieces: Sequence[str], *, cut: bool = False) -> Found:
-    """Read an answer that comes in pieces: what it says, and each call's name and arguments."""
+    """Parse an answer in pieces: return its content, and each call's name and arguments."""
     parser = AnswerReader(calls=Calls(form, SCHEMAS))
     content, calls = "", list[tuple[str, str]]()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(cut=cut)
@@ -72,7 +72,7 @@ def element(*parameters: tuple[str, str], name: str = "f") -> str:
 
 
 def written(form: CallFormat, *calls: tuple[str, str]) -> str:
-    """Write calls, as they are forced: each one's name and the JSON of its arguments."""
+    """Format calls as forced output does: each with its name and JSON arguments."""
     own = [form.frame(name)[0] + arguments + form.frame(name)[1] for name, arguments in calls]
     return form.before + form.between.join(own) + form.behind
 
@@ -252,7 +252,7 @@ def test_how_a_text_is_cut_changes_nothing(name: str, cut: bool) -> None:
 
 @given(some.lists(some.sampled_from(WORDS), max_size=30), some.booleans(), some.sampled_from([*CALL_FORMATS]))
 def test_no_text_breaks_a_parser(words: list[str], cut: bool, name: str) -> None:
-    """Nor does it read pieces of any other size otherwise, or lose what is no call."""
+    """Pieces of any size give the same result, and text that is no call is preserved."""
     text = "".join(words)
     wanted = read(CALL_FORMATS[name], [text], cut=cut)
     for pieces in (words, list(text), pieces_of(text, random.Random(text))):
@@ -326,7 +326,7 @@ def test_what_is_no_call_stays_text(name: str, inner: str) -> None:
 
 
 def sent(form: CallFormat, text: str) -> Iterator[tuple[str, str]]:
-    """Yield what has come, sign by sign, and what the client knows of it."""
+    """Yield the text so far, character by character, and the content sent to the client."""
     parser, known = AnswerReader(calls=Calls(form, SCHEMAS)), ""
     for at, sign in enumerate(text, 1):
         known += "".join(event[0] for event in parser.push(sign))
@@ -334,7 +334,7 @@ def sent(form: CallFormat, text: str) -> Iterator[tuple[str, str]]:
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    """Neither waits for an argument's end; and nothing is sent that may still be the end's tag."""
+    """Arguments are streamed before they end, except text that may be part of the end tag."""
     words = "word " * 20
     for form, text in (
         (HERMES, f"Hm. {call(json.dumps({'s': words}))}"),
@@ -351,7 +351,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("form", CALL_FORMATS.values(), ids=CALL_FORMATS)
 def test_a_frame_around_json_is_a_call(form: CallFormat) -> None:
-    """What forced output is to be put between reads as a call of this name, with that JSON."""
+    """Framed forced output parses as a call of this name, with that JSON."""
     assert read(form, [written(form, ("f", AWKWARD))]) == ("", [("f", AWKWARD)])
     assert read(form, [written(form, ("f", "{}"), ("g", "{ }"))]) == ("", [("f", "{}"), ("g", "{ }")])
 
@@ -389,7 +389,7 @@ def test_values_are_of_the_types_that_the_schema_says(key: str, text: str, value
 
 @pytest.mark.parametrize("key", ["s", "i"])
 def test_a_value_that_was_cut_off_stays_open(key: str) -> None:
-    """Nobody may take half a file for a whole one, or half a number for another one."""
+    """A client must not take half a file for a whole one, or half a number for another one."""
     text = f"{OPEN}<function=f><parameter={key}>\n12"
     whole = "\n</parameter>\n"
     for end in ("", "\n", "\n</para"):
@@ -445,7 +445,7 @@ def test_no_schema_breaks_a_parser(schema: dict[str, Any]) -> None:
     ("form", "unit"), [(HERMES, f'{OPEN}{{"arguments": {{'), (MISTRAL, '[TOOL_CALLS][{"arguments":{')]
 )
 def test_what_is_read_again_is_bounded(form: CallFormat, unit: str) -> None:
-    """Each opening leads to a value that never ends: looking at the rest anew for each would take forever."""
+    """Each opening starts a value that never ends: rescanning the rest for each would be quadratic."""
     text = unit * 3000
     reader = AnswerReader(None, Calls(form, SCHEMAS))
     events = [*reader.push(text), *reader.finish(cut=False)]
@@ -455,7 +455,7 @@ def test_what_is_read_again_is_bounded(form: CallFormat, unit: str) -> None:
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_long_arguments_are_read_once(name: str) -> None:
-    """What waits to be read stays short while arguments come, so that each piece costs its own length."""
+    """Buffered text stays short while arguments arrive, so that each piece costs its own length."""
     form, piece = CALL_FORMATS[name], 64
     waits: list[int] = []
     for length in (1 << 12, 1 << 13):

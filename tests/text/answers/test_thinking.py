@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, the same however its text is cut into pieces."""
+"""Reasoning before an answer is parsed independent of how its text is split into pieces."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Found = tuple[str, str, int]
 def read(
     form: ThinkingFormat | None, pieces: Sequence[str], *, cut: bool = False, calls: str = "hermes"
 ) -> Found:
-    """Read an answer that comes in pieces: what it thinks, what it says, and how many calls it holds."""
+    """Parse an answer in pieces: return its reasoning, its content, and its number of calls."""
     reader = AnswerReader(form, Calls(CALL_FORMATS[calls], SCHEMAS))
     events = [event for piece in pieces for event in reader.push(piece)] + reader.finish(cut=cut)
     thought = "".join(event.text for event in events if isinstance(event, Thinking))
@@ -89,7 +89,7 @@ def test_no_text_breaks_a_reader(words: list[str], cut: bool, form: ThinkingForm
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_cut_off_within_thinking_is_no_answer(name: str) -> None:
-    """Nor is a part of the end's tag thought: only `max_tokens` has cut it."""
+    """Nor is a part of the end tag reasoning if `max_tokens` cut it."""
     form, text, (thought, _, _) = CASES[name]
     end = text.find(form.end) if form and (form.opened or form.start in text) else -1
     for length in range(max(end, 0)):
