@@ -1,8 +1,8 @@
-"""Whether drafts by choice cost anything: the same texts by `draft="auto"` and none, a few tokens in turn.
+"""Overhead of adaptive drafts: the same texts with `draft="auto"` and with none, a few tokens in turn.
 
-`python -m tests.bench.pays --temperature 1` prints it for the shipped model, `--busy` beside a process of its
-own that takes a core, `--processor` by the processor time of the engine's thread, which depends less on load.
-Both engines have the same weights and step in one thread. Only tokens after a text's first 64 are compared.
+`python -m tests.bench.pays --temperature 1` prints it for the bundled model, `--busy` next to a process that
+busies a core, `--processor` by the CPU time of the engine's thread, which depends less on load. Both engines
+have the same weights and step in one thread. Only tokens after a text's first 64 are compared.
 """
 
 import argparse
@@ -29,7 +29,7 @@ BUSY_S = 900
 
 @dataclass(slots=True)
 class Text:
-    """One prompt's answer by one engine, and what its tokens after the first ones took."""
+    """One prompt's completion by one engine, and the time of its tokens after the first ones."""
 
     model: Model
     request: Request
@@ -44,7 +44,7 @@ class Text:
 
 
 def ask(model: Model, prompt: Sequence[int], params: SamplingParams, clock: Callable[[], float]) -> Text:
-    """Begin an answer."""
+    """Start a completion."""
     assert params.seed is not None
     request = model.core.new_request(prompt, params, seed=params.seed, stop_ids={})
     model.core.add_request(request)
@@ -52,7 +52,7 @@ def ask(model: Model, prompt: Sequence[int], params: SamplingParams, clock: Call
 
 
 def burn() -> None:
-    """Keep a core busy, for no longer than a run may take."""
+    """Busy a core for at most the duration of a run."""
     until_s = time.monotonic() + BUSY_S
     while time.monotonic() < until_s:
         sum(range(1000))

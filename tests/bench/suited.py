@@ -1,4 +1,4 @@
-"""What llama.cpp can run of small random models, whether or not its packages are here."""
+"""Small random models that llama.cpp can run, with or without its packages installed."""
 
 SUITED = {
     "hidden_size": 64,

@@ -1,4 +1,4 @@
-"""Colours of plots and of token origins: distinct with colour vision deficiencies, and readable."""
+"""Colours of plots and token origins: readable, and distinct with colour vision deficiencies."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ SIGHTS = {
     "no green": ((0.3673, 0.8606, -0.2280), (0.2801, 0.6725, 0.0474), (-0.0118, 0.0429, 0.9689)),
     "no blue": ((1.2555, -0.0767, -0.1788), (-0.0784, 0.9308, 0.1476), (0.0047, 0.6914, 0.3039)),
 }
-"""What is left of linear red, green and blue where a kind of cone is missing."""
+"""Transforms of linear RGB that simulate a missing cone type."""
 LMS = ((0.41222, 0.53633, 0.05145), (0.21190, 0.68070, 0.10740), (0.08830, 0.28172, 0.62998))
 LAB = ((0.21045, 0.79362, -0.00407), (1.97800, -2.42859, 0.45059), (0.02590, 0.78277, -0.80868))
 
@@ -34,7 +34,7 @@ def linear(colour: str) -> list[float]:
 
 
 def seen(colour: str, sight: Sequence[Vector]) -> list[float]:
-    """Return where a colour lies in a space (Oklab) whose distances are those that are seen."""
+    """Return a colour's coordinates in Oklab, whose distances are perceptual."""
     cones = product(LMS, [min(max(c, 0.0), 1.0) for c in product(sight, linear(colour))])
     return product(LAB, [cone ** (1 / 3) for cone in cones])
 
@@ -57,13 +57,13 @@ def test_colours_of_plots_are_distinct_with_colour_vision_deficiencies() -> None
     for name, sight in SIGHTS.items():
         places = [seen(colour, sight) for colour in PALETTE]
         assert min(math.dist(a, b) for a, b in itertools.combinations(places, 2)) > 0.08, name
-    # Red and green of equal lightness, which many cannot tell apart, must not pass.
+    # Red and green of equal lightness, which many cannot distinguish, must not pass.
     assert math.dist(seen("#c04040", SIGHTS["no green"]), seen("#708020", SIGHTS["no green"])) < 0.08
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_the_playgrounds_depths_are_a_scale_for_every_sight(theme: int) -> None:
-    """Deeper is stronger, no depth looks like the verifier's own, and the text on each can be read."""
+    """Deeper is stronger, no depth looks like the verifier's own, and the text on each is readable."""
     text = (Path(specdec.__file__).parent / "server" / "web" / "theme.css").read_text("utf-8")
     least, span = map(int, re.findall(r"calc\((\d+)% \+ (\d+)% \* var\(--share\)\)", text)[theme])
     shares = [float(share) for share in re.findall(r"--share: ([\d.]+); }", text)]

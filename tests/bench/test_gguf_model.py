@@ -51,7 +51,7 @@ def test_matrices_are_in_the_wanted_bits(kind: FileType, within: float, suited: 
 def test_tensors_are_as_llama_cpp_wants_them(suited: Path, tmp_path: Path) -> None:
     tensors, ours = written(suited, tmp_path / "model.gguf", "F32"), Checkpoint(suited)
     body = "model.layers.0."
-    # Four value heads of two key heads: the first of each come first.
+    # Four value heads of two key heads: the first of each are first.
     turn = [0, 2, 1, 3]
     decay_H = -ours.tensor(f"{body}linear_attn.A_log").exp()[turn]
     assert torch.equal(wide(tensors["blk.0.ssm_a"]), decay_H)
@@ -101,7 +101,7 @@ def test_an_interrupted_file_is_not_kept(
 def test_a_file_is_refused_only_where_the_disk_has_no_room_for_it(
     kind: FileType, suited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the byte, in the bits that are asked for."""
+    """Exact to the byte, in the requested format."""
     monkeypatch.setattr(gguf_model, "random_models", lambda: tmp_path)
     size = (path := cached_gguf(suited, kind)).stat().st_size
     for missing in (0, 1):

@@ -31,7 +31,7 @@ from tests.conftest import HYBRID
 PROMPTS = [[5, 6, 7, 100, 101, 102, 17, 18], [9, 9, 30, 31, 32, 33, 34, 35]]
 NEW_TOKENS = 12
 EXCUSED = 1e-3
-"""How far under the best a token of llama.cpp may lie in float32, relative to the largest logit."""
+"""Maximum gap between llama.cpp's token and the best in float32, relative to the largest logit."""
 COMMAND = ["bench", "throughput", "tiny", "--peers", "llama.cpp", "--repeats", "2", "--warmup", "0", "--json"]
 COMMAND += ["--batch", "1,2", "--prompt-tokens", "9", "--new-tokens", "8"]
 QWEN3 = {
@@ -53,7 +53,7 @@ QWEN3 = {
 def _needs_both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("gguf", "xllamacpp"):
         pytest.importorskip(package, reason=f"the package {package} is not installed")
-    # A program on PATH is another engine than the one that is tested.
+    # A program on PATH would replace the engine under test.
     monkeypatch.setattr(llama_cpp, "PROGRAM", "no-llama-server-of-this-name")
 
 
@@ -145,7 +145,7 @@ def test_benchmark_runs_it_in_the_same_bits(
 
 
 def written(folder: Path, kind: FileType, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write `tiny` as a GGUF file, and have it read without its tokenizer, whose tokens are numbers."""
+    """Write `tiny` as a GGUF file, to be loaded without its tokenizer."""
     path = folder / "model.gguf"
     write_gguf(Checkpoint(find_folder("tiny")), path, kind)
     monkeypatch.setattr("specdec.models.gguf.folder.NONE", ("rwkv",))
@@ -197,7 +197,7 @@ def test_its_drafts_are_accepted_at_the_same_rates(capsys: pytest.CaptureFixture
     report, _ = report_of(capsys, "--draft", "mtp", "--num-steps", "2", "--synthetic-acceptance", "1,1")
     for case in report["cases"]:
         assert case["figures"]["llama.cpp, draft-mtp"]["tokens_per_step"]["median"] > 2
-        # What is accepted at given rates is not the model's text.
+        # Drafts accepted at given rates are not the model's text.
         assert set(case["peers"]) == {"llama.cpp"}
 
 
@@ -238,7 +238,7 @@ def test_missing_packages_are_named_with_their_remedy(
     assert main(["bench", "throughput", "tiny", "--peers", "llama.cpp"]) == 2
     said = capsys.readouterr().err
     assert "--peers llama.cpp: it needs xllamacpp" in said and "pip install 'specdec[bench]'" in said
-    # A program replaces that package, and nothing replaces the writer.
+    # A program replaces that package; nothing replaces the writer.
     assert find_program(Path(sys.executable)) == sys.executable
     monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="it needs gguf and xllamacpp"):
@@ -270,7 +270,7 @@ def script(folder: Path, line: str) -> str:
 
 @pytest.fixture
 def supervised(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program that says its process id and its arguments, and goes on."""
+    """Start a program that records its process id and arguments, and keeps running."""
     said = f"{tmp_path}/said"
     program = script(tmp_path, f'echo $$ "$@" > {said}.part\nmv {said}.part {said}\nexec sleep 600')
     wanted = {"program": program, "model": "m.gguf", "port": 9, "threads": 2, "slots": 4, "context": 1024}

@@ -45,7 +45,7 @@ def test_judge_agrees_with_the_best_tokens_alone(transformers_peer: Transformers
 
 
 class FakeServer:
-    """Answer as an OpenAI-style server does, with `tokens` tokens in chunks of two."""
+    """A server that answers in OpenAI style, with `tokens` tokens in chunks of two."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.bodies, self.url = tokens, [], ""

@@ -1,4 +1,4 @@
-"""Plots: every series is drawn with its values, text stays text, files are complete and reproducible."""
+"""Plots: every series is drawn with its values, text is text, files are complete and reproducible."""
 
 import math
 import sys

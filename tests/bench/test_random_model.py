@@ -52,7 +52,7 @@ TINY = shape_config("tiny")
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Keep random models in a folder of the test's own."""
+    """Store random models in the test's own folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "specdec" / "random"
 

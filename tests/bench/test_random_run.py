@@ -1,4 +1,4 @@
-"""Throughput of models that are only a shape: what fits, what is drawn, what is shown."""
+"""Throughput of random models of a shape: what fits, what is drawn, what is shown."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from specdec.setup.build import build_random
 from tests.selection import EXHAUSTIVE
 
 SMALL = {**SHAPES["tiny"], "num_hidden_layers": 4, "vocab_size": 512}
-"""A named size that is drawn in no time."""
+"""A named shape that is drawn quickly."""
 ARGV = [
     "bench",
     "throughput",
@@ -108,7 +108,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_drawn(
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert "qwen3.5-27b" in said and f"{8 << 30:,}" in said
-    # Where weights fit and rows do not, the rows are named.
+    # If weights fit and rows do not, the rows are named.
     found = fit("small", EngineConfig(device="cpu", max_model_len=64))
     assert fitting(found, [1, 1 << 40], 64) == [1]
     with pytest.raises(CapacityError, match="rows of 64 tokens"):
@@ -117,7 +117,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_drawn(
 
 @pytest.mark.parametrize("draft", ["mtp", "self-int4"])
 def test_rows_that_are_said_to_fit_do(draft: str) -> None:
-    """As many rows as were counted run at once, none of them preempted."""
+    """The counted number of rows runs at once, without preemption."""
     config = EngineConfig(device="cpu", max_model_len=40, draft=draft, adaptive=False, dtype="float32")
     found = fit("small", config)
     for rows in (1, 7):
@@ -227,7 +227,7 @@ def test_fewer_bits_are_fewer_bytes(quantize: str, bits: int, capsys: pytest.Cap
 def test_ctrl_c_shows_the_cases_that_were_finished(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage over its limit is told to end so; what it has measured by then is not lost."""
+    """A stage over its limit is interrupted this way; its measurements must not be lost."""
     run = EngineRunner.run
 
     def pressed(self: EngineRunner, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:

@@ -93,7 +93,7 @@ def test_check_excuses_rounding_alone(gap: float) -> None:
 
 
 def test_runner_times_each_step_in_which_all_rows_decode(hybrid: Path) -> None:
-    # Three prompts of 33 tokens take several chunks of 16, in which the first rows already decode.
+    # Three prompts of 33 tokens take several chunks of 16, during which the first rows already decode.
     runner = EngineRunner.load(hybrid, EngineConfig(chunk_tokens=16, dtype="float32", max_model_len=64))
     prompts = [[i, *range(100, 132)] for i in range(3)]
     chunked = runner.run(prompts, 12)

@@ -1,4 +1,4 @@
-"""The bytes of a step against figures that were counted by hand, and against each other."""
+"""The bytes of a step against figures counted by hand, and against each other."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,7 @@ from specdec.models.families import network
 from specdec.models.shapes import SHAPES
 
 BANDWIDTH = 4.3e12
-"""Of an H200, copying."""
+"""Copy bandwidth of an H200."""
 COUNTED = {
     # window, draft steps, topk, accepted: GB of the target, ms of a step, tokens per second
     (3, 2, 1, 2.709): (7.0, 1.97, 1374),
@@ -32,8 +32,8 @@ def test_large_model_costs_what_was_counted(
     work = Work(window=window, draft_steps=steps, topk=topk, accepted=accepted)
     found = describe(LARGE, work, BANDWIDTH, quantize="fp8")
     assert found["target_bytes"] / 1e9 == pytest.approx(counted[0], rel=0.01)
-    # By hand every pass of the head touched the experts of one token, and was read in 16 bits: ours touches
-    # those of all that was accepted, or of topk tokens, in 8.
+    # The hand count has each pass of the head use one token's experts in 16 bits; ours uses those of all
+    # accepted tokens, or of topk tokens, in 8.
     assert 0.99 < found["floor_s"] * 1e3 / counted[1] < 1.03
     assert 0.97 < found["ceiling_tokens_per_s"] / counted[2] < 1.01
 
@@ -59,7 +59,7 @@ def test_bytes_add_up_to_the_footprints() -> None:
 
 
 def test_a_copy_decodes_in_a_state_of_its_own() -> None:
-    """Each drafted token reads all of its weights and moves a state; the state is copied once before."""
+    """Each draft token reads all of the copy's weights and moves a state, which is copied once before."""
     shape = network(SHAPES["0.5b"])
     plain, copied = TimeModel(shape), TimeModel(shape, copied=True)
     work = Work(rows=2, window=4)
@@ -79,7 +79,7 @@ def test_fp8_halves_the_matrices_of_layers_alone() -> None:
     wide, narrow = (model.step(Work(window=4, draft_steps=3)) for model in models)
     halved = {kind for kind in wide if narrow[kind] == pytest.approx(wide[kind] / 2, rel=2.5e-4)}
     assert halved == {"experts"}
-    # The gates' projections of a delta net, the shared expert's gate, and norms stay.
+    # A delta net's gate projections, the shared expert's gate, and norms stay unquantized.
     for kind in ("attention projections", "recurrent projections", "dense feed-forward"):
         assert 0.5 < narrow[kind] / wide[kind] < 0.51
     assert 0.5 < narrow["draft steps"] / wide["draft steps"] < 1

@@ -1,8 +1,8 @@
 """Time two checkouts in turn: `python -m tests.bench.turns OTHER --pairs 7 --settings none:1,mtp:8`.
 
-Each pair is a process of either checkout, both on one processor; they generate by turns, so that what else
-the machine does slows both. Processes differ by some percent from start to start: the ratio is the median
-over the pairs. A setting is a drafter and how many prompts there are at once.
+Each pair is a process of either checkout, both on one processor. They generate alternately, so that other
+load slows both. Processes differ by some percent from start to start: the ratio is the median over the pairs.
+A setting is a drafter and the number of concurrent prompts.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROMPT, NEW = 32, 128
 
 
 def work(setting: str) -> None:
-    """Generate whenever a line comes, and say what that took."""
+    """Generate for each line received, and print the time."""
     from specdec import SamplingParams, SpecEngine
 
     draft, batch = setting.split(":")
@@ -64,7 +64,7 @@ def seconds(own: "subprocess.Popen[str]") -> float:
 
 
 def compare(other: Path, setting: str, runs: int) -> float:
-    """Return the speedup of this checkout over the other, above 1 is faster: the median over runs."""
+    """Return the speedup of this checkout over the other (above 1: faster), the median over runs."""
     here = Path(__file__).parents[2]
     with worker(other, setting) as before, worker(here, setting) as after:
         ratios = []

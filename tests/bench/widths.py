@@ -1,6 +1,6 @@
-"""One width for all rows against up to three, over drafts of `tiny`'s own head and steps of assumed costs.
+"""One width for all rows against up to three, for drafts of `tiny`'s own head and assumed step costs.
 
-`python -m tests.bench.widths`: in units of no drafts, what both are expected to give, and what came true.
+`python -m tests.bench.widths` prints the expected and the actual gain of both, relative to no drafts.
 """
 
 from random import Random
@@ -13,11 +13,11 @@ from specdec.draft.widths import Curve, best_cut, gains
 
 DEPTH, DRAWS = 7, 60
 Draft = tuple[Proposal, int]
-"""A chain, and how many of its tokens came true."""
+"""A chain, and its number of correct tokens."""
 
 
 def drafts_at(engine: SpecEngine, temperature: float) -> list[Draft]:
-    """Let the head draft for the bundled prompts, twice, and keep what its calibrated chains came to."""
+    """Let the head draft for the bundled prompts, twice; return its calibrated chains and their outcomes."""
     speculation, kept = engine.model.loop.speculation, list[Draft]()
 
     def note(report: StepReport) -> None:
@@ -37,7 +37,7 @@ def drafts_at(engine: SpecEngine, temperature: float) -> list[Draft]:
 
 
 def compare(drafts: list[Draft], rows: int, token: float) -> str:
-    """Say what one width and up to three are expected to give, and what came, where a token costs so much."""
+    """Return the expected and actual gain of one width and of up to three, for a given cost per token."""
 
     def curve(groups: int) -> Curve:
         return lambda nodes: 1 + token * (rows + nodes)

@@ -1,4 +1,4 @@
-"""A chat in the terminal: its messages, its commands, what is typed, and a real one at a pty."""
+"""Terminal chat: its messages, commands and input, and a real one in a pty."""
 
 import io
 import json
@@ -170,7 +170,7 @@ def test_an_answer_is_shown_harmless_its_drafts_in_colour(
 
 
 class Written:
-    """Stands for an engine that has written given pieces, a delta each."""
+    """A stand-in for an engine that generates given pieces, one per delta."""
 
     def __init__(self, pieces: Sequence[Piece], why: Any) -> None:
         self.pieces, self.why = pieces, why
@@ -182,7 +182,7 @@ class Written:
         return self
 
     def cancel(self) -> None:
-        """Have nothing to cancel."""
+        """Do nothing: there is nothing to cancel."""
 
 
 def test_thinking_is_told_from_what_is_said_and_kept_beside_it() -> None:
@@ -236,7 +236,7 @@ def test_later_turns_find_the_earlier_ones_cached(engine: SpecEngine, completes:
     cached, lengths = [], []
     asked = chat.conversation
     for text in ("def f(x):\n", "class A:\n", "import os\n", None):
-        asked = chat.conversation.asking(text) if text else asked  # None: once more, as /retry does
+        asked = chat.conversation.asking(text) if text else asked  # None: ask again, as /retry does
         with chat.begin(asked) as written:
             for _ in written:
                 pass
@@ -245,7 +245,8 @@ def test_later_turns_find_the_earlier_ones_cached(engine: SpecEngine, completes:
         cached.append(written.last.stats.cached_tokens)
         lengths.append(written.last.stats.prompt_tokens)
     assert cached[0] == 0
-    # The template of `tiny` writes answers otherwise than the model did: up to the question all is found.
+    # The template of `tiny` renders answers unlike the model's output: only the tokens up to the question are
+    # cached.
     assert cached[1] >= lengths[0] - 1 and cached[2] >= lengths[1] - 1
     assert cached[3] == lengths[3] - 1 == lengths[2] - 1
     alone = engine.generate([chat.render(asked.messages)], GREEDY)[0]
@@ -374,7 +375,7 @@ def test_an_only_message_is_answered_with_options_as_remedies(engine: SpecEngine
 
 
 class Script:
-    """Types given lines, and keeps what stood at each prompt."""
+    """An input stub that types given lines, and records the text at each prompt."""
 
     def __init__(self, *lines: str) -> None:
         self.lines, self.given = iter(lines), list[str]()
@@ -463,7 +464,7 @@ specdec.__main__.main()
 
 
 class Person:
-    """Types at a terminal and reads what appears there."""
+    """A user who types at a terminal and reads its output."""
 
     def __init__(self, argv: Sequence[str], **more: str) -> None:
         self._keys, theirs = pty.openpty()
@@ -480,7 +481,7 @@ class Person:
         self._until_s = time.monotonic() + WAIT_S
 
     def types(self, keys: str, *, until: str) -> str:
-        """Type keys, and return what appears until a pattern does."""
+        """Type keys, and return the output up to a pattern."""
         os.write(self._keys, keys.encode())
         seen = b""
         while not re.search(until, text := seen.decode("utf-8", "replace").replace("\r", "")):
@@ -491,7 +492,7 @@ class Person:
                     seen += os.read(self._keys, 1 << 16)
                 except OSError:  # the other side is closed
                     break
-            elif keys == "\x03":  # it came between the prompt and where readline waits
+            elif keys == "\x03":  # it arrived between the prompt and readline's wait
                 os.write(self._keys, b"\x03")
         return text
 
@@ -500,7 +501,7 @@ class Person:
         return self.process.wait(WAIT_S)
 
     def close(self) -> None:
-        """End what still runs, and close the terminal."""
+        """Kill a process that still runs, and close the terminal."""
         self.process.kill()
         self.process.wait()
         os.close(self._keys)

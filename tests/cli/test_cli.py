@@ -1,4 +1,4 @@
-"""The command as its users meet it: what goes to which stream, and which exit code says what."""
+"""The command line: what goes to which stream, and the exit codes."""
 
 import io
 import json
@@ -554,7 +554,7 @@ def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.Mo
     monkeypatch.setattr("specdec.cli.demo.SpecEngine", Watched)
     assert main(["demo"]) == 0
     captured = capsys.readouterr()
-    # Rounds write one text: nothing of it may be looked up.
+    # Rounds generate the same text, so nothing may be looked up from earlier ones.
     drafters = [drafter for own in opened for drafter in own.model.loop.speculation.drafters]
     indices = [own for own in drafters if isinstance(own, SuffixDrafter)]
     assert len(opened) == 2 and [index.num_shared_tokens for index in indices] == [0]
@@ -566,12 +566,12 @@ def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def endless(checkpoint: Callable[..., Path]) -> Path:
-    """Make a model whose texts are too long to end while anything is done to them."""
+    """Make a model whose context is too long for texts to end during the test."""
     return checkpoint(max_position_embeddings=1 << 18)
 
 
 def start(model: Path) -> "subprocess.Popen[bytes]":
-    """Stream a long completion in a process of its own, up to its first byte."""
+    """Stream a long completion in a process, up to its first byte."""
     argv = ["generate", str(model), "--prompt", PROMPT, "--max-tokens", "200000"]
     argv += ["--ignore-eos", "--seed", "0"]
     running = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""How commands end: their output written or said to be lost, and what is to be cleared up cleared up."""
+"""How commands end: output is written or reported as lost, and resources are cleaned up."""
 
 import shlex
 import subprocess

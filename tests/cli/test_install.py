@@ -1,4 +1,4 @@
-"""What an installed specdec is to scripts, wherever they lie; and what its wheel brings along."""
+"""An installed specdec is importable from scripts in any folder; and its wheel is complete."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a clone that is named specdec, without what is large."""
+    """Make a clone named specdec, without large files."""
     clone = tmp_path_factory.mktemp("beside") / "specdec"
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         clone.mkdir(exist_ok=True)
@@ -30,7 +30,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install that clone as `pip install -e` does, into a folder that is read in place of our own install."""
+    """Install that clone as `pip install -e` does, into a folder that replaces our own install."""
     site = tmp_path_factory.mktemp("site")
     build = f"import setuptools.build_meta as own; print(own.build_editable({str(site)!r}))"
     ran = subprocess.run([sys.executable, "-c", build], cwd=clone, capture_output=True, text=True)
@@ -58,12 +58,12 @@ def test_a_script_beside_a_clone_imports_what_is_installed(clone: Path, site: Pa
 
 
 def test_the_wheel_has_every_file_and_no_gpu(tmp_path: Path) -> None:
-    """A plain install works on a CPU: what is for GPUs is asked for by an extra alone."""
+    """A plain install works on a CPU: GPU packages are only in an extra."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     left_out = shutil.ignore_patterns(
         "__pycache__", "built", "results", "LOG.md", "loss.svg"
-    )  # what the log measured stays at home
+    )  # the log's measurements are not shipped
     shutil.copytree(ROOT / "specdec", tmp_path / "specdec", ignore=left_out)
     there = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("specdec/**/*") if path.is_file()}
     build = "import setuptools.build_meta as own; print(own.build_wheel('dist'))"

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: a command ends with 130 in silence, a script that loads a model without abort."""
+"""Ctrl-C at any moment: a command exits silently with 130, a script that loads a model does not abort."""
 
 import os
 import re
@@ -42,7 +42,7 @@ import specdec.__main__
 sys.argv[0] = "specdec"
 specdec.__main__.main()
 """
-"""Presses Ctrl-C while a module is looked for."""
+"""Sends Ctrl-C during the search for a module."""
 
 
 def run(*argv: str, **more: str) -> "subprocess.CompletedProcess[str]":
@@ -104,7 +104,7 @@ import specdec.__main__
 sys.argv[0] = "specdec"
 specdec.__main__.main()
 """
-"""Presses Ctrl-C so long after a stage of loading has begun."""
+"""Sends Ctrl-C a given time after a stage of loading has begun."""
 
 
 @EXHAUSTIVE
@@ -130,7 +130,7 @@ def test_it_ends_a_model_that_is_loaded(command: str, stage: str, delay: str, ti
     module, _, name = stage.rpartition(".")
     ran = run("-c", AT_STAGE, str(times), module, name, delay, *COMMANDS[command])
     said = [line for line in ran.stderr.splitlines() if line.strip() and "own small model" not in line]
-    if command == "serve":  # its log, and nothing else
+    if command == "serve":  # only its log
         said = [line for line in said if not re.match(r"20\d\d-|settings:|  \w+: ", line)]
     assert (ran.returncode, said) == (130, []), ran.stderr
 
@@ -150,12 +150,12 @@ import specdec.__main__
 sys.argv[0] = "specdec"
 specdec.__main__.main()
 """
-"""Says when Ctrl-C is ours to answer: before that it is the interpreter's, which begins."""
+"""Prints when Ctrl-C is handled by us: before that the starting interpreter handles it."""
 
 
 @pytest.mark.parametrize("seconds", only({0.3, 1.8}, [0, 0.05, 0.3, 1.0, 1.8, 2.2, 2.6, 3.0]))
 def test_it_ends_at_any_time(seconds: float) -> None:
-    # The text is far too long to be written by then, so only the signal can end it.
+    # The text is far too long to be complete by then, so only the signal can end it.
     argv = [*COMMANDS["generate"][:-2], "1000000", "--ignore-eos"]
     process = subprocess.Popen(
         [sys.executable, "-c", READY, *argv],
@@ -210,7 +210,7 @@ def test_what_is_told_to_ignore_it_ignores_it() -> None:
 
 
 class Begun(threading.Thread):
-    """Is interrupted by the time that it has begun to build."""
+    """Interrupted once it has begun to build."""
 
     def start(self) -> None:
         super().start()
@@ -219,7 +219,7 @@ class Begun(threading.Thread):
 
 
 class Beginning(threading.Thread):
-    """Is interrupted before; then the system comes round to it."""
+    """Interrupted before it builds; the test lets the thread run later."""
 
     def start(self) -> None:
         LATE.append(super().start)

@@ -1,4 +1,4 @@
-"""The ways to the command beside its own name: `python -m specdec.cli`, and `server.py` at the root."""
+"""Other ways to start the command: `python -m specdec.cli`, and `server.py` at the root."""
 
 import subprocess
 import sys
@@ -22,5 +22,5 @@ def test_server_at_the_root_is_serve() -> None:
     code, helped, said = ran("server.py", "--help")
     assert (code, said) == (0, "") and helped.startswith("usage: specdec serve ")
     assert ran("-m", "specdec", "serve", "--help") == (0, helped, "")
-    code, said, why = ran("-S", "server.py", "tiny")  # by a Python that has nothing installed
+    code, said, why = ran("-S", "server.py", "tiny")  # with a Python that has no packages
     assert (code, said) == (1, "") and "torch" in why and "`make serve`" in why and "Traceback" not in why

@@ -1,4 +1,4 @@
-"""What a person sees of a completion: harmless text, its figures, and what was said before Ctrl-C."""
+"""A completion in the terminal: escaped text, its figures, and the text before Ctrl-C."""
 
 import io
 import json
@@ -21,12 +21,12 @@ DRAFTED = [
     *("--prompt-ids", "5 6", "--temperature", "0", "--max-tokens", "7", "--ignore-eos", "--draft", "mtp"),
     *("--synthetic-acceptance", "1,1,0", "--num-steps", "3", "--no-adaptive"),
 ]
-"""The first token comes of the prompt, then twice two of a draft and one of the verifier's own."""
+"""The first token is from prefill, then twice two draft tokens and a bonus token."""
 Capture = pytest.CaptureFixture[str]
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -95,7 +95,7 @@ def test_accepted_tokens_have_a_colour_where_there_are_colours(
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm")
     assert main(["generate", str(agreeing), *DRAFTED, "--colour", colour]) == 0
-    # The first token, then twice two that were drafted and the verifier's own.
+    # The first token, then twice two draft tokens and a bonus token.
     plain = CODES.sub("", out.getvalue())
     a, b, c, d, e, f, g = plain.strip()
     marked = f"{a}{ACCEPTED}{b}{c}{PLAIN}{d}{ACCEPTED}{e}{f}{PLAIN}{g}\n"
@@ -105,7 +105,7 @@ def test_accepted_tokens_have_a_colour_where_there_are_colours(
 
 
 def painted_whole(text: str) -> str:
-    """Leave out codes that change nothing, as between two deltas."""
+    """Drop codes without effect, as between two deltas."""
     return text.replace(f"{PLAIN}{ACCEPTED}", "")
 
 
@@ -121,7 +121,7 @@ def test_choices_have_colours_and_json_has_none(agreeing: Path, capsys: Capture)
 
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C after the twelfth delta of whatever is streamed."""
+    """Press Ctrl-C after the twelfth delta of any stream."""
     right = SpecEngine.stream
 
     async def stream(self: SpecEngine, *given: object) -> AsyncGenerator[Delta, None]:
@@ -145,7 +145,7 @@ def test_interrupt_prints_what_each_choice_has_said(hybrid: Path, capsys: Captur
     assert "Traceback" not in captured.err
     choices = [json.loads(line) for line in captured.out.splitlines()]
     assert [choice["index"] for choice in choices] == [0, 1]
-    # The interrupt reaches the event loop at its next turn; a delta or two may come before.
+    # The event loop handles the interrupt at its next turn; a delta or two may precede that.
     assert 12 <= sum(len(choice["token_ids"]) for choice in choices) < 600
     with SpecEngine(hybrid) as engine:
         assert engine.tokenizer

@@ -1,4 +1,4 @@
-"""What people see of a running server: figures of two readings, pictures, and a borrowed terminal."""
+"""The view of a running server: rates between two readings, screens, and the terminal's restoration."""
 
 import asyncio
 import fcntl
@@ -160,7 +160,7 @@ def test_what_was_before_a_server_was_away_is_no_beginning() -> None:
 
 
 class Scripted:
-    """Says what it was told to, and why it says nothing."""
+    """A terminal stub with scripted responses."""
 
     why = staticmethod(repr)
 
@@ -277,7 +277,7 @@ def test_a_variable_that_is_not_set_is_named(capsys: Capture) -> None:
 
 
 class Watched:
-    """`specdec top` in a terminal of its own."""
+    """`specdec top` in a terminal."""
 
     def __init__(self, *options: str, **env: str) -> None:
         self.ours, self.theirs = pty.openpty()
@@ -304,7 +304,7 @@ class Watched:
         fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def see(self, text: str) -> str:
-        """Wait until something is drawn anew; return all that was until then."""
+        """Wait for a text; return all output since the call."""
         self.text = ""
         until_s = time.monotonic() + WAIT_S
         while text not in self.text:
@@ -313,7 +313,7 @@ class Watched:
         return self.text
 
     def end(self) -> str:
-        """Wait for its end; return what it wrote last."""
+        """Wait for its end; return its last output."""
         self.text = ""
         until_s = time.monotonic() + WAIT_S
         while self.process.poll() is None:
@@ -342,7 +342,7 @@ def test_a_terminal_is_drawn_over_in_place_until_q_and_is_given_back(live: Live)
         drawn = [re.sub(r"\x1b\[\w*", "", line) for frame in frames for line in frame.splitlines()]
         assert 20 < max(map(len, drawn)) <= 30
         assert all(frame.count("\n") == 5 for frame in frames)
-        live.process.send_signal(signal.SIGSTOP)  # nobody has to wait for a server to be let go
+        live.process.send_signal(signal.SIGSTOP)  # quitting must not wait for the server
         try:
             os.write(watched.ours, b"q")
             watched.end()

@@ -1,4 +1,4 @@
-"""Names of options that people know from vLLM and SGLang."""
+"""Aliases for options of vLLM and SGLang."""
 
 import argparse
 from pathlib import Path
@@ -50,7 +50,7 @@ SAMPLES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "disaggregation_mode": (["decode"], {"role": "decode"}),
     "disaggregation_bootstrap_port": (["5601"], {"reach_port": 5601}),
 }
-"""What each says, and the settings that mean it."""
+"""The value of each alias, and the equivalent settings."""
 
 
 def parser(given: tuple[type[Settings], ...] = (ServerConfig, EngineConfig)) -> Parser:

@@ -1,4 +1,4 @@
-"""Settings: what is taken, what is refused, and that a refusal says what to do."""
+"""Settings: accepted and refused values, and the remedies in refusals."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ def test_the_defaults_are_what_the_api_promises() -> None:
 
 
 def test_the_fields_are_those_of_the_api() -> None:
-    """The words are stable: the command line and the server take theirs from here."""
+    """The names are stable: the command line and the server take theirs from here."""
     assert " ".join(SamplingParams.model_fields) == (
         "max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop "
         "stop_token_ids include_stop_str_in_output skip_special_tokens ignore_eos seed logprobs logit_bias "

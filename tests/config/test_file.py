@@ -1,4 +1,4 @@
-"""Settings in a file of YAML: by the options' names, behind the command line, refused by line."""
+"""Settings in a YAML file: by option name, overridden by the command line, refused by line."""
 
 import argparse
 from pathlib import Path

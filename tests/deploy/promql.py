@@ -1,4 +1,4 @@
-"""Compare the queries of a dashboard with what /metrics has: names, labels, and histograms' buckets."""
+"""Check a dashboard's queries against /metrics: names, labels, and histogram buckets."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ QUANTILE = re.compile(rf"histogram_quantile\(0\.\d+, sum by \(le\) \(rate\(({NAM
 
 
 def labels_of(text: str) -> dict[str, set[str]]:
-    """Read /metrics: the labels of each name."""
+    """Parse /metrics into the labels of each name."""
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
         if match := re.match(rf"({NAME})(?:\{{(.*)\}})? ", line):
@@ -29,7 +29,7 @@ def types_of(text: str) -> dict[str, str]:
 def faults(
     query: str, labels: Mapping[str, set[str]], types: Mapping[str, str], legend: str = ""
 ) -> list[str]:
-    """List what a query asks for and /metrics has not."""
+    """List the parts of a query that /metrics lacks."""
     found, selectors = [], SELECTOR.findall(query)
     for name, matchers, is_range in selectors:
         if name not in labels:

@@ -1,4 +1,4 @@
-"""What deploy/ holds fits the server: the dashboard its figures, the unit and the containers its options."""
+"""deploy/ fits the server: the dashboard its metrics, the unit and the containers its options."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ ASK = {
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a certificate for 127.0.0.1, its key, that key under a password, and another key."""
+    """Make a certificate for 127.0.0.1, its key, that key encrypted, and another key."""
     folder = tmp_path_factory.mktemp("tls")
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which makes the certificates, is not installed")
@@ -60,7 +60,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[socket.socket]:
-    """Listen as systemd does, at a name that is no file."""
+    """Listen as systemd does, on an abstract socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(b"\0specdec-test-" + str(id(sock)).encode())
         sock.settimeout(10)
@@ -69,11 +69,11 @@ def told() -> Iterator[socket.socket]:
 
 @pytest.fixture(scope="module")
 def live(certificates: Path, told: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Serve by a file of settings, over TLS, watched by a supervisor, with the unit's caches."""
+    """Serve with a settings file, over TLS, watched by a supervisor, with the unit's caches."""
     lines = {
         **{"ssl-certfile": str(certificates / "cert.pem"), "ssl-keyfile": str(certificates / "locked.pem")},
         **{"ssl-keyfile-password": "secret", "memory-bytes": "64MiB", "draft": "suffix", "adaptive": False},
-        "max-num-seqs": 2,  # fewer than are asked for, so that something limits them
+        "max-num-seqs": 2,  # fewer than requested, so that it is logged as the limit
     }
     path = tmp_path_factory.mktemp("settings") / "specdec.yaml"
     path.write_text(yaml.safe_dump(lines))
@@ -94,7 +94,7 @@ def test_a_server_over_tls_answers_and_tells_its_supervisor(live: Live, told: so
     assert live.url.startswith("https://")
     assert told.recv(64) == b"READY=1"
     assert live.ask("/v1/completions", ASK | {"stream": True}).events[-1]["choices"][0]["finish_reason"]
-    with pytest.raises((OSError, ConnectionError)):  # one that does not trust the certificate
+    with pytest.raises((OSError, ConnectionError)):  # a client that does not trust the certificate
         Live.ask(_over(live, ssl.create_default_context()), "/health")
     plain = _over(live, None)
     plain.url = live.url.replace("https:", "http:")
@@ -179,7 +179,7 @@ def test_a_certificate_is_read_before_the_model(certificates: Path, monkeypatch:
 
 
 def test_a_connection_without_a_handshake_has_a_small_buffer(certificates: Path) -> None:
-    """Anyone may open thousands; what is sent over one arrives whole, however much more that is."""
+    """Anyone may open thousands; data of any length still arrives complete."""
     sent = bytes(range(256)) * 4096
     made: list[asyncio.BaseProtocol] = []
 
@@ -349,7 +349,7 @@ def decrypted(context: ssl.SSLContext, records: Sequence[bytes]) -> int:
 def test_tls_records_may_take_little_time_without_data(
     certificates: Path, is_bounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KeyUpdate messages, 45 us each, halted all streams; records of a byte stand for them."""
+    """KeyUpdate messages, 45 us each, halted all streams; one-byte records simulate them."""
     context = tls_context(
         ServerConfig(**{f"ssl_{own}file": str(certificates / f"{own}.pem") for own in ("cert", "key")})
     )

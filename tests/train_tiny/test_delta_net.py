@@ -1,4 +1,4 @@
-"""The chunked delta rule against the recurrence it stands for, gradients included."""
+"""The chunked delta rule equals its recurrence, gradients included."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def _inputs(length: int, heads: int = 3, key: int = 8, value: int = 16) -> Input
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Decay, read the error, write it, read the output: token by token."""
+    """Compute token by token: decay, read the error, write it, read the output."""
     B, H, length, K = k.shape
     state = torch.zeros(B, H, K, v.shape[-1])
     outputs = []

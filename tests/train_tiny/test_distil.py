@@ -1,4 +1,4 @@
-"""Heads learn from text and from what the trunk says, half of a batch's rows each."""
+"""Heads learn from text and from the trunk's samples, half of a batch's rows each."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_a_head_that_was_fed_other_answers_is_not_taken_up(trunk: Trunk, tmp_pat
 
 
 def test_an_eagle_head_begins_alike_with_any_number_of_threads() -> None:
-    """Else whoever goes on with other threads is told that what was kept is of other weights."""
+    """Otherwise resuming with another thread count would report a checkpoint of other weights."""
     torch.manual_seed(0)
     trunk, before = Trunk(recipe("tiny").sizes()).eval(), torch.get_num_threads()
     found = set()

@@ -1,4 +1,4 @@
-"""What training computes is what `transformers` and the engine compute of the files it writes."""
+"""Training, `transformers` and the engine compute the same from the exported files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained() -> Trained:
-    """Draw a trunk and its heads with norms that are not what they begin as."""
+    """Draw a trunk and its heads with norms off their initial values."""
     torch.manual_seed(0)
     shape = Shape(**SIZES)
     trunk = Trunk(shape, chunk=16)
@@ -75,7 +75,7 @@ def test_transformers_computes_the_same_logits(trained: Trained, folder: Path) -
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle"])
 def test_the_engine_drafts_what_the_head_was_taught(trained: Trained, folder: Path, kind: str) -> None:
-    """A root's recursion in the arena, step by step, is one column of the unrolled one."""
+    """The step-by-step recursion of a root in the arena is one column of the unrolled one."""
     trunk, head = trained.trunk, trained.heads[kind]
     ids = _ids(LENGTH + DEPTH)
     embed = trunk.embed_tokens.weight

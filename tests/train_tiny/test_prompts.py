@@ -69,7 +69,7 @@ def test_prompts_hold_nothing_that_training_knows() -> None:
         assert not any(
             piece.source == "module0.py" and piece.kind not in ("json", "ini", "table") for piece in pieces
         )
-    # The mutant: were nothing known, the same prompts would be there.
+    # The mutant: with no known texts, the same prompts would appear.
     assert any(piece.source == "module0.py" for piece in free["code"])
 
 

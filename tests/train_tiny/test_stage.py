@@ -1,4 +1,4 @@
-"""A stage's plan, and that a run which was stopped ends where one ends that was not."""
+"""A stage's plan, and that a resumed run ends like an uninterrupted one."""
 
 import json
 from pathlib import Path

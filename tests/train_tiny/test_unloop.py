@@ -1,4 +1,4 @@
-"""Which tokens of a text go in circles."""
+"""Detection of the tokens of a text that repeat in a loop."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tools.train_tiny.unloop import LEAST, PROMPT, circling
 
 
 def _answer(tokens: list[int]) -> torch.Tensor:
-    """Put a prompt that repeats nothing before an answer."""
+    """Prepend a prompt without repetition to an answer."""
     return torch.tensor([[*range(1000, 1000 + PROMPT), *tokens]])
 
 
@@ -15,7 +15,7 @@ def test_a_circle_counts_from_its_third_round() -> None:
     period = 20
     circle = list(range(period))
     going = circling(_answer([*range(500, 510), *circle, *circle, *circle]))[0, PROMPT:]
-    # Ten tokens, a round, and the second round up to its last token: with that one all has come again.
+    # Ten tokens, one round, and the second round up to its last token, which completes the repetition.
     assert going.nonzero()[:, 0].tolist() == list(range(10 + 2 * period - 1, 10 + 3 * period))
 
 

@@ -10,7 +10,7 @@ from specdec.state_slots.tree import TokenTree
 from specdec.verify.walk import AcceptedPath, walk
 
 #       0          the root
-#     1   2        drafted for its place: 5 and 6
+#     1   2        drafts for the next position: 5 and 6
 #    3 4   5       7 and 8 below the first, 7 below the second
 #    6             9
 TREE = TokenTree((3, 5, 6, 7, 8, 7, 9), (-1, 0, 0, 1, 1, 2, 3))

@@ -1,4 +1,4 @@
-"""A small model whose head agrees with it in part, and prompts for it."""
+"""A small model whose head partly agrees with it, and prompts for it."""
 
 import json
 from pathlib import Path

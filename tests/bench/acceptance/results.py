@@ -1,4 +1,4 @@
-"""Results of the benchmark of acceptance, made up: small, seeded, and with all that a real one may hold."""
+"""Synthetic results of the acceptance benchmark: small, seeded, with every optional part of real ones."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def result(*, seed: int = 0, prompts: int = 6) -> dict[str, Any]:
-    """Make a result."""
+    """Return a synthetic result."""
     rng = random.Random(seed)
     records = [
         record
@@ -73,7 +73,7 @@ def _prompt(rng: random.Random, name: str, setting: dict[str, Any]) -> dict[str,
 
 
 def by_depth(accepted: list[int]) -> dict[str, list[int]]:
-    """Return what a histogram says of drafts that were all as deep as it is long."""
+    """Return per-depth counts for a histogram of drafts that all had the same depth."""
     depths = range(len(accepted) - 1)
     return {
         "reached": [sum(accepted[d:]) for d in depths],

@@ -1,4 +1,4 @@
-"""The page and its plots: every record is shown, text is escaped, nothing is loaded or run."""
+"""The page and its plots: every record is shown, text is escaped, nothing is loaded or executed."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -20,7 +20,7 @@ VOID = {"meta"}
 
 
 class Shown(HTMLParser):
-    """What a page shows: the cells of its table, the tokens of its examples, the texts of its plots."""
+    """A page's visible parts: the cells of its table, the tokens of its examples, the texts of its plots."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

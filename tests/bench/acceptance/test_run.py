@@ -1,4 +1,4 @@
-"""The benchmark on a small model: figures agree with each other, and are withheld where a text is wrong."""
+"""The benchmark on a small model: figures agree with each other, and are withheld if a text is wrong."""
 
 import json
 import shutil
@@ -47,13 +47,13 @@ def report_of(out: str) -> dict[str, Any]:
 
 
 def figures(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the records without what a clock said; a loop that chooses shapes goes by it."""
+    """Return the records of fixed shapes without timings; chosen shapes depend on timing."""
     fixed = [record for record in report["records"] if not record["setting"]["chosen"]]
     return [{name: x for name, x in record.items() if name not in TIMES} for record in fixed]
 
 
 def examples(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the examples of fixed shapes: those of a loop that chooses are drafted as a clock said."""
+    """Return the examples of fixed shapes; chosen shapes depend on timing."""
     return [example for example in report["examples"] if " chosen" not in example["setting"]]
 
 
@@ -92,7 +92,7 @@ def test_a_report_has_every_setting_in_every_category(bench: Bench, capsys: Capt
         agrees_with_itself(record)
     for line in shown.splitlines():
         assert len(line) <= 110, line
-    # A tree of the tokens likely to come finds more of them than one of the tokens that are likely.
+    # With draft noise a tree contains more of a sampled text than one of the most probable tokens.
     length = {
         (r["name"], r["category"]): r["acceptance_length"]
         for r in report["records"]
@@ -113,7 +113,7 @@ def agrees_with_itself(record: dict[str, Any]) -> None:
         assert count == sum(own["accepted"][at] for own in each if at < len(own["accepted"]))
     accepted = sum(at * count for at, count in enumerate(record["histogram"]))
     assert record["accepted_per_step"] == pytest.approx(accepted / record["steps"], rel=1e-5)
-    # The bonus of a step in which the text ended may be missing.
+    # The bonus token of a text's last step may be missing.
     assert 0 <= record["steps"] + accepted - record["tokens"] <= record["prompts"]
     assert record["output_tokens"] == record["tokens"] + record["prompts"]
     assert record["looping"] == sum(own["looping"] for own in each)
@@ -157,7 +157,7 @@ def test_two_runs_with_one_seed_give_the_same_figures(bench: Bench, capsys: Capt
 def test_a_prompts_figures_hang_on_no_other(
     forgets: bool, bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the mutant: drafters that go on learning from batch to batch."""
+    """The mutant: drafters that keep learning from batch to batch."""
     if not forgets:
         monkeypatch.setattr(Speculation, "recall", lambda *_: None)
     found = []
@@ -176,7 +176,7 @@ def test_a_prompts_figures_hang_on_no_other(
 def test_a_run_that_was_cut_short_goes_on_to_the_same_figures(
     bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also where engines must be put together anew for each turn, as they had not to be before."""
+    """Also if engines have to be rebuilt for each turn."""
     argv = [*SETTINGS, "--memory", "1MB"]
     assert bench(*SETTINGS) == 0
     whole = report_of(capsys.readouterr().out)
@@ -235,7 +235,7 @@ def test_a_wrong_text_withholds_every_figure(
     assert bench("--draft", "suffix") == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "suffix 4x1" in captured.err and "no figure is shown" in captured.err
-    # Where two tokens as good as tie, and where numbers are coarse, it is counted and shown.
+    # Near ties, and differences in low precision, are counted and shown.
     with monkeypatch.context() as patched:
         patched.setattr(agreement, "EXCUSED_GAP", 10.0)
         assert bench("--draft", "suffix") == 0
@@ -308,7 +308,7 @@ def test_economies_have_a_head_of_their_own(agreeing: Path, tmp_path: Path) -> N
 
 
 def test_economies_are_measured_with_a_head_alone(bench: Bench, capsys: Capture) -> None:
-    """And without counts of tokens."""
+    """Also without token counts."""
     economies = ["--draft-vocab", "0,4", "--draft-window", "0,16"]
     assert bench("--draft", "mtp,suffix", "--shape", "2:1:3", *economies, "--limit", "1") == 0
     report = report_of(capsys.readouterr().out)
@@ -339,7 +339,7 @@ def test_settings_take_turns_in_rotated_order(bench: Bench, monkeypatch: pytest.
 
     monkeypatch.setattr(run, "measure", watch)
     assert bench("--draft", "mtp,suffix", "--shape", "4:1:5", "--warmup", "0") == 0
-    # Each begins with a prompt that is not counted, though nothing is to be learnt from it.
+    # Each starts with an uncounted prompt, even if it learns nothing from it.
     counted = [own for own, before in zip(order, [None, *order], strict=False) if own != before]
     assert len(order) == len(counted) + 3
     assert [own[1:] for own in counted] == [
@@ -380,7 +380,7 @@ def test_mistakes_are_one_line(
 def test_token_ids_outside_the_vocabulary_are_refused_by_name(
     agreeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], token: int
 ) -> None:
-    """Nothing below would: an embedding is read wherever an id points."""
+    """Nothing below would: an embedding is read at any address an id gives."""
     file = tmp_path / "ids.jsonl"
     file.write_text(json.dumps({"prompt_token_ids": [1, token, 5]}))
     assert main(["bench", "acceptance", str(agreeing), "--prompts", str(file), *QUICK]) == 2

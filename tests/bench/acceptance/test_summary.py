@@ -1,4 +1,4 @@
-"""A record's figures, from measurements made up by hand."""
+"""A record's figures, from synthetic measurements."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is measured: every combination that is asked for once, what cannot be left out by name."""
+"""The settings of a sweep: each requested combination once, and refusals of required parts by name."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_noise_is_swept_where_there_is_some() -> None:
     greedy, sampled = (asked.settings(Group(t, 1), draftings) for t in (0.0, 1.0))
     assert names(greedy) == ["none", *shared]
     assert sorted(names(sampled)) == sorted(["none", *shared, *(f"mtp {s} plain" for s in shapes)])
-    # Without the noise alone, a greedy text is drafted for all the same, and once.
+    # With noise "none" alone a greedy text is still drafted, once.
     alone = sweep(noises=["none"])
     assert names(alone.settings(Group(0.0, 1), alone.draftings()[0]))[1:3] == ["mtp 4x1", "mtp 4x4:16"]
 

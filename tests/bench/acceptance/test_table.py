@@ -1,4 +1,4 @@
-"""The table for people: what stands first in it."""
+"""The table for people: the order of its rows."""
 
 from typing import Any
 

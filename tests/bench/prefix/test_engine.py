@@ -1,4 +1,4 @@
-"""Two engines answer alike, one of them without reading what it has read; a wrong state withholds figures."""
+"""Two engines answer alike, one from cached prefixes; a wrong state withholds figures."""
 
 import json
 from collections.abc import Callable, Hashable

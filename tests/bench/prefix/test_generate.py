@@ -1,4 +1,4 @@
-"""Traces that are made up are what they are said to be."""
+"""Synthetic traces have their declared properties."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Stand-ins for an engine that reads prompts and one that writes, which speak both protocols of routers."""
+"""Stand-ins for a prefill and a decode engine, which speak both router protocols."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ TEXT = ("a", "b", "c")
 
 
 class Engine:
-    """Answers each prompt with one event a token; keeps the bodies that it got."""
+    """A server that answers each prompt with one event per token, and records request bodies."""
 
     def __init__(self, *, lends: bool = False, fetches: bool = True, text: tuple[str, ...] = TEXT) -> None:
         self.lends, self.fetches, self.text = lends, fetches, text

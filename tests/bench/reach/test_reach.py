@@ -1,4 +1,4 @@
-"""`specdec bench reach` against stand-ins for engines; and the wire, where NIXL is installed."""
+"""`specdec bench reach` against stand-in engines; and the wire, if NIXL is installed."""
 
 import asyncio
 import importlib.util

@@ -1,4 +1,4 @@
-"""Servers that speak as vLLM, SGLang and llama.cpp do, and break as servers break."""
+"""Servers with the dialects of vLLM, SGLang and llama.cpp, and typical faults."""
 
 import asyncio
 import json
@@ -12,14 +12,14 @@ from aiohttp import web
 
 PIECES = ("Once", " upon", " a time")
 TOKENS = 7
-"""What every whole answer counts, in three pieces of text."""
+"""Token count of every complete response, in three pieces of text."""
 
 Event = dict[str, Any] | str
 
 
 @dataclass
 class FakeServer:
-    """Answer every request alike, but those whose number is in `faults`."""
+    """A server that answers every request alike, except those whose number is in `faults`."""
 
     dialect: str
     faults: dict[int, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class FakeServer:
     url: str = ""
 
     def routes(self) -> list[web.RouteDef]:
-        """List what this server answers to."""
+        """List the server's routes."""
         posts = [web.post(f"/v1/{path}", self._complete) for path in ("completions", "chat/completions")]
         return [web.get("/v1/models", self._models), web.get("/metrics", self._metrics), *posts]
 
@@ -103,18 +103,18 @@ class FakeServer:
                 assert request.transport is not None
                 request.transport.abort()
                 return reply
-            # In two writes, for where a network cuts a stream is nobody's choice.
+            # In two writes, because a network may split a stream anywhere.
             await reply.write(text[:9].encode())
             await asyncio.sleep(0.001)
             await reply.write(text[9:].encode())
         self.answered += 1
         if self.dialect == "llama.cpp" and request.transport:
-            # It promises to keep a connection, and closes it; who sends another request there loses it.
+            # It announces keep-alive, then closes: another request on the connection is lost.
             asyncio.get_running_loop().call_later(0.002, request.transport.close)
         return reply
 
     def _events(self, body: dict[str, Any], fault: str) -> Iterator[Event]:
-        """Yield what one stream holds."""
+        """Yield the events of one stream."""
         chat = "messages" in body
         yield ": a comment\n\n"
         if chat:
@@ -140,7 +140,7 @@ class FakeServer:
 
 @contextmanager
 def serving(server: FakeServer) -> Iterator[FakeServer]:
-    """Run a server in a thread of its own, until the end of the block."""
+    """Run a server in a thread until the end of the block."""
     ready, end = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -156,7 +156,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         await end.wait()
         await runner.cleanup()
 
-    # What hangs when the block ends is cancelled by `run`.
+    # Requests that hang when the block ends are cancelled by `run`.
     thread = threading.Thread(target=asyncio.run, args=[serve()])
     thread.start()
     assert ready.wait(10)

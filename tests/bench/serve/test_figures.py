@@ -65,7 +65,7 @@ def test_counters_are_added_over_engines_and_compared_before_and_after() -> None
     assert speculation.acceptance_length == 1 + 25 / 20
     assert speculation.per_depth == (15 / 20, 10 / 15)
     assert told([], after, after, []) is None
-    # A server that began anew in between counts less than before.
+    # A server that restarted in between has lower counters than before.
     assert told([], {key: value + 100 for key, value in after.items()}, after, []) is None
 
 
@@ -138,7 +138,7 @@ def test_arrivals_are_a_poisson_process_that_the_seed_decides() -> None:
     gaps = [after - before for before, after in pairwise(times_s)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 20, rel=0.1)
-    # An exponential's deviation equals its mean.
+    # An exponential's standard deviation equals its mean.
     assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.1)
     assert arrivals(4000, 20.0, seed=1) == times_s != arrivals(4000, 20.0, seed=2)
     assert arrivals(3, None, seed=1) == [None] * 3
@@ -161,7 +161,7 @@ def test_prompts_go_round_once_before_any_comes_again() -> None:
 
 
 class SlowServer(Server):
-    """Take the same time for every request; count how many are there at once."""
+    """A server that takes the same time for every request, and counts concurrent ones."""
 
     def __init__(self) -> None:
         self.there = self.most = 0

@@ -18,7 +18,7 @@ Bench = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
-    """Run the command and return its report with what was shown above it."""
+    """Return a function that runs the command and returns its report and its stderr."""
 
     def bench(server: FakeServer, *options: str, code: int = 0) -> dict[str, Any]:
         assert cli.main(["bench", "serve", server.url, "--json", *options]) == code
@@ -56,7 +56,7 @@ def test_vllm_is_counted_by_usage_and_its_counters(bench: Bench) -> None:
         assert (body["model"], body["max_tokens"], body["temperature"]) == ("vllm-model", 9, 0)
         assert body["stream_options"] == {"include_usage": True}
         assert "ignore_eos" not in body
-    # Every request, those that warm up too, has a prompt and a seed of its own.
+    # Every request, warm-up included, has its own prompt and seed.
     assert len(server.bodies) == 1 + 5 + 3 + 5
     assert len({body["prompt"] for body in server.bodies}) == len(server.bodies)
     assert {body["seed"] for body in server.bodies} == set(range(4, 4 + 14))
@@ -86,7 +86,7 @@ def test_server_that_counts_nothing_is_counted_by_pieces_and_said_so(bench: Benc
     assert (level["output_tokens"], level["counted_by"], level["speculation"]) == (9, {"chunks": 3}, None)
     assert "TOKENS ARE COUNTED AS CHUNKS in 3 requests" in report["shown"]
     assert "not reported" in report["shown"]
-    # One request learnt that the option is refused there.
+    # One request found that the server refuses the option.
     assert sum("stream_options" in body for body in server.bodies) == 1
 
 
@@ -216,7 +216,7 @@ def test_token_ids_are_sent_as_such_and_are_no_chat(
 
 
 def test_a_prompt_that_is_sent_again_is_salted_anew(bench: Bench, tmp_path: Path) -> None:
-    """Two of the three are equal, though they stand apart in the file."""
+    """Two of the three prompts are equal, at different positions in the file."""
     path = tmp_path / "some.jsonl"
     path.write_text("".join(f'{{"prompt": "{text}", "id": {i}}}\n' for i, text in enumerate("aba")), "utf-8")
     few = ("--prompts", str(path), "--concurrency", "1,2", "--requests", "4", "--warmup", "1")
