@@ -73,7 +73,7 @@ def live(certificates: Path, told: socket.socket, tmp_path_factory: pytest.TempP
     lines = {
         **{"ssl-certfile": str(certificates / "cert.pem"), "ssl-keyfile": str(certificates / "locked.pem")},
         **{"ssl-keyfile-password": "secret", "memory-bytes": "64MiB", "draft": "suffix", "adaptive": False},
-        "max-num-seqs": 2,  # fewer than requested, so that it is logged as the limit
+        "max-num-seqs": 2,  # fewer than requested, so that the limit is reached
     }
     path = tmp_path_factory.mktemp("settings") / "specdec.yaml"
     path.write_text(yaml.safe_dump(lines))

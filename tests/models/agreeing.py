@@ -104,7 +104,7 @@ RECIPES: Mapping[str, tuple[float, int]] = {
 chain's tokens are accepted.
 """
 NOISE = 0.05
-"""Scale of the head's random output matrix, which perturbs the last token's contribution."""
+"""Scale of the noise in a head's weights."""
 
 
 def write_agreeing(folder: Path, family: str, *, vocab: int = VOCAB) -> None:

@@ -107,7 +107,7 @@ def test_bfloat16_lies_within_the_references_own_gap(
     In chunks of 64 that is from its prefill, otherwise from the nearer of the two. If the two lie closer than
     one rounding step, as is common on models this small, we may be that step away. One model of a family may
     exceed the limit: a float32 sum in another order can round one number the other way and move all that
-    follows, in the reference's two forms as in ours.
+    follows, in the reference's two passes as in ours.
     """
     found = [excess(case(family, seed), kernels, chunk) for seed in SEEDS]
     assert sum(one > 1 for one in found) <= BFLOAT16_ASTRAY, found

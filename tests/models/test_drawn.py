@@ -123,8 +123,8 @@ def test_bfloat16_lies_within_the_references_own_gap(
 ) -> None:
     """As in test_bfloat16.py, at once and one by one.
 
-    For Mamba-1 transformers rounds gates, steps and states that kernels keep in float32, in both forms. If
-    our distance exceeds the distance between its forms, we must be no further from float32.
+    For Mamba-1 transformers always rounds gates, steps and states that kernels compute in float32. If our
+    distance exceeds that between its prefill and decoding, we must be no further from float32.
     """
     found: dict[str, list[float]] = {"at once": [], "one by one": []}
     for seed in SEEDS[:NARROW]:

@@ -315,7 +315,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(
 def test_whole_numbers_stay_as_they_are_stored(
     form: str, bits: int | None, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Integers stay stored after rows are permuted and restored; other block types are widened."""
+    """Integers stay packed after rows are permuted and restored; other block types are widened."""
     folder = checkpoint(LLAMA)
     path = write(folder, tmp_path / "small.gguf", "LLAMA", pair_rows, form=form)
     found, expected = weights_of(path), weights_of(folder)

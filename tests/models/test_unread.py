@@ -1,4 +1,4 @@
-"""Config fields that nothing reads are named once, and none of them is one that transformers writes."""
+"""Unread config fields are named once, without those that transformers writes."""
 
 import logging
 import shutil

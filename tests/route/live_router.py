@@ -1,4 +1,4 @@
-"""`specdec route` in a process of its own."""
+"""`specdec route` in a separate process."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from tests.server.live import Live
 
 
 class LiveRouter(Live):
-    """`specdec route` until it is left."""
+    """A running `specdec route`, ended on exit from the context."""
 
     def __init__(self, *options: str, key: str = "") -> None:
         super().__init__(env={"SPECDEC_API_KEY": key})
@@ -15,7 +15,7 @@ class LiveRouter(Live):
         self.command = [sys.executable, "-m", "specdec.cli", *command]
 
     def wait(self, replicas: int) -> None:
-        """Wait until so many replicas are up."""
+        """Wait until the given number of replicas is up."""
         for _ in range(600):
             answer = self.ask("/ready")
             if answer.status == (200 if replicas else 503) and answer.json.get("replicas", 0) == replicas:

@@ -1,7 +1,7 @@
-"""What the router costs beside a replica alone: by turns, in the same rounds.
+"""Overhead of the router over a replica alone, measured alternately in the same rounds.
 
-`python -m tests.route.overhead` prints how long a first byte takes and how late events of streams come, from
-what is no replica and writes events with the time on them, and how long a real one's first token takes.
+`python -m tests.route.overhead` prints the time to first byte and the lag of stream events, from a stand-in
+replica that timestamps its events, and a real replica's TTFT.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Times = list[float]
 
 
 async def replica() -> None:
-    """Be a replica until standard input ends: events of streams are the time, other answers are empty."""
+    """Serve as a replica until stdin ends: stream events hold the time, other responses are empty."""
 
     async def answer(request: web.Request, seen: Seen) -> web.StreamResponse:
         if not json.loads(seen.body).get("stream"):
@@ -48,7 +48,7 @@ async def replica() -> None:
 
 
 async def first_bytes(client: aiohttp.ClientSession, url: str, body: bytes, count: int) -> Times:
-    """Ask again and again over one connection; return the seconds of each."""
+    """Send requests over one connection; return the time to first byte of each."""
     times = []
     for _ in range(count):
         start_s = time.perf_counter()
@@ -60,7 +60,7 @@ async def first_bytes(client: aiohttp.ClientSession, url: str, body: bytes, coun
 
 
 async def lags(client: aiohttp.ClientSession, url: str) -> tuple[Times, Times]:
-    """Read streams at once; return how late their first events came, and how late all others."""
+    """Read concurrent streams; return the lag of their first events, and of all others."""
     first: Times = []
     rest: Times = []
 
@@ -81,7 +81,7 @@ async def lags(client: aiohttp.ClientSession, url: str) -> tuple[Times, Times]:
 
 
 async def rate(client: aiohttp.ClientSession, url: str, count: int) -> float:
-    """Return the requests a second of 32 clients."""
+    """Return the requests per second of 32 clients."""
     left = iter(range(count))
 
     async def ask() -> None:
@@ -95,7 +95,7 @@ async def rate(client: aiohttp.ClientSession, url: str, count: int) -> float:
 
 
 async def compare(alone: str, routed: str, rounds: int) -> None:
-    """Compare what writes events, alone and routed."""
+    """Compare the stand-in replica alone and routed."""
     found: dict[str, list[Times]] = {}
     rates: list[list[float]] = [[], []]
     async with aiohttp.ClientSession() as client:
@@ -119,7 +119,7 @@ async def compare(alone: str, routed: str, rounds: int) -> None:
 
 
 async def compare_tokens(alone: str, routed: str, rounds: int) -> None:
-    """Compare the first tokens of a real server."""
+    """Compare the TTFT of a real server."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "stream": True}).encode()
     times: list[Times] = [[], []]
     async with aiohttp.ClientSession() as client:

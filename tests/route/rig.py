@@ -1,4 +1,4 @@
-"""A router and replicas that are none, in one event loop: every fault is played when it is wanted."""
+"""A router and stand-in replicas in one event loop, with faults on demand."""
 
 import asyncio
 import contextlib
@@ -17,19 +17,19 @@ from specdec.route.settings import RouteConfig
 from specdec.server.listen import bind
 
 SOON_S = 20.0
-"""What does not happen within these seconds does not happen: a machine under load is slow, not broken."""
+"""Timeout for expected events: long enough for a machine under load."""
 
 
 @dataclass
 class Seen:
-    """A request as a replica has seen it."""
+    """A request as a replica has received it."""
 
     method: str
     path: str
     headers: CIMultiDictProxy[str]
     body: bytes
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the request was cancelled: who had sent it is gone."""
+    """Set when the request is cancelled because its sender has disconnected."""
 
 
 Answering = Callable[[web.Request, Seen], Awaitable[web.StreamResponse]]
@@ -49,7 +49,7 @@ def refusing(status: int, **headers: str) -> Answering:
 
 
 async def reset(request: web.Request, seen: Seen) -> web.StreamResponse:
-    """End the connection as that of a killed process ends."""
+    """Reset the connection, as a killed process does."""
     assert request.transport
     request.transport.abort()
     await asyncio.sleep(SOON_S)
@@ -57,7 +57,7 @@ async def reset(request: web.Request, seen: Seen) -> web.StreamResponse:
 
 
 async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
-    """Say nothing until the other side is gone."""
+    """Send nothing until the other side disconnects."""
     try:
         await asyncio.sleep(10 * SOON_S)
     except asyncio.CancelledError:
@@ -67,7 +67,7 @@ async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
 
 
 def streaming(*events: bytes, pause_s: float = 0.0, then: Answering | None = None) -> Answering:
-    """Send events, each as a piece, and then end, or do something else."""
+    """Return a handler that sends events, one per write, and then ends or runs `then`."""
 
     async def answer(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -84,7 +84,7 @@ def streaming(*events: bytes, pause_s: float = 0.0, then: Answering | None = Non
 
 
 class Fake:
-    """What the router takes for a replica."""
+    """A stand-in for a replica."""
 
     def __init__(self, answer: Answering = ok, *, models: Sequence[str] = ("tiny",)) -> None:
         self.answer, self.is_ready = answer, True
@@ -140,18 +140,18 @@ class Rig:
         return self.router.state.fleet.replicas
 
     async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
-        """Send JSON; return the status and what the answer holds."""
+        """Send JSON; return the status and the parsed response."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.client.post(path, json=body, headers=named) as answer:
             return answer.status, await answer.json()
 
     def prefer(self, fake: Fake) -> None:
-        """Have this replica asked first: all others seem to have much to read."""
+        """Make the router choose this replica first: all others seem to have long prefills pending."""
         for each in self.replicas:
             each.reading += 0 if each.url == fake.url else 1 << 40
 
     async def figure(self, name: str, **labels: str) -> float:
-        """Read a figure of the router's."""
+        """Read one of the router's metrics."""
         async with self.client.get("/metrics") as answer:
             lines = (await answer.text()).splitlines()
         inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
@@ -160,7 +160,7 @@ class Rig:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Wait until something is so."""
+    """Poll until a condition is true."""
     async with asyncio.timeout(SOON_S):
         while not is_so():
             await asyncio.sleep(0.005)
@@ -170,7 +170,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 async def rig(
     *plain: Fake, prefill: Sequence[Fake] = (), decode: Sequence[Fake] = (), gone: int = 0, **settings: Any
 ) -> AsyncIterator[Rig]:
-    """Route to fakes, and to so many more addresses that are up for the router but refuse connections."""
+    """Route to stand-ins, and to some addresses that are up for the router but refuse connections."""
     fakes = [*plain, *prefill, *decode]
     async with contextlib.AsyncExitStack() as stack:
         for fake in fakes:

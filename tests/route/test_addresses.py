@@ -1,4 +1,4 @@
-"""Replicas as people write them, and what they are told of mistakes."""
+"""Replica addresses as users write them, and the error messages for mistakes."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Prompts that one replica reads for another: what both are sent by either protocol, and what goes wrong."""
+"""Disaggregated prefill: the requests to both instances in either protocol, and failures."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ EVENTS = b'data: {"text": "a"}\n\ndata: [DONE]\n\n'
 
 
 async def reads(request: web.Request, seen: Seen) -> web.StreamResponse:
-    """Answer as one that has read a prompt does."""
+    """Respond as a prefill instance does."""
     text = f'{{"object": "text_completion", "kv_transfer_params": {PARAMS}, "choices": []}}'
     return web.Response(text=text, content_type="application/json")
 
@@ -29,7 +29,7 @@ Scenario = Callable[[Rig, list[Fake], list[Fake]], Awaitable[None]]
 
 
 def writes_after(is_read: Callable[[], bool]) -> Answering:
-    """Write at once what is sent alone, and what is sent to a room once its prompt has been read."""
+    """Decode plain requests at once, and requests for a room once its prefill is complete."""
 
     async def answer(request: web.Request, seen: Seen) -> web.StreamResponse:
         if b"bootstrap_room" in seen.body:
@@ -102,7 +102,7 @@ def test_sglang_asks_both_at_once_and_names_a_room() -> None:
         assert told["bootstrap_host"] == "127.0.0.1" and told["bootstrap_port"] == 5600
         assert 0 <= told["bootstrap_room"] < 1 << 63
         assert {name: told[name] for name in json.loads(BODY)} == json.loads(BODY)
-        await until(first.left.is_set)  # what is not wanted any more is ended
+        await until(first.left.is_set)  # the unwanted request is cancelled
 
     play(scenario, "sglang", [never])
 

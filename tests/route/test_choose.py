@@ -1,4 +1,4 @@
-"""Who is asked: the fastest by what was measured, then the emptiest, and never one for all."""
+"""The choice of a replica: the fastest by measurement, then the least loaded, and never one for all."""
 
 import asyncio
 import json

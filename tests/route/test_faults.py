@@ -1,4 +1,4 @@
-"""Replicas that refuse, vanish, hang or break off, clients that leave, and what each of them sees."""
+"""Replicas that refuse, vanish, hang or disconnect, clients that leave, and the effect on each side."""
 
 import asyncio
 import json
@@ -274,7 +274,7 @@ def test_the_file_of_replicas_is_followed(tmp_path: Path) -> None:
             async with rig(replicas_file=str(path)) as own:
                 await until(lambda: len(own.replicas) == 2 and all(each.is_up for each in own.replicas))
                 slow = next(each for each in own.replicas if each.url == fakes[1].url)
-                own.replicas[0].in_flight += 10  # so that the slow one is asked
+                own.replicas[0].in_flight += 10  # so that the slow one is chosen
                 async with own.client.post("/v1/completions", json=STREAM) as answer:
                     assert await answer.content.readany() == b"1" and len(fakes[1].seen) == 1
                     own.replicas[0].in_flight -= 10
@@ -355,7 +355,7 @@ def test_the_addresses_of_a_name_are_followed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_than_may_be_under_way_is_refused() -> None:
-    """One address gets half; another one finds room beside it."""
+    """One address gets half of the capacity; another one can use the rest."""
     fake = Fake(never)
 
     async def scenario(own: Rig) -> None:

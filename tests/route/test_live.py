@@ -1,4 +1,4 @@
-"""Real servers behind a router, each in a process of its own, and the official client before it."""
+"""Real servers behind a router, each in a separate process, called by the official client."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Real servers of both roles behind a router say what one server says, by either protocol."""
+"""Real servers of both roles behind a router respond like one server, in either protocol."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -85,7 +85,7 @@ def test_the_official_client_and_its_hang_up(reads: Live, writes: Live, router: 
 
 
 def test_the_writer_reads_once_the_reader_is_gone(alone: Live, reads: Live, writes: Live, port: int) -> None:
-    """The last test: it ends the reader."""
+    """Must be the last test, because it kills the prefill instance."""
     options = (
         "--prefill",
         f"{reads.url}?bootstrap={port}",

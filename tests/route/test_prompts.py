@@ -1,4 +1,4 @@
-"""Two prompts that begin alike have equal hashes there, of one tenant and model."""
+"""Prompts with a common prefix have equal hashes for it, within one tenant and model."""
 
 import json
 import random

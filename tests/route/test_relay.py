@@ -1,4 +1,4 @@
-"""What passes through the router, and that it passes untouched."""
+"""Requests and responses pass through the router unchanged."""
 
 import asyncio
 import gzip
@@ -34,7 +34,7 @@ def run(scenario: Callable[[Rig, Fake], Awaitable[None]], fake: Fake | None = No
 
 
 async def raw(own: Rig, sent: bytes, *, until: bytes | None = None) -> bytes:
-    """Send bytes over a connection of their own; read what comes until it ends."""
+    """Send bytes over a new connection; read up to `until`, or until it closes."""
     url = urlsplit(own.router.url)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     try:
@@ -288,7 +288,7 @@ def test_a_slow_client_holds_up_the_replica_and_not_the_routers_memory() -> None
         sock.connect((url.hostname, url.port))
         sock.sendall(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n")
         before = -1
-        while before != sent[0] or not sent[0]:  # until nothing moves any more
+        while before != sent[0] or not sent[0]:  # until the transfer stalls
             before = sent[0]
             await asyncio.sleep(0.3)
         assert sent[0] < 24 << 20, "what the two connections' buffers hold, and no more"
@@ -412,7 +412,7 @@ def test_large_bodies_are_refused_where_many_are_under_way(monkeypatch: pytest.M
         assert not kept.held_bytes
 
     async def iter_of(data: bytes) -> AsyncIterator[bytes]:
-        yield data  # its length is not known before
+        yield data  # so that its length is not known beforehand
 
     run(scenario, Fake(never), max_body_bytes=250_000)
 

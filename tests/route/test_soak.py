@@ -1,4 +1,4 @@
-"""Hundreds of requests with faults drawn by chance: each ends as one of a few ways, and nothing is left."""
+"""Hundreds of requests with random faults: each ends in one of a few ways, and nothing leaks."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ async def reads(request: web.Request, seen: Seen) -> web.StreamResponse:
 
 
 def by_chance(draw: random.Random, good: Answering) -> Answering:
-    """Answer mostly, and else fail in one of all ways."""
+    """Return a handler that mostly responds, and otherwise fails in one of all ways."""
     bad = [refusing(429), refusing(503), refusing(400), reset, streaming(*EVENTS[:2], then=reset)]
 
     async def answer(request: web.Request, seen: Seen) -> web.StreamResponse:

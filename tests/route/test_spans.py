@@ -1,4 +1,4 @@
-"""Fields of a JSON object are found where they stand, and changed without touching another byte."""
+"""Fields of a JSON object are located, and changed without touching another byte."""
 
 import json
 from typing import Any

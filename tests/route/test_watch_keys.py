@@ -1,4 +1,4 @@
-"""The key by which a router asks replicas for their figures."""
+"""The API key with which a router requests replicas' metrics."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.route.rig import Fake, rig, until
 
 
 class Keyed(Fake):
-    """A replica that tells its figures by a key alone."""
+    """A replica whose metrics require a key."""
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer given":

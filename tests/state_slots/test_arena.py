@@ -1,4 +1,4 @@
-"""The arena hands out slots of three classes from one set of bytes, and can prove that it did so rightly."""
+"""The arena allocates slots of three classes from one buffer, and can check its own bookkeeping."""
 
 from collections.abc import Callable
 from heapq import heapify
@@ -21,14 +21,14 @@ CPU = torch.device("cpu")
 
 
 def make_arena(slabs: int = 7, layout: Layout = LAYOUT) -> Arena:
-    """Make an arena with `slabs` slabs to hand out, whose bytes are NaN in every type until written."""
+    """Make an arena with `slabs` usable slabs, whose bytes are NaN in every dtype until written."""
     arena = Arena(layout, (slabs + 1) * layout.slab_bytes, CPU)
     arena.data[layout.slab_bytes :].fill_(0xFF)
     return arena
 
 
 def touched_bytes(arena: Arena, view: torch.Tensor) -> list[int]:
-    """Return which bytes of the arena a view covers."""
+    """Return the offsets of the bytes that a view covers."""
     arena.data.zero_()
     view.view(torch.int16 if view.dtype == torch.bfloat16 else torch.int32).fill_(-1)
     return arena.data.nonzero().flatten().tolist()

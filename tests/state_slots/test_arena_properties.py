@@ -1,4 +1,4 @@
-"""Whatever is taken, shared and released, in any order, each slot keeps its bytes and none is lost."""
+"""After any order of take, share and release each slot keeps its bytes, and none is lost."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Slot = int | tuple[int, int]
 
 @dataclass
 class Live:
-    """What the model knows of a slot: who owns it, its generation, and the pattern written into it."""
+    """The model's record of a slot: its owners, its generation, and the pattern written into it."""
 
     owners: set[int]
     generation: int
@@ -42,7 +42,7 @@ class Live:
 
 @dataclass
 class Trial:
-    """Drive an arena beside a model that is nothing but a dictionary of live slots."""
+    """Drive an arena next to a model that is only a dictionary of live slots."""
 
     arena: Arena = field(
         default_factory=lambda: Arena(LAYOUT, (SLABS + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
@@ -52,7 +52,7 @@ class Trial:
     patterns: count = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self.arena.data.fill_(0xFF)  # NaN in every type
+        self.arena.data.fill_(0xFF)  # NaN in every dtype
 
     def take(self, kind: Kind, owner: int, n: int) -> None:
         fits = self._fits({kind: n})
@@ -122,7 +122,7 @@ class Trial:
         assert self.arena.can_take(blocks=blocks, states=states, records=records) == self._fits(wanted)
 
     def verify(self, kind: Kind, slot: Slot) -> None:
-        """A live slot holds what was written into it, whatever was written elsewhere since."""
+        """Check that a live slot still holds its pattern."""
         live = self.live[kind, slot]
         self.arena.check(kind, slot, live.generation)
         for part in self._parts(kind, slot):
@@ -170,7 +170,7 @@ class Trial:
         return {slot[0] if isinstance(slot, tuple) else slot // PER_SLAB[kind] for slot in slots}
 
     def _fits(self, wanted: dict[Kind, int]) -> bool:
-        """Count slabs afresh: each class fills the holes in its own, then opens others."""
+        """Recount slabs: each class fills the holes in its own, then opens others."""
         free = SLABS
         for kind in Kind:
             slabs, live = len(self._serving(kind)), sum(k is kind for k, _ in self.live)
@@ -263,7 +263,7 @@ def test_twenty_thousand_random_operations_lose_and_mix_up_nothing() -> None:
 
 
 def _views_overlap(trial: Trial) -> None:
-    """Blocks of the second layer lie at half their distance."""
+    """Halve the second layer's block stride, so that its blocks overlap."""
     page = trial.arena._pages[1]
     strides = (page.stride(0) // 2, *page.stride()[1:])
     trial.arena._pages = (trial.arena._pages[0], page.as_strided(page.shape, strides, page.storage_offset()))

@@ -1,4 +1,4 @@
-"""Private slots: borrowed whole or not at all, promoted without a copy, and given back to the last one."""
+"""Private slots: borrowed all or none, promoted without a copy, and all released."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ OWNER = "somebody"
 
 @dataclass
 class Bench:
-    """An arena with so many slabs to hand out, and a sequence that has a state in it."""
+    """An arena with a given number of usable slabs, and a sequence that has a state in it."""
 
     name: str
     arena: Arena
@@ -42,7 +42,7 @@ class Bench:
         return LAYOUT.records_per_slab if self.name == "record" else 1
 
     def held(self) -> dict[Kind, int]:
-        """Count the slots that are live."""
+        """Count the live slots."""
         usage = self.arena.usage()
         return {
             Kind.RECORD: usage.record_bytes // LAYOUT.record_bytes,
@@ -60,7 +60,7 @@ class Bench:
         return True
 
     def is_whole(self) -> bool:
-        """Prove the arena, and that nothing but what is committed is held."""
+        """Check the arena, and that only the committed slots are live."""
         self.arena.check_integrity()
         return self.held() == {Kind.RECORD: len(self.committed.path), Kind.STATE: 1}
 
@@ -135,7 +135,7 @@ def test_a_model_without_states_needs_no_slots(name: str) -> None:
 
 @both
 def test_promoting_copies_nothing(name: str) -> None:
-    """What the accepted nodes wrote is found where it was written, and no byte has moved."""
+    """The accepted nodes' data stay where they were written, and no byte has moved."""
     bench = make(name)
     slots = bench.backing.begin(OWNER, 5)
     assert slots is not None
@@ -162,7 +162,7 @@ def test_the_last_state_of_a_path_is_not_always_the_last_node(name: str) -> None
 
 
 def test_a_path_is_given_back_once_it_is_folded() -> None:
-    """By the next window, which folds it and is promoted itself; and by a fold for its own sake."""
+    """By the next window, which folds it and is promoted itself; and by an explicit fold."""
     bench = make("record")
     for nodes in ([0, 1], [0], [0, 1, 2]):
         slots = bench.backing.begin(OWNER, 4)

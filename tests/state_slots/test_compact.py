@@ -1,4 +1,4 @@
-"""Blocks that are scattered over slabs are moved together where a state or a record wants a slab."""
+"""Blocks scattered over slabs are compacted when a state or a record needs a slab."""
 
 import itertools
 from collections.abc import Mapping, Set
@@ -16,7 +16,7 @@ SLABS = 8
 
 
 class Tables:
-    """Owners' tables, and what each wrote into its blocks."""
+    """Owners' tables, and the values each wrote into its blocks."""
 
     def __init__(self, seed: int) -> None:
         self.draw = Random(seed)
@@ -24,7 +24,7 @@ class Tables:
         self.arena.attach_tables(self)
         self.can_move = True
         self.tables: dict[int, dict[int, int]] = {}
-        """Block -> what was written there, by owner."""
+        """Block -> value written there, by owner."""
 
     def may_move(self) -> bool:
         return self.can_move
@@ -40,7 +40,7 @@ class Tables:
         return self.arena.data[start : start + LAYOUT.block_bytes]
 
     def scatter(self) -> None:
-        """Fill the arena with blocks, share some, and give most back, anywhere."""
+        """Fill the arena with blocks, share some, and release most, anywhere."""
         for owner in range(SLABS * PER_SLAB[Kind.BLOCK]):
             blocks = self.arena.take_blocks(owner, 1)
             assert blocks
@@ -103,7 +103,7 @@ def test_blocks_are_not_moved_for_blocks() -> None:
 
 
 def test_bytes_that_stay_behind_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: the tables are told, and nothing is copied."""
+    """A mutant: the tables are updated, but nothing is copied."""
     tables = Tables(3)
     tables.scatter()
     monkeypatch.setattr(tables.arena, "block_bytes_X", lambda block: torch.zeros(1))
@@ -113,7 +113,7 @@ def test_bytes_that_stay_behind_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def fix_some(tables: Tables) -> dict[Fixed, int]:
-    """Let owners that another process reads share a block in each second slab."""
+    """Share a block in each second slab with an owner that another process reads."""
     blocks = sorted({block for table in tables.tables.values() for block in table})
     by_slab = {block // PER_SLAB[Kind.BLOCK]: block for block in blocks}
     fixed = {Fixed(): block for slab, block in by_slab.items() if slab % 2}

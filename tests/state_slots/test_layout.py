@@ -13,7 +13,7 @@ from specdec.state_slots.layout import ALIGN, KVShape, Layout, StateShape
 QWEN3_NEXT_80B = Layout((KVShape(2, 256),) * 12, (StateShape(32, 128, 128, 3, 8192),) * 36, torch.bfloat16)
 QWEN3_NEXT_80B_MTP = Layout((KVShape(2, 256),) * 13, QWEN3_NEXT_80B.states, torch.bfloat16)
 NEMOTRON_H_8B = Layout((KVShape(8, 128),) * 4, (StateShape(128, 128, 64, 3, 10240),) * 24, torch.bfloat16)
-# A key head for every value head: the record's conv inputs weigh more beside the state than they do above.
+# One key head per value head: the record's conv inputs are larger, relative to the state, than above.
 DELTA_NET_1_TO_1 = Layout((KVShape(2, 256),) * 6, (StateShape(16, 128, 128, 3, 6144),) * 18, torch.bfloat16)
 
 TOY_STATE = StateShape(heads=3, key_dim=5, value_dim=7, conv_inputs=3, channels=11)
@@ -37,7 +37,7 @@ def test_real_shapes_waste_little(layout: Layout, record_share: float) -> None:
 
 
 def test_figures_of_a_real_model_are_the_known_ones() -> None:
-    """Qwen3-Next-80B-A3B: 36 layers of 32 states of 64 KiB; 24 KiB of KV a token."""
+    """Qwen3-Next-80B-A3B: 36 layers of 32 states of 64 KiB; 24 KiB of KV per token."""
     figures = QWEN3_NEXT_80B.describe()
     assert figures.token_bytes == 12 * 2 * 2 * 256 * 2
     assert figures.state_bytes == 36 * (32 * 64 * 1024 + 3 * 8192 * 2)
@@ -99,7 +99,7 @@ def test_parts_are_aligned_and_disjoint(
 
 
 def test_layers_of_one_shape_share_a_region() -> None:
-    """A head of another shape, or a latent, lies behind; the layers keep their numbers."""
+    """A head of another shape, or a latent, follows; the layers keep their indices."""
     own, sliding, latent = KVShape(4, 8), KVShape(2, 8), KVShape(1, 40, parts=1)
     layout = Layout((own, sliding, own, latent, own), (), torch.bfloat16)
     first, second, third = layout.page_parts.regions
@@ -114,7 +114,7 @@ def _flat(rows) -> list[int]:
 
 
 def _assert_tiled(offsets: list[int], sizes: list[int], total: int) -> None:
-    """Parts follow one another in order, each aligned, none into the next, and none past the end."""
+    """Check that parts are in order, aligned, disjoint, and within the total."""
     for offset, size, following in zip(offsets, sizes, [*offsets, total][1:], strict=True):
         assert offset % ALIGN == 0
         assert size <= following - offset < size + ALIGN

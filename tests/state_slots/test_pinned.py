@@ -1,4 +1,4 @@
-"""Memory of the host that is pinned in the size that was asked for."""
+"""Host memory is pinned in exactly the requested size."""
 
 import gc
 
@@ -14,7 +14,7 @@ LAYOUT = Layout((KVShape(2, 8),), (), torch.float32, torch.float32)
 
 
 class Runtime:
-    """Stands in for CUDA's, and keeps which bytes are locked."""
+    """A stand-in for the CUDA runtime that records the locked bytes."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""Views show each slot's bytes once, and what belongs to a rank of a tensor-parallel group in runs."""
+"""Views show each slot's bytes once, and a tensor-parallel rank's share of them in runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +26,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys()
 
 
 def cut(only: Callable[[Layout], object]) -> pytest.MarkDecorator:
-    """Cut each layout for as many ranks as divide its heads."""
+    """List each layout with all rank counts that divide its heads."""
     cases = [
         pytest.param(layout, ranks, id=f"{name}-{ranks}")
         for name, layout in LAYOUTS.items()
@@ -37,7 +37,7 @@ def cut(only: Callable[[Layout], object]) -> pytest.MarkDecorator:
 
 
 def rank_of(layout: Layout, ranks: int) -> Layout:
-    """Lay out one rank's memory; a latent is whole on each."""
+    """Return one rank's layout; each rank has the whole latent."""
     kv = tuple(replace(own, heads=own.heads // ranks) if own.parts == 2 else own for own in layout.kv)
     states = tuple(
         replace(own, heads=own.heads // ranks, channels=own.channels // ranks) for own in layout.states
@@ -50,7 +50,7 @@ def make_data(layout: Layout, slabs: int = 2) -> Tensor:
 
 
 def bytes_of(data: Tensor, view: Tensor) -> Tensor:
-    """Count which bytes a view shows."""
+    """Return a mask of the bytes that a view covers."""
     data.zero_()
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[view.itemsize]
     view.view(same).fill_(-1 if view.itemsize > 1 else 255)
@@ -73,7 +73,7 @@ def test_each_byte_of_a_block_is_shown_once(layout: Layout) -> None:
 
 
 def number(views: tuple[Tensor, ...]) -> None:
-    """Write a number into each layer, part, token, head and entry of a block that tells them apart."""
+    """Write distinguishing numbers by layer, part, token, head and entry of a block."""
     for layer, view in enumerate(views):
         at = torch.arange(view[0].numel()).view(view.shape[1:])
         view.copy_(((at * 7 + layer * 13) % 241).to(view.dtype))
@@ -81,7 +81,7 @@ def number(views: tuple[Tensor, ...]) -> None:
 
 @cut(lambda layout: layout.kv)
 def test_the_heads_of_a_rank_are_one_run_of_each_region(layout: Layout, ranks: int) -> None:
-    """The runs of the whole, one behind the other, are the block of the rank."""
+    """The runs of the whole, concatenated, are the block of the rank."""
     own_layout = rank_of(layout, ranks)
     data, own_data = make_data(layout), make_data(own_layout)
     views, own_views = page_views(data, layout), page_views(own_data, own_layout)
@@ -104,7 +104,7 @@ def test_the_heads_of_a_rank_are_one_run_of_each_region(layout: Layout, ranks: i
 
 @cut(lambda layout: layout.states)
 def test_the_channels_of_a_rank_are_one_run_of_each_part(layout: Layout, ranks: int) -> None:
-    """Of queries, keys and values: three runs a layer, in which the rank finds its own windows."""
+    """Of queries, keys and values: three runs per layer, which form the rank's own windows."""
     own_layout = rank_of(layout, ranks)
     data, own_data = make_data(layout), make_data(own_layout)
     memories, own_memories = recurrent_views(data, layout), recurrent_views(own_data, own_layout)
@@ -131,7 +131,7 @@ def _of_rank(memory: RecurrentMemory, rank: int, ranks: int) -> Tensor:
 
 @layouts
 def test_windows_are_shown_oldest_first(layout: Layout) -> None:
-    """As [slabs, inputs, channels], whose inputs lie together in memory."""
+    """As [slabs, inputs, channels], with a channel's inputs adjacent in memory."""
     data = make_data(layout)
     for memory, state in zip(recurrent_views(data, layout), layout.states, strict=True):
         assert memory.window_SIC.shape == (2, state.conv_inputs, state.channels)

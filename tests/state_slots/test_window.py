@@ -1,4 +1,4 @@
-"""Rows of one width and kind stand together, and each node finds its slot."""
+"""Rows of one width and kind are grouped, and each node finds its slot."""
 
 import pytest
 import torch

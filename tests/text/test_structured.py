@@ -224,7 +224,7 @@ def test_a_fault_ends_its_asking() -> None:
 
 
 def test_an_answer_that_comes_late_is_read_as_of_then() -> None:
-    """Tokens accepted meanwhile may follow the path of the request, or leave it."""
+    """Tokens accepted meanwhile follow a requested path, or leave all of them."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         form = Form(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())

@@ -1,4 +1,4 @@
-"""What each node chooses: nothing but its request, its place and its own path may decide it."""
+"""Each node's choice depends only on its request, its position and its own path."""
 
 import random
 from collections.abc import Callable
@@ -41,7 +41,7 @@ MIXED: tuple[dict[str, Any], ...] = (
 
 
 def mixed_nodes(rng: random.Random) -> list[Node]:
-    """Nodes of requests of every kind, in any order, some deep in a tree."""
+    """Return nodes of requests of every kind, in random order, some deep in a tree."""
     nodes = []
     for n, params in enumerate(rng.sample(MIXED, len(MIXED))):
         chooser = make_chooser(seed=rng.getrandbits(62) - 2**61, prompt=(n, 2 * n), **params)
@@ -110,12 +110,12 @@ def test_sampled_choice_is_the_best_of_scores_and_noise() -> None:
 
 
 NUMBERS: dict[str, float] = {"temperature": 3.0, "top_k": 2, "top_p": 0.2, "min_p": 0.5}
-"""A number of each sampling rule that changes texts."""
+"""A value of each numeric sampling parameter that changes texts."""
 
 
 @pytest.mark.parametrize("name", RowRule._fields)
 def test_each_number_of_a_request_reaches_its_choices(name: str) -> None:
-    """Texts with and without drafts agree on a rule that is never applied."""
+    """Texts with and without drafts would also agree on a parameter that is never applied."""
     logits_NV = make_logits(1)
 
     def text(**params: float) -> list[int]:
@@ -147,7 +147,7 @@ def test_seeds_of_choices_stay_in_64_bits_and_apart() -> None:
 
 
 def test_penalties_see_prompt_output_and_the_own_path() -> None:
-    """Repetition counts the prompt, the others the output; the own path's drafts count as output."""
+    """Repetition counts the prompt, the others the output; drafts on the node's own path count as output."""
     flat_V = torch.zeros(VOCAB)
     flat_V[[1, 7, 9]] = 4.0
     for params, free in (
@@ -159,11 +159,11 @@ def test_penalties_see_prompt_output_and_the_own_path() -> None:
         nodes = [Node(chooser, 5), Node(chooser, 6, path=(7,)), Node(chooser, 6, path=(9, 7, 1))]
         tokens = [c.token for c in choose(flat_V.expand(3, -1), nodes, KERNELS)]
         assert tokens[:2] == [free[0], free[1]]
-        # All three are penalised: with equal losses the first of them is best again.
+        # All three are penalised: with equal penalties the first of them is best again.
         assert tokens[2] == 1
         chooser.observe(1)
         assert choose(flat_V[None], [Node(chooser, 6)], KERNELS)[0].token == 7
-        # What was drafted and not observed has left no trace.
+        # An unobserved draft token has left no trace.
         assert choose(flat_V[None], [Node(chooser, 6, path=(7,))], KERNELS)[0].token == 9
 
 
@@ -213,7 +213,7 @@ def test_alternatives_put_the_smaller_of_equals_first() -> None:
 
 
 def a_model(path: tuple[int, ...]) -> Tensor:
-    """Stand in for a network: logits that depend on the whole text so far."""
+    """Compute logits from a hash of the whole text so far, as a stand-in for a network."""
     mixed = 0
     for token in path:
         mixed = reference.splitmix64(mixed ^ token)
@@ -221,7 +221,7 @@ def a_model(path: tuple[int, ...]) -> Tensor:
 
 
 def continue_plainly(chooser: Chooser, prompt: tuple[int, ...], length: int) -> list[int]:
-    """Decode one token after the other."""
+    """Decode one token at a time."""
     text = list(prompt)
     while len(text) < length:
         token = choose(a_model(tuple(text))[None], [Node(chooser, len(text))], KERNELS)[0].token
@@ -240,7 +240,7 @@ def by_own_path(chooser: Chooser, length: int, path: tuple[int, ...]) -> Node:
 def continue_by_trees(
     chooser: Chooser, truth: list[int], rng: random.Random, make_node: MakeNode = by_own_path
 ) -> tuple[list[int], int]:
-    """Decode with random trees around the truth; also return how many drafts were accepted."""
+    """Decode with random trees around the truth; also return the number of accepted drafts."""
     text, accepted = truth[:3], 0
     while len(text) < len(truth):
         tokens, parents, at = [text[-1]], [-1], 0

@@ -1,4 +1,4 @@
-"""What a node may choose from, as words of bits."""
+"""Bitmasks of a node's allowed tokens."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_a_sequence_is_never_completed_by_output_and_path(
 
 
 def test_a_long_word_is_looked_up_at_its_own_length_alone() -> None:
-    """Whatever the output repeats: each place costs the lengths that occur, not all up to the longest."""
+    """Whatever the output repeats, each position tries only the lengths that occur."""
     looked_up = 0
 
     class Counted(dict[tuple[int, ...], frozenset[int]]):
@@ -131,7 +131,7 @@ def test_a_limit_that_would_leave_nothing_yields_to_those_before(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kernels", ["cpu", "native"])
 def test_a_bounded_node_chooses_beside_free_ones(temperature: float, kernels: str) -> None:
-    """Of eight rows two are bounded; the other choices are what they were."""
+    """Two of eight rows are bounded; the other choices are unchanged."""
     logits_NV = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(temperature=temperature)
     free = [Chooser(params, seed=n, prompt=[1], vocab=64) for n in range(8)]

@@ -1,4 +1,4 @@
-"""What a step does for the options of its rows: little for each row, however much each option holds."""
+"""A step's work for sampling options: little per row, however many entries each option has."""
 
 import random
 import sys
@@ -21,13 +21,13 @@ from specdec.verify.logprobs import TopTokens, logprobs_of
 VOCAB = 2048
 KERNELS = load_kernels("cpu")
 MOST_BYTECODES, MOST_CALLS = 800, 6
-"""Of a row, which takes 500 and 5; 11,000 and 17 where each entry and row is gathered on its own."""
+"""Limits per row. Measured 500 and 5; 11,000 and 17 if each entry and row is gathered separately."""
 
 TOKENS = st.integers(0, 5)
 
 
 class Calls(TorchFunctionMode):
-    """Counts calls of torch."""
+    """Counter of torch calls."""
 
     count = 0
 
@@ -39,7 +39,7 @@ class Calls(TorchFunctionMode):
 
 
 def bytecodes(nodes: list[Node], logits_NV: torch.Tensor) -> int:
-    """Count what Python executes while these nodes choose."""
+    """Count the bytecodes executed while these nodes choose."""
     count, before = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -80,7 +80,7 @@ def make_nodes(rows: int) -> list[Node]:
 
 def test_a_row_with_every_option_costs_a_step_little() -> None:
     few, many, logits_NV = make_nodes(4), make_nodes(36), torch.randn(36, VOCAB)
-    choose(logits_NV, many, KERNELS)  # what is made once is made
+    choose(logits_NV, many, KERNELS)  # fill caches
     assert bytecodes(many, logits_NV) - bytecodes(few, logits_NV[:4]) < 32 * MOST_BYTECODES
     counts = []
     for nodes in (few, many):
@@ -93,7 +93,7 @@ def test_a_row_with_every_option_costs_a_step_little() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 63, 65, 4097])
 def test_log_probabilities_of_many_rows_are_those_of_each_bit_for_bit(vocab: int, dtype: torch.dtype) -> None:
-    """Every other row lies on a grid, so that many are equal, at the end of the list too."""
+    """Alternate rows are rounded, so that many logits are equal, at the end of the list too."""
     logits_NV = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
     logits_NV[::2] = logits_NV[::2].round()
     logits_NV[4] = 0.0
@@ -115,7 +115,7 @@ def test_a_history_counts_each_token_of_prompt_output_and_path_once(
     history = History(prompt)
     for token in output:
         history.observe(token)
-    for along in (path, []):  # what a path adds leaves no trace
+    for along in (path, []):  # a path leaves no trace in the history
         tokens, counts = history.along(along)
         whole = [*output, *along]
         assert len(tokens) == len(set(tokens)) and set(tokens) == {*prompt, *whole}

@@ -1,4 +1,4 @@
-"""A drafter's best guess is what the target would choose if it had the drafter's logits."""
+"""A drafter's top candidate is the target's choice for the drafter's logits."""
 
 import random
 
@@ -56,7 +56,7 @@ def test_the_next_is_what_it_would_choose_were_the_first_forbidden(seed: int) ->
     for node, logits_V, (tokens, shares) in zip(nodes, logits_NV, ranked, strict=True):
         left_V = perturb(logits_V[None], [node], KERNELS)[0].clone()
         for token, share in zip(tokens, shares, strict=True):
-            if share:  # below are only tokens that its filters ban
+            if share:  # tokens below are banned by its filters
                 assert token == left_V.argmax()
             left_V[token] = -torch.inf
 
@@ -103,7 +103,7 @@ def test_the_same_place_of_another_seed_or_position_is_another_guess() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_of_equals_the_smaller_id_is_first(dtype: torch.dtype) -> None:
-    """Also where the last of those that are ranked has an equal that is not."""
+    """Also if the last ranked token has an equal outside the list."""
     for seed in range(50):
         logits_NV = make_logits(4, seed).round().to(dtype)
         ranked = rank(logits_NV, [plain_node(temperature=0.0)] * 4, KERNELS, 4)
@@ -124,6 +124,6 @@ def test_more_than_there_are_tokens_is_all_of_them() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.nan, -torch.inf])
 def test_logits_that_are_no_numbers_are_believed_in_by_nobody(wrong: float) -> None:
-    """The target will fail the request by name; the draft before must not fail the step."""
+    """The target will fail the request by name; the earlier draft must not fail the step."""
     _, shares = rank(torch.full((1, VOCAB), wrong), [plain_node(temperature=0.0)], KERNELS, 3)[0]
     assert shares == [0.0, 0.0, 0.0]

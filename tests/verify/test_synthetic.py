@@ -1,4 +1,4 @@
-"""Synthetic acceptance: the length asked for in the long run, each depth's rate, one outcome for one seed."""
+"""Synthetic acceptance: the mean length, each depth's rate, and one outcome for one seed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ STEPS = 20_000
 def said_by(
     rates: Sequence[float], tree: TokenTree, *, seed: int = 0, steps: int = STEPS
 ) -> list[tuple[int, ...]]:
-    """Walk as a request does, each step from where the last one ended; return what each emitted."""
+    """Walk repeatedly, each step from the end of the last one; return the tokens each emitted."""
     position, said = 1, []
     for _ in range(steps):
         choices = range(100, 100 + len(tree))
@@ -110,6 +110,6 @@ TREE = TokenTree((9, 5, 6, 7, 8), (-1, 0, 0, 1, 2))
 def test_the_first_branch_is_followed_and_the_bonus_is_the_targets(
     rates: Sequence[float], nodes: tuple[int, ...], emitted: tuple[int, ...]
 ) -> None:
-    """What the target chose at the nodes before is of no account; at the last one it is said."""
+    """The target's choices at earlier nodes are ignored; its choice at the last one is emitted."""
     path = walk(*accept_at_rates([10, 11, 12, 13, 14], TREE, rates, seed=1, position=4))
     assert (path.nodes, path.emitted) == (nodes, emitted)

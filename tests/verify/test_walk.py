@@ -1,4 +1,4 @@
-"""The walk down a tree, against every path of it tried one by one."""
+"""The walk down a tree, against a search over all of its paths."""
 
 import random
 
@@ -24,7 +24,7 @@ TREE = TokenTree((3, 5, 6, 7, 8, 7, 9), (-1, 0, 0, 1, 1, 2, 3))
         ([5, 8, 0, 0, 2, 0, 0], (0, 1, 4), (5, 8, 2)),
         ([5, 7, 0, 9, 0, 0, 1], (0, 1, 3, 6), (5, 7, 9, 1)),
         ([6, 0, 7, 0, 0, 4, 0], (0, 2, 5), (6, 7, 4)),
-        # 7 is a child of other nodes too, and the root's own token is no child of anything.
+        # 7 is also a child of other nodes, and the root's own token is a child of none.
         ([7, 7, 7, 7, 7, 7, 7], (0,), (7,)),
         ([3, 3, 3, 3, 3, 3, 3], (0,), (3,)),
     ],
@@ -44,7 +44,7 @@ def test_walk_accepts_a_whole_chain() -> None:
 
 
 def draw_tree(rng: random.Random) -> TokenTree:
-    """A random tree over few tokens, no two children of a node alike."""
+    """Draw a tree over few tokens, in which siblings differ."""
     tokens, parents = [0], [-1]
     for _ in range(rng.randrange(12)):
         entry = rng.randrange(4), rng.randrange(len(tokens))
@@ -55,7 +55,7 @@ def draw_tree(rng: random.Random) -> TokenTree:
 
 
 def longest_agreeing_path(chosen: list[int], tree: TokenTree) -> tuple[int, ...]:
-    """Of all paths whose every token is what its parent chose, the longest; found by trying each."""
+    """Return the longest path whose every token is its parent's choice, by trying all paths."""
     agreeing = [
         path
         for path in map(tree.path, range(len(tree)))
@@ -75,7 +75,7 @@ def test_walk_finds_the_longest_agreeing_path(rng: random.Random) -> None:
 
 
 def test_a_walk_with_a_swapped_parent_is_caught() -> None:
-    """The same tokens under a wrong parent: somewhere in a few hundred trees the paths differ."""
+    """The same tokens under a wrong parent: in some of a few hundred trees the paths differ."""
     rng, caught = random.Random(0), 0
     for _ in range(300):
         tree = draw_tree(rng)

@@ -1,4 +1,4 @@
-"""What prefixes are called in tests: numbers made of all of their tokens, and the tokens of nodes."""
+"""Identifiers of prefixes in tests: numbers computed from all of their tokens, and the tokens of nodes."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,19 @@ from specdec.state_slots.prefix.tiers import Tier
 from specdec.state_slots.prefix.tree import Node
 
 TENANTS = (*[SOLE] * 10, Tenant(salt="other"), Tenant("another"))
-"""Other texts are never found, whether a salt is different or a caller."""
+"""Texts of another salt or caller are never found."""
 Views = Sequence[NDArray[np.float32]]
 
 
 def views(arena: Arena) -> tuple[Views, Views]:
-    """Show an arena's blocks by layer, and its states' parts."""
+    """Return an arena's blocks by layer, and its states' parts."""
     memories = [arena.recurrent(layer) for layer in range(len(arena.layout.states))]
     pages = [arena.pages(layer).numpy() for layer in range(len(arena.layout.kv))]
     return pages, [part.numpy() for own in memories for part in (own.state_SHKW, own.window_SIC)]
 
 
 def names(text: Sequence[int]) -> NDArray[np.float32]:
-    """Number the prefixes of a text, each by all of its tokens; float32 holds the numbers exactly."""
+    """Hash each prefix of a text over all of its tokens; float32 holds the hashes exactly."""
     found, name = [], 1
     for token in text:
         name = (name * 31 + token + 7) % 16_777_213
@@ -43,7 +43,7 @@ def tenant_of(cache: Tier, node: Node) -> Tenant:
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the tokens that two texts begin with alike."""
+    """Return the length of two texts' common prefix."""
     count = 0
     while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1

@@ -1,4 +1,4 @@
-"""Whatever requests read, share, keep and give up, what is lent is what was read, token for token."""
+"""Whatever requests compute, share, cache and release, hits return the right prefix, token for token."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ SEEDS = {
     "two tiers of attention": (9,),
 }
 OPERATIONS = 10_000
-"""Of each of the ten runs."""
+"""For each of the ten runs."""
 
 
 @EXHAUSTIVE
@@ -71,7 +71,7 @@ def _a_split_leaves_the_lower_part_without_it(trial: Trial, patch: pytest.Monkey
     def split(node: Node, at: int) -> Node:
         upper = right(node, at)
         if at % tree.size and len(node.blocks) > 1:
-            # As many as before, one too far: its own first stands where the shared one stood.
+            # The same number of blocks, shifted by one: its own first block replaces the shared one.
             trial.arena.release_blocks(node, node.blocks[:1])
             node.blocks = [*node.blocks[1:], *node.blocks[:1]]
         return upper
@@ -230,7 +230,7 @@ def _what_is_given_up_keeps_its_state(trial: Trial, patch: pytest.MonkeyPatch) -
 
 
 def _what_is_fetched_is_kept_at_once(trial: Trial, patch: pytest.MonkeyPatch) -> None:
-    """It takes memory that was counted for others, and blocks move that nobody's table knows."""
+    """It uses memory reserved for others, and moves blocks that are not yet in any table."""
     cache, right = trial.cache, trial.cache.lend
 
     def lend(owner: Hashable, lease: Lease, state: int | None) -> Hit:

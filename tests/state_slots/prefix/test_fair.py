@@ -1,4 +1,4 @@
-"""Of prefixes that are kept, the caller that has most loses first; and one may forget its own alone."""
+"""Eviction takes from the caller with the most cached memory; a caller can flush only its own."""
 
 import random
 
@@ -13,7 +13,7 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
 
 
 def flood(alpha: float) -> tuple[int, Replay]:
-    """Let alice read a few prompts and bob a hundred times as many, under many salts; then ask for hers."""
+    """Serve a few of alice's prompts and a hundred times as many of bob's, then hers again; count hits."""
     replay = Replay(LAYOUT, 120 * LAYOUT.slab_bytes, lambda tokens: float(tokens**2), alpha=alpha)
     draw = random.Random(1)
     hers = [[draw.randrange(1000) for _ in range(120)] for _ in range(8)]
@@ -35,13 +35,13 @@ def test_a_flood_leaves_anothers_fair_part(alpha: float) -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_giving_up_by_recency_alone_is_noticed(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: the last to write keeps all."""
+    """A mutant: the last caller keeps all."""
     monkeypatch.setattr(Score, "of_largest", lambda score, nodes, kept: nodes)
     assert flood(alpha)[0] < 8
 
 
 def test_of_equal_parts_the_one_unused_for_longest_is_evicted_from() -> None:
-    """And not one that the hashes of names choose."""
+    """The order of the callers' hashes must not decide."""
     replay = Replay(LAYOUT, AMPLE, float)
     names = [f"caller {number}" for number in range(8)]
     for start in range(8):
@@ -55,7 +55,7 @@ def test_of_equal_parts_the_one_unused_for_longest_is_evicted_from() -> None:
 
 
 def test_a_caller_that_comes_later_gets_its_part() -> None:
-    """Of memory that others have filled."""
+    """It takes over memory that others have filled."""
     _, replay = flood(0.0)
     draw = random.Random(2)
     texts = [[draw.randrange(1000) for _ in range(120)] for _ in range(8)]

@@ -1,4 +1,4 @@
-"""The state at the end of each chunk is kept as a guess, so that the second prompt with a prefix hits."""
+"""The state at the end of each chunk is cached as a guess, so that the second prompt with a prefix hits."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def guesses_of(replay: Replay) -> list[Node]:
 
 
 def used_prefixes_that_hit() -> int:
-    """Use ten prefixes twice, read many others once under memory pressure, and count those that still hit."""
+    """Use ten prefixes twice, prefill many others once under memory pressure, and count remaining hits."""
     replay = replay_of(SLABS)
     replay.chunk_tokens = 16
     stems = [prompt(seed, 20) for seed in range(10)]
@@ -124,7 +124,7 @@ def test_guesses_that_count_as_used_states_are_noticed(monkeypatch: pytest.Monke
 
 
 def proven_state(replay: Replay, seed: int) -> Node:
-    """Keep the state after a request, and no guess."""
+    """Cache the state after a request, and no guess."""
     asked = prompt(seed, 40)
     live = replay.admit(asked, 3)
     assert live
@@ -136,7 +136,7 @@ def test_a_guess_made_after_the_order_of_eviction_is_evicted_first() -> None:
     replay = replay_of(400)
     proven = [proven_state(replay, seed) for seed in range(40)]
     size = len(list(replay.cache.tree.nodes()))
-    assert replay.cache.make_room(lambda: len(list(replay.cache.tree.nodes())) < size)  # this makes an order
+    assert replay.cache.make_room(lambda: len(list(replay.cache.tree.nodes())) < size)  # builds an order
     left = [node for node in proven if node.state is not None]
     asked = prompt(1000, 1300)
     live = replay.admit(asked, 3)

@@ -1,4 +1,4 @@
-"""Copies between tiers are timed on the way, and waited for by none."""
+"""Copies between tiers are timed with stream events, without waiting for them."""
 
 from typing import Self
 
@@ -13,11 +13,11 @@ LAYOUT = Layout((KVShape(2, 8),), (), torch.float32, torch.float32)
 
 
 class Stream:
-    """A device's work in order: it comes to its marks when it is told to."""
+    """A simulated device stream: it reaches its events on request."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        """When it came to each mark that it has passed."""
+        """Time of each event that was reached."""
         self.marks = 0
 
     def mark(self, *arenas: Arena) -> Mark:
@@ -64,7 +64,7 @@ def test_a_copy_is_timed_once_the_device_has_come_to_its_end(
     assert rates.copied_s is None and rates.pays(10**9, 1.0), "it is tried until it was measured"
     stream.seconds = [5.0]
     assert rates.copied_s is None
-    stream.seconds = [5.0, 7.0]  # what stood in the stream before it, 5 s, is not its own
+    stream.seconds = [5.0, 7.0]  # the 5 s of earlier work in the stream are not counted
     assert rates.copied_s == 2.0 / size
     assert not rates.pays(10**9, 1.0)
     copy(rates, *reversed(arenas))

@@ -1,4 +1,4 @@
-"""A replay hits the states that the rule names: after prompts, after requests, and where prompts diverge."""
+"""A replay hits the states that the rule specifies: after prompts, after requests, and at divergences."""
 
 import random
 
@@ -21,7 +21,7 @@ def ids(values: list[int]) -> Ids:
 
 
 def requests(seed: int, count: int) -> list[tuple[list[int], list[int]]]:
-    """Make prompts that go on from others, or part from them anywhere."""
+    """Make prompts that extend others, or diverge from them anywhere."""
     draw = random.Random(seed)
     known: list[list[int]] = [[draw.randrange(4) for _ in range(40)]]
     made = []
@@ -38,7 +38,7 @@ def requests(seed: int, count: int) -> list[tuple[list[int], list[int]]]:
 
 
 class Rule:
-    """Keep every state that the rule asks for, for ever: a list and nothing else."""
+    """A reference that keeps every state of the rule forever, in a list."""
 
     def __init__(self) -> None:
         self.known: list[list[int]] = []
@@ -101,7 +101,7 @@ def test_with_little_memory_its_books_stay_right(alpha: float) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_one_used_longest_ago_gives_way_first(seed: int) -> None:
-    """An order serves for several, and some of those in it are used before their turn comes."""
+    """One order serves several evictions, and some of its entries are used before their turn."""
     draw, replay = random.Random(seed), Replay(LAYOUT, AMPLE, float)
     texts = {first: ids([first, 1, 2, 3, 4]) for first in range(60)}
     used = list(texts)

@@ -1,4 +1,4 @@
-"""A tree finds what it was told, wherever texts part, and its tables are those of who wrote them."""
+"""A tree finds inserted texts wherever they diverge, and its tables are those of their writers."""
 
 from random import Random
 
@@ -22,7 +22,7 @@ def ids(tokens: list[int]) -> Ids:
 
 
 def plant(tree: Tree, writer: str, text: list[int], tenant: Tenant = SOLE) -> tuple[Node, list[int]]:
-    """Put a text into a tree with the blocks of who has read all of it."""
+    """Insert a text into a tree with the blocks of a request that computed all of it."""
     table = tree.arena.take_blocks(writer, -(-len(text) // SIZE))
     assert table is not None
     tree.root(tenant)
@@ -39,7 +39,7 @@ def tree() -> Tree:
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 12])
 @pytest.mark.parametrize("cut", range(13))
 def test_texts_may_part_anywhere(tree: Tree, length: int, cut: int) -> None:
-    """The lower text's blocks begin where the upper one ends; a split and a join leave all as it was."""
+    """The lower text's blocks begin at the end of the upper one; a split and a join are inverse."""
     cut = min(cut, length)
     first = list(range(1, length + 1))
     second = [*first[:cut], 0, 0, 0, 0, 0]
@@ -61,7 +61,7 @@ def test_texts_may_part_anywhere(tree: Tree, length: int, cut: int) -> None:
 
 
 def test_a_text_grows_where_it_ended(tree: Tree) -> None:
-    """By the blocks of the one who wrote it; what another wrote hangs on it."""
+    """It grows by its writer's blocks; another writer's text becomes a child."""
     table = tree.arena.take_blocks("a", 3)
     assert table is not None
     text = list(range(10))

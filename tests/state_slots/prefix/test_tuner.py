@@ -1,4 +1,4 @@
-"""Tuning finds the value that hits more, keeps what it has where none does, and never outlives its owner."""
+"""Tuning finds the value with more hits, keeps the current one on ties, and ends with its owner."""
 
 import threading
 from contextlib import closing
@@ -24,7 +24,7 @@ def work(tokens: int) -> float:
 
 
 def mixed(count: int) -> list[Pair]:
-    """Ask long prompts now and then, and between them short ones that never come again."""
+    """Make requests with recurring long prompts, and between them short ones that never recur."""
     rng = np.random.default_rng(3)
     long = [rng.integers(0, 9, LONG, np.int32) for _ in range(SHARED)]
     made = []
@@ -35,7 +35,7 @@ def mixed(count: int) -> list[Pair]:
 
 
 def alike(count: int) -> list[Pair]:
-    """Ask what fits the memory, whoever gives way."""
+    """Make requests that fit in memory, whatever is evicted."""
     prompt = np.arange(30, dtype=np.int32)
     return [(prompt, np.array([number % 3], np.int32)) for number in range(count)]
 
@@ -101,7 +101,7 @@ def test_a_thread_tunes_and_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_closing_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread rests for an hour after the first request: only who wakes it can end it."""
+    """The thread sleeps for an hour after the first request: only a wake-up can end it."""
     monkeypatch.setattr(module, "IDLE", 1e9)
     served = threading.Event()
     right = Replay.serve
@@ -167,7 +167,7 @@ def test_larger_blocks_cost_little_memory() -> None:
     large = Layout((KVShape(2, 16),), (StateShape(32, 128, 128, 3, 8192),), torch.bfloat16)
     assert coarse(large).block_tokens == 8 * large.block_tokens
     assert coarse(large).slab_bytes <= 1.02 * large.slab_bytes
-    # Of these no eight blocks make a slab: two at once would waste it.
+    # No eight blocks of these make a slab: two at once would waste memory.
     assert coarse(LAYOUT).slab_bytes <= 1.02 * LAYOUT.slab_bytes
     plain = Layout((KVShape(2, 16),), (), torch.bfloat16)
     assert coarse(plain) == plain

@@ -1,7 +1,7 @@
-"""Requests that read, write and end over a small arena, and a plain record of what each of them has read.
+"""Random requests over a small arena, next to a plain record of the prefix each of them has computed.
 
-Every position's keys and values, every state and every hidden state name the prefix that they belong to: what
-is lent can be checked token for token.
+Every position's keys and values, every state and every hidden state contain the hash of their prefix, so each
+hit can be checked token for token.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from specdec.state_slots.slots import Owner
 from tests.state_slots.prefix.naming import TENANTS, Views, common, names, tenant_of, views, whole_of
 
 LETTERS = 3
-"""Few, so that texts meet and part again all the time."""
+"""Few, so that texts often share prefixes and diverge."""
 LONGEST = 44
 KV = (KVShape(1, 2), KVShape(1, 2))
 """The target's layer and a head's."""
@@ -37,13 +37,13 @@ LAYOUTS = {
     "recurrent": Layout((), STATES, torch.float32, block_tokens=4),
 }
 OTHERS = ("stranger", "neighbour")
-"""Owners that have nothing to do with prefixes."""
+"""Owners that do not use prefixes."""
 Prefix = tuple[int, ...]
 
 
 @dataclass(eq=False)
 class Reader:
-    """A request: its text, how much of it was read, and what it holds."""
+    """A request: its text, its number of computed tokens, and its slots."""
 
     number: int
     tenant: Tenant
@@ -53,14 +53,14 @@ class Reader:
     table: list[int]
     read: int
     heard: int
-    """How much its head has read: at each position the token behind it too."""
+    """Number of tokens the head has computed; each position also needs the next token."""
     asked: int
     """Length of its prompt."""
 
 
 @dataclass
 class Trial:
-    """Drive a cache beside a record of what was read, and of the states that were kept."""
+    """Drive a cache next to a record of computed prefixes and of cached states."""
 
     layout: Layout
     slabs: int
@@ -68,13 +68,13 @@ class Trial:
     alpha: float = 0.0
     seed: int = 0
     lower_slabs: int = 0
-    """Of a second tier."""
+    """Slabs of a second tier."""
     roomy: bool = False
-    """Nothing has to give way: all that was read is found again."""
+    """No eviction is needed: every computed prefix is found again."""
     seen: set[tuple[Tenant, Prefix]] = field(default_factory=set)
-    """Every prefix that anybody has read."""
+    """Every prefix that any request has computed."""
     kept: set[tuple[Tenant, Prefix]] = field(default_factory=set)
-    """Prefixes at whose end a state was kept, whether or not it has been given up since."""
+    """Prefixes at whose end a state was cached, whether or not it was evicted since."""
     readers: list[Reader] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
     did: Counter[str] = field(default_factory=Counter)
@@ -82,7 +82,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.random, self._number = Random(self.seed), 0
         self.arena = Arena(self.layout, (self.slabs + 1) * self.layout.slab_bytes, torch.device("cpu"))
-        self.arena.data.fill_(0xFF)  # NaN in every type
+        self.arena.data.fill_(0xFF)  # NaN in every dtype
         score = Score(self.layout, lambda tokens: tokens + tokens**2 / 64, self.alpha)
         lower = None
         if self.lower_slabs:
@@ -94,7 +94,7 @@ class Trial:
         self.pages, self.states = views(self.arena)
 
     def run(self, operations: int, *, every: int = 100) -> None:
-        """Run random operations, with a full proof after each hundred."""
+        """Run random operations, with a full check after each hundred."""
         ways = {
             self.admit: 22,
             self.advance: 48,
@@ -119,14 +119,14 @@ class Trial:
         return True
 
     def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
-        """Hear of blocks that have moved, as the loop does."""
+        """Update the readers' tables after a move of blocks, as the loop does."""
         for own in self.readers:
             own.table = [moved.get(block, block) for block in own.table]
         move_blocks(moved, owners)
         self.did["moved"] += len(moved)
 
     def admit(self) -> None:
-        """Let a request in as the scheduler does, if there is memory for all of its prompt."""
+        """Admit a request as the scheduler does, if there is memory for its whole prompt."""
         if len(self.readers) >= 4:
             return
         tenant, text = self.random.choice(TENANTS), self._prompt()
@@ -166,7 +166,7 @@ class Trial:
             self.did["fetched"] += hit.length
 
     def _judge(self, lease: Lease, tenant: Tenant, text: Sequence[int], marks: Sequence[int]) -> None:
-        """Compare what was found with what the tree holds, prefix by prefix, its search left aside."""
+        """Compare a hit with the tree's content, prefix by prefix, without the tree's search."""
         most = text[:-1]
         known, held = self._longest(self.cache, tenant, most)
         if self.cache.lower:
@@ -187,7 +187,7 @@ class Trial:
             assert lease.length == max(at_most - self.head, 0)
 
     def _longest(self, cache: Tier, tenant: Tenant, text: Sequence[int]) -> tuple[int, int]:
-        """Return how much of a text a tree knows, and where the last state on the way is kept."""
+        """Return the length of a text's cached prefix, and of the longest one with a state."""
         known = held = 0
         for node in cache.tree.nodes():
             whole = whole_of(node)
@@ -198,7 +198,7 @@ class Trial:
         return known, held
 
     def advance(self) -> None:
-        """Let a request read some tokens, chosen ones too once its prompt is over."""
+        """Run some tokens of a request, including generated ones after its prompt."""
         if not self.readers:
             return
         own = self.random.choice(self.readers)
@@ -235,7 +235,7 @@ class Trial:
             self.did["kept"] += 1
 
     def end(self) -> None:
-        """End a request whose prompt was read: its state serves those to come."""
+        """End a request whose prefill is complete: its state serves later requests."""
         over = [own for own in self.readers if own.read >= own.asked]
         if not over:
             return
@@ -249,12 +249,12 @@ class Trial:
         self.did["ended"] += 1
 
     def preempt(self) -> None:
-        """Take a request's memory away at any time."""
+        """Preempt a request at any time."""
         if self.readers:
             self._leave(self.random.choice(self.readers))
 
     def cut(self) -> None:
-        """End a request whose numbers were wrong, or have never been seen: what nobody else had read goes."""
+        """End a request whose values were wrong or unverified: its exclusive prefix is dropped."""
         if not self.readers:
             return
         own = self.random.choice(self.readers)
@@ -274,7 +274,7 @@ class Trial:
         self.readers.remove(own)
 
     def meddle(self) -> None:
-        """Let somebody else take memory, for which prefixes give way, and fill it."""
+        """Take memory for another owner, which evicts prefixes, and fill it."""
         name, arena, random = self.random.choice(OTHERS), self.arena, self.random
         if self.layout.kv and random.random() < 0.5:
             for block in arena.take_blocks(name, random.randrange(1, 12)) or ():
@@ -291,7 +291,7 @@ class Trial:
         self.arena.release_owner(self.random.choice(OTHERS))
 
     def press(self) -> None:
-        """Ask for much, so that most gives way."""
+        """Request much memory, so that most prefixes are evicted."""
         blocks = self.random.randrange(1, 40) if self.layout.kv else 0
         states = self.random.randrange(4) if self.layout.states else 0
         self.arena.can_take(blocks=blocks, states=states)
@@ -302,7 +302,7 @@ class Trial:
         assert left == [], "nobody goes on from these"
 
     def fail(self) -> None:
-        """Begin afresh, as after a step that failed."""
+        """Start over, as after a failed step."""
         self.arena.forget()
         self.cache.forget()
         self.did["failed"] += 1
@@ -310,7 +310,7 @@ class Trial:
         assert not list(self.cache.tree.nodes())
 
     def prove(self) -> None:
-        """Prove every byte: of what the tree holds, and of what each request has."""
+        """Check every byte of the tree's prefixes, and of each request's."""
         self.cache.check([own.lease for own in self.readers], [*OTHERS, *(r.number for r in self.readers)])
         self._prove_tier(self.cache, self.pages, self.states)
         if self.cache.lower:
@@ -340,7 +340,7 @@ class Trial:
         assert usage.free_slabs == usage.slabs
 
     def _prompt(self) -> list[int]:
-        """Begin like a text that is known, or that is being read, and part from it anywhere."""
+        """Draw a prompt that shares a prefix of any length with a cached or running text."""
         known = [*self.texts, *(own.text for own in self.readers)]
         stem = self.random.choice(known) if known and self.random.random() < 0.9 else []
         cut = self.random.choice([len(stem), self.random.randrange(len(stem) + 1)])
@@ -353,7 +353,7 @@ class Trial:
             own.table += blocks
 
     def _write(self, own: Reader, upto: int) -> None:
-        """Read tokens: write the target's part of each, and the head's of all before the last."""
+        """Compute tokens: write the target's part of each, and the head's of all before the last."""
         named, size = names(own.text[:upto]), self.layout.block_tokens
         for layer, page in enumerate(self.pages):
             behind = int(self.head and layer > 0)
@@ -373,7 +373,7 @@ class Trial:
         heard: Sequence[int],
         pages: Views | None = None,
     ) -> None:
-        """Each position holds what belongs to the prefix that ends there; a head's, to the next token's."""
+        """Check that each position holds its prefix's hash; a head's also covers the next token."""
         assert len(table) >= self.layout.blocks_for(len(text))
         size = self.layout.block_tokens
         for layer, page in enumerate(self.pages if pages is None else pages):

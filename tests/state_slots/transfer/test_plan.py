@@ -1,4 +1,4 @@
-"""Plans read every byte of a slot from a rank that has it, and nothing beside the arenas."""
+"""Plans read every byte of a slot from a rank that has it, and nothing outside the arenas."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""Copy by plans between arenas that hold slices of one model's memory, and compare every byte."""
+"""Copy by plans between arenas with slices of one model's memory, and compare every byte."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from specdec.state_slots.views import page_views, recurrent_views
 
 
 class Side(NamedTuple):
-    """Give an arena other slots than the others, and other bytes where nothing is."""
+    """An arena's slots, which differ from the other side's, and its fill value elsewhere."""
 
     slabs: int
     blocks: tuple[int, int]
-    """The slabs of its blocks: the first one's first block, the second one's last."""
+    """Slabs of its blocks: the first block of the first slab, the last block of the second."""
     state: int
     poison: int
 
@@ -28,7 +28,7 @@ WHOLE, REMOTE, LOCAL = Side(4, (1, 2), 3, 0), Side(5, (3, 1), 2, 0xEE), Side(7, 
 
 
 class Rank:
-    """One rank's arena, poisoned, with two blocks and a state slot that count."""
+    """One rank's poisoned arena, with two blocks and a state slot in use."""
 
     def __init__(self, cut: Cut, tp: int, rank: int, side: Side) -> None:
         self.layout, size = cut.layout(tp), side.slabs * cut.layout(tp).slab_bytes
@@ -39,13 +39,13 @@ class Rank:
         self.state = side.state if self.layout.states else None
 
     def tensors(self) -> list[Tensor]:
-        """View all that its layers keep in these slots."""
+        """Return views of all layers in these slots."""
         pages, recurrent = page_views(self.data, self.layout), recurrent_views(self.data, self.layout)
         states = [part[self.state] for own in recurrent for part in (own.state_SHKW, own.window_SIC)]
         return [own[block] for block in self.blocks for own in pages] + states
 
     def fill(self, whole: "Rank") -> None:
-        """Take this rank's slices of what a whole model keeps."""
+        """Fill the slots with this rank's slices of a whole model's memory."""
         for own, part in zip(self.tensors(), self._slices(whole), strict=True):
             own.copy_(part)
 
@@ -57,7 +57,7 @@ class Rank:
             self.data.view(-1, self.layout.slab_bytes)[self.state, : self.layout.state_bytes] = value
 
     def resolve(self, rows: NDArray[np.int64], picked: NDArray[np.int32]) -> list[NDArray[np.uint8]]:
-        """Resolve descriptors as NIXL does, and see that none of a row's leaves the arena."""
+        """Resolve descriptors as NIXL does, and check that each is inside the arena."""
         base, size = self.view.base, self.view.num_bytes
         spans = [
             (at - base + number * stride, length)
@@ -85,7 +85,7 @@ def _window(window_IC: Tensor, state: StateShape, tp: int, rank: int) -> Tensor:
 
 
 def read(local: Rank, remotes: Sequence[Rank], planned: Cut) -> None:
-    """Read as carriers would, all that the plans of this cut name."""
+    """Read everything that plans for this cut describe, as carriers would."""
     views = [ArenaView(**{**_fields(own.view), "cut": planned}) for own in (local, *remotes)]
     for rank, plan in make_plans(views[0], views[1:]).items():
         blocks = list(zip(local.blocks, remotes[rank].blocks, strict=True))
@@ -105,9 +105,9 @@ def _fields(view: ArenaView) -> dict[str, object]:
 
 
 def check_landing(layout: Layout, remote_tp: int, local_tp: int, planned: Cut | None = None) -> None:
-    """Read slices of random bytes into every local rank, and look at all its bytes.
+    """Read slices of random bytes into every local rank, and compare all its bytes.
 
-    `planned` is the cut to plan by, where a test gives a wrong one.
+    `planned` is the cut to plan with, if a test uses a wrong one.
     """
     cut = Cut.of(layout)
     whole = Rank(cut, 1, 0, WHOLE)
