@@ -56,4 +56,4 @@ def test_that_c_reads_no_eight_bits_is_said(
     for kind, said in (("auto", False), ("fp8", True)):
         caplog.clear()
         describe_model(plain[0], EngineConfig(device="cpu", kernels="native", kv_dtype=kind), [64])
-        assert any("keys of 8 bits" in record.getMessage() for record in caplog.records) == said
+        assert any("FP8 keys" in record.getMessage() for record in caplog.records) == said

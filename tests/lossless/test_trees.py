@@ -1,6 +1,6 @@
 """A node of a tree sees its own path, and rejected nodes leave no trace."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -209,17 +209,17 @@ def swapped_parent(patch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextmanager
 def wrong_tap(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the convolution use the node before the last one instead of its parent."""
-    inner = TokenTree.taps
+    inner = windows.taps
 
-    def wrong(tree: TokenTree, width: int) -> tuple[tuple[int, ...], ...]:
-        taps, last = inner(tree, width), len(tree) - 1
+    def wrong(parents: Sequence[int], width: int) -> list[tuple[int, ...]]:
+        taps, last = inner(parents, width), len(parents) - 1
         if width == 1:
             return taps
-        before = width - 1 + (last - 1 if tree.parents[last] != last - 1 else max(last - 2, 0))
-        return (*taps[:-1], (*taps[-1][:-2], before, taps[-1][-1]))
+        before = width - 1 + (last - 1 if parents[last] != last - 1 else max(last - 2, 0))
+        return [*taps[:-1], (*taps[-1][:-2], before, taps[-1][-1])]
 
     with patch.context() as patched:
-        patched.setattr(TokenTree, "taps", wrong)
+        patched.setattr(windows, "taps", wrong)
         yield
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
-from specdec.core import landing
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
+from specdec.engine import landing
 from specdec.reach.allowed import Allowed
 from specdec.reach.fetch import Fetched
 from specdec.reach.terms import LeaseReference
