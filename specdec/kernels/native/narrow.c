@@ -1,7 +1,7 @@
-// The operations of a narrow window, each in one call: what a decode step spends beside its matrix products
-// is mostly the cost of calling. typed.inc is compiled once for each type that tensors may have.
+// Operations of a narrow window, each in one call: apart from matrix products, a decode step is mostly call overhead.
+// typed.inc is compiled once per tensor type.
 
-#define _GNU_SOURCE  // for the affinity of threads
+#define _GNU_SOURCE  // for thread affinity
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -15,9 +15,9 @@ typedef long ix;
 #include "workspace.inc"
 #include "scalars.inc"
 
-// MOST, the longest path and the widest window of tokens that are not certain, is defined on the compiler's command line.
+// MOST, the limit of path lengths and of speculative window widths, is defined on the compiler's command line.
 
-// A recurrent layer's records: where its parts lie, and how far apart slabs and places are, in floats.
+// A recurrent layer's records: the addresses of their parts, and the strides of slabs and places, in floats.
 typedef struct {
     float *update, *decay;
     ix update_slab, update_place, decay_slab, decay_place;
@@ -28,13 +28,13 @@ typedef struct {
 #include "sampling.inc"
 #include "tensors.inc"
 
-// to's rows <- from's rows, chosen by ids where there are any; distances in bytes.
+// to's rows <- from's rows, selected by ids unless null; strides in bytes.
 void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char *to, ix by_to) {
     for (ix r = 0; r < rows; r++) memcpy(to + r * by_to, from + (ids ? ids[r] : r) * by_from, bytes);
 }
 
-// Keys and values of each of B rows from P positions to others, in place; all of a row are read before any is written. The
-// entries of a head lie together, `bytes` of them; distances in bytes.
+// Move keys and values of each of B rows from P positions to others, in place. All of a row are read before any is
+// written. A head's entries are adjacent, `bytes` bytes of them; strides in bytes.
 void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kinds, ix heads, ix block, ix bytes,
           const ix *table, ix N, ix B, const ix *from, const ix *to, ix P) {
     char *held = workspace(kinds * heads * P * bytes);
@@ -54,10 +54,10 @@ void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kind
         }
 }
 
-// What an entry takes that passes an activation, a norm or a convolution.
+// Estimated time per entry of an activation, a norm or a convolution.
 #define POINTWISE_NS 0.7
 
-// Of products: outputs that are laid out together, and panels that a thread takes at once.
+// PANEL: outputs stored together. PANELS: panels per chunk of work.
 #define PANEL 16
 #define PANELS 4
 // A matrix cut into fewer chunks than this splits unevenly: 192 outputs made 3 chunks for 2 threads. With it and six-row
@@ -65,7 +65,7 @@ void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kind
 #define EVEN_CHUNKS 6
 #define PARTS (PANEL / LANES)
 #define WIDEST (PANELS * PARTS)
-// Rows of a tile, and panels of one with so many rows: as many as leave registers for weights and a row.
+// ROWS: rows of a tile. BESIDE(rows): panels of a tile, as many as leave registers for weights and a row.
 #if LANES == 16
 #define ROWS 6
 #define BESIDE(rows) 4
@@ -76,11 +76,11 @@ void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kind
 #define ROWS 4
 #define BESIDE(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
 #endif
-// How long a thread takes to read a byte of weights, and to multiply one with a row.
+// Estimated time of a thread to read a byte of weights, and to multiply a weight with a row.
 #define READ_NS 0.03
 #define MULTIPLY_NS (PAIRED ? 0.0105 : 0.34 / LANES)
 #define INTEGER_NS 0.006
-// To round a number to 8 bits.
+// Estimated time to round a number to 8 bits.
 #define ROUND_NS 0.1
 
 #include "blocks.inc"
