@@ -146,7 +146,7 @@ def test_several_prompts_have_a_room_each() -> None:
     asked = read(CompletionBody, fields).asked("decode", 2)
     assert asked == Fetch(None, (Bootstrap("a", 1, 3), Bootstrap("b", 2, 4)))
     one = refusal({**fields, "bootstrap_room": 3}, "decode", 2)
-    assert one.param == "bootstrap_room" and "one for each" in str(one)
+    assert one.param == "bootstrap_room" and "give one per prompt" in str(one)
     few = refusal({**fields, "bootstrap_port": [1]}, "decode", 2)
     assert few.param == "bootstrap_port"
 
