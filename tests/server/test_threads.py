@@ -49,7 +49,7 @@ def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
         while waiting(pool) < 3 or len(begun) < COUNT:
             await asyncio.sleep(0.001)
         assert sum(thread.name == "specdec-test" for thread in threading.enumerate()) == COUNT
-        with pytest.raises(Failure, match="wait to be read") as refused:
+        with pytest.raises(Failure, match="waiting to be parsed") as refused:
             await pool.do(work(-1))
         assert refused.value.status == 503 and refused.value.headers == {"Retry-After": "1"}
         gone = asked[COUNT + 1], asked[0]  # one waits, the other has started
