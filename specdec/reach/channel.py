@@ -1,6 +1,6 @@
 """The side channel: a small HTTP server for engines that fetch from this one.
 
-Whoever has the secret can read all prompts this engine holds; unsigned requests are refused.
+Anyone with the secret can read all prompts this engine holds; unsigned requests are refused.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The transfer alone: this process reads prompts' memory out of another process's arena."""
+"""The transfer alone: copies prompts' KV cache out of another process's arena."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ class Slots:
 
 
 def measure_wire(options: ReachOptions) -> dict[str, Any]:
-    """Read prompts of two lengths repeatedly, after comparing every byte once."""
+    """Fetch prompts of two lengths repeatedly, after comparing every byte once."""
     layout = _layout(options)
     lengths = sorted({options.prompt_tokens, options.long_tokens})
     num_bytes = _arena_bytes(layout, lengths[-1])

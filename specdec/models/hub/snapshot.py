@@ -44,7 +44,7 @@ def _is_inside(file: str) -> bool:
 
 
 def open_repository(name: HubName) -> Repository | Path:
-    """Look up a name on the hub; if the hub does not answer, return the cached folder if complete."""
+    """Resolve a name on the hub; if the hub does not answer, return the cached folder if complete."""
     try:
         check_endpoint()
         info = _describe(name)
