@@ -17,7 +17,7 @@ Draft = tuple[Proposal, int]
 
 
 def drafts_at(engine: SpecEngine, temperature: float) -> list[Draft]:
-    """Let the head draft for the bundled prompts, twice; return its calibrated chains and their outcomes."""
+    """Run the head on the bundled prompts, twice; return its calibrated chains and their outcomes."""
     speculation, kept = engine.model.loop.speculation, list[Draft]()
 
     def note(report: StepReport) -> None:

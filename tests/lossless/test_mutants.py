@@ -169,7 +169,7 @@ def stale_state(patch: Patch) -> None:
 
 
 def blended_siblings(patch: Patch) -> None:
-    """Let every second node attend to the node before it, ancestor or not."""
+    """Make every second node attend to the node before it, ancestor or not."""
     inner = windows._ancestors
 
     def wrong(trees: list[TokenTree], device: torch.device) -> Tensor:

@@ -168,7 +168,7 @@ def test_a_path_materializes_at_every_position(runner: Callable[[str], Runner], 
 
 @contextmanager
 def wrong_mask(patch: pytest.MonkeyPatch, *, add: bool) -> Iterator[None]:
-    """Let the last node attend to a neighbour that is no ancestor, or hide its parent from it."""
+    """Make the last node attend to a neighbour that is no ancestor, or hide its parent from it."""
     inner = windows._ancestors
 
     def wrong(trees: list[TokenTree], device: torch.device) -> Tensor:
@@ -208,7 +208,7 @@ def swapped_parent(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def wrong_tap(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the convolution use the node before the last one instead of its parent."""
+    """Make the convolution use the node before the last one instead of its parent."""
     inner = windows.taps
 
     def wrong(parents: Sequence[int], width: int) -> list[tuple[int, ...]]:

@@ -383,7 +383,7 @@ def test_a_peer_that_stalls_costs_a_deadline_and_its_late_bytes_land_nowhere(fol
             assert fetched.outcome == "read_lost"
             assert writer.carrier.figures.quarantined > 0
             connector = writer.engine.model.loop.scheduler.connector
-            assert connector.is_receiving, "memory that may still be written to is nobody else's"
+            assert connector.is_receiving, "memory that may still be written to was reused"
             want = await said(reader, ids)
             assert await said(writer, ids) == want
             reader.carrier.go_on()

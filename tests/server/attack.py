@@ -130,7 +130,7 @@ class Report:
     """Bob's median times for right and wrong guesses."""
 
     def is_secure(self) -> bool:
-        """Return whether alice benefits from her own outputs, and nobody else does."""
+        """Return whether alice benefits from her own outputs, and no one else does."""
         alone = self.read["alice"] == len(SECRETS) and self.told["alice"] and self.hit["alice"]
         others = [
             found[name] for found in (self.read, self.told, self.hit) for name in found if name != "alice"
