@@ -80,7 +80,7 @@ class EngineConfig(Settings):
     )
     draft_model: NonEmpty | None = Field(
         None,
-        title="weights of an EAGLE head (1 to 3); None: eagle3 or eagle in the model's folder",
+        title="weights of an EAGLE head (1 to 3.1); None: eagle3 or eagle in the model's folder",
         description="a draft head's folder, OWNER/NAME of one on the hub, or None",
     )
     draft_vocab: int | None = Field(

@@ -6,11 +6,15 @@ final norm. `layers.0` reads the result without a norm of its own. The target's 
 EAGLE-3: `fc` [D, 3D] fuses three residual streams of the target, once. `midlayer` reads the normalised
 embedding concatenated with the normalised fusion; its output, before `norm`, is its next input. `lm_head`
 ranks part of the vocabulary; draft id i is token i + d2t[i].
+
+EAGLE-3.1 (`fc_norm`, `norm_output`) normalises each stream before `fc`, and feeds back the output of `norm`.
+Further layers are ordinary. Folders of speculators keep the layers' fields in `transformer_layer_config`.
 """
 
 import logging
 import os.path
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.models import spec
-from specdec.models.blocks import attention, refuse_unsupported, swiglu
+from specdec.models.blocks import MOST_LAYERS, attention, refuse_unsupported, swiglu
 from specdec.models.checkpoint import Checkpoint, few
 from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.eagle_head import EagleHead
@@ -38,6 +42,7 @@ EXPECTED = (
     "or with midlayer.hidden_norm.weight (EAGLE-3)"
 )
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_KIND = "speculators_model_type"
 Layers = tuple[spec.Layer, ...]
 
 
@@ -53,7 +58,7 @@ class EagleFolder:
 
     @property
     def layers(self) -> Layers:
-        return (self.spec.layer,)
+        return self.spec.layers
 
     def open(
         self,
@@ -98,10 +103,24 @@ def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | 
     return next((folder for folder in own if os.path.isdir(folder)), None) if draft == "eagle" else None
 
 
-def read_head(folder: Path, target: spec.Network) -> EagleFolder:
-    """Describe the head in a folder; every error begins with draft_model."""
+def read_head(folder: Path, target: spec.Network, architectures: Sequence[str] = ()) -> EagleFolder:
+    """Describe the head in a folder; every error begins with draft_model.
+
+    Warn if the head names other architectures of its target than these.
+    """
     try:
-        return _read(Checkpoint(folder), target)
+        checkpoint = Checkpoint(folder)
+        found = _read(checkpoint, target)
+        named = Fields(checkpoint.config).within("speculators_config").within("verifier")
+        verifiers = named.strings("architectures") or ()
+        if architectures and verifiers and not set(architectures) & set(verifiers):
+            logger.warning(
+                "draft_model: the head was trained for %s, and this model is %s; few of its drafts may be "
+                "accepted",
+                ", ".join(verifiers),
+                ", ".join(architectures),
+            )
+        return found
     except CheckpointError as error:
         field = "draft_model" if error.field == "model" else error.field
         raise CheckpointError(f"draft_model: {error}", field=field) from error
@@ -112,37 +131,42 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
     if (stored := announced(fields)) and stored.packed:
         fields.refuse("quantization_config", "a head that is stored in 16 bits or 8-bit floats")
     layout, fuses = _layout(checkpoint, names)
-    refuse_unsupported(fields)
-    if fields.integer("num_hidden_layers", default=1) != 1:
-        fields.refuse("num_hidden_layers", "a head of one layer (1)")
-    for name in ("add_para_norm", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
-        fields.absent(name, "a head of the published EAGLE-1 to 3 (false)")
+    layer = _layer_fields(fields)
+    refuse_unsupported(layer)
+    count = layer.integer("num_hidden_layers", default=1, most=MOST_LAYERS)
+    for name in ("add_para_norm", "parallel_drafting"):
+        fields.absent(name, "a head of the published EAGLE-1 to 3.1 (false)")
     fields.within("eagle_config").only("use_aux_hidden_state", fuses)
+    options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    for name in () if fuses else options:
+        fields.absent(name, "a head of EAGLE-3, which has this option (false)")
+    residual, joined, each, output = (fields.flag(name, default=False) for name in options)
 
     def has(ours: str) -> bool:
         return any(source.present(names, 1) for source in layout.sources(ours, layout.prefix(names)))
 
-    width = fields.integer("hidden_size")
+    width = layer.integer("hidden_size")
     fields.only("target_hidden_size", target.hidden)
     if width != target.hidden and not (fuses and has("embed.weight") and has("head.weight")):
         needed = f"the target's width ({target.hidden})"
-        fields.refuse("hidden_size", f"{needed}, or EAGLE-3 with embed_tokens and lm_head of its own")
-    norm = Norm(fields.number("rms_norm_eps"), wide=False)
+        layer.refuse("hidden_size", f"{needed}, or EAGLE-3 with embed_tokens and lm_head of its own")
+    norm = Norm(layer.number("rms_norm_eps"), wide=False)
     mixer = replace(
-        attention(fields, norm=norm, gated=False, partial=1.0, kv_heads_required=False),
+        attention(layer, norm=norm, gated=False, partial=1.0, kv_heads_required=False),
         qk_norm=norm if has("layers.0.mixer.q_norm.weight") else None,
         bias=has("layers.0.mixer.q.bias"),
         out_bias=has("layers.0.mixer.o.bias"),
     )
-    vocab = fields.integer("vocab_size", default=target.vocab)
+    vocab = layer.integer("vocab_size", default=target.vocab)
     if has("embed.weight") and vocab < target.vocab:
-        fields.refuse("vocab_size", f"an embedding of all {target.vocab} tokens of the target")
+        layer.refuse("vocab_size", f"an embedding of all {target.vocab} tokens of the target")
     ranked = fields.integer("draft_vocab_size", default=vocab if has("head.weight") else target.vocab)
     ids_C = _ids(checkpoint, fields, ranked, target.vocab)
+    ordinary = spec.Layer((mixer,), swiglu(layer))
     head = spec.Eagle(
         width=width,
         vocab=vocab,
-        layer=spec.Layer((mixer,), swiglu(fields), reads=2 * width if fuses else width),
+        layers=(replace(ordinary, reads=2 * width if fuses else width), *[ordinary] * (count - 1)),
         norm=norm,
         aux_hidden_layers=_aux_hidden_layers(fields, len(target.layers)) if fuses else (),
         target_width=target.hidden,
@@ -150,9 +174,20 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
         fc_bias=has("fc.bias"),
         own_embed=has("embed.weight"),
         own_head=has("head.weight") or ids_C is not None,
-        normed_residual=fuses and fields.flag("norm_before_residual", default=False),
+        normed_residual=residual,
+        norms_each=each,
+        norms_joined=joined,
+        returns_normed=output,
     )
     return EagleFolder(checkpoint, head, layout, ids_C)
+
+
+def _layer_fields(fields: Fields) -> Fields:
+    """Return the fields of the head's layers: the config's own, or those that speculators nests."""
+    if _KIND not in fields:
+        return fields
+    fields.only(_KIND, "eagle3")
+    return fields.within("transformer_layer_config")
 
 
 def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool]:
@@ -173,22 +208,20 @@ def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool
 
 def _table(layer: str, *, fuses: bool) -> Layout:
     """Return the layout of a head whose layer has this prefix."""
-    ours = r"layers\.0\."
     fused = (
         Rule(r"embed_norm\.weight", f"{layer}input_layernorm.weight"),
         Rule(r"hidden_norm\.weight", f"{layer}hidden_norm.weight"),
         Rule(r"norm\.weight", "~norm.weight"),
+        Rule(r"(input_norm|fc_norm\.\d+)\.weight", r"~\1.weight"),
     )
+    layers = ((r"layers\.(0)\.", layer), (r"layers\.([1-9]\d*)\.", r"~layers.\1."))
     return Layout(
         rules=(
             Rule(r"embed\.weight", "~embed_tokens.weight"),
             Rule(r"head\.weight", "lm_head.weight"),
             Rule(r"head\.weight", "~lm_head.weight"),
             Rule(r"fc\.(weight|bias)", r"~fc.\1"),
-            Rule(rf"{ours}ffn_norm\.weight", f"{layer}post_attention_layernorm.weight"),
-            Rule(rf"{ours}mixer\.([qkvo])\.(weight|bias)", rf"{layer}self_attn.\1_proj.\2"),
-            Rule(rf"{ours}mixer\.([qk])_norm\.weight", rf"{layer}self_attn.\1_norm.weight"),
-            Rule(rf"{ours}ffn\.(gate|up|down)\.weight", rf"{layer}mlp.\1_proj.weight"),
+            *(rule for own in layers for rule in _layer_rules(*own)),
             *(fused if fuses else ()),
         ),
         prefixes=("", "model."),
@@ -197,16 +230,26 @@ def _table(layer: str, *, fuses: bool) -> Layout:
     )
 
 
+def _layer_rules(ours: str, disk: str) -> Iterator[Rule]:
+    """Yield the rules of layers by our prefix, whose group is their number, and the disk's."""
+    yield Rule(rf"{ours}mixer_norm\.weight", f"{disk}input_layernorm.weight")
+    yield Rule(rf"{ours}ffn_norm\.weight", f"{disk}post_attention_layernorm.weight")
+    yield Rule(rf"{ours}mixer\.([qkvo])\.(weight|bias)", rf"{disk}self_attn.\2_proj.\3")
+    yield Rule(rf"{ours}mixer\.([qk])_norm\.weight", rf"{disk}self_attn.\2_norm.weight")
+    yield Rule(rf"{ours}ffn\.(gate|up|down)\.weight", rf"{disk}mlp.\2_proj.weight")
+
+
 def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """Return the layers whose input residual streams are fused.
 
-    Two conventions are published. A list that begins with 1 names layers by their outputs; any other by their
-    inputs, as does the default: layers 2, N // 2 and N - 3. Neither can name the output of layer 0.
+    Two conventions are published. A list that begins with 1, unless speculators wrote it, names layers by
+    their outputs; any other by their inputs, as does the default: layers 2, N // 2 and N - 3.
     """
     nested = fields.within("eagle_config")
     where = nested if _AUX_LAYERS in nested else fields
     ids = where.integers(_AUX_LAYERS) or (2, layers // 2, layers - 3)
-    aux_hidden_layers = tuple(i + 1 for i in ids) if ids[0] == 1 else ids
+    by_outputs = ids[0] == 1 and _KIND not in fields
+    aux_hidden_layers = tuple(i + 1 for i in ids) if by_outputs else ids
     if not all(0 <= layer <= layers for layer in aux_hidden_layers):
         where.refuse(_AUX_LAYERS, f"layers of a target that has {layers}")
     return aux_hidden_layers

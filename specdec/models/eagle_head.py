@@ -1,6 +1,7 @@
-"""An EAGLE head for its target; its layer's KV follows the target's in the arena."""
+"""An EAGLE head for its target; its layers' KV follows the target's in the arena."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,16 +31,25 @@ class EagleHead:
         self.width, self.aux_hidden_layers, self.eps = width, s.aux_hidden_layers, s.norm.eps
         device = target.embed_VD.device
         self.embed_VD = self._embedding(weights)
-        reads = len(s.aux_hidden_layers) * s.target_width or 2 * width
+        streams = len(s.aux_hidden_layers)
+        reads = streams * s.target_width or 2 * width
         self.fc = Linear.load(weights, kernels, {"fc": width}, reads, bias=s.fc_bias, exact=("fc",))
-        if s.aux_hidden_layers:
+        if streams:
             self.embed_norm_D, self.hidden_norm_D, self.norm_D = (
                 s.norm.load(weights, f"{name}.weight", width)
                 for name in ("embed_norm", "hidden_norm", "norm")
             )
-        place = first_place(target.spec.layers, width, reads=s.layer.reads)
-        self.block = Block(s.layer, width, s.norm, weights.within("layers.0"), kernels, place)
-        ropes = (rope for mixer in s.layer.mixers for rope in mixer.ropes())
+        self.aux_norms_D = [
+            s.norm.load(weights, f"fc_norm.{i}.weight", s.target_width)
+            for i in range(streams if s.norms_each else 0)
+        ]
+        self.input_norm_D = s.norm.load(weights, "input_norm.weight", reads) if s.norms_joined else None
+        place = first_place(target.spec.layers, width, reads=s.layers[0].reads)
+        self.blocks: list[Block] = []
+        for i, layer in enumerate(s.layers):
+            self.blocks.append(Block(layer, width, s.norm, weights.within(f"layers.{i}"), kernels, place))
+            place = replace(place.after(*layer.mixers), reads=width)
+        ropes = (rope for layer in s.layers for mixer in layer.mixers for rope in mixer.ropes())
         self.rope = rope_tables(ropes, max_length, kernels, device)
         self._replays = Replays(self._run, kernels)
         self.project = self._output(weights, ids_C) if s.own_head else target.project_drafts
@@ -48,10 +58,16 @@ class EagleHead:
         """Fuse the target's auxiliary hidden states; without any, return its last hidden states."""
         if not self.aux_hidden_layers:
             return hidden_TD
-        return self.fc(self.kernels.concat(*aux))
+        if self.aux_norms_D:
+            norms = zip(aux, self.aux_norms_D, strict=True)
+            aux = [self.kernels.rms_norm(own_TD, norm_D, self.eps) for own_TD, norm_D in norms]
+        joined_TD = self.kernels.concat(*aux)
+        if self.input_norm_D is not None:
+            joined_TD = self.kernels.rms_norm(joined_TD, self.input_norm_D, self.eps)
+        return self.fc(joined_TD)
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
-        """Return the layer's output for each token, given the hidden state of the previous position.
+        """Return the last layer's output for each token, given the hidden state of the previous position.
 
         The first input is the target's fused state; recursion feeds the output back unchanged.
         """
@@ -60,13 +76,17 @@ class EagleHead:
     def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step = begin_step(window, memory, self.rope, self.kernels)
         x_TD, read_TD = self._enter(self.kernels.embedding(self.embed_VD, window.token_T), hidden_TD)
-        mixing, feeding = self.block.halves
-        x_TD, added_TD = feeding(x_TD, mixing.run(read_TD, step), step)
+        mixing, *halves = (half for block in self.blocks for half in block.halves)
+        added_TD = mixing.run(read_TD, step)
+        for half in halves:
+            x_TD, added_TD = half(x_TD, added_TD, step)
+        if self.spec.returns_normed:
+            return (self.kernels.add_rms_norm(x_TD, added_TD, self.norm_D, self.eps),)
         return (self.kernels.add(x_TD, added_TD),)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits over the target's tokens; tokens that the head cannot draft get minus infinity."""
-        if self.aux_hidden_layers:
+        if self.aux_hidden_layers and not self.spec.returns_normed:
             hidden_TD = self.kernels.rms_norm(hidden_TD, self.norm_D, self.eps)
         return self.project(hidden_TD)
 

@@ -13,6 +13,7 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.eagle import EagleFolder, find_head, read_head
 from specdec.models.eagle_head import EagleHead
+from specdec.models.fields import Fields
 from specdec.models.formats import WeightFormat
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Weights
@@ -108,4 +109,6 @@ def find_eagle(folder: Path | None, network: spec.Network, config: EngineConfig)
             )
         return None
     place = find_head(folder, config.draft, config.draft_model)
-    return read_head(place, network) if place else None
+    if place is None:
+        return None
+    return read_head(place, network, Fields(Checkpoint(folder).config).strings("architectures") or ())

@@ -77,12 +77,12 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Eagle:
-    """A draft head with its own folder: one layer, which reads a hidden state and the next token."""
+    """A draft head with its own folder, whose first layer reads a hidden state and the next token."""
 
     width: int
     vocab: int
     """Rows of its own embedding."""
-    layer: Layer
+    layers: tuple[Layer, ...]
     norm: Norm
     aux_hidden_layers: tuple[int, ...]
     """The target's residual streams that it fuses, by the layer that they enter; the number of layers means
@@ -94,4 +94,10 @@ class Eagle:
     own_embed: bool
     own_head: bool
     normed_residual: bool = False
-    """The layer's residual stream starts from the normalised hidden state."""
+    """The first layer's residual stream starts from the normalised hidden state."""
+    norms_each: bool = False
+    """Each of the target's streams is normalised before `fc` (EAGLE-3.1)."""
+    norms_joined: bool = False
+    """The concatenated streams are normalised before `fc`."""
+    returns_normed: bool = False
+    """The output after `norm` is the next input (EAGLE-3.1)."""

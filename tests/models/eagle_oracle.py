@@ -26,10 +26,17 @@ class Oracle:
 
     def fuse(self, given: Sequence[Tensor]) -> Tensor:
         """Combine the target's hidden states into one: its last, or three of its residual streams."""
-        return torch.cat(list(given), -1) @ self.own["fc.weight"].T if self.fuses else given[-1]
+        if not self.fuses:
+            return given[-1]
+        if self.config.get("fc_norm"):
+            given = [self._rms(x, self.own[f"fc_norm.{i}.weight"]) for i, x in enumerate(given)]
+        x = torch.cat(list(given), -1)
+        if self.config.get("norm_before_fc"):
+            x = self._rms(x, self.own["input_norm.weight"])
+        return x @ self.own["fc.weight"].T
 
     def run(self, tokens: Sequence[int], hidden_TD: Tensor, seen: Sequence[int] = ()) -> Tensor:
-        """Return the layer's output at each position, from its hidden state and the next token.
+        """Return the last layer's output at each position, from its hidden state and the next token.
 
         `seen` holds the first position that each one attends to; by default the start of the text.
         """
@@ -41,14 +48,18 @@ class Oracle:
         else:
             x = torch.cat([x, hidden_TD], -1) @ self.own["fc.weight"].T + self.own.get("fc.bias", 0)
             read = x
-        x = x + self._attend(read, seen or [0] * len(read))
-        y = self._norm(x, "post_attention_layernorm")
-        gate, up = (self._layer(y, f"mlp.{name}_proj") for name in ("gate", "up"))
-        return x + self._layer(torch.nn.functional.silu(gate) * up, "mlp.down_proj")
+        for layer in range(self.config["num_hidden_layers"]):
+            if layer:
+                read = self._norm(x, "input_layernorm", layer)
+            x = x + self._attend(read, seen or [0] * len(read), layer)
+            y = self._norm(x, "post_attention_layernorm", layer)
+            gate, up = (self._linear(y, f"mlp.{name}_proj", layer) for name in ("gate", "up"))
+            x = x + self._linear(torch.nn.functional.silu(gate) * up, "mlp.down_proj", layer)
+        return self._rms(x, self.own["norm.weight"]) if self.config.get("norm_output") else x
 
     def logits(self, out_TD: Tensor) -> Tensor:
         """Return logits over the target's vocabulary."""
-        if self.fuses:
+        if self.fuses and not self.config.get("norm_output"):
             out_TD = self._rms(out_TD, self.own["norm.weight"])
         own_TC = out_TD @ self.head_VD.T
         logits_TV = own_TC.new_full((len(own_TC), self.vocab), -torch.inf)
@@ -57,17 +68,18 @@ class Oracle:
             logits_TV[:, draft + offset] = own_TC[:, draft]
         return logits_TV
 
-    def _attend(self, x: Tensor, seen: Sequence[int]) -> Tensor:
+    def _attend(self, x: Tensor, seen: Sequence[int], layer: int) -> Tensor:
         heads, keys = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         dim, count = self.config["head_dim"], len(x)
-        q, k, v = (self._layer(x, f"self_attn.{n}_proj").view(count, -1, dim).transpose(0, 1) for n in "qkv")
+        qkv = (self._linear(x, f"self_attn.{n}_proj", layer) for n in "qkv")
+        q, k, v = (own.view(count, -1, dim).transpose(0, 1) for own in qkv)
         q, k = self._rotate(q), self._rotate(k)
         k, v = (y.repeat_interleave(heads // keys, 0) for y in (k, v))
         scores = q @ k.transpose(1, 2) * dim**-0.5
         hidden = [[not seen[i] <= j <= i for j in range(count)] for i in range(count)]
         scores = scores.masked_fill(torch.tensor(hidden), -torch.inf)
         out = scores.softmax(-1) @ v
-        return self._layer(out.transpose(0, 1).reshape(count, -1), "self_attn.o_proj")
+        return self._linear(out.transpose(0, 1).reshape(count, -1), "self_attn.o_proj", layer)
 
     def _rotate(self, x: Tensor) -> Tensor:
         dim, half = x.shape[-1], x.shape[-1] // 2
@@ -82,12 +94,12 @@ class Oracle:
         cos, sin = (torch.cat([y, y], -1).to(x.dtype) for y in (angle.cos(), angle.sin()))
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
-    def _layer(self, x: Tensor, name: str) -> Tensor:
-        y = x @ self.own[f"layers.0.{name}.weight"].T
-        return y + self.own.get(f"layers.0.{name}.bias", 0)
+    def _linear(self, x: Tensor, name: str, layer: int) -> Tensor:
+        y = x @ self.own[f"layers.{layer}.{name}.weight"].T
+        return y + self.own.get(f"layers.{layer}.{name}.bias", 0)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return self._rms(x, self.own[f"layers.0.{name}.weight"])
+    def _norm(self, x: Tensor, name: str, layer: int = 0) -> Tensor:
+        return self._rms(x, self.own[f"layers.{layer}.{name}.weight"])
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * weight

@@ -39,6 +39,8 @@ class Published:
     kind: str
     fields: Mapping[str, Any]
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    nests: bool = False
+    """Whether the layers' fields are nested, as speculators writes them."""
 
 
 def renamed(old: str, new: str, prefix: str = "") -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -67,6 +69,33 @@ def with_embedding(width: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor
     return lambda tensors: tensors | {"embed_tokens.weight": drawn}
 
 
+def drawn(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Add tensors of these shapes; vectors are weights of norms."""
+    generator = torch.Generator().manual_seed(5)
+    added = {n: 0.15 * torch.randn(s, generator=generator) + (len(s) == 1) for n, s in shapes.items()}
+    return {**tensors, **added}
+
+
+def with_stream_norms(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return drawn(tensors, {f"fc_norm.{i}.weight": (32,) for i in range(3)})
+
+
+def with_two_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add layers 1 and 2: ordinary ones, which read the stream alone."""
+    queries, keys, ffn = 32, 16, 64
+    shapes = {
+        **{f"self_attn.{n}_proj": (rows, 32) for n, rows in (("q", queries), ("k", keys), ("v", keys))},
+        "self_attn.o_proj": (32, queries),
+        **{f"mlp.{n}_proj": (ffn, 32) for n in ("gate", "up")},
+        "mlp.down_proj": (32, ffn),
+        "input_layernorm": (32,),
+        "post_attention_layernorm": (32,),
+    }
+    return drawn(
+        tensors, {f"layers.{i}.{name}.weight": shape for i in (1, 2) for name, shape in shapes.items()}
+    )
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -90,6 +119,24 @@ PUBLISHED = {
         "eagle3", {**TAPS, "hidden_size": 24, "target_hidden_size": 32}, with_embedding(24)
     ),
     "eagle3 normed before the residual": Published("eagle3", {**TAPS, "norm_before_residual": True}),
+    "eagle of three layers": Published("eagle", {"num_hidden_layers": 3}, with_two_layers),
+    "eagle3 of three layers": Published("eagle3", {**TAPS, "num_hidden_layers": 3}, with_two_layers),
+    "eagle3 normed as a whole": Published(
+        "eagle3",
+        {**TAPS, "norm_before_fc": True},
+        lambda tensors: drawn(tensors, {"input_norm.weight": (96,)}),
+    ),
+    "eagle3.1": Published(
+        "eagle3",
+        {**TAPS, "fc_norm": True, "norm_output": True, "num_hidden_layers": 3},
+        lambda tensors: with_two_layers(with_stream_norms(tensors)),
+    ),
+    "speculators": Published(
+        "eagle3",
+        {IDS: [1, 2, 3], "norm_before_residual": True},
+        renamed("midlayer.", "layers.0."),
+        nests=True,
+    ),
     "eagle3 with biases": Published("eagle3", {**TAPS, "attention_bias": True}, with_biases("midlayer")),
 }
 
@@ -103,8 +150,26 @@ def published(folder: Path, target: Path, how: Published) -> tuple[dict[str, Any
     own = read_network(Checkpoint(target))
     config = eagle_config(own, how.kind, **{**HEADS, **how.fields})  # type: ignore[arg-type]
     tensors = how.change(eagle_tensors(config, own, seed=4))
-    write_eagle(folder, config, tensors)
+    write_eagle(folder, nested(config) if how.nests else config, tensors)
     return config, tensors
+
+
+def nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config as the library speculators writes it."""
+    head = {"draft_vocab_size", "target_hidden_size", IDS, "norm_before_residual", "norm_before_fc"}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "target", "architectures": ["Qwen3ForCausalLM"]},
+        },
+        "transformer_layer_config": {name: value for name, value in config.items() if name not in head},
+        **{name: value for name, value in config.items() if name in head},
+    }
 
 
 @torch.inference_mode()
@@ -258,7 +323,17 @@ REFUSED: Mapping[str, tuple[Published, str, str]] = {
         "'LlamaForCausalLMEagle3'",
     ),
     "no fc": (Published("eagle", {}, without("fc.weight")), "draft_model", "expected is fc.weight with"),
-    "two layers": (Published("eagle3", {**TAPS, "num_hidden_layers": 2}), "num_hidden_layers", "one layer"),
+    "another head of speculators": (
+        Published("eagle3", {**TAPS, "speculators_model_type": "dflash"}),
+        "speculators_model_type",
+        "specdec needs 'eagle3'",
+    ),
+    "norms of EAGLE-3 in EAGLE-1": (Published("eagle", {"fc_norm": True}), "fc_norm", "EAGLE-3"),
+    "another activation": (
+        Published("eagle3", {**TAPS, "hidden_act": "gelu"}, nests=True),
+        "transformer_layer_config.hidden_act",
+        "specdec needs 'silu'",
+    ),
     "another width": (Published("eagle", {"hidden_size": 24}), "hidden_size", "the target's width (32)"),
     "another target": (
         Published("eagle3", {**TAPS, "target_hidden_size": 64}),
@@ -282,7 +357,11 @@ REFUSED: Mapping[str, tuple[Published, str, str]] = {
         "rope_scaling.rope_type",
         "'llama3'",
     ),
-    "a later kind": (Published("eagle3", {**TAPS, "norm_output": True}), "norm_output", "EAGLE-1 to 3"),
+    "drafts in parallel": (
+        Published("eagle3", {**TAPS, "parallel_drafting": True}),
+        "parallel_drafting",
+        "EAGLE-1 to 3.1",
+    ),
     "no streams": (
         Published("eagle3", {**TAPS, "eagle_config": {"use_aux_hidden_state": False}}),
         "eagle_config.use_aux_hidden_state",
@@ -313,6 +392,19 @@ def test_a_mask_of_other_tokens_is_told_of_and_not_read(
         caplog.clear()
         read_head(made, read_network(Checkpoint(target)))
         assert ("t2d marks other tokens" in caplog.text) == is_odd
+
+
+def test_a_head_of_another_verifier_is_warned_about(
+    tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library speculators stores the architectures that a head was trained for."""
+    published(tmp_path, target, PUBLISHED["speculators"])
+    network = read_network(Checkpoint(target))
+    for architectures in ([], ["Qwen3ForCausalLM"]):
+        read_head(tmp_path, network, architectures)
+    assert not caplog.text
+    read_head(tmp_path, network, ["LlamaForCausalLM"])
+    assert "trained for Qwen3ForCausalLM, and this model is LlamaForCausalLM" in caplog.text
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, target: Path) -> None:
