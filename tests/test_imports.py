@@ -108,7 +108,7 @@ def test_imports_stay_within_the_rule() -> None:
         ("specdec.core.device.step", "from specdec.setup.build import build"),
         ("specdec.setup.build", "from specdec.engine.thread import Worker"),
         ("specdec.engine.engine", "from specdec.reach.carrier import Carrier"),
-        ("specdec.reach.reader", "from specdec.server.app import make_app"),
+        ("specdec.reach.carrier_thread", "from specdec.server.app import make_app"),
         ("specdec.server.app", "from specdec.bench.report import table"),
         ("specdec.server.app", "from specdec.route.spans import fields_of"),
         ("specdec.route.run", "from specdec.engine.engine import SpecEngine"),

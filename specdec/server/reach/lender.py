@@ -11,9 +11,9 @@ from specdec.core.terms import Prepared
 from specdec.engine.kv_transfer import Lent
 from specdec.engine.landing import WORTH_FETCHING
 from specdec.engine.transfers import Loan, Transfers
-from specdec.reach.lease import Lease
-from specdec.reach.leases import Book
-from specdec.reach.terms import Prompt, Refusal, Secret
+from specdec.reach.lease import TransferLease
+from specdec.reach.lease_table import LeaseTable
+from specdec.reach.protocol import PrefixIdentity, ReachError, Secret
 from specdec.server.failures import Failure
 from specdec.server.reach.bodies import VERSION, Asked, Lend
 
@@ -26,7 +26,11 @@ class Loaned:
     """A prompt prefilled for another server; a single-token prompt has nothing to lend."""
 
     def __init__(
-        self, book: Book, prepared: Prepared, lease: Lease | None = None, loan: Loan | None = None
+        self,
+        book: LeaseTable,
+        prepared: Prepared,
+        lease: TransferLease | None = None,
+        loan: Loan | None = None,
     ) -> None:
         self._book, self._prepared, self._loan = book, prepared, loan
         self.lease = lease
@@ -52,7 +56,7 @@ class Lender:
         self,
         secret: Secret,
         transfers: Transfers,
-        book: Book,
+        book: LeaseTable,
         host: str,
         port: int,
         *,
@@ -133,7 +137,7 @@ class Lender:
         return loaned
 
     def _lend(self, prepared: Prepared, room: int | None) -> Loaned:
-        prompt = Prompt.of(prepared.ids[:-1], prepared.params.cache_salt or "")
+        prompt = PrefixIdentity.of(prepared.ids[:-1], prepared.params.cache_salt or "")
         if not prompt.length:
             self.refuse([room])
             return Loaned(self.book, prepared)
@@ -169,7 +173,7 @@ class Lender:
             },
         }
 
-    def _signed(self, lease: Lease) -> dict[str, Any]:
+    def _signed(self, lease: TransferLease) -> dict[str, Any]:
         mac = self._secret.sign(self.book.engine, lease.id, lease.prompt)
         return {"lease": lease.id, "mac": mac, "tokens": lease.prompt.length}
 
@@ -200,7 +204,7 @@ def refusing() -> Iterator[None]:
     """Convert refusals of the book to client errors."""
     try:
         yield
-    except Refusal as refusal:
+    except ReachError as refusal:
         match refusal.reason:
             case "busy":
                 raise Failure(503, str(refusal), code="too_many_requests", headers=BUSY) from None

@@ -8,7 +8,7 @@ from typing import Self
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
 from specdec.core.terms import Prepared
-from specdec.reach.terms import BEAT_S
+from specdec.reach.protocol import BEAT_S
 from specdec.server.answers import Deadline, Said
 from specdec.server.bodies import Body
 from specdec.server.chunks import Chunks

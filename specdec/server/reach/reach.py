@@ -11,14 +11,14 @@ from specdec.core.terms import Prepared
 from specdec.engine.engine import SpecEngine
 from specdec.reach.carrier import Carrier
 from specdec.reach.channel import Channel, channel_app
-from specdec.reach.facts import facts_of
 from specdec.reach.fetch import Fetcher, FetchFigures
-from specdec.reach.kept import KeptLog, KeptStates
-from specdec.reach.leases import Book
-from specdec.reach.meeting import Meeting
+from specdec.reach.fingerprint import facts_of
+from specdec.reach.handshake import ArenaHandshake
+from specdec.reach.lease_table import LeaseTable
 from specdec.reach.nixl import Nixl
 from specdec.reach.peers import Peers
-from specdec.reach.terms import LeaseReference, Reference, RoomReference, new_id
+from specdec.reach.prefix_log import CachedPrefixHashes, CachedPrefixLog
+from specdec.reach.protocol import LeaseReference, Reference, RoomReference, new_id
 from specdec.server.failures import Failure
 from specdec.server.reach.bodies import VERSION, Asked, Fetch, Lend
 from specdec.server.reach.lender import Lender
@@ -60,7 +60,7 @@ class Reach:
         """Prompts not fetched by reason: each token must be computed here, or no lease was named."""
 
     @property
-    def book(self) -> Book:
+    def book(self) -> LeaseTable:
         """All leases."""
         return self.lender.book
 
@@ -127,7 +127,7 @@ async def opened(
     facts = await apart(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
     name = new_id()
     most_bytes = int(settings.memory_bytes * LENT_SHARE[part.role])
-    book = Book(
+    book = LeaseTable(
         name,
         block_tokens=settings.layout.block_tokens,
         most_bytes=most_bytes,
@@ -137,7 +137,7 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
         carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
         stack.push_async_callback(apart, carrier.close, "carrier")
-        meeting = Meeting(name, facts, transfers.arena, carrier)
+        meeting = ArenaHandshake(name, facts, transfers.arena, carrier)
         peers = Peers(
             part.secret,
             part.allowed,
@@ -147,7 +147,7 @@ async def opened(
             detach=carrier.detach,
         )
         stack.push_async_callback(peers.stop)
-        kept = KeptLog(KeptStates(transfers).now, epoch=name)
+        kept = CachedPrefixLog(CachedPrefixHashes(transfers).now, epoch=name)
         channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents, kept=kept))
         stack.push_async_callback(channel.stop)
         host, port = config.reach_host, (await channel.start(config.reach_host, config.reach_port)).port

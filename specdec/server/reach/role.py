@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
-from specdec.reach.allowed import Allowed
-from specdec.reach.terms import SHORTEST_SECRET, VARIABLE, Secret
+from specdec.reach.allowed_peers import AllowedPeers
+from specdec.reach.protocol import SHORTEST_SECRET, VARIABLE, Secret
 from specdec.server.settings import Role, ServerConfig
 
 NIXL = ("nixl_cu12", "nixl_cu13")
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     role: Role
     secret: Secret
-    allowed: Allowed
+    allowed: AllowedPeers
 
 
 def settle_part(
@@ -65,12 +65,12 @@ def settle_part(
     return Part(config.role or "both", secret, allowed_peers(config))
 
 
-def allowed_peers(config: ServerConfig) -> Allowed:
+def allowed_peers(config: ServerConfig) -> AllowedPeers:
     """Return the peers to fetch from; by default this machine, at the default port or this one's."""
     peers = config.reach_peers
     if peers is None:
         peers = [LOOPBACK, f"{LOOPBACK}:{USUAL_PORT}"]
-    return Allowed(peers, config.reach_port)
+    return AllowedPeers(peers, config.reach_port)
 
 
 def _check_one_model(config: ServerConfig, models: int) -> None:

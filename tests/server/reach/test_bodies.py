@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.reach.terms import LeaseReference
+from specdec.reach.protocol import LeaseReference
 from specdec.server.bodies import Body, ChatBody, CompletionBody
 from specdec.server.failures import Failure
 from specdec.server.reach.bodies import MOST_ROOM, Bootstrap, Fetch, Lend

@@ -8,7 +8,7 @@ import pytest
 
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
-from specdec.reach.terms import VARIABLE, Refusal
+from specdec.reach.protocol import VARIABLE, ReachError
 from specdec.server import run
 from specdec.server.listen import bind
 from specdec.server.reach.role import allowed_peers, settle_part
@@ -91,7 +91,7 @@ def test_nothing_else_of_the_loopback_is_a_peer_unless_it_is_given(host: str) ->
     for port in (5600, 5601):
         allowed = allowed_peers(ServerConfig(reach_port=5601))
         assert str(allowed.endpoint("localhost", port)) == f"127.0.0.1:{port}", "the control"
-        with pytest.raises(Refusal):
+        with pytest.raises(ReachError):
             allowed.endpoint(host, port)
 
 

@@ -15,9 +15,9 @@ from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
 from specdec.engine import landing
-from specdec.reach.allowed import Allowed
+from specdec.reach.allowed_peers import AllowedPeers
 from specdec.reach.fetch import Fetched
-from specdec.reach.terms import LeaseReference
+from specdec.reach.protocol import LeaseReference
 from specdec.server.reach import lender
 from specdec.server.reach.bodies import Fetch, TransferParams
 from specdec.server.reach.lender import Lender
@@ -74,7 +74,7 @@ async def servers(folder: Path, **fields: Any) -> AsyncIterator[tuple[Server, Se
     """Start a prefill and a decode instance that may fetch from each other."""
     fields = {**LONGER, **fields}
     async with side(folder, **fields) as reader, side(folder, peer=reader, **fields) as writer:
-        reader.peers._allowed = Allowed([HOST], writer.channel.port)
+        reader.peers._allowed = AllowedPeers([HOST], writer.channel.port)
         yield server(reader), server(writer)
         await reader.settle()
         await writer.settle()
