@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec.config.engine import EngineConfig
 from specdec.core.kv_connector import KVConnector
 from specdec.core.request import Request
-from specdec.engine.landing import Landings, Requests
+from specdec.engine.incoming import IncomingPrefixes, SchedulerLoad
 from specdec.setup.build import Model, build
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.prefix.cache import PrefixCache
@@ -16,14 +16,14 @@ from specdec.state_slots.prefix.rates import HostMark, Mark, mark
 from specdec.state_slots.slots import Fixed, Kind
 
 
-class Lent(Fixed):
+class LentPrefix(Fixed):
     """A lent prefix: its full blocks during prefill, and finally its state.
 
     The engine thread changes it and any thread may read it: published memory is final, and valid while
     `intact`.
     """
 
-    def __init__(self, length: int, on_change: Callable[["Lent"], None] | None = None) -> None:
+    def __init__(self, length: int, on_change: Callable[["LentPrefix"], None] | None = None) -> None:
         self.length, self.on_change = length, on_change
         """Number of tokens when complete; callback for each change, in the engine thread."""
         self.blocks: tuple[int, ...] = ()
@@ -67,14 +67,14 @@ class KVTransfer(KVConnector):
     `lend` is thread-safe; all else belongs to the engine thread.
     """
 
-    def __init__(self, arena: Arena, cache: PrefixCache, scheduler: Requests) -> None:
+    def __init__(self, arena: Arena, cache: PrefixCache, scheduler: SchedulerLoad) -> None:
         self.arena, self.cache = arena, cache
-        self.landings = Landings(arena, cache, scheduler)
-        self._by_request: dict[int, Lent] = {}
+        self.landings = IncomingPrefixes(arena, cache, scheduler)
+        self._by_request: dict[int, LentPrefix] = {}
         """Lent prefixes by the number of their prefill-only request."""
-        self._held: set[Lent] = set()
+        self._held: set[LentPrefix] = set()
 
-    def lend(self, number: int, lent: Lent) -> None:
+    def lend(self, number: int, lent: LentPrefix) -> None:
         """Register what a request will lend, before it is submitted."""
         self._by_request[number] = lent
 
@@ -146,11 +146,11 @@ class KVTransfer(KVConnector):
     def close(self) -> None:
         self.landings.close()
 
-    def _release(self, lent: Lent) -> None:
+    def _release(self, lent: LentPrefix) -> None:
         self._held.remove(lent)
         self.arena.release_owner(lent)
 
-    def _share(self, lent: Lent, table: Sequence[int]) -> None:
+    def _share(self, lent: LentPrefix, table: Sequence[int]) -> None:
         """Share the new blocks of a table."""
         self._held.add(lent)
         new = table[len(lent.blocks) :]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from specdec.config.tenant import Tenant
-from specdec.engine.landing import Landing
+from specdec.engine.incoming import IncomingPrefix
 from specdec.engine.transfers import Transfers
 from specdec.errors import ConfigError, EngineError
 from specdec.reach.allowed_peers import Endpoint
@@ -88,7 +88,7 @@ class LeaseLost(Exception):
 class InFlightFetch:
     """A fetch in flight."""
 
-    found: "Future[Landing | None]"
+    found: "Future[IncomingPrefix | None]"
     reads: list[KVRead] = field(default_factory=list)
     num_bytes: int = 0
     came: int = 0
@@ -209,7 +209,11 @@ class Fetcher:
             self.entering -= Counter({tenant.caller: 1})  # subtraction also removes zero counts
 
     async def _landed(
-        self, hold: LeaseHold[Plan], arrival: InFlightFetch, landing: Landing, opened: OpenResponse | None
+        self,
+        hold: LeaseHold[Plan],
+        arrival: InFlightFetch,
+        landing: IncomingPrefix,
+        opened: OpenResponse | None,
     ) -> Fetched:
         """Read what is ready until complete, validate it, and land it."""
         if opened is None:
@@ -236,7 +240,7 @@ class Fetcher:
         return Fetched("fetched", len(landing.ids) - landing.have, arrival.num_bytes)
 
     def _begin(
-        self, pair: PeerSession[Plan], arrival: InFlightFetch, landing: Landing, opened: OpenResponse
+        self, pair: PeerSession[Plan], arrival: InFlightFetch, landing: IncomingPrefix, opened: OpenResponse
     ) -> None:
         """Start reading the newly available blocks, and at the end the state."""
         known = opened.first + len(opened.blocks)
@@ -275,7 +279,7 @@ class Fetcher:
         """Return whether to verify checksums: a corrupting path does so from the start."""
         return self._check == "always" or (self._check == "first" and self._checked.get(pair.at) is not pair)
 
-    async def _is_same(self, hold: LeaseHold[Plan], landing: Landing) -> bool:
+    async def _is_same(self, hold: LeaseHold[Plan], landing: IncomingPrefix) -> bool:
         """Compare checksums of some blocks and the state with the peer's."""
         step = max(len(landing.blocks) // SAMPLED, 1)
         places = range(0, len(landing.blocks), step)
@@ -292,7 +296,7 @@ class Fetcher:
         if not arrival.found.cancel():
             self._drop_behind(arrival.found, [read.over for read in arrival.reads])
 
-    def _drop_behind(self, found: "Future[Landing | None]", pending: "list[Future[None]]") -> None:
+    def _drop_behind(self, found: "Future[IncomingPrefix | None]", pending: "list[Future[None]]") -> None:
         """Drop the landing after all pending reads; callable from any thread."""
         while pending:
             over = pending.pop()
@@ -301,7 +305,7 @@ class Fetcher:
                 return
         found.add_done_callback(self._drop)
 
-    def _drop(self, found: "Future[Landing | None]") -> None:
+    def _drop(self, found: "Future[IncomingPrefix | None]") -> None:
         with suppress(Exception):  # a closed engine has no memory to release
             if landing := found.result():
                 self._transfers.drop(landing)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specdec.engine.transfers import Loan
+from specdec.engine.transfers import PrefixLoan
 from specdec.reach.messages import HiddenState, OpenRequest, OpenResponse
 from specdec.reach.protocol import PrefixIdentity, ReachError, Reason
 
@@ -19,7 +19,7 @@ class TransferLease:
 
     id: str
     prompt: PrefixIdentity
-    loan: Loan
+    loan: PrefixLoan
     num_bytes: int
     block_tokens: int
     room: int | None

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from specdec.engine.kv_transfer import Lent
-from specdec.engine.transfers import Loan
+from specdec.engine.kv_transfer import LentPrefix
+from specdec.engine.transfers import PrefixLoan
 from specdec.reach.bootstrap import BootstrapRooms
 from specdec.reach.expiring_map import ExpiringMap
 from specdec.reach.lease import TransferLease
@@ -28,7 +28,7 @@ MOST_LEASES = 1024
 too."""
 SWEEP_S = 1.0
 
-Submit = Callable[[Callable[[Lent], None]], Loan]
+Submit = Callable[[Callable[[LentPrefix], None]], PrefixLoan]
 """Starts lending a prompt; the argument is called in the engine thread on progress."""
 
 
@@ -285,7 +285,7 @@ class LeaseTable:
                 "readers, which leaves no memory for one more; send it again later, or to another server.",
             )
 
-    def _read(self, lease: TransferLease, done: "Future[Lent]") -> None:
+    def _read(self, lease: TransferLease, done: "Future[LentPrefix]") -> None:
         """Start the timeouts of a prefilled lease, or end a failed one."""
         if lease.over:
             return

@@ -12,7 +12,7 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
-from specdec.engine.landing import Landings
+from specdec.engine.incoming import IncomingPrefixes
 from specdec.reach import fetch, peer_client
 from specdec.reach.allowed_peers import AllowedPeers
 from specdec.reach.connections import bounded
@@ -363,7 +363,7 @@ def test_a_mutant_that_does_not_ask_gives_another_text(folder: Path, monkeypatch
 
             writer.carrier.read = spoilt
             monkeypatch.setattr(writer.peers, "close", unasked)
-            monkeypatch.setattr(Landings, "_is_worth", lambda *_: True)
+            monkeypatch.setattr(IncomingPrefixes, "_is_worth", lambda *_: True)
             texts = []
             for ids in map(prompt, range(8)):
                 assert (await writer.fetcher.fetch(ids, SOLE, await reader.lend(ids))).outcome == "fetched"

@@ -8,9 +8,9 @@ from weakref import WeakValueDictionary
 
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
-from specdec.engine.kv_transfer import Lent
-from specdec.engine.landing import WORTH_FETCHING
-from specdec.engine.transfers import Loan, Transfers
+from specdec.engine.incoming import WORTH_FETCHING
+from specdec.engine.kv_transfer import LentPrefix
+from specdec.engine.transfers import PrefixLoan, Transfers
 from specdec.reach.lease import TransferLease
 from specdec.reach.lease_table import LeaseTable
 from specdec.reach.protocol import PrefixIdentity, ReachError, Secret
@@ -30,7 +30,7 @@ class Loaned:
         book: LeaseTable,
         prepared: Prepared,
         lease: TransferLease | None = None,
-        loan: Loan | None = None,
+        loan: PrefixLoan | None = None,
     ) -> None:
         self._book, self._prepared, self._loan = book, prepared, loan
         self.lease = lease
@@ -141,9 +141,9 @@ class Lender:
         if not prompt.length:
             self.refuse([room])
             return Loaned(self.book, prepared)
-        loans: list[Loan] = []
+        loans: list[PrefixLoan] = []
 
-        def submit(changed: Callable[[Lent], None]) -> Loan:
+        def submit(changed: Callable[[LentPrefix], None]) -> PrefixLoan:
             loans.append(self._transfers.lend(prepared, changed))
             return loans[0]
 

@@ -14,7 +14,7 @@ from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
-from specdec.engine import landing
+from specdec.engine import incoming
 from specdec.reach.allowed_peers import AllowedPeers
 from specdec.reach.fetch import Fetched
 from specdec.reach.protocol import LeaseReference
@@ -88,7 +88,7 @@ def server(own: Side, most_bytes: int = 1 << 40) -> Server:
 @pytest.fixture(autouse=True)
 def _always_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch everything that is lent, whatever the machine's speeds."""
-    monkeypatch.setattr(landing, "WORTH_FETCHING", 8)
+    monkeypatch.setattr(incoming, "WORTH_FETCHING", 8)
     monkeypatch.setattr(lender, "WORTH_FETCHING", 8)
     monkeypatch.setattr(Rates, "pays", lambda *_: True)
 
