@@ -4,7 +4,7 @@ import uuid
 from typing import Any
 
 from specdec.core.outputs import Delta
-from specdec.server.events import AnswerEvents, Expected
+from specdec.server.events import AnswerEvents, ExpectedContent
 from specdec.server.messages import THOUGHT
 from specdec.text.answers.events import Arguments, Event, Text, Thinking
 
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class ChatAnswer:
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedContent) -> None:
         self._events = AnswerEvents(expected)
         self.finish_reason = self._events.finish_reason
         self._index = -1

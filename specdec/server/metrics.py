@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from specdec.core.outputs import RequestStats
 from specdec.core.terms import Prepared
 from specdec.errors import RequestError
-from specdec.server.answers import Said
+from specdec.server.answers import NewOutput
 from specdec.server.engine_figures import EngineFigures, Labels, renamed
 from specdec.server.failures import Failure
 from specdec.server.resident import Resident
@@ -202,9 +202,9 @@ class ModelMetrics:
         self.written_total = self._counter("generation_tokens", "Generated tokens.")
 
     @contextlib.contextmanager
-    def request(self, prepared: Sequence[Prepared], start_s: float) -> Iterator["Watch"]:
+    def request(self, prepared: Sequence[Prepared], start_s: float) -> Iterator["RequestTracker"]:
         """Track the choices of some prompts from their arrival to their end."""
-        watch = Watch(self, prepared, start_s)
+        watch = RequestTracker(self, prepared, start_s)
         try:
             yield watch
         except BaseException as error:
@@ -214,7 +214,7 @@ class ModelMetrics:
             watch.close()
 
 
-class Watch:
+class RequestTracker:
     """Tracks choices submitted together."""
 
     def __init__(self, metrics: ModelMetrics, prepared: Sequence[Prepared], start_s: float) -> None:
@@ -225,7 +225,7 @@ class Watch:
         self._ended: list[list[int]] = [[] for _ in prepared]
         """Per prompt: token counts of its finished choices."""
 
-    def said(self, said: Said) -> None:
+    def said(self, said: NewOutput) -> None:
         """Record a choice's delta at the time the engine produced it."""
         choice, delta, steps = said
         prompt = choice // self.prepared[0].params.n

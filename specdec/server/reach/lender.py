@@ -15,14 +15,14 @@ from specdec.reach.lease import TransferLease
 from specdec.reach.lease_table import LeaseTable
 from specdec.reach.protocol import PrefixIdentity, ReachError, Secret
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import VERSION, Asked, Lend
+from specdec.server.reach.bodies import VERSION, Asked, LendFields
 
 BUSY = {"Retry-After": "1"}
 POLL_S = 0.02
 """Poll interval for memory held for others."""
 
 
-class Loaned:
+class PromptLoan:
     """A prompt prefilled for another server; a single-token prompt has nothing to lend."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Lender:
         """Locks by caller, held by its request that waits for memory; its later requests queue."""
         self.book = book
 
-    async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[Loaned]:
+    async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[PromptLoan]:
         """Prefill prompts for another server, which finds them by rooms or by the result of `told`.
 
         They start together once memory is available, so no request holds some while waiting for more. If all
@@ -95,10 +95,10 @@ class Lender:
                     await asyncio.sleep(POLL_S)
             if rooms and self._are_left(rooms):
                 self.refuse(rooms)
-                return [Loaned(self.book, own) for own in prepared]
+                return [PromptLoan(self.book, own) for own in prepared]
         return self._begin(prepared, rooms)
 
-    async def lend_cached(self, prepared: Sequence[Prepared]) -> list[Loaned]:
+    async def lend_cached(self, prepared: Sequence[Prepared]) -> list[PromptLoan]:
         """Lend the cached prefixes that are worth fetching, without prefill or waiting."""
         cached = [asyncio.wrap_future(self._transfers.cached(own)) for own in prepared]
         lengths = [length if length >= WORTH_FETCHING else 0 for length in await asyncio.gather(*cached)]
@@ -124,9 +124,9 @@ class Lender:
     def _are_left(self, rooms: Sequence[int] | None) -> bool:
         return bool(rooms) and all(map(self.book.rooms.is_left, rooms or ()))
 
-    def _begin(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None = None) -> list[Loaned]:
+    def _begin(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None = None) -> list[PromptLoan]:
         places: Sequence[int | None] = rooms or [None] * len(prepared)
-        loaned: list[Loaned] = []
+        loaned: list[PromptLoan] = []
         try:
             for own, room in zip(prepared, places, strict=True):
                 loaned.append(self._lend(own, room))
@@ -136,11 +136,11 @@ class Lender:
             raise
         return loaned
 
-    def _lend(self, prepared: Prepared, room: int | None) -> Loaned:
+    def _lend(self, prepared: Prepared, room: int | None) -> PromptLoan:
         prompt = PrefixIdentity.of(prepared.ids[:-1], prepared.params.cache_salt or "")
         if not prompt.length:
             self.refuse([room])
-            return Loaned(self.book, prepared)
+            return PromptLoan(self.book, prepared)
         loans: list[PrefixLoan] = []
 
         def submit(changed: Callable[[LentPrefix], None]) -> PrefixLoan:
@@ -150,9 +150,9 @@ class Lender:
         caller, num_bytes = prepared.terms.tenant.caller, self._bytes_of(prepared)
         with refusing():
             lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room, caller=caller)
-        return Loaned(self.book, prepared, lease, loans[0])
+        return PromptLoan(self.book, prepared, lease, loans[0])
 
-    def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:
+    def told(self, loaned: Sequence[PromptLoan]) -> dict[str, Any]:
         """Return `kv_transfer_params` for the router, signed by this server."""
         held = [own.lease for own in loaned if own.lease]
         return {
@@ -189,7 +189,7 @@ class Lender:
         try:
             yield
         except BaseException:
-            if isinstance(asked, Lend):
+            if isinstance(asked, LendFields):
                 self.refuse(asked.rooms or ())
             raise
 

@@ -20,11 +20,11 @@ from specdec.reach.peers import Peers
 from specdec.reach.prefix_log import CachedPrefixHashes, CachedPrefixLog
 from specdec.reach.protocol import LeaseReference, Reference, RoomReference, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import VERSION, Asked, Fetch, Lend
+from specdec.server.reach.bodies import VERSION, Asked, FetchFields, LendFields
 from specdec.server.reach.lender import Lender
-from specdec.server.reach.role import Part
+from specdec.server.reach.role import ServerRole
 from specdec.server.settings import Role, ServerConfig
-from specdec.server.threads import apart
+from specdec.server.threads import run_in_thread
 from specdec.state_slots.transfer.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Reach:
 
         A server that lends always prefills: that is the request.
         """
-        fetch = asked.fetch if isinstance(asked, Lend) else asked
+        fetch = asked.fetch if isinstance(asked, LendFields) else asked
         if fetch is None:
             return
         references = references_of(fetch, len(prepared))
@@ -117,14 +117,14 @@ class Reach:
 
 @contextlib.asynccontextmanager
 async def opened(
-    part: Part, engine: SpecEngine, folder: Path, config: ServerConfig, share: Callable[[str], float]
+    part: ServerRole, engine: SpecEngine, folder: Path, config: ServerConfig, share: Callable[[str], float]
 ) -> AsyncIterator[Reach]:
     """Register the arena and serve the side channel within the context.
 
     `share` returns the fraction of lent memory that one caller's prompts may use.
     """
     transfers, settings = engine.transfers, engine.model.settings
-    facts = await apart(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
+    facts = await run_in_thread(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
     name = new_id()
     most_bytes = int(settings.memory_bytes * LENT_SHARE[part.role])
     book = LeaseTable(
@@ -135,8 +135,8 @@ async def opened(
         sums=transfers.sums,
     )
     async with contextlib.AsyncExitStack() as stack:
-        carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
-        stack.push_async_callback(apart, carrier.close, "carrier")
+        carrier = await run_in_thread(lambda: Nixl(transfers.arena), "carrier")
+        stack.push_async_callback(run_in_thread, carrier.close, "carrier")
         meeting = ArenaHandshake(name, facts, transfers.arena, carrier)
         peers = Peers(
             part.secret,
@@ -160,7 +160,7 @@ async def opened(
         yield reach
 
 
-def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
+def references_of(asked: FetchFields, prompts: int) -> list[Reference | None]:
     """Return each prompt's reference; None if the request's fields do not suffice."""
     if asked.params is None:
         return [

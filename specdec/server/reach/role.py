@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 relay requests sent there."""
 
 
-class Part(NamedTuple):
+class ServerRole(NamedTuple):
     """A server's role, the shared secret, and the peers it may fetch from."""
 
     role: Role
@@ -27,9 +27,9 @@ class Part(NamedTuple):
     allowed: AllowedPeers
 
 
-def settle_part(
+def resolve_role(
     config: ServerConfig, engine: EngineConfig, models: int, environment: Mapping[str, str] = os.environ
-) -> Part | None:
+) -> ServerRole | None:
     """Return a server's part, or None; raise for incompatible settings before anything is loaded."""
     secret = Secret.read(environment)
     if secret is None:
@@ -62,7 +62,7 @@ def settle_part(
             f"{_without(config)}.",
             field="role",
         )
-    return Part(config.role or "both", secret, allowed_peers(config))
+    return ServerRole(config.role or "both", secret, allowed_peers(config))
 
 
 def allowed_peers(config: ServerConfig) -> AllowedPeers:

@@ -14,7 +14,7 @@ from specdec.reach.lease_table import MOST_LEASES, LeaseTable
 from specdec.reach.messages import CloseRequest, OpenRequest
 from specdec.reach.protocol import LeaseReference, PrefixIdentity, ReachError, Secret, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import Lend
+from specdec.server.reach.bodies import LendFields
 from specdec.server.reach.lender import Lender
 from tests.reach.peers import until
 
@@ -183,7 +183,7 @@ def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> 
             waiting = asyncio.create_task(lender.book.open_room(3, ask(lender)))
 
             async def request() -> None:
-                with lender.heard(Lend((3,))):
+                with lender.heard(LendFields((3,))):
                     await lender.lend(prepared(engine), [3])
 
             asking = asyncio.create_task(request())

@@ -11,7 +11,7 @@ from specdec.errors import ConfigError
 from specdec.reach.protocol import VARIABLE, ReachError
 from specdec.server import run
 from specdec.server.listen import bind
-from specdec.server.reach.role import allowed_peers, settle_part
+from specdec.server.reach.role import allowed_peers, resolve_role
 from specdec.server.settings import ServerConfig
 
 SECRET = {VARIABLE: "0123456789abcdef"}
@@ -24,7 +24,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def role(environment: dict[str, str] = SECRET, models: int = 1, **settings: Any) -> str | None:
     engine = {name: settings.pop(name) for name in ("prefix_cache",) if name in settings}
-    part = settle_part(ServerConfig(**settings), EngineConfig(**engine), models, environment)
+    part = resolve_role(ServerConfig(**settings), EngineConfig(**engine), models, environment)
     return part.role if part else None
 
 

@@ -19,7 +19,7 @@ from specdec.reach.allowed_peers import AllowedPeers
 from specdec.reach.fetch import Fetched
 from specdec.reach.protocol import LeaseReference
 from specdec.server.reach import lender
-from specdec.server.reach.bodies import Fetch, TransferParams
+from specdec.server.reach.bodies import FetchFields, TransferParams
 from specdec.server.reach.lender import Lender
 from specdec.server.reach.reach import covered, references_of
 from specdec.state_slots.prefix.rates import Rates
@@ -50,7 +50,7 @@ class Server:
         (loaned,) = await lending
         stats = await loaned.read()
         told = TransferParams.model_validate(self.lender.told([loaned]))
-        (reference,) = references_of(Fetch(told, ()), 1)
+        (reference,) = references_of(FetchFields(told, ()), 1)
         assert reference is None or isinstance(reference, LeaseReference)
         assert told.remote_num_tokens == (reference.tokens if reference else 0)
         return reference, stats
