@@ -11,15 +11,15 @@ from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.pinned import sent
 from specdec.state_slots.prefix.cache import PrefixCache, as_ids
-from specdec.state_slots.prefix.rates import Rates, mark
+from specdec.state_slots.prefix.rates import TierRates, mark
 from specdec.state_slots.prefix.tree import Ids
-from specdec.state_slots.slots import Fixed
+from specdec.state_slots.slots import FixedOwner
 
 WORTH_FETCHING = 64
 """Minimum tokens to fetch; fewer are computed as quickly."""
 
 
-class IncomingPrefix(Fixed):
+class IncomingPrefix(FixedOwner):
     """A prefix being fetched.
 
     External writers of its blocks and state must have finished before it is landed or dropped.
@@ -88,7 +88,7 @@ class IncomingPrefixes:
     def __init__(self, arena: Arena, cache: PrefixCache, requests: SchedulerLoad) -> None:
         self.arena, self.cache, self.requests = arena, cache, requests
         self.live: set[IncomingPrefix] = set()
-        self.rates = Rates()
+        self.rates = TierRates()
         """Fetch speed; the prefill speed is measured by the cache."""
         self.waiting: list[WaitingPrefix] = []
         self.is_closed = False

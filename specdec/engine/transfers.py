@@ -11,12 +11,12 @@ from torch import Tensor
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import Tenant
 from specdec.core.outputs import Delta, RequestStats
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.incoming import IncomingPrefix
 from specdec.engine.kv_transfer import KVTransfer, LentPrefix
 from specdec.engine.thread import Worker
 from specdec.errors import ConfigError, EngineError, SpecdecError
-from specdec.setup.build import Model
+from specdec.setup.build import LoadedModel
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.prefix.cache import PrefixCache
 
@@ -38,7 +38,7 @@ class PrefixLoan:
 class Transfers:
     """An engine's interface to transfers; thread-safe."""
 
-    def __init__(self, worker: Worker, model: Model) -> None:
+    def __init__(self, worker: Worker, model: LoadedModel) -> None:
         self._worker, self._model = worker, model
 
     @property
@@ -46,7 +46,9 @@ class Transfers:
         """The arena that other engines read from and that fetches write to."""
         return self._model.loop.arena
 
-    def lend(self, prepared: Prepared, on_change: Callable[[LentPrefix], None] | None = None) -> PrefixLoan:
+    def lend(
+        self, prepared: PreparedPrompt, on_change: Callable[[LentPrefix], None] | None = None
+    ) -> PrefixLoan:
         """Prefill all but the last token of a prompt, and keep its memory in place until given back.
 
         Only the tenant and cache marks of its parameters are used. `on_change` is called in the engine
@@ -85,7 +87,7 @@ class Transfers:
             self._worker.submit([request])
         return loan
 
-    def cached(self, prepared: Prepared) -> "Future[int]":
+    def cached(self, prepared: PreparedPrompt) -> "Future[int]":
         """Return the number of prompt tokens that `lend` would find cached now."""
         return self._worker.between_steps(lambda: self._cached(prepared))
 
@@ -133,7 +135,7 @@ class Transfers:
         """Release a landing's memory, to which nothing writes any more."""
         return self._worker.between_steps(lambda: self._transfer().landings.drop(landing))
 
-    def _cached(self, prepared: Prepared) -> int:
+    def _cached(self, prepared: PreparedPrompt) -> int:
         cache = self._transfer().cache
         lease = cache.lease(prepared.ids, prepared.terms.tenant)
         cache.leave(lease)

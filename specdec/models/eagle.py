@@ -26,7 +26,7 @@ from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
 from specdec.models.files import HEAD_FOLDERS
 from specdec.models.formats import WeightFormat, announced
-from specdec.models.layouts import Layout, Rule
+from specdec.models.layouts import CheckpointLayout, TensorRule
 from specdec.models.network import Network
 from specdec.models.norm import Norm
 from specdec.models.weights import Weights
@@ -38,7 +38,7 @@ EXPECTED = (
     "or with midlayer.hidden_norm.weight (EAGLE-3)"
 )
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-Layers = tuple[spec.Layer, ...]
+Layers = tuple[spec.LayerSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class EagleFolder:
 
     checkpoint: Checkpoint
     spec: spec.Eagle
-    layout: Layout
+    layout: CheckpointLayout
     ids_C: Tensor | None
     """The tokens that its logits rank; None: all of the target's."""
 
@@ -98,7 +98,7 @@ def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | 
     return next((folder for folder in own if os.path.isdir(folder)), None) if draft == "eagle" else None
 
 
-def read_head(folder: Path, target: spec.Network) -> EagleFolder:
+def read_head(folder: Path, target: spec.NetworkSpec) -> EagleFolder:
     """Describe the head in a folder; every error begins with draft_model."""
     try:
         return _read(Checkpoint(folder), target)
@@ -107,7 +107,7 @@ def read_head(folder: Path, target: spec.Network) -> EagleFolder:
         raise CheckpointError(f"draft_model: {error}", field=field) from error
 
 
-def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
+def _read(checkpoint: Checkpoint, target: spec.NetworkSpec) -> EagleFolder:
     names, fields = frozenset(checkpoint.names()), Fields(checkpoint.config)
     if (stored := announced(fields)) and stored.packed:
         fields.refuse("quantization_config", "a head that is stored in 16 bits or 8-bit floats")
@@ -142,7 +142,7 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
     head = spec.Eagle(
         width=width,
         vocab=vocab,
-        layer=spec.Layer((mixer,), swiglu(fields), reads=2 * width if fuses else width),
+        layer=spec.LayerSpec((mixer,), swiglu(fields), reads=2 * width if fuses else width),
         norm=norm,
         aux_hidden_layers=_aux_hidden_layers(fields, len(target.layers)) if fuses else (),
         target_width=target.hidden,
@@ -155,7 +155,7 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
     return EagleFolder(checkpoint, head, layout, ids_C)
 
 
-def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool]:
+def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[CheckpointLayout, bool]:
     """Detect the tensor layout; return it and whether it is EAGLE-3's."""
     prefix = next((p for p in ("", "model.") if f"{p}fc.weight" in names), None)
     for layer in ("midlayer.", "layers.0."):
@@ -171,24 +171,24 @@ def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool
     )
 
 
-def _table(layer: str, *, fuses: bool) -> Layout:
+def _table(layer: str, *, fuses: bool) -> CheckpointLayout:
     """Return the layout of a head whose layer has this prefix."""
     ours = r"layers\.0\."
     fused = (
-        Rule(r"embed_norm\.weight", f"{layer}input_layernorm.weight"),
-        Rule(r"hidden_norm\.weight", f"{layer}hidden_norm.weight"),
-        Rule(r"norm\.weight", "~norm.weight"),
+        TensorRule(r"embed_norm\.weight", f"{layer}input_layernorm.weight"),
+        TensorRule(r"hidden_norm\.weight", f"{layer}hidden_norm.weight"),
+        TensorRule(r"norm\.weight", "~norm.weight"),
     )
-    return Layout(
+    return CheckpointLayout(
         rules=(
-            Rule(r"embed\.weight", "~embed_tokens.weight"),
-            Rule(r"head\.weight", "lm_head.weight"),
-            Rule(r"head\.weight", "~lm_head.weight"),
-            Rule(r"fc\.(weight|bias)", r"~fc.\1"),
-            Rule(rf"{ours}ffn_norm\.weight", f"{layer}post_attention_layernorm.weight"),
-            Rule(rf"{ours}mixer\.([qkvo])\.(weight|bias)", rf"{layer}self_attn.\1_proj.\2"),
-            Rule(rf"{ours}mixer\.([qk])_norm\.weight", rf"{layer}self_attn.\1_norm.weight"),
-            Rule(rf"{ours}ffn\.(gate|up|down)\.weight", rf"{layer}mlp.\1_proj.weight"),
+            TensorRule(r"embed\.weight", "~embed_tokens.weight"),
+            TensorRule(r"head\.weight", "lm_head.weight"),
+            TensorRule(r"head\.weight", "~lm_head.weight"),
+            TensorRule(r"fc\.(weight|bias)", r"~fc.\1"),
+            TensorRule(rf"{ours}ffn_norm\.weight", f"{layer}post_attention_layernorm.weight"),
+            TensorRule(rf"{ours}mixer\.([qkvo])\.(weight|bias)", rf"{layer}self_attn.\1_proj.\2"),
+            TensorRule(rf"{ours}mixer\.([qk])_norm\.weight", rf"{layer}self_attn.\1_norm.weight"),
+            TensorRule(rf"{ours}ffn\.(gate|up|down)\.weight", rf"{layer}mlp.\1_proj.weight"),
             *(fused if fuses else ()),
         ),
         prefixes=("", "model."),

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 from specdec.models import spec
-from specdec.models.frame import Block
+from specdec.models.frame import LoadedLayer
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import Memory
+from specdec.models.mixers.base import ArenaViews
 from specdec.models.network import Network, begin_step, first_place
 from specdec.models.replay import Replays
 from specdec.models.rope import rope_tables
@@ -38,7 +38,7 @@ class EagleHead:
                 for name in ("embed_norm", "hidden_norm", "norm")
             )
         place = first_place(target.spec.layers, width, reads=s.layer.reads)
-        self.block = Block(s.layer, width, s.norm, weights.within("layers.0"), kernels, place)
+        self.block = LoadedLayer(s.layer, width, s.norm, weights.within("layers.0"), kernels, place)
         ropes = (rope for mixer in s.layer.mixers for rope in mixer.ropes())
         self.rope = rope_tables(ropes, max_length, kernels, device)
         self._replays = Replays(self._run, kernels)
@@ -50,14 +50,14 @@ class EagleHead:
             return hidden_TD
         return self.fc(self.kernels.concat(*aux))
 
-    def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
+    def forward(self, window: Window, hidden_TD: Tensor, memory: ArenaViews) -> Tensor:
         """Return the layer's output for each token, given the hidden state of the previous position.
 
         The first input is the target's fused state; recursion feeds the output back unchanged.
         """
         return self._replays(window, memory, hidden_TD)[0]
 
-    def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, window: Window, memory: ArenaViews, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step = begin_step(window, memory, self.rope, self.kernels)
         x_TD, read_TD = self._enter(self.kernels.embedding(self.embed_VD, window.token_T), hidden_TD)
         mixing, feeding = self.block.halves

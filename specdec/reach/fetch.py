@@ -23,7 +23,7 @@ from specdec.reach.carrier import Carrier, KVRead, ReadLate, ReadLost
 from specdec.reach.messages import OpenResponse
 from specdec.reach.peers import LeaseHold, Peers, PeerSession
 from specdec.reach.protocol import PrefixIdentity, ReachError, Reason, Reference, RoomReference
-from specdec.state_slots.transfer.plan import Plan
+from specdec.state_slots.transfer.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Fetcher:
         self,
         transfers: Transfers,
         carrier: Carrier,
-        peers: Peers[Plan],
+        peers: Peers[TransferPlan],
         *,
         limit_s: float,
         check: Check = "first",
@@ -112,12 +112,12 @@ class Fetcher:
         self._byte_s = AGAIN_S
         self._under_way = 0
         """Bytes in flight, which share the bandwidth."""
-        self._late: PeerSession[Plan] | None = None
+        self._late: PeerSession[TransferPlan] | None = None
         """Peer whose last read was late; a single late read does not drop the peer and its other reads."""
         self.entering: Counter[str] = Counter()
         """Rooms being waited for, by caller."""
         self._declining = 0
-        self._checked: dict[Endpoint, PeerSession[Plan]] = {}
+        self._checked: dict[Endpoint, PeerSession[TransferPlan]] = {}
         self.figures = FetchFigures()
 
     async def fetch(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
@@ -178,7 +178,7 @@ class Fetcher:
             logger.exception("a fetch failed; its prompt is read here")
             return Fetched("failed")
 
-    async def _held(self, hold: LeaseHold[Plan], ids: Sequence[int], tenant: Tenant) -> Fetched:
+    async def _held(self, hold: LeaseHold[TransferPlan], ids: Sequence[int], tenant: Tenant) -> Fetched:
         """Fetch the memory of a lease or room."""
         opened = await self._entered(hold, tenant) if isinstance(hold.reference, RoomReference) else None
         arrival = InFlightFetch(self._transfers.begin_landing(ids, tenant))
@@ -192,7 +192,7 @@ class Fetcher:
         finally:
             self._let_go(arrival)
 
-    async def _entered(self, hold: LeaseHold[Plan], tenant: Tenant) -> OpenResponse:
+    async def _entered(self, hold: LeaseHold[TransferPlan], tenant: Tenant) -> OpenResponse:
         """Open a room, waiting until it exists."""
         until_s = time.monotonic() + ROOM_S
         if self.entering[tenant.caller] >= MOST_ENTERING:
@@ -210,7 +210,7 @@ class Fetcher:
 
     async def _landed(
         self,
-        hold: LeaseHold[Plan],
+        hold: LeaseHold[TransferPlan],
         arrival: InFlightFetch,
         landing: IncomingPrefix,
         opened: OpenResponse | None,
@@ -240,7 +240,11 @@ class Fetcher:
         return Fetched("fetched", len(landing.ids) - landing.have, arrival.num_bytes)
 
     def _begin(
-        self, pair: PeerSession[Plan], arrival: InFlightFetch, landing: IncomingPrefix, opened: OpenResponse
+        self,
+        pair: PeerSession[TransferPlan],
+        arrival: InFlightFetch,
+        landing: IncomingPrefix,
+        opened: OpenResponse,
     ) -> None:
         """Start reading the newly available blocks, and at the end the state."""
         known = opened.first + len(opened.blocks)
@@ -275,11 +279,11 @@ class Fetcher:
     def _arrived(self, num_bytes: int) -> None:
         self._under_way -= num_bytes
 
-    def _wants_check(self, pair: PeerSession[Plan]) -> bool:
+    def _wants_check(self, pair: PeerSession[TransferPlan]) -> bool:
         """Return whether to verify checksums: a corrupting path does so from the start."""
         return self._check == "always" or (self._check == "first" and self._checked.get(pair.at) is not pair)
 
-    async def _is_same(self, hold: LeaseHold[Plan], landing: IncomingPrefix) -> bool:
+    async def _is_same(self, hold: LeaseHold[TransferPlan], landing: IncomingPrefix) -> bool:
         """Compare checksums of some blocks and the state with the peer's."""
         step = max(len(landing.blocks) // SAMPLED, 1)
         places = range(0, len(landing.blocks), step)
@@ -311,7 +315,7 @@ class Fetcher:
                 self._transfers.drop(landing)
 
 
-async def _unless_lost(hold: LeaseHold[Plan], wanted: Awaitable[T]) -> T:
+async def _unless_lost(hold: LeaseHold[TransferPlan], wanted: Awaitable[T]) -> T:
     """Await a result, or raise Lost if the lease is lost first."""
     work, lost = asyncio.ensure_future(wanted), asyncio.ensure_future(hold.lost.wait())
     try:

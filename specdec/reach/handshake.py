@@ -7,8 +7,8 @@ from specdec.reach.carrier import Carrier
 from specdec.reach.messages import AgentInfo, AgentsResponse, pack, unpack
 from specdec.reach.protocol import hash_facts
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.transfer.cut import Cut
-from specdec.state_slots.transfer.plan import ArenaView, Plan, make_plans, read_view
+from specdec.state_slots.transfer.model_layout import ModelLayout
+from specdec.state_slots.transfer.plan import ArenaView, TransferPlan, make_plans, read_view
 
 
 class ArenaHandshake:
@@ -19,7 +19,7 @@ class ArenaHandshake:
         self._carrier = carrier
         data = arena.data
         self._view = ArenaView(
-            data.data_ptr(), data.nbytes, Cut.of(arena.layout), 1, 0, data.device.index or 0
+            data.data_ptr(), data.nbytes, ModelLayout.of(arena.layout), 1, 0, data.device.index or 0
         )
 
     def agents(self) -> AgentsResponse:
@@ -33,7 +33,7 @@ class ArenaHandshake:
             agents=[own],
         )
 
-    def attach(self, name: str, agents: AgentsResponse) -> Plan:
+    def attach(self, name: str, agents: AgentsResponse) -> TransferPlan:
         """Attach a peer's arena under a name; return the plan for reading it."""
         if agents.carrier != self._carrier.name:
             raise ConfigError(

@@ -16,14 +16,14 @@ from specdec.engine.transfers import Transfers
 from specdec.reach.messages import MOST_TOKENS, TOKENS, ChannelMessage, Id
 from specdec.reach.protocol import new_id
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.tree import Ids, Node
+from specdec.state_slots.prefix.tree import Ids, PrefixNode
 
 CachedPrefix = tuple[int, int]
 """A prefix's hash, from `hash_beginnings`, and its length."""
 MOST_CHANGES = 1 << 14
 """Maximum log entries; a router further behind gets a full answer."""
 MOST_TOLD = 1 << 16
-"""Maximum entries of an answer, some 30 bytes each, within the limit of `Calls`."""
+"""Maximum entries of an answer, some 30 bytes each, within the limit of `ToolCallReader`."""
 MOST_HASHED, NODE = 1 << 20, 1 << 10
 """Maximum tokens of new states hashed per update, and the cost of a state in tokens: some 40 ms between two
 steps. Later updates hash the rest: hashing 80,000 prefixes of 1,000 tokens stopped an engine for 3 s."""
@@ -76,7 +76,7 @@ class CachedPrefixHashes:
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._hashes: dict[int, tuple[Node, Ids, int]] = {}
+        self._hashes: dict[int, tuple[PrefixNode, Ids, int]] = {}
         """By node id: the node, its edge when hashed, and its hash. A node that changes gets a new edge.
 
         Only the engine thread uses it.

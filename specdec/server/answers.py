@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Self
 
 from specdec.config.engine import MAX_WINDOW
-from specdec.core.outputs import Delta, Gathered
-from specdec.core.terms import Prepared
+from specdec.core.outputs import CollectedOutput, Delta
+from specdec.core.params import PreparedPrompt
 from specdec.engine.engine import SpecEngine, Ticket
 from specdec.errors import SpecdecError
 from specdec.server.failures import Failure
@@ -83,7 +83,7 @@ class PendingOutput:
     __slots__ = ("_at_s", "_counts", "said")
 
     def __init__(self) -> None:
-        self.said = Gathered()
+        self.said = CollectedOutput()
         self._at_s, self._counts = array("d"), array("i")
 
     def add(self, delta: Delta) -> None:
@@ -97,7 +97,7 @@ class PendingOutput:
         return tuple(zip(self._at_s, self._counts, strict=True))
 
 
-def check_size(prepared: Sequence[Prepared], longest: int, most: int, *, top: str) -> None:
+def check_size(prepared: Sequence[PreparedPrompt], longest: int, most: int, *, top: str) -> None:
     """Refuse an answer that may hold more tokens and log-probabilities than the server has memory for.
 
     `longest` bounds a sequence; `top` is the field that requests log-probabilities.
@@ -171,7 +171,7 @@ class Answers:
         self,
         engine: SpecEngine,
         bell: StreamWaker,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[PreparedPrompt],
         *,
         streams: bool,
         until: RequestDeadline,

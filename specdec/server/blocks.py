@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from specdec.core.outputs import Delta
 from specdec.server.events import AnswerEvents, ExpectedContent
-from specdec.text.answers.events import Begin, Event, Text, Thinking
+from specdec.text.answers.events import CallStart, Event, TextDelta, ThinkingDelta
 
 Json = dict[str, Any]
 Kind = Literal["thinking", "text", "call"]
@@ -55,11 +55,11 @@ class BlockWriter(ABC):
 
     def _take(self, event: Event) -> list[Json]:
         match event:
-            case Begin(name):
+            case CallStart(name):
                 return [*self._close(), *self._begin("call", name)]
-            case Thinking():
+            case ThinkingDelta():
                 before = self._in("thinking")
-            case Text():
+            case TextDelta():
                 before = self._in("text")
             case _:
                 before = []  # arguments belong to the current call

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.core.outputs import Delta
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.server.bodies import RequestBody
 from specdec.server.failures import Failure
 from specdec.server.formats import AnswerFormat, Usage, written
@@ -21,7 +21,7 @@ class Chunks:
     is_typed = False
 
     def __init__(
-        self, form: AnswerFormat, body: RequestBody, model: str, prepared: Sequence[Prepared]
+        self, form: AnswerFormat, body: RequestBody, model: str, prepared: Sequence[PreparedPrompt]
     ) -> None:
         self.usage = Usage.of(prepared)
         self._form, self._body, self._prepared = form, body, prepared

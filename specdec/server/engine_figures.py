@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from specdec.core.outputs import EngineStats, PrefixStats
 from specdec.core.scheduler import RESOURCES
-from specdec.core.stats import Counts
+from specdec.core.stats import SpeculationCounts
 from specdec.engine.engine import SpecEngine
 from specdec.server.resident import ModelStatus, Resident
 from specdec.setup.settings import Resolved
@@ -136,7 +136,7 @@ class OneModel:
         yield family
         yield self._counter("vllm:num_preemptions", "Preemptions of sequences.", stats.preemptions)
 
-    def _speculation(self, counts: Counts) -> Iterator[Metric]:
+    def _speculation(self, counts: SpeculationCounts) -> Iterator[Metric]:
         drafts = sum(counts.reached[:1])
         yield self._counter("vllm:spec_decode_num_drafts", "Verified drafts.", drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", counts.drafted)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from specdec.core.outputs import Delta
 from specdec.server.tools.offer import ToolOffer
-from specdec.text.answers.events import Begin, Event, Text, Thinking
+from specdec.text.answers.events import CallStart, Event, TextDelta, ThinkingDelta
 from specdec.text.answers.reader import AnswerReader
 from specdec.text.answers.thinking import ThinkingFormat
 
@@ -46,10 +46,10 @@ class AnswerEvents:
         return "tool_calls" if why == "stop" and self._calls else why
 
     def _shows(self, event: Event) -> bool:
-        self._calls += isinstance(event, Begin)
-        if isinstance(event, Text):
+        self._calls += isinstance(event, CallStart)
+        if isinstance(event, TextDelta):
             return self._speaks
-        if isinstance(event, Thinking):
+        if isinstance(event, ThinkingDelta):
             self.has_thought = True
             return self._shows_thinking
         return self._most_calls is None or self._calls <= self._most_calls

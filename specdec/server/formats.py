@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Protocol, Self
 
 from specdec.core.outputs import Delta, DraftTree, RequestStats, TokenLogprob
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.prompts import Prompt
 from specdec.server.chat_answer import ChatAnswer
 from specdec.server.events import ExpectedContent
@@ -68,7 +68,7 @@ class Usage:
     """Counter of thinking tokens, if there is thinking."""
 
     @classmethod
-    def of(cls, prepared: Sequence[Prepared]) -> Self:
+    def of(cls, prepared: Sequence[PreparedPrompt]) -> Self:
         return cls(sum(len(own.ids) for own in prepared), prepared[0].params.n)
 
     def add(self, choice: int, delta: Delta) -> None:
@@ -183,7 +183,7 @@ class PromptEcho:
     """Its first token, which has no log-probability."""
 
     @classmethod
-    def of(cls, prompt: Prompt, prepared: Prepared, tokenizer: Tokenizer | None) -> Self:
+    def of(cls, prompt: Prompt, prepared: PreparedPrompt, tokenizer: Tokenizer | None) -> Self:
         if isinstance(prompt, str):
             return cls(prompt, prepared.ids[0])
         return cls("".join(spell(tokenizer, token) for token in prepared.ids), prepared.ids[0])

@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from specdec.config.sampling import SamplingParams
-from specdec.core.outputs import Delta, Gathered
-from specdec.core.terms import Prepared
+from specdec.core.outputs import CollectedOutput, Delta
+from specdec.core.params import PreparedPrompt
 from specdec.server.answers import Answers, RequestDeadline, check_size
 from specdec.server.bodies import ASKED, ChatBody, CompletionBody, RequestBody
 from specdec.server.chunks import Chunks
@@ -33,7 +33,7 @@ SPELLING = 5
 """Cost of decoding a token, relative to encoding a character."""
 Work = Callable[[int, Callable[[], Any]], Awaitable[Any]]
 """Runs work of a given size in the caller's turn: `ServedModel.work`."""
-MakeWriter = Callable[[ExpectedContent, Sequence[Prepared]], AnswerWriter]
+MakeWriter = Callable[[ExpectedContent, Sequence[PreparedPrompt]], AnswerWriter]
 
 
 async def complete(request: web.Request, state: ServerState) -> web.StreamResponse:
@@ -57,7 +57,7 @@ async def complete(request: web.Request, state: ServerState) -> web.StreamRespon
 
     params = await state.beside(request, until, read)
 
-    def echo(prepared: Sequence[Prepared]) -> list[PromptEcho]:
+    def echo(prepared: Sequence[PreparedPrompt]) -> list[PromptEcho]:
         return [
             PromptEcho.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)
         ]
@@ -92,7 +92,7 @@ async def chat(request: web.Request, state: ServerState) -> web.StreamResponse:
     body = await state.read(request, until, ChatBody.read)
     served = state.named(body.model)
 
-    def write(expected: ExpectedContent, prepared: Sequence[Prepared]) -> AnswerWriter:
+    def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> AnswerWriter:
         form = ChatFormat(served.engine.tokenizer, _shown(body), expected)
         return Chunks(form, body, body.model or served.name, prepared)
 
@@ -177,14 +177,16 @@ def _heard(state: ServerState, asked: Asked | None) -> AbstractContextManager[No
     return state.reach.lender.heard(asked) if state.reach else nullcontext()
 
 
-async def _fetch(state: ServerState, prepared: Sequence[Prepared], asked: Asked | None) -> None:
+async def _fetch(state: ServerState, prepared: Sequence[PreparedPrompt], asked: Asked | None) -> None:
     """Fetch prefixes prefilled by another server, if requested; they become cached prefixes here."""
     if asked is not None:
         assert state.reach
         await state.reach.fetch(prepared, asked)
 
 
-def _check_size(state: ServerState, served: ServedModel, prepared: Sequence[Prepared], top: str) -> None:
+def _check_size(
+    state: ServerState, served: ServedModel, prepared: Sequence[PreparedPrompt], top: str
+) -> None:
     longest = served.engine.model.settings.max_model_len
     check_size(prepared, longest, state.config.max_answer_values, top=top)
 
@@ -193,7 +195,7 @@ async def _answer(
     request: web.Request,
     state: ServerState,
     served: ServedModel,
-    prepared: Sequence[Prepared],
+    prepared: Sequence[PreparedPrompt],
     writer: AnswerWriter,
     until: RequestDeadline,
     places: QueueSlots,
@@ -234,14 +236,14 @@ class OutputCollector(Mapping[int, Delta]):
     """Output of each choice; a look-up assembles it."""
 
     def __init__(self) -> None:
-        self._said: dict[int, Gathered] = {}
+        self._said: dict[int, CollectedOutput] = {}
         self.size = 0
         """Number of tokens reported."""
 
     def add(self, choice: int, delta: Delta) -> None:
         """Append a choice's next delta."""
         self.size += delta.num_told
-        self._said.setdefault(choice, Gathered()).add(delta)
+        self._said.setdefault(choice, CollectedOutput()).add(delta)
 
     def __getitem__(self, choice: int) -> Delta:
         return self._said[choice].delta()

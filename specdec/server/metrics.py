@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
 from specdec.core.outputs import RequestStats
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.errors import RequestError
 from specdec.server.answers import NewOutput
 from specdec.server.engine_figures import EngineFigures, Labels, renamed
@@ -202,7 +202,7 @@ class ModelMetrics:
         self.written_total = self._counter("generation_tokens", "Generated tokens.")
 
     @contextlib.contextmanager
-    def request(self, prepared: Sequence[Prepared], start_s: float) -> Iterator["RequestTracker"]:
+    def request(self, prepared: Sequence[PreparedPrompt], start_s: float) -> Iterator["RequestTracker"]:
         """Track the choices of some prompts from their arrival to their end."""
         watch = RequestTracker(self, prepared, start_s)
         try:
@@ -217,7 +217,7 @@ class ModelMetrics:
 class RequestTracker:
     """Tracks choices submitted together."""
 
-    def __init__(self, metrics: ModelMetrics, prepared: Sequence[Prepared], start_s: float) -> None:
+    def __init__(self, metrics: ModelMetrics, prepared: Sequence[PreparedPrompt], start_s: float) -> None:
         self.metrics, self.prepared, self.start_s = metrics, prepared, start_s
         self._why = ""
         """Reason of choices ended from outside."""

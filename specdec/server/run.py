@@ -19,7 +19,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from specdec.config.engine import EngineConfig
-from specdec.core.stats import Counts
+from specdec.core.stats import SpeculationCounts
 from specdec.engine.engine import SpecEngine
 from specdec.http.connection import LINGER_S
 from specdec.server.access import Access
@@ -266,10 +266,10 @@ class ServingTotals(NamedTuple):
     drafted: int
     accepted: int
     at_s: float
-    counts: Counts | None
+    counts: SpeculationCounts | None
 
     @classmethod
-    def of(cls, counts: Counts | None) -> "ServingTotals":
+    def of(cls, counts: SpeculationCounts | None) -> "ServingTotals":
         own = (counts.steps, counts.tokens, counts.drafted, counts.accepted) if counts else (0, 0, 0, 0)
         return cls(*own, time.monotonic(), counts)
 

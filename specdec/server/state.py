@@ -13,7 +13,7 @@ from aiohttp import web
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import Tenant
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prompts import Prompt
 from specdec.errors import RequestError
@@ -337,7 +337,7 @@ class ServedModel:
 
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, tenant: Tenant
-    ) -> list[Prepared]:
+    ) -> list[PreparedPrompt]:
         """Validate all prompts before one starts, so that an error in the last wastes no work."""
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
@@ -346,7 +346,7 @@ class ServedModel:
         if compiling := self.engine.begin_form(params, tenant=tenant):
             grammar = await asyncio.wrap_future(compiling)
 
-        def prepare() -> list[Prepared]:
+        def prepare() -> list[PreparedPrompt]:
             terms = self.engine.read_terms(params, grammar, tenant=tenant)
             return [self.engine.read_prompt(prompt, terms) for prompt in prompts]
 

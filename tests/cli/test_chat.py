@@ -34,7 +34,7 @@ from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.models.folder import SHIPPED
 from specdec.text.answers.thinking import TAGS
 from specdec.text.chat_template import ChatTemplate
-from specdec.text.tokenizer import Piece
+from specdec.text.tokenizer import TextPiece
 from tests.cli.test_terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +172,7 @@ def test_an_answer_is_shown_harmless_its_drafts_in_colour(
 class Written:
     """A stand-in for an engine that generates given pieces, one per delta."""
 
-    def __init__(self, pieces: Sequence[Piece], why: Any) -> None:
+    def __init__(self, pieces: Sequence[TextPiece], why: Any) -> None:
         self.pieces, self.why = pieces, why
 
     def submit(self, prepared: object, emit: Callable[[int, Delta], None]) -> "Written":
@@ -186,7 +186,12 @@ class Written:
 
 
 def test_thinking_is_told_from_what_is_said_and_kept_beside_it() -> None:
-    pieces = [Piece("first", 0), Piece(" this</thi", 1), Piece("nk>\n\nthe", 0), Piece(" end", 2)]
+    pieces = [
+        TextPiece("first", 0),
+        TextPiece(" this</thi", 1),
+        TextPiece("nk>\n\nthe", 0),
+        TextPiece(" end", 2),
+    ]
     question = ChatPrompt(cast(Any, None), TAGS.after("<think>\n"))
     written = StreamingAnswer(cast(SpecEngine, Written(pieces, "stop")), question)
     parts = [part for step in written for part in step]

@@ -18,7 +18,7 @@ from specdec.reach.lease_table import LeaseTable
 from specdec.reach.peers import Peers
 from specdec.reach.protocol import LeaseReference, PrefixIdentity, RoomReference, Secret, new_id
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.transfer.plan import Plan
+from specdec.state_slots.transfer.plan import TransferPlan
 from tests.reach.copies import Copies
 
 SECRET = Secret("a-secret-of-the-tests")
@@ -34,7 +34,7 @@ class Side:
     carrier: Any
     book: LeaseTable
     channel: Channel
-    peers: Peers[Plan]
+    peers: Peers[TransferPlan]
     fetcher: Fetcher
 
     async def lend(

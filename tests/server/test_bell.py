@@ -12,8 +12,8 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.core.outputs import Delta
-from specdec.core.terms import Terms
-from specdec.engine.engine import Prepared
+from specdec.core.params import ValidatedParams
+from specdec.engine.engine import PreparedPrompt
 from specdec.errors import EngineError, SpecdecError
 from specdec.server import answers as module
 from specdec.server.answers import Answers, NewOutput, RequestDeadline, StreamWaker
@@ -29,7 +29,7 @@ class Spoken:
     def __init__(self, speak: Callable[[Emit], None]) -> None:
         self.speak, self.cancelled = speak, False
 
-    def submit(self, prepared: Sequence[Prepared], emit: Emit) -> "Spoken":
+    def submit(self, prepared: Sequence[PreparedPrompt], emit: Emit) -> "Spoken":
         self.thread = threading.Thread(target=self.speak, args=(emit,))
         self.thread.start()
         return self
@@ -42,7 +42,7 @@ class Spoken:
 async def asked(
     speak: Callable[[Emit], None], *, choices: int = 1, streams: bool = True
 ) -> AsyncIterator[AsyncIterator[NewOutput]]:
-    prepared = [Prepared((1,), Terms(SamplingParams(n=choices)))]
+    prepared = [PreparedPrompt((1,), ValidatedParams(SamplingParams(n=choices)))]
     engine = Spoken(speak)
     answers = Answers(
         engine, StreamWaker(asyncio.get_running_loop()), prepared, streams=streams, until=RequestDeadline(30)
@@ -305,7 +305,7 @@ def test_places_are_held_until_the_engine_has_dropped_every_choice() -> None:
     async def leave() -> None:
         places = QueueSlots(lambda: released.append("places"))
         engine = Spoken(speak)
-        prepared = [Prepared((1,), Terms(SamplingParams(n=2)))]
+        prepared = [PreparedPrompt((1,), ValidatedParams(SamplingParams(n=2)))]
         bell = StreamWaker(asyncio.get_running_loop())
         answers = Answers(
             engine,  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ import pytest
 
 from specdec import EngineConfig, SamplingParams
 from specdec.core.outputs import Delta, RequestStats
+from specdec.core.params import ValidatedParams
 from specdec.core.scheduler import RESOURCES
-from specdec.core.terms import Terms
-from specdec.engine.engine import Prepared
+from specdec.engine.engine import PreparedPrompt
 from specdec.errors import CapacityError, EngineError
 from specdec.models.folder import SHIPPED
 from specdec.server.answers import NewOutput
@@ -94,8 +94,8 @@ def ends(metrics: ModelMetrics) -> dict[str, float]:
     return {why: count for why, count in found.items() if count}
 
 
-def ask(prompts: int = 1, n: int = 1) -> list[Prepared]:
-    return [Prepared((1, 2, 3), Terms(SamplingParams(n=n, max_tokens=9)))] * prompts
+def ask(prompts: int = 1, n: int = 1) -> list[PreparedPrompt]:
+    return [PreparedPrompt((1, 2, 3), ValidatedParams(SamplingParams(n=n, max_tokens=9)))] * prompts
 
 
 def end(choice: int, at_s: float, stats: RequestStats) -> NewOutput:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, Self
 from specdec.cli.chat.conversation import Conversation, Message, joined
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.engine import SpecEngine
 from specdec.errors import RequestError, SpecdecError
-from specdec.text.answers.events import Thinking
+from specdec.text.answers.events import ThinkingDelta
 from specdec.text.answers.reader import AnswerReader
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
 from specdec.text.chat_template import LONGEST_ANSWER, THINKING_SWITCHES, load_template, longest_answer
-from specdec.text.tokenizer import Piece
+from specdec.text.tokenizer import TextPiece
 
 LONGEST_COMPLETION = 256
 """Default max_tokens of a completion model: few texts end."""
@@ -35,7 +35,7 @@ class AnswerPart(NamedTuple):
 class ChatPrompt(NamedTuple):
     """A conversation that ends with a question, tokenized for the engine."""
 
-    prepared: Prepared
+    prepared: PreparedPrompt
     thinking: ThinkingFormat | None
     """The format of its thinking; None if it does not think."""
 
@@ -193,7 +193,7 @@ class StreamingAnswer:
         """Parse a delta by token: held-back text gets the origin of the token that releases it."""
         parts = [part for piece in delta.pieces for part in self._parts(piece)]
         if delta.finish_reason:
-            parts += self._parts(Piece("", 0), cut=delta.finish_reason != "stop")
+            parts += self._parts(TextPiece("", 0), cut=delta.finish_reason != "stop")
         for part in parts:
             if part.is_thinking:
                 self.thought += part.text
@@ -201,10 +201,10 @@ class StreamingAnswer:
                 self.said += part.text
         return parts
 
-    def _parts(self, piece: Piece, *, cut: bool | None = None) -> list[AnswerPart]:
+    def _parts(self, piece: TextPiece, *, cut: bool | None = None) -> list[AnswerPart]:
         """Return the parts that a piece adds; with `cut`, those held back at the answer's end."""
         events = self._reader.push(piece.text) if cut is None else self._reader.finish(cut=cut)
-        return [AnswerPart(own[0], isinstance(own, Thinking), piece.origin > 0) for own in events]
+        return [AnswerPart(own[0], isinstance(own, ThinkingDelta), piece.origin > 0) for own in events]
 
     def __enter__(self) -> Self:
         return self

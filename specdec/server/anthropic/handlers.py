@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.server.answers import RequestDeadline
 from specdec.server.anthropic.bodies import CountBody, MessageBody
 from specdec.server.anthropic.writer import MessageWriter
@@ -26,7 +26,7 @@ async def message(request: web.Request, state: ServerState) -> web.StreamRespons
     with naming(body.names):
         asked = await state.beside(request, until, body.chat)
 
-    def write(expected: ExpectedContent, prepared: Sequence[Prepared]) -> MessageWriter:
+    def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> MessageWriter:
         return MessageWriter(expected, Usage.of(prepared), body.model or served.name)
 
     return await answer_chat(

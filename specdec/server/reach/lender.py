@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from specdec.core.outputs import RequestStats
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.incoming import WORTH_FETCHING
 from specdec.engine.kv_transfer import LentPrefix
 from specdec.engine.transfers import PrefixLoan, Transfers
@@ -28,7 +28,7 @@ class PromptLoan:
     def __init__(
         self,
         book: LeaseTable,
-        prepared: Prepared,
+        prepared: PreparedPrompt,
         lease: TransferLease | None = None,
         loan: PrefixLoan | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class Lender:
         """Locks by caller, held by its request that waits for memory; its later requests queue."""
         self.book = book
 
-    async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[PromptLoan]:
+    async def lend(self, prepared: Sequence[PreparedPrompt], rooms: Sequence[int] | None) -> list[PromptLoan]:
         """Prefill prompts for another server, which finds them by rooms or by the result of `told`.
 
         They start together once memory is available, so no request holds some while waiting for more. If all
@@ -98,7 +98,7 @@ class Lender:
                 return [PromptLoan(self.book, own) for own in prepared]
         return self._begin(prepared, rooms)
 
-    async def lend_cached(self, prepared: Sequence[Prepared]) -> list[PromptLoan]:
+    async def lend_cached(self, prepared: Sequence[PreparedPrompt]) -> list[PromptLoan]:
         """Lend the cached prefixes that are worth fetching, without prefill or waiting."""
         cached = [asyncio.wrap_future(self._transfers.cached(own)) for own in prepared]
         lengths = [length if length >= WORTH_FETCHING else 0 for length in await asyncio.gather(*cached)]
@@ -109,7 +109,7 @@ class Lender:
             known = [_begun(own, 0) for own in prepared]
         return self._begin(known)
 
-    def _bytes_of(self, prepared: Prepared) -> int:
+    def _bytes_of(self, prepared: PreparedPrompt) -> int:
         return self.book.charge(self._transfers.arena.layout.sequence_bytes(len(prepared.ids) - 1))
 
     def _most_of(self, caller: str) -> int:
@@ -124,7 +124,9 @@ class Lender:
     def _are_left(self, rooms: Sequence[int] | None) -> bool:
         return bool(rooms) and all(map(self.book.rooms.is_left, rooms or ()))
 
-    def _begin(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None = None) -> list[PromptLoan]:
+    def _begin(
+        self, prepared: Sequence[PreparedPrompt], rooms: Sequence[int] | None = None
+    ) -> list[PromptLoan]:
         places: Sequence[int | None] = rooms or [None] * len(prepared)
         loaned: list[PromptLoan] = []
         try:
@@ -136,7 +138,7 @@ class Lender:
             raise
         return loaned
 
-    def _lend(self, prepared: Prepared, room: int | None) -> PromptLoan:
+    def _lend(self, prepared: PreparedPrompt, room: int | None) -> PromptLoan:
         prompt = PrefixIdentity.of(prepared.ids[:-1], prepared.params.cache_salt or "")
         if not prompt.length:
             self.refuse([room])
@@ -194,7 +196,7 @@ class Lender:
             raise
 
 
-def _begun(prepared: Prepared, length: int) -> Prepared:
+def _begun(prepared: PreparedPrompt, length: int) -> PreparedPrompt:
     """Return a prompt cut to lend `length` tokens, all but its last one."""
     return prepared._replace(ids=prepared.ids[: length + 1])
 

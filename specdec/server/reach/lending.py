@@ -7,7 +7,7 @@ from typing import Self
 
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.reach.protocol import BEAT_S
 from specdec.server.answers import NewOutput, RequestDeadline
 from specdec.server.bodies import RequestBody
@@ -28,7 +28,7 @@ class Lending:
     def __init__(
         self,
         lender: Lender,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[PreparedPrompt],
         asked: LendFields,
         until: RequestDeadline,
         writer: Chunks,

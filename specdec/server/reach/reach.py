@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.engine import SpecEngine
 from specdec.reach.carrier import Carrier
 from specdec.reach.channel import Channel, channel_app
@@ -25,7 +25,7 @@ from specdec.server.reach.lender import Lender
 from specdec.server.reach.role import ServerRole
 from specdec.server.settings import Role, ServerConfig
 from specdec.server.threads import run_in_thread
-from specdec.state_slots.transfer.plan import Plan
+from specdec.state_slots.transfer.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Reach:
         role: Role,
         engine: SpecEngine,
         lender: Lender,
-        peers: Peers[Plan],
+        peers: Peers[TransferPlan],
         fetcher: Fetcher,
         carrier: Carrier,
         config: ServerConfig,
@@ -68,7 +68,7 @@ class Reach:
     def fetched(self) -> FetchFigures:
         return self._fetcher.figures
 
-    async def fetch(self, prepared: Sequence[Prepared], asked: Asked) -> None:
+    async def fetch(self, prepared: Sequence[PreparedPrompt], asked: Asked) -> None:
         """Fetch prefixes from another server; what cannot be fetched is prefilled, or an error per settings.
 
         A server that lends always prefills: that is the request.
@@ -87,7 +87,7 @@ class Reach:
                 headers=RETRY,
             )
 
-    async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
+    async def _fetch(self, prepared: PreparedPrompt, reference: Reference | None) -> str:
         """Fetch one prompt; return the outcome."""
         ids, tenant = covered(prepared.ids, reference), prepared.terms.tenant
         if len(ids) == 1:

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.server.answers import RequestDeadline
 from specdec.server.bodies import ChatBody
 from specdec.server.events import ExpectedContent
@@ -56,7 +56,7 @@ async def respond(request: web.Request, state: ServerState) -> web.StreamRespons
             stored = StoredResponse(items, whole, body.previous_response_id, len(own))
             responses.put(caller, response["id"], stored)
 
-    def write(expected: ExpectedContent, prepared: Sequence[Prepared]) -> ResponseWriter:
+    def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> ResponseWriter:
         model = body.model or served.name
         return ResponseWriter(expected, Usage.of(prepared), body, toolbox, model, keep)
 

@@ -13,7 +13,7 @@ from specdec.config.json_schema import unread
 from specdec.config.structured import LONGEST, Structure
 from specdec.server.failures import Failure
 from specdec.server.tools.bodies import AllowedToolChoice, NamedTool, Tool
-from specdec.text.answers.calls import CallFormat, Calls
+from specdec.text.answers.calls import CallFormat, ToolCallReader
 from specdec.text.answers.formats import CALL_FORMATS
 from specdec.text.grammar.child import BLANKS
 
@@ -52,10 +52,10 @@ class ToolOffer:
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     @property
-    def calls(self) -> Calls:
+    def calls(self) -> ToolCallReader:
         """Return the calls an answer may contain."""
         own = (tool.function for tool in self.tools)
-        return Calls(self.form, {function.name: function.parameters or {} for function in own})
+        return ToolCallReader(self.form, {function.name: function.parameters or {} for function in own})
 
 
 def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import Tenant
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.reach.lease_table import MOST_LEASES, LeaseTable
 from specdec.reach.messages import CloseRequest, OpenRequest
 from specdec.reach.protocol import LeaseReference, PrefixIdentity, ReachError, Secret, new_id
@@ -51,12 +51,12 @@ async def lending(
         await asyncio.to_thread(engine.close)
 
 
-def prepared(engine: SpecEngine, count: int = 1, salt: str | None = None) -> list[Prepared]:
+def prepared(engine: SpecEngine, count: int = 1, salt: str | None = None) -> list[PreparedPrompt]:
     params = SamplingParams(max_tokens=1, cache_salt=salt)
     return [engine.prepare([*IDS[:-1], index + 1], params) for index in range(count)]
 
 
-def of_caller(engine: SpecEngine, caller: str, count: int) -> list[Prepared]:
+def of_caller(engine: SpecEngine, caller: str, count: int) -> list[PreparedPrompt]:
     tenant = Tenant(caller)
     return [own._replace(terms=own.terms._replace(tenant=tenant)) for own in prepared(engine, count)]
 
