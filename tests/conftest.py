@@ -13,7 +13,7 @@ import torch
 
 from specdec.bench.random_model import write_random_checkpoint
 from specdec.bench.report import cpu_model
-from specdec.kernels.native import forms
+from specdec.kernels.native import instruction_sets
 from specdec.kernels.native.threads import dismiss_helpers
 from specdec.text.grammar import compiler, template
 from specdec.text.grammar.template import Template
@@ -58,7 +58,7 @@ HYBRID: Mapping[str, Any] = {
 
 def pytest_report_header() -> str:
     """Describe the CPU and its kernels. Compiles missing C kernels here, once for all workers."""
-    return f"CPU: {cpu_model()}, {os.cpu_count()} cores; {forms.describe()}"
+    return f"CPU: {cpu_model()}, {os.cpu_count()} cores; {instruction_sets.describe()}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
 from specdec.errors import EngineError
-from specdec.models.formats import Announced
-from specdec.setup.build import Model
+from specdec.models.formats import QuantisationConfig
+from specdec.setup.build import LoadedModel
 from specdec.setup.settings import Resolved
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
-from specdec.verify.choose import Chooser, Node, perturb
+from specdec.verify.sampler import SamplingNode, TokenSampler, perturb
 
 EXACT = (torch.float32, torch.float64)
 EXCUSED_GAP = 1e-4
@@ -27,7 +27,7 @@ OWNER = "agreement"
 _WIDTHS = {"fp8": "8-bit", "int8": "8-bit", "int4": "4-bit"}
 
 
-def rounding(settings: Resolved, stored: Announced | None = None) -> str:
+def rounding(settings: Resolved, stored: QuantisationConfig | None = None) -> str:
     """Name the coarse rounding that makes token differences informational; empty if there is none.
 
     `stored` is the checkpoint's own weight format, if quantized: other engines multiply such weights
@@ -63,7 +63,7 @@ def require_same_model(name: str, peer: Mapping[str, float], own: Mapping[str, f
 
 
 def require_rounding(
-    model: Model,
+    model: LoadedModel,
     prompt: Sequence[int],
     params: SamplingParams,
     plain: Sequence[int],
@@ -80,7 +80,7 @@ def require_rounding(
 
 
 @torch.inference_mode()
-def last_logits(model: Model, tokens: Sequence[int], count: int) -> Tensor:
+def last_logits(model: LoadedModel, tokens: Sequence[int], count: int) -> Tensor:
     """Compute the logits that predict each of a text's last tokens, in one pass; the engine must be idle."""
     arena, network = model.loop.arena, model.network
     blocks = arena.take_blocks(OWNER, arena.layout.blocks_for(len(tokens)))
@@ -103,7 +103,11 @@ def gaps(logits_TV: Tensor, output: Sequence[int]) -> Tensor:
 
 @torch.inference_mode()
 def gap_between(
-    model: Model, prompt: Sequence[int], params: SamplingParams, plain: Sequence[int], other: Sequence[int]
+    model: LoadedModel,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    plain: Sequence[int],
+    other: Sequence[int],
 ) -> float:
     """Return the score gap between two texts' tokens where they diverge, relative to the largest logit."""
     at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
@@ -112,6 +116,6 @@ def gap_between(
     tokens = [*prompt, *plain[:at]]
     logits_1V = last_logits(model, tokens, 1)
     assert params.seed is not None
-    chooser = Chooser(params, seed=params.seed, prompt=prompt, vocab=model.network.spec.vocab)
-    score_V = perturb(logits_1V, [Node(chooser, len(tokens))], model.network.kernels)[0]
+    chooser = TokenSampler(params, seed=params.seed, prompt=prompt, vocab=model.network.spec.vocab)
+    score_V = perturb(logits_1V, [SamplingNode(chooser, len(tokens))], model.network.kernels)[0]
     return float((score_V[plain[at]] - score_V[other[at]]).abs() / logits_1V.abs().max())

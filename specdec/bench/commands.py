@@ -14,7 +14,7 @@ from specdec.bench.options import (
     ServeOptions,
     ThroughputOptions,
 )
-from specdec.bench.report import Output, add_json
+from specdec.bench.report import ReportOutput, add_json
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_options, add_settings, secret, settings_from
 from specdec.errors import ConfigError
@@ -129,9 +129,9 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def out_file(args: argparse.Namespace) -> Output:
+def out_file(args: argparse.Namespace) -> ReportOutput:
     """Return the report's destination; refuse a bad one before measuring."""
     path: Path | None = args.out
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ConfigError(f"--out: {path} is no file in a folder that exists; name one", field="out")
-    return Output(path, args.json)
+    return ReportOutput(path, args.json)

@@ -30,7 +30,7 @@ from specdec.models.families import layout, read_network
 from specdec.models.feed_forward import MLP
 from specdec.models.mixers.attention import Attention
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
-from specdec.models.spec import Network
+from specdec.models.spec import NetworkSpec
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter, TensorNameMap
@@ -109,7 +109,7 @@ def _refuse_full_disk(num_bytes: int, path: Path) -> None:
         )
 
 
-def refuse_unlike(network: Network) -> None:
+def refuse_unlike(network: NetworkSpec) -> None:
     """Refuse a network that llama.cpp implements differently, or that this module does not support."""
     odd = ""
     if network.family not in ARCHITECTURES:
@@ -127,7 +127,7 @@ def refuse_unlike(network: Network) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GgufEntry:
     """A tensor of the file."""
 
     name: str
@@ -136,7 +136,7 @@ class Entry:
     read: Callable[[], Tensor]
 
 
-def _entries(checkpoint: Checkpoint, network: Network, kind: FileType) -> Iterator[Entry]:
+def _entries(checkpoint: Checkpoint, network: NetworkSpec, kind: FileType) -> Iterator[GgufEntry]:
     import gguf
 
     blocks = len(network.layers) + len(network.mtp)
@@ -155,7 +155,7 @@ def _entries(checkpoint: Checkpoint, network: Network, kind: FileType) -> Iterat
         if bare.endswith("conv1d.weight"):
             shape = (shape[0], shape[-1])
         form = gguf.GGMLQuantizationType[_form(bare, shape, kind, checkpoint.dtype(disk))]
-        yield Entry(name, shape, form, _reader(checkpoint, disk, bare, network, orders))
+        yield GgufEntry(name, shape, form, _reader(checkpoint, disk, bare, network, orders))
     if unknown:
         raise ConfigError(
             f"--peers llama.cpp: its file has no place for {few(unknown)} of this model; leave it out",
@@ -193,7 +193,11 @@ def _form(bare: str, shape: tuple[int, ...], kind: FileType, stored: torch.dtype
 
 
 def _reader(
-    checkpoint: Checkpoint, disk: str, bare: str, network: Network, orders: Mapping[str, tuple[int, Tensor]]
+    checkpoint: Checkpoint,
+    disk: str,
+    bare: str,
+    network: NetworkSpec,
+    orders: Mapping[str, tuple[int, Tensor]],
 ) -> Callable[[], Tensor]:
     """Return a function that loads a tensor and converts it to llama.cpp's layout."""
     _, of_delta_net, part = bare.rpartition("linear_attn.")
@@ -214,7 +218,7 @@ def _reader(
     return read
 
 
-def _head_orders(network: Network) -> dict[str, tuple[int, Tensor]]:
+def _head_orders(network: NetworkSpec) -> dict[str, tuple[int, Tensor]]:
     """Return the axis and order of value heads in the tensors of a delta net.
 
     transformers stores the value heads of a key head next to each other; llama.cpp cycles through the key
@@ -239,7 +243,7 @@ def _head_orders(network: Network) -> dict[str, tuple[int, Tensor]]:
     }
 
 
-def _add_fields(writer: "GGUFWriter", network: Network) -> None:
+def _add_fields(writer: "GGUFWriter", network: NetworkSpec) -> None:
     """Write the network's metadata, and a vocabulary of numbers."""
     layers = (*network.layers, *network.mtp)
     mixers = [layer.mixers[0] for layer in layers]

@@ -30,7 +30,7 @@ from specdec.bench.peers import SERVER_TIMEOUT_S, Sample
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.files import GGUF_TYPES
-from specdec.setup.build import Model
+from specdec.setup.build import LoadedModel
 from specdec.setup.settings import Resolved
 
 PROGRAM = "llama-server"
@@ -90,7 +90,12 @@ class ServerSettings:
 
 
 def settings_for(
-    checkpoint: Checkpoint, model: Model, program: str | None, batch: int, prompt_tokens: int, new_tokens: int
+    checkpoint: Checkpoint,
+    model: LoadedModel,
+    program: str | None,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
 ) -> list[ServerSettings]:
     """Return llama.cpp's settings for the same model: without drafts, then with this engine's drafts."""
     own, (file, kind) = model.settings, _file(checkpoint, model.settings)

@@ -37,7 +37,7 @@ Values = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LineSeries:
     """One series; None and NaN leave gaps. `colour` and `dash` count from 0 and default to the position."""
 
     name: str
@@ -48,7 +48,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
+class BarSeries:
     """One series: a value per group, and the ends of its error bar. None leaves a bar out."""
 
     name: str
@@ -79,7 +79,7 @@ def new_figure(title: str, height: float, legend: Sequence[str] = ()) -> "Figure
 
 
 def line_plot(
-    lines: Sequence[Line],
+    lines: Sequence[LineSeries],
     title: str,
     x_label: str,
     y_label: str,
@@ -123,7 +123,7 @@ def line_plot(
 
 def bar_plot(
     groups: Sequence[str],
-    series: Sequence[Bars],
+    series: Sequence[BarSeries],
     title: str,
     x_label: str,
     *,

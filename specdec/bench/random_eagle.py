@@ -14,7 +14,7 @@ from specdec.models import spec
 Kind = Literal["eagle", "eagle3"]
 
 
-def eagle_config(target: spec.Network, kind: Kind, **changes: Any) -> dict[str, Any]:
+def eagle_config(target: spec.NetworkSpec, kind: Kind, **changes: Any) -> dict[str, Any]:
     """Return the config of a head as wide as its target. An EAGLE-3 head ranks half of the vocabulary."""
     width, heads, layers = target.hidden, max(target.hidden // 64, 1), len(target.layers)
     config = {
@@ -44,7 +44,7 @@ def eagle_config(target: spec.Network, kind: Kind, **changes: Any) -> dict[str, 
 
 
 def eagle_tensors(
-    config: Mapping[str, Any], target: spec.Network, *, seed: int, spread: float = 0.15
+    config: Mapping[str, Any], target: spec.NetworkSpec, *, seed: int, spread: float = 0.15
 ) -> dict[str, Tensor]:
     """Draw the tensors of a head with this config; one with `draft_vocab_size` is EAGLE-3's.
 
@@ -99,7 +99,7 @@ def write_eagle(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
 
 def write_random_eagle(
     folder: Path,
-    target: spec.Network,
+    target: spec.NetworkSpec,
     *,
     seed: int,
     kind: Kind = "eagle3",

@@ -24,7 +24,7 @@ ANYTHING = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class MemoryFit:
     """A shape's memory on one device, before anything is allocated."""
 
     name: str
@@ -68,7 +68,7 @@ class Fit:
         return min(max(needed, 6 * layout.slab_bytes), self.arena_bytes)
 
 
-def fit(name: str, config: EngineConfig) -> Fit:
+def fit(name: str, config: EngineConfig) -> MemoryFit:
     """Describe a named shape on the requested device; refuse one whose weights are too large."""
     raw = shape_config(name)
     network, stored = families.network(raw), families.stored_dtype(raw)
@@ -94,10 +94,10 @@ def fit(name: str, config: EngineConfig) -> Fit:
     spare = int(ARENA_SHARE * (free - weight_bytes - largest)) // arenas
     if config.memory_bytes is not None:
         spare = min(spare, config.memory_bytes)
-    return Fit(name, model, stored, settings, weight_bytes, spare)
+    return MemoryFit(name, model, stored, settings, weight_bytes, spare)
 
 
-def fitting(found: Fit, batches: Sequence[int], tokens: int) -> list[int]:
+def fitting(found: MemoryFit, batches: Sequence[int], tokens: int) -> list[int]:
     """Return the batches that fit the arena; raise if there are none."""
     most = found.rows(tokens, found.settings.config.slots)
     kept = [batch for batch in batches if batch <= most]

@@ -10,11 +10,19 @@ from specdec.bench import profile as profiling
 from specdec.bench.agreement import rounding
 from specdec.bench.options import ThroughputOptions
 from specdec.bench.peers import Sample
-from specdec.bench.random_fit import Fit, fit, fitting
-from specdec.bench.report import Output, environment, publish, setup_line, summarise, table, until_interrupted
+from specdec.bench.random_fit import MemoryFit, fit, fitting
+from specdec.bench.report import (
+    ReportOutput,
+    environment,
+    publish,
+    setup_line,
+    summarise,
+    table,
+    until_interrupted,
+)
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.throughput import RANDOM_DRAFTS, Case, legend, longest
-from specdec.bench.time_model import Work
+from specdec.bench.throughput import RANDOM_DRAFTS, ThroughputCase, legend, longest
+from specdec.bench.time_model import StepWork
 from specdec.bench.timing import Machine, measure_machine
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
@@ -24,23 +32,23 @@ from specdec.setup.resolve import DEFAULT_STEPS
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class DraftCounters:
     """Draft counters of a runner's requests."""
 
     steps: int
     drafted: int
 
     @classmethod
-    def of(cls, runner: EngineRunner) -> "Counted":
+    def of(cls, runner: EngineRunner) -> "DraftCounters":
         counts = runner.model.loop.counts
         return cls(counts.steps, counts.drafted)
 
-    def since(self, before: "Counted") -> float:
+    def since(self, before: "DraftCounters") -> float:
         """Return the mean window between two counts, including the root."""
         return 1 + (self.drafted - before.drafted) / max(self.steps - before.steps, 1)
 
 
-def run_random(options: ThroughputOptions, config: EngineConfig, out: Output) -> None:
+def run_random(options: ThroughputOptions, config: EngineConfig, out: ReportOutput) -> None:
     """Measure and publish the report.
 
     Ctrl-C is raised again once the finished cases have been published.
@@ -77,7 +85,7 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
     settings = model.settings
     engine = EngineRunner(model)
     runners = [engine, engine.plain()] if settings.drafters else [engine]
-    cases = [Case(batch, prompt) for batch in batches for prompt in options.prompt_tokens]
+    cases = [ThroughputCase(batch, prompt) for batch in batches for prompt in options.prompt_tokens]
     prompts = cases[0].prompts(found.model.network.vocab, options.seed or 0)
     measured: list[dict[str, Any]] = []
     with until_interrupted(measured):
@@ -114,10 +122,10 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
 
 def _measure(
     options: ThroughputOptions,
-    found: Fit,
+    found: MemoryFit,
     machine: Machine,
     runners: Sequence[EngineRunner],
-    cases: Sequence[Case],
+    cases: Sequence[ThroughputCase],
 ) -> Iterator[dict[str, Any]]:
     """Run each case on all runners in turn, and compare their tokens if the dtype is exact."""
     with tqdm(total=len(cases) * (options.warmup + options.repeats), leave=False, disable=None) as progress:
@@ -125,16 +133,16 @@ def _measure(
             progress.set_description(f"batch {case.batch}, prompt {case.prompt_tokens}")
             prompts = case.prompts(found.model.network.vocab, options.seed or 0)
             samples: dict[str, list[Sample]] = {runner.name: [] for runner in runners}
-            before: dict[str, Counted] = {}
+            before: dict[str, DraftCounters] = {}
             for repeat in range(-options.warmup, options.repeats):
                 for runner in runners:
                     if repeat == 0:
-                        before[runner.name] = Counted.of(runner)
+                        before[runner.name] = DraftCounters.of(runner)
                     sample = runner.run(prompts, options.new_tokens)
                     if repeat >= 0:
                         samples[runner.name].append(sample)
                 progress.update()
-            widths = {runner.name: Counted.of(runner).since(before[runner.name]) for runner in runners}
+            widths = {runner.name: DraftCounters.of(runner).since(before[runner.name]) for runner in runners}
             agreement = check(found, samples)
             figures = {
                 runner.name: _figures(case, found, machine, runner, samples, widths[runner.name])
@@ -148,7 +156,7 @@ def _measure(
             }
 
 
-def check(found: Fit, samples: Mapping[str, Sequence[Sample]]) -> dict[str, int] | None:
+def check(found: MemoryFit, samples: Mapping[str, Sequence[Sample]]) -> dict[str, int] | None:
     """Compare the tokens with and without drafts; raise on a difference if the dtype is exact.
 
     Skipped with synthetic acceptance, whose text differs by design.
@@ -166,8 +174,8 @@ def check(found: Fit, samples: Mapping[str, Sequence[Sample]]) -> dict[str, int]
 
 
 def _figures(
-    case: Case,
-    found: Fit,
+    case: ThroughputCase,
+    found: MemoryFit,
     machine: Machine,
     runner: EngineRunner,
     samples: Mapping[str, Sequence[Sample]],
@@ -178,7 +186,7 @@ def _figures(
     per_step = summarise([sample.tokens_per_step for sample in own])
     plain = list(samples.values())[-1]
     ratio = summarise([b.token_s / a.token_s for a, b in zip(own, plain, strict=True)])
-    work = Work(
+    work = StepWork(
         rows=case.batch,
         window=max(1, round(width)),
         context=round(case.prompt_tokens + len(own[0].step_s) * per_step.median / 2),
@@ -200,7 +208,7 @@ def _figures(
     }
 
 
-def _memory(found: Fit, batch: int, tokens: int) -> dict[str, Any]:
+def _memory(found: MemoryFit, batch: int, tokens: int) -> dict[str, Any]:
     """Return the bytes per row for either kind of draft slot, and the rows that fit the arena."""
     rows = {slots: found.rows(tokens, slots) for slots in ("record", "snapshot")}
     return {

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 from specdec.errors import ConfigError
 
 
-class Summary(NamedTuple):
+class SampleSummary(NamedTuple):
     median: float
     p10: float
     p90: float
 
 
-def summarise(samples: Sequence[float]) -> Summary:
+def summarise(samples: Sequence[float]) -> SampleSummary:
     """Return the median, p10 and p90 of the samples."""
-    return Summary(statistics.median(samples), percentile(samples, 0.1), percentile(samples, 0.9))
+    return SampleSummary(statistics.median(samples), percentile(samples, 0.1), percentile(samples, 0.9))
 
 
 def percentile(samples: Sequence[float], fraction: float) -> float:
@@ -135,13 +135,13 @@ def json_line(report: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ReportOutput:
     """The report's destinations beside the table: a file or folder (--out), standard output (--json)."""
 
     path: Path | None = None
     as_json: bool = False
 
-    def within(self, name: str) -> "Output":
+    def within(self, name: str) -> "ReportOutput":
         """Return the output for one file of the folder."""
         return replace(self, path=self.path / name) if self.path else self
 
@@ -153,7 +153,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def publish(shown: str, report: Mapping[str, Any], out: Output) -> None:
+def publish(shown: str, report: Mapping[str, Any], out: ReportOutput) -> None:
     """Print the table, or with `--json` the report and the table on stderr; write the report to `--out`.
 
     If writing fails, the report is printed, so that no measurement is lost.

@@ -15,8 +15,8 @@ from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
 from specdec.core.request import Request
 from specdec.errors import ConfigError
-from specdec.kernels.native.forms import describe_kernels
-from specdec.setup.build import Model, assemble, build
+from specdec.kernels.native.instruction_sets import describe_kernels
+from specdec.setup.build import LoadedModel, assemble, build
 
 ENGINE = "specdec"
 
@@ -24,7 +24,7 @@ ENGINE = "specdec"
 class EngineRunner:
     """Run an EngineCore in this thread: the cost of a step without queues and detokenization."""
 
-    def __init__(self, model: Model, name: str = ENGINE) -> None:
+    def __init__(self, model: LoadedModel, name: str = ENGINE) -> None:
         self.model, self.name = model, name
         model.core.warm_up()
 

@@ -20,8 +20,8 @@ from specdec.bench.options import LLAMA_CPP, ThroughputOptions
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import (
-    Output,
-    Summary,
+    ReportOutput,
+    SampleSummary,
     environment,
     publish,
     setup_line,
@@ -53,7 +53,7 @@ class Oracle(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ThroughputCase:
     batch: int
     prompt_tokens: int
 
@@ -67,7 +67,7 @@ class Case:
 class CaseResult:
     """One case's samples by contestant, and the result of the check."""
 
-    case: Case
+    case: ThroughputCase
     agreement: Mapping[str, float]
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     peers: dict[str, Mapping[str, float]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitSt
     }
 
 
-def run(options: ThroughputOptions, config: EngineConfig, out: Output) -> None:
+def run(options: ThroughputOptions, config: EngineConfig, out: ReportOutput) -> None:
     """Measure and publish the report; publish nothing if the check fails.
 
     Ctrl-C is raised again once the finished cases have been published.
@@ -161,7 +161,7 @@ def _measure(
     contestants: Sequence[Contestant],
     *,
     exact: bool,
-) -> tuple[list[CaseResult], Summary]:
+) -> tuple[list[CaseResult], SampleSummary]:
     """Run every case: the check, the warm-up, the contestants in turn, then the bandwidth probe.
 
     Ctrl-C keeps the finished cases, if any.
@@ -197,8 +197,8 @@ def _measure(
     return results, summarise(bandwidths)
 
 
-def _cases(options: ThroughputOptions) -> list[Case]:
-    return [Case(*pair) for pair in itertools.product(options.batch, options.prompt_tokens)]
+def _cases(options: ThroughputOptions) -> list[ThroughputCase]:
+    return [ThroughputCase(*pair) for pair in itertools.product(options.batch, options.prompt_tokens)]
 
 
 def _with_room(config: EngineConfig, options: ThroughputOptions) -> EngineConfig:
@@ -297,7 +297,9 @@ def _token_s(sample: Sample) -> float:
     return sample.token_s
 
 
-def _speedup(theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sample], float]) -> Summary:
+def _speedup(
+    theirs: Sequence[Sample], own: Sequence[Sample], time_s: Callable[[Sample], float]
+) -> SampleSummary:
     """Return their speed relative to ours, above 1 if they are faster.
 
     Runs are compared in pairs: a disturbance of the machine slows both sides of a ratio.

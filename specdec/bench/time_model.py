@@ -9,7 +9,7 @@ import torch
 
 from specdec.bench.options import ModelOptions
 from specdec.bench.random_model import shape_config
-from specdec.bench.report import Output, publish, table
+from specdec.bench.report import ReportOutput, publish, table
 from specdec.errors import ConfigError
 from specdec.models import families, spec
 from specdec.models.formats import FORMATS, WeightFormat
@@ -22,7 +22,7 @@ DRAFTING, HEAD = "draft steps", "output matrix"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepWork:
     """One step: `rows` requests, each with a window of `window` tokens after `context` cached ones."""
 
     rows: int = 1
@@ -44,7 +44,7 @@ class TimeModel:
 
     def __init__(
         self,
-        network: spec.Network,
+        network: spec.NetworkSpec,
         dtype: torch.dtype = torch.bfloat16,
         *,
         quantize: WeightFormat | None = None,
@@ -55,7 +55,7 @@ class TimeModel:
         self.footprint: Footprint = measure(network, dtype, quantize=quantize, copied=copied)
         self.layout: Layout = memory_layout(network, dtype, head=network.mtp)
 
-    def step(self, work: Work) -> dict[str, float]:
+    def step(self, work: StepWork) -> dict[str, float]:
         """Return the bytes of one step by kernel class, the largest first.
 
         A weight is read once however many tokens share it, an expert's weights only if a token chose it: of E
@@ -79,7 +79,7 @@ class TimeModel:
         head = self.footprint.mtp if mtp else ()
         return sum(p.bytes for p in (*self.footprint.target, *self.footprint.copy, *head))
 
-    def _draft_bytes(self, work: Work) -> float:
+    def _draft_bytes(self, work: StepWork) -> float:
         """Count the passes of the MTP head: over the accepted tokens, then over topk tokens per level.
 
         A copy that drafts starts by copying each state, and then decodes.
@@ -99,7 +99,7 @@ class TimeModel:
             total += self._kv_bytes(layers, work.rows, work.context, tokens)
         return total
 
-    def _copy_bytes(self, work: Work) -> float:
+    def _copy_bytes(self, work: StepWork) -> float:
         layers = _attentions(self.network.layers)
         step = sum(read_bytes(p, work.rows) for p in self.footprint.copy)
         if layers and self.layout.kv:
@@ -153,7 +153,7 @@ def state_bytes(layout: Layout, window: int, slots: str) -> int:
 
 
 def describe(
-    network: spec.Network, work: Work, bandwidth: float, *, quantize: str | None = None
+    network: spec.NetworkSpec, work: StepWork, bandwidth: float, *, quantize: str | None = None
 ) -> dict[str, Any]:
     """Return the minimum time of a step in seconds, and the maximum tokens per second."""
     model = TimeModel(network, quantize=FORMATS[quantize] if quantize else None)
@@ -179,11 +179,11 @@ def describe(
     }
 
 
-def run(options: ModelOptions, bandwidth: float, out: Output) -> None:
+def run(options: ModelOptions, bandwidth: float, out: ReportOutput) -> None:
     """Compute the bytes of a step of a named shape and publish the report."""
     shape = families.network(shape_config(options.shape))
     default_steps = options.window - 1 if shape.mtp else 0
-    work = Work(
+    work = StepWork(
         rows=options.batch,
         window=options.window,
         context=options.context,
@@ -226,5 +226,5 @@ def render(report: Mapping[str, Any]) -> str:
     )
 
 
-def _attentions(layers: tuple[spec.Layer, ...]) -> list[Mixer]:
+def _attentions(layers: tuple[spec.LayerSpec, ...]) -> list[Mixer]:
     return [mixer for layer in layers for mixer in layer.mixers if mixer.kv_shape() is not None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.bench.report import Summary, summarise
+from specdec.bench.report import SampleSummary, summarise
 from specdec.core.device.capture import Capturer
 
 Call = Callable[[], object]
@@ -24,7 +24,7 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    seconds: Summary
+    seconds: SampleSummary
     how: str
     """`graph`: calls replayed from a captured graph; `eager`: launched one by one; `clock`: on a CPU."""
 

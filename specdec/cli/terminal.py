@@ -16,7 +16,7 @@ from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Completion, Delta, RequestStats
 from specdec.engine.engine import SpecEngine
-from specdec.text.tokenizer import Piece
+from specdec.text.tokenizer import TextPiece
 
 LEGEND = f"{ACCEPTED}In this colour{PLAIN}: accepted from the draft. The rest is the verifier's own choice."
 
@@ -95,7 +95,7 @@ def print_choices(
     _print_heard(engine, prompt, heard, as_json=as_json, coloured=coloured)
 
 
-def painted(pieces: Iterable[Piece], *, coloured: bool) -> str:
+def painted(pieces: Iterable[TextPiece], *, coloured: bool) -> str:
     """Return pieces for a terminal, accepted draft tokens in colour."""
     shown, accepted = [], False
     for text, origin in pieces:
@@ -190,11 +190,13 @@ def _prompt_ids(engine: SpecEngine, prompt: Prompt) -> list[int]:
     return [int(i) for i in ids]
 
 
-def _pieces(engine: SpecEngine, delta: Delta) -> Iterable[Piece]:
+def _pieces(engine: SpecEngine, delta: Delta) -> Iterable[TextPiece]:
     """Return a delta's pieces; without a tokenizer, its ids."""
     if engine.tokenizer:
         return delta.pieces
-    return [Piece(f"{token} ", origin) for token, origin in zip(delta.token_ids, delta.origins, strict=True)]
+    return [
+        TextPiece(f"{token} ", origin) for token, origin in zip(delta.token_ids, delta.origins, strict=True)
+    ]
 
 
 def _ended(deltas: list[Delta]) -> bool:

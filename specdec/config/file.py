@@ -16,7 +16,7 @@ MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ConfigLine:
     """A line of a file, with the name as written."""
 
     name: str
@@ -51,9 +51,9 @@ def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = 
         raise ConfigError(f"MODEL is missing: name it, or name it {where}", field=MODEL)
 
 
-def _settled(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, Entry]:
+def _settled(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, ConfigLine]:
     """Return entries by field; two entries for one field raise."""
-    found: dict[str, Entry] = {}
+    found: dict[str, ConfigLine] = {}
     for entry in _entries(path):
         try:
             meaning = _meaning(entry, classes, several=several)
@@ -67,11 +67,13 @@ def _settled(path: Path, classes: tuple[type[Settings], ...], *, several: bool) 
                     f"{first.line} does; leave one out",
                     field=field,
                 )
-            found[field] = Entry(entry.name, value, entry.line)
+            found[field] = ConfigLine(entry.name, value, entry.line)
     return found
 
 
-def _meaning(entry: Entry, classes: tuple[type[Settings], ...], *, several: bool) -> Mapping[str, object]:
+def _meaning(
+    entry: ConfigLine, classes: tuple[type[Settings], ...], *, several: bool
+) -> Mapping[str, object]:
     """Return the fields that an entry sets."""
     fields = {name: field for settings in classes for name, field in settings.model_fields.items()}
     name = entry.name.replace("-", "_")
@@ -103,7 +105,7 @@ def _value(field: Any, value: object) -> object:
     return [value] if isinstance(value, str) and list in kinds and not {str, float} & kinds else value
 
 
-def _check(path: Path, settings: type[Settings], entries: Mapping[str, Entry]) -> None:
+def _check(path: Path, settings: type[Settings], entries: Mapping[str, ConfigLine]) -> None:
     own = {name: entry.value for name, entry in entries.items() if name in settings.model_fields}
     try:
         settings.model_validate(own)
@@ -114,7 +116,7 @@ def _check(path: Path, settings: type[Settings], entries: Mapping[str, Entry]) -
         raise ConfigError(f"{path}{line}: {said}", field=error.field) from None
 
 
-def _entries(path: Path) -> Iterator[Entry]:
+def _entries(path: Path) -> Iterator[ConfigLine]:
     """Yield the entries of a file; tags only create plain values."""
     import yaml  # imported here, since few commands use a file
 
@@ -131,7 +133,7 @@ def _entries(path: Path) -> Iterator[Entry]:
             name, line = loader.construct_object(key, deep=True), key.start_mark.line + 1
             if not isinstance(name, str):
                 raise ConfigError(f"{path}, line {line}: {name!r} is not an option's name", field="config")
-            yield Entry(name, loader.construct_object(value, deep=True), line)
+            yield ConfigLine(name, loader.construct_object(value, deep=True), line)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f", line {mark.line + 1}" if mark else ""

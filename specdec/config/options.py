@@ -59,7 +59,9 @@ def add_settings(
             _add_alias(group, name, alias, taken)
     for name, advice in INSTEAD.get(settings.__name__, {}).items():
         names = (option_of(name), *SHORT.get(name, ()))
-        group.add_argument(*names, action=_Refused, advice=advice, nargs="?", default=absent, help=absent)
+        group.add_argument(
+            *names, action=_RefusedOption, advice=advice, nargs="?", default=absent, help=absent
+        )
 
 
 class _AliasAction(argparse.Action):
@@ -81,7 +83,7 @@ class _AliasAction(argparse.Action):
             parser.error(str(error))
 
 
-class _Refused(argparse.Action):
+class _RefusedOption(argparse.Action):
     """An option that is refused with advice."""
 
     def __init__(self, *, advice: str, **settings: Any) -> None:

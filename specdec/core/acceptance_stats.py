@@ -8,20 +8,20 @@ from specdec.config.sampling import SamplingParams
 from specdec.core.draft_record import DraftRecord
 from specdec.core.request import Request
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.calibration import Tally
-from specdec.draft.worth import Worth
+from specdec.draft.calibration import AcceptanceTally
+from specdec.draft.worth import DraftWorth
 
 NEARLY_GREEDY = 0.5
 """Maximum temperature that counts as nearly greedy, where acceptance is close to greedy acceptance."""
 
 
 @dataclass(frozen=True, slots=True)
-class Experience:
+class AcceptanceSnapshot:
     """A copy of the acceptance statistics of an engine and its drafters."""
 
     kinds: dict[int, TrackRecord]
-    tallies: tuple[list[list[Tally]], ...]
-    worth: Worth
+    tallies: tuple[list[list[AcceptanceTally]], ...]
+    worth: DraftWorth
 
 
 class AcceptanceStats:

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Self
 
 from specdec.core.outputs import DraftTree
 from specdec.core.request import Request
-from specdec.core.stats import Counts
-from specdec.state_slots.backing import Backing, Committed, Draft
+from specdec.core.stats import SpeculationCounts
+from specdec.state_slots.backing import Backing, CommittedState, DraftSlots
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row
-from specdec.verify.choose import Choice, Node
+from specdec.verify.sampler import SampledToken, SamplingNode
 from specdec.verify.walk import AcceptedPath
 
 
@@ -34,7 +34,7 @@ class ScheduledRequest:
         tree = TokenTree.chain(request.tokens[start : start + num_tokens])
         return cls(request, tree, request.is_decoding, (num_tokens - 1,) if is_last else ())
 
-    def with_draft(self, draft: Draft | None) -> Self:
+    def with_draft(self, draft: DraftSlots | None) -> Self:
         """Return it with a draft to verify, if there is one."""
         if draft is None:
             return self
@@ -51,16 +51,16 @@ class ScheduledRequest:
 
     def row(self, backing: Backing) -> Row:
         """Return the window row: tokens, position, block table, state and path."""
-        request, held = self.request, self.request.committed or Committed(0)
+        request, held = self.request, self.request.committed or CommittedState(0)
         row = Row(self.tree, request.num_computed_tokens, request.table_N, held.state, held.path)
         return row if self.slots is None else backing.dress(row, self.slots)
 
-    def node(self, node: int) -> Node:
+    def node(self, node: int) -> SamplingNode:
         """Return the sampling context of a node: sampler, position, and the draft tokens before it."""
         path = () if self.slots is None else self.tree.path(node)[1:]
         request = self.request
         tokens = tuple([self.tree.tokens[n] for n in path])
-        return Node(request.chooser, len(request.tokens) + len(path), tokens)
+        return SamplingNode(request.chooser, len(request.tokens) + len(path), tokens)
 
     def origins(self, path: AcceptedPath) -> list[int]:
         """Return the origin of each emitted token: the depth of its draft, or 0 for the target."""
@@ -72,7 +72,9 @@ class ScheduledRequest:
         bonus = path.emitted[-1] if tokens == len(path.emitted) else None
         return DraftTree(self.tree.tokens, self.tree.parents, path.nodes[1:][:tokens], bonus)
 
-    def count(self, counts: Counts, path: AcceptedPath, tokens: int, shared: Sequence[bool]) -> None:
+    def count(
+        self, counts: SpeculationCounts, path: AcceptedPath, tokens: int, shared: Sequence[bool]
+    ) -> None:
         """Record the outcome of the draft, for a request that took the first `tokens` of the path.
 
         `shared` marks emitted tokens that only finished requests' outputs had proposed.
@@ -89,7 +91,7 @@ class ScheduledRequest:
         )
 
 
-class Ahead(NamedTuple):
+class InFlightSteps(NamedTuple):
     """Device steps in flight after a result; they have folded each path into its state."""
 
     steps: int
@@ -103,12 +105,12 @@ class StepResult:
 
     rows: Sequence[ScheduledRequest]
     paths: Sequence[AcceptedPath]
-    committed: Sequence[Committed | None]
+    committed: Sequence[CommittedState | None]
     """Each row's committed state after the step."""
     seconds: Mapping[str, float]
-    choices: Sequence[Mapping[int, Choice]] | None = None
+    choices: Sequence[Mapping[int, SampledToken]] | None = None
     """Samples at each row's nodes; None: only the device has them."""
-    ahead: Ahead | None = None
+    ahead: InFlightSteps | None = None
     """None: no step is in flight, and a head's pending hidden states are on the host."""
 
 

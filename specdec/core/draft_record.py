@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specdec.core.request import Request
-from specdec.draft.drafter import Drafter, Want
-from specdec.draft.proposal import Proposal, Shape, merge
+from specdec.draft.drafter import Drafter, DraftRequest
+from specdec.draft.proposal import DraftShape, Proposal, merge
 
 Answer = tuple[Drafter, Proposal]
 
@@ -14,7 +14,7 @@ Answer = tuple[Drafter, Proposal]
 class DraftRecord:
     """One row's proposals, and their merged tree before it was cut."""
 
-    shape: Shape | None
+    shape: DraftShape | None
     """None: look-ups only, without a plan."""
     parts: tuple[Answer, ...]
     merged: Proposal
@@ -29,14 +29,14 @@ class DraftRecord:
         return told
 
 
-def want_of(request: Request, shape: Shape | None) -> Want:
+def want_of(request: Request, shape: DraftShape | None) -> DraftRequest:
     """Return a drafter's view of a request, up to the token after the last computed one."""
     tokens = (
         request.tokens
         if request.num_uncomputed_tokens == 1
         else request.tokens[: request.num_computed_tokens + 1]
     )
-    return Want(
+    return DraftRequest(
         request.number,
         request.prompt_length,
         tokens,
@@ -53,10 +53,10 @@ def merged(request: Request, answers: Sequence[Answer], limit: int | None = None
     return merge(request.tokens[-1], [proposal for _, proposal in answers], limit)
 
 
-def widened(shape: Shape | None, found: Proposal) -> Shape | None:
+def widened(shape: DraftShape | None, found: Proposal) -> DraftShape | None:
     """Widen a shape to hold a look-up result; without a shape, return that of the result."""
     if not found.num_drafted:
         return shape
     if shape is None:
-        return Shape(max(found.tree.depths), 1, len(found.tree))
+        return DraftShape(max(found.tree.depths), 1, len(found.tree))
     return replace(shape, num_draft_tokens=max(shape.num_draft_tokens, len(found.tree)))

@@ -9,13 +9,13 @@ from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.loop import DecodeLoop
 from specdec.core.outputs import Delta, EngineStats
+from specdec.core.params import find_stops
 from specdec.core.request import Emit, Request
-from specdec.core.terms import find_stops
 from specdec.errors import EngineError, SpecdecError
 from specdec.state_slots.slots import RequestId
 from specdec.text.tokenizer import TextStream
-from specdec.verify.choose import Chooser
-from specdec.verify.limits import Limit
+from specdec.verify.limits import TokenLimit
+from specdec.verify.sampler import TokenSampler
 
 
 def discard(_: Delta | SpecdecError) -> None:
@@ -40,7 +40,7 @@ class EngineCore:
         *,
         seed: int,
         emit: Emit = discard,
-        limits: Sequence[Limit] = (),
+        limits: Sequence[TokenLimit] = (),
         text: TextStream | None = None,
         stop_ids: Mapping[int, int | None] | None = None,
         index: int = 0,
@@ -57,7 +57,7 @@ class EngineCore:
             RequestId(next(self._numbers)),
             prompt,
             params,
-            chooser=Chooser(params, seed=seed, prompt=prompt, vocab=self.vocab, limits=limits),
+            chooser=TokenSampler(params, seed=seed, prompt=prompt, vocab=self.vocab, limits=limits),
             text=text,
             stop_ids=find_stops(params, self.eos) if stop_ids is None else stop_ids,
             max_length=self.max_length,

@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.kernels.table import Kernels
 from specdec.models.network import Network
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed
+from specdec.state_slots.backing import CommittedState
 from specdec.state_slots.window import Row, build_window, record_ids
 
 
@@ -41,7 +41,7 @@ class Executor(Protocol):
         """Copy keys and values from positions to others of the same sequence."""
         ...
 
-    def fold(self, committed: Sequence[Committed]) -> None:
+    def fold(self, committed: Sequence[CommittedState]) -> None:
         """Fold accepted records into their states."""
         ...
 
@@ -66,7 +66,7 @@ class LocalExecutor:
         """Copy keys and values from positions to others of the same sequence."""
         self.network.move(self.arena, *(ids.to(self.device) for ids in (table_BN, from_BP, to_BP)))
 
-    def fold(self, committed: Sequence[Committed]) -> None:
+    def fold(self, committed: Sequence[CommittedState]) -> None:
         """Fold accepted records into their states."""
         path, length_B = record_ids([own.path for own in committed], self.device)
         state_B = torch.tensor([own.state for own in committed], device=self.device)

@@ -86,7 +86,7 @@ class FairQueue:
         return next(iter(self.heads()), None)
 
     def heads(
-        self, pending: Mapping[str, int] | None = None, shares: "Shares | None" = None
+        self, pending: Mapping[str, int] | None = None, shares: "FairShares | None" = None
     ) -> list[Request]:
         """Return the first request of each caller, in serving order.
 
@@ -125,14 +125,14 @@ class FairQueue:
             active = (*costs, *self._waiting.get(caller, ()))
             self._salts[caller].charge(costs, dict.fromkeys(active, 1.0))
 
-    def shares(self, held: Mapping[str, float], counts: Mapping[str, int], whole: float) -> "Shares":
+    def shares(self, held: Mapping[str, float], counts: Mapping[str, int], whole: float) -> "FairShares":
         """Divide a resource among all callers with requests; `counts` are their running requests."""
         weights = {caller: self.weight(caller) for caller in (*counts, *self._waiting)}
         unit = whole / (sum(weights.values()) or 1)
         excess = {own: held[own] - unit * weights[own] for own, count in counts.items() if count > 1}
         above = max(excess, key=excess.__getitem__, default=None)
         is_above = above is not None and len(weights) > 1 and excess[above] > 0
-        return Shares(
+        return FairShares(
             held, {own: unit * weight for own, weight in weights.items()}, above if is_above else None
         )
 
@@ -163,7 +163,7 @@ class FairQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class FairShares:
     """Usage of one resource by caller, and each caller's share."""
 
     held: Mapping[str, float]

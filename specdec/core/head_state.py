@@ -9,9 +9,9 @@ from specdec.core.batch import ScheduledRequest
 from specdec.core.draft_record import want_of
 from specdec.core.executor import Forward
 from specdec.core.request import Request
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import DraftRequest
 from specdec.draft.head import HeadDrafter
-from specdec.state_slots.prefix.lease import Hit
+from specdec.state_slots.prefix.lease import PrefixHit
 from specdec.verify.walk import AcceptedPath
 
 
@@ -57,7 +57,7 @@ class HeadState:
             # One stays pending: the next draft starts from it, on the device or here.
             self.head.settle([want_of(request, None) for request in now or full[:1]], most=1)
 
-    def restore(self, request: Request, hit: Hit) -> None:
+    def restore(self, request: Request, hit: PrefixHit) -> None:
         """Start after a cache hit: the head has also processed the cached tokens.
 
         The last of them is pending, since it needs the next token, unless the target prefills it again.
@@ -81,7 +81,7 @@ class HeadState:
         if head is None:
             return {request.number for request, _ in ended}
         spare, known = head.chunk_tokens, set[int]()
-        wants: list[Want] = []
+        wants: list[DraftRequest] = []
         for request, skipped in sorted(ended, key=lambda own: head.num_unread(own[0].number)):
             if head.num_unread(request.number) <= skipped:
                 continue  # a draft with NaN left none
@@ -91,7 +91,7 @@ class HeadState:
             if skipped:
                 head.drop(request.number, skipped)
             tokens = request.tokens[: request.num_computed_tokens + 1 - skipped]
-            wants.append(Want(request.number, request.prompt_length, tokens, request.table_N, None))
+            wants.append(DraftRequest(request.number, request.prompt_length, tokens, request.table_N, None))
             known.add(request.number)
         while wants and not head.settle(wants, most=1):
             pass

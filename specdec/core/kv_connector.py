@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from specdec.core.request import Request
-from specdec.state_slots.slots import Fixed
+from specdec.state_slots.slots import FixedOwner
 
 
 class KVConnector:
@@ -16,7 +16,7 @@ class KVConnector:
     """
 
     @property
-    def owners(self) -> Collection[Fixed]:
+    def owners(self) -> Collection[FixedOwner]:
         """Transfers that hold arena memory which other engines read or write."""
         return ()
 
@@ -45,7 +45,7 @@ class KVConnector:
     def withdraw_all(self) -> None:
         """Withdraw everything published, even while another engine reads it."""
 
-    def reset(self) -> Collection[Fixed]:
+    def reset(self) -> Collection[FixedOwner]:
         """Drop all transfers after a failed step; return owners whose memory must stay allocated."""
         return ()
 

@@ -9,26 +9,26 @@ from specdec.core.device.runner import Runner
 from specdec.core.executor import Executor, Forward
 from specdec.core.kv_connector import KVConnector
 from specdec.core.outputs import TokenLogprob
-from specdec.core.prefix_keeper import Prefixes
+from specdec.core.prefix_keeper import PrefixKeeper
 from specdec.core.request import OutputToken, Request
-from specdec.core.scheduler import Events, Scheduler
+from specdec.core.scheduler import Scheduler, SchedulerEvents
 from specdec.core.speculation import Speculation
-from specdec.core.stats import Clock, Counts
-from specdec.draft.outlook import Outlook
+from specdec.core.stats import PhaseTimer, SpeculationCounts
+from specdec.draft.decision import DraftDecision
 from specdec.errors import EngineError, RequestError, SpecdecError
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.models.network import LOGITS
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed, release_path
+from specdec.state_slots.backing import CommittedState, release_path
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import move_blocks
 from specdec.state_slots.prefix.tuner import Tuner
 from specdec.state_slots.slots import Owner
-from specdec.verify.choose import Choice, Node, ask, choose, hear, logprob_of
+from specdec.verify.sampler import SampledToken, SamplingNode, ask, choose, hear, logprob_of
 from specdec.verify.synthetic import accept_at_rates
 from specdec.verify.walk import AcceptedPath, walk
 
-UNKNOWN = Choice(NO_TOKEN, None)
+UNKNOWN = SampledToken(NO_TOKEN, None)
 """Choice at a node whose grammar mask was not ready in time."""
 
 Ended = tuple[Request, SpecdecError | None]
@@ -43,17 +43,17 @@ class DecodeLoop:
     ) -> None:
         self.executor, self.arena, self.scheduler = executor, arena, scheduler
         self.speculation, self.device = speculation, executor.device
-        self.counts = Counts()
+        self.counts = SpeculationCounts()
         self.runner: Runner | None = None
         """Runs steps on the device where possible; None: all run on the host."""
-        self.prefixes: Prefixes | None = None
+        self.prefixes: PrefixKeeper | None = None
         self.observers: list[Callable[[StepReport], None]] = []
         """Called with each step's report, before finished requests release their memory."""
         self._shares = True
         arena.attach_tables(self)
 
     @property
-    def outlook(self) -> Outlook | None:
+    def outlook(self) -> DraftDecision | None:
         """Current drafting decision; None without drafters, or before the first decision."""
         if not self.speculation.drafters:
             return None
@@ -64,7 +64,7 @@ class DecodeLoop:
         """Advance every scheduled request by one window."""
         if self.runner and self.runner.go_on():
             return
-        clock, first_passes, start_s = Clock(), self.arena.first_passes, self.speculation.clock()
+        clock, first_passes, start_s = PhaseTimer(), self.arena.first_passes, self.speculation.clock()
         self._resolve_limits()
         if self.prefixes:
             # A cancelled request's tokens stay cached: the same conversation often continues.
@@ -107,7 +107,7 @@ class DecodeLoop:
         if not bound:
             return
         alone = len(bound) == len(self.scheduler.running) and not any(r.chooser.knows() for r in bound)
-        hear([Node(r.chooser, len(r.tokens)) for r in bound], always=alone)
+        hear([SamplingNode(r.chooser, len(r.tokens)) for r in bound], always=alone)
         ended: list[Ended] = []
         for request in bound:
             if fault := request.chooser.fault:
@@ -116,7 +116,7 @@ class DecodeLoop:
                 ended.append((request, None))
         self._finish(ended)
 
-    def _follow(self, events: Events) -> None:
+    def _follow(self, events: SchedulerEvents) -> None:
         """Apply scheduler events to drafters and the head."""
         for request in events.preempted:
             self.speculation.on_preempt(request)
@@ -135,10 +135,10 @@ class DecodeLoop:
         ask(row.node(node) for row in drafted if row.request.chooser.limits for node in row.sample_at)
         return drafted
 
-    def _choose(self, rows: Sequence[ScheduledRequest], forward: Forward) -> list[dict[int, Choice]]:
+    def _choose(self, rows: Sequence[ScheduledRequest], forward: Forward) -> list[dict[int, SampledToken]]:
         """Sample a token at every node in `sample_at`, by its request's rule and path."""
         at = [(i, node) for i, row in enumerate(rows) for node in row.sample_at]
-        choices: list[dict[int, Choice]] = [{} for _ in rows]
+        choices: list[dict[int, SampledToken]] = [{} for _ in rows]
         if not at:
             return choices
         hidden_TD = forward.hidden_TD
@@ -176,7 +176,7 @@ class DecodeLoop:
                 last_D = forward.hidden_TD[first + row.num_tokens - 1]
                 row.request.is_finite = bool(last_D.isfinite().all())
 
-    def _walk(self, row: ScheduledRequest, choices: Mapping[int, Choice]) -> AcceptedPath:
+    def _walk(self, row: ScheduledRequest, choices: Mapping[int, SampledToken]) -> AcceptedPath:
         """Return the accepted path; a row without a draft accepts all its nodes."""
         if row.slots is None:
             return AcceptedPath(tuple(range(row.num_tokens)), tuple(c.token for c in choices.values()))
@@ -195,12 +195,12 @@ class DecodeLoop:
 
     def _promote(
         self, rows: Sequence[ScheduledRequest], paths: Sequence[AcceptedPath]
-    ) -> list[Committed | None]:
+    ) -> list[CommittedState | None]:
         """Promote each accepted path: its KV entries and slots."""
         self._move(rows, paths)
         return [self._promoted(row, path) for row, path in zip(rows, paths, strict=True)]
 
-    def _promoted(self, row: ScheduledRequest, path: AcceptedPath) -> Committed | None:
+    def _promoted(self, row: ScheduledRequest, path: AcceptedPath) -> CommittedState | None:
         number, before = row.request.number, row.request.committed
         if before is None:
             return None
@@ -274,7 +274,7 @@ class DecodeLoop:
             return request, None
         delta = request.take_delta()
         if request.chooser.limits:
-            ask([Node(request.chooser, len(request.tokens))])
+            ask([SamplingNode(request.chooser, len(request.tokens))])
         request.send(delta)
         return None
 
@@ -389,7 +389,7 @@ class DecodeLoop:
 
     def reset_counts(self) -> None:
         """Reset the counts."""
-        self.counts = Counts()
+        self.counts = SpeculationCounts()
         self.scheduler.limited_by.clear()
         if self.runner:
             self.runner.reset_counts()
@@ -400,7 +400,7 @@ class DecodeLoop:
 
     def keep_prefixes(self, cache: PrefixCache, tuner: Tuner | None = None) -> None:
         """Enable the prefix cache."""
-        self.prefixes = Prefixes(cache, self.executor, self.arena, self.speculation.head_state, tuner)
+        self.prefixes = PrefixKeeper(cache, self.executor, self.arena, self.speculation.head_state, tuner)
         self.scheduler.keep_prefixes(cache)
         self.scheduler.park = self.prefixes.keep_running
 
@@ -416,7 +416,7 @@ def _refusal(fault: tuple[str, str]) -> RequestError:
     return RequestError(": ".join(fault) + ".", field=fault[0])
 
 
-def _logprob(choice: Choice | None) -> TokenLogprob | None:
+def _logprob(choice: SampledToken | None) -> TokenLogprob | None:
     if choice is None or choice.logprob is None:
         return None
     return TokenLogprob(choice.token, choice.logprob.chosen, choice.logprob.top)

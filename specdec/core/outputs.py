@@ -11,11 +11,11 @@ from typing import Literal, Self
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.core.stats import Sums
-from specdec.draft.outlook import Outlook
+from specdec.core.stats import StepSums
+from specdec.draft.decision import DraftDecision
 from specdec.errors import SpecdecError
 from specdec.state_slots.arena import ArenaUsage
-from specdec.text.tokenizer import Piece, Tokenizer
+from specdec.text.tokenizer import TextPiece, Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """`abort`: cancelled; `error`: failed, with the output so far."""
@@ -62,7 +62,7 @@ class RequestStats:
     """Fraction accepted at each depth, of the drafts that reached it."""
     histogram: dict[int, int] = field(default_factory=dict)
     """Verify steps by their number of accepted draft tokens."""
-    by_context: dict[int, Sums] = field(default_factory=dict)
+    by_context: dict[int, StepSums] = field(default_factory=dict)
     """The same sums by context length of the step: up to 1024 tokens, 2048, 4096 …"""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of its verify steps by phase: draft, verify, commit, rest; `whole` for steps that ran
@@ -116,7 +116,7 @@ class EngineStats:
     acceptance_length: float
     per_depth: tuple[float, ...]
     histogram: dict[int, int]
-    by_context: dict[int, Sums]
+    by_context: dict[int, StepSums]
     """`steps`, `tokens`, `drafted`, `accepted` and `acceptance_length` by context length of the step: up to
     1024 tokens, 2048, 4096 …"""
     seconds: dict[str, float]
@@ -139,7 +139,7 @@ class EngineStats:
     """Blocks compacted to free whole slabs."""
     prefixes: PrefixStats | None = None
     """None: no prefix cache."""
-    speculation: Outlook | None = None
+    speculation: DraftDecision | None = None
     """Current drafting decision (`name`, `reason`) with its expected tokens and cost; None without drafters
     or before the first decision."""
 
@@ -176,7 +176,7 @@ class Delta:
     stats: RequestStats | None = None
     origins: tuple[int, ...] = ()
     """Origin of each token: 0 for the target, n ≥ 1 for a draft accepted at depth n."""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TextPiece, ...] = ()
     """The text split by token, with each token's origin."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One per prompt token, None for the first; in a choice's first delta, if requested."""
@@ -207,7 +207,7 @@ class Delta:
     @classmethod
     def joined(cls, deltas: Iterable["Delta"]) -> "Delta":
         """Concatenate deltas of one choice."""
-        gathered = Gathered()
+        gathered = CollectedOutput()
         for delta in deltas:
             gathered.add(delta)
         return gathered.delta()
@@ -217,7 +217,7 @@ FEW = 16
 """Number of deltas, or tokens of one, from which they are packed; a stream holds one or two at a time."""
 
 
-class Gathered:
+class CollectedOutput:
     """Output of one choice in columns: an object per token would take ten times the memory."""
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class _Columns:
             token_ids=tuple(self._ids),
             origins=tuple(self._origins),
             logprobs=None if last.logprobs is None else tuple(self._logprobs),
-            pieces=tuple(Piece(text[end - length : end], origin) for length, end, origin in pieces),
+            pieces=tuple(TextPiece(text[end - length : end], origin) for length, end, origin in pieces),
             prompt_logprobs=self._prompt,
             drafts=tuple(self._drafts),
         )

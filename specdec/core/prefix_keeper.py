@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
-from specdec.core.batch import Ahead, ScheduledRequest
+from specdec.core.batch import InFlightSteps, ScheduledRequest
 from specdec.core.executor import Executor
 from specdec.core.head_state import HeadState
 from specdec.core.outputs import PrefixStats
 from specdec.core.request import Request
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed
+from specdec.state_slots.backing import CommittedState
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.tree import Node
+from specdec.state_slots.prefix.tree import PrefixNode
 from specdec.state_slots.prefix.tuner import Tuner
 
 FEWEST = 64
 """Minimum tokens of a step used to measure prefill speed."""
 
 
-class Prefixes:
+class PrefixKeeper:
     """Inserts requests' computed tokens into the cache. The head has processed all cached tokens."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Prefixes:
         read = ((row.request.num_computed_tokens, row.num_tokens) for row in rows)
         self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)
 
-    def keep(self, ended: Sequence[Request], ahead: Ahead | None) -> None:
+    def keep(self, ended: Sequence[Request], ahead: InFlightSteps | None) -> None:
         """Cache ended requests' tokens and states for later requests."""
         done = [self._left(r, ahead) for r in ended if r.lease and r.finish_reason]
         self._keep(done, ahead)
@@ -75,7 +75,7 @@ class Prefixes:
         """
         self._keep([self._left(r, None) for r in running if r.lease and r.first_token_s], None)
 
-    def _keep(self, done: list["Left"], ahead: Ahead | None) -> None:
+    def _keep(self, done: list["FinishedPrefix"], ahead: InFlightSteps | None) -> None:
         # A node without a state is extended by a text that continues it, so the longest comes first.
         done.sort(key=lambda left: -left.length)
         if ahead is None:
@@ -88,22 +88,22 @@ class Prefixes:
             for left, node in zip(done, nodes, strict=True)
             if left.committed and node.state is None and left.skipped <= len(left.committed.path)
         ]
-        accepted = [Committed(c.state, c.path[: len(c.path) - left.skipped]) for left, c, _ in kept]
+        accepted = [CommittedState(c.state, c.path[: len(c.path) - left.skipped]) for left, c, _ in kept]
         self._fold([own for own in accepted if own.path])
         for left, committed, node in kept:
             hidden_1D = self.head_state.last_hidden(left.request) if ahead is None else None
             self.cache.keep(node, left.request.number, committed.state, hidden_1D)
 
-    def _left(self, request: Request, ahead: Ahead | None) -> "Left":
+    def _left(self, request: Request, ahead: InFlightSteps | None) -> "FinishedPrefix":
         """Return an ended request's computed tokens and state, once steps in flight have run.
 
         The last token is not computed unless the device was ahead. A stop may have dropped computed tokens.
         """
         committed, computed = request.committed, request.num_computed_tokens
         if ahead and ahead.steps:
-            committed, computed = committed and Committed(committed.state), computed + ahead.tokens
+            committed, computed = committed and CommittedState(committed.state), computed + ahead.tokens
         length = min(computed, len(request.tokens) - (ahead is None))
-        return Left(request, committed, length, computed - length)
+        return FinishedPrefix(request, committed, length, computed - length)
 
     def _learn(self, request: Request) -> None:
         """Record a request for the tuner to replay.
@@ -121,20 +121,20 @@ class Prefixes:
         kept, alpha = self.arena.usage().kept_bytes, self.cache.score.alpha
         return PrefixStats(**asdict(self.cache.counts), cached_bytes=kept, alpha=alpha)
 
-    def _share(self, request: Request, length: int) -> Node:
+    def _share(self, request: Request, length: int) -> PrefixNode:
         assert request.lease
         return self.cache.note(request.lease, request.tokens[:length], request.table_N.tolist())
 
-    def _fold(self, committed: Sequence[Committed]) -> None:
+    def _fold(self, committed: Sequence[CommittedState]) -> None:
         if committed:
             self.executor.fold(committed)
 
 
-class Left(NamedTuple):
+class FinishedPrefix(NamedTuple):
     """The cacheable part of an ended request."""
 
     request: Request
-    committed: Committed | None
+    committed: CommittedState | None
     length: int
     """Number of computed and accepted tokens."""
     skipped: int

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.draft.drafter import Want
-from specdec.draft.levels import Place
+from specdec.draft.drafter import DraftRequest
+from specdec.draft.levels import DraftPosition
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
-from specdec.verify.choose import Chooser, Node, places
 from specdec.verify.rank import Ranked, rank
+from specdec.verify.sampler import SamplingNode, TokenSampler, places
 
 
 class Ranker:
@@ -19,12 +19,12 @@ class Ranker:
     def __init__(self, kernels: Kernels, *, noise: bool) -> None:
         self.kernels, self.noise = kernels, noise
 
-    def rank(self, logits_NV: Tensor, at: Sequence[Place], count: int) -> list[Ranked]:
+    def rank(self, logits_NV: Tensor, at: Sequence[DraftPosition], count: int) -> list[Ranked]:
         """Return the best tokens of each position, and their probabilities."""
         nodes = [_node(place.want, place.path) for place in at]
         return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
 
-    def goes_straight(self, want: Want) -> bool:
+    def goes_straight(self, want: DraftRequest) -> bool:
         """Return whether a request's chains can be drafted in one pass, independent of earlier guesses.
 
         Without noise, a guess's probability must follow the request's whole rule, as in trees.
@@ -32,12 +32,12 @@ class Ranker:
         chooser = _node(want).chooser
         return chooser.ignores_history and (self.noise or chooser.is_greedy_plain)
 
-    def rules(self, wants: Sequence[Want], device: torch.device) -> tuple[Rules, Tensor]:
+    def rules(self, wants: Sequence[DraftRequest], device: torch.device) -> tuple[Rules, Tensor]:
         """Return the sampling rules of requests that `goes_straight`, and their seeds."""
         rules, seed_N, _ = places(device, [_node(want) for want in wants])
         return rules, seed_N
 
 
-def _node(want: Want, path: tuple[int, ...] = ()) -> Node:
-    assert isinstance(want.sampler, Chooser)
-    return Node(want.sampler, len(want.tokens) + len(path), path)
+def _node(want: DraftRequest, path: tuple[int, ...] = ()) -> SamplingNode:
+    assert isinstance(want.sampler, TokenSampler)
+    return SamplingNode(want.sampler, len(want.tokens) + len(path), path)

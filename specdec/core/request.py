@@ -15,13 +15,13 @@ import torch
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import Delta, DraftTree, FinishReason, RequestStats, TokenLogprob
-from specdec.core.stats import Counts
+from specdec.core.stats import SpeculationCounts
 from specdec.errors import SpecdecError
-from specdec.state_slots.backing import Committed
-from specdec.state_slots.prefix.lease import Lease
+from specdec.state_slots.backing import CommittedState
+from specdec.state_slots.prefix.lease import PrefixLease
 from specdec.state_slots.slots import RequestId
-from specdec.text.tokenizer import Cutter, TextStream
-from specdec.verify.choose import Chooser
+from specdec.text.tokenizer import TextStream, TokenTextCutter
+from specdec.verify.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Request:
         prompt: Sequence[int],
         params: SamplingParams,
         *,
-        chooser: Chooser,
+        chooser: TokenSampler,
         text: TextStream | None,
         stop_ids: Mapping[int, int | None],
         max_length: int,
@@ -75,7 +75,7 @@ class Request:
         """Computed or cached tokens that its caller's virtual time includes."""
         self.last_step = 0
         """Last scheduler step that included this request."""
-        self.counts = Counts()
+        self.counts = SpeculationCounts()
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of the computed prompt tokens from the second on, if requested."""
         self.synthetic = synthetic
@@ -89,7 +89,7 @@ class Request:
         self._unsent: list[OutputToken] = []
         self._has_sent = False
         self._drafts: list[DraftTree] = []
-        self._cutter = Cutter()
+        self._cutter = TokenTextCutter()
         self.cached_tokens = 0
         """Number of prompt tokens found in the prefix cache."""
         self.is_prefill_only = False
@@ -103,12 +103,12 @@ class Request:
         self.num_computed_tokens = 0
         self.table_N = torch.empty(0, dtype=torch.int64)
         """KV blocks of its tokens, in order."""
-        self.committed: Committed | None = None
+        self.committed: CommittedState | None = None
         """Its committed state; None without memory, or for a model without states."""
-        self.lease: Lease | None = None
+        self.lease: PrefixLease | None = None
         """Its position in the prefix cache, if enabled."""
 
-    def begin_at(self, length: int, blocks: Sequence[int], lease: Lease | None) -> None:
+    def begin_at(self, length: int, blocks: Sequence[int], lease: PrefixLease | None) -> None:
         """Start from a cached prefix."""
         self.num_computed_tokens, self.lease = length, lease
         self.cached_tokens = max(self.cached_tokens, min(length, self.prompt_length))

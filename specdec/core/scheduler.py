@@ -18,15 +18,15 @@ from typing import Protocol
 
 from specdec.config.tenant import Tenant
 from specdec.core.batch import ScheduledRequest
-from specdec.core.fairness import FairQueue, Shares, by_caller
+from specdec.core.fairness import FairQueue, FairShares, by_caller
 from specdec.core.kv_connector import KVConnector
 from specdec.core.request import Request
 from specdec.core.work import WorkBudget
 from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed, release_path
+from specdec.state_slots.backing import CommittedState, release_path
 from specdec.state_slots.prefix.cache import PrefixCache, as_ids
-from specdec.state_slots.prefix.lease import Hit, Lease
+from specdec.state_slots.prefix.lease import PrefixHit, PrefixLease
 from specdec.state_slots.prefix.tree import common
 
 logger = logging.getLogger(__name__)
@@ -52,20 +52,20 @@ WORTH_WAITING = 64
 
 
 @dataclass(slots=True)
-class Events:
+class SchedulerEvents:
     """Events since the last plan, in this order."""
 
     preempted: list[Request] = field(default_factory=list)
     dropped: list[Request] = field(default_factory=list)
     """Cancelled or refused requests, which have sent their last delta."""
-    admitted: list[tuple[Request, Hit | None]] = field(default_factory=list)
+    admitted: list[tuple[Request, PrefixHit | None]] = field(default_factory=list)
     """With each one's cache hit, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     rows: tuple[ScheduledRequest, ...]
-    events: Events
+    events: SchedulerEvents
     has_more: bool
     """Whether admission stopped at its time limit, with requests waiting that may fit."""
 
@@ -73,7 +73,7 @@ class StepPlan:
 class Folder(Protocol):
     """Folds accepted records into their states, so that the records can be released."""
 
-    def fold(self, committed: Sequence[Committed]) -> None: ...
+    def fold(self, committed: Sequence[CommittedState]) -> None: ...
 
 
 class Scheduler:
@@ -112,8 +112,8 @@ class Scheduler:
         self._waits_for_others = False
         """Whether nothing can run before another engine finishes a read or write."""
         self._last_limit = ""
-        self._events = Events()
-        self._known: dict[str, Shares] = {}
+        self._events = SchedulerEvents()
+        self._known: dict[str, FairShares] = {}
         """Shares by resource, until the running requests change."""
         self.work = WorkBudget(work)
         self._steps = 0
@@ -185,7 +185,7 @@ class Scheduler:
         if self._paused and not self.is_paused:
             self._note_catching_up()
         rows = self._rows()
-        events, self._events = self._events, Events()
+        events, self._events = self._events, SchedulerEvents()
         return StepPlan(rows, events, has_more)
 
     def _rows(self) -> tuple[ScheduledRequest, ...]:
@@ -241,7 +241,7 @@ class Scheduler:
         These are all running requests, or else the first waiting one, whatever blocks it. Their memory is
         released elsewhere. The other waiting requests own no memory and are unaffected.
         """
-        self._events = Events()
+        self._events = SchedulerEvents()
         spoilt, self.running = self.running, []
         if not spoilt and self.waiting:
             first = self.waiting.first()
@@ -364,7 +364,7 @@ class Scheduler:
             is_blocked |= limit in (BLOCKS, STATES)
         return False
 
-    def _claim_room(self, request: Request) -> tuple[Lease | None, str]:
+    def _claim_room(self, request: Request) -> tuple[PrefixLease | None, str]:
         """Find a slot and memory for a request, preempting callers above their shares if it is entitled.
 
         Return its lease, and the resource it lacks or "". Nothing is preempted for a request that would have
@@ -391,11 +391,11 @@ class Scheduler:
             self._leave(lease)
         return lease, limit
 
-    def _leave(self, lease: Lease | None) -> None:
+    def _leave(self, lease: PrefixLease | None) -> None:
         if self.cache and lease:
             self.cache.leave(lease)
 
-    def _start(self, request: Request, lease: Lease | None) -> None:
+    def _start(self, request: Request, lease: PrefixLease | None) -> None:
         self._last_limit = ""
         self.waiting.remove(request)
         self.running.append(request)
@@ -445,7 +445,7 @@ class Scheduler:
         victim = max(others, key=lambda own: rank(own.tenant), default=None)
         return victim if victim and rank(victim.tenant) > rank(request.tenant) else None
 
-    def _shares(self, limit: str) -> Shares:
+    def _shares(self, limit: str) -> FairShares:
         """Return callers' usage and shares, of running requests or arena bytes."""
         if limit not in self._known:
             counts = by_caller(self.running)
@@ -484,7 +484,7 @@ class Scheduler:
         before = (own for own in self._prefills() if self.waiting.rank(own.tenant) <= rank)
         return sum(own.num_schedulable_tokens for own in before) >= self.chunk_tokens
 
-    def _is_being_read(self, request: Request, lease: Lease) -> bool:
+    def _is_being_read(self, request: Request, lease: PrefixLease) -> bool:
         """Return whether another request is computing a long shared prefix; cache its state at the fork.
 
         Waiting costs nothing: prompts share a step's budget in order.
@@ -500,7 +500,7 @@ class Scheduler:
                 return True
         return False
 
-    def _memory_for(self, request: Request, lease: Lease | None) -> tuple[Lease | None, str]:
+    def _memory_for(self, request: Request, lease: PrefixLease | None) -> tuple[PrefixLease | None, str]:
         """Return the lease and the memory that a request lacks after all possible eviction, or ""."""
         limit = self._limit(request, lease)
         if limit and self.reclaim():
@@ -524,13 +524,13 @@ class Scheduler:
             )
         )
 
-    def _equip(self, request: Request, lease: Lease | None) -> None:
+    def _equip(self, request: Request, lease: PrefixLease | None) -> None:
         """Give a request a state, blocks for all its tokens, and its cache hit."""
         state = None
         if self.arena.layout.states:
             state = self.arena.take_state(request.number)
             assert state is not None
-            request.committed = Committed(state)
+            request.committed = CommittedState(state)
         hit = self.cache.lend(request.number, lease, state) if self.cache and lease else None
         if hit and lease:
             request.begin_at(hit.length, hit.blocks, lease)
@@ -542,14 +542,14 @@ class Scheduler:
             node = self.cache.note(lease, request.tokens[: hit.length], request.table_N.tolist())
             self.cache.keep_copy(node, state, hit.hidden_1D)
 
-    def _lease(self, request: Request) -> Lease | None:
+    def _lease(self, request: Request) -> PrefixLease | None:
         """Return a lease on a request's cached prefix; None if every token must be computed."""
         if self.cache is None or request.params.prompt_logprobs is not None:
             return None
         marks = request.params.cache_marks or ()
         return self.cache.lease(request.tokens, request.tenant, marks, request.turns)
 
-    def _limit(self, request: Request, lease: Lease | None) -> str:
+    def _limit(self, request: Request, lease: PrefixLease | None) -> str:
         """Return the memory that a request lacks besides its shared prefix, or "".
 
         One spare block per running request lets those grow.

@@ -7,24 +7,24 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from specdec.core.acceptance_stats import AcceptanceStats, Experience
+from specdec.core.acceptance_stats import AcceptanceSnapshot, AcceptanceStats
 from specdec.core.batch import ScheduledRequest
 from specdec.core.draft_record import Answer, DraftRecord, merged, want_of, widened
 from specdec.core.head_state import HeadState
 from specdec.core.ranker import Ranker
 from specdec.core.request import Request
 from specdec.core.scheduler import DRAFT_SLOTS, Scheduler
-from specdec.draft.calibration import Assumed
+from specdec.draft.calibration import AssumedRates
 from specdec.draft.drafter import Drafter
-from specdec.draft.echo import Echo
 from specdec.draft.head import HeadDrafter
 from specdec.draft.lookup import MOST_INDEXED
-from specdec.draft.policy import Batch, Policy
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.policy import Policy, StepBatch
+from specdec.draft.proposal import DraftShape, Proposal
+from specdec.draft.repetition import RepetitionIndex
 from specdec.draft.rounded import RoundedDrafter
-from specdec.draft.worth import Worth
+from specdec.draft.worth import DraftWorth
 from specdec.kernels.table import Kernels
-from specdec.state_slots.backing import Backing, Draft
+from specdec.state_slots.backing import Backing, DraftSlots
 from specdec.state_slots.slots import RequestId
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Speculation:
         self._told: dict[RequestId, int] = {}
         """Number of each request's tokens that its drafters have processed."""
         self._skips_draft: set[int] = set()
-        self._echoes: dict[int, Echo] = {}
+        self._echoes: dict[int, RepetitionIndex] = {}
         self._looked_up = 0
         """Round-robin offset into the decode requests."""
 
@@ -82,7 +82,7 @@ class Speculation:
         """Add a drafter."""
         self.drafters.append(drafter)
         if self.synthetic:
-            drafter.calibrator = Assumed(self.synthetic)
+            drafter.calibrator = AssumedRates(self.synthetic)
         if isinstance(drafter, HeadDrafter):
             self.head_state.head = drafter
         if isinstance(drafter, HeadDrafter | RoundedDrafter):
@@ -107,7 +107,7 @@ class Speculation:
         for drafter in self.drafters:
             drafter.flush(caller)
 
-    def draft(self, rows: Sequence[ScheduledRequest], *, lend: Lend | None = None) -> list[Draft | None]:
+    def draft(self, rows: Sequence[ScheduledRequest], *, lend: Lend | None = None) -> list[DraftSlots | None]:
         """Return each row's draft with its slots, or None.
 
         Slots come from `lend`, or from the backing if it is None.
@@ -135,7 +135,7 @@ class Speculation:
             spare = MOST_INDEXED
             for own in requests:
                 # In repeated text a look-up finds a continuation.
-                echo = self._echoes.setdefault(own.number, Echo())
+                echo = self._echoes.setdefault(own.number, RepetitionIndex())
                 before = echo.indexed
                 if echo.repeats(own.tokens, spare):
                     self.policy.request_plan()
@@ -147,14 +147,14 @@ class Speculation:
             self._mark_s = self.clock()
         return True
 
-    def _draft(self, rows: Sequence[ScheduledRequest], lend: Lend | None) -> list[Draft | None]:
-        drafts: list[Draft | None] = [None] * len(rows)
+    def _draft(self, rows: Sequence[ScheduledRequest], lend: Lend | None) -> list[DraftSlots | None]:
+        drafts: list[DraftSlots | None] = [None] * len(rows)
         decoding = [i for i, row in enumerate(rows) if row.is_decode]
         if not self.drafters or not decoding:
             self.head_state.catch_up([row.request for row in rows])
             return drafts
         requests = [rows[i].request for i in decoding]
-        batch = Batch(len(decoding), sum(row.num_tokens for row in rows))
+        batch = StepBatch(len(decoding), sum(row.num_tokens for row in rows))
         tracks = [self.acceptance.of(request) for request in requests]
         rooms = [self._room(request) for request in requests]
         self._skips_draft.difference_update(request.number for request in requests)
@@ -205,7 +205,7 @@ class Speculation:
             taken = {(first + i) % len(requests) for i in range(MOST_LOOKED_UP)}
             depths = [depth if i in taken else 0 for i, depth in enumerate(depths)]
         wants = [
-            want_of(request, Shape(depth, topk, tokens) if depth > 0 else None)
+            want_of(request, DraftShape(depth, topk, tokens) if depth > 0 else None)
             for request, depth in zip(requests, depths, strict=True)
         ]
         for drafter in self.drafters:
@@ -216,7 +216,7 @@ class Speculation:
     def _ask(
         self,
         requests: Sequence[Request],
-        shapes: Sequence[Shape | None],
+        shapes: Sequence[DraftShape | None],
         answers: Sequence[list[Answer]],
     ) -> None:
         """Run the drafters that have no proposal yet, in these shapes."""
@@ -245,8 +245,8 @@ class Speculation:
     def _merge(
         self,
         requests: Sequence[Request],
-        planned: Sequence[Shape | None],
-        shapes: Sequence[Shape | None],
+        planned: Sequence[DraftShape | None],
+        shapes: Sequence[DraftShape | None],
         answers: Sequence[list[Answer]],
     ) -> list[Proposal]:
         """Merge each request's proposals, cut to its shape."""
@@ -263,16 +263,16 @@ class Speculation:
     def _fitting(
         self,
         requests: Sequence[Request],
-        planned: Sequence[Shape | None],
-        shapes: Sequence[Shape | None],
+        planned: Sequence[DraftShape | None],
+        shapes: Sequence[DraftShape | None],
         *,
         lends: bool,
-    ) -> list[Shape | None]:
+    ) -> list[DraftShape | None]:
         """Cut shapes to the available slots and blocks before drafting.
 
         With several callers, drafts that exceed the step's work budget are skipped.
         """
-        fitting: list[Shape | None] = []
+        fitting: list[DraftShape | None] = []
         nodes = 0
         for request, plan, shape in zip(requests, planned, shapes, strict=True):
             while shape and not (lends or self.backing.has_room(nodes + shape.num_draft_tokens)):
@@ -284,7 +284,7 @@ class Speculation:
             nodes += shape.num_draft_tokens if fitting[-1] and shape else 0
         return fitting
 
-    def _has_time(self, request: Request, shape: Shape, *, grown: bool) -> bool:
+    def _has_time(self, request: Request, shape: DraftShape, *, grown: bool) -> bool:
         """Charge a draft and its verification to the work budget; return False if they do not fit.
 
         A network that grows a tree recomputes it at each level.
@@ -294,17 +294,17 @@ class Speculation:
             tokens += depth if shape.topk == 1 else shape.topk * depth * (depth - 1) // 2
         return self.scheduler.work.fits(request.tenant.flow[0], tokens, request.num_computed_tokens)
 
-    def _reserve(self, request: Request, shape: Shape) -> bool:
+    def _reserve(self, request: Request, shape: DraftShape) -> bool:
         """Reserve KV blocks for the window and for all positions that drafting writes."""
         positions = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
         return self.scheduler.reserve(request, request.num_computed_tokens + positions)
 
-    def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> Draft | None:
+    def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> DraftSlots | None:
         """Borrow a slot per node; if there are too few, shrink the draft."""
         while proposal.num_drafted:
             slots = lend(request.number, len(proposal.tree))
             if slots is not None:
-                return Draft(proposal.tree, slots)
+                return DraftSlots(proposal.tree, slots)
             self.scheduler.limited_by[DRAFT_SLOTS] += 1
             proposal = proposal.best(1 + proposal.num_drafted // 2)
         return None
@@ -325,15 +325,15 @@ class Speculation:
         for drafter in self.drafters:
             drafter.forget()
 
-    def experience(self) -> Experience:
+    def experience(self) -> AcceptanceSnapshot:
         """Return a copy of the acceptance statistics."""
         tallies = tuple(deepcopy(drafter.calibrator.tallies) for drafter in self.drafters)
-        return Experience(self.acceptance.kinds(), tallies, replace(self.policy.worth))
+        return AcceptanceSnapshot(self.acceptance.kinds(), tallies, replace(self.policy.worth))
 
-    def recall(self, experience: Experience | None) -> None:
+    def recall(self, experience: AcceptanceSnapshot | None) -> None:
         """Restore earlier acceptance statistics; None: the initial ones."""
         self.acceptance.recall(experience.kinds if experience else {})
-        self.policy.recall(experience.worth if experience else Worth())
+        self.policy.recall(experience.worth if experience else DraftWorth())
         for i, drafter in enumerate(self.drafters):
             if experience:
                 drafter.calibrator.recall(experience.tallies[i])

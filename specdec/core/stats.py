@@ -13,7 +13,7 @@ SHORTEST = 1024
 
 
 @dataclass(slots=True)
-class Sums:
+class StepSums:
     """Sums over verify steps, which start with the last committed token.
 
     The last step of a prefill samples a token too, but verifies nothing; it is not counted.
@@ -39,7 +39,7 @@ class Sums:
 
 
 @dataclass(slots=True)
-class Counts(Sums):
+class SpeculationCounts(StepSums):
     """All counts of a request's or an engine's verify steps."""
 
     accepted_from_outputs: int = 0
@@ -50,7 +50,7 @@ class Counts(Sums):
     """By depth: drafts among these in which the target chose such a node."""
     histogram: Counter[int] = field(default_factory=Counter)
     """Steps by their number of accepted draft tokens."""
-    contexts: dict[int, Sums] = field(default_factory=lambda: defaultdict(Sums))
+    contexts: dict[int, StepSums] = field(default_factory=lambda: defaultdict(StepSums))
     """By the bucket's longest context: 1024, 2048, 4096 …"""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Wall time of the steps by phase. Rows share steps, so requests' times overlap."""
@@ -89,7 +89,7 @@ class Counts(Sums):
         for phase, took_s in seconds.items():
             self.seconds[phase] += took_s
 
-    def by_context(self) -> dict[int, Sums]:
+    def by_context(self) -> dict[int, StepSums]:
         """Return a copy of the sums by context, shortest first; callable from any thread."""
         return {bound: replace(own) for bound, own in sorted(self.contexts.copy().items())}
 
@@ -105,7 +105,7 @@ def context_bound(length: int) -> int:
     return max(1 << (length - 1).bit_length(), SHORTEST)
 
 
-class Clock:
+class PhaseTimer:
     """Splits a step's time by phase."""
 
     def __init__(self) -> None:

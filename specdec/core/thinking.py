@@ -7,9 +7,9 @@ from torch import Tensor
 
 from specdec.config.thinking import ThinkingSpan
 from specdec.errors import RequestError
-from specdec.text.answers.thinking import OVER, Phase, Place, ThinkingTrack, overruns
+from specdec.text.answers.thinking import OVER, ThinkingPhase, ThinkingState, ThinkingTrack, overruns
 from specdec.text.tokenizer import Tokenizer
-from specdec.verify.limits import Limit, all_but, set_of, words_of
+from specdec.verify.limits import TokenLimit, all_but, set_of, words_of
 
 Path = tuple[int, ...]
 
@@ -62,7 +62,7 @@ class ThinkingMarks:
         return overruns(self.end, self.tokenizer.spell_all(self.vocab))
 
 
-class ThinkingTerms:
+class ThinkingRule:
     """Thinking settings shared by the outputs of one request."""
 
     def __init__(
@@ -88,7 +88,7 @@ class ThinkingTerms:
                 field="thinking",
             )
 
-    def begin(self, form: Limit | None) -> "ThinkingLimit":
+    def begin(self, form: TokenLimit | None) -> "ThinkingLimit":
         """Return one choice's limit, whose grammar holds from the end of its thinking."""
         return ThinkingLimit(self, form)
 
@@ -112,10 +112,10 @@ class ThinkingLimit:
     it, and an output that may still start thinking begins with the start marker or the grammar.
     """
 
-    def __init__(self, terms: ThinkingTerms, form: Limit | None) -> None:
+    def __init__(self, terms: ThinkingRule, form: TokenLimit | None) -> None:
         self._terms, self._form = terms, form
         first, no_start = terms.track.first, form is not None and terms.start is None
-        self._place = OVER if first.phase == Phase.MAY_BEGIN and no_start else first
+        self._place = OVER if first.phase == ThinkingPhase.MAY_BEGIN and no_start else first
         self.field = form.field if form else "thinking"
 
     @property
@@ -124,7 +124,7 @@ class ThinkingLimit:
 
     @property
     def is_over(self) -> bool:
-        return self._form is not None and self._place.phase == Phase.OVER and self._form.is_over
+        return self._form is not None and self._place.phase == ThinkingPhase.OVER and self._form.is_over
 
     @property
     def is_slow(self) -> bool:
@@ -145,34 +145,34 @@ class ThinkingLimit:
     def words(self, path: Path) -> Tensor | None:
         place, own = self._follow(path)
         terms, form = self._terms, self._form
-        if place.phase == Phase.THINKING:
+        if place.phase == ThinkingPhase.THINKING:
             tail = "".join(place.tail)
             if terms.budget is not None and place.spent >= terms.budget:
                 return terms.ending_words(tail)
             return terms.thinking_words(tail) if form else None
         words_W = form.words(own) if form and own is not None else None
-        if place.phase == Phase.MAY_BEGIN and words_W is not None:
+        if place.phase == ThinkingPhase.MAY_BEGIN and words_W is not None:
             return words_W | words_of(terms.start_bits)
         return words_W
 
     def observe(self, token: int) -> bool:
         before, self._place = self._place, self._next(self._place, token)
         if self._form is None:
-            return self._place.phase != Phase.OVER
-        if self._place.phase == Phase.OVER and before.phase != Phase.THINKING:
+            return self._place.phase != ThinkingPhase.OVER
+        if self._place.phase == ThinkingPhase.OVER and before.phase != ThinkingPhase.THINKING:
             return self._form.observe(token)
         return True
 
-    def _next(self, place: Place, token: int) -> Place:
-        if self._form and place.phase == Phase.MAY_BEGIN:
-            return Place(Phase.THINKING) if token == self._terms.start else OVER
+    def _next(self, place: ThinkingState, token: int) -> ThinkingState:
+        if self._form and place.phase == ThinkingPhase.MAY_BEGIN:
+            return ThinkingState(ThinkingPhase.THINKING) if token == self._terms.start else OVER
         return self._terms.track.after(place, token)
 
-    def _follow(self, path: Path) -> tuple[Place, Path | None]:
+    def _follow(self, path: Path) -> tuple[ThinkingState, Path | None]:
         """Return a path's phase, and the part the grammar judges; None: it is all thinking."""
         place = self._place
         for at, token in enumerate(path):
             before, place = place, self._next(place, token)
-            if place.phase == Phase.OVER:
-                return place, path[at + (before.phase == Phase.THINKING) :]
-        return place, None if place.phase == Phase.THINKING else ()
+            if place.phase == ThinkingPhase.OVER:
+                return place, path[at + (before.phase == ThinkingPhase.THINKING) :]
+        return place, None if place.phase == ThinkingPhase.THINKING else ()

@@ -3,7 +3,7 @@
 import operator
 from itertools import accumulate
 
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 
 DEEPEST = 16
 """Deeper depths share the entry of this one."""
@@ -95,7 +95,7 @@ class TrackRecord:
         self.planned = 0
         """Number of the policy's last plan in which this request was to draft; the lowest is probed next."""
 
-    def observe(self, shape: Shape, drafted_depth: int, accepted_depth: int) -> None:
+    def observe(self, shape: DraftShape, drafted_depth: int, accepted_depth: int) -> None:
         """Record one draft of this shape."""
         self._of(shape).observe(drafted_depth, accepted_depth)
 
@@ -104,9 +104,9 @@ class TrackRecord:
         self.chain.decay(steps)
         self.tree.decay(steps)
 
-    def expected(self, shape: Shape, depth: int) -> float:
+    def expected(self, shape: DraftShape, depth: int) -> float:
         """Return the expected number of accepted tokens of a draft of this shape, cut to `depth`."""
         return self._of(shape).expected(depth)
 
-    def _of(self, shape: Shape) -> Acceptance:
+    def _of(self, shape: DraftShape) -> Acceptance:
         return self.tree if shape.topk > 1 else self.chain

@@ -12,7 +12,7 @@ LOWEST, HIGHEST = 0.001, 0.999
 
 
 @dataclass(slots=True)
-class Tally:
+class AcceptanceTally:
     """Acceptance of the nodes of one depth and rank, with exponential decay."""
 
     seen: float = 0.0
@@ -44,14 +44,14 @@ class Calibrator:
         assert prior > 0 and memory > 1
         self.prior = prior
         self.fade = 1 - 1 / memory
-        self.tallies = [[Tally() for _ in range(max_rank)] for _ in range(max_depth)]
+        self.tallies = [[AcceptanceTally() for _ in range(max_rank)] for _ in range(max_depth)]
         """By depth, from 1, and rank, from 0; the last entry of each also serves everything beyond."""
 
     def forget(self) -> None:
         """Reset all tallies."""
-        self.tallies = [[Tally() for _ in row] for row in self.tallies]
+        self.tallies = [[AcceptanceTally() for _ in row] for row in self.tallies]
 
-    def recall(self, tallies: Sequence[Sequence[Tally]]) -> None:
+    def recall(self, tallies: Sequence[Sequence[AcceptanceTally]]) -> None:
         """Replace the tallies by a copy of these."""
         self.tallies = [[replace(tally) for tally in row] for row in tallies]
 
@@ -85,12 +85,12 @@ class Calibrator:
                     _belief(proposal, node), node in reached, self.fade
                 )
 
-    def _tally(self, depth: int, rank: int) -> Tally:
+    def _tally(self, depth: int, rank: int) -> AcceptanceTally:
         row = self.tallies[min(depth, len(self.tallies)) - 1]
         return row[min(rank, len(row) - 1)]
 
 
-class Assumed(Calibrator):
+class AssumedRates(Calibrator):
     """Fixed rates for tests and benchmarks: the likeliest child gets its depth's rate, siblings 0."""
 
     def __init__(self, rates: Sequence[float]) -> None:

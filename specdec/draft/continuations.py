@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from specdec.draft.calibration import Calibrator
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.state_slots.tree import TokenTree
 
 Believe = Callable[[Sequence[int], int], list[float]]
@@ -16,7 +16,7 @@ def grow_tree(
     continuations: Sequence[Sequence[int]],
     *,
     matched: int,
-    shape: Shape,
+    shape: DraftShape,
     believe: Believe,
     calibrator: Calibrator,
     shared: int = 0,

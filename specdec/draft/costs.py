@@ -31,7 +31,7 @@ def quiet(times: Collection[float]) -> float:
     return sorted(times)[(len(times) - 1) // 4]
 
 
-class Samples:
+class CostSamples:
     """The last times of each cell."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Costs:
 
     def __init__(self, work: Work = float) -> None:
         self._work = work
-        self._lines: dict[tuple[int, int], Line] = {}
+        self._lines: dict[tuple[int, int], CostCurve] = {}
         """Keyed by the bucket of rows and the number of widths."""
         self._ratios: deque[float] = deque([1.0], maxlen=KEPT)
         self.pace = 1.0
@@ -70,7 +70,7 @@ class Costs:
 
     def observe(self, rows: int, width: int, seconds: float, groups: int = 1) -> None:
         """Record a measured time by rows, width and number of width groups."""
-        line = self._lines.setdefault((bucket(rows), groups), Line())
+        line = self._lines.setdefault((bucket(rows), groups), CostCurve())
         seconds = max(seconds, TICK_S)
         if known := line.settled(width):
             self._ratios.append(seconds / known)
@@ -109,7 +109,7 @@ def _nearest(known: Collection[tuple[int, int]], key: tuple[int, int]) -> tuple[
     return min(known, key=lambda own: (abs(own[0] - key[0]), abs(own[1] - key[1])))
 
 
-class Line:
+class CostCurve:
     """Monotone piecewise-linear times by work, with one slope beyond the measured range."""
 
     def __init__(self) -> None:

@@ -8,41 +8,41 @@ from torch import Tensor
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
-from specdec.draft.proposal import Proposal, Shape
-from specdec.state_slots.backing import Committed
+from specdec.draft.proposal import DraftShape, Proposal
+from specdec.state_slots.backing import CommittedState
 from specdec.state_slots.slots import RequestId
 
 
-class Memory(Protocol):
+class SequenceMemory(Protocol):
     """A sequence's part of the arena: its block table, and its committed state if the model has states."""
 
     @property
     def table_N(self) -> Tensor: ...
 
     @property
-    def committed(self) -> Committed | None: ...
+    def committed(self) -> CommittedState | None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class DraftRequest:
     """A sequence that may get a draft. `tokens` ends with the root; its block table has capacity for it."""
 
     key: RequestId
     prompt_length: int
     tokens: Sequence[int]
     table_N: Tensor
-    shape: Shape | None
+    shape: DraftShape | None
     tenant: Tenant = SOLE
     sampler: object = None
     """Sampler of the sequence's tokens: used where guesses are ranked, not by drafters."""
-    memory: Memory | None = None
+    memory: SequenceMemory | None = None
     """Set for drafters that read the target's KV cache and states."""
 
 
 class Drafter(Protocol):
     calibrator: Calibrator
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
         """Return one proposal per sequence."""
         ...
 
@@ -65,7 +65,7 @@ class Drafter(Protocol):
         ...
 
 
-class Stateless:
+class StatelessDrafter:
     """Default no-op methods for drafters without per-sequence state."""
 
     def on_preempt(self, key: RequestId) -> None: ...

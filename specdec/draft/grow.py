@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from specdec.draft.calibration import Calibrator
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.state_slots.tree import TokenTree
 
 
@@ -18,7 +18,7 @@ class Grower:
     With a calibrator, cumulative scores are products of calibrated probabilities.
     """
 
-    def __init__(self, root: int, shape: Shape, calibrator: Calibrator | None = None) -> None:
+    def __init__(self, root: int, shape: DraftShape, calibrator: Calibrator | None = None) -> None:
         self.shape = shape
         self.calibrator = calibrator
         self.tokens, self.parents = [root], [-1]

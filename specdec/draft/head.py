@@ -13,9 +13,9 @@ from torch import Tensor
 
 from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import DraftRequest
 from specdec.draft.grow import Grower
-from specdec.draft.levels import Growth, Rank, expand
+from specdec.draft.levels import DraftGrowth, Rank, expand
 from specdec.draft.proposal import Proposal
 from specdec.kernels.sampling.rules import Rules
 from specdec.state_slots.arena import Arena
@@ -29,7 +29,7 @@ PIECES = 32
 """Tensors per sequence before they are concatenated: freeing thousands in one step took 0.1 s."""
 
 
-class Head(Protocol):
+class DraftHead(Protocol):
     width: int
     """Size of the hidden states, input and output."""
     aux_hidden_layers: tuple[int, ...]
@@ -48,7 +48,7 @@ class Head(Protocol):
         ...
 
 
-class Unroll(Protocol):
+class UnrolledDraft(Protocol):
     """Unrolled chain drafting: each next token is chosen by logits, rules and position-dependent noise."""
 
     def __call__(
@@ -59,18 +59,18 @@ class Unroll(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Straight:
+class UnrolledDrafting:
     """Drafting of whole chains in one pass, for rows whose tokens depend on logits and position only."""
 
-    unrolled: Unroll
-    takes: Callable[[Want], bool]
+    unrolled: UnrolledDraft
+    takes: Callable[[DraftRequest], bool]
     """Return whether a row can be drafted this way."""
-    rules: Callable[[Sequence[Want], torch.device], tuple[Rules, Tensor]]
+    rules: Callable[[Sequence[DraftRequest], torch.device], tuple[Rules, Tensor]]
     """Return the rows' sampling rules and seeds."""
 
 
 @dataclass(slots=True)
-class Unread:
+class PendingHiddenStates:
     """Hidden states from position `read` on that the head has not yet processed."""
 
     read: int = 0
@@ -92,7 +92,7 @@ class Unread:
 
 
 @dataclass(slots=True, kw_only=True)
-class HeadGrowth(Growth):
+class HeadGrowth(DraftGrowth):
     """A head's draft while it grows; inputs below the root are the head's own outputs."""
 
     root_D: Tensor
@@ -109,21 +109,21 @@ class HeadDrafter:
 
     def __init__(
         self,
-        head: Head,
+        head: DraftHead,
         arena: Arena,
         rank: Rank,
         device: torch.device,
         chunk_tokens: int,
         *,
         window: int | None = None,
-        straight: Straight | None = None,
+        straight: UnrolledDrafting | None = None,
     ) -> None:
         """Limit the head's attention to the last `window` tokens; None: no limit."""
         self.head, self.arena, self.rank, self.device = head, arena, rank, device
         self.straight = straight
         self.chunk_tokens, self.window = chunk_tokens, window
         self.calibrator = Calibrator()
-        self._unread: dict[RequestId, Unread] = {}
+        self._unread: dict[RequestId, PendingHiddenStates] = {}
 
     def read(self, key: RequestId, hidden_MD: Tensor, *, whole: bool = False) -> None:
         """Append fused hidden states of a sequence's next committed positions.
@@ -131,7 +131,7 @@ class HeadDrafter:
         They are copied unless they are the `whole` tensor of the step, since a view would keep that tensor
         alive.
         """
-        unread = self._unread.get(key) or self._unread.setdefault(key, Unread())
+        unread = self._unread.get(key) or self._unread.setdefault(key, PendingHiddenStates())
         unread.append(hidden_MD if whole else hidden_MD.clone())
 
     def num_unread(self, key: RequestId) -> int:
@@ -147,7 +147,7 @@ class HeadDrafter:
         return unread.count >= self.chunk_tokens or unread.count * unread.hidden[-1][0].nbytes > MOST_UNREAD
 
     @torch.inference_mode()
-    def settle(self, wants: Sequence[Want], *, most: int) -> bool:
+    def settle(self, wants: Sequence[DraftRequest], *, most: int) -> bool:
         """Catch up sequences with more than `most` pending hidden states; return whether all fit now.
 
         The last hidden state of each stays pending.
@@ -165,7 +165,7 @@ class HeadDrafter:
 
     def restore(self, key: RequestId, start: int, hidden_MD: Tensor | None) -> None:
         """Resume a sequence whose head has processed all before `start`; `hidden_MD` is pending."""
-        self._unread[key] = Unread(read=start)
+        self._unread[key] = PendingHiddenStates(read=start)
         if hidden_MD is not None:
             self.read(key, hidden_MD)
 
@@ -198,7 +198,7 @@ class HeadDrafter:
         self._unread.clear()
 
     @torch.inference_mode()
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
         """Catch up every sequence, then grow all drafts, in one pass where possible, else level by level."""
         last = self._catch_up(wants)
         grown = [
@@ -218,12 +218,14 @@ class HeadDrafter:
             for want, growth in zip(wants, grown, strict=True)
         ]
 
-    def _begin(self, want: Want, root_D: Tensor, after_D: Tensor) -> HeadGrowth:
+    def _begin(self, want: DraftRequest, root_D: Tensor, after_D: Tensor) -> HeadGrowth:
         assert want.shape
         grower = Grower(want.tokens[-1], want.shape, self.calibrator)
         return HeadGrowth(want=want, grower=grower, after={0: after_D}, root_D=root_D)
 
-    def _catch_up(self, wants: Sequence[Want], *, keep: int = 0) -> list[tuple[Tensor, Tensor] | None]:
+    def _catch_up(
+        self, wants: Sequence[DraftRequest], *, keep: int = 0
+    ) -> list[tuple[Tensor, Tensor] | None]:
         """Catch up each sequence to its root; return the root's input hidden state and the head's output.
 
         Sequences with the fewest pending tokens go first. The result is None for a sequence that could only
@@ -247,7 +249,7 @@ class HeadDrafter:
             for i in range(len(wants))
         ]
 
-    def _go_straight(self, how: Straight, drafts: Sequence[HeadGrowth]) -> None:
+    def _go_straight(self, how: UnrolledDrafting, drafts: Sequence[HeadGrowth]) -> None:
         """Draft the chains of each depth in one pass, for rows that `how.takes`."""
         chains = [own for own in drafts if own.grower.shape.topk == 1 and how.takes(own.want)]
         for levels in {chain.grower.shape.num_steps for chain in chains}:
@@ -284,7 +286,7 @@ class HeadDrafter:
         for draft, ran, out_MD in zip(drafts, nodes, self._forward(rows, inputs), strict=True):
             draft.after.update(zip(ran, out_MD, strict=True))
 
-    def _row(self, tree: TokenTree, start: int, want: Want) -> Row:
+    def _row(self, tree: TokenTree, start: int, want: DraftRequest) -> Row:
         """Build a window row of tokens at a position, with the blocks inside the attention window."""
         size = self.arena.layout.block_tokens
         first = 0 if self.window is None else max(start - self.window, 0) // size

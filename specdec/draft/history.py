@@ -20,7 +20,7 @@ def _extend(prefix: int, tokens: Sequence[int]) -> list[int]:
     return [prefix := prefix * BASE + token & MASK for token in tokens]
 
 
-class Table:
+class NgramTable:
     """Map an n-gram to the positions where it ended, latest first, by hash chains as in DEFLATE.
 
     `heads` holds the latest position per bucket, and `earlier` the previous one per position. Other n-grams
@@ -71,7 +71,7 @@ class Table:
         return self.heads[self._bucket(_extend(0, ngram)[-1])]
 
 
-class History:
+class TokenHistory:
     """Tokens and an index of their n-grams of several lengths, about 20 bytes per token and length.
 
     Appending takes constant amortised time. `search` matches contexts of up to `depth` tokens, also beyond
@@ -84,7 +84,7 @@ class History:
         self._prefix = array("Q", [0])
         """Hash of each prefix, the empty one and the full text included."""
         self.depth = depth
-        self.tables = [Table(length, 1024) for length in sorted(lengths, reverse=True)]
+        self.tables = [NgramTable(length, 1024) for length in sorted(lengths, reverse=True)]
         self.first = 0
         """Number of forgotten tokens."""
 
@@ -99,7 +99,7 @@ class History:
         if len(self.tokens) > 2 * num_heads:
             while len(self.tokens) > num_heads // 2:
                 num_heads *= 2
-            self.tables = [Table(table.length, num_heads) for table in self.tables]
+            self.tables = [NgramTable(table.length, num_heads) for table in self.tables]
             start = 0
         for table in self.tables:
             table.index(self._prefix, start, self.first)
@@ -124,7 +124,7 @@ class History:
                     return length, places[:most]
         return 0, []
 
-    def _follow(self, table: Table, context: Sequence[int], most: int) -> tuple[int, list[int]]:
+    def _follow(self, table: NgramTable, context: Sequence[int], most: int) -> tuple[int, list[int]]:
         """Follow the chain of the last n-gram of `context`; return the longest match and its places."""
         tokens, first = self.tokens, self.first
         length, places = table.length, list[int]()

@@ -6,27 +6,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import DraftRequest
 from specdec.draft.grow import Grower
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DraftPosition:
     """A position to guess a token for: the sequence, and the draft tokens since its root."""
 
-    want: Want
+    want: DraftRequest
     path: tuple[int, ...]
 
 
-Rank = Callable[[Tensor, Sequence[Place], int], Sequence[tuple[Sequence[int], Sequence[float]]]]
+Rank = Callable[[Tensor, Sequence[DraftPosition], int], Sequence[tuple[Sequence[int], Sequence[float]]]]
 """Maps logits, positions and k to the k best tokens of each position and their probabilities."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Growth:
+class DraftGrowth:
     """One row's draft while it grows, and the network's output after each processed node."""
 
-    want: Want
+    want: DraftRequest
     grower: Grower
     after: dict[int, Tensor] = field(default_factory=dict)
 
@@ -38,12 +38,12 @@ class Growth:
         return tuple(reversed(tokens))
 
 
-def expand(drafts: Sequence[Growth], logits: Callable[[Tensor], Tensor], rank: Rank) -> None:
+def expand(drafts: Sequence[DraftGrowth], logits: Callable[[Tensor], Tensor], rank: Rank) -> None:
     """Add the children of every frontier node, in one batch."""
     at = [(draft, node) for draft in drafts for node in draft.grower.frontier]
     logits_NV = logits(torch.stack([draft.after[node] for draft, node in at]))
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    places = [Place(draft.want, draft.path(node)) for draft, node in at]
+    places = [DraftPosition(draft.want, draft.path(node)) for draft, node in at]
     topk = max(draft.grower.shape.topk for draft in drafts)
     for (draft, node), (tokens, shares) in zip(at, rank(logits_NV, places, topk), strict=True):
         draft.grower.add(node, tokens, shares)

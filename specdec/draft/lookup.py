@@ -5,29 +5,29 @@ from collections.abc import Sequence
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Stateless, Want
-from specdec.draft.history import History
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.drafter import DraftRequest, StatelessDrafter
+from specdec.draft.history import TokenHistory
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.state_slots.slots import RequestId
 
 MOST_INDEXED = 1 << 13
 """Tokens indexed per step: each takes 1 to 2 us, and all rows wait."""
 
 
-class LookupDrafter(Stateless, ABC):
+class LookupDrafter(StatelessDrafter, ABC):
     """Base of look-up drafters: one text per sequence, which survives preemption."""
 
     def __init__(self, lengths: Sequence[int], depth: int, calibrator: Calibrator | None = None) -> None:
         """Index n-grams of these lengths; a match may be up to `depth` tokens long."""
         self.calibrator = calibrator or Calibrator()
         self._lengths, self._depth = lengths, depth
-        self._texts: dict[RequestId, History] = {}
+        self._texts: dict[RequestId, TokenHistory] = {}
 
     @abstractmethod
-    def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
+    def continue_text(self, text: TokenHistory, shape: DraftShape, tenant: Tenant) -> Proposal:
         """Propose continuations of a sequence's text, whose last token is the root."""
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
         """Return one proposal per sequence; a long text is indexed over several steps before it gets one."""
         found, spare = [], MOST_INDEXED
         for want in wants:
@@ -39,7 +39,7 @@ class LookupDrafter(Stateless, ABC):
             found.append(proposal or Proposal.bare(want.tokens[-1]))
         return found
 
-    def _feed(self, want: Want, most: int) -> int:
+    def _feed(self, want: DraftRequest, most: int) -> int:
         """Index at most `most` further tokens of a sequence; return how many."""
         before = len(self._texts[want.key]) if want.key in self._texts else 0
         new = want.tokens[before : before + most]
@@ -50,10 +50,10 @@ class LookupDrafter(Stateless, ABC):
     def extend(self, key: RequestId, tokens: Sequence[int]) -> None:
         """Append tokens to a sequence's text, which starts with its prompt."""
         if key not in self._texts:
-            self._texts[key] = History(self._lengths, self._depth)
+            self._texts[key] = TokenHistory(self._lengths, self._depth)
         self._texts[key].extend(tokens)
 
-    def look_up(self, key: RequestId, shape: Shape, tenant: Tenant = SOLE) -> Proposal:
+    def look_up(self, key: RequestId, shape: DraftShape, tenant: Tenant = SOLE) -> Proposal:
         """Propose continuations of a sequence's text as far as it is indexed."""
         return self.continue_text(self._texts[key], shape, tenant)
 

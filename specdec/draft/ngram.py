@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from specdec.config.tenant import Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.continuations import grow_tree
-from specdec.draft.history import History
+from specdec.draft.history import TokenHistory
 from specdec.draft.lookup import LookupDrafter
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 
 MAX_PLACES = 16
 """Maximum occurrences that form a tree, the latest first."""
@@ -27,7 +27,7 @@ class NgramDrafter(LookupDrafter):
         assert 1 <= min_length <= max_length
         super().__init__(range(min_length, max_length + 1), max_length, calibrator)
 
-    def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
+    def continue_text(self, text: TokenHistory, shape: DraftShape, tenant: Tenant) -> Proposal:
         """Propose what followed the latest occurrence, and branches from older ones if `topk` is above 1."""
         context = text.tokens[-text.depth :]
         length, places = text.search(context, most=1 if shape.topk == 1 else MAX_PLACES)

@@ -15,10 +15,10 @@ from itertools import accumulate
 
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.costs import STALE, Costs, Work
-from specdec.draft.outlook import Outlook
-from specdec.draft.proposal import Proposal, Shape
-from specdec.draft.widths import MARGIN, Curve, Cut, best_cut, counts, gains, highest, rate
-from specdec.draft.worth import Budget, Worth
+from specdec.draft.decision import DraftDecision
+from specdec.draft.proposal import DraftShape, Proposal
+from specdec.draft.widths import MARGIN, Curve, WidthCut, best_cut, counts, gains, highest, rate
+from specdec.draft.worth import DraftWorth, ProbeBudget
 
 PROBE_SHARE, LOOKUP_SHARE, TRIAL_SHARE = 0.003, 0.004, 0.005
 """Shares of the time for probes, which are drafts not expected to pay; for plans and look-ups while these
@@ -40,7 +40,7 @@ MEASURED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """The part of a step that does not depend on drafts."""
 
     rows: int
@@ -50,24 +50,24 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class ShapePick:
     """The best shape, the rows that draft in it if it pays, and its expected tokens and seconds."""
 
     rows: set[int]
-    shape: Shape
+    shape: DraftShape
     tokens: float
     seconds: float
 
 
 @dataclass(slots=True)
-class Plan:
+class DraftPlan:
     """One step's plan and its measurements so far."""
 
-    shape: Shape
+    shape: DraftShape
     """Shape in which rows draft."""
-    batch: Batch | None = None
+    batch: StepBatch | None = None
     """The step's work without drafts; None: the step is not used to judge drafts."""
-    used: tuple[Budget, ...] = ()
+    used: tuple[ProbeBudget, ...] = ()
     """Budgets charged while drafts do not pay."""
     probe: float = 0.0
     """Fraction of the drafting that is a probe."""
@@ -86,7 +86,7 @@ class Policy:
 
     def __init__(
         self,
-        bounds: Shape,
+        bounds: DraftShape,
         *,
         adaptive: bool,
         mixed: bool = True,
@@ -100,12 +100,12 @@ class Policy:
         """Cost of verify steps, by tokens."""
         self.drafts = {topk: Costs() for topk in {1, bounds.topk}}
         """Cost of drafts by levels, relative to the pace of steps: chains, and trees of the bounds' topk."""
-        self.worth = Worth()
-        self.probe_budget, self.lookup_budget = Budget(PROBE_SHARE), Budget(LOOKUP_SHARE)
-        self.trial_budget = Budget(TRIAL_SHARE)
-        self.outlook = None if adaptive else Outlook(drafts=True, shape=bounds)
+        self.worth = DraftWorth()
+        self.probe_budget, self.lookup_budget = ProbeBudget(PROBE_SHARE), ProbeBudget(LOOKUP_SHARE)
+        self.trial_budget = ProbeBudget(TRIAL_SHARE)
+        self.outlook = None if adaptive else DraftDecision(drafts=True, shape=bounds)
         """Result of the last plan."""
-        self.current = Plan(bounds)
+        self.current = DraftPlan(bounds)
         """The current or last plan."""
         self._plans = 0
         self._drafted = 0
@@ -122,10 +122,10 @@ class Policy:
         self._new = 0.0
         """Fraction of new rows since the last plan for new rows."""
         deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
-        chains = tuple(Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
+        chains = tuple(DraftShape(depth, 1, depth + 1) for depth in range(1, deepest + 1))
         self.shapes = chains if bounds.topk == 1 else (*chains, bounds)
 
-    def of_shape(self, shape: Shape | None, *, drafts: bool) -> "Policy":
+    def of_shape(self, shape: DraftShape | None, *, drafts: bool) -> "Policy":
         """Return a policy with a fixed shape that shares this one's step costs.
 
         With `drafts` it shares the draft costs too.
@@ -136,7 +136,7 @@ class Policy:
             other.drafts = self.drafts
         return other
 
-    def recall(self, worth: Worth) -> None:
+    def recall(self, worth: DraftWorth) -> None:
         """Start from a copy of this worth."""
         self.worth = replace(worth)
 
@@ -183,7 +183,7 @@ class Policy:
             self.probe_budget.spend(HICCUP)
         self.current.batch = None
 
-    def observe_draft(self, shape: Shape | None, rows: int, seconds: float) -> None:
+    def observe_draft(self, shape: DraftShape | None, rows: int, seconds: float) -> None:
         """Record the time of drafting a shape for `rows`; None: mixed shapes, or it includes catching up."""
         if shape:
             self.drafts[shape.topk].observe(rows, shape.num_steps, seconds / self.steps.pace)
@@ -219,7 +219,9 @@ class Policy:
         self._was_plain = is_plain
         self._noting_s = self.clock() - start_s
 
-    def _judge(self, plan: Plan, batch: Batch, seconds: float, gained: int, drafting_s: float) -> None:
+    def _judge(
+        self, plan: DraftPlan, batch: StepBatch, seconds: float, gained: int, drafting_s: float
+    ) -> None:
         """Compare a planned step's gain with its whole cost, and update the trust in drafts."""
         plain_s = self._typical * self.steps.predict(batch.rows, batch.tokens)
         if plain_s <= 0:  # a line fitted to few samples may fall to zero
@@ -245,13 +247,13 @@ class Policy:
 
     def plan(
         self,
-        batch: Batch,
+        batch: StepBatch,
         rows: Sequence[TrackRecord],
         room: Sequence[int],
         look_up: Callable[[], Sequence[Proposal]] | None = None,
         *,
         grows: bool = True,
-    ) -> list[Shape | None]:
+    ) -> list[DraftShape | None]:
         """Return each row's draft shape or None; `room` is the number of tokens a row may still output.
 
         The results of `look_up` are free, so drafting must gain more than they would alone. `look_up` is not
@@ -259,7 +261,7 @@ class Policy:
         nothing is planned.
         """
         self._drop_plan()
-        plan = self.current = Plan(self.current.shape)
+        plan = self.current = DraftPlan(self.current.shape)
         self._plans += 1
         if not self.adaptive:
             return [_within(self.bounds, deep) for deep in room]
@@ -281,7 +283,7 @@ class Policy:
             found = [gains(proposal) for proposal in look_up()]
         alone = self._best_cut(batch, found)
         drafting, plan.shape = set[int](), self.shapes[0]
-        pick: Pick | None = None
+        pick: ShapePick | None = None
         if grows and (self.worth.active or self.probe_budget.is_open):
             pick = self._best(batch, rows, room, found, alone)
             drafting, plan.shape = (pick.rows if self.worth.active else set()), pick.shape
@@ -304,7 +306,7 @@ class Policy:
         return True
 
     def _probe(
-        self, plan: Plan, drafting: set[int], rows: Sequence[TrackRecord], room: Sequence[int]
+        self, plan: DraftPlan, drafting: set[int], rows: Sequence[TrackRecord], room: Sequence[int]
     ) -> None:
         """Add the row whose last plan is oldest, if the probe budget is open and one has room."""
         resting = [i for i, deep in enumerate(room) if deep > 0 and i not in drafting]
@@ -313,31 +315,33 @@ class Policy:
             plan.probe, plan.probed_row = 1 / (1 + len(drafting)), probed if drafting else None
             drafting.add(probed)
 
-    def _note_outlook(self, batch: Batch, none_s: float, alone: Cut, pick: Pick | None) -> None:
+    def _note_outlook(self, batch: StepBatch, none_s: float, alone: WidthCut, pick: ShapePick | None) -> None:
         """Store the result of this plan for statistics."""
         active, found = self.worth.active, alone.nodes > 0
         if pick and (pick.rows or not found):
             tokens = pick.tokens / batch.rows
-            self.outlook = Outlook(
+            self.outlook = DraftDecision(
                 bool(pick.rows) and active, pick.shape, tokens, pick.seconds / max(none_s, 1e-9), active
             )
         elif found or not self.outlook or not self.outlook.shape:
             tokens = alone.rate * alone.seconds / batch.rows
-            self.outlook = Outlook(found and active, None, tokens, alone.seconds / max(none_s, 1e-9), active)
+            self.outlook = DraftDecision(
+                found and active, None, tokens, alone.seconds / max(none_s, 1e-9), active
+            )
 
     def _best(
         self,
-        batch: Batch,
+        batch: StepBatch,
         rows: Sequence[TrackRecord],
         room: Sequence[int],
         found: Sequence[Sequence[float]],
-        alone: Cut,
-    ) -> Pick:
+        alone: WidthCut,
+    ) -> ShapePick:
         """Return the best shape and rows to draft, given the look-up results."""
         sure = [own[min(width, len(own) - 1)] for own, width in zip(found, alone.widths, strict=True)]
         tokens, worth = batch.tokens + alone.nodes, batch.rows + sum(sure)
         some, every = (self.steps.curve(batch.rows, alone.groups + more) for more in (1, 0))
-        best, chosen, top = 0.0, 0, Pick(set(), self.shapes[0], 0.0, 0.0)
+        best, chosen, top = 0.0, 0, ShapePick(set(), self.shapes[0], 0.0, 0.0)
         for candidate in self.shapes:
             expected = list(accumulate(sorted(_gains(candidate, rows, room, found, sure), reverse=True)))
             for count in counts(len(expected)):
@@ -346,12 +350,12 @@ class Policy:
                 seconds = verify(width) + self._drafting_s(candidate, count)
                 if (own := rate(worth + gain, seconds)) > best:
                     best, chosen = own, count
-                    top = Pick(set(), candidate, worth + gain, seconds)
+                    top = ShapePick(set(), candidate, worth + gain, seconds)
         if best <= MARGIN * alone.rate:
             return top
         return replace(top, rows=highest(_gains(top.shape, rows, room, found, sure), chosen))
 
-    def cut(self, batch: Batch, proposals: Sequence[Proposal]) -> list[Proposal]:
+    def cut(self, batch: StepBatch, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Cut proposals to the nodes worth verifying: the best of each row, in few widths."""
         if not self.adaptive or not any(own.num_drafted for own in proposals):
             self._drafted = self._drafted if self._drafted >= REFRESH else 0
@@ -366,7 +370,7 @@ class Policy:
         self._drafted = self._drafted + 1 if any(widths) else 0
         return [own.best(1 + width) for own, width in zip(proposals, widths, strict=True)]
 
-    def _best_cut(self, batch: Batch, sums: Sequence[Sequence[float]]) -> Cut:
+    def _best_cut(self, batch: StepBatch, sums: Sequence[Sequence[float]]) -> WidthCut:
         """Return the cut that maximises tokens per second."""
 
         def curve(groups: int) -> Curve:
@@ -375,11 +379,11 @@ class Policy:
 
         return best_cut(sums, curve, mixed=self.mixed)
 
-    def _drafting_s(self, shape: Shape, rows: int) -> float:
+    def _drafting_s(self, shape: DraftShape, rows: int) -> float:
         return self.steps.pace * self.drafts[shape.topk].predict(rows, shape.num_steps)
 
 
-def _within(shape: Shape, deep: int) -> Shape | None:
+def _within(shape: DraftShape, deep: int) -> DraftShape | None:
     """Limit a shape's depth to `deep`; None if that is 0."""
     if deep < 1:
         return None
@@ -387,7 +391,7 @@ def _within(shape: Shape, deep: int) -> Shape | None:
 
 
 def _gains(
-    shape: Shape,
+    shape: DraftShape,
     rows: Sequence[TrackRecord],
     room: Sequence[int],
     found: Sequence[Sequence[float]],

@@ -9,7 +9,7 @@ from specdec.state_slots.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DraftShape:
     num_steps: int
     """Depth of the draft."""
     topk: int
@@ -20,11 +20,11 @@ class Shape:
     def __post_init__(self) -> None:
         assert self.num_steps >= 1 and self.topk >= 1 and self.num_draft_tokens >= 1
 
-    def within(self, num_draft_tokens: int) -> "Shape | None":
+    def within(self, num_draft_tokens: int) -> "DraftShape | None":
         """Return the shape cut to this many nodes; None if no draft is left."""
         if num_draft_tokens < 2:
             return None
-        return Shape(min(self.num_steps, num_draft_tokens - 1), self.topk, num_draft_tokens)
+        return DraftShape(min(self.num_steps, num_draft_tokens - 1), self.topk, num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Memory, Stateless, Want
+from specdec.draft.drafter import DraftRequest, SequenceMemory, StatelessDrafter
 from specdec.draft.grow import Grower
-from specdec.draft.levels import Growth, Rank, expand
+from specdec.draft.levels import DraftGrowth, Rank, expand
 from specdec.draft.proposal import Proposal
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed
+from specdec.state_slots.backing import CommittedState
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, Window, build_window
 
 
-class Copy(Protocol):
+class QuantisedCopy(Protocol):
     """A network that shares the target's KV cache and states."""
 
     def forward(self, window: Window, memory: Arena) -> Tensor:
@@ -37,11 +37,11 @@ class Copy(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Continuation(Growth):
+class ChainContinuation(DraftGrowth):
     """A chain that grows from its own copy of the state."""
 
-    memory: Memory
-    held: Committed
+    memory: SequenceMemory
+    held: CommittedState
     """The copied state, and until the first token is processed the pending path not yet folded into it."""
 
     def row(self) -> Row:
@@ -51,15 +51,15 @@ class Continuation(Growth):
         return Row(tree, length, self.memory.table_N, self.held.state, self.held.path)
 
 
-class RoundedDrafter(Stateless):
+class RoundedDrafter(StatelessDrafter):
     """Draft chains in borrowed state slots. Nothing is stored between calls."""
 
-    def __init__(self, copy: Copy, arena: Arena, rank: Rank, device: torch.device) -> None:
+    def __init__(self, copy: QuantisedCopy, arena: Arena, rank: Rank, device: torch.device) -> None:
         self.copy, self.arena, self.rank, self.device = copy, arena, rank, device
         self.calibrator = Calibrator()
 
     @torch.inference_mode()
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
         """Grow all drafts together; a sequence gets an empty one if no state slot is free."""
         grown = [self._begin(want) for want in wants]
         drafts = [growth for growth in grown if growth]
@@ -75,12 +75,12 @@ class RoundedDrafter(Stateless):
             for want, growth in zip(wants, grown, strict=True)
         ]
 
-    def _begin(self, want: Want) -> Continuation | None:
+    def _begin(self, want: DraftRequest) -> ChainContinuation | None:
         """Start a draft on a copy of the sequence's state; None without a shape or a free slot."""
         if want.shape is None:
             return None
         assert want.memory is not None
-        held = Committed(0)
+        held = CommittedState(0)
         if committed := want.memory.committed:
             slots = self.arena.take_snapshots(want.key, 1)
             if slots is None:
@@ -88,9 +88,9 @@ class RoundedDrafter(Stateless):
             held = replace(committed, state=slots[0])
             self.arena.state_bytes_X(held.state).copy_(self.arena.state_bytes_X(committed.state))
         grower = Grower(want.tokens[-1], want.shape, self.calibrator)
-        return Continuation(want=want, grower=grower, memory=want.memory, held=held)
+        return ChainContinuation(want=want, grower=grower, memory=want.memory, held=held)
 
-    def _run(self, drafts: Sequence[Continuation]) -> None:
+    def _run(self, drafts: Sequence[ChainContinuation]) -> None:
         """Process the last token of each chain."""
         # Borrowing states may move blocks, so block tables are read after it.
         rows = [draft.row() for draft in drafts]
@@ -98,4 +98,4 @@ class RoundedDrafter(Stateless):
         hidden_TD = self.copy.forward(window, self.arena)
         for draft, first in zip(drafts, window.first_B, strict=True):
             draft.after[draft.grower.frontier[0]] = hidden_TD[first]
-            draft.held = Committed(draft.held.state)
+            draft.held = CommittedState(draft.held.state)

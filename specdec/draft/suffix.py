@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from specdec.config.tenant import SOLE, Tenant
 from specdec.draft.calibration import Calibrator
 from specdec.draft.continuations import grow_tree
-from specdec.draft.history import History
+from specdec.draft.history import TokenHistory
 from specdec.draft.lookup import LookupDrafter
-from specdec.draft.outputs import Outputs
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.output_store import OutputStore
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.state_slots.slots import RequestId
 
 NGRAMS = (1, 2, 4, 8, 16)
@@ -40,7 +40,7 @@ class SuffixDrafter(LookupDrafter):
         super().__init__(NGRAMS, max_depth, calibrator)
         self.length_factor = length_factor
         """Maximum draft depth, in multiples of the match length."""
-        self._outputs = Outputs(NGRAMS, max_depth, max_shared_tokens)
+        self._outputs = OutputStore(NGRAMS, max_depth, max_shared_tokens)
 
     @property
     def num_shared_tokens(self) -> int:
@@ -67,7 +67,7 @@ class SuffixDrafter(LookupDrafter):
         """Drop outputs of finished requests: all, or one caller's."""
         self._outputs.flush(caller)
 
-    def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
+    def continue_text(self, text: TokenHistory, shape: DraftShape, tenant: Tenant) -> Proposal:
         """Propose the likeliest continuations of the longest match in this text or the tenant's outputs."""
         context = text.tokens[-text.depth :]
         texts = (text, *self._outputs.of(tenant))

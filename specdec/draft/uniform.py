@@ -7,9 +7,9 @@ shape is tried a few times per batch size; then the best rate wins, and another 
 from collections.abc import Sequence
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.costs import Samples, bucket
-from specdec.draft.outlook import Outlook
-from specdec.draft.proposal import Shape
+from specdec.draft.costs import CostSamples, bucket
+from specdec.draft.decision import DraftDecision
+from specdec.draft.proposal import DraftShape
 from specdec.draft.widths import MARGIN
 
 NEAR = 2
@@ -36,61 +36,61 @@ WARM = 12
 class UniformPolicy:
     """Choose among no draft, chains, and the bounds; if not adaptive, always the bounds."""
 
-    def __init__(self, bounds: Shape | None, *, adaptive: bool) -> None:
+    def __init__(self, bounds: DraftShape | None, *, adaptive: bool) -> None:
         """Without bounds there are no drafts."""
         self.bounds, self.adaptive = bounds, adaptive
-        self.outlook = Outlook(True, bounds) if bounds and not adaptive else None
+        self.outlook = DraftDecision(True, bounds) if bounds and not adaptive else None
         """Result of the last choice; trials do not change it."""
-        self.costs = Samples()
-        self._measured: dict[Shape | None, set[int]] = {}
+        self.costs = CostSamples()
+        self._measured: dict[DraftShape | None, set[int]] = {}
         """Row buckets in which each shape's cost is known."""
-        self._trying: Shape | None = None
+        self._trying: DraftShape | None = None
         self._left = 0
         """Remaining steps of the trial."""
         self._since = 0.0
         """Time since the last trial, in cheapest steps."""
-        self._tried: dict[tuple[Shape | None, int], int] = {}
+        self._tried: dict[tuple[DraftShape | None, int], int] = {}
         """Step of each shape's last trial."""
         self._steps = self._trials = 0
         self._held = 0
         """Remaining steps of the last choice."""
         self._key = 0
         """Row bucket of the last choice."""
-        self._chosen: Shape | None = None
+        self._chosen: DraftShape | None = None
         self._weight = 1.0
         """Cost of a step of the chosen shape, in cheapest steps."""
-        shapes: list[Shape | None] = [None] if adaptive or bounds is None else [bounds]
+        shapes: list[DraftShape | None] = [None] if adaptive or bounds is None else [bounds]
         if adaptive and bounds is not None:
             deepest = min(bounds.num_steps, bounds.num_draft_tokens - 1)
-            shapes += [Shape(depth, 1, depth + 1) for depth in range(1, deepest + 1)]
+            shapes += [DraftShape(depth, 1, depth + 1) for depth in range(1, deepest + 1)]
             shapes += [bounds] if bounds.topk > 1 else []
         self.shapes = tuple(shapes)
 
-    def observe(self, shape: Shape | None, rows: int, seconds: float) -> None:
+    def observe(self, shape: DraftShape | None, rows: int, seconds: float) -> None:
         """Record the time of a step that verified and drafted this shape."""
         self.costs.add((shape, bucket(rows)), seconds)
         self._measured.setdefault(shape, set()).add(bucket(rows))
 
-    def observe_found(self, shape: Shape | None, rows: int, seconds: float) -> None:
+    def observe_found(self, shape: DraftShape | None, rows: int, seconds: float) -> None:
         """Record the time of a step that verified look-up results and drafted this shape."""
         self.costs.add((FOUND, shape, bucket(rows)), seconds)
 
-    def begin_trial(self, shape: Shape | None, rows: int) -> int:
+    def begin_trial(self, shape: DraftShape | None, rows: int) -> int:
         """Run this shape for the next steps to measure it; return their number."""
         self._trying, self._left, self._since = shape, self._lasts(shape, bucket(rows)), 0.0
         return self._left
 
-    def _lasts(self, shape: Shape | None, key: int) -> int:
+    def _lasts(self, shape: DraftShape | None, key: int) -> int:
         """Return the number of steps of a trial."""
         # The baseline must not be measured with cold caches.
         dearness = self._dearness(shape, key) or float(shape is None)
         return 1 + max(TRIES, round(WARM / dearness) if dearness else 0)
 
-    def cost(self, shape: Shape | None, rows: int) -> float:
+    def cost(self, shape: DraftShape | None, rows: int) -> float:
         """Return the known seconds of a step of this shape, or `LEAST_S`."""
         return self._cost(shape, bucket(rows)) or LEAST_S
 
-    def cost_of_found(self, shape: Shape | None, rows: int) -> float:
+    def cost_of_found(self, shape: DraftShape | None, rows: int) -> float:
         """Return the cost of verifying look-up windows as wide as the bounds.
 
         Until measured, the cost of also drafting them is an upper bound.
@@ -98,7 +98,7 @@ class UniformPolicy:
         known = self.costs.get((FOUND, shape, bucket(rows)))
         return known or max(self.cost(shape, rows), self.cost(self.shapes[-1], rows))
 
-    def choose(self, rows: Sequence[TrackRecord]) -> Shape | None:
+    def choose(self, rows: Sequence[TrackRecord]) -> DraftShape | None:
         """Return the shape with the most expected tokens per second; a choice holds for several steps."""
         self._steps += 1
         if not self.adaptive or self.bounds is None:
@@ -128,23 +128,25 @@ class UniformPolicy:
         """Choose again in the next step, whose batch has changed."""
         self._held = 0
 
-    def _try(self, key: int) -> Shape | None:
+    def _try(self, key: int) -> DraftShape | None:
         self._left, self._held = self._left - 1, 0
         self._tried[self._trying, key] = self._steps
         return self._trying
 
-    def _to_try(self, unknown: Sequence[Shape | None], rows: Sequence[TrackRecord], key: int) -> Shape | None:
+    def _to_try(
+        self, unknown: Sequence[DraftShape | None], rows: Sequence[TrackRecord], key: int
+    ) -> DraftShape | None:
         """Return the shape whose trial is oldest, alternating with the second-best one."""
         if not unknown and self._trials % 2:
             rates = {shape: self._rate(shape, rows, key) for shape in self.shapes if shape != self._chosen}
             return max(rates, key=rates.__getitem__, default=None)
         return min(unknown or self.shapes, key=lambda shape: self._tried.get((shape, key), 0))
 
-    def _rate(self, shape: Shape | None, rows: Sequence[TrackRecord], key: int) -> float:
+    def _rate(self, shape: DraftShape | None, rows: Sequence[TrackRecord], key: int) -> float:
         gain = sum(row.expected(shape, shape.num_steps) for row in rows if shape)
         return (len(rows) + gain) / (self._cost(shape, key) or LEAST_S)
 
-    def _best(self, rows: Sequence[TrackRecord], key: int) -> Shape | None:
+    def _best(self, rows: Sequence[TrackRecord], key: int) -> DraftShape | None:
         plain = self._rate(None, rows, key)
         rates = {shape: self._rate(shape, rows, key) for shape in self.shapes if shape}
         if not rates:
@@ -152,15 +154,15 @@ class UniformPolicy:
         best = max(rates, key=rates.__getitem__)
         pays = rates[best] > (BEGIN if self._chosen is None else MARGIN) * plain
         dearness = (self._cost(best, key) or LEAST_S) / (self._cost(None, key) or LEAST_S)
-        self.outlook = Outlook(pays, best, rates[best] / plain * dearness, dearness)
+        self.outlook = DraftDecision(pays, best, rates[best] / plain * dearness, dearness)
         return best if pays else None
 
-    def _dearness(self, shape: Shape | None, key: int) -> float:
+    def _dearness(self, shape: DraftShape | None, key: int) -> float:
         """Return a shape's cost in cheapest steps; expensive shapes are tried less often."""
         known = [self._cost(own, key) or 0.0 for own in self.shapes]
         return (self._cost(shape, key) or 0.0) / max(min(known), 1e-9)
 
-    def _cost(self, shape: Shape | None, key: int) -> float | None:
+    def _cost(self, shape: DraftShape | None, key: int) -> float | None:
         """Return a shape's seconds at about this batch size, or None if unknown."""
         near = min(self._measured.get(shape, ()), key=lambda own: abs(own - key), default=None)
         return None if near is None or abs(near - key) > NEAR else self.costs.get((shape, near))

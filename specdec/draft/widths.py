@@ -24,7 +24,7 @@ Curve = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WidthCut:
     """Number of nodes verified per row, the resulting tokens per second, and the step's seconds."""
 
     widths: tuple[int, ...]
@@ -41,11 +41,11 @@ class Cut:
         return len(set(self.widths))
 
 
-def best_cut(sums: Sequence[Sequence[float]], curve: Callable[[int], Curve], *, mixed: bool) -> Cut:
+def best_cut(sums: Sequence[Sequence[float]], curve: Callable[[int], Curve], *, mixed: bool) -> WidthCut:
     """Return the cut with the most tokens per second; `sums` holds each row's `gains`.
 
-    `curve` maps `Cut.groups` to a cost curve. Single widths are tried first; if rows may be `mixed`, each row
-    then chooses among the best of these, a smaller and a larger one.
+    `curve` maps `WidthCut.groups` to a cost curve. Single widths are tried first; if rows may be `mixed`,
+    each row then chooses among the best of these, a smaller and a larger one.
     """
     curve = functools.cache(curve)
     none = _cut([0] * len(sums), float(len(sums)), curve)
@@ -80,7 +80,7 @@ def _spend(
     lengths: Sequence[int],
     levels: Sequence[int],
     curve: Callable[[int], Curve],
-) -> Cut:
+) -> WidthCut:
     """Widen rows from level to level, those with the largest gain per node first, and return the best cut."""
     pieces = [
         ((own[upto] - own[below]) / (min(upto, length) - below), min(upto, length) - below, row)
@@ -117,10 +117,10 @@ def _spend(
     return _cut(widths, totals[count - 1][0], curve)
 
 
-def _cut(widths: Sequence[int], tokens: float, curve: Callable[[int], Curve]) -> Cut:
+def _cut(widths: Sequence[int], tokens: float, curve: Callable[[int], Curve]) -> WidthCut:
     """Return the cut with these widths and expected tokens."""
     took_s = curve(len(set(widths)))(sum(widths))
-    return Cut(tuple(widths), rate(tokens, took_s), took_s)
+    return WidthCut(tuple(widths), rate(tokens, took_s), took_s)
 
 
 def gains(proposal: Proposal) -> list[float]:

@@ -16,7 +16,7 @@ PROVEN = 1.0
 
 
 @dataclass(slots=True)
-class Worth:
+class DraftWorth:
     """Trust in drafting: the accumulated gain of planned steps."""
 
     trust: float = START
@@ -36,7 +36,7 @@ class Worth:
 
 
 @dataclass(slots=True)
-class Budget:
+class ProbeBudget:
     """A share of the time for work that is not expected to pay."""
 
     share: float

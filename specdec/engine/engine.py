@@ -16,9 +16,9 @@ from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import Completion, Delta, EngineStats, collect
+from specdec.core.params import PreparedPrompt, ValidatedParams, check_ids, find_stops, make_limits
 from specdec.core.request import Emit, Request
-from specdec.core.terms import Prepared, Terms, check_ids, find_stops, make_limits
-from specdec.core.thinking import ThinkingMarks, ThinkingTerms
+from specdec.core.thinking import ThinkingMarks, ThinkingRule
 from specdec.engine.kv_transfer import build_connected
 from specdec.engine.prompts import Prompt, as_batch, as_ids, broadcast, of_prompt
 from specdec.engine.thread import Worker
@@ -31,8 +31,8 @@ from specdec.text.grammar.compiler import Grammars
 from specdec.text.grammar.guide import Form
 from specdec.text.stops import StopNode
 from specdec.text.tokenizer import TextStream
-from specdec.verify.choose import choice_seed
-from specdec.verify.limits import Limit
+from specdec.verify.limits import TokenLimit
+from specdec.verify.sampler import choice_seed
 
 MARKS = 8
 """Number of thinking marker pairs whose tokens are cached."""
@@ -70,7 +70,7 @@ class SpecEngine:
         """
         batch = as_batch(prompts)
         each = broadcast(params, len(batch))
-        known: dict[int, Terms] = {}
+        known: dict[int, ValidatedParams] = {}
         prepared = []
         for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
             try:
@@ -118,13 +118,13 @@ class SpecEngine:
         """Record all steps now that would otherwise be recorded while the engine idles; blocks until done."""
         self._worker.between_steps(self.model.core.warm_up).result()
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, *, tenant: Tenant = SOLE) -> Prepared:
+    def prepare(self, prompt: Prompt, params: SamplingParams, *, tenant: Tenant = SOLE) -> PreparedPrompt:
         """Validate a prompt and its parameters for `submit`."""
         return self.read_prompt(prompt, self.read_terms(params, tenant=tenant))
 
     def read_terms(
         self, params: SamplingParams, grammar: Form | None = None, *, tenant: Tenant = SOLE
-    ) -> Terms:
+    ) -> ValidatedParams:
         """Validate parameters, once for all prompts that share them.
 
         `grammar` is the result of `begin_form`, if it was awaited. Parameters are validated again here: an
@@ -142,12 +142,12 @@ class SpecEngine:
             thinking = None
             if span := params.thinking:
                 marks = self._marks(span.start, span.end)
-                thinking = ThinkingTerms(span, marks, stop_ids, has_form=has_form)
+                thinking = ThinkingRule(span, marks, stop_ids, has_form=has_form)
         if grammar is None and (compiling := self.begin_form(params, tenant=tenant)):
             grammar = compiling.result()
-        return Terms(params, grammar, _salted(tenant, params), stop_ids, limits, thinking)
+        return ValidatedParams(params, grammar, _salted(tenant, params), stop_ids, limits, thinking)
 
-    def read_prompt(self, prompt: Prompt, terms: Terms) -> Prepared:
+    def read_prompt(self, prompt: Prompt, terms: ValidatedParams) -> PreparedPrompt:
         """Tokenise a prompt and check that the model supports it."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -182,7 +182,7 @@ class SpecEngine:
                 "of the prompt, its own at most.",
                 field="cache_marks",
             )
-        return Prepared(tuple(ids), terms)
+        return PreparedPrompt(tuple(ids), terms)
 
     def prepare_forms(self) -> None:
         """Start the grammar compiler process without waiting; it takes about two seconds."""
@@ -209,7 +209,7 @@ class SpecEngine:
             )
 
     def submit(
-        self, prepared: Sequence[Prepared], emit: Callable[[int, Delta | SpecdecError], None]
+        self, prepared: Sequence[PreparedPrompt], emit: Callable[[int, Delta | SpecdecError], None]
     ) -> "Ticket":
         """Submit all choices of some prompts in one step.
 
@@ -331,7 +331,7 @@ class SpecEngine:
             ) from None
 
     def _begin(
-        self, prepared: Sequence[Prepared], emit: Callable[[int, Delta | SpecdecError], None]
+        self, prepared: Sequence[PreparedPrompt], emit: Callable[[int, Delta | SpecdecError], None]
     ) -> list[RequestId]:
         """Submit the requests of some prompts and return their numbers.
 
@@ -351,7 +351,7 @@ class SpecEngine:
             raise
         return numbers
 
-    def _requests(self, prepared: Prepared, emit: Emit) -> list[Request]:
+    def _requests(self, prepared: PreparedPrompt, emit: Emit) -> list[Request]:
         """Build one request per choice, each with its own seed."""
         prompt, params, terms = prepared.ids, prepared.params, prepared.terms
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -379,7 +379,7 @@ class SpecEngine:
         tokenizer = self.tokenizer if params.skip_special_tokens else self.tokenizer.outspoken()
         return TextStream(tokenizer, stops, keeps_stop=params.include_stop_str_in_output)
 
-    def _limits(self, terms: Terms) -> list[Limit]:
+    def _limits(self, terms: ValidatedParams) -> list[TokenLimit]:
         return terms.begin_limits(self._grammars.guide(terms.grammar) if terms.grammar else None)
 
 

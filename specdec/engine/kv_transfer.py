@@ -8,22 +8,22 @@ from torch import Tensor
 from specdec.config.engine import EngineConfig
 from specdec.core.kv_connector import KVConnector
 from specdec.core.request import Request
-from specdec.engine.landing import Landings, Requests
-from specdec.setup.build import Model, build
+from specdec.engine.incoming import IncomingPrefixes, SchedulerLoad
+from specdec.setup.build import LoadedModel, build
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.rates import HostMark, Mark, mark
-from specdec.state_slots.slots import Fixed, Kind
+from specdec.state_slots.prefix.rates import HostMark, TimeMark, mark
+from specdec.state_slots.slots import FixedOwner, SlabKind
 
 
-class Lent(Fixed):
+class LentPrefix(FixedOwner):
     """A lent prefix: its full blocks during prefill, and finally its state.
 
     The engine thread changes it and any thread may read it: published memory is final, and valid while
     `intact`.
     """
 
-    def __init__(self, length: int, on_change: Callable[["Lent"], None] | None = None) -> None:
+    def __init__(self, length: int, on_change: Callable[["LentPrefix"], None] | None = None) -> None:
         self.length, self.on_change = length, on_change
         """Number of tokens when complete; callback for each change, in the engine thread."""
         self.blocks: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Lent(Fixed):
         """Generations of the blocks, then of the state."""
         self.intact = True
         """False once its memory has been reclaimed."""
-        self._published: tuple[tuple[int, Mark], ...] = ((0, HostMark()),)
+        self._published: tuple[tuple[int, TimeMark], ...] = ((0, HostMark()),)
         """Token counts in ascending order, each with the device event after which they are ready."""
 
     @property
@@ -49,7 +49,7 @@ class Lent(Fixed):
         """Whether all of it is ready, including the state."""
         return self.ready == self.length
 
-    def publish(self, tokens: int, moment: Mark) -> None:
+    def publish(self, tokens: int, moment: TimeMark) -> None:
         """Publish this many tokens once the device has passed an event."""
         self._published += ((tokens, moment),)
         if self.on_change:
@@ -67,19 +67,19 @@ class KVTransfer(KVConnector):
     `lend` is thread-safe; all else belongs to the engine thread.
     """
 
-    def __init__(self, arena: Arena, cache: PrefixCache, scheduler: Requests) -> None:
+    def __init__(self, arena: Arena, cache: PrefixCache, scheduler: SchedulerLoad) -> None:
         self.arena, self.cache = arena, cache
-        self.landings = Landings(arena, cache, scheduler)
-        self._by_request: dict[int, Lent] = {}
+        self.landings = IncomingPrefixes(arena, cache, scheduler)
+        self._by_request: dict[int, LentPrefix] = {}
         """Lent prefixes by the number of their prefill-only request."""
-        self._held: set[Lent] = set()
+        self._held: set[LentPrefix] = set()
 
-    def lend(self, number: int, lent: Lent) -> None:
+    def lend(self, number: int, lent: LentPrefix) -> None:
         """Register what a request will lend, before it is submitted."""
         self._by_request[number] = lent
 
     @property
-    def owners(self) -> Collection[Fixed]:
+    def owners(self) -> Collection[FixedOwner]:
         return [*self._held, *self.landings.live]
 
     @property
@@ -113,7 +113,7 @@ class KVTransfer(KVConnector):
         if request.committed:
             lent.state = request.committed.state
             self.arena.share_state(lent, lent.state)
-            lent.generations += (self.arena.generation(Kind.STATE, lent.state),)
+            lent.generations += (self.arena.generation(SlabKind.STATE, lent.state),)
         lent.hidden_1D = None if hidden_1D is None else hidden_1D.cpu()
         lent.publish(lent.length, mark(self.arena))
 
@@ -136,7 +136,7 @@ class KVTransfer(KVConnector):
             lent.intact = False
             self._release(lent)
 
-    def reset(self) -> Collection[Fixed]:
+    def reset(self) -> Collection[FixedOwner]:
         for lent in self._held:
             lent.intact = False
         self._held.clear()
@@ -146,21 +146,21 @@ class KVTransfer(KVConnector):
     def close(self) -> None:
         self.landings.close()
 
-    def _release(self, lent: Lent) -> None:
+    def _release(self, lent: LentPrefix) -> None:
         self._held.remove(lent)
         self.arena.release_owner(lent)
 
-    def _share(self, lent: Lent, table: Sequence[int]) -> None:
+    def _share(self, lent: LentPrefix, table: Sequence[int]) -> None:
         """Share the new blocks of a table."""
         self._held.add(lent)
         new = table[len(lent.blocks) :]
         for block in new:
             self.arena.share_block(lent, block)
-        lent.generations += tuple(self.arena.generation(Kind.BLOCK, block) for block in new)
+        lent.generations += tuple(self.arena.generation(SlabKind.BLOCK, block) for block in new)
         lent.blocks += tuple(new)
 
 
-def build_connected(folder: str | Path, config: EngineConfig) -> Model:
+def build_connected(folder: str | Path, config: EngineConfig) -> LoadedModel:
     """Build a model, with KV transfer if it has a prefix cache."""
     model = build(folder, config)
     scheduler = model.loop.scheduler

@@ -19,7 +19,7 @@ import torch
 from specdec.core.request import Request
 from specdec.errors import CLOSED, EngineError
 from specdec.kernels.native.threads import dismiss_helpers
-from specdec.setup.build import Model
+from specdec.setup.build import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class Worker:
     helpers, all helpers sleep after every operation, and waking them takes longer than most operations.
     """
 
-    def __init__(self, make: Callable[[], Model]) -> None:
+    def __init__(self, make: Callable[[], LoadedModel]) -> None:
         """Block until the model is built; raises if the build fails."""
-        built: Future[Model] = Future()
+        built: Future[LoadedModel] = Future()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Calls to run between steps."""
         self._ending, self._builds = threading.Lock(), True
@@ -220,7 +220,7 @@ class Worker:
         if not self._thread.is_alive():
             atexit.unregister(self._thread.join)
 
-    def _work(self, make: Callable[[], Model], built: "Future[Model]") -> None:
+    def _work(self, make: Callable[[], LoadedModel], built: "Future[LoadedModel]") -> None:
         with contextlib.suppress(GivenUp):
             try:
                 if not built.set_running_or_notify_cancel():

@@ -11,22 +11,22 @@ from torch import Tensor
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import Tenant
 from specdec.core.outputs import Delta, RequestStats
-from specdec.core.terms import Prepared
-from specdec.engine.kv_transfer import KVTransfer, Lent
-from specdec.engine.landing import Landing
+from specdec.core.params import PreparedPrompt
+from specdec.engine.incoming import IncomingPrefix
+from specdec.engine.kv_transfer import KVTransfer, LentPrefix
 from specdec.engine.thread import Worker
 from specdec.errors import ConfigError, EngineError, SpecdecError
-from specdec.setup.build import Model
+from specdec.setup.build import LoadedModel
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.prefix.cache import PrefixCache
 
 T = TypeVar("T")
 
 
-class Loan:
+class PrefixLoan:
     """A prompt prefilled to be lent. Thread-safe."""
 
-    def __init__(self, lent: Lent, done: "Future[Lent]", give_back: Callable[[], None]) -> None:
+    def __init__(self, lent: LentPrefix, done: "Future[LentPrefix]", give_back: Callable[[], None]) -> None:
         self.lent, self.done = lent, done
         """`done` resolves when the last of it is in flight, or raises the error."""
         self.stats: RequestStats | None = None
@@ -38,7 +38,7 @@ class Loan:
 class Transfers:
     """An engine's interface to transfers; thread-safe."""
 
-    def __init__(self, worker: Worker, model: Model) -> None:
+    def __init__(self, worker: Worker, model: LoadedModel) -> None:
         self._worker, self._model = worker, model
 
     @property
@@ -46,14 +46,16 @@ class Transfers:
         """The arena that other engines read from and that fetches write to."""
         return self._model.loop.arena
 
-    def lend(self, prepared: Prepared, on_change: Callable[[Lent], None] | None = None) -> Loan:
+    def lend(
+        self, prepared: PreparedPrompt, on_change: Callable[[LentPrefix], None] | None = None
+    ) -> PrefixLoan:
         """Prefill all but the last token of a prompt, and keep its memory in place until given back.
 
         Only the tenant and cache marks of its parameters are used. `on_change` is called in the engine
         thread.
         """
         transfer = self._transfer()
-        lent, done = Lent(len(prepared.ids) - 1, on_change), Future[Lent]()
+        lent, done = LentPrefix(len(prepared.ids) - 1, on_change), Future[LentPrefix]()
 
         def emit(item: Delta | SpecdecError) -> None:
             if isinstance(item, Delta) and item.finish_reason == "length":
@@ -81,20 +83,20 @@ class Transfers:
                 with contextlib.suppress(EngineError):  # an engine that has ended holds nothing
                     self._worker.between_steps(lambda: transfer.give_back(number))
 
-            loan = Loan(lent, done, give_back)
+            loan = PrefixLoan(lent, done, give_back)
             self._worker.submit([request])
         return loan
 
-    def cached(self, prepared: Prepared) -> "Future[int]":
+    def cached(self, prepared: PreparedPrompt) -> "Future[int]":
         """Return the number of prompt tokens that `lend` would find cached now."""
         return self._worker.between_steps(lambda: self._cached(prepared))
 
-    def begin_landing(self, ids: Sequence[int], tenant: Tenant) -> "Future[Landing | None]":
+    def begin_landing(self, ids: Sequence[int], tenant: Tenant) -> "Future[IncomingPrefix | None]":
         """Allocate memory for a prefix that another engine has prefilled; None: not worth fetching.
 
         Until memory is available the future can be cancelled. Its result must be landed or dropped.
         """
-        landings, found = self._transfer().landings, Future[Landing | None]()
+        landings, found = self._transfer().landings, Future[IncomingPrefix | None]()
 
         def tell(begun: "Future[None]") -> None:
             if (error := begun.exception()) and not found.done() and found.set_running_or_notify_cancel():
@@ -104,7 +106,7 @@ class Transfers:
         return found
 
     def land(
-        self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None
+        self, landing: IncomingPrefix, hidden_1D: Tensor | None, *, seconds: float | None = None
     ) -> "Future[bool]":
         """Add a fetched prefix to the cache, after `seconds` of transfer; return whether it was possible."""
         return self._worker.between_steps(
@@ -129,11 +131,11 @@ class Transfers:
         head, dtype = self._model.loop.speculation.head, self.arena.layout.dtype
         return head is not None and hidden_1D.shape == (1, head.head.width) and hidden_1D.dtype == dtype
 
-    def drop(self, landing: Landing) -> "Future[None]":
+    def drop(self, landing: IncomingPrefix) -> "Future[None]":
         """Release a landing's memory, to which nothing writes any more."""
         return self._worker.between_steps(lambda: self._transfer().landings.drop(landing))
 
-    def _cached(self, prepared: Prepared) -> int:
+    def _cached(self, prepared: PreparedPrompt) -> int:
         cache = self._transfer().cache
         lease = cache.lease(prepared.ids, prepared.terms.tenant)
         cache.leave(lease)

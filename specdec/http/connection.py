@@ -90,7 +90,7 @@ class Connection(RequestHandler):
             super().log_exception(*args, **kw)
 
 
-class _Refused(asyncio.Protocol):
+class _RefusedConnection(asyncio.Protocol):
     """Closes a connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -111,7 +111,7 @@ def limited(
             own = cast(list[Connection], server.connections)
             idle = next((each for each in own if each.can_abort and not is_busy(each)), None)
             if idle is None:
-                return _Refused()
+                return _RefusedConnection()
             idle.abort()
         return new()
 

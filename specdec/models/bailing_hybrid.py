@@ -26,7 +26,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import FeedForward
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, rows
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, rows
 from specdec.models.mixers import KimiDeltaAttention, LatentAttention, Mixer
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -40,7 +40,7 @@ HOMES = "attention", "self_attn"
 """A layer's mixer as published, and as named by the modules of transformers."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     _refuse_unsupported(fields)
@@ -48,7 +48,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     mixers: dict[str, Mixer] = {LINEAR: _delta_attention(fields, norm.eps), FULL: _latent_attention(fields)}
     kinds, forwards = _kinds(fields), feed_forwards(fields, dense=2)
     parts = zip(kinds, _feed_forwards(fields, forwards), strict=True)
-    layers = (spec.Layer((mixers[kind],), ffn) for kind, ffn in parts)
+    layers = (spec.LayerSpec((mixers[kind],), ffn) for kind, ffn in parts)
     most = fields.integer("model_max_length", default=1 << 18)
     return assemble(NAME, fields, tuple(layers), norm, max_length=most)
 
@@ -137,14 +137,14 @@ def _limits(fields: Fields, name: str, forwards: tuple[str, ...]) -> tuple[float
     return limits
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout: as published, and with the module names of transformers.
 
     Layers after the last one are a multi-token head, which is not loaded.
     """
-    return Layout(
+    return CheckpointLayout(
         rules=(
-            Rule(r"embed\.weight", "~word_embeddings.weight"),
+            TensorRule(r"embed\.weight", "~word_embeddings.weight"),
             *rules.OUTER,
             *rules.PRE_NORM,
             *(rule for home in HOMES for rule in _mixers(network, home)),
@@ -156,7 +156,7 @@ def layout(network: spec.Network) -> Layout:
     )
 
 
-def _mixers(network: spec.Network, home: str) -> Iterator[Rule]:
+def _mixers(network: spec.NetworkSpec, home: str) -> Iterator[TensorRule]:
     for mixer in set(network.mixers()):
         if isinstance(mixer, LatentAttention):
             yield from _rotated(mixer, home)
@@ -168,7 +168,7 @@ def _mixers(network: spec.Network, home: str) -> Iterator[Rule]:
         yield from layer_rules(r"mixer\.(?:o|out)\.weight", f"{home}.{name}.weight")
 
 
-def _rotated(mixer: LatentAttention, home: str) -> Iterator[Rule]:
+def _rotated(mixer: LatentAttention, home: str) -> Iterator[TensorRule]:
     """Yield rules of the projections with rotated outputs, stored as adjacent pairs."""
     queries, turned = (mixer.heads, mixer.own_dim), mixer.shared_dim
     for name, disk, (blocks, before) in (
@@ -186,7 +186,7 @@ def _pairs_apart(blocks: int, before: int, turned: int) -> Tensor:
     return torch.cat((row[:, :before], row[:, before::2], row[:, before + 1 :: 2]), dim=1).flatten()
 
 
-def _feed_forward() -> Iterator[Rule]:
+def _feed_forward() -> Iterator[TensorRule]:
     yield from rules.DENSE
     yield from rules.GATED_EXPERTS
     for name in ("expert_bias", "e_score_correction_bias"):

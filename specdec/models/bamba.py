@@ -17,7 +17,7 @@ from specdec.models.blocks import (
     swiglu,
 )
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules
 from specdec.models.mixers import Attention
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -28,14 +28,14 @@ TITLES: Mapping[str, str] = {"bamba": "Bamba"}
 HAS_MTP = False
 
 NAMES = (
-    Rule(r"norm\.weight", "~final_layernorm.weight"),
+    TensorRule(r"norm\.weight", "~final_layernorm.weight"),
     *layer_rules(r"ffn_norm\.weight", "pre_ff_layernorm.weight"),
     *layer_rules(r"ffn\.(gate|up|down)\.(weight|bias)", r"feed_forward.\2_proj.\3"),
 )
 """Names that differ from most families."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
@@ -46,7 +46,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
         fields.refuse("attn_layer_indices", f"numbers of layers, from 0 to {count - 1}")
     full, mamba = _attention(fields), mamba2(fields, eps=norm.eps)
     ffn = swiglu(fields, bias=fields.flag("mlp_bias", default=False))
-    layers = tuple(spec.Layer((full if i in attends else mamba,), ffn) for i in range(count))
+    layers = tuple(spec.LayerSpec((full if i in attends else mamba,), ffn) for i in range(count))
     return assemble(NAME, fields, layers, norm)
 
 
@@ -60,9 +60,9 @@ def _attention(fields: Fields) -> Attention:
     return replace(own, rope=Rope(width, rope_theta(fields, default=10_000.0)))
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(
+    return CheckpointLayout(
         rules=(*NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",

@@ -10,7 +10,7 @@ from specdec.models.formats import announced
 from specdec.models.mixers import Attention, GatedDeltaNet, Mamba2
 from specdec.models.norm import Norm
 from specdec.models.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, yarn_attention
-from specdec.models.spec import Layer, Network
+from specdec.models.spec import LayerSpec, NetworkSpec
 
 FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -374,16 +374,16 @@ def text_fields(config: Fields) -> Fields:
 def assemble(
     family: str,
     config: Fields,
-    layers: tuple[Layer, ...],
+    layers: tuple[LayerSpec, ...],
     norm: Norm,
     *,
-    mtp: tuple[Layer, ...] = (),
+    mtp: tuple[LayerSpec, ...] = (),
     tied: bool = False,
     max_length: int | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
     wide_residual: bool = False,
-) -> Network:
+) -> NetworkSpec:
     """Build a network from its layers and the fields that every family shares.
 
     The outer level of a multimodal config decides on tying, as in transformers; `tied` is the family's
@@ -391,7 +391,7 @@ def assemble(
     """
     text = text_fields(config)
     vocab = text.integer("vocab_size")
-    return Network(
+    return NetworkSpec(
         family=family,
         vocab=vocab,
         hidden=text.integer("hidden_size"),
@@ -407,7 +407,7 @@ def assemble(
     )
 
 
-def _longer(layers: tuple[Layer, ...]) -> set[int]:
+def _longer(layers: tuple[LayerSpec, ...]) -> set[int]:
     """Return the contexts that YaRN extends to; published configs may state the original one."""
     ropes = (rope for layer in layers for mixer in layer.mixers for rope in mixer.ropes())
     return {rope.scaling.length for rope in ropes if isinstance(rope.scaling, YarnScaling)}

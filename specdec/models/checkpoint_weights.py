@@ -14,8 +14,8 @@ from specdec.kernels.linear.fp8 import Fp8
 from specdec.kernels.linear.integers import Integers
 from specdec.kernels.linear.matrix import Matrix, widen
 from specdec.models.checkpoint import Checkpoint, TensorInfo, few
-from specdec.models.formats import Announced, WeightFormat
-from specdec.models.layouts import Layout, Shape, Source
+from specdec.models.formats import QuantisationConfig, WeightFormat
+from specdec.models.layouts import CheckpointLayout, Shape, TensorSource
 from specdec.models.packed.base import Unfit
 from specdec.models.sizes import fields_behind
 from specdec.models.tensors import Tensors
@@ -40,12 +40,12 @@ class CheckpointWeights:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        layout: Layout,
+        layout: CheckpointLayout,
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         mtp: bool = False,
-        announced: Announced | None = None,
+        announced: QuantisationConfig | None = None,
         quantize: WeightFormat | None = None,
         headers_only: bool = False,
         progress: bool | None = None,
@@ -131,7 +131,7 @@ class CheckpointWeights:
         made = source.recipe(reader, source.disk, shape)
         return self.stand_in(shape, made.dtype) if self.unused else made
 
-    def _source(self, name: str, experts: int) -> Source | None:
+    def _source(self, name: str, experts: int) -> TensorSource | None:
         """Return a tensor's source in the files, or None."""
         sources = self._layout.sources(name, self._prefix)
         return next((source for source in sources if source.present(self._names, experts)), None)

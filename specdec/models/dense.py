@@ -22,7 +22,7 @@ from specdec.models.blocks import (
     window,
 )
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout
+from specdec.models.layouts import CheckpointLayout
 from specdec.models.mixers import Attention
 from specdec.models.norm import Norm
 
@@ -40,7 +40,7 @@ WINDOW: Mapping[str, int] = {"qwen2": 4096, "mistral": 4096, "ministral": 4096}
 """Default window if a config lacks the field; null means none."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     kind = fields.get("model_type")
@@ -54,7 +54,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     kinds = _kinds(fields, kind, rotates)
     width = window(fields, default=WINDOW.get(kind)) if SLIDING in kinds else None
     layers = (
-        spec.Layer(
+        spec.LayerSpec(
             (replace(full, window=width if own == SLIDING else None, rope=full.rope if turns else None),), ffn
         )
         for own, turns in zip(kinds, rotates, strict=True)
@@ -104,9 +104,9 @@ def _kinds(fields: Fields, kind: str, rotates: tuple[bool, ...]) -> tuple[str, .
     return layer_kinds(fields, supported=(FULL, SLIDING), default=SLIDING if slides else FULL)
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(
+    return CheckpointLayout(
         rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",

@@ -30,7 +30,7 @@ from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
 from specdec.models.files import HEAD_FOLDERS
 from specdec.models.formats import WeightFormat, announced
-from specdec.models.layouts import Layout, Rule
+from specdec.models.layouts import CheckpointLayout, TensorRule
 from specdec.models.network import Network
 from specdec.models.norm import Norm
 from specdec.models.weights import Weights
@@ -43,7 +43,7 @@ EXPECTED = (
 )
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _KIND = "speculators_model_type"
-Layers = tuple[spec.Layer, ...]
+Layers = tuple[spec.LayerSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class EagleFolder:
 
     checkpoint: Checkpoint
     spec: spec.Eagle
-    layout: Layout
+    layout: CheckpointLayout
     ids_C: Tensor | None
     """The tokens that its logits rank; None: all of the target's."""
 
@@ -103,7 +103,7 @@ def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | 
     return next((folder for folder in own if os.path.isdir(folder)), None) if draft == "eagle" else None
 
 
-def read_head(folder: Path, target: spec.Network, architectures: Sequence[str] = ()) -> EagleFolder:
+def read_head(folder: Path, target: spec.NetworkSpec, architectures: Sequence[str] = ()) -> EagleFolder:
     """Describe the head in a folder; every error begins with draft_model.
 
     Warn if the head names other architectures of its target than these.
@@ -126,7 +126,7 @@ def read_head(folder: Path, target: spec.Network, architectures: Sequence[str] =
         raise CheckpointError(f"draft_model: {error}", field=field) from error
 
 
-def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
+def _read(checkpoint: Checkpoint, target: spec.NetworkSpec) -> EagleFolder:
     names, fields = frozenset(checkpoint.names()), Fields(checkpoint.config)
     if (stored := announced(fields)) and stored.packed:
         fields.refuse("quantization_config", "a head that is stored in 16 bits or 8-bit floats")
@@ -162,7 +162,7 @@ def _read(checkpoint: Checkpoint, target: spec.Network) -> EagleFolder:
         layer.refuse("vocab_size", f"an embedding of all {target.vocab} tokens of the target")
     ranked = fields.integer("draft_vocab_size", default=vocab if has("head.weight") else target.vocab)
     ids_C = _ids(checkpoint, fields, ranked, target.vocab)
-    ordinary = spec.Layer((mixer,), swiglu(layer))
+    ordinary = spec.LayerSpec((mixer,), swiglu(layer))
     head = spec.Eagle(
         width=width,
         vocab=vocab,
@@ -190,7 +190,7 @@ def _layer_fields(fields: Fields) -> Fields:
     return fields.within("transformer_layer_config")
 
 
-def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool]:
+def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[CheckpointLayout, bool]:
     """Detect the tensor layout; return it and whether it is EAGLE-3's."""
     prefix = next((p for p in ("", "model.") if f"{p}fc.weight" in names), None)
     for layer in ("midlayer.", "layers.0."):
@@ -206,21 +206,21 @@ def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[Layout, bool
     )
 
 
-def _table(layer: str, *, fuses: bool) -> Layout:
+def _table(layer: str, *, fuses: bool) -> CheckpointLayout:
     """Return the layout of a head whose layer has this prefix."""
     fused = (
-        Rule(r"embed_norm\.weight", f"{layer}input_layernorm.weight"),
-        Rule(r"hidden_norm\.weight", f"{layer}hidden_norm.weight"),
-        Rule(r"norm\.weight", "~norm.weight"),
-        Rule(r"(input_norm|fc_norm\.\d+)\.weight", r"~\1.weight"),
+        TensorRule(r"embed_norm\.weight", f"{layer}input_layernorm.weight"),
+        TensorRule(r"hidden_norm\.weight", f"{layer}hidden_norm.weight"),
+        TensorRule(r"norm\.weight", "~norm.weight"),
+        TensorRule(r"(input_norm|fc_norm\.\d+)\.weight", r"~\1.weight"),
     )
     layers = ((r"layers\.(0)\.", layer), (r"layers\.([1-9]\d*)\.", r"~layers.\1."))
-    return Layout(
+    return CheckpointLayout(
         rules=(
-            Rule(r"embed\.weight", "~embed_tokens.weight"),
-            Rule(r"head\.weight", "lm_head.weight"),
-            Rule(r"head\.weight", "~lm_head.weight"),
-            Rule(r"fc\.(weight|bias)", r"~fc.\1"),
+            TensorRule(r"embed\.weight", "~embed_tokens.weight"),
+            TensorRule(r"head\.weight", "lm_head.weight"),
+            TensorRule(r"head\.weight", "~lm_head.weight"),
+            TensorRule(r"fc\.(weight|bias)", r"~fc.\1"),
             *(rule for own in layers for rule in _layer_rules(*own)),
             *(fused if fuses else ()),
         ),
@@ -230,13 +230,13 @@ def _table(layer: str, *, fuses: bool) -> Layout:
     )
 
 
-def _layer_rules(ours: str, disk: str) -> Iterator[Rule]:
+def _layer_rules(ours: str, disk: str) -> Iterator[TensorRule]:
     """Yield the rules of layers by our prefix, whose group is their number, and the disk's."""
-    yield Rule(rf"{ours}mixer_norm\.weight", f"{disk}input_layernorm.weight")
-    yield Rule(rf"{ours}ffn_norm\.weight", f"{disk}post_attention_layernorm.weight")
-    yield Rule(rf"{ours}mixer\.([qkvo])\.(weight|bias)", rf"{disk}self_attn.\2_proj.\3")
-    yield Rule(rf"{ours}mixer\.([qk])_norm\.weight", rf"{disk}self_attn.\2_norm.weight")
-    yield Rule(rf"{ours}ffn\.(gate|up|down)\.weight", rf"{disk}mlp.\2_proj.weight")
+    yield TensorRule(rf"{ours}mixer_norm\.weight", f"{disk}input_layernorm.weight")
+    yield TensorRule(rf"{ours}ffn_norm\.weight", f"{disk}post_attention_layernorm.weight")
+    yield TensorRule(rf"{ours}mixer\.([qkvo])\.(weight|bias)", rf"{disk}self_attn.\2_proj.\3")
+    yield TensorRule(rf"{ours}mixer\.([qk])_norm\.weight", rf"{disk}self_attn.\2_norm.weight")
+    yield TensorRule(rf"{ours}ffn\.(gate|up|down)\.weight", rf"{disk}mlp.\2_proj.weight")
 
 
 def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:

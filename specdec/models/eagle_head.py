@@ -8,9 +8,9 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 from specdec.models import spec
-from specdec.models.frame import Block
+from specdec.models.frame import LoadedLayer
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import Memory
+from specdec.models.mixers.base import ArenaViews
 from specdec.models.network import Network, begin_step, first_place
 from specdec.models.replay import Replays
 from specdec.models.rope import rope_tables
@@ -45,9 +45,11 @@ class EagleHead:
         ]
         self.input_norm_D = s.norm.load(weights, "input_norm.weight", reads) if s.norms_joined else None
         place = first_place(target.spec.layers, width, reads=s.layers[0].reads)
-        self.blocks: list[Block] = []
+        self.blocks: list[LoadedLayer] = []
         for i, layer in enumerate(s.layers):
-            self.blocks.append(Block(layer, width, s.norm, weights.within(f"layers.{i}"), kernels, place))
+            self.blocks.append(
+                LoadedLayer(layer, width, s.norm, weights.within(f"layers.{i}"), kernels, place)
+            )
             place = replace(place.after(*layer.mixers), reads=width)
         ropes = (rope for layer in s.layers for mixer in layer.mixers for rope in mixer.ropes())
         self.rope = rope_tables(ropes, max_length, kernels, device)
@@ -66,14 +68,14 @@ class EagleHead:
             joined_TD = self.kernels.rms_norm(joined_TD, self.input_norm_D, self.eps)
         return self.fc(joined_TD)
 
-    def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
+    def forward(self, window: Window, hidden_TD: Tensor, memory: ArenaViews) -> Tensor:
         """Return the last layer's output for each token, given the hidden state of the previous position.
 
         The first input is the target's fused state; recursion feeds the output back unchanged.
         """
         return self._replays(window, memory, hidden_TD)[0]
 
-    def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, window: Window, memory: ArenaViews, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step = begin_step(window, memory, self.rope, self.kernels)
         x_TD, read_TD = self._enter(self.kernels.embedding(self.embed_VD, window.token_T), hidden_TD)
         mixing, *halves = (half for block in self.blocks for half in block.halves)

@@ -8,7 +8,7 @@ from specdec.models import rules, spec
 from specdec.models.bamba import NAMES
 from specdec.models.blocks import MOST_LAYERS, assemble, attention, mamba2, refuse_unsupported, swiglu
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout
+from specdec.models.layouts import CheckpointLayout
 from specdec.models.mixers import Attention, Mamba2
 from specdec.models.mixers.mamba2 import Normed
 from specdec.models.norm import Norm
@@ -19,14 +19,14 @@ TITLES: Mapping[str, str] = {"falcon_h1": "Falcon-H1"}
 HAS_MTP = False
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
     norm = Norm(fields.number("rms_norm_eps", default=1e-5), wide=False)
     gate, down = fields.numbers("mlp_multipliers", 2)
     ffn = swiglu(fields, bias=fields.flag("mlp_bias", default=False))
-    layer = spec.Layer(
+    layer = spec.LayerSpec(
         (_mamba(fields, norm.eps), _attention(fields)),
         replace(ffn, gate_scale=gate),
         frame=spec.Frame(
@@ -66,9 +66,9 @@ def _mamba(fields: Fields, eps: float) -> Mamba2:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(
+    return CheckpointLayout(
         rules=(*NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",

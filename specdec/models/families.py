@@ -33,9 +33,9 @@ from specdec.models.blocks import model_type, text_fields
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.checkpoint_weights import CheckpointWeights
 from specdec.models.fields import Fields
-from specdec.models.formats import Announced, WeightFormat, announced
-from specdec.models.layouts import Layout, numbered
-from specdec.models.packed.base import Numbers
+from specdec.models.formats import QuantisationConfig, WeightFormat, announced
+from specdec.models.layouts import CheckpointLayout, numbered
+from specdec.models.packed.base import QuantisationScheme
 from specdec.models.tensors import Tensors
 from specdec.models.unread import Watched
 
@@ -50,9 +50,9 @@ class Family(Protocol):
     HAS_MTP: bool
     """True if checkpoints may have a multi-token head."""
 
-    def network(self, config: Mapping[str, Any]) -> spec.Network: ...
+    def network(self, config: Mapping[str, Any]) -> spec.NetworkSpec: ...
 
-    def layout(self, network: spec.Network) -> Layout: ...
+    def layout(self, network: spec.NetworkSpec) -> CheckpointLayout: ...
 
 
 _FAMILIES: tuple[Family, ...] = (
@@ -83,7 +83,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a Hugging Face config."""
     return family_of(config).network(config)
 
@@ -95,12 +95,12 @@ def unread_fields(config: Mapping[str, Any]) -> list[str]:
     return watched.unread()
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return a network's tensor layout on disk."""
     return next(family for family in _FAMILIES if network.family == family.NAME).layout(network)
 
 
-def read_network(checkpoint: Checkpoint) -> spec.Network:
+def read_network(checkpoint: Checkpoint) -> spec.NetworkSpec:
     """Describe a checkpoint's network; the files decide if the config leaves something open.
 
     The generation config's end tokens override the config's. A multi-token head requires its tensors: savers
@@ -115,7 +115,7 @@ def read_network(checkpoint: Checkpoint) -> spec.Network:
     return replace(described, eos=eos, mtp=described.mtp if held else (), tied=tied)
 
 
-def _own_head(checkpoint: Checkpoint, network: spec.Network) -> bool:
+def _own_head(checkpoint: Checkpoint, network: spec.NetworkSpec) -> bool:
     tensors = open_tensors(checkpoint)
     table, names = layout(network), tensors.names
     embed, head = (
@@ -131,7 +131,7 @@ def _own_head(checkpoint: Checkpoint, network: spec.Network) -> bool:
 
 def open_weights(
     checkpoint: Checkpoint,
-    network: spec.Network,
+    network: spec.NetworkSpec,
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -158,7 +158,7 @@ def open_weights(
     )
 
 
-def stored_format(config: Mapping[str, Any]) -> Announced | None:
+def stored_format(config: Mapping[str, Any]) -> QuantisationConfig | None:
     """Return a config's storage format of large matrices; None: the model's dtype."""
     outer = Fields(config)
     return announced(outer, text_fields(outer))
@@ -169,12 +169,14 @@ def open_tensors(checkpoint: Checkpoint) -> Tensors:
     return Tensors(checkpoint, stored_format(checkpoint.config))
 
 
-def stored_numbers(checkpoint: Checkpoint, network: spec.Network) -> Callable[[str], Numbers | None]:
+def stored_numbers(
+    checkpoint: Checkpoint, network: spec.NetworkSpec
+) -> Callable[[str], QuantisationScheme | None]:
     """Return a function from our name of a matrix to its integer storage, or None."""
     table, tensors = layout(network), open_tensors(checkpoint)
     prefix = table.prefix(tensors.names)
 
-    def numbers(name: str) -> Numbers | None:
+    def numbers(name: str) -> QuantisationScheme | None:
         names = (name, "embed.weight") if name == "head.weight" and network.tied else (name,)
         sources = (source for own in names for source in table.sources(own, prefix))
         found = next((source for source in sources if source.present(tensors.names, 1)), None)

@@ -52,7 +52,7 @@ _PACKED = MappingProxyType({own.NAME: own.read_format for own in (gptq, awq, com
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class QuantisationConfig:
     """A config's storage format of large matrices."""
 
     name: str
@@ -60,7 +60,7 @@ class Announced:
     """None: block-scaled FP8."""
 
 
-def announced(*levels: Fields) -> Announced | None:
+def announced(*levels: Fields) -> QuantisationConfig | None:
     """Return the storage format announced on any level of a config; refuse unsupported ones.
 
     FP8 activation settings are ignored: activations stay in the model's dtype, which is more exact.
@@ -69,11 +69,11 @@ def announced(*levels: Fields) -> Announced | None:
     return found[0] if found else None
 
 
-def _read(fields: Fields) -> Announced:
+def _read(fields: Fields) -> QuantisationConfig:
     method = fields.get("quant_method")
     if isinstance(method, str) and method in _PACKED:
         packed = _PACKED[method](fields)
-        return Announced(packed.name, packed)
+        return QuantisationConfig(packed.name, packed)
     needed = f"(8-bit floats in blocks of {BLOCK} by {BLOCK}), or the checkpoint that was not quantised"
     if method != "fp8":
         others = ", ".join(map(repr, _PACKED))
@@ -82,4 +82,4 @@ def _read(fields: Fields) -> Announced:
         fields.refuse("fmt", f"'e4m3' {needed}")
     if fields.get("weight_block_size") != [BLOCK, BLOCK]:
         fields.refuse("weight_block_size", f"[{BLOCK}, {BLOCK}] {needed}")
-    return Announced("fp8")
+    return QuantisationConfig("fp8")

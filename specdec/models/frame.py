@@ -7,14 +7,14 @@ from torch import Tensor
 
 from specdec.kernels.table import Kernels
 from specdec.models import spec
-from specdec.models.mixers.base import LoadedMixer, Place, Step
+from specdec.models.mixers.base import LoadedMixer, MixerPlacement, Step
 from specdec.models.norm import Norm
 from specdec.models.weights import Weights
 
 Part = Callable[[Tensor, Step], Tensor]
 
 
-class Half:
+class LoadedHalfLayer:
     """Half a layer: parts that read the residual stream x and add to it."""
 
     def __init__(
@@ -72,17 +72,17 @@ class Half:
         return x_TD, read_TD if self.pre_D is None else ops.rms_norm(read_TD, self.pre_D, self.eps)
 
 
-class Block:
+class LoadedLayer:
     """One layer: its mixers, then its feed-forward."""
 
     def __init__(
         self,
-        layer: spec.Layer,
+        layer: spec.LayerSpec,
         hidden: int,
         norm: Norm,
         weights: Weights,
         kernels: Kernels,
-        first: Place,
+        first: MixerPlacement,
         *,
         narrow: torch.dtype | None = None,
     ) -> None:
@@ -92,14 +92,18 @@ class Block:
         self.mixing = self.feeding = None
         if self.mixers:
             frame = layer.frame if layer.reads is None else spec.Frame(pre=False)
-            self.mixing = Half(frame, self.mixers, *own, name="mixer", hidden=hidden, narrow=narrow)
+            self.mixing = LoadedHalfLayer(
+                frame, self.mixers, *own, name="mixer", hidden=hidden, narrow=narrow
+            )
         self.ffn = ffn = layer.ffn.build(hidden, weights.within("ffn"), kernels) if layer.ffn else None
         if ffn:
             parts = (lambda read_TD, step: ffn(read_TD),)
-            self.feeding = Half(layer.ffn_frame, parts, *own, name="ffn", hidden=hidden, narrow=narrow)
+            self.feeding = LoadedHalfLayer(
+                layer.ffn_frame, parts, *own, name="ffn", hidden=hidden, narrow=narrow
+            )
 
     @property
-    def halves(self) -> tuple[Half, ...]:
+    def halves(self) -> tuple[LoadedHalfLayer, ...]:
         """Return the halves in order of execution."""
         return tuple(half for half in (self.mixing, self.feeding) if half)
 
@@ -117,7 +121,7 @@ def scaled(x_TD: Tensor, by: float, kernels: Kernels) -> Tensor:
 
 
 def _build_mixers(
-    layer: spec.Layer, weights: Weights, kernels: Kernels, place: Place
+    layer: spec.LayerSpec, weights: Weights, kernels: Kernels, place: MixerPlacement
 ) -> Iterator[LoadedMixer]:
     for i, mixer in enumerate(layer.mixers):
         yield mixer.build(weights.within(f"mixer{i + 1}" if i else "mixer"), kernels, place)

@@ -21,7 +21,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP, FeedForward, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, rows, stack
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, rows, stack
 from specdec.models.mixers import Mixer
 from specdec.models.norm import Norm
 
@@ -32,7 +32,7 @@ HAS_MTP = False
 EXPERTS = "num_local_experts"
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
@@ -55,7 +55,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     }
     if LINEAR in kinds:
         mixers[LINEAR] = mamba2(fields, eps=norm.eps)
-    layers = {kind: spec.Layer((own,), ffn, frame=frame, ffn_frame=frame) for kind, own in mixers.items()}
+    layers = {kind: spec.LayerSpec((own,), ffn, frame=frame, ffn_frame=frame) for kind, own in mixers.items()}
     return assemble(
         *(NAME, fields, tuple(layers[kind] for kind in kinds), norm),
         embed_scale=fields.number("embedding_multiplier", default=1.0),
@@ -80,9 +80,9 @@ def _feed_forward(fields: Fields) -> FeedForward:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(
+    return CheckpointLayout(
         rules=(
             *rules.OUTER,
             *rules.PRE_NORM,
@@ -115,7 +115,7 @@ _APART = (
 """As GGUF files name them."""
 
 
-def _shared(network: spec.Network) -> Iterator[Rule]:
+def _shared(network: spec.NetworkSpec) -> Iterator[TensorRule]:
     """Yield rules that split the projection with rows [gate | up]."""
     ffn = network.layers[0].ffn
     shared = ffn.shared if isinstance(ffn, MoE) else ffn

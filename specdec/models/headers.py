@@ -15,7 +15,7 @@ from specdec.models.network import Network
 _CPU = torch.device("cpu")
 
 
-def check_headers(checkpoint: Checkpoint, network: spec.Network, head: HeadSource | None) -> None:
+def check_headers(checkpoint: Checkpoint, network: spec.NetworkSpec, head: HeadSource | None) -> None:
     """Refuse a config whose sizes do not match its tensors, or those of the draft head.
 
     The network is built as at load time, but from tensors without elements. So every tensor it uses is

@@ -25,7 +25,7 @@ class HeadSource(Protocol):
     """A head's layers and tensor source."""
 
     @property
-    def layers(self) -> tuple[spec.Layer, ...]:
+    def layers(self) -> tuple[spec.LayerSpec, ...]:
         """Return the layers with KV in the arena, after the target's."""
         ...
 
@@ -59,7 +59,7 @@ class HeadSource(Protocol):
 class OwnHead:
     """The multi-token head in a model's own checkpoint."""
 
-    layers: tuple[spec.Layer, ...]
+    layers: tuple[spec.LayerSpec, ...]
     checkpoint: None = None
 
     def open(self, **_: object) -> None:
@@ -94,12 +94,12 @@ def load_head(
     return head
 
 
-def find_mtp(folder: Path | None, network: spec.Network, config: EngineConfig) -> OwnHead | None:
+def find_mtp(folder: Path | None, network: spec.NetworkSpec, config: EngineConfig) -> OwnHead | None:
     """Return the multi-token head in the model's own checkpoint, if any."""
     return OwnHead(network.mtp) if network.mtp else None
 
 
-def find_eagle(folder: Path | None, network: spec.Network, config: EngineConfig) -> EagleFolder | None:
+def find_eagle(folder: Path | None, network: spec.NetworkSpec, config: EngineConfig) -> EagleFolder | None:
     """Return the EAGLE head of draft_model, or with draft eagle the one in the model's folder."""
     if folder is None:
         if config.draft_model is not None:

@@ -15,7 +15,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, layer_rules, stack
+from specdec.models.layouts import CheckpointLayout, layer_rules, stack
 from specdec.models.mixers import Mamba1
 from specdec.models.norm import Norm
 
@@ -25,7 +25,7 @@ TITLES: Mapping[str, str] = {"jamba": "Jamba"}
 HAS_MTP = False
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
@@ -34,7 +34,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     full, mamba, dense = attention(fields, rotates=False), _mamba(fields, norm.eps), swiglu(fields)
     experts = _experts(fields) or dense
     layers = (
-        spec.Layer((full if attends(i) else mamba,), experts if expert(i) else dense)
+        spec.LayerSpec((full if attends(i) else mamba,), experts if expert(i) else dense)
         for i in range(fields.integer("num_hidden_layers", most=MOST_LAYERS))
     )
     return assemble(NAME, fields, tuple(layers), norm)
@@ -79,7 +79,7 @@ def _experts(fields: Fields) -> MoE | None:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
     own = (
         *layer_rules(r"mixer\.(x|dt)\.weight", r"mamba.\2_proj.weight"),
@@ -96,7 +96,7 @@ def layout(network: spec.Network) -> Layout:
         ),
         *layer_rules(r"ffn\.experts\.down", "feed_forward.experts.{e}.down_proj.weight", recipe=stack),
     )
-    return Layout(
+    return CheckpointLayout(
         rules=(*own, *bamba.NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",

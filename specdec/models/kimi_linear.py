@@ -18,7 +18,7 @@ from specdec.models.blocks import (
     swiglu,
 )
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, stack
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, stack
 from specdec.models.mixers import KimiDeltaAttention, LatentAttention, Mixer
 from specdec.models.norm import Norm
 
@@ -31,7 +31,7 @@ LATENT_NORM = Norm(1e-6, wide=False)
 """Norm of the latent vectors; its epsilon is not in the config."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     _refuse_unsupported(fields)
@@ -39,7 +39,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     kinds, forwards = _kinds(fields), feed_forwards(fields, dense=1)
     mixers: dict[str, Mixer] = {LINEAR: _delta_attention(fields, norm.eps), FULL: latent_attention(fields)}
     parts = {DENSE: swiglu(fields), SPARSE: grouped_moe(fields, scale=2.446) if SPARSE in forwards else None}
-    layers = (spec.Layer((mixers[kind],), parts[own]) for kind, own in zip(kinds, forwards, strict=True))
+    layers = (spec.LayerSpec((mixers[kind],), parts[own]) for kind, own in zip(kinds, forwards, strict=True))
     most = fields.integer("model_max_length", default=1 << 20)
     return assemble(NAME, fields, tuple(layers), norm, max_length=most)
 
@@ -96,10 +96,10 @@ def latent_attention(fields: Fields) -> LatentAttention:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout: as published, as saved by transformers, and with its module names."""
     widths = {mixer.width for mixer in network.mixers() if isinstance(mixer, KimiDeltaAttention)}
-    return Layout(
+    return CheckpointLayout(
         rules=(
             *rules.OUTER,
             *rules.PRE_NORM,
@@ -123,7 +123,7 @@ def layout(network: spec.Network) -> Layout:
     )
 
 
-def _feed_forward(home: str) -> Iterator[Rule]:
+def _feed_forward(home: str) -> Iterator[TensorRule]:
     yield from layer_rules(r"ffn\.(gate|up|down)\.weight", rf"{home}.\2_proj.weight")
     yield from layer_rules(r"ffn\.router\.weight", f"{home}.gate.weight")
     yield from layer_rules(r"ffn\.router\.correction", f"{home}.gate.e_score_correction_bias")

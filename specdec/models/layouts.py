@@ -19,7 +19,7 @@ from specdec.kernels.linear.matrix import Matrix
 Shape = tuple[int, ...]
 
 
-class Reader(Protocol):
+class TensorReader(Protocol):
     """A recipe's access to tensors: on the engine's device, in its dtype unless they stay quantised."""
 
     @property
@@ -49,10 +49,10 @@ class Reader(Protocol):
         ...
 
 
-Recipe = Callable[[Reader, tuple[str, ...], Shape], Matrix]
+Recipe = Callable[[TensorReader, tuple[str, ...], Shape], Matrix]
 
 
-def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+def copy(reader: TensorReader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Return the tensor unchanged."""
     return reader.read(disk[0], shape)
 
@@ -60,7 +60,7 @@ def copy(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
 def stored_as(stored: Callable[[Shape], Shape]) -> Recipe:
     """Return a recipe for a tensor that is stored in another shape of the same size."""
 
-    def reshape(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+    def reshape(reader: TensorReader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         weight = reader.read(disk[0], stored(shape))
         return weight if reader.unused else reader.widen(weight, disk[0]).view(shape)
 
@@ -74,7 +74,7 @@ squeeze_conv = stored_as(lambda shape: (shape[0], 1, shape[1]))
 def join_convs(*heights: int) -> Recipe:
     """Return a recipe that joins depthwise convolutions [C, 1, K], split by channels or anywhere else."""
 
-    def join(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+    def join(reader: TensorReader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         found = [reader.height(name) for name in disk]
         stored = [height for height in found if height is not None]
         # A saver that has one convolution may have split it into equal parts.
@@ -88,7 +88,7 @@ def join_convs(*heights: int) -> Recipe:
 def join_heads(*heights: int) -> Recipe:
     """Return a recipe that interleaves matrices [H, N, D] by head, given each one's rows per head."""
 
-    def join(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+    def join(reader: TensorReader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         parts = [
             reader.widen(reader.read(name, (shape[0], height, shape[2])), name)
             for name, height in zip(disk, heights, strict=True)
@@ -105,7 +105,7 @@ def rows(order: Callable[[], Tensor], total: int) -> Recipe:
     match.
     """
 
-    def choose(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+    def choose(reader: TensorReader, disk: tuple[str, ...], shape: Shape) -> Matrix:
         weight = reader.read(disk[0], (total, *shape[1:]))
         if reader.unused:
             return weight
@@ -128,7 +128,7 @@ def rows_by_kind(heads: int, widths: Sequence[int], kinds: Sequence[int]) -> Ten
     return torch.cat([parts[kind].flatten() for kind in kinds])
 
 
-def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
+def stack(reader: TensorReader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     """Stack experts that are stored one by one, with the parts of each (gate, up) stacked too.
 
     FP8 is preserved if parts end at a block's end. No more experts are looked up than there are tensors:
@@ -151,7 +151,9 @@ def stack(reader: Reader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     return weight_ND if out_END is None else out_END
 
 
-def _place(reader: Reader, weight_ND: Matrix, out_END: Matrix, expert: int, first: int, disk: str) -> None:
+def _place(
+    reader: TensorReader, weight_ND: Matrix, out_END: Matrix, expert: int, first: int, disk: str
+) -> None:
     """Write one part of an expert's matrix, starting at row `first`."""
     last = first + weight_ND.shape[0]
     if isinstance(out_END, Fp8) and isinstance(weight_ND, Fp8):
@@ -170,7 +172,7 @@ def numbered(template: str, expert: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class TensorRule:
     """A tensor's location by our name.
 
     `ours` is a regular expression for our names; `disk` are the disk names that its groups expand to: `~` is
@@ -184,7 +186,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """The disk tensors of one of ours, and the recipe that makes it."""
 
     disk: tuple[str, ...]
@@ -197,14 +199,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CheckpointLayout:
     """A family's table for one network.
 
     `prefixes` are the possible values of `~`, detected by the embedding's name; `ignored` are expressions for
     disk names that the network does not use; `head` matches those of the multi-token head.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[TensorRule, ...]
     prefixes: tuple[str, ...]
     embedding: str
     ignored: tuple[str, ...] = ()
@@ -215,14 +217,14 @@ class Layout:
         found = (p for p in self.prefixes if p + self.embedding in names)
         return next(found, self.prefixes[0])
 
-    def sources(self, ours: str, prefix: str) -> Iterator[Source]:
+    def sources(self, ours: str, prefix: str) -> Iterator[TensorSource]:
         """Yield the possible sources of our tensor, the preferred one first."""
         for rule in self.rules:
             if match := re.fullmatch(rule.ours, ours):
                 templates = (rule.disk,) if isinstance(rule.disk, str) else rule.disk
                 # expand() would interpret a backslash in the prefix, so the prefix is inserted afterwards.
                 disk = tuple(match.expand(template).replace("~", prefix) for template in templates)
-                yield Source(disk, rule.recipe)
+                yield TensorSource(disk, rule.recipe)
 
     def wanted(self, names: Iterable[str], *, mtp: bool) -> frozenset[str]:
         """Return the disk names without those ignored on purpose."""
@@ -230,13 +232,13 @@ class Layout:
         return frozenset(name for name in names if not ignored.fullmatch(name))
 
 
-def layer_rules(ours: str, *names: str, recipe: Recipe = copy) -> Iterator[Rule]:
+def layer_rules(ours: str, *names: str, recipe: Recipe = copy) -> Iterator[TensorRule]:
     r"""Yield the rules for a layer's tensor, in the body and in the multi-token head (which has no prefix).
 
     Groups of `ours` count from \2 on: the first is the layer's number.
     """
     for stack_ours, stack_disk in (("", "~"), (r"mtp\.", "mtp.")):
-        yield Rule(
+        yield TensorRule(
             rf"{stack_ours}layers\.(\d+)\.{ours}",
             tuple(rf"{stack_disk}layers.\1.{name}" for name in names),
             recipe,

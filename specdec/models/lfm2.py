@@ -19,7 +19,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, squeeze_conv, stack
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, squeeze_conv, stack
 from specdec.models.mixers import Mixer, ShortConv
 from specdec.models.norm import Norm
 
@@ -32,7 +32,7 @@ CONV = "conv"
 THETA = 1_000_000.0
 
 NAMES = (
-    Rule(r"norm\.weight", "~embedding_norm.weight"),
+    TensorRule(r"norm\.weight", "~embedding_norm.weight"),
     *layer_rules(r"mixer_norm\.weight", "operator_norm.weight"),
     *layer_rules(r"ffn_norm\.weight", "ffn_norm.weight"),
     *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"conv.\2_proj.\3"),
@@ -45,7 +45,7 @@ NAMES = (
 """Names common to all generations."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     outer = Fields(config)
     fields = text_fields(outer)
@@ -62,7 +62,9 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     if fields.get("model_type") == "lfm2_moe":
         dense, experts = MLP(fields.integer("intermediate_size", default=7168), "swiglu"), _experts(fields)
         split = fields.integer("num_dense_layers", default=2, least=0)
-    layers = (spec.Layer((mixers[kind],), dense if i < split else experts) for i, kind in enumerate(kinds))
+    layers = (
+        spec.LayerSpec((mixers[kind],), dense if i < split else experts) for i, kind in enumerate(kinds)
+    )
     return assemble(NAME, outer, tuple(layers), norm, tied=True, max_length=128_000)
 
 
@@ -127,9 +129,9 @@ def _experts(fields: Fields) -> MoE:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(
+    return CheckpointLayout(
         rules=(
             *NAMES,
             *rules.OUTER,

@@ -21,7 +21,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, layer_rules
+from specdec.models.layouts import CheckpointLayout, layer_rules
 from specdec.models.mixers import Attention, Mixer
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -38,7 +38,7 @@ TURNED: Mapping[str, float] = {SLIDING: 1.0, FULL: 0.5}
 """Default fraction of a head's pairs that are rotated."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     outer = Fields(config)
     fields = text_fields(outer)
@@ -50,7 +50,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     mixers |= {kind: _attention(fields, kind, norm) for kind in (FULL, SLIDING) if kind in kinds}
     frame = spec.SANDWICH if fields.flag("use_sandwich_norm", default=True) else spec.PRE_NORM
     ffn = MLP(fields.integer("intermediate_size"), "swiglu")
-    layers = (spec.Layer((mixers[kind],), ffn, frame=frame, ffn_frame=frame) for kind in kinds)
+    layers = (spec.LayerSpec((mixers[kind],), ffn, frame=frame, ffn_frame=frame) for kind in kinds)
     return assemble(NAME, outer, tuple(layers), norm, tied=True, max_length=128_000)
 
 
@@ -101,9 +101,9 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> Rope:
     return Rope(head_dim, theta, turned=int(part * head_dim // 2), wide=True)
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout; the gate is named differently as published and in transformers."""
-    return Layout(
+    return CheckpointLayout(
         rules=(
             *lfm2.NAMES,
             *rules.OUTER,

@@ -6,7 +6,7 @@ from typing import Any
 from specdec.models import mamba2, rules, spec
 from specdec.models.blocks import MOST_LAYERS, assemble, model_type, refuse_unsupported, step_rank
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, layer_rules
+from specdec.models.layouts import CheckpointLayout, layer_rules
 from specdec.models.mixers import Mamba1
 from specdec.models.norm import Norm
 
@@ -17,13 +17,13 @@ TITLES: Mapping[str, str] = {"mamba": "Mamba"}
 HAS_MTP = False
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
     fields.absent("ssm_cfg", "a config as transformers writes it (convert the checkpoint)")
     norm = Norm(fields.number("layer_norm_epsilon", default=1e-5), wide=False)
-    layer = spec.Layer((_mixer(fields),), None)
+    layer = spec.LayerSpec((_mixer(fields),), None)
     return assemble(
         *(NAME, fields, (layer,) * fields.integer("num_hidden_layers", most=MOST_LAYERS), norm),
         tied=True,
@@ -50,10 +50,12 @@ def _mixer(fields: Fields) -> Mamba1:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
     own = (
         *layer_rules(r"mixer\.(x|dt)\.weight", r"mixer.\2_proj.weight"),
         *layer_rules(r"mixer\.dt_bias", "mixer.dt_proj.bias"),
     )
-    return Layout((*own, *mamba2.NAMES), mamba2.PREFIXES, "embeddings.weight", ignored=rules.ignored(network))
+    return CheckpointLayout(
+        (*own, *mamba2.NAMES), mamba2.PREFIXES, "embeddings.weight", ignored=rules.ignored(network)
+    )

@@ -6,7 +6,7 @@ from typing import Any
 from specdec.models import rules, spec
 from specdec.models.blocks import MOST_LAYERS, assemble, refuse_unsupported, step_limit
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, squeeze_conv
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, squeeze_conv
 from specdec.models.mixers import Mamba2
 from specdec.models.norm import Norm
 
@@ -19,13 +19,13 @@ UNBOUNDED = 1 << 20
 """Maximum positions: a state has no length limit, and the config names none."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
     fields.absent("ssm_cfg", "a config as transformers writes it (convert the checkpoint)")
     norm = Norm(fields.number("layer_norm_epsilon", default=1e-5), wide=False)
-    layer = spec.Layer((_mixer(fields, norm.eps),), None)
+    layer = spec.LayerSpec((_mixer(fields, norm.eps),), None)
     return assemble(
         *(NAME, fields, (layer,) * fields.integer("num_hidden_layers", most=MOST_LAYERS), norm),
         max_length=UNBOUNDED,
@@ -58,10 +58,10 @@ def _mixer(fields: Fields, eps: float) -> Mamba2:
 
 
 NAMES = (
-    Rule(r"embed\.weight", "~embeddings.weight"),
-    Rule(r"embed\.weight", "~embedding.weight"),
-    Rule(r"norm\.weight", "~norm_f.weight"),
-    Rule(r"head\.weight", "lm_head.weight"),
+    TensorRule(r"embed\.weight", "~embeddings.weight"),
+    TensorRule(r"embed\.weight", "~embedding.weight"),
+    TensorRule(r"norm\.weight", "~norm_f.weight"),
+    TensorRule(r"head\.weight", "lm_head.weight"),
     *layer_rules(r"mixer_norm\.weight", "norm.weight"),
     *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mixer.\2_proj.\3"),
     *layer_rules(r"mixer\.conv\.weight", "mixer.conv1d.weight", recipe=squeeze_conv),
@@ -71,6 +71,6 @@ NAMES = (
 PREFIXES = ("backbone.", "model.", "")
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(NAMES, PREFIXES, "embeddings.weight", ignored=rules.ignored(network))
+    return CheckpointLayout(NAMES, PREFIXES, "embeddings.weight", ignored=rules.ignored(network))

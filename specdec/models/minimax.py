@@ -21,7 +21,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, rows, rows_by_kind, stack
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, rows, rows_by_kind, stack
 from specdec.models.mixers import Attention, Lightning
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -40,7 +40,7 @@ DERIVED = r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)"
 """Stored decays, which follow from the config."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
@@ -51,7 +51,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     frames = {FULL: _frame(fields, "full_attn", "full_attention")}
     frames[LINEAR] = _frame(fields, "linear_attn", "linear_attention")
     layers = (
-        spec.Layer(
+        spec.LayerSpec(
             (full if kind == FULL else _lightning(full, i, len(kinds)),),
             experts,
             frame=frames[kind],
@@ -128,9 +128,9 @@ def _experts(fields: Fields) -> MoE:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(
+    return CheckpointLayout(
         rules=(
             *rules.OUTER,
             *rules.PRE_NORM,
@@ -152,7 +152,7 @@ def layout(network: spec.Network) -> Layout:
     )
 
 
-def _lightning_rules(network: spec.Network) -> tuple[Rule, ...]:
+def _lightning_rules(network: spec.NetworkSpec) -> tuple[TensorRule, ...]:
     """Yield rules that reorder per-head rows [q | k | v] to [k | q | v]."""
     own = next((mixer for mixer in network.mixers() if isinstance(mixer, Lightning)), None)
     if own is None:

@@ -18,7 +18,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, squeeze_conv, stack
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, squeeze_conv, stack
 from specdec.models.mixers import Attention, Mamba2
 from specdec.models.norm import Norm
 
@@ -30,7 +30,7 @@ HAS_MTP = True
 _SYMBOLS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     outer = Fields(config)
     fields = text_fields(outer)
@@ -78,12 +78,12 @@ def _kinds(fields: Fields, *names: str) -> tuple[str, ...] | None:
     return kinds
 
 
-def _layer(fields: Fields, kind: str, eps: float) -> spec.Layer:
+def _layer(fields: Fields, kind: str, eps: float) -> spec.LayerSpec:
     if kind == LINEAR:
-        return spec.Layer((_mamba(fields, eps),), None)
+        return spec.LayerSpec((_mamba(fields, eps),), None)
     if kind == FULL:
-        return spec.Layer((_attention(fields),), None)
-    return spec.Layer((), _dense(fields) if kind == "mlp" else _experts(fields))
+        return spec.LayerSpec((_attention(fields),), None)
+    return spec.LayerSpec((), _dense(fields) if kind == "mlp" else _experts(fields))
 
 
 def _attention(fields: Fields) -> Attention:
@@ -153,15 +153,15 @@ def _experts(fields: Fields) -> MoE:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
     last = len(network.mtp) - 1
-    return Layout(
+    return CheckpointLayout(
         rules=(
-            Rule(r"embed\.weight", "~embeddings.weight"),
-            Rule(r"norm\.weight", "~norm_f.weight"),
-            Rule(r"head\.weight", "lm_head.weight"),
-            Rule(r"head\.weight", "language_model.lm_head.weight"),
+            TensorRule(r"embed\.weight", "~embeddings.weight"),
+            TensorRule(r"norm\.weight", "~norm_f.weight"),
+            TensorRule(r"head\.weight", "lm_head.weight"),
+            TensorRule(r"head\.weight", "language_model.lm_head.weight"),
             *layer_rules(r"(?:mixer|ffn)_norm\.weight", "norm.weight"),
             *layer_rules(r"mixer\.([qkvo])\.weight", r"mixer.\2_proj.weight"),
             *layer_rules(r"mixer\.(in|out)\.(weight|bias)", r"mixer.\2_proj.\3"),
@@ -176,10 +176,10 @@ def layout(network: spec.Network) -> Layout:
             *layer_rules(r"ffn\.shared\.(up|down)\.weight", r"mixer.shared_experts.\2_proj.weight"),
             *layer_rules(r"ffn\.latent_in\.weight", "mixer.fc1_latent_proj.weight"),
             *layer_rules(r"ffn\.latent_out\.weight", "mixer.fc2_latent_proj.weight"),
-            Rule(r"mtp\.embed_norm\.weight", "mtp.layers.0.enorm.weight"),
-            Rule(r"mtp\.hidden_norm\.weight", "mtp.layers.0.hnorm.weight"),
-            Rule(r"mtp\.fc\.weight", "mtp.layers.0.eh_proj.weight"),
-            Rule(r"mtp\.norm\.weight", f"mtp.layers.{last}.final_layernorm.weight"),
+            TensorRule(r"mtp\.embed_norm\.weight", "mtp.layers.0.enorm.weight"),
+            TensorRule(r"mtp\.hidden_norm\.weight", "mtp.layers.0.hnorm.weight"),
+            TensorRule(r"mtp\.fc\.weight", "mtp.layers.0.eh_proj.weight"),
+            TensorRule(r"mtp\.norm\.weight", f"mtp.layers.{last}.final_layernorm.weight"),
         ),
         prefixes=("backbone.", "model.", "language_model.backbone.", ""),
         embedding="embeddings.weight",

@@ -9,9 +9,9 @@ from torch import Tensor
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
 from specdec.models import spec
-from specdec.models.frame import Block, joined, scaled
+from specdec.models.frame import LoadedLayer, joined, scaled
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import Memory, Place, Step
+from specdec.models.mixers.base import ArenaViews, MixerPlacement, Step
 from specdec.models.replay import Replays
 from specdec.models.rope import Rotations, rope_tables
 from specdec.models.shortlist import Shortlist
@@ -24,10 +24,10 @@ LOGITS = 256
 
 
 def memory_layout(
-    network: spec.Network,
+    network: spec.NetworkSpec,
     dtype: torch.dtype,
     *,
-    head: Sequence[spec.Layer] = (),
+    head: Sequence[spec.LayerSpec] = (),
     state_dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
 ) -> Layout:
@@ -40,7 +40,7 @@ def memory_layout(
 
 
 def run_blocks(
-    blocks: Sequence[Block],
+    blocks: Sequence[LoadedLayer],
     x_TD: Tensor,
     step: Step,
     norm_D: Tensor,
@@ -73,32 +73,34 @@ def run_blocks(
 
 
 def build_blocks(
-    layers: Sequence[spec.Layer],
-    network: spec.Network,
+    layers: Sequence[spec.LayerSpec],
+    network: spec.NetworkSpec,
     weights: Weights,
     kernels: Kernels,
     *,
-    behind: Sequence[spec.Layer] = (),
+    behind: Sequence[spec.LayerSpec] = (),
     narrow: torch.dtype | None = None,
-) -> list[Block]:
+) -> list[LoadedLayer]:
     """Build the layers in order; their indices in the arena's views follow those of `behind`."""
-    blocks: list[Block] = []
+    blocks: list[LoadedLayer] = []
     place = first_place(behind, network.hidden)
     for i, layer in enumerate(layers):
         own = weights.within(f"layers.{i}")
         lender = None if layer.shares is None else blocks[layer.shares].mixers[0]
         first = replace(place, lender=lender)
-        blocks.append(Block(layer, network.hidden, network.norm, own, kernels, first, narrow=narrow))
+        blocks.append(LoadedLayer(layer, network.hidden, network.norm, own, kernels, first, narrow=narrow))
         place = place.after(*layer.mixers)
     return blocks
 
 
-def first_place(behind: Sequence[spec.Layer], writes: int, *, reads: int | None = None) -> Place:
+def first_place(behind: Sequence[spec.LayerSpec], writes: int, *, reads: int | None = None) -> MixerPlacement:
     """Return the place of a mixer that follows the layers of another network."""
-    return Place(reads or writes, writes).after(*(mixer for layer in behind for mixer in layer.mixers))
+    return MixerPlacement(reads or writes, writes).after(
+        *(mixer for layer in behind for mixer in layer.mixers)
+    )
 
 
-def begin_step(window: Window, memory: Memory, tables: Rotations, kernels: Kernels) -> Step:
+def begin_step(window: Window, memory: ArenaViews, tables: Rotations, kernels: Kernels) -> Step:
     """Return a step with the rotations of the window's positions."""
     at_T = window.position_T
     rope = {
@@ -113,7 +115,7 @@ class Network:
 
     def __init__(
         self,
-        s: spec.Network,
+        s: spec.NetworkSpec,
         weights: Weights,
         kernels: Kernels,
         *,
@@ -140,23 +142,23 @@ class Network:
         self.rope = rope_tables(ropes, max_length, kernels, device)
         self._replays = Replays(self._run, kernels)
 
-    def begin(self, window: Window, memory: Memory) -> Step:
+    def begin(self, window: Window, memory: ArenaViews) -> Step:
         """Return the state shared by all layers of this pass."""
         return begin_step(window, memory, self.rope, self.kernels)
 
-    def forward(self, window: Window, memory: Memory) -> Tensor:
+    def forward(self, window: Window, memory: ArenaViews) -> Tensor:
         """Return the hidden states after the final norm; updates KV, states and records in `memory`."""
         return self.forward_with_aux(window, memory, ())[0]
 
     def forward_with_aux(
-        self, window: Window, memory: Memory, aux_hidden_layers: Sequence[int]
+        self, window: Window, memory: ArenaViews, aux_hidden_layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
         """Do `forward`; also return the residual streams that enter the given layers."""
         hidden_TD, *aux = self._replays(window, memory, aux_hidden_layers=tuple(aux_hidden_layers))
         return hidden_TD, aux
 
     def _run(
-        self, window: Window, memory: Memory, *, aux_hidden_layers: tuple[int, ...]
+        self, window: Window, memory: ArenaViews, *, aux_hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
         ops = self.kernels
         x_TD = scaled(ops.embedding(self.embed_VD, window.token_T), self.spec.embed_scale, ops)
@@ -171,7 +173,7 @@ class Network:
         )
         return hidden_TD, *(aux[layer] for layer in aux_hidden_layers)
 
-    def materialize(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    def materialize(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         """Fold the rows' paths into the recurrent states, in place, as the next window would.
 
         A shorter length gives the state at an earlier position of the path. The records are not needed
@@ -181,7 +183,7 @@ class Network:
             for mixer in block.mixers:
                 mixer.fold(memory, slot_B, path, length_B)
 
-    def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+    def move(self, memory: ArenaViews, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         """Move keys and values to other positions of their rows in every attention layer of the target.
 
         After tree verification the accepted path's must directly follow the committed tokens.
@@ -233,14 +235,14 @@ class MTPHead:
         """Return the target's last hidden states unchanged."""
         return hidden_TD
 
-    def forward(self, window: Window, hidden_TD: Tensor, memory: Memory) -> Tensor:
+    def forward(self, window: Window, hidden_TD: Tensor, memory: ArenaViews) -> Tensor:
         """Return h' for each token of the window, given the hidden state of the previous position.
 
         The first input is the target's hidden state after its final norm; recursion feeds back h'.
         """
         return self._replays(window, memory, hidden_TD)[0]
 
-    def _run(self, window: Window, memory: Memory, hidden_TD: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, window: Window, memory: ArenaViews, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step, ops = self.target.begin(window, memory), self.target.kernels
         embed_TD = ops.embedding(self.target.embed_VD, window.token_T)
         embed_TD = ops.rms_norm(embed_TD, self.embed_norm_D, self.eps)

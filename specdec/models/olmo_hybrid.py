@@ -16,7 +16,7 @@ from specdec.models.blocks import (
     swiglu,
 )
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, join_convs, layer_rules
+from specdec.models.layouts import CheckpointLayout, TensorRule, join_convs, layer_rules
 from specdec.models.mixers import Attention, GatedDeltaNet
 from specdec.models.norm import Norm
 
@@ -29,7 +29,7 @@ OUTPUT_EPS = 1e-5
 """Epsilon of the norm inside a gated delta net, independent of the config."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
@@ -39,8 +39,8 @@ def network(config: Mapping[str, Any]) -> spec.Network:
         kinds = (*kinds[:-1], FULL)
     ffn, post = swiglu(fields), spec.POST_NORM
     layers = {
-        FULL: spec.Layer((_attention(fields, norm),), ffn, frame=post, ffn_frame=post),
-        LINEAR: spec.Layer((_delta_net(fields),), ffn),
+        FULL: spec.LayerSpec((_attention(fields, norm),), ffn, frame=post, ffn_frame=post),
+        LINEAR: spec.LayerSpec((_delta_net(fields),), ffn),
     }
     return assemble(NAME, fields, tuple(layers[kind] for kind in kinds), norm)
 
@@ -77,9 +77,9 @@ def _delta_net(fields: Fields) -> GatedDeltaNet:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout; transformers renames some norms on saving."""
-    return Layout(
+    return CheckpointLayout(
         rules=(
             *rules.OUTER,
             *layer_rules(r"mixer_norm\.weight", "attention_layer_norm.weight"),
@@ -105,7 +105,7 @@ def layout(network: spec.Network) -> Layout:
     )
 
 
-def _convs(net: GatedDeltaNet) -> Iterator[Rule]:
+def _convs(net: GatedDeltaNet) -> Iterator[TensorRule]:
     key, value = net.key_heads * net.key_dim, net.value_heads * net.value_dim
     names = (f"linear_attn.{name}_conv1d.weight" for name in "qkv")
     return layer_rules(r"mixer\.conv\.weight", *names, recipe=join_convs(key, key, value))

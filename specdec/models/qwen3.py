@@ -21,7 +21,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import FeedForward
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout
+from specdec.models.layouts import CheckpointLayout
 from specdec.models.norm import Norm
 
 NAME = "qwen3"
@@ -30,7 +30,7 @@ TITLES: Mapping[str, str] = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3 MoE"}
 HAS_MTP = False
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields, slides=True)
@@ -42,7 +42,7 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     if SLIDING in kinds:
         mixers[SLIDING] = replace(full, window=window(fields, default=4096))
     layers = (
-        spec.Layer((mixers[kind],), _feed_forward(fields, i) if moe else swiglu(fields))
+        spec.LayerSpec((mixers[kind],), _feed_forward(fields, i) if moe else swiglu(fields))
         for i, kind in enumerate(kinds)
     )
     return assemble(NAME, fields, tuple(layers), norm)
@@ -64,9 +64,9 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
     return softmax_moe(fields, renormalise=renormalise, experts=experts, shared=False)
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(
+    return CheckpointLayout(
         rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE, *rules.GATED_EXPERTS),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",

@@ -23,7 +23,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import FeedForward
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout
+from specdec.models.layouts import CheckpointLayout
 from specdec.models.mixers import Mixer
 from specdec.models.norm import Norm
 
@@ -36,7 +36,7 @@ TITLES: Mapping[str, str] = {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5 MoE"}
 HAS_MTP = True
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     outer = Fields(config)
     text = text_fields(outer)
@@ -51,8 +51,8 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     if LINEAR in kinds:
         mixers[LINEAR] = (delta_net(text, eps=norm.eps),)
     ffn = _feed_forward(text, model_type(outer))
-    layers = tuple(spec.Layer(mixers[kind], ffn) for kind in kinds)
-    mtp = (spec.Layer((full,), ffn),) if head_wanted(text, default=True) else ()
+    layers = tuple(spec.LayerSpec(mixers[kind], ffn) for kind in kinds)
+    mtp = (spec.LayerSpec((full,), ffn),) if head_wanted(text, default=True) else ()
     return assemble(NAME, outer, layers, norm, mtp=mtp)
 
 
@@ -63,9 +63,9 @@ def _feed_forward(text: Fields, kind: str) -> FeedForward:
     return softmax_moe(text, renormalise=True)
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return Layout(
+    return CheckpointLayout(
         rules=(
             *rules.OUTER,
             *rules.PRE_NORM,

@@ -20,7 +20,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import FeedForward, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, rows, rows_by_kind
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, rows, rows_by_kind
 from specdec.models.mixers import GatedDeltaNet, Mixer
 from specdec.models.norm import Norm
 
@@ -30,7 +30,7 @@ TITLES: Mapping[str, str] = {"qwen3_next": "Qwen3-Next"}
 HAS_MTP = True
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
@@ -40,9 +40,9 @@ def network(config: Mapping[str, Any]) -> spec.Network:
     mixers: dict[str, tuple[Mixer, ...]] = {FULL: (full,)}
     if LINEAR in kinds:
         mixers[LINEAR] = (delta_net(fields, eps=norm.eps),)
-    layers = tuple(spec.Layer(mixers[kind], _feed_forward(fields, i)) for i, kind in enumerate(kinds))
+    layers = tuple(spec.LayerSpec(mixers[kind], _feed_forward(fields, i)) for i, kind in enumerate(kinds))
     # Published configs do not mention the multi-token head in their checkpoints.
-    head = spec.Layer((full,), _experts(fields) or swiglu(fields))
+    head = spec.LayerSpec((full,), _experts(fields) or swiglu(fields))
     mtp = (head,) if head_wanted(fields, default=True) else ()
     return assemble(NAME, fields, layers, norm, mtp=mtp)
 
@@ -57,10 +57,10 @@ def _experts(fields: Fields) -> MoE | None:
     return softmax_moe(fields, renormalise=fields.flag("norm_topk_prob", default=True))
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
     nets = {mixer for mixer in network.mixers() if isinstance(mixer, GatedDeltaNet)}
-    return Layout(
+    return CheckpointLayout(
         rules=(
             *rules.OUTER,
             *rules.PRE_NORM,
@@ -78,7 +78,7 @@ def layout(network: spec.Network) -> Layout:
     )
 
 
-def _interleaved(net: GatedDeltaNet) -> Iterator[Rule]:
+def _interleaved(net: GatedDeltaNet) -> Iterator[TensorRule]:
     """Yield rules that split the two fused projections, whose rows are grouped by key head.
 
     A key head's rows are [q | k | its value heads' v | their z], and [their b | their a].

@@ -11,7 +11,7 @@ from specdec.kernels.group import Group, RecordIds
 from specdec.kernels.native.call import listening, room
 from specdec.kernels.native.tape import COME, REFUSED, Tape, Tapes
 from specdec.kernels.table import Kernels
-from specdec.models.mixers.base import Memory
+from specdec.models.mixers.base import ArenaViews
 from specdec.state_slots.window import Window
 
 Pass = Callable[..., tuple[Tensor, ...]]
@@ -28,11 +28,11 @@ class Replays:
 
     def __init__(self, run: Pass, kernels: Kernels) -> None:
         self.run, self.serves = run, kernels.name == "native"
-        self._by_memory: WeakKeyDictionary[Memory, Tapes[Recorded]] = WeakKeyDictionary()
+        self._by_memory: WeakKeyDictionary[ArenaViews, Tapes[Recorded]] = WeakKeyDictionary()
         """Tapes belong to one arena and are dropped with it."""
 
     def __call__(
-        self, window: Window, memory: Memory, *inputs: Tensor, **constants: Any
+        self, window: Window, memory: ArenaViews, *inputs: Tensor, **constants: Any
     ) -> tuple[Tensor, ...]:
         """Return new tensors; `constants` are part of the key. Within a recording the pass runs directly."""
         group = window.groups[0]
@@ -64,7 +64,7 @@ class Recorded:
         self.inputs = tuple(x.clone() for x in inputs)
         self.outputs: tuple[Tensor, ...] = ()
 
-    def record(self, run: Pass, memory: Memory, constants: dict[str, Any]) -> tuple[Tensor, ...]:
+    def record(self, run: Pass, memory: ArenaViews, constants: dict[str, Any]) -> tuple[Tensor, ...]:
         """Record the pass on this memory."""
         with self.tape:
             self.outputs = run(self.window, memory, *self.inputs, **constants)

@@ -42,7 +42,7 @@ class Nibbles:
         return self.matrix._replace(number_ND=number_ND)
 
 
-class Original(Weights, Protocol):
+class CopySource(Weights, Protocol):
     """The source of a copy; `unused` is true if its tensors are stand-ins because an error will be raised."""
 
     @property
@@ -56,7 +56,7 @@ class CopiedWeights:
     as much memory as the copy will, and are released one by one. Stand-ins are not quantised.
     """
 
-    def __init__(self, weights: Original) -> None:
+    def __init__(self, weights: CopySource) -> None:
         self._weights = weights
         self._shared: dict[str, Tensor] = {}
         self._rounded: dict[str, Nibbles] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from specdec.models.layouts import (
     Recipe,
-    Rule,
+    TensorRule,
     copy,
     join_convs,
     join_heads,
@@ -15,13 +15,13 @@ from specdec.models.layouts import (
     stored_as,
 )
 from specdec.models.mixers import LatentAttention
-from specdec.models.spec import Network
+from specdec.models.spec import NetworkSpec
 
 OUTER = (
-    Rule(r"embed\.weight", "~embed_tokens.weight"),
-    Rule(r"norm\.weight", "~norm.weight"),
-    Rule(r"head\.weight", "lm_head.weight"),
-    Rule(r"head\.weight", "language_model.lm_head.weight"),
+    TensorRule(r"embed\.weight", "~embed_tokens.weight"),
+    TensorRule(r"norm\.weight", "~norm.weight"),
+    TensorRule(r"head\.weight", "lm_head.weight"),
+    TensorRule(r"head\.weight", "language_model.lm_head.weight"),
 )
 
 PRE_NORM = (
@@ -45,7 +45,7 @@ DELTA_NET = (
 DELTA_NET_FLAT = tuple(layer_rules(r"mixer\.in_(qkv|z|b|a)\.weight", r"linear_attn.in_proj_\2.weight"))
 
 
-def mamba(ours: str, disk: str) -> tuple[Rule, ...]:
+def mamba(ours: str, disk: str) -> tuple[TensorRule, ...]:
     """Return the rules common to both Mamba kinds, given our name and the disk's of a mixer."""
     return (
         *layer_rules(rf"{ours}\.(in|out)\.(weight|bias)", rf"{disk}.\2_proj.\3"),
@@ -77,7 +77,7 @@ FLAT = stored_as(lambda shape: (math.prod(shape),))
 BETWEEN_ONES = stored_as(lambda shape: (1, 1, *shape, 1))
 
 
-def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[Rule]:
+def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[TensorRule]:
     """Yield rules of Kimi delta attention of this width; a separate module may compute the decays."""
     each = (f"{home}.{name}_conv1d.weight" for name in "qkv")
     yield from layer_rules(r"mixer\.conv\.weight", *each, recipe=join_convs(width, width, width))
@@ -92,7 +92,7 @@ def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[
         yield from layer_rules(r"mixer\.A_log", f"{gate}.A_log", recipe=A_log)
 
 
-def latent_attention(home: str, mixer: LatentAttention) -> Iterator[Rule]:
+def latent_attention(home: str, mixer: LatentAttention) -> Iterator[TensorRule]:
     """Yield rules of latent attention's query, key and value projections."""
     yield from layer_rules(r"mixer\.kv_a\.weight", f"{home}.kv_a_proj_with_mqa.weight")
     yield from layer_rules(r"mixer\.(q_a|q_b)\.weight", rf"{home}.\2_proj.weight")
@@ -104,9 +104,9 @@ def latent_attention(home: str, mixer: LatentAttention) -> Iterator[Rule]:
 
 
 HEAD = (
-    Rule(r"mtp\.embed_norm\.weight", "mtp.pre_fc_norm_embedding.weight"),
-    Rule(r"mtp\.hidden_norm\.weight", "mtp.pre_fc_norm_hidden.weight"),
-    Rule(r"mtp\.(fc|norm)\.weight", r"mtp.\1.weight"),
+    TensorRule(r"mtp\.embed_norm\.weight", "mtp.pre_fc_norm_embedding.weight"),
+    TensorRule(r"mtp\.hidden_norm\.weight", "mtp.pre_fc_norm_hidden.weight"),
+    TensorRule(r"mtp\.(fc|norm)\.weight", r"mtp.\1.weight"),
 )
 
 # Prefixes of text checkpoints, of new and old multimodal ones, and of a bare body.
@@ -123,7 +123,7 @@ _VISION = (
 _OUTPUT = r"(.*\.)?lm_head\.weight"
 
 
-def ignored(network: Network) -> tuple[str, ...]:
+def ignored(network: NetworkSpec) -> tuple[str, ...]:
     """Return expressions for tensors that a text model ignores."""
     return (_ROTARY, _VISION, _later_heads(len(network.mtp)), *((_OUTPUT,) if network.tied else ()))
 

@@ -34,7 +34,7 @@ SANDWICH = Frame(post=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerSpec:
     """Mixers in a frame, then a feed-forward in another; either half may be absent."""
 
     mixers: tuple[Mixer, ...]
@@ -53,16 +53,16 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkSpec:
     family: str
     vocab: int
     hidden: int
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerSpec, ...]
     norm: Norm
     tied: bool
     max_length: int
     eos: tuple[int, ...]
-    mtp: tuple[Layer, ...] = ()
+    mtp: tuple[LayerSpec, ...] = ()
     """The layers of the multi-token head; empty without one."""
     embed_scale: float = 1.0
     """Multiplier of the embeddings."""
@@ -82,7 +82,7 @@ class Eagle:
     width: int
     vocab: int
     """Rows of its own embedding."""
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerSpec, ...]
     norm: Norm
     aux_hidden_layers: tuple[int, ...]
     """The target's residual streams that it fuses, by the layer that they enter; the number of layers means

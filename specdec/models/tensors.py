@@ -9,9 +9,9 @@ import torch
 
 from specdec.kernels.linear.integers import Integers
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.formats import Announced
+from specdec.models.formats import QuantisationConfig
 from specdec.models.layouts import Shape
-from specdec.models.packed.base import Numbers, PackedMatrix, Part
+from specdec.models.packed.base import PackedMatrix, PackedTensorSpec, QuantisationScheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 class Tensors:
     """Presents a checkpoint's tensors as if unquantised, and reads integer matrices."""
 
-    def __init__(self, checkpoint: Checkpoint, announced: Announced | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, announced: QuantisationConfig | None) -> None:
         packed = announced and announced.packed
         self._checkpoint, self._format = checkpoint, packed.name if packed else None
         self._packed: dict[str, PackedMatrix]
@@ -57,7 +57,7 @@ class Tensors:
         parts = {disk for matrix in self._packed.values() for disk in matrix.disk}
         self.names = frozenset(checkpoint.names()) - parts | self._packed.keys()
 
-    def numbers(self, name: str) -> Numbers | None:
+    def numbers(self, name: str) -> QuantisationScheme | None:
         """Return a matrix's integer storage, or None."""
         return self._packed[name].numbers if name in self._packed else None
 
@@ -115,7 +115,7 @@ class Tensors:
         untiled = numbers - sum(prod(matrix.shape) for matrix in fitting)
         return Sizes(stored, float8, PackedSizes(self._format, bits, numbers, multiplied, tiled, untiled))
 
-    def _parts(self, name: str, shape: Shape) -> dict[str, Part]:
+    def _parts(self, name: str, shape: Shape) -> dict[str, PackedTensorSpec]:
         if len(shape) != 2:
             return {}
         matrix = self._packed[name]

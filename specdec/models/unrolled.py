@@ -13,7 +13,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.window import Window
 
 
-class Head(Protocol):
+class UnrollableHead(Protocol):
     """A draft head, as in `draft.head`."""
 
     def forward(self, window: Window, hidden_TD: Tensor, memory: Arena) -> Tensor: ...
@@ -24,7 +24,7 @@ class Head(Protocol):
 class Unrolled:
     """Runs a head recursively on its own drafts."""
 
-    def __init__(self, head: Head, kernels: Kernels) -> None:
+    def __init__(self, head: UnrollableHead, kernels: Kernels) -> None:
         self.head, self.kernels = head, kernels
         self._replays = Replays(self._run, kernels)
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Self
 
-from specdec.models.spec import Layer, Network
+from specdec.models.spec import LayerSpec, NetworkSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ReadingWork:
     """FLOPs per pair of a token and one it attends to, by attention window (None: unlimited)."""
 
     @classmethod
-    def of(cls, network: Network) -> Self:
+    def of(cls, network: NetworkSpec) -> Self:
         per_pair: dict[int | None, float] = defaultdict(float)
         for mixer in (mixer for layer in network.layers for mixer in layer.mixers):
             per_pair[mixer.reach()] += mixer.pair_flops()
@@ -38,7 +38,7 @@ def _pairs(tokens: int, reach: int | None) -> float:
     return growing * (growing + 1) / 2 + (tokens - growing) * growing
 
 
-def _token_flops(layer: Layer, hidden: int) -> float:
+def _token_flops(layer: LayerSpec, hidden: int) -> float:
     weights = sum(out * inner for part in layer.parts for out, inner in part.matrices(hidden).values())
     others = sum(mixer.token_flops() for mixer in layer.mixers)
     return 2.0 * weights + others + (layer.ffn.token_flops(hidden) if layer.ffn else 0.0)

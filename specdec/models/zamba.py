@@ -9,7 +9,7 @@ from specdec.models import rules, spec, zamba2
 from specdec.models.blocks import MOST_LAYERS, assemble, refuse_unsupported, step_rank
 from specdec.models.feed_forward import MLP
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Shape, layer_rules, rows, rows_by_kind, stored_as
+from specdec.models.layouts import CheckpointLayout, Shape, layer_rules, rows, rows_by_kind, stored_as
 from specdec.models.mixers import Mamba1, SharedBlock
 from specdec.models.norm import Norm
 
@@ -19,7 +19,7 @@ TITLES: Mapping[str, str] = {"zamba": "Zamba"}
 HAS_MTP = False
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
@@ -57,7 +57,7 @@ def _mamba(fields: Fields) -> Mamba1:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout: inputs and gates interleaved by row, and parameters split by head."""
     heads, channels = next(
         (mixer.heads, mixer.inner) for mixer in network.mixers() if isinstance(mixer, Mamba1)
@@ -79,7 +79,7 @@ def layout(network: spec.Network) -> Layout:
             *layer_rules(rf"{mixer}\.dt_bias", f"{disk}.dt_proj_bias", recipe=stored_as(by_head)),
             *layer_rules(rf"{mixer}\.(A_log|D)", rf"{disk}.\2", recipe=stored_as(by_head)),
         ]
-    return Layout(
+    return CheckpointLayout(
         rules=(*own, *zamba2.outer_rules(network, "shared_transf"), *rules.MAMBA),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",

@@ -20,7 +20,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP
 from specdec.models.fields import Fields
-from specdec.models.layouts import Layout, Rule, layer_rules, rows
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, rows
 from specdec.models.mixers import Attention, Mamba2, Mixer, SharedBlock
 from specdec.models.norm import Norm
 
@@ -37,7 +37,7 @@ _MAMBA_EPS = 1e-5
 """Not in the config."""
 
 
-def network(config: Mapping[str, Any]) -> spec.Network:
+def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     """Describe the network of a config."""
     fields = Fields(config)
     refuse_unsupported(fields)
@@ -64,16 +64,16 @@ def read_kinds(fields: Fields, hybrid: Sequence[int]) -> tuple[str, ...]:
 
 def hybrid_layers(
     kinds: Sequence[str], block: SharedBlock, mamba: Mixer, *, blocks: int
-) -> Iterator[spec.Layer]:
+) -> Iterator[spec.LayerSpec]:
     """Yield the layers; hybrid ones use the shared blocks in turn."""
     hybrid = [i for i, kind in enumerate(kinds) if kind == HYBRID]
     for i, kind in enumerate(kinds):
         if kind == LINEAR:
-            yield spec.Layer((mamba,), None)
+            yield spec.LayerSpec((mamba,), None)
             continue
         n = hybrid.index(i)
         shares = hybrid[n % blocks] if n >= blocks else None
-        yield spec.Layer((block, mamba), None, frame=spec.Frame(side=True), shares=shares)
+        yield spec.LayerSpec((block, mamba), None, frame=spec.Frame(side=True), shares=shares)
 
 
 def shared_attention(fields: Fields, *, kv_heads_required: bool = False) -> Attention:
@@ -128,10 +128,10 @@ def _mamba(fields: Fields) -> Mamba2:
     )
 
 
-def layout(network: spec.Network) -> Layout:
+def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout; adapters are named after their block and the number of its use."""
     own = (*_feed_forward(network), *_adapters(network))
-    return Layout(
+    return CheckpointLayout(
         rules=(*own, *outer_rules(network, "shared_transformer"), *rules.MAMBA),
         prefixes=rules.PREFIXES,
         embedding="embed_tokens.weight",
@@ -139,13 +139,13 @@ def layout(network: spec.Network) -> Layout:
     )
 
 
-def outer_rules(network: spec.Network, block: str) -> Iterator[Rule]:
+def outer_rules(network: spec.NetworkSpec, block: str) -> Iterator[TensorRule]:
     """Yield the rules common to both generations; `block` is a shared block's disk name."""
     shared = r"mixer\.shared\."
-    yield Rule(r"norm\.weight", "~final_layernorm.weight")
+    yield TensorRule(r"norm\.weight", "~final_layernorm.weight")
     if hybrid := "|".join(str(i) for i in uses(network)):
         disk = r"~layers.\1.mamba_decoder.input_layernorm.weight"
-        yield Rule(rf"layers\.({hybrid})\.mixer_norm\.weight", disk)
+        yield TensorRule(rf"layers\.({hybrid})\.mixer_norm\.weight", disk)
     yield from rules.OUTER
     yield from rules.PRE_NORM
     yield from rules.mamba("mixer2", "mamba_decoder.mamba")
@@ -157,7 +157,7 @@ def outer_rules(network: spec.Network, block: str) -> Iterator[Rule]:
     yield from layer_rules(rf"{shared}ffn\.(gate|up|down)\.(weight|bias)", names)
 
 
-def uses(network: spec.Network) -> Mapping[int, int]:
+def uses(network: spec.NetworkSpec) -> Mapping[int, int]:
     """Return the hybrid layers, in order, with the layers that own their blocks."""
     return {
         i: i if layer.shares is None else layer.shares
@@ -166,7 +166,7 @@ def uses(network: spec.Network) -> Mapping[int, int]:
     }
 
 
-def _feed_forward(network: spec.Network) -> Iterator[Rule]:
+def _feed_forward(network: spec.NetworkSpec) -> Iterator[TensorRule]:
     """Yield rules that split the projection with rows [gate | up]."""
     blocks = {mixer for mixer in network.mixers() if isinstance(mixer, SharedBlock)}
     for block in blocks:
@@ -179,11 +179,11 @@ def _feed_forward(network: spec.Network) -> Iterator[Rule]:
             )
 
 
-def _adapters(network: spec.Network) -> Iterator[Rule]:
+def _adapters(network: spec.NetworkSpec) -> Iterator[TensorRule]:
     for n, (layer, holder) in enumerate(uses(network).items()):
         for i, half in enumerate(("in", "out")):
             ours, disk = rf"layers\.{layer}\.mixer\.", f"~layers.{holder}.shared_transformer."
             up = f"feed_forward.gate_up_proj_adapter_list.{n}.{i}.weight"
-            yield Rule(rf"{ours}up_adapter\.{half}\.weight", f"{disk}{up}")
+            yield TensorRule(rf"{ours}up_adapter\.{half}\.weight", f"{disk}{up}")
             attends = rf"self_attn.linear_\1_adapter_list.{n}.{i}.weight"
-            yield Rule(rf"{ours}([qkv])_adapter\.{half}\.weight", f"{disk}{attends}")
+            yield TensorRule(rf"{ours}([qkv])_adapter\.{half}\.weight", f"{disk}{attends}")

@@ -21,7 +21,7 @@ class ReadLate(ReadLost):
     """A read missed its deadline: the peer is slow or stopped."""
 
 
-class Rows(Protocol):
+class ReadDescriptors(Protocol):
     """Two lists of strided descriptors: rows of (address, length, device, stride, count).
 
     A row defines `count` descriptors; index 0 is the first descriptor of the first row.
@@ -42,7 +42,7 @@ def _running() -> "Future[Any]":
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class KVRead:
     """A read in flight.
 
     Its memory is valid once `done` has a result, and may be reused only once `over` has one: a lost or
@@ -77,7 +77,7 @@ class CarrierFigures:
 class Carrier(Protocol):
     """Reads from peers' arenas. Thread-safe; its own thread does the work.
 
-    `read` never raises in the caller's thread; errors are set on `Read.done`.
+    `read` never raises in the caller's thread; errors are set on `KVRead.done`.
     """
 
     @property
@@ -91,7 +91,7 @@ class Carrier(Protocol):
     @property
     def figures(self) -> CarrierFigures: ...
 
-    def attach(self, peer: str, metadata: bytes, plan: Rows) -> None:
+    def attach(self, peer: str, metadata: bytes, plan: ReadDescriptors) -> None:
         """Attach a peer, replacing any peer of this name. Raises ReadLost.
 
         A lost peer must be attached again with its current metadata.
@@ -102,14 +102,14 @@ class Carrier(Protocol):
         """Detach a peer and abandon reads from it. Unknown names are ignored."""
         ...
 
-    def read(self, peer: str, indices: Indices, num_bytes: int, deadline_s: float) -> Read:
+    def read(self, peer: str, indices: Indices, num_bytes: int, deadline_s: float) -> KVRead:
         """Start a read; after `deadline_s` seconds it is abandoned.
 
         `num_bytes` is the total length of the indices; a mismatch means that memory and plan disagree.
         """
         ...
 
-    def give_up(self, read: Read) -> None:
+    def give_up(self, read: KVRead) -> None:
         """Abandon a read: `done` raises unless it has a result; `over` is set once no more bytes arrive."""
         ...
 

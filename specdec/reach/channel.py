@@ -16,11 +16,20 @@ from aiohttp import web
 from specdec.errors import ConfigError, SpecdecError
 from specdec.http.connection import SERVER
 from specdec.reach.connections import bounded
-from specdec.reach.kept import KeptLog
-from specdec.reach.leases import Book
-from specdec.reach.messages import Agents, Ask, AskSums, Beat, Close, Closed, Sums, write_refusal
+from specdec.reach.lease_table import LeaseTable
+from specdec.reach.messages import (
+    AgentsResponse,
+    ChecksumRequest,
+    ChecksumResponse,
+    CloseRequest,
+    CloseResponse,
+    HeartbeatRequest,
+    OpenRequest,
+    write_refusal,
+)
+from specdec.reach.prefix_log import CachedPrefixLog
+from specdec.reach.protocol import MOST_ROOM, ReachError, Reason, Secret
 from specdec.reach.signed import SCHEME, ReplayGuard, SignedRequest
-from specdec.reach.terms import MOST_ROOM, Reason, Refusal, Secret
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +47,9 @@ Handler = Callable[[web.Request, bytes], Awaitable[bytes]]
 class Routes:
     """Routes of the side channel. Owned by the event loop's thread."""
 
-    def __init__(self, book: Book, agents: Callable[[], Agents], kept: KeptLog | None) -> None:
+    def __init__(
+        self, book: LeaseTable, agents: Callable[[], AgentsResponse], kept: CachedPrefixLog | None
+    ) -> None:
         self._book, self._agents, self._kept = book, agents, kept
 
     async def agents(self, request: web.Request, body: bytes) -> bytes:
@@ -46,39 +57,41 @@ class Routes:
         return self._agents().write()
 
     async def open(self, request: web.Request, body: bytes) -> bytes:
-        return (await self._book.open(_lease_id(request), Ask.from_json(body))).write()
+        return (await self._book.open(_lease_id(request), OpenRequest.from_json(body))).write()
 
     async def close(self, request: web.Request, body: bytes) -> bytes:
-        return Closed(intact=self._book.close(_lease_id(request), Close.from_json(body))).write()
+        return CloseResponse(
+            intact=self._book.close(_lease_id(request), CloseRequest.from_json(body))
+        ).write()
 
     async def sums(self, request: web.Request, body: bytes) -> bytes:
-        sums = await self._book.sums(_lease_id(request), AskSums.from_json(body))
-        return Sums(sums=sums).write()
+        sums = await self._book.sums(_lease_id(request), ChecksumRequest.from_json(body))
+        return ChecksumResponse(sums=sums).write()
 
     async def room(self, request: web.Request, body: bytes) -> bytes:
         text = request.match_info["room"]
         if not NUMBER.fullmatch(text) or int(text) > MOST_ROOM:
-            raise Refusal("malformed", f"The room in the path is to be a number from 0 to {MOST_ROOM}.")
-        return (await self._book.open_room(int(text), Ask.from_json(body))).write()
+            raise ReachError("malformed", f"The room in the path is to be a number from 0 to {MOST_ROOM}.")
+        return (await self._book.open_room(int(text), OpenRequest.from_json(body))).write()
 
     async def beat(self, request: web.Request, body: bytes) -> bytes:
-        return self._book.beat(Beat.from_json(body)).write()
+        return self._book.beat(HeartbeatRequest.from_json(body)).write()
 
     async def kept(self, request: web.Request, body: bytes) -> bytes:
         if self._kept is None:
-            raise Refusal("no_route", "This server tells routers nothing of what it keeps.")
+            raise ReachError("no_route", "This server tells routers nothing of what it keeps.")
         since = request.query.get("since", "0")
         if not NUMBER.fullmatch(since) or set(request.query) > {"since"}:
-            raise Refusal("malformed", "since: give the seq of the last answer, or 0.", field="since")
+            raise ReachError("malformed", "since: give the seq of the last answer, or 0.", field="since")
         return (await self._kept.since(int(since))).write()
 
 
 def channel_app(
-    book: Book,
+    book: LeaseTable,
     secret: Secret,
     *,
-    agents: Callable[[], Agents],
-    kept: KeptLog | None = None,
+    agents: Callable[[], AgentsResponse],
+    kept: CachedPrefixLog | None = None,
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """Build the application. A request's body is read only after its signature is verified."""
@@ -102,7 +115,7 @@ def channel_app(
 class Channel:
     """Serves the side channel until stopped, which ends all leases."""
 
-    def __init__(self, book: Book, app: web.Application) -> None:
+    def __init__(self, book: LeaseTable, app: web.Application) -> None:
         self._book = book
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
         self._server: asyncio.Server | None = None
@@ -141,7 +154,7 @@ class Channel:
         await self._runner.cleanup()
 
 
-def _guard(book: Book, secret: Secret, replays: ReplayGuard) -> Callable[..., Awaitable[web.Response]]:
+def _guard(book: LeaseTable, secret: Secret, replays: ReplayGuard) -> Callable[..., Awaitable[web.Response]]:
     """Return the middleware: check the signature, handle, encrypt, and send within a time limit."""
 
     @web.middleware
@@ -156,14 +169,14 @@ def _guard(book: Book, secret: Secret, replays: ReplayGuard) -> Callable[..., Aw
             await _check_body(request, signed.body_sha256)
             response = await handler(request)
         except web.HTTPException as error:
-            response = _refused(book, Refusal(*_ROUTING.get(error.status, _ROUTING[404])), error.status)
-        except Refusal as refusal:
+            response = _refused(book, ReachError(*_ROUTING.get(error.status, _ROUTING[404])), error.status)
+        except ReachError as refusal:
             response = _refused(book, refusal, refusal.status)
         except SpecdecError as error:
-            response = _refused(book, Refusal("internal", str(error), field=error.field), 500)
+            response = _refused(book, ReachError("internal", str(error), field=error.field), 500)
         except Exception:
             logger.exception("a request of the side channel has failed")
-            response = _refused(book, Refusal("internal", "The server failed; see its log."), 500)
+            response = _refused(book, ReachError("internal", "The server failed; see its log."), 500)
         if signed:
             assert isinstance(response.body, bytes)
             response.body = signed.encrypt(secret, response.status, response.body)
@@ -194,21 +207,23 @@ def _answering(handler: Handler) -> Callable[[web.Request], Awaitable[web.Stream
 async def _check_body(request: web.Request, sha256: str) -> None:
     """Read the signed body, bounded in size and time; compressed bodies are refused."""
     if (request.content_length or 0) > MOST_BODY_BYTES:
-        raise Refusal(*_ROUTING[413])
+        raise ReachError(*_ROUTING[413])
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise Refusal("malformed", "Content-Encoding: leave it out.", field="Content-Encoding")
+        raise ReachError("malformed", "Content-Encoding: leave it out.", field="Content-Encoding")
     try:
         async with asyncio.timeout(BODY_S):
             body = await request.read()
     except TimeoutError:
-        raise Refusal("slow_body", f"The body did not arrive within {BODY_S:g} s; send it at once.") from None
+        raise ReachError(
+            "slow_body", f"The body did not arrive within {BODY_S:g} s; send it at once."
+        ) from None
     except web.RequestPayloadError:
-        raise Refusal("malformed", "The body cannot be read; check its length.") from None
+        raise ReachError("malformed", "The body cannot be read; check its length.") from None
     if hashlib.sha256(body).hexdigest() != sha256:
-        raise Refusal("unauthorized", "The body is not the one that was signed; send that one.")
+        raise ReachError("unauthorized", "The body is not the one that was signed; send that one.")
 
 
-def _refused(book: Book, refusal: Refusal, status: int) -> web.Response:
+def _refused(book: LeaseTable, refusal: ReachError, status: int) -> web.Response:
     """Return an error response. After an unread body the connection is closed."""
     book.figures.refused[refusal.reason] += 1
     headers = {"WWW-Authenticate": SCHEME} if status == 401 else None
@@ -240,7 +255,7 @@ async def _name_server(request: web.Request, response: web.StreamResponse) -> No
 async def _no_expectation(request: web.Request) -> web.Response:
     """Refuse `Expect` headers, which precede any middleware: bodies are small enough to send at once."""
     response = web.Response(
-        status=417, body=write_refusal(Refusal(*_ROUTING[417])), content_type="application/json"
+        status=417, body=write_refusal(ReachError(*_ROUTING[417])), content_type="application/json"
     )
     response.force_close()
     return response
@@ -249,5 +264,5 @@ async def _no_expectation(request: web.Request) -> web.Response:
 def _lease_id(request: web.Request) -> str:
     text = request.match_info["lease"]
     if not LEASE_ID.fullmatch(text):
-        raise Refusal("malformed", "The lease in the path is to be 32 hexadecimal digits in lower case.")
+        raise ReachError("malformed", "The lease in the path is to be 32 hexadecimal digits in lower case.")
     return text

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from specdec.http.connection import Connection, limited
 from specdec.reach.messages import write_refusal
-from specdec.reach.terms import Refusal
+from specdec.reach.protocol import ReachError
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class PeerConnection(Connection):
         """Return the response to an error outside all handlers, and log it."""
         if status >= 500:
             logger.error("a request failed outside its handler", exc_info=error)
-        refusal = Refusal("malformed", "This is no HTTP request that can be read.")
+        refusal = ReachError("malformed", "This is no HTTP request that can be read.")
         body = write_refusal(refusal)
         return web.Response(status=refusal.status, body=body, content_type="application/json")
 

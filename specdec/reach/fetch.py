@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from specdec.config.tenant import Tenant
-from specdec.engine.landing import Landing
+from specdec.engine.incoming import IncomingPrefix
 from specdec.engine.transfers import Transfers
 from specdec.errors import ConfigError, EngineError
-from specdec.reach.allowed import Endpoint
-from specdec.reach.carrier import Carrier, Read, ReadLate, ReadLost
-from specdec.reach.messages import Opened
-from specdec.reach.peers import Hold, Pair, Peers
-from specdec.reach.terms import Prompt, Reason, Reference, Refusal, RoomReference
-from specdec.state_slots.transfer.plan import Plan
+from specdec.reach.allowed_peers import Endpoint
+from specdec.reach.carrier import Carrier, KVRead, ReadLate, ReadLost
+from specdec.reach.messages import OpenResponse
+from specdec.reach.peers import LeaseHold, Peers, PeerSession
+from specdec.reach.protocol import PrefixIdentity, ReachError, Reason, Reference, RoomReference
+from specdec.state_slots.transfer.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +80,16 @@ class FetchFigures:
     seconds: float = 0.0
 
 
-class Lost(Exception):
+class LeaseLost(Exception):
     """The lease was lost."""
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class InFlightFetch:
     """A fetch in flight."""
 
-    found: "Future[Landing | None]"
-    reads: list[Read] = field(default_factory=list)
+    found: "Future[IncomingPrefix | None]"
+    reads: list[KVRead] = field(default_factory=list)
     num_bytes: int = 0
     came: int = 0
     """Number of the landing's blocks requested so far."""
@@ -102,7 +102,7 @@ class Fetcher:
         self,
         transfers: Transfers,
         carrier: Carrier,
-        peers: Peers[Plan],
+        peers: Peers[TransferPlan],
         *,
         limit_s: float,
         check: Check = "first",
@@ -112,12 +112,12 @@ class Fetcher:
         self._byte_s = AGAIN_S
         self._under_way = 0
         """Bytes in flight, which share the bandwidth."""
-        self._late: Pair[Plan] | None = None
+        self._late: PeerSession[TransferPlan] | None = None
         """Peer whose last read was late; a single late read does not drop the peer and its other reads."""
         self.entering: Counter[str] = Counter()
         """Rooms being waited for, by caller."""
         self._declining = 0
-        self._checked: dict[Endpoint, Pair[Plan]] = {}
+        self._checked: dict[Endpoint, PeerSession[TransferPlan]] = {}
         self.figures = FetchFigures()
 
     async def fetch(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
@@ -140,20 +140,20 @@ class Fetcher:
         if self._declining >= MOST_DECLINING:
             return
         self._declining += 1
-        prompt = Prompt.of(ids[:-1], tenant.salt)
+        prompt = PrefixIdentity.of(ids[:-1], tenant.salt)
         try:
             async with asyncio.timeout(self._limit_s):
                 pair = await self._peers.meet(reference, prompt)
                 async with self._peers.hold(pair, reference, prompt) as hold:
                     if isinstance(reference, RoomReference):
                         await self._entered(hold, tenant)
-        except (Refusal, TimeoutError):
+        except (ReachError, TimeoutError):
             pass
         finally:
             self._declining -= 1
 
     async def _tried(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
-        prompt = Prompt.of(ids[:-1], tenant.salt)
+        prompt = PrefixIdentity.of(ids[:-1], tenant.salt)
         pair = None
         try:
             async with asyncio.timeout(self._limit_s):
@@ -162,9 +162,9 @@ class Fetcher:
                     return await self._held(hold, ids[:-1], tenant)
         except TimeoutError:
             return Fetched("late")
-        except Refusal as refusal:
+        except ReachError as refusal:
             return Fetched(refusal.reason)
-        except Lost:
+        except LeaseLost:
             return Fetched("lease_lost")
         except ReadLost as lost:
             logger.warning("a prompt is read here: %s", lost)
@@ -178,10 +178,10 @@ class Fetcher:
             logger.exception("a fetch failed; its prompt is read here")
             return Fetched("failed")
 
-    async def _held(self, hold: Hold[Plan], ids: Sequence[int], tenant: Tenant) -> Fetched:
+    async def _held(self, hold: LeaseHold[TransferPlan], ids: Sequence[int], tenant: Tenant) -> Fetched:
         """Fetch the memory of a lease or room."""
         opened = await self._entered(hold, tenant) if isinstance(hold.reference, RoomReference) else None
-        arrival = Arrival(self._transfers.begin_landing(ids, tenant))
+        arrival = InFlightFetch(self._transfers.begin_landing(ids, tenant))
         try:
             landing = await _unless_lost(hold, asyncio.wrap_future(arrival.found))
             if landing is None:
@@ -192,24 +192,28 @@ class Fetcher:
         finally:
             self._let_go(arrival)
 
-    async def _entered(self, hold: Hold[Plan], tenant: Tenant) -> Opened:
+    async def _entered(self, hold: LeaseHold[TransferPlan], tenant: Tenant) -> OpenResponse:
         """Open a room, waiting until it exists."""
         until_s = time.monotonic() + ROOM_S
         if self.entering[tenant.caller] >= MOST_ENTERING:
-            raise Refusal("busy", "Requests of one caller wait for too many rooms already.")
+            raise ReachError("busy", "Requests of one caller wait for too many rooms already.")
         self.entering[tenant.caller] += 1
         try:
             while True:
                 try:
                     return await self._peers.open(hold, 0)
-                except Refusal as refusal:
+                except ReachError as refusal:
                     if refusal.reason != "unknown_room" or time.monotonic() > until_s:
                         raise
         finally:
             self.entering -= Counter({tenant.caller: 1})  # subtraction also removes zero counts
 
     async def _landed(
-        self, hold: Hold[Plan], arrival: Arrival, landing: Landing, opened: Opened | None
+        self,
+        hold: LeaseHold[TransferPlan],
+        arrival: InFlightFetch,
+        landing: IncomingPrefix,
+        opened: OpenResponse | None,
     ) -> Fetched:
         """Read what is ready until complete, validate it, and land it."""
         if opened is None:
@@ -227,7 +231,7 @@ class Fetcher:
             return Fetched("wrong_bytes")
         hidden_1D = opened.hidden.tensor[None] if opened.hidden else None
         if hidden_1D is not None and not self._transfers.fits(hidden_1D):
-            raise Refusal("garbled", f"{hold.pair.at} has sent a hidden state of another size or type.")
+            raise ReachError("garbled", f"{hold.pair.at} has sent a hidden state of another size or type.")
         if not await self._peers.close(hold, read=True):
             return Fetched("not_intact")
         self._byte_s += RECENT * (seconds / max(arrival.num_bytes, 1) - self._byte_s)
@@ -235,7 +239,13 @@ class Fetcher:
             return Fetched("not_landed")
         return Fetched("fetched", len(landing.ids) - landing.have, arrival.num_bytes)
 
-    def _begin(self, pair: Pair[Plan], arrival: Arrival, landing: Landing, opened: Opened) -> None:
+    def _begin(
+        self,
+        pair: PeerSession[TransferPlan],
+        arrival: InFlightFetch,
+        landing: IncomingPrefix,
+        opened: OpenResponse,
+    ) -> None:
         """Start reading the newly available blocks, and at the end the state."""
         known = opened.first + len(opened.blocks)
         first, last = len(landing.shared) + arrival.came, known - len(landing.shared)
@@ -253,7 +263,9 @@ class Fetcher:
         try:
             indices = pair.plan.pick(list(zip(ours, theirs, strict=True)), state)
         except ConfigError as error:
-            raise Refusal("garbled", f"{pair.at} has named memory that it does not have: {error}") from None
+            raise ReachError(
+                "garbled", f"{pair.at} has named memory that it does not have: {error}"
+            ) from None
         num_bytes = pair.plan.num_bytes(len(theirs), int(state is not None))
         self._under_way += num_bytes
         deadline_s = FIRST_S + 4 * self._under_way * self._byte_s
@@ -267,11 +279,11 @@ class Fetcher:
     def _arrived(self, num_bytes: int) -> None:
         self._under_way -= num_bytes
 
-    def _wants_check(self, pair: Pair[Plan]) -> bool:
+    def _wants_check(self, pair: PeerSession[TransferPlan]) -> bool:
         """Return whether to verify checksums: a corrupting path does so from the start."""
         return self._check == "always" or (self._check == "first" and self._checked.get(pair.at) is not pair)
 
-    async def _is_same(self, hold: Hold[Plan], landing: Landing) -> bool:
+    async def _is_same(self, hold: LeaseHold[TransferPlan], landing: IncomingPrefix) -> bool:
         """Compare checksums of some blocks and the state with the peer's."""
         step = max(len(landing.blocks) // SAMPLED, 1)
         places = range(0, len(landing.blocks), step)
@@ -281,14 +293,14 @@ class Fetcher:
         self._checked[hold.pair.at] = hold.pair
         return own == theirs
 
-    def _let_go(self, arrival: Arrival) -> None:
+    def _let_go(self, arrival: InFlightFetch) -> None:
         """Release memory that was not landed, once nothing can write to it."""
         for read in arrival.reads:
             self._carrier.give_up(read)
         if not arrival.found.cancel():
             self._drop_behind(arrival.found, [read.over for read in arrival.reads])
 
-    def _drop_behind(self, found: "Future[Landing | None]", pending: "list[Future[None]]") -> None:
+    def _drop_behind(self, found: "Future[IncomingPrefix | None]", pending: "list[Future[None]]") -> None:
         """Drop the landing after all pending reads; callable from any thread."""
         while pending:
             over = pending.pop()
@@ -297,20 +309,20 @@ class Fetcher:
                 return
         found.add_done_callback(self._drop)
 
-    def _drop(self, found: "Future[Landing | None]") -> None:
+    def _drop(self, found: "Future[IncomingPrefix | None]") -> None:
         with suppress(Exception):  # a closed engine has no memory to release
             if landing := found.result():
                 self._transfers.drop(landing)
 
 
-async def _unless_lost(hold: Hold[Plan], wanted: Awaitable[T]) -> T:
+async def _unless_lost(hold: LeaseHold[TransferPlan], wanted: Awaitable[T]) -> T:
     """Await a result, or raise Lost if the lease is lost first."""
     work, lost = asyncio.ensure_future(wanted), asyncio.ensure_future(hold.lost.wait())
     try:
         await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        raise Lost
+        raise LeaseLost
     finally:
         lost.cancel()
         work.cancel()
@@ -321,5 +333,5 @@ def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[int], None], value
         loop.call_soon_threadsafe(call, value)
 
 
-def _garbled() -> Refusal:
-    return Refusal("garbled", "A peer has lent other blocks than the prompt has.")
+def _garbled() -> ReachError:
+    return ReachError("garbled", "A peer has lent other blocks than the prompt has.")

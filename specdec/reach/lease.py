@@ -5,21 +5,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specdec.engine.transfers import Loan
-from specdec.reach.messages import Ask, Hidden, Opened
-from specdec.reach.terms import Prompt, Reason, Refusal
+from specdec.engine.transfers import PrefixLoan
+from specdec.reach.messages import HiddenState, OpenRequest, OpenResponse
+from specdec.reach.protocol import PrefixIdentity, ReachError, Reason
 
 POLL_S = 0.003
 """Poll interval for work submitted to the device."""
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
-    """A lease. Owned by the event loop's thread; only `Book` starts and ends it."""
+class TransferLease:
+    """A lease. Owned by the event loop's thread; only `LeaseTable` starts and ends it."""
 
     id: str
-    prompt: Prompt
-    loan: Loan
+    prompt: PrefixIdentity
+    loan: PrefixLoan
     num_bytes: int
     block_tokens: int
     room: int | None
@@ -41,21 +41,21 @@ class Lease:
     """Blocks and generations known to the reader."""
     _waiters: set["asyncio.Future[None]"] = field(default_factory=set)
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: OpenRequest) -> None:
         """Raise for another prompt, or another reader than the first."""
         if (ask.hash, ask.length) != (self.prompt.hash, self.prompt.length):
-            raise Refusal(
+            raise ReachError(
                 "other_prompt",
                 "hash: another prompt is held here; send the same request to both servers, and give them the "
                 "same model and template.",
                 field="hash",
             )
         if self.reader not in (None, ask.reader):
-            raise Refusal(
+            raise ReachError(
                 "held", "reader: another one reads this prompt already; read it anew instead.", field="reader"
             )
         if ask.have > ask.length:
-            raise Refusal("malformed", "have: give at most length.", field="have")
+            raise ReachError("malformed", "have: give at most length.", field="have")
 
     def wake(self) -> None:
         for waiter in self._waiters:
@@ -102,7 +102,7 @@ class Lease:
         now = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
         return lent.intact and now == (blocks, generations)
 
-    def tell(self, have: int) -> Opened:
+    def tell(self, have: int) -> OpenResponse:
         """Return the location of the ready memory, from the first block the reader lacks."""
         lent, size, ready = self.loan.lent, self.block_tokens, self.ready
         is_whole = ready == self.prompt.length
@@ -111,14 +111,14 @@ class Lease:
             self._told = blocks, lent.generations[: len(blocks)]
         self.is_told = self.is_told or is_whole
         hidden_1D = lent.hidden_1D if is_whole else None
-        return Opened(
+        return OpenResponse(
             lease=self.id,
             length=self.prompt.length,
             ready=ready,
             first=have // size,
             blocks=list(blocks[have // size :]),
             state=lent.state if is_whole else None,
-            hidden=None if hidden_1D is None else Hidden.of(hidden_1D),
+            hidden=None if hidden_1D is None else HiddenState.of(hidden_1D),
         )
 
     @property

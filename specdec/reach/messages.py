@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.config.base import Settings
 from specdec.errors import ConfigError
-from specdec.reach.terms import Reason, Refusal
+from specdec.reach.protocol import ReachError, Reason
 
 MOST_TOKENS = 1 << 24
 MOST_BLOCKS = 1 << 20
@@ -41,33 +41,33 @@ Slot = Annotated[int, Field(ge=0, lt=1 << 31)]
 Place = Annotated[int, Field(ge=0, lt=MOST_BLOCKS)]
 Fact = Annotated[str, Field(max_length=200)]
 Word = Annotated[str, Field(max_length=64)]
-W = TypeVar("W", bound="Body")
+W = TypeVar("W", bound="ChannelMessage")
 
 
-class Body(Settings):
+class ChannelMessage(Settings):
     """Base of request and response bodies."""
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Parse a body; raise a `Refusal` that names the invalid field."""
+        """Parse a body; raise a `ReachError` that names the invalid field."""
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError):
-            raise Refusal("malformed", "The body is no JSON that can be read; send one object.") from None
+            raise ReachError("malformed", "The body is no JSON that can be read; send one object.") from None
         if not isinstance(fields, dict):
-            raise Refusal("malformed", "The body is no object; send one with the fields of this route.")
+            raise ReachError("malformed", "The body is no object; send one with the fields of this route.")
         try:
             return cls.model_validate(fields)
         except ConfigError as error:
             message = str(error).replace(f"{cls.__name__} has no setting", f"{cls.__name__} has no field")
             field = error.field if error.field in cls.model_fields else None
-            raise Refusal("malformed", message, field=field) from None
+            raise ReachError("malformed", message, field=field) from None
 
     def write(self) -> bytes:
         return self.model_dump_json().encode()
 
 
-class Ask(Body):
+class OpenRequest(ChannelMessage):
     """Open a lease or room, or query the progress of one this reader has opened."""
 
     engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
@@ -77,13 +77,13 @@ class Ask(Body):
     reader: Id = Field(description=f"who opens it, drawn anew for each fetch: {HEX_32}")
 
 
-class Close(Body):
+class CloseRequest(ChannelMessage):
     engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
     reader: Id = Field(description=f"who has opened it: {HEX_32}")
     read: bool = Field(description="true if all of it has been read, else false")
 
 
-class AskSums(Body):
+class ChecksumRequest(ChannelMessage):
     """Request checksums of some blocks, and of the state if there is one."""
 
     engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
@@ -91,24 +91,24 @@ class AskSums(Body):
     places: list[Place] = Field(max_length=MOST_SUMS, description=f"places of at most {MOST_SUMS} blocks")
 
 
-class Sums(Body):
+class ChecksumResponse(ChannelMessage):
     sums: list[int] = Field(max_length=MOST_SUMS + 1, description="64-bit sums, the state's last")
 
 
-class Closed(Body):
+class CloseResponse(ChannelMessage):
     intact: bool = Field(description="true or false")
 
 
-class Beat(Body):
+class HeartbeatRequest(ChannelMessage):
     engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
     leases: list[Id] = Field(max_length=MOST_BEATS, description=f"at most {MOST_BEATS:,} of {HEX_32}")
 
 
-class Live(Body):
+class HeartbeatResponse(ChannelMessage):
     leases: list[Id] = Field(max_length=MOST_BEATS, description="those of the beat that are live")
 
 
-class Hidden(Body):
+class HiddenState(ChannelMessage):
     """A vector, bit-exact."""
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"] = Field(
@@ -126,11 +126,11 @@ class Hidden(Body):
     def tensor(self) -> Tensor:
         dtype, raw = DTYPES[self.dtype], bytearray(unpack(self.data, "hidden"))
         if not raw or len(raw) % dtype.itemsize:
-            raise Refusal("malformed", f"hidden: {len(raw)} bytes are no {self.dtype}.", field="hidden")
+            raise ReachError("malformed", f"hidden: {len(raw)} bytes are no {self.dtype}.", field="hidden")
         return torch.frombuffer(raw, dtype=dtype)
 
 
-class Opened(Body):
+class OpenResponse(ChannelMessage):
     """Location of a prefix's memory, as far as computed."""
 
     lease: Id = Field(description=HEX_32)
@@ -141,14 +141,14 @@ class Opened(Body):
     blocks: list[Slot] = Field(max_length=MOST_BLOCKS, description="block ids")
     """From index `first` on; full blocks only, until all is ready."""
     state: Slot | None = Field(description="a state slot, or null")
-    hidden: Hidden | None = Field(description="a vector, or null")
+    hidden: HiddenState | None = Field(description="a vector, or null")
 
     @property
     def is_whole(self) -> bool:
         return self.ready == self.length
 
 
-class Agent(Body):
+class AgentInfo(ChannelMessage):
     """One rank's arena and how to reach it: enough to read the whole arena."""
 
     rank: int = Field(ge=0, lt=MOST_AGENTS, description="an integer from 0")
@@ -156,15 +156,15 @@ class Agent(Body):
     arena: dict[str, Any] = Field(description="an object: the arena's address and layout")
 
 
-class Agents(Body):
+class AgentsResponse(ChannelMessage):
     engine: Id = Field(description=HEX_32)
     fingerprint: Hash = Field(description=HEX_64)
     facts: dict[Word, Fact] = Field(max_length=MOST_FACTS, description="what the fingerprint is of")
     carrier: Word = Field(description="a name")
-    agents: list[Agent] = Field(min_length=1, max_length=MOST_AGENTS, description="one for each rank")
+    agents: list[AgentInfo] = Field(min_length=1, max_length=MOST_AGENTS, description="one for each rank")
 
 
-class Refused(Body):
+class ErrorResponse(ChannelMessage):
     """An error in the server's own format."""
 
     code: Word = Field(description="a reason")
@@ -172,21 +172,21 @@ class Refused(Body):
     param: str | None = Field(description="the field at fault, or null")
 
 
-def write_refusal(refusal: Refusal) -> bytes:
+def write_refusal(refusal: ReachError) -> bytes:
     said = {"code": refusal.reason, "message": str(refusal), "param": refusal.field}
     return json.dumps({"error": said}).encode()
 
 
-def read_refusal(data: bytes, known: Mapping[Reason, int]) -> Refusal:
+def read_refusal(data: bytes, known: Mapping[Reason, int]) -> ReachError:
     """Parse a peer's refusal; any unknown answer becomes `garbled`."""
     try:
-        said = Refused.model_validate(json.loads(data)["error"])
+        said = ErrorResponse.model_validate(json.loads(data)["error"])
         reason = next(reason for reason in known if reason == said.code)
     except (ValueError, RecursionError, KeyError, TypeError, ConfigError, StopIteration):
-        return Refusal(
+        return ReachError(
             "garbled", "The peer's answer is none that this version knows; is its port a reach_port?"
         )
-    return Refusal(reason, said.message, field=said.param)
+    return ReachError(reason, said.message, field=said.param)
 
 
 def pack(data: bytes) -> str:
@@ -197,4 +197,6 @@ def unpack(text: str, field: str) -> bytes:
     try:
         return base64.b64decode(text.encode(), validate=True)
     except (binascii.Error, ValueError):
-        raise Refusal("malformed", f"{field}: it is no base64; send what a specdec server sends.") from None
+        raise ReachError(
+            "malformed", f"{field}: it is no base64; send what a specdec server sends."
+        ) from None

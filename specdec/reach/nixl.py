@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.errors import ConfigError
+from specdec.reach.carrier_thread import CLOSE_S, CarrierThread, Quarantine
 from specdec.reach.descriptors import PIECE_BYTES
-from specdec.reach.reader import CLOSE_S, Quarantine, Reader
-from specdec.reach.wire import PeerLost, Uncertain, WireError
+from specdec.reach.wire import PeerLost, TransferUncertain, WireError
 from specdec.state_slots.arena import Arena
 
 AGENT_SLEEP_US = 10_000
@@ -32,7 +32,7 @@ AGENT_SLEEP_US = 10_000
 INSTALL = "install the extra: pip install 'specdec[reach]' (Linux, x86-64 or ARM)"
 
 
-class Nixl(Reader):
+class Nixl(CarrierThread):
     """Reads from the arenas of other processes and machines."""
 
     def __init__(
@@ -100,7 +100,7 @@ class AgentWire:
         self._data = data  # bytes may arrive as long as the agent lives
         self.memory = "VRAM" if data.is_cuda else "DRAM"
         self.links: set[AgentLink] = set()
-        self.pieces: set[AgentPiece] = set()
+        self.pieces: set[AgentTransfer] = set()
         self.errors = api.nixlBind
         self.disconnected: set[bytes] = set()
         """Agents that NIXL has reported as disconnected, and forgotten."""
@@ -171,14 +171,14 @@ class AgentLink:
         self.remote: Any = None
         wire.links.add(self)
 
-    def post(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> "AgentPiece":
+    def post(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> "AgentTransfer":
         """Start a transfer; over shared memory the call copies. Raises WireError, PeerLost, Uncertain."""
         try:
             handle = self.wire.agent.make_prepped_xfer("READ", self.local, local, self.remote, remote)
         except Exception as error:
             kind = PeerLost if self.wire.is_gone(self.name, error) else WireError
             raise kind(str(error)) from None
-        return AgentPiece(self, handle)
+        return AgentTransfer(self, handle)
 
     def close(self) -> None:
         """Release both lists and disconnect."""
@@ -193,7 +193,7 @@ class AgentLink:
                 self.wire.agent.remove_remote_agent(self.name)
 
 
-class AgentPiece:
+class AgentTransfer:
     """A transfer's handle, which keeps the agent alive until released."""
 
     def __init__(self, link: AgentLink, handle: Any) -> None:
@@ -221,9 +221,9 @@ class AgentPiece:
             state = question(self._handle)
         except Exception as error:
             if not self._wire.is_gone(self._name, error):
-                raise Uncertain(str(error)) from None
+                raise TransferUncertain(str(error)) from None
             self.release()
             raise PeerLost(str(error)) from None
         if state == "ERR":
-            raise Uncertain("NIXL reports an error")
+            raise TransferUncertain("NIXL reports an error")
         return state

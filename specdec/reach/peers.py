@@ -12,29 +12,29 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from specdec.errors import SpecdecError
-from specdec.reach.allowed import Allowed, Endpoint
-from specdec.reach.calls import CALL_S, WAITING_S, Calls, Kind
+from specdec.reach.allowed_peers import AllowedPeers, Endpoint
+from specdec.reach.expiring_map import REMEMBERED_S
 from specdec.reach.messages import (
     MOST_BEATS,
-    Agents,
-    Ask,
-    AskSums,
-    Beat,
-    Close,
-    Closed,
-    Live,
-    Opened,
-    Sums,
+    AgentsResponse,
+    ChecksumRequest,
+    ChecksumResponse,
+    CloseRequest,
+    CloseResponse,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    OpenRequest,
+    OpenResponse,
 )
-from specdec.reach.recent import REMEMBERED_S
-from specdec.reach.terms import (
+from specdec.reach.peer_client import CALL_S, WAITING_S, Kind, PeerClient
+from specdec.reach.protocol import (
     BEAT_S,
     VARIABLE,
     LeaseReference,
-    Prompt,
+    PrefixIdentity,
+    ReachError,
     Reason,
     Reference,
-    Refusal,
     RoomReference,
     Secret,
     differences,
@@ -76,7 +76,7 @@ class PeersFigures:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair(Generic[P]):
+class PeerSession(Generic[P]):
     """A session with one peer process; a restart of either side creates a new one."""
 
     at: Endpoint
@@ -91,12 +91,12 @@ class Pair(Generic[P]):
 
 
 @dataclass(slots=True, eq=False)
-class Hold(Generic[P]):
+class LeaseHold(Generic[P]):
     """A lease or room that a local request wants, kept alive by beats."""
 
-    pair: Pair[P]
+    pair: PeerSession[P]
     reference: Reference
-    prompt: Prompt
+    prompt: PrefixIdentity
     reader: str = field(default_factory=new_id)
     lease: str | None = None
     """Known after the first answer, for a room."""
@@ -114,13 +114,13 @@ class _Link(Generic[P]):
     """State of an endpoint."""
 
     at: Endpoint
-    pair: Pair[P] | None = None
+    pair: PeerSession[P] | None = None
     met_s: float = 0.0
-    refusal: Refusal | None = None
+    refusal: ReachError | None = None
     """Reason why nothing is requested there until `until_s`."""
     until_s: float = 0.0
     pause_s: float = 0.0
-    holds: set[Hold[P]] = field(default_factory=set)
+    holds: set[LeaseHold[P]] = field(default_factory=set)
     beating: "asyncio.Task[None] | None" = None
     meeting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -135,11 +135,11 @@ class Peers(Generic[P]):
     def __init__(
         self,
         secret: Secret,
-        allowed: Allowed,
+        allowed: AllowedPeers,
         *,
         fingerprint: str,
         facts: dict[str, str],
-        attach: Callable[[str, Agents], P],
+        attach: Callable[[str, AgentsResponse], P],
         detach: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         beat_s: float = BEAT_S,
@@ -149,24 +149,24 @@ class Peers(Generic[P]):
         self._fingerprint, self._facts = fingerprint, facts
         self._attach, self._detach = attach, detach
         self._clock, self._beat_s = clock, beat_s
-        self._calls = Calls(secret)
+        self._calls = PeerClient(secret)
         self._said_s: dict[Reason, float] = {}
         self._links: dict[Endpoint, _Link[P]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, "specdec-peers")
         """Attaches and detaches in order: one of the two may concern a peer that has restarted."""
 
-    async def meet(self, reference: Reference, prompt: Prompt) -> Pair[P]:
-        """Return the session of a reference's peer. Raises a `Refusal` with the reason."""
+    async def meet(self, reference: Reference, prompt: PrefixIdentity) -> PeerSession[P]:
+        """Return the session of a reference's peer. Raises a `ReachError` with the reason."""
         try:
             at = self._named(reference, prompt)
             engine = reference.engine if isinstance(reference, LeaseReference) else None
             return await self._meet(self._link(at), engine)
-        except Refusal as refusal:
+        except ReachError as refusal:
             self.figures.failures[refusal.reason] += 1
             raise
 
-    def _named(self, reference: Reference, prompt: Prompt) -> Endpoint:
+    def _named(self, reference: Reference, prompt: PrefixIdentity) -> Endpoint:
         """Return a reference's endpoint, if it is allowed and the signature matches this prompt.
 
         A wrong address or signature may be a forgery, but with a wrong secret or wrong `reach_peers` all
@@ -175,13 +175,13 @@ class Peers(Generic[P]):
         try:
             at = self._allowed.endpoint(reference.host, reference.port)
             if isinstance(reference, LeaseReference) and not self._secret.verifies(reference, prompt):
-                raise Refusal(
+                raise ReachError(
                     "bad_mac",
                     f"kv_transfer_params: it is not signed for this prompt by {at}; send the same request to "
                     f"both servers, and give them one {VARIABLE}, model and template.",
                     field="kv_transfer_params",
                 )
-        except Refusal as refusal:
+        except ReachError as refusal:
             now_s = self._clock()
             if now_s >= self._said_s.get(refusal.reason, -math.inf) + SAID_S:
                 self._said_s[refusal.reason] = now_s
@@ -190,10 +190,12 @@ class Peers(Generic[P]):
         return at
 
     @contextlib.asynccontextmanager
-    async def hold(self, pair: Pair[P], reference: Reference, prompt: Prompt) -> AsyncIterator[Hold[P]]:
+    async def hold(
+        self, pair: PeerSession[P], reference: Reference, prompt: PrefixIdentity
+    ) -> AsyncIterator[LeaseHold[P]]:
         """Keep a lease alive within the context; if not closed by its end, close it as unread."""
         lease = reference.lease if isinstance(reference, LeaseReference) else None
-        hold = Hold(pair, reference, prompt, lease=lease)
+        hold = LeaseHold(pair, reference, prompt, lease=lease)
         link = self._link(pair.at)
         link.holds.add(hold)
         self.figures.held += 1
@@ -209,7 +211,7 @@ class Peers(Generic[P]):
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
 
-    async def open(self, hold: Hold[P], have: int) -> Opened:
+    async def open(self, hold: LeaseHold[P], have: int) -> OpenResponse:
         """Query the location of a prompt's memory; the blocks of `have` leading tokens are known.
 
         Waits some seconds at most for the peer's engine, so the answer may contain nothing new. A room that
@@ -217,17 +219,17 @@ class Peers(Generic[P]):
         """
         prompt, reference = hold.prompt, hold.reference
         room = reference.room if isinstance(reference, RoomReference) and hold.lease is None else None
-        ask = Ask(
+        ask = OpenRequest(
             engine=hold.pair.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
         )
         path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
         kind: Kind = "lease" if room is None else "room"
         again_s = asyncio.get_running_loop().time() + ASK_AGAIN_S
         try:
-            opened = await self._calls.post(hold.pair.at, path, ask, Opened, WAITING_S, kind)
+            opened = await self._calls.post(hold.pair.at, path, ask, OpenResponse, WAITING_S, kind)
             if (opened.length, hold.lease or opened.lease) != (prompt.length, opened.lease):
-                raise Refusal("garbled", f"{hold.pair.at} has answered for another prompt.")
-        except Refusal as refusal:
+                raise ReachError("garbled", f"{hold.pair.at} has answered for another prompt.")
+        except ReachError as refusal:
             self._heed(hold.pair, refusal)
             if refusal.reason == "unknown_room":
                 await _sleep_until(again_s)
@@ -237,41 +239,43 @@ class Peers(Generic[P]):
             await _sleep_until(again_s)
         return opened
 
-    async def sums(self, hold: Hold[P], places: Sequence[int]) -> list[int]:
+    async def sums(self, hold: LeaseHold[P], places: Sequence[int]) -> list[int]:
         """Return the peer's checksums of some blocks and of the state."""
-        body = AskSums(engine=hold.pair.engine, reader=hold.reader, places=list(places))
+        body = ChecksumRequest(engine=hold.pair.engine, reader=hold.reader, places=list(places))
         try:
-            return (await self._calls.post(hold.pair.at, f"{hold.path}/sums", body, Sums, WAITING_S)).sums
-        except Refusal as refusal:
+            return (
+                await self._calls.post(hold.pair.at, f"{hold.path}/sums", body, ChecksumResponse, WAITING_S)
+            ).sums
+        except ReachError as refusal:
             self._heed(hold.pair, refusal)
             raise
 
-    async def close(self, hold: Hold[P], *, read: bool) -> bool:
+    async def close(self, hold: LeaseHold[P], *, read: bool) -> bool:
         """Release the peer's memory; return whether the data read are valid."""
         if hold.lease is None:
             return False
-        body = Close(engine=hold.pair.engine, reader=hold.reader, read=read)
+        body = CloseRequest(engine=hold.pair.engine, reader=hold.reader, read=read)
         try:
-            closed = await self._calls.post(hold.pair.at, f"{hold.path}/close", body, Closed, CALL_S)
-        except Refusal as refusal:
+            closed = await self._calls.post(hold.pair.at, f"{hold.path}/close", body, CloseResponse, CALL_S)
+        except ReachError as refusal:
             self._heed(hold.pair, refusal)
             hold.is_closed = True
             return False
         hold.is_closed = True
         return closed.intact
 
-    def lost(self, pair: Pair[P]) -> None:
+    def lost(self, pair: PeerSession[P]) -> None:
         """Drop a session whose memory can no longer be read; the next request shakes hands again."""
         link = self._links.get(pair.at)
         if link and link.pair is pair:
             self._forget(link)
 
-    def refuse(self, pair: Pair[P], why: str) -> None:
+    def refuse(self, pair: PeerSession[P], why: str) -> None:
         """Refuse a peer for a while, for example after wrong bytes."""
         link = self._links.get(pair.at)
         if link and link.pair is pair:
             self._forget(link)
-            self._refuse(link, Refusal("carrier", why), REMEMBERED_S)
+            self._refuse(link, ReachError("carrier", why), REMEMBERED_S)
 
     async def stop(self) -> None:
         """Stop all requests; what is held expires at the peers."""
@@ -297,14 +301,14 @@ class Peers(Generic[P]):
                 self._tally()
                 del self._links[at]
                 return
-        raise Refusal("peer_down", f"There are {MOST_LINKS:,} peers already; give fewer as reach_peers.")
+        raise ReachError("peer_down", f"There are {MOST_LINKS:,} peers already; give fewer as reach_peers.")
 
-    async def _meet(self, link: _Link[P], engine: str | None) -> Pair[P]:
+    async def _meet(self, link: _Link[P], engine: str | None) -> PeerSession[P]:
         """Return an endpoint's session, with a handshake if there is none for this engine."""
         async with link.meeting:
             now = self._clock()
             if link.refusal and now < link.until_s:
-                raise Refusal(link.refusal.reason, str(link.refusal), field=link.refusal.field)
+                raise ReachError(link.refusal.reason, str(link.refusal), field=link.refusal.field)
             if link.pair and (engine in (None, link.pair.engine)):
                 return link.pair
             if link.pair and now - link.met_s < MEET_AGAIN_S:
@@ -314,17 +318,17 @@ class Peers(Generic[P]):
                 raise _past(link.at)
             return pair
 
-    async def _shake_hands(self, link: _Link[P]) -> Pair[P]:
+    async def _shake_hands(self, link: _Link[P]) -> PeerSession[P]:
         self.figures.handshakes += 1
         try:
-            agents = await self._calls.get(link.at, "/reach/agents", Agents, MEET_S)
+            agents = await self._calls.get(link.at, "/reach/agents", AgentsResponse, MEET_S)
             if link.pair and link.pair.engine == agents.engine:
                 link.met_s = self._clock()
                 return link.pair
             self._forget(link)
             self._compare(link.at, agents)
             plan = await self._attached(_name(agents.engine, link.at), agents)
-        except Refusal as refusal:
+        except ReachError as refusal:
             self._forget(link)
             is_down = refusal.reason in DOWN
             link.pause_s = min(max(2 * link.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S) if is_down else 0.0
@@ -332,16 +336,16 @@ class Peers(Generic[P]):
             raise
         except SpecdecError as error:
             reason: Reason = "layout" if error.field else "carrier"
-            unfit = Refusal(reason, f"{link.at}: {error}", field=error.field)
+            unfit = ReachError(reason, f"{link.at}: {error}", field=error.field)
             self._refuse(link, unfit, REMEMBERED_S)
             raise unfit from None
-        link.pair, link.met_s = Pair(link.at, agents.engine, plan), self._clock()
+        link.pair, link.met_s = PeerSession(link.at, agents.engine, plan), self._clock()
         link.refusal, link.pause_s = None, 0.0
         self._tally()
         logger.info("prompts can be fetched from %s", link.at)
         return link.pair
 
-    async def _attached(self, name: str, agents: Agents) -> P:
+    async def _attached(self, name: str, agents: AgentsResponse) -> P:
         """Attach a peer's arena, with a timeout."""
         loop = asyncio.get_running_loop()
         try:
@@ -349,22 +353,22 @@ class Peers(Generic[P]):
                 return await loop.run_in_executor(self._thread, self._attach, name, agents)
         except TimeoutError:
             self._thread.submit(self._detach, name)
-            raise Refusal("carrier", f"Its memory could not be reached within {MEET_S:g} s.") from None
+            raise ReachError("carrier", f"Its memory could not be reached within {MEET_S:g} s.") from None
 
-    def _compare(self, at: Endpoint, agents: Agents) -> None:
+    def _compare(self, at: Endpoint, agents: AgentsResponse) -> None:
         if agents.fingerprint != self._fingerprint:
             differ = differences(agents.facts, self._facts) or "the version of the protocol"
-            raise Refusal(
+            raise ReachError(
                 "fingerprint",
                 f"{at} cannot be read from: {differ}. Start both with one model, settings and version.",
             )
 
-    def _refuse(self, link: _Link[P], refusal: Refusal, pause_s: float) -> None:
+    def _refuse(self, link: _Link[P], refusal: ReachError, pause_s: float) -> None:
         """Back off from a peer, logging changes of the reason."""
         if link.refusal is None or link.refusal.reason != refusal.reason:
             logger.warning("no prompts are fetched from %s: %s", link.at, refusal)
         # A copy, since the raised one's traceback refers to the peer's answer.
-        link.refusal = Refusal(refusal.reason, str(refusal), field=refusal.field)
+        link.refusal = ReachError(refusal.reason, str(refusal), field=refusal.field)
         link.until_s = self._clock() + pause_s
         self._tally()
 
@@ -379,7 +383,7 @@ class Peers(Generic[P]):
         self._thread.submit(self._detach, pair.name)
         self._tally()
 
-    def _heed(self, pair: Pair[P], refusal: Refusal) -> None:
+    def _heed(self, pair: PeerSession[P], refusal: ReachError) -> None:
         """Update the peer's state after a failed call."""
         self.figures.failures[refusal.reason] += 1
         link = self._links.get(pair.at)
@@ -401,7 +405,7 @@ class Peers(Generic[P]):
                 try:
                     await self._beat_once(link)
                     silent = 0
-                except Refusal as refusal:
+                except ReachError as refusal:
                     silent += 1
                     self.figures.failures[refusal.reason] += 1
                     if refusal.reason != "peer_slow" or silent >= MOST_SILENT:
@@ -415,8 +419,10 @@ class Peers(Generic[P]):
         for start in range(0, len(holds), MOST_BEATS):
             part = holds[start : start + MOST_BEATS]
             leases = [hold.lease for hold in part if hold.lease]
-            beat = Beat(engine=part[0].pair.engine, leases=leases)
-            live = set((await self._calls.post(link.at, "/reach/beat", beat, Live, kind="beat")).leases)
+            beat = HeartbeatRequest(engine=part[0].pair.engine, leases=leases)
+            live = set(
+                (await self._calls.post(link.at, "/reach/beat", beat, HeartbeatResponse, kind="beat")).leases
+            )
             self.figures.beats += 1
             for hold in part:
                 if hold.lease in leases and hold.lease not in live:
@@ -428,7 +434,7 @@ class Peers(Generic[P]):
             hold.lost.set()
         self._forget(link)
 
-    async def _close_unread(self, hold: Hold[P]) -> None:
+    async def _close_unread(self, hold: LeaseHold[P]) -> None:
         await self.close(hold, read=False)
 
 
@@ -440,7 +446,7 @@ def _name(engine: str, at: Endpoint) -> str:
     return f"{engine} at {at}"
 
 
-def _past(at: Endpoint) -> Refusal:
-    return Refusal(
+def _past(at: Endpoint) -> ReachError:
+    return ReachError(
         "other_engine", f"{at} has begun anew since it read this prompt; have the prompt read again."
     )

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from specdec.reach.recent import Recent
-from specdec.reach.terms import VARIABLE, Refusal, Secret, new_id
+from specdec.reach.expiring_map import ExpiringMap
+from specdec.reach.protocol import VARIABLE, ReachError, Secret, new_id
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -59,7 +59,7 @@ class SignedRequest(NamedTuple):
             signed = cls(method, path, int(found[1]), found[2], found[3])
             if hmac.compare_digest(signed._mac(secret), found[4]):
                 return signed
-        raise Refusal("unauthorized", f"Authorization: sign the request with this server's {VARIABLE}.")
+        raise ReachError("unauthorized", f"Authorization: sign the request with this server's {VARIABLE}.")
 
     def encrypt(self, secret: Secret, status: int, body: bytes) -> bytes:
         """Return the encrypted body of an answer to this request."""
@@ -95,20 +95,22 @@ class ReplayGuard:
         """Compare signed times with `clock`; expire nonces by `elapsed`, a monotonic clock."""
         self._clock = clock
         # A nonce signed up to MOST_SKEW_S ahead of this clock stays valid for twice that.
-        self._seen: Recent[str, bool] = Recent(elapsed, MOST_NONCES, 2 * MOST_SKEW_S + 1)
+        self._seen: ExpiringMap[str, bool] = ExpiringMap(elapsed, MOST_NONCES, 2 * MOST_SKEW_S + 1)
 
     def admit(self, signed: SignedRequest) -> None:
-        """Record the nonce; raise a `Refusal` if it is known or its time is not this server's."""
+        """Record the nonce; raise a `ReachError` if it is known or its time is not this server's."""
         ahead_s = signed.time_s - int(self._clock())
         if abs(ahead_s) > MOST_SKEW_S:
-            raise Refusal(
+            raise ReachError(
                 "clock_skew",
                 f"The clocks of the two servers differ: the request was signed {abs(ahead_s):,} s "
                 f"{'ahead of' if ahead_s > 0 else 'behind'} this server's clock, and at most {MOST_SKEW_S} s "
                 "are accepted; synchronize both clocks, for example with NTP.",
             )
         if self._seen.get(signed.nonce):
-            raise Refusal("replayed", "This request was received before; sign each request with a new nonce.")
+            raise ReachError(
+                "replayed", "This request was received before; sign each request with a new nonce."
+            )
         if len(self._seen) >= MOST_NONCES:
-            raise Refusal("busy", "There were too many requests in the last two minutes; send fewer.")
+            raise ReachError("busy", "There were too many requests in the last two minutes; send fewer.")
         self._seen.put(signed.nonce, True)

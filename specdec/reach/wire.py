@@ -17,11 +17,11 @@ class PeerLost(WireError):
     """The peer is gone: nothing posted over this link can write any more."""
 
 
-class Uncertain(WireError):
+class TransferUncertain(WireError):
     """A piece failed, and its bytes may still arrive until the wire is closed."""
 
 
-class Piece(Protocol):
+class WireTransfer(Protocol):
     """A part of a read in flight."""
 
     def has_landed(self) -> bool:
@@ -33,10 +33,10 @@ class Piece(Protocol):
         ...
 
 
-class Link(Protocol):
+class WireLink(Protocol):
     """A connection to a peer, with both lists of strided rows prepared."""
 
-    def post(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> Piece:
+    def post(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> WireTransfer:
         """Start reading descriptors, in pairs. Raises WireError, PeerLost or Uncertain."""
         ...
 
@@ -51,7 +51,7 @@ class Wire(Protocol):
     @property
     def metadata(self) -> bytes: ...
 
-    def attach(self, metadata: bytes, local: NDArray[np.int64], remote: NDArray[np.int64]) -> Link:
+    def attach(self, metadata: bytes, local: NDArray[np.int64], remote: NDArray[np.int64]) -> WireLink:
         """Connect to a peer. Raises WireError."""
         ...
 

@@ -16,7 +16,7 @@ from specdec.server.connections import Connections
 from specdec.server.failures import Failure
 from specdec.server.origins import Origins, PageGuard
 from specdec.server.receive import ARRIVING_BYTES, BodyBudget
-from specdec.server.threads import Pool
+from specdec.server.threads import ThreadPool
 
 SOON = {"Retry-After": "1"}
 STOPPING = {"Retry-After": "10"}
@@ -34,7 +34,7 @@ class State:
         self.config, self.fleet = config, Fleet(addresses)
         self.metrics, self.upstream = RouteMetrics(self.fleet), upstream
         self.connections = Connections(config.max_connections, config.idle_timeout, files=3)
-        self.large = Pool("looking", config.max_requests)
+        self.large = ThreadPool("looking", config.max_requests)
         """Threads that parse large bodies, round-robin over clients."""
         self.guard = PageGuard(Origins(None), config.host)
         """For the router's own figures; replicas check what goes on to them."""

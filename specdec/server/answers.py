@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Self
 
 from specdec.config.engine import MAX_WINDOW
-from specdec.core.outputs import Delta, Gathered
-from specdec.core.terms import Prepared
+from specdec.core.outputs import CollectedOutput, Delta
+from specdec.core.params import PreparedPrompt
 from specdec.engine.engine import SpecEngine, Ticket
 from specdec.errors import SpecdecError
 from specdec.server.failures import Failure
@@ -28,7 +28,7 @@ LONGEST_S = 0.1
 """Maximum seconds that deltas are held back."""
 
 
-class Deadline:
+class RequestDeadline:
     """A request's deadline, counted from its arrival; it may be brought forward."""
 
     def __init__(self, seconds: float) -> None:
@@ -68,7 +68,7 @@ class Deadline:
             raise late  # a block that never waits would not notice
 
 
-class Said(NamedTuple):
+class NewOutput(NamedTuple):
     """Output of a choice since the last read."""
 
     choice: int
@@ -77,13 +77,13 @@ class Said(NamedTuple):
     """End time and number of tokens of each step."""
 
 
-class Pending:
+class PendingOutput:
     """Unread output of a choice, in columns."""
 
     __slots__ = ("_at_s", "_counts", "said")
 
     def __init__(self) -> None:
-        self.said = Gathered()
+        self.said = CollectedOutput()
         self._at_s, self._counts = array("d"), array("i")
 
     def add(self, delta: Delta) -> None:
@@ -97,7 +97,7 @@ class Pending:
         return tuple(zip(self._at_s, self._counts, strict=True))
 
 
-def check_size(prepared: Sequence[Prepared], longest: int, most: int, *, top: str) -> None:
+def check_size(prepared: Sequence[PreparedPrompt], longest: int, most: int, *, top: str) -> None:
     """Refuse an answer that may hold more tokens and log-probabilities than the server has memory for.
 
     `longest` bounds a sequence; `top` is the field that requests log-probabilities.
@@ -120,7 +120,7 @@ def check_size(prepared: Sequence[Prepared], longest: int, most: int, *, top: st
     )
 
 
-class Bell:
+class StreamWaker:
     """Wakes the event loop when deltas are pending: at once for few streams, at a bounded rate for many.
 
     Up to `FEW` streamed choices get an event per step; steps that end while the event loop is busy share the
@@ -170,11 +170,11 @@ class Answers:
     def __init__(
         self,
         engine: SpecEngine,
-        bell: Bell,
-        prepared: Sequence[Prepared],
+        bell: StreamWaker,
+        prepared: Sequence[PreparedPrompt],
         *,
         streams: bool,
-        until: Deadline,
+        until: RequestDeadline,
         on_over: Callable[[], None] = lambda: None,
     ) -> None:
         self.bell, self.prepared, self.until = bell, prepared, until
@@ -193,7 +193,7 @@ class Answers:
         self._silent = set(range(self.left))
         """Choices without a delta so far."""
         self._unended = self.left
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingOutput] = {}
         """Unread output by choice."""
         self._lock = threading.Lock()
         """Held by the engine thread to append, and by the event loop to read."""
@@ -239,7 +239,7 @@ class Answers:
             return
         choice = prompt * self.n + item.index
         with self._lock:
-            self._pending.setdefault(choice, Pending()).add(item)
+            self._pending.setdefault(choice, PendingOutput()).add(item)
         self._unended -= item.finish_reason is not None
         if not self._unended:
             self.bell.ring(self, soon=True)
@@ -247,7 +247,7 @@ class Answers:
             self.bell.ring(self, soon=choice in self._silent or item.finish_reason is not None)
             self._silent.discard(choice)
 
-    async def __aiter__(self) -> AsyncIterator[Said]:
+    async def __aiter__(self) -> AsyncIterator[NewOutput]:
         """Yield each choice's deltas; pending ones are merged."""
         while self.left:
             async with self.until.held():
@@ -263,4 +263,4 @@ class Answers:
             for choice in list(pending):
                 own = pending.pop(choice)
                 self.left -= own.said.finish_reason is not None
-                yield Said(choice, own.said.delta(), own.steps())
+                yield NewOutput(choice, own.said.delta(), own.steps())

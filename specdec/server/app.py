@@ -19,7 +19,7 @@ from specdec import __version__
 from specdec.core.outputs import EngineStats
 from specdec.http.connection import SERVER
 from specdec.server.addresses import name_address
-from specdec.server.answers import Deadline
+from specdec.server.answers import RequestDeadline
 from specdec.server.anthropic.errors import error_body, speaks_anthropic
 from specdec.server.anthropic.handlers import count_tokens, message
 from specdec.server.failures import Failure, failure_of, release_frames, without_panics
@@ -30,7 +30,7 @@ from specdec.server.page import HEADERS, WEB, playground
 from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.receive import expect_later
 from specdec.server.responses.handlers import delete, respond, retrieve
-from specdec.server.state import Served, State
+from specdec.server.state import ServedModel, ServerState
 from specdec.server.streams import send_whole
 from specdec.server.thinking import unread
 from specdec.server.tools.offer import make_offer, untold
@@ -38,8 +38,8 @@ from specdec.setup.settings import Resolved
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request, State], Awaitable[web.StreamResponse]]
-STATE = web.AppKey("state", State)
+Handler = Callable[[web.Request, ServerState], Awaitable[web.StreamResponse]]
+STATE = web.AppKey("state", ServerState)
 PAGES = playground(WEB)
 OPEN = {"/health", "/ready", "/openapi.json", "/docs", "/version", *PAGES}
 """Routes without a key: load balancers have none, and the playground asks for it itself."""
@@ -50,7 +50,7 @@ POLLED = {"/health", "/ready", "/metrics"}
 """Routes polled by machines, logged at debug level only."""
 
 
-def build_app(state: State) -> web.Application:
+def build_app(state: ServerState) -> web.Application:
     """Build the application with its routes."""
     app = web.Application(client_max_size=state.config.max_body_bytes, middlewares=[_pass, name_address])
     app[STATE] = state
@@ -151,7 +151,7 @@ async def _pass(
     return response
 
 
-async def _admit(request: web.Request, state: State, protected: contextlib.ExitStack) -> None:
+async def _admit(request: web.Request, state: ServerState, protected: contextlib.ExitStack) -> None:
     """Check a request's key, then wait for its turn on the event loop; refused requests share one turn.
 
     At the connection limit, a connection with an admitted request is not closed for a new one.
@@ -184,22 +184,22 @@ def _request_id(given: str | None) -> str:
     return given if given and re.fullmatch(r"[\w.:\-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
 
 
-async def _embeddings(request: web.Request, state: State) -> web.Response:
+async def _embeddings(request: web.Request, state: ServerState) -> web.Response:
     raise Failure(404, "This server only generates text: embeddings are not supported.", code="not_supported")
 
 
-async def _models(request: web.Request, state: State) -> web.Response:
+async def _models(request: web.Request, state: ServerState) -> web.Response:
     cards = [_card(own, name) for own in state.served for name in own.names]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
     return web.json_response({"object": "list", "data": cards, **ends})
 
 
-async def _model(request: web.Request, state: State) -> web.Response:
+async def _model(request: web.Request, state: ServerState) -> web.Response:
     name = request.match_info["name"]
     return web.json_response(_card(state.named(name), name))
 
 
-def _card(served: Served, name: str) -> dict[str, Any]:
+def _card(served: ServedModel, name: str) -> dict[str, Any]:
     """Return a model card with the fields of OpenAI's, vLLM's and Anthropic's APIs."""
     return {
         "id": name,
@@ -216,7 +216,7 @@ def _card(served: Served, name: str) -> dict[str, Any]:
     }
 
 
-async def _health(request: web.Request, state: State) -> web.Response:
+async def _health(request: web.Request, state: ServerState) -> web.Response:
     """Report whether the engines are alive and stepping."""
     for served in state.served:
         served.check_engine()
@@ -224,7 +224,7 @@ async def _health(request: web.Request, state: State) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def _ready(request: web.Request, state: State) -> web.Response:
+async def _ready(request: web.Request, state: ServerState) -> web.Response:
     """Report whether requests are accepted."""
     for served in state.served:
         served.check_engine()
@@ -233,15 +233,15 @@ async def _ready(request: web.Request, state: State) -> web.Response:
     return await _health(request, state)
 
 
-async def _metrics(request: web.Request, state: State) -> web.Response:
+async def _metrics(request: web.Request, state: ServerState) -> web.Response:
     return web.Response(body=await state.metrics.scrape(), headers={"Content-Type": CONTENT_TYPE})
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def _tokenize(request: web.Request, state: State) -> web.Response:
-    until = Deadline(state.config.request_timeout)
+async def _tokenize(request: web.Request, state: ServerState) -> web.Response:
+    until = RequestDeadline(state.config.request_timeout)
     body = await state.read(request, until, partial(read_plain, TokenizeBody))
     served = state.named(body.model)
     unmet = [
@@ -257,7 +257,7 @@ async def _tokenize(request: web.Request, state: State) -> web.Response:
         return await send_whole(request, web.json_response(found), state.config.stall_timeout)
 
 
-async def _tokens(body: TokenizeBody, served: Served, caller: str) -> list[int]:
+async def _tokens(body: TokenizeBody, served: ServedModel, caller: str) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
@@ -271,8 +271,8 @@ async def _tokens(body: TokenizeBody, served: Served, caller: str) -> list[int]:
     return await served.encode(body.prompt, caller, special=body.add_special_tokens)
 
 
-async def _detokenize(request: web.Request, state: State) -> web.Response:
-    until = Deadline(state.config.request_timeout)
+async def _detokenize(request: web.Request, state: ServerState) -> web.Response:
+    until = RequestDeadline(state.config.request_timeout)
     body = await state.read(request, until, partial(read_plain, DetokenizeBody))
     served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
@@ -282,7 +282,7 @@ async def _detokenize(request: web.Request, state: State) -> web.Response:
             return web.json_response({"prompt": await _text(body, served, request["turn"])})
 
 
-async def _text(body: DetokenizeBody, served: Served, caller: str) -> str:
+async def _text(body: DetokenizeBody, served: ServedModel, caller: str) -> str:
     tokenizer, vocab = served.engine.tokenizer, served.engine.model.network.spec.vocab
     if tokenizer is None:
         raise Failure(400, "tokens: the model has no tokenizer, so they have no text.", param="tokens")
@@ -295,27 +295,27 @@ async def _text(body: DetokenizeBody, served: Served, caller: str) -> str:
     return await served.work(len(body.tokens), partial(tokenizer.decode, body.tokens), caller)
 
 
-async def _flush_cache(request: web.Request, state: State) -> web.Response:
+async def _flush_cache(request: web.Request, state: ServerState) -> web.Response:
     """Flush the caller's cached prefixes and the outputs that drafters look up."""
-    async with Deadline(state.config.request_timeout).held():
+    async with RequestDeadline(state.config.request_timeout).held():
         flushing = [engine.begin_flush(request["caller"]) for engine in state.engines if not engine.fault]
         await asyncio.gather(*map(asyncio.wrap_future, flushing))
     return web.json_response({"status": "ok"})
 
 
-async def _version(request: web.Request, state: State) -> web.Response:
+async def _version(request: web.Request, state: ServerState) -> web.Response:
     return web.json_response({"version": __version__})
 
 
-async def _docs(request: web.Request, state: State) -> web.Response:
+async def _docs(request: web.Request, state: ServerState) -> web.Response:
     return web.Response(text=documented(), content_type="text/html", charset="utf-8", headers=HEADERS)
 
 
-async def _openapi(request: web.Request, state: State) -> web.Response:
+async def _openapi(request: web.Request, state: ServerState) -> web.Response:
     return web.Response(text=described(), content_type="application/json")
 
 
-async def _server_info(request: web.Request, state: State) -> web.Response:
+async def _server_info(request: web.Request, state: ServerState) -> web.Response:
     """Return a model's resolved settings and counters, without keys or prompts."""
     served = state.named(request.query.get("model"))
     resident = served.resident
@@ -333,7 +333,7 @@ async def _server_info(request: web.Request, state: State) -> web.Response:
     return web.Response(text=json.dumps(shown), content_type="application/json")
 
 
-async def _model_info(request: web.Request, state: State) -> web.Response:
+async def _model_info(request: web.Request, state: ServerState) -> web.Response:
     """Return the model in SGLang's format, for its router; the folder's path is not shown."""
     served = state.named(request.query.get("model"))
     return web.json_response(
@@ -341,7 +341,7 @@ async def _model_info(request: web.Request, state: State) -> web.Response:
     )
 
 
-def _reach_info(state: State) -> dict[str, Any]:
+def _reach_info(state: ServerState) -> dict[str, Any]:
     """Return the server's role, also in SGLang's format, which its routers query."""
     reach = state.reach
     mode = {"disaggregation_mode": reach.role if reach and reach.role != "both" else "null"}
@@ -350,7 +350,7 @@ def _reach_info(state: State) -> dict[str, Any]:
     return {"role": reach.role, **mode, "disaggregation_bootstrap_port": reach.port}
 
 
-def _engine_info(served: Served) -> dict[str, Any]:
+def _engine_info(served: ServedModel) -> dict[str, Any]:
     engine = served.engine
     stats = engine.stats()
     return {

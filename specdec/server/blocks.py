@@ -6,15 +6,15 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from specdec.core.outputs import Delta
-from specdec.server.events import AnswerEvents, Expected
-from specdec.text.answers.events import Begin, Event, Text, Thinking
+from specdec.server.events import AnswerEvents, ExpectedContent
+from specdec.text.answers.events import CallStart, Event, TextDelta, ThinkingDelta
 
 Json = dict[str, Any]
 Kind = Literal["thinking", "text", "call"]
 
 
 @dataclass(slots=True)
-class Block:
+class AnswerBlock:
     """Thinking, a text, or a call with its arguments."""
 
     kind: Kind
@@ -30,12 +30,12 @@ class Block:
         return "".join(self.pieces)
 
 
-class Blocks(ABC):
+class BlockWriter(ABC):
     """Turn one answer into block events: each block is opened, extended, and closed before the next."""
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedContent) -> None:
         self._events = AnswerEvents(expected)
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
         self._count = 0
         self.delta: Delta | None = None
         """The last delta, or None before it."""
@@ -55,11 +55,11 @@ class Blocks(ABC):
 
     def _take(self, event: Event) -> list[Json]:
         match event:
-            case Begin(name):
+            case CallStart(name):
                 return [*self._close(), *self._begin("call", name)]
-            case Thinking():
+            case ThinkingDelta():
                 before = self._in("thinking")
-            case Text():
+            case TextDelta():
                 before = self._in("text")
             case _:
                 before = []  # arguments belong to the current call
@@ -73,7 +73,7 @@ class Blocks(ABC):
         return [*self._close(), *self._begin(kind)]
 
     def _begin(self, kind: Kind, name: str = "") -> list[Json]:
-        self._open = Block(kind, self._count, uuid4().hex[:24], name)
+        self._open = AnswerBlock(kind, self._count, uuid4().hex[:24], name)
         self._count += 1
         return self.opened(self._open)
 
@@ -82,13 +82,13 @@ class Blocks(ABC):
         return self.closed(block, is_cut=is_cut) if block else []
 
     @abstractmethod
-    def opened(self, block: Block) -> list[Json]:
+    def opened(self, block: AnswerBlock) -> list[Json]:
         """Return the events that open a block."""
 
     @abstractmethod
-    def added(self, block: Block, text: str) -> list[Json]:
+    def added(self, block: AnswerBlock, text: str) -> list[Json]:
         """Return the events that append text to it."""
 
     @abstractmethod
-    def closed(self, block: Block, *, is_cut: bool) -> list[Json]:
+    def closed(self, block: AnswerBlock, *, is_cut: bool) -> list[Json]:
         """Return the events that close it, complete or cut off."""

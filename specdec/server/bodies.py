@@ -23,11 +23,20 @@ from specdec.config.template import Variables
 from specdec.errors import ConfigError
 from specdec.server.failures import SEVERAL, Failure, Names, misfit, renamed
 from specdec.server.fields import given_fields, refuse, unknown
-from specdec.server.messages import Many, Message
-from specdec.server.reach.bodies import Asked, Bootstrap, Name, Port, Room, TransferParams, asked_of, each_of
+from specdec.server.messages import ChatMessage, Many
+from specdec.server.reach.bodies import (
+    Asked,
+    BootstrapFields,
+    Name,
+    Port,
+    Room,
+    TransferParams,
+    asked_of,
+    each_of,
+)
 from specdec.server.settings import Role
 from specdec.server.tools.bodies import Tool
-from specdec.server.tools.offer import GivenChoice, Offer, make_offer
+from specdec.server.tools.offer import GivenChoice, ToolOffer, make_offer
 from specdec.text.answers.calls import CallFormat
 
 Ids = Many[StrictInt]
@@ -49,10 +58,10 @@ ASKED: Mapping[str, Names] = {
     "tools": {FORMS: "tools", f"{FORMS}.structural_tag": "tools"},
 }
 """Client field names for the engine's, by the field that requests structured output."""
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound="RequestBody")
 
 
-class Structured(BaseModel):
+class StructuredOutputs(BaseModel):
     """vLLM's `structured_outputs`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -100,7 +109,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(None, description="put the usage so far into every chunk")
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Fields of completions and chats. Null counts as absent; bounds are those of `SamplingParams`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -123,7 +132,9 @@ class Body(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, description="minimum tokens")
     response_format: ResponseFormat | None = Field(None, description="structured output")
-    structured_outputs: Structured | None = Field(None, description="structured output, in vLLM's format")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="structured output, in vLLM's format"
+    )
     prompt_logprobs: int | None = Field(None, description="alternatives for each prompt token")
     seed: int | None = Field(None, description="the same seed gives the same text, with drafts and without")
     logit_bias: dict[BiasedId, float] | None = None
@@ -183,7 +194,7 @@ class Body(BaseModel):
         """Return the work another server does for the request, by this server's role; None: none."""
         return asked_of(self.kv_transfer_params, self._rooms(prompts), role)
 
-    def _rooms(self, prompts: int) -> list[Bootstrap] | None:
+    def _rooms(self, prompts: int) -> list[BootstrapFields] | None:
         if self.bootstrap_room is None:
             for field in ("bootstrap_host", "bootstrap_port"):
                 if getattr(self, field) is not None:
@@ -197,7 +208,7 @@ class Body(BaseModel):
         rooms = each("bootstrap_room", self.bootstrap_room)
         hosts = each("bootstrap_host", self.bootstrap_host) if self.bootstrap_host else [None] * prompts
         ports = each("bootstrap_port", self.bootstrap_port) if self.bootstrap_port else [None] * prompts
-        return [Bootstrap(*own) for own in zip(hosts, ports, rooms, strict=True)]
+        return [BootstrapFields(*own) for own in zip(hosts, ports, rooms, strict=True)]
 
     @property
     def ignored(self) -> list[str]:
@@ -212,7 +223,7 @@ class Body(BaseModel):
 
     def params(self, **own: Any) -> SamplingParams:
         """Return the sampling parameters; the engine validates every value."""
-        shared = SamplingParams.model_fields.keys() & Body.model_fields.keys() - {"structured_outputs"}
+        shared = SamplingParams.model_fields.keys() & RequestBody.model_fields.keys() - {"structured_outputs"}
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
         own = {"structured_outputs": self.structure, **own}
         given["trees"] = self.return_drafts
@@ -265,7 +276,7 @@ class Body(BaseModel):
         return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
-class CompletionBody(Body):
+class CompletionBody(RequestBody):
     prompt: str | Ids | Many[str] | Many[Ids] = Field(description="a text, token ids, or a list of either")
     logprobs: int | None = Field(None, description="alternatives for each token")
     echo: bool = Field(False, description="return the prompt before the text, with its log-probabilities")
@@ -294,8 +305,8 @@ class CompletionBody(Body):
         return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-class ChatBody(Body):
-    messages: Many[Message] = Field(min_length=1)
+class ChatBody(RequestBody):
+    messages: Many[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(
         None, ge=1, le=MOST_TOKENS, description="maximum tokens; takes precedence over max_tokens"
     )
@@ -320,7 +331,7 @@ class ChatBody(Body):
     )
     parallel_tool_calls: bool = Field(True, description="allow several calls in an answer")
 
-    def offer(self, form: CallFormat | None, *, told: bool = True) -> Offer | None:
+    def offer(self, form: CallFormat | None, *, told: bool = True) -> ToolOffer | None:
         """Return the tools that may be called, in the model's format, if its template states tools."""
         parallel = self.parallel_tool_calls
         offer = make_offer(self.tools, self.tool_choice, parallel=parallel, form=form, told=told)

@@ -4,15 +4,15 @@ import uuid
 from typing import Any
 
 from specdec.core.outputs import Delta
-from specdec.server.events import AnswerEvents, Expected
+from specdec.server.events import AnswerEvents, ExpectedContent
 from specdec.server.messages import THOUGHT
-from specdec.text.answers.events import Arguments, Event, Text, Thinking
+from specdec.text.answers.events import ArgumentsDelta, Event, TextDelta, ThinkingDelta
 
 Json = dict[str, Any]
 
 
 class ChatAnswer:
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedContent) -> None:
         self._events = AnswerEvents(expected)
         self.finish_reason = self._events.finish_reason
         self._index = -1
@@ -40,11 +40,11 @@ class ChatAnswer:
         return message | ({"tool_calls": calls} if calls else {})
 
     def _part(self, event: Event) -> Json:
-        if isinstance(event, Thinking):
+        if isinstance(event, ThinkingDelta):
             return dict.fromkeys(THOUGHT, event.text)
-        if isinstance(event, Text):
+        if isinstance(event, TextDelta):
             return {"content": event.text}
-        if isinstance(event, Arguments):
+        if isinstance(event, ArgumentsDelta):
             return {"tool_calls": [{"index": self._index, "function": {"arguments": event.text}}]}
         self._index += 1
         begun = {"index": self._index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}

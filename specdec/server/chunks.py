@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec.core.outputs import Delta
-from specdec.core.terms import Prepared
-from specdec.server.bodies import Body
+from specdec.core.params import PreparedPrompt
+from specdec.server.bodies import RequestBody
 from specdec.server.failures import Failure
-from specdec.server.formats import Format, Usage, written
+from specdec.server.formats import AnswerFormat, Usage, written
 
 Json = dict[str, Any]
 
@@ -20,7 +20,9 @@ class Chunks:
 
     is_typed = False
 
-    def __init__(self, form: Format, body: Body, model: str, prepared: Sequence[Prepared]) -> None:
+    def __init__(
+        self, form: AnswerFormat, body: RequestBody, model: str, prepared: Sequence[PreparedPrompt]
+    ) -> None:
         self.usage = Usage.of(prepared)
         self._form, self._body, self._prepared = form, body, prepared
         self._opened: set[int] = set()

@@ -9,7 +9,7 @@ from specdec.config.template import Variables
 from specdec.server.bodies import KEPT, ChatBody, Duration
 from specdec.server.failures import Failure, Names, misfit
 from specdec.server.fields import given_fields
-from specdec.server.messages import Message
+from specdec.server.messages import ChatMessage
 
 SHARED = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p"),
@@ -63,7 +63,7 @@ class Dialect(BaseModel):
         """Ignored fields that may have been meant to have an effect: unknown ones, and tools."""
         return [name for name in self.model_extra or {} if name not in {*self.REFUSED, *self.HARMLESS}]
 
-    def as_chat(self, messages: Sequence[Message], **own: Any) -> ChatBody:
+    def as_chat(self, messages: Sequence[ChatMessage], **own: Any) -> ChatBody:
         """Return a chat of these messages, with the shared fields and `own`."""
         shared = {name: getattr(self, name) for name in SHARED}
         given = {name: value for name, value in {**shared, **own}.items() if value is not None}

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 from specdec.core.outputs import EngineStats, PrefixStats
 from specdec.core.scheduler import RESOURCES
-from specdec.core.stats import Counts
+from specdec.core.stats import SpeculationCounts
 from specdec.engine.engine import SpecEngine
-from specdec.server.resident import Resident, Status
+from specdec.server.resident import ModelStatus, Resident
 from specdec.setup.settings import Resolved
 
 Labels = dict[str, str]
@@ -64,7 +64,7 @@ class OneModel:
 
     def collect(self) -> Iterator[Metric]:
         status, resident = self.resident.status, self.resident
-        states = {str(own): int(own is status) for own in Status}
+        states = {str(own): int(own is status) for own in ModelStatus}
         family = GaugeMetricFamily(
             "specdec:model_state", "1 where the model is.", labels=[*self.labels, "state"]
         )
@@ -76,7 +76,7 @@ class OneModel:
         seconds = "Seconds of loading or waking, including freeing memory."
         yield self._by("specdec:model_switch_seconds", seconds, "kind", resident.switch_seconds)
         if resident.engine:
-            yield from self._engine(resident.engine, is_awake=status is Status.WARM)
+            yield from self._engine(resident.engine, is_awake=status is ModelStatus.WARM)
 
     def _engine(self, engine: SpecEngine, *, is_awake: bool) -> Iterator[Metric]:
         stats, counts = engine.stats(), engine.model.loop.counts
@@ -136,7 +136,7 @@ class OneModel:
         yield family
         yield self._counter("vllm:num_preemptions", "Preemptions of sequences.", stats.preemptions)
 
-    def _speculation(self, counts: Counts) -> Iterator[Metric]:
+    def _speculation(self, counts: SpeculationCounts) -> Iterator[Metric]:
         drafts = sum(counts.reached[:1])
         yield self._counter("vllm:spec_decode_num_drafts", "Verified drafts.", drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", counts.drafted)

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 
 from specdec.core.outputs import Delta
-from specdec.server.tools.offer import Offer
-from specdec.text.answers.events import Begin, Event, Text, Thinking
+from specdec.server.tools.offer import ToolOffer
+from specdec.text.answers.events import CallStart, Event, TextDelta, ThinkingDelta
 from specdec.text.answers.reader import AnswerReader
 from specdec.text.answers.thinking import ThinkingFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedContent:
     """Optional content of a chat's answers: thinking and calls."""
 
     thinking: ThinkingFormat | None = None
-    offer: Offer | None = None
+    offer: ToolOffer | None = None
     shows_thinking: bool = True
 
 
@@ -24,7 +24,7 @@ class AnswerEvents:
     A forced call has no text: any text in it is the start of a tag that was cut off.
     """
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedContent) -> None:
         offer = expected.offer
         self._reader = AnswerReader(expected.thinking, offer.calls if offer else None)
         self._most_calls = None if offer is None or offer.parallel else 1
@@ -46,10 +46,10 @@ class AnswerEvents:
         return "tool_calls" if why == "stop" and self._calls else why
 
     def _shows(self, event: Event) -> bool:
-        self._calls += isinstance(event, Begin)
-        if isinstance(event, Text):
+        self._calls += isinstance(event, CallStart)
+        if isinstance(event, TextDelta):
             return self._speaks
-        if isinstance(event, Thinking):
+        if isinstance(event, ThinkingDelta):
             self.has_thought = True
             return self._shows_thinking
         return self._most_calls is None or self._calls <= self._most_calls

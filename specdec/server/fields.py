@@ -147,7 +147,7 @@ def unknown(extra: Iterable[str]) -> list[str]:
     return [name for name in extra if name not in REFUSED and name not in HARMLESS]
 
 
-class Ignored:
+class IgnoredFields:
     """Reports ignored fields: to clients in a header, to the log once per name."""
 
     def __init__(self) -> None:

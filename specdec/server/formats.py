@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any, Protocol, Self
 
 from specdec.core.outputs import Delta, DraftTree, RequestStats, TokenLogprob
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.prompts import Prompt
 from specdec.server.chat_answer import ChatAnswer
-from specdec.server.events import Expected
+from specdec.server.events import ExpectedContent
 from specdec.server.failures import Failure
 from specdec.server.thinking import ThinkingTokens
 from specdec.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ AT_ONCE = 64
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
-class Rows:
+class LazyJsonList:
     """A JSON list whose elements, which take much memory, are built while writing."""
 
     def __init__(self, rows: Sequence[Any], make: Callable[[Any], Any]) -> None:
@@ -34,7 +34,7 @@ class Rows:
 
 def written(value: Any) -> Iterator[str]:
     """Yield JSON in pieces, long lists a few elements at a time."""
-    if isinstance(value, Rows):
+    if isinstance(value, LazyJsonList):
         rows, comma = iter(value), "["
         while some := list(islice(rows, AT_ONCE)):
             yield comma + json.dumps(some)[1:-1]
@@ -68,7 +68,7 @@ class Usage:
     """Counter of thinking tokens, if there is thinking."""
 
     @classmethod
-    def of(cls, prepared: Sequence[Prepared]) -> Self:
+    def of(cls, prepared: Sequence[PreparedPrompt]) -> Self:
         return cls(sum(len(own.ids) for own in prepared), prepared[0].params.n)
 
     def add(self, choice: int, delta: Delta) -> None:
@@ -120,7 +120,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownFields:
     """Optional response fields."""
 
     token_ids: bool = False
@@ -129,7 +129,7 @@ class Shown:
     prompt_logprobs: bool = False
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """Writes one response in its API's format, whole or as events."""
 
     usage: Usage
@@ -153,8 +153,8 @@ class Writer(Protocol):
         ...
 
 
-class Format(Protocol):
-    shown: Shown
+class AnswerFormat(Protocol):
+    shown: ShownFields
     prefix: str
     """Prefix of ids."""
     whole: str
@@ -175,7 +175,7 @@ class Format(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Echo:
+class PromptEcho:
     """A prompt to repeat before its completion."""
 
     text: str
@@ -183,17 +183,17 @@ class Echo:
     """Its first token, which has no log-probability."""
 
     @classmethod
-    def of(cls, prompt: Prompt, prepared: Prepared, tokenizer: Tokenizer | None) -> Self:
+    def of(cls, prompt: Prompt, prepared: PreparedPrompt, tokenizer: Tokenizer | None) -> Self:
         if isinstance(prompt, str):
             return cls(prompt, prepared.ids[0])
         return cls("".join(spell(tokenizer, token) for token in prepared.ids), prepared.ids[0])
 
 
-class Completions:
+class CompletionFormat:
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, tokenizer: Tokenizer | None, shown: Shown, echoes: Sequence[Echo] = (), n: int = 1
+        self, tokenizer: Tokenizer | None, shown: ShownFields, echoes: Sequence[PromptEcho] = (), n: int = 1
     ) -> None:
         self.tokenizer, self.shown, self.echoes, self.n = tokenizer, shown, echoes, n
         self._offsets: dict[int, int] = {}
@@ -219,7 +219,7 @@ class Completions:
             **beside(delta, self.shown, self.tokenizer),
         }
 
-    def _logprobs(self, choice: int, delta: Delta, echo: Echo | None) -> Json:
+    def _logprobs(self, choice: int, delta: Delta, echo: PromptEcho | None) -> Json:
         """Return log-probabilities as columns, the prompt's first; offsets are those of each token's text."""
         prompts = filter(None, delta.prompt_logprobs or ())
         logprobs = [*prompts, *(delta.logprobs or ())]
@@ -234,7 +234,7 @@ class Completions:
             "text_offset": offsets,
             "token_logprobs": [*(None for _ in first), *(own.logprob for own in logprobs)],
             "tokens": tokens,
-            "top_logprobs": Rows([*(None for _ in first), *logprobs], self._top),
+            "top_logprobs": LazyJsonList([*(None for _ in first), *logprobs], self._top),
         }
 
     def _top(self, own: TokenLogprob | None) -> Json | None:
@@ -254,10 +254,10 @@ class Completions:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
-class Chats:
+class ChatFormat:
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer | None, shown: Shown, expected: Expected) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, shown: ShownFields, expected: ExpectedContent) -> None:
         self.tokenizer, self.shown, self.expected = tokenizer, shown, expected
         self._answers: dict[int, ChatAnswer] = {}
         self._spelt: dict[int, tuple[str, list[int]]] = {}
@@ -288,7 +288,7 @@ class Chats:
     def _told(self, choice: int, name: str, message: Json, delta: Delta) -> Json:
         logprobs, why = None, delta.finish_reason
         if delta.logprobs is not None:
-            logprobs = {"content": Rows(delta.logprobs, self._logprob), "refusal": None}
+            logprobs = {"content": LazyJsonList(delta.logprobs, self._logprob), "refusal": None}
         told = self._choice(choice, name, message, logprobs, self._answer(choice).finish_reason(why))
         return told | {"stop_reason": delta.stop_reason} | beside(delta, self.shown, self.tokenizer)
 
@@ -312,7 +312,7 @@ def _tells(delta: Delta) -> bool:
     return bool(delta.text or delta.token_ids or delta.finish_reason)
 
 
-def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
+def beside(delta: Delta, shown: ShownFields, tokenizer: Tokenizer | None) -> Json:
     """Return requested fields next to the text."""
     own: Json = {}
     if shown.token_ids:
@@ -323,7 +323,9 @@ def beside(delta: Delta, shown: Shown, tokenizer: Tokenizer | None) -> Json:
     if shown.drafts:
         own["drafts"] = [_draft(draft, tokenizer) for draft in delta.drafts]
     if shown.prompt_logprobs and delta.prompt_logprobs is not None:
-        own["prompt_logprobs"] = Rows(delta.prompt_logprobs, lambda each: each and _ranked(each, tokenizer))
+        own["prompt_logprobs"] = LazyJsonList(
+            delta.prompt_logprobs, lambda each: each and _ranked(each, tokenizer)
+        )
     return own
 
 

@@ -9,7 +9,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.server.failures import Failure
 
 
-class Work(Protocol):
+class GatedWork(Protocol):
     """Work submitted to an engine."""
 
     @property
@@ -29,7 +29,7 @@ class Gate:
         """Number of requests in progress."""
         self._waiting: list[asyncio.Future[SpecEngine]] = []
         """Requests that wait for the model to load."""
-        self._answers: set[Work] = set()
+        self._answers: set[GatedWork] = set()
         """Work submitted to the engine; finished work may still be being read."""
 
     @property
@@ -80,7 +80,7 @@ class Gate:
             answer.fail(failure())
 
     @contextlib.contextmanager
-    def answering(self, answer: Work) -> Iterator[None]:
+    def answering(self, answer: GatedWork) -> Iterator[None]:
         """Count an answer as needing an arena until it is finished, within the context."""
         self._answers.add(answer)
         self._on_change()

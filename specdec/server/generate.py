@@ -10,35 +10,35 @@ from typing import Any
 from aiohttp import web
 
 from specdec.config.sampling import SamplingParams
-from specdec.core.outputs import Delta, Gathered
-from specdec.core.terms import Prepared
-from specdec.server.answers import Answers, Deadline, check_size
-from specdec.server.bodies import ASKED, Body, ChatBody, CompletionBody
+from specdec.core.outputs import CollectedOutput, Delta
+from specdec.core.params import PreparedPrompt
+from specdec.server.answers import Answers, RequestDeadline, check_size
+from specdec.server.bodies import ASKED, ChatBody, CompletionBody, RequestBody
 from specdec.server.chunks import Chunks
-from specdec.server.events import Expected
+from specdec.server.events import ExpectedContent
 from specdec.server.failures import SAME, Failure, Names, chained, naming, renamed
 from specdec.server.fields import MAX_TOKENS
-from specdec.server.formats import Chats, Completions, Echo, Shown, Writer
-from specdec.server.metrics import Watch
-from specdec.server.reach.bodies import Asked, Lend
+from specdec.server.formats import AnswerWriter, ChatFormat, CompletionFormat, PromptEcho, ShownFields
+from specdec.server.metrics import RequestTracker
+from specdec.server.reach.bodies import Asked, LendFields
 from specdec.server.reach.lending import Lending, lending_params
-from specdec.server.state import LONG, Places, Served, State
+from specdec.server.state import LONG, QueueSlots, ServedModel, ServerState
 from specdec.server.streams import EventStream, send_pieces
 from specdec.server.thinking import ThinkingTokens, span_of, template_variables
-from specdec.server.tools.offer import Offer, untold
+from specdec.server.tools.offer import ToolOffer, untold
 
 logger = logging.getLogger(__name__)
 
 SPELLING = 5
 """Cost of decoding a token, relative to encoding a character."""
 Work = Callable[[int, Callable[[], Any]], Awaitable[Any]]
-"""Runs work of a given size in the caller's turn: `Served.work`."""
-MakeWriter = Callable[[Expected, Sequence[Prepared]], Writer]
+"""Runs work of a given size in the caller's turn: `ServedModel.work`."""
+MakeWriter = Callable[[ExpectedContent, Sequence[PreparedPrompt]], AnswerWriter]
 
 
-async def complete(request: web.Request, state: State) -> web.StreamResponse:
+async def complete(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer /v1/completions."""
-    until = Deadline(state.config.request_timeout)
+    until = RequestDeadline(state.config.request_timeout)
     body = await state.read(request, until, CompletionBody.read)
     served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
@@ -48,7 +48,7 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
             400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
         )
     asked = body.asked(state.role, len(body.prompts))
-    lends = isinstance(asked, Lend)
+    lends = isinstance(asked, LendFields)
 
     def read() -> SamplingParams:
         if lends:
@@ -57,8 +57,10 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
 
     params = await state.beside(request, until, read)
 
-    def echo(prepared: Sequence[Prepared]) -> list[Echo]:
-        return [Echo.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)]
+    def echo(prepared: Sequence[PreparedPrompt]) -> list[PromptEcho]:
+        return [
+            PromptEcho.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)
+        ]
 
     names = ASKED["response_format" if body.response_format else "structured_outputs"]
     choices, field = len(body.prompts) * params.n, "n" if params.n > 1 else "prompt"
@@ -77,21 +79,21 @@ async def complete(request: web.Request, state: State) -> web.StreamResponse:
                 echoes = await served.work(ids * SPELLING, partial(echo, prepared), request["turn"])
             _check_size(state, served, prepared, "logprobs")
             await _fetch(state, prepared, asked)
-        form = Completions(served.engine.tokenizer, _shown(body), echoes, params.n)
+        form = CompletionFormat(served.engine.tokenizer, _shown(body), echoes, params.n)
         writer = Chunks(form, body, body.model or served.name, prepared)
         return await _answer(
             request, state, served, prepared, writer, until, places, names, asked, streams=body.stream
         )
 
 
-async def chat(request: web.Request, state: State) -> web.StreamResponse:
+async def chat(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer /v1/chat/completions."""
-    until = Deadline(state.config.request_timeout)
+    until = RequestDeadline(state.config.request_timeout)
     body = await state.read(request, until, ChatBody.read)
     served = state.named(body.model)
 
-    def write(expected: Expected, prepared: Sequence[Prepared]) -> Writer:
-        form = Chats(served.engine.tokenizer, _shown(body), expected)
+    def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> AnswerWriter:
+        form = ChatFormat(served.engine.tokenizer, _shown(body), expected)
         return Chunks(form, body, body.model or served.name, prepared)
 
     return await answer_chat(request, state, served, body, until, write)
@@ -99,10 +101,10 @@ async def chat(request: web.Request, state: State) -> web.StreamResponse:
 
 async def answer_chat(
     request: web.Request,
-    state: State,
-    served: Served,
+    state: ServerState,
+    served: ServedModel,
     body: ChatBody,
-    until: Deadline,
+    until: RequestDeadline,
     write: MakeWriter,
     *,
     ignored: Sequence[str] = (),
@@ -114,9 +116,9 @@ async def answer_chat(
         most_asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         default, budget = max(served.default_max_tokens, body.min_tokens or 0), body.budget
         asked = body.asked(state.role)
-        lends = isinstance(asked, Lend)
+        lends = isinstance(asked, LendFields)
 
-        def settle() -> tuple[Offer | None, dict[str, Any], list[str], SamplingParams]:
+        def settle() -> tuple[ToolOffer | None, dict[str, Any], list[str], SamplingParams]:
             offer = body.offer(served.calls, told=served.told)
             variables, unmet = told_of(body, offer, served)
             if lends:
@@ -156,7 +158,7 @@ async def answer_chat(
             prepared = await served.prepare([ids], params, request["tenant"])
             _check_size(state, served, prepared, "top_logprobs")
             await _fetch(state, prepared, asked)
-        writer = write(Expected(thinking, offer, body.include_reasoning), prepared)
+        writer = write(ExpectedContent(thinking, offer, body.include_reasoning), prepared)
         if thinking and (tokenizer := served.engine.tokenizer):
             writer.usage.thinking = ThinkingTokens(thinking, tokenizer)
         return await _answer(
@@ -164,37 +166,39 @@ async def answer_chat(
         )
 
 
-def told_of(body: ChatBody, offer: Offer | None, served: Served) -> tuple[dict[str, Any], list[str]]:
+def told_of(body: ChatBody, offer: ToolOffer | None, served: ServedModel) -> tuple[dict[str, Any], list[str]]:
     """Return the template's variables besides the messages, and fields that it has no variables for."""
     variables, unmet = template_variables(body, served.template, served.template_kwargs)
     return variables | ({"tools": offer.plain} if offer else {}), unmet
 
 
-def _heard(state: State, asked: Asked | None) -> AbstractContextManager[None]:
+def _heard(state: ServerState, asked: Asked | None) -> AbstractContextManager[None]:
     """Notify a server waiting for this prompt at once if it is not prefilled."""
     return state.reach.lender.heard(asked) if state.reach else nullcontext()
 
 
-async def _fetch(state: State, prepared: Sequence[Prepared], asked: Asked | None) -> None:
+async def _fetch(state: ServerState, prepared: Sequence[PreparedPrompt], asked: Asked | None) -> None:
     """Fetch prefixes prefilled by another server, if requested; they become cached prefixes here."""
     if asked is not None:
         assert state.reach
         await state.reach.fetch(prepared, asked)
 
 
-def _check_size(state: State, served: Served, prepared: Sequence[Prepared], top: str) -> None:
+def _check_size(
+    state: ServerState, served: ServedModel, prepared: Sequence[PreparedPrompt], top: str
+) -> None:
     longest = served.engine.model.settings.max_model_len
     check_size(prepared, longest, state.config.max_answer_values, top=top)
 
 
 async def _answer(
     request: web.Request,
-    state: State,
-    served: Served,
-    prepared: Sequence[Prepared],
-    writer: Writer,
-    until: Deadline,
-    places: Places,
+    state: ServerState,
+    served: ServedModel,
+    prepared: Sequence[PreparedPrompt],
+    writer: AnswerWriter,
+    until: RequestDeadline,
+    places: QueueSlots,
     names: Names,
     asked: Asked | None,
     *,
@@ -204,7 +208,7 @@ async def _answer(
     room = served.engine.model.settings.max_model_len - max(len(own.ids) for own in prepared)
     request["headers"][MAX_TOKENS] = str(min(prepared[0].params.max_tokens, room))
     answers: Answers | Lending
-    if isinstance(asked, Lend):
+    if isinstance(asked, LendFields):
         assert state.reach
         assert isinstance(writer, Chunks), "other APIs do not report this"
         answers = Lending(state.reach.lender, prepared, asked, until, writer)
@@ -228,18 +232,18 @@ async def _answer(
         return await send_pieces(request, writer.whole(said), stall_s, beside)
 
 
-class Gathering(Mapping[int, Delta]):
+class OutputCollector(Mapping[int, Delta]):
     """Output of each choice; a look-up assembles it."""
 
     def __init__(self) -> None:
-        self._said: dict[int, Gathered] = {}
+        self._said: dict[int, CollectedOutput] = {}
         self.size = 0
         """Number of tokens reported."""
 
     def add(self, choice: int, delta: Delta) -> None:
         """Append a choice's next delta."""
         self.size += delta.num_told
-        self._said.setdefault(choice, Gathered()).add(delta)
+        self._said.setdefault(choice, CollectedOutput()).add(delta)
 
     def __getitem__(self, choice: int) -> Delta:
         return self._said[choice].delta()
@@ -251,8 +255,8 @@ class Gathering(Mapping[int, Delta]):
         return len(self._said)
 
 
-async def _gather(answers: Answers | Lending, writer: Writer, watch: Watch) -> Gathering:
-    said = Gathering()
+async def _gather(answers: Answers | Lending, writer: AnswerWriter, watch: RequestTracker) -> OutputCollector:
+    said = OutputCollector()
     async for own in answers:
         writer.usage.add(own.choice, own.delta)
         watch.said(own)
@@ -262,7 +266,12 @@ async def _gather(answers: Answers | Lending, writer: Writer, watch: Watch) -> G
 
 
 async def _stream(
-    answers: Answers | Lending, writer: Writer, watch: Watch, stream: EventStream, names: Names, work: Work
+    answers: Answers | Lending,
+    writer: AnswerWriter,
+    watch: RequestTracker,
+    stream: EventStream,
+    names: Names,
+    work: Work,
 ) -> web.StreamResponse:
     """Stream the deltas. After the first event an error becomes an event, as the status has been sent."""
     try:
@@ -295,6 +304,6 @@ async def _stream(
     return await stream.end()
 
 
-def _shown(body: Body) -> Shown:
+def _shown(body: RequestBody) -> ShownFields:
     scored = body.prompt_logprobs is not None
-    return Shown(body.return_token_ids, body.return_origins, body.return_drafts, scored)
+    return ShownFields(body.return_token_ids, body.return_origins, body.return_drafts, scored)

@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from specdec.server.failures import Failure
-from specdec.server.tools.bodies import Called
+from specdec.server.tools.bodies import ToolCall
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
@@ -35,7 +35,7 @@ THOUGHT = ("reasoning_content", "reasoning")
 """Field names of an assistant's thinking; templates use the first."""
 
 
-class Mark(BaseModel):
+class CacheBreakpoint(BaseModel):
     """Anthropic's cache mark: other chats will share the prefix up to here."""
 
     model_config = ConfigDict(extra="forbid")
@@ -64,7 +64,7 @@ EITHER = Discriminator(
 """A text or a list: errors refer to the given type, with the location inside it."""
 
 
-class TextAlone(BaseModel):
+class TextOnly(BaseModel):
     """Base of objects without media fields, which are refused by name.
 
     Lists are validated in Rust, which only lets other threads run when it calls Python, as here.
@@ -81,10 +81,10 @@ class TextAlone(BaseModel):
         return given
 
 
-CacheControl = Annotated[Mark, WrapValidator(_whole_mark)]
+CacheControl = Annotated[CacheBreakpoint, WrapValidator(_whole_mark)]
 
 
-class Part(TextAlone):
+class MessagePart(TextOnly):
     model_config = ConfigDict(extra="allow")
 
     type: str = "text"
@@ -92,15 +92,15 @@ class Part(TextAlone):
     cache_control: CacheControl | None = None
 
 
-Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[Part], Tag("list")], EITHER]
+Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[MessagePart], Tag("list")], EITHER]
 
 
-class Message(TextAlone):
+class ChatMessage(TextOnly):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(description="system, user, assistant, tool, or another role of the template")
     content: Content | None = Field(None, description="a text, or parts of type text")
-    tool_calls: Many[Called] | None = Field(None, description="calls of the assistant")
+    tool_calls: Many[ToolCall] | None = Field(None, description="calls of the assistant")
     reasoning_content: str | None = Field(None, description="thinking of the assistant")
     reasoning: str | None = Field(None, description="the same, under another name")
     cache_control: CacheControl | None = None
@@ -116,7 +116,7 @@ class Message(TextAlone):
     @property
     def marks(self) -> list[int]:
         """Return the numbers of parts before each cache mark."""
-        parts = self.content if isinstance(self.content, list) else [Part()]
+        parts = self.content if isinstance(self.content, list) else [MessagePart()]
         found = [i + 1 for i, part in enumerate(parts) if part.cache_control]
         return [*found, len(parts)] if self.cache_control else found
 
@@ -132,12 +132,12 @@ def unread(kind: str, *, lacks: bool) -> str:
     )
 
 
-def as_read(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def as_read(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages in the chat template's format."""
     return [message.plain(i) for i, message in enumerate(messages)]
 
 
-def beginnings(messages: Sequence[Message]) -> list[list[dict[str, Any]]]:
+def beginnings(messages: Sequence[ChatMessage]) -> list[list[dict[str, Any]]]:
     """Return the chat prefix before each mark, in the template's format."""
     marks = [(i, mark) for i, message in enumerate(messages) for mark in message.marks]
     if len(marks) > MOST_MARKS:
@@ -148,7 +148,7 @@ def beginnings(messages: Sequence[Message]) -> list[list[dict[str, Any]]]:
     return [[*read[:i], {**read[i], "content": messages[i].until(mark)}] for i, mark in marks]
 
 
-def _text(content: str | list[Part] | None, index: int) -> str:
+def _text(content: str | list[MessagePart] | None, index: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

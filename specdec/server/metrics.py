@@ -9,9 +9,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
 from specdec.core.outputs import RequestStats
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.errors import RequestError
-from specdec.server.answers import Said
+from specdec.server.answers import NewOutput
 from specdec.server.engine_figures import EngineFigures, Labels, renamed
 from specdec.server.failures import Failure
 from specdec.server.resident import Resident
@@ -202,9 +202,9 @@ class ModelMetrics:
         self.written_total = self._counter("generation_tokens", "Generated tokens.")
 
     @contextlib.contextmanager
-    def request(self, prepared: Sequence[Prepared], start_s: float) -> Iterator["Watch"]:
+    def request(self, prepared: Sequence[PreparedPrompt], start_s: float) -> Iterator["RequestTracker"]:
         """Track the choices of some prompts from their arrival to their end."""
-        watch = Watch(self, prepared, start_s)
+        watch = RequestTracker(self, prepared, start_s)
         try:
             yield watch
         except BaseException as error:
@@ -214,10 +214,10 @@ class ModelMetrics:
             watch.close()
 
 
-class Watch:
+class RequestTracker:
     """Tracks choices submitted together."""
 
-    def __init__(self, metrics: ModelMetrics, prepared: Sequence[Prepared], start_s: float) -> None:
+    def __init__(self, metrics: ModelMetrics, prepared: Sequence[PreparedPrompt], start_s: float) -> None:
         self.metrics, self.prepared, self.start_s = metrics, prepared, start_s
         self._why = ""
         """Reason of choices ended from outside."""
@@ -225,7 +225,7 @@ class Watch:
         self._ended: list[list[int]] = [[] for _ in prepared]
         """Per prompt: token counts of its finished choices."""
 
-    def said(self, said: Said) -> None:
+    def said(self, said: NewOutput) -> None:
         """Record a choice's delta at the time the engine produced it."""
         choice, delta, steps = said
         prompt = choice // self.prepared[0].params.n

@@ -8,7 +8,7 @@ from specdec.config.template import Variables
 from specdec.server.bodies import Ids
 from specdec.server.failures import misfit
 from specdec.server.fields import given_fields, unknown
-from specdec.server.messages import Many, Message
+from specdec.server.messages import ChatMessage, Many
 from specdec.server.tools.bodies import Tool
 
 
@@ -26,7 +26,7 @@ class PlainBody(BaseModel):
 
 class TokenizeBody(PlainBody):
     prompt: str | None = None
-    messages: Many[Message] | None = None
+    messages: Many[ChatMessage] | None = None
     tools: Many[Tool] | None = None
     chat_template_kwargs: Variables | None = None
     add_special_tokens: bool = True

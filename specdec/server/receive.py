@@ -93,7 +93,7 @@ def _waits(request: web.Request) -> bool:
     return request.headers.get("Expect", "").lower() == "100-continue"
 
 
-class Received(NamedTuple):
+class ReceivedBody(NamedTuple):
     """A body as sent."""
 
     data: bytes
@@ -124,7 +124,7 @@ class Received(NamedTuple):
         return unpacked
 
 
-async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Received:
+async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> ReceivedBody:
     """Receive a body; raise if it is too slow, or too large alone or together with others."""
     most = request.client_max_size
     if (request.content_length or 0) > most:
@@ -158,7 +158,7 @@ async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Rec
         raise Failure(408, f"The body did not arrive within {limit_s:g} s.", code="body_timeout") from None
     except web.RequestPayloadError:
         raise _unreadable() from None
-    return Received(b"".join((*pieces, piece)), ENCODINGS[encoding], most)
+    return ReceivedBody(b"".join((*pieces, piece)), ENCODINGS[encoding], most)
 
 
 def is_shredded(count: int, num_bytes: int) -> bool:

@@ -16,9 +16,9 @@ from specdec.config.engine import EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.errors import EngineError, SpecdecError
 from specdec.server.failures import Failure, without_inside
-from specdec.server.gate import Gate, Work
+from specdec.server.gate import Gate, GatedWork
 from specdec.server.logs import naming_model
-from specdec.server.threads import apart
+from specdec.server.threads import run_in_thread
 from specdec.state_slots.pages import release_heap
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ LET_GO_S = 1.0
 """Seconds to wait for a failed engine's thread to end; in a hanging step it does not."""
 
 
-class Status(StrEnum):
+class ModelStatus(StrEnum):
     """State of a model."""
 
     WARM = "warm"
@@ -105,16 +105,16 @@ class Resident:
         return self.names[0]
 
     @property
-    def status(self) -> Status:
+    def status(self) -> ModelStatus:
         if self.is_loading:
-            return Status.LOADING
+            return ModelStatus.LOADING
         if self.engine is None:
-            return Status.FAILED if self.failure else Status.UNLOADED
+            return ModelStatus.FAILED if self.failure else ModelStatus.UNLOADED
         if self.is_unloading:
-            return Status.UNLOADED
+            return ModelStatus.UNLOADED
         if self.engine.fault:
-            return Status.FAILED
-        return Status.RESTING if self.is_resting else Status.WARM
+            return ModelStatus.FAILED
+        return ModelStatus.RESTING if self.is_resting else ModelStatus.WARM
 
     @property
     def fault(self) -> str | None:
@@ -130,7 +130,7 @@ class Resident:
 
     @property
     def is_warm(self) -> bool:
-        return self.status is Status.WARM
+        return self.status is ModelStatus.WARM
 
     @property
     def holds_weights(self) -> bool:
@@ -232,7 +232,7 @@ class Resident:
         return math.inf if kept_s < 0 else self.used_s + kept_s
 
     @contextlib.contextmanager
-    def answering(self, answer: Work) -> Iterator[None]:
+    def answering(self, answer: GatedWork) -> Iterator[None]:
         """Count an answer as needing an arena until it is finished, within the context."""
         self.check_blocked()
         with self.gate.answering(answer):
@@ -274,8 +274,8 @@ class Resident:
         """Build the engine in a thread; it rests at once if no arena is free."""
         self.is_loading = True
         try:
-            engine = await apart(self.build, "load")
-            await apart(settle_garbage, "load")
+            engine = await run_in_thread(self.build, "load")
+            await run_in_thread(settle_garbage, "load")
             rests = not has_room()
             if rests:
                 await self._done(engine, engine.begin_rest)
@@ -329,14 +329,14 @@ class Resident:
         # The thread's frame may outlive the call and must not keep the engine alive.
         closing = [self.engine]
         try:
-            return await apart(lambda: closing[0].close(LET_GO_S), "close")
+            return await run_in_thread(lambda: closing[0].close(LET_GO_S), "close")
         finally:
             closing.clear()
 
     async def _free(self) -> None:
         """Free a closed engine's memory, which counts as held until then."""
         self.engine, self.is_unloading = None, True
-        await apart(settle_garbage, "free")
+        await run_in_thread(settle_garbage, "free")
         self.is_draining = self.is_unloading = False
 
     async def rest(self) -> None:

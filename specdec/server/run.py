@@ -19,17 +19,17 @@ from typing import NamedTuple
 from aiohttp import web
 
 from specdec.config.engine import EngineConfig
-from specdec.core.stats import Counts
+from specdec.core.stats import SpeculationCounts
 from specdec.engine.engine import SpecEngine
 from specdec.http.connection import LINGER_S
 from specdec.server.access import Access
 from specdec.server.app import build_app
 from specdec.server.listen import SWITCH_S, bind, listen, say
 from specdec.server.reach.reach import opened
-from specdec.server.reach.role import Part, settle_part
+from specdec.server.reach.role import ServerRole, resolve_role
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
-from specdec.server.state import Served, State
+from specdec.server.state import ServedModel, ServerState
 from specdec.server.supervisor import READY, STOPPING, tell_supervisor
 from specdec.server.switcher import Switcher
 from specdec.server.tls import tls_context
@@ -60,7 +60,7 @@ def run(
     Errors in the server's settings are raised before loading.
     """
     access, tls = Access(config), tls_context(config)
-    part = settle_part(config, engine_config, len(folders))
+    part = resolve_role(config, engine_config, len(folders))
     sys.setswitchinterval(SWITCH_S)
     if access.is_open:
         logger.warning(
@@ -94,7 +94,7 @@ async def serve(
     config: ServerConfig,
     sock: socket.socket,
     tls: ssl.SSLContext | None,
-    part: Part | None = None,
+    part: ServerRole | None = None,
 ) -> str | None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
@@ -102,15 +102,15 @@ async def serve(
     server task as both. Return the failure, or None.
     """
     if part is None:
-        return await _serve(State(switcher, config), sock, tls)
+        return await _serve(ServerState(switcher, config), sock, tls)
     resident = switcher.residents[0]
     assert resident.engine
     access = Access(config)
     async with opened(part, resident.engine, resident.folder, config, access.share) as reach:
-        return await _serve(State(switcher, config, reach, access), sock, tls)
+        return await _serve(ServerState(switcher, config, reach, access), sock, tls)
 
 
-async def _serve(state: State, sock: socket.socket, tls: ssl.SSLContext | None) -> str | None:
+async def _serve(state: ServerState, sock: socket.socket, tls: ssl.SSLContext | None) -> str | None:
     """Serve with the state shared by all handlers."""
     switcher = state.switcher
     runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
@@ -172,7 +172,7 @@ def _answers(count: int) -> str:
     return f"{count} answer{'' if count == 1 else 's'}"
 
 
-async def _drain(state: State, hurried: asyncio.Event) -> None:
+async def _drain(state: ServerState, hurried: asyncio.Event) -> None:
     """Drain running requests within the limit."""
     state.drain()
     seconds, start_s = state.config.drain_seconds, time.monotonic()
@@ -191,7 +191,7 @@ async def _drain(state: State, hurried: asyncio.Event) -> None:
                 await state.idle.wait()
 
 
-async def _idle(state: State) -> None:
+async def _idle(state: ServerState) -> None:
     """Wait until no request is in progress and other servers have released all leases."""
     await state.idle.wait()
     if state.reach:
@@ -212,7 +212,7 @@ def _log_if_failed(task: "asyncio.Task[None]") -> None:
         logger.error("%s has failed and is no longer done", task.get_name(), exc_info=error)
 
 
-async def _watch(state: State, told: asyncio.Event) -> None:
+async def _watch(state: ServerState, told: asyncio.Event) -> None:
     """Watch the engines: fail requests of a hanging step, and stop the server when an engine fails.
 
     The process also exits if this task stops running because something blocks the interpreter.
@@ -234,7 +234,7 @@ def _abandon_hung(engines: Sequence[SpecEngine], limit_s: float) -> None:
             engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
 
 
-async def _keep_forms(served: Served) -> None:
+async def _keep_forms(served: ServedModel) -> None:
     """Start the grammar compiler of idle warm models, and end that of resting ones."""
     resident = served.resident
     while True:
@@ -248,17 +248,17 @@ async def _keep_forms(served: Served) -> None:
         del engine  # allow unloading meanwhile
 
 
-async def _report(state: State, served: Served) -> None:
+async def _report(state: ServerState, served: ServedModel) -> None:
     """Log a model's activity since the last line, if any."""
     named = f"{served.name}: " if len(state.served) > 1 else ""
-    before = Tally.of(None)
+    before = ServingTotals.of(None)
     while True:
         await asyncio.sleep(REPORT_S)
         # Keep no reference to the engine, so that it can be unloaded meanwhile.
         before = _report_since(before, served.resident.engine, named)
 
 
-class Tally(NamedTuple):
+class ServingTotals(NamedTuple):
     """Counts at a time."""
 
     steps: int
@@ -266,20 +266,22 @@ class Tally(NamedTuple):
     drafted: int
     accepted: int
     at_s: float
-    counts: Counts | None
+    counts: SpeculationCounts | None
 
     @classmethod
-    def of(cls, counts: Counts | None) -> "Tally":
+    def of(cls, counts: SpeculationCounts | None) -> "ServingTotals":
         own = (counts.steps, counts.tokens, counts.drafted, counts.accepted) if counts else (0, 0, 0, 0)
         return cls(*own, time.monotonic(), counts)
 
 
-def _report_since(before: Tally, engine: SpecEngine | None, named: str) -> Tally:
+def _report_since(before: ServingTotals, engine: SpecEngine | None, named: str) -> ServingTotals:
     """Log an engine's activity since a tally, if any; return the next tally."""
     if engine is None:
-        return Tally.of(None)
-    now = Tally.of(engine.model.loop.counts)
-    since = before if before.counts is now.counts else Tally(0, 0, 0, 0, before.at_s, None)  # reloaded
+        return ServingTotals.of(None)
+    now = ServingTotals.of(engine.model.loop.counts)
+    since = (
+        before if before.counts is now.counts else ServingTotals(0, 0, 0, 0, before.at_s, None)
+    )  # reloaded
     steps, tokens = now.steps - since.steps, now.tokens - since.tokens
     drafted, accepted = now.drafted - since.drafted, now.accepted - since.accepted
     if steps:

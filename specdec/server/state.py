@@ -13,17 +13,17 @@ from aiohttp import web
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import Tenant
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prompts import Prompt
 from specdec.errors import RequestError
 from specdec.models.folder import SHIPPED
 from specdec.server.access import Access
-from specdec.server.answers import Bell, Deadline
+from specdec.server.answers import RequestDeadline, StreamWaker
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure, Panic, without_inside, without_panics
-from specdec.server.fields import Ignored
-from specdec.server.messages import Message, as_read, beginnings
+from specdec.server.fields import IgnoredFields
+from specdec.server.messages import ChatMessage, as_read, beginnings
 from specdec.server.metrics import Metrics, ModelMetrics, labels_of
 from specdec.server.reach.figures import ReachFigures
 from specdec.server.reach.reach import Reach
@@ -32,7 +32,7 @@ from specdec.server.resident import Resident
 from specdec.server.responses.store import ResponseStore
 from specdec.server.settings import Role, ServerConfig
 from specdec.server.switcher import Switcher
-from specdec.server.threads import LONG_S, Pool
+from specdec.server.threads import LONG_S, ThreadPool
 from specdec.server.turns import Turns
 from specdec.text.answers.formats import call_format
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
@@ -64,7 +64,7 @@ class EncodedChat(NamedTuple):
     """Thinking format of its answer, if any."""
 
 
-class State:
+class ServerState:
     """Shared state. Owned by the event loop's thread."""
 
     def __init__(
@@ -83,11 +83,11 @@ class State:
         self.access = access or Access(config)
         rests = not self.access.is_for_one
         self.served = [
-            Served(own, config, self.metrics.of(own.name), rests=rests) for own in switcher.residents
+            ServedModel(own, config, self.metrics.of(own.name), rests=rests) for own in switcher.residents
         ]
         """The models; requests without a name use the first."""
-        self.ignored = Ignored()
-        self.bell = Bell(asyncio.get_running_loop())
+        self.ignored = IgnoredFields()
+        self.bell = StreamWaker(asyncio.get_running_loop())
         self.turns = Turns(alone=self.access.is_for_one)
         self.connections = Connections(config.max_connections, config.idle_timeout)
         self.arriving = BodyBudget(ARRIVING_BYTES, config.max_body_bytes)
@@ -96,10 +96,10 @@ class State:
         self.responses = ResponseStore(
             config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
         )
-        self._readers = Pool("reading", config.max_queued, rests=rests)
+        self._readers = ThreadPool("reading", config.max_queued, rests=rests)
         self.draining = False
-        self._under_way: set[Deadline] = set()
-        self._read: set[Deadline] = set()
+        self._under_way: set[RequestDeadline] = set()
+        self._read: set[RequestDeadline] = set()
         """Deadlines of requests whose bodies are being parsed or wait for it."""
         self.idle = asyncio.Event()
         self.idle.set()
@@ -122,7 +122,7 @@ class State:
         """Engines of the loaded models."""
         return [own.engine for own in self.switcher.residents if own.engine]
 
-    def named(self, name: str | None) -> "Served":
+    def named(self, name: str | None) -> "ServedModel":
         """Return the model of this name, the first one if None; raise if unknown."""
         if name is None:
             return self.served[0]
@@ -136,7 +136,7 @@ class State:
             code="model_not_found",
         )
 
-    async def read(self, request: web.Request, until: Deadline, read: Callable[[bytes], T]) -> T:
+    async def read(self, request: web.Request, until: RequestDeadline, read: Callable[[bytes], T]) -> T:
         """Receive and parse a request's body, in a thread if large."""
         with self.arriving.holding(request["kept"].caller) as held:
             body = await read_body(request, held, self.config.body_timeout)
@@ -152,7 +152,7 @@ class State:
         return parsed
 
     async def beside(
-        self, request: web.Request, until: Deadline, work: Callable[[], T], more_bytes: int = 0
+        self, request: web.Request, until: RequestDeadline, work: Callable[[], T], more_bytes: int = 0
     ) -> T:
         """Run work whose cost depends on the body's size, in the caller's turn and in a thread if large."""
         if request["body_bytes"] + more_bytes <= LARGE:
@@ -169,14 +169,14 @@ class State:
     @contextlib.contextmanager
     def under_way(
         self,
-        served: "Served",
+        served: "ServedModel",
         choices: int,
-        until: Deadline,
+        until: RequestDeadline,
         *,
         caller: str,
         field: str = "n",
         keep_alive_s: float | None = None,
-    ) -> "Iterator[Places]":
+    ) -> "Iterator[QueueSlots]":
         """Admit a request, or raise, naming `field`, if too many choices are in progress."""
         if self.draining:
             raise _stopping()
@@ -215,7 +215,7 @@ class State:
             if not self.choices:
                 self.idle.set()
 
-        places = Places(release)
+        places = QueueSlots(release)
         try:
             yield places
         finally:
@@ -239,7 +239,7 @@ def _stopping() -> Failure:
     return Failure(503, "The server is stopping; use another one.", code="stopping", headers=STOPPING)
 
 
-class Places:
+class QueueSlots:
     """A request's part of `max_queued`, until its handler and the engine are done with it.
 
     Otherwise a client that disconnects at once could submit without limit.
@@ -259,7 +259,7 @@ class Places:
             self._release()
 
 
-class Served:
+class ServedModel:
     """One model for requests: engine, names, template and metrics."""
 
     def __init__(
@@ -282,8 +282,8 @@ class Served:
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """The playground's mode: the shipped model has a chat template but only knows code."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
-        self._templates = Pool("template", config.max_queued, rests=rests)
-        self._workers = Pool("text", config.max_queued, rests=rests)
+        self._templates = ThreadPool("template", config.max_queued, rests=rests)
+        self._workers = ThreadPool("text", config.max_queued, rests=rests)
         self._is_slow = False
         """Whether a short text took long to tokenise."""
         self._marks_refused = False
@@ -337,7 +337,7 @@ class Served:
 
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, tenant: Tenant
-    ) -> list[Prepared]:
+    ) -> list[PreparedPrompt]:
         """Validate all prompts before one starts, so that an error in the last wastes no work."""
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
@@ -346,7 +346,7 @@ class Served:
         if compiling := self.engine.begin_form(params, tenant=tenant):
             grammar = await asyncio.wrap_future(compiling)
 
-        def prepare() -> list[Prepared]:
+        def prepare() -> list[PreparedPrompt]:
             terms = self.engine.read_terms(params, grammar, tenant=tenant)
             return [self.engine.read_prompt(prompt, terms) for prompt in prompts]
 
@@ -395,7 +395,7 @@ class Served:
             )
 
     async def encode_chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], caller: str, *, answer: bool
+        self, messages: Sequence[ChatMessage], variables: Mapping[str, Any], caller: str, *, answer: bool
     ) -> EncodedChat:
         """Render a chat with the model's template and tokenise it."""
 
@@ -410,7 +410,7 @@ class Served:
         return EncodedChat(ids, self.thinking.after(text) if self.thinking else None)
 
     async def marks(
-        self, ids: Sequence[int], messages: Sequence[Message], variables: Mapping[str, Any], caller: str
+        self, ids: Sequence[int], messages: Sequence[ChatMessage], variables: Mapping[str, Any], caller: str
     ) -> list[int]:
         """Return the shared prefix length in tokens of each marked chat prefix."""
 

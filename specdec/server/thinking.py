@@ -6,7 +6,7 @@ from typing import Any
 from specdec.config.template import FIELD
 from specdec.config.thinking import ThinkingSpan
 from specdec.server.bodies import ChatBody
-from specdec.text.answers.thinking import Place, ThinkingFormat, ThinkingTrack
+from specdec.text.answers.thinking import ThinkingFormat, ThinkingState, ThinkingTrack
 from specdec.text.chat_template import THINKING_SWITCHES, ChatTemplate
 from specdec.text.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class ThinkingTokens:
 
     def __init__(self, form: ThinkingFormat, tokenizer: Tokenizer) -> None:
         self._track = ThinkingTrack(form.start, form.end, tokenizer.spell, opened=form.opened)
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, ThinkingState] = {}
 
     def add(self, choice: int, ids: Sequence[int]) -> None:
         """Process a choice's next tokens."""

@@ -19,7 +19,7 @@ REST = 3.0
 """Seconds of pause per CPU second."""
 
 
-async def apart(work: Callable[[], T], name: str) -> T:
+async def run_in_thread(work: Callable[[], T], name: str) -> T:
     """Run work that may hang or take minutes in a daemon thread; cancelling stops the wait only."""
     doing: Future[T] = Future()
     doing.set_running_or_notify_cancel()
@@ -27,7 +27,7 @@ async def apart(work: Callable[[], T], name: str) -> T:
     return await asyncio.wrap_future(doing)
 
 
-class Pool:
+class ThreadPool:
     """At most `COUNT` daemon threads for client work, with a bounded queue. Owned by the event loop.
 
     Callers take turns, so one caller's queue only delays others by the work in progress. With `rests`, a

@@ -29,7 +29,7 @@ take a tenth of that."""
 T = TypeVar("T")
 
 
-class Files(Protocol):
+class TlsFiles(Protocol):
     """Settings that name the files."""
 
     @property
@@ -42,7 +42,7 @@ class Files(Protocol):
     def ssl_keyfile_password(self) -> str | None: ...
 
 
-def tls_context(config: Files) -> ssl.SSLContext | None:
+def tls_context(config: TlsFiles) -> ssl.SSLContext | None:
     """Load the certificate and its key; None: plain HTTP."""
     if config.ssl_certfile is None:
         for field in ("ssl_keyfile", "ssl_keyfile_password"):
@@ -58,7 +58,7 @@ def tls_context(config: Files) -> ssl.SSLContext | None:
         asked.append(config.ssl_keyfile_password or "")
         return asked[-1]
 
-    context = _Context(ssl.PROTOCOL_TLS_SERVER)
+    context = _TlsContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
     except (ssl.SSLError, ValueError) as error:
@@ -66,7 +66,7 @@ def tls_context(config: Files) -> ssl.SSLContext | None:
     return context
 
 
-class _Session(ssl.SSLObject):
+class _TlsSession(ssl.SSLObject):
     """One client's TLS session. It decrypts small pieces, and aborts if they take too long for their data.
 
     OpenSSL would process all buffered KeyUpdate messages in one call, 45 us each: 40 connections without a
@@ -87,7 +87,7 @@ class _Session(ssl.SSLObject):
             self.since_s = 0.0
         except ssl.SSLError as error:
             context = self.context
-            assert isinstance(context, _Context)
+            assert isinstance(context, _TlsContext)
             if error.reason == PLAIN_HTTP and time.monotonic() - context.told_s >= QUIET_S:
                 context.told_s = time.monotonic()
                 logger.warning("a client speaks plain HTTP to a TLS server; use https://")
@@ -126,10 +126,10 @@ class _Session(ssl.SSLObject):
             raise ssl.SSLError("its TLS records take too much time for little data")
 
 
-class _Context(ssl.SSLContext):
+class _TlsContext(ssl.SSLContext):
     """Context whose sessions bound their decryption cost."""
 
-    sslobject_class = _Session
+    sslobject_class = _TlsSession
     told_s = -math.inf
     """Time at which a plain HTTP client was last logged."""
 
@@ -137,7 +137,7 @@ class _Context(ssl.SSLContext):
         """Return a session that reads `incoming` in small pieces."""
         fed = ssl.MemoryBIO()
         session = super().wrap_bio(fed, *args, **kw)
-        assert isinstance(session, _Session)
+        assert isinstance(session, _TlsSession)
         session.incoming, session.fed = incoming, fed
         return session
 
@@ -152,7 +152,7 @@ def _check_readable(field: str, path: str | None) -> None:
         raise _unfit(field, f"{short(path)} cannot be read ({why}); give a file in PEM") from None
 
 
-def _refusal(config: Files, error: Exception, *, is_encrypted: bool) -> ConfigError:
+def _refusal(config: TlsFiles, error: Exception, *, is_encrypted: bool) -> ConfigError:
     """Return the error that names the wrong file, and the remedy."""
     if is_encrypted:
         wrong = "does not open" if config.ssl_keyfile_password else "is missing for"

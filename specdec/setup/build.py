@@ -16,8 +16,8 @@ from specdec.core.device.drafting import DeviceDrafter
 from specdec.core.device.extent import Extent
 from specdec.core.device.graphs import Graphs
 from specdec.core.device.pack import Packer
-from specdec.core.device.rows import Rows
-from specdec.core.device.runner import DeviceDraftRunner, Host, HostDraftRunner, Runner
+from specdec.core.device.rows import BatchRows
+from specdec.core.device.runner import DeviceDraftRunner, HostDraftRunner, Runner, RunnerHost
 from specdec.core.device.step import DeviceStep
 from specdec.core.device.steps import Steps
 from specdec.core.device.taped import TapedSteps
@@ -26,12 +26,12 @@ from specdec.core.executor import LocalExecutor
 from specdec.core.loop import DecodeLoop
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
-from specdec.draft.head import Head
+from specdec.draft.head import DraftHead
 from specdec.draft.policy import Policy
-from specdec.draft.rounded import Copy
+from specdec.draft.rounded import QuantisedCopy
 from specdec.draft.uniform import UniformPolicy
 from specdec.errors import CapacityError
-from specdec.kernels.native.forms import describe_kernels
+from specdec.kernels.native.instruction_sets import describe_kernels
 from specdec.kernels.native.threads import without_helpers
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
@@ -43,7 +43,7 @@ from specdec.models.network import Network
 from specdec.models.rounded import CopiedWeights
 from specdec.models.weights import RandomWeights
 from specdec.models.work import ReadingWork
-from specdec.setup.drafters import DRAFTERS, Surroundings, find_heads, has_copy, head_of
+from specdec.setup.drafters import DRAFTERS, DrafterContext, find_heads, has_copy, head_of
 from specdec.setup.footprint import token_work
 from specdec.setup.precompile import precompile
 from specdec.setup.resolve import open_model, resolve
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LoadedModel:
     """A loaded model with its memory and loop."""
 
     core: EngineCore
@@ -74,7 +74,7 @@ class Model:
         return self.core.loop
 
 
-def build(folder: str | Path, config: EngineConfig) -> Model:
+def build(folder: str | Path, config: EngineConfig) -> LoadedModel:
     """Load a checkpoint, resolve "auto" settings, allocate memory, and build the loop."""
     opened = open_model(folder, config)
     checkpoint, network_spec, settings = opened.checkpoint, opened.network, opened.settings
@@ -101,8 +101,8 @@ def build(folder: str | Path, config: EngineConfig) -> Model:
 
 
 def build_random(
-    network_spec: spec.Network, config: EngineConfig, *, stored: torch.dtype, stored_bytes: int, seed: int
-) -> Model:
+    network_spec: spec.NetworkSpec, config: EngineConfig, *, stored: torch.dtype, stored_bytes: int, seed: int
+) -> LoadedModel:
     """Build a model with random weights, generated on the device, and without a tokenizer.
 
     `stored` and `stored_bytes` are the dtype and size that a checkpoint of this network would have.
@@ -127,13 +127,13 @@ def _format(settings: Resolved) -> WeightFormat | None:
 
 
 def _load(
-    network_spec: spec.Network,
+    network_spec: spec.NetworkSpec,
     weights: CheckpointWeights | RandomWeights,
     tokenizer: Tokenizer | None,
     settings: Resolved,
     source: HeadSource | None,
     shortlist_C: Tensor | None,
-) -> Model:
+) -> LoadedModel:
     """Load the network and its draft head or copy, and build the loop."""
     copied = CopiedWeights(weights) if has_copy(settings.drafters) else None
     is_packed = isinstance(weights, CheckpointWeights) and weights.is_packed
@@ -146,7 +146,7 @@ def _load(
             device=settings.device,
             shortlist_C=shortlist_C,
         )
-    head: Head | None = None
+    head: DraftHead | None = None
     if source:
         head = load_head(
             source,
@@ -162,11 +162,11 @@ def _load(
     logger.info("kernels: %s", describe_kernels(settings.kernels))
     why = "" if source or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
     logger.info("drafters: %s%s", " and ".join(settings.drafters) or "none", why)
-    return Model(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
+    return LoadedModel(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
 
 
 def assemble(
-    network: Network, head: Head | None, settings: Resolved, *, copy: Copy | None = None
+    network: Network, head: DraftHead | None, settings: Resolved, *, copy: QuantisedCopy | None = None
 ) -> EngineCore:
     """Build the loop around a loaded network, and measure the cost of its steps.
 
@@ -202,7 +202,7 @@ def assemble(
         clock=clock,
     )
     for name in settings.drafters:
-        speculation.add_drafter(DRAFTERS[name].make(Surroundings(head, copy, arena, speculation, settings)))
+        speculation.add_drafter(DRAFTERS[name].make(DrafterContext(head, copy, arena, speculation, settings)))
     loop = DecodeLoop(executor, arena, scheduler, speculation)
     core = EngineCore(loop, vocab=network.spec.vocab, eos=network.spec.eos, max_length=settings.max_model_len)
     if on_gpu(settings.kernels) and settings.device.type == "cuda":
@@ -280,7 +280,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     bounds = settings.bounds if settings.drafters else None
     extent = Extent.of(settings.config.max_running, bounds, looks=looks)
     make_rows = partial(
-        Rows.empty,
+        BatchRows.empty,
         extent,
         blocks=max(settings.layout.blocks_for(settings.max_model_len + extent.ahead), 1),
         hidden=head.head.width if head else network.spec.hidden,
@@ -292,7 +292,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     taped = TapedSteps(step, rows) if settings.kernels == "native" else None
     steps = graphs or taped or Steps(step, rows)
     batch = DeviceBatch(step, rows, extent, steps, arena, loop.scheduler, head if drafts else None)
-    host = Host(loop.scheduler, loop.speculation, lambda: loop.counts, loop.commit_and_emit)
+    host = RunnerHost(loop.scheduler, loop.speculation, lambda: loop.counts, loop.commit_and_emit)
     runner: Runner = HostDraftRunner(batch, host)
     if drafts:
         policy = UniformPolicy(bounds, adaptive=settings.config.adaptive)

@@ -8,9 +8,9 @@ from specdec.config.drafters import DRAFTER_OPTIONS
 from specdec.config.engine import EngineConfig
 from specdec.core.speculation import Speculation
 from specdec.draft.drafter import Drafter
-from specdec.draft.head import Head, HeadDrafter, Straight
+from specdec.draft.head import DraftHead, HeadDrafter, UnrolledDrafting
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.rounded import Copy, RoundedDrafter
+from specdec.draft.rounded import QuantisedCopy, RoundedDrafter
 from specdec.draft.suffix import SuffixDrafter
 from specdec.models import families, spec
 from specdec.models.heads import HeadSource, find_eagle, find_mtp
@@ -21,12 +21,12 @@ from specdec.state_slots.arena import Arena
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class DrafterContext:
     """Components for building a drafter."""
 
-    head: Head | None
+    head: DraftHead | None
     """Its head, or None."""
-    copy: Copy | None
+    copy: QuantisedCopy | None
     """The quantised copy that drafts, or None."""
     arena: Arena
     speculation: Speculation
@@ -37,8 +37,8 @@ class Surroundings:
 class DrafterSpec:
     """A drafter's constructor and requirements; `config/drafters.py` has its user description."""
 
-    make: Callable[[Surroundings], Drafter]
-    find_head: Callable[[Path | None, spec.Network, EngineConfig], HeadSource | None] | None = None
+    make: Callable[[DrafterContext], Drafter]
+    find_head: Callable[[Path | None, spec.NetworkSpec, EngineConfig], HeadSource | None] | None = None
     """Finds its head in a model's folder (None: random weights); None for drafters without a head."""
     missing: Refusal | None = None
     """Refusal if its head is missing."""
@@ -95,7 +95,7 @@ SELF_IS_TARGET = Refusal(
 )
 
 
-def _head_drafter(beside: Surroundings) -> HeadDrafter:
+def _head_drafter(beside: DrafterContext) -> HeadDrafter:
     head, settings = beside.head, beside.settings
     assert head is not None
     ranker = beside.speculation.ranker
@@ -106,11 +106,11 @@ def _head_drafter(beside: Surroundings) -> HeadDrafter:
         settings.device,
         settings.config.chunk_tokens,
         window=settings.config.draft_window,
-        straight=Straight(Unrolled(head, ranker.kernels), ranker.goes_straight, ranker.rules),
+        straight=UnrolledDrafting(Unrolled(head, ranker.kernels), ranker.goes_straight, ranker.rules),
     )
 
 
-def _rounded_drafter(beside: Surroundings) -> RoundedDrafter:
+def _rounded_drafter(beside: DrafterContext) -> RoundedDrafter:
     assert beside.copy is not None
     rank, device = beside.speculation.ranker.rank, beside.settings.device
     return RoundedDrafter(beside.copy, beside.arena, rank, device)
@@ -128,7 +128,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
 assert list(DRAFTERS) == list(DRAFTER_OPTIONS), "config/drafters.py and this table name the same drafters"
 
 
-def find_heads(folder: Path | None, network: spec.Network, config: EngineConfig) -> dict[str, HeadSource]:
+def find_heads(folder: Path | None, network: spec.NetworkSpec, config: EngineConfig) -> dict[str, HeadSource]:
     """Return the available heads for a network, by drafter name."""
     finders = {name: own.find_head for name, own in DRAFTERS.items() if own.find_head}
     found = ((name, find(folder, network, config)) for name, find in finders.items())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.config.engine import EngineConfig
 from specdec.config.folders import model_name
-from specdec.kernels.native.forms import describe_kernels
+from specdec.kernels.native.instruction_sets import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource
 from specdec.models.mixers.shared_block import SHARED
 from specdec.models.network import MTPHead, Network
-from specdec.models.packed.base import Numbers
+from specdec.models.packed.base import QuantisationScheme
 from specdec.models.rounded import COPIED_IN
 from specdec.models.weights import Scoped, Weights
 from specdec.setup.drafters import has_copy
@@ -56,7 +56,7 @@ class Parameter:
         return self.bytes * _share_met(*self.experts, tokens)
 
 
-def token_work(network: spec.Network) -> Callable[[int], float]:
+def token_work(network: spec.NetworkSpec) -> Callable[[int], float]:
     """Return a function from tokens to the extra work of a step, in units of one token.
 
     With experts, most of it is loading those used: many are new to the second token, few to the fiftieth.
@@ -110,11 +110,11 @@ class ShapeWeights:
 
     def __init__(
         self,
-        network: spec.Network,
+        network: spec.NetworkSpec,
         dtype: torch.dtype,
         *,
         quantize: WeightFormat | None,
-        numbers: Callable[[str], Numbers | None] = lambda name: None,
+        numbers: Callable[[str], QuantisationScheme | None] = lambda name: None,
     ) -> None:
         """Count large matrices in `quantize`, except those stored as integers per `numbers`."""
         self.network, self.dtype, self.quantize, self.numbers = network, dtype, quantize, numbers
@@ -192,7 +192,7 @@ class CopyShapes(ShapeWeights):
 class Footprint:
     """A network's weights; a draft head or copy is counted separately."""
 
-    network: spec.Network
+    network: spec.NetworkSpec
     target: tuple[Parameter, ...]
     mtp: tuple[Parameter, ...]
     eagle: tuple[Parameter, ...] = ()
@@ -237,14 +237,14 @@ class Footprint:
 
 
 def measure(
-    network: spec.Network,
+    network: spec.NetworkSpec,
     dtype: torch.dtype,
     *,
     quantize: WeightFormat | None = None,
     head: HeadSource | None = None,
     copied: bool = False,
     copied_in: WeightFormat | None = FORMATS[COPIED_IN],
-    numbers: Callable[[str], Numbers | None] = lambda name: None,
+    numbers: Callable[[str], QuantisationScheme | None] = lambda name: None,
 ) -> Footprint:
     """Return a network's footprint without allocating it; large matrices are counted in `quantize`.
 
@@ -269,12 +269,12 @@ def measure(
 
 
 def measure_stored(
-    checkpoint: Checkpoint, network: spec.Network, settings: Resolved, head: HeadSource | None = None
+    checkpoint: Checkpoint, network: spec.NetworkSpec, settings: Resolved, head: HeadSource | None = None
 ) -> Footprint:
     """Return the footprint of a checkpoint's network as an engine with these settings stores it."""
     found = stored_numbers(checkpoint, network)
 
-    def whole(name: str) -> Numbers | None:
+    def whole(name: str) -> QuantisationScheme | None:
         own = found(name) if settings.weights else None
         return None if own and on_gpu(settings.kernels) and not own.fits_tiles else own
 

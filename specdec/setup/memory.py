@@ -6,7 +6,7 @@ import torch
 
 from specdec.config.engine import EngineConfig
 from specdec.core.device.extent import Extent
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.errors import CapacityError
 from specdec.models import spec
 from specdec.models.formats import WeightFormat
@@ -26,7 +26,7 @@ AUTO_MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.8}
 def arena_bytes(
     config: EngineConfig,
     layout: Layout,
-    bounds: Shape | None,
+    bounds: DraftShape | None,
     longest: int,
     *,
     device: torch.device,
@@ -42,7 +42,7 @@ def arena_bytes(
     return min(wanted, int(AUTO_MEMORY_SHARE[device.type] * max(free_memory(device) - weights, 0)))
 
 
-def draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape, *, copied: bool) -> int:
+def draft_bytes(config: EngineConfig, layout: Layout, bounds: DraftShape, *, copied: bool) -> int:
     """Return the bytes that all running requests may borrow for drafts, in whole slabs.
 
     A `copied` network drafts in a separate state per request.
@@ -58,7 +58,7 @@ def draft_bytes(config: EngineConfig, layout: Layout, bounds: Shape, *, copied: 
 
 
 def weight_bytes(
-    network: spec.Network,
+    network: spec.NetworkSpec,
     dtype: torch.dtype,
     stored: torch.dtype,
     stored_bytes: int,
@@ -90,7 +90,7 @@ def weight_bytes(
 
 
 def copy_bytes(
-    network: spec.Network,
+    network: spec.NetworkSpec,
     dtype: torch.dtype,
     stored: torch.dtype,
     stored_bytes: int,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.config.drafters import only_chains
 from specdec.config.engine import HEAD_FIELDS, MAX_WINDOW, PREFIX_FIELDS, EngineConfig
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.errors import ConfigError
 from specdec.kernels.attention.quantise import FP8
 from specdec.kernels.native.compiled import compiled
@@ -56,18 +56,18 @@ DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedModel:
     """A model's folder with its description and draft head, before loading."""
 
     checkpoint: Checkpoint
-    network: spec.Network
+    network: spec.NetworkSpec
     head: HeadSource | None
     settings: Resolved
     shortlist_C: Tensor | None
     """Tokens that a head may draft; None: all."""
 
 
-def open_model(folder: str | Path, config: EngineConfig) -> Opened:
+def open_model(folder: str | Path, config: EngineConfig) -> OpenedModel:
     """Read a folder's description and draft head, and resolve settings; loads no weights."""
     checkpoint = Checkpoint(folder)
     network = read_network(checkpoint)
@@ -90,12 +90,12 @@ def open_model(folder: str | Path, config: EngineConfig) -> Opened:
     )
     count = settings.config.draft_vocab
     shortlist_C = commonest(checkpoint.folder, count, network.vocab) if count else None
-    return Opened(checkpoint, network, head, settings, shortlist_C)
+    return OpenedModel(checkpoint, network, head, settings, shortlist_C)
 
 
 def resolve(
     config: EngineConfig,
-    network: spec.Network,
+    network: spec.NetworkSpec,
     stored: torch.dtype,
     stored_bytes: int,
     narrow_bytes: int = 0,
@@ -176,7 +176,7 @@ def resolve(
 
 
 def _layout(
-    config: EngineConfig, network: spec.Network, head: HeadSource | None, dtype: torch.dtype, kernels: str
+    config: EngineConfig, network: spec.NetworkSpec, head: HeadSource | None, dtype: torch.dtype, kernels: str
 ) -> Layout:
     kv_dtype = FP8 if config.kv_dtype == "fp8" else None
     if kv_dtype and kernels == "native":
@@ -190,7 +190,7 @@ def _layout(
     )
 
 
-def _longest(config: EngineConfig, network: spec.Network) -> int:
+def _longest(config: EngineConfig, network: spec.NetworkSpec) -> int:
     longest = config.max_model_len or network.max_length
     if longest > network.max_length:
         raise ConfigError(
@@ -245,7 +245,7 @@ def _refuse_copy(config: EngineConfig, kernels: str, packed: PackedSizes | None)
             raise ConfigError(str(why), field=why.field)
 
 
-def _refuse_backing(slots: str, network: spec.Network) -> None:
+def _refuse_backing(slots: str, network: spec.NetworkSpec) -> None:
     """Raise for draft slots from which one of the model's mixers cannot roll back."""
     for mixer in network.mixers():
         if slots not in mixer.backings:
@@ -256,7 +256,7 @@ def _refuse_backing(slots: str, network: spec.Network) -> None:
             )
 
 
-def bounds_of(config: EngineConfig) -> Shape:
+def bounds_of(config: EngineConfig) -> DraftShape:
     """Return the largest draft; settings not given follow from the others.
 
     `num_steps` alone requests a chain, as in other engines; without settings there is a tree.
@@ -264,7 +264,7 @@ def bounds_of(config: EngineConfig) -> Shape:
     is_chain = only_chains(config.draft)
     given = config.num_steps, 1 if is_chain else config.topk, config.num_draft_tokens
     if given == (None, None, None):
-        return Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
+        return DraftShape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
     steps, topk, tokens = given
     if topk is None:
         widest = (MAX_WINDOW - 1) // max((steps or 1) - 1, 1)
@@ -275,7 +275,7 @@ def bounds_of(config: EngineConfig) -> Shape:
     most = 1 + topk + topk**2 * (steps - 1)
     if tokens is None:
         tokens = min(most, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)
-    bounds = Shape(min(steps, tokens - 1), topk, min(tokens, most))
+    bounds = DraftShape(min(steps, tokens - 1), topk, min(tokens, most))
     # Before the last level, a head processes the nodes of all levels above at once.
     if (nodes := 1 + bounds.topk * (bounds.num_steps - 1)) > MAX_WINDOW:
         raise ConfigError(
@@ -286,7 +286,7 @@ def bounds_of(config: EngineConfig) -> Shape:
     return bounds
 
 
-def _synthetic(config: EngineConfig, bounds: Shape) -> tuple[float, ...] | None:
+def _synthetic(config: EngineConfig, bounds: DraftShape) -> tuple[float, ...] | None:
     wanted = config.synthetic_acceptance
     if wanted is None:
         return None

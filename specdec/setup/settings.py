@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from specdec.config.engine import EngineConfig
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.models.formats import FORMATS, WeightFormat
 from specdec.state_slots.layout import Layout
 
@@ -37,7 +37,7 @@ class Resolved:
     max_model_len: int
     drafters: tuple[str, ...]
     """Drafters by name; may be empty."""
-    bounds: Shape
+    bounds: DraftShape
     """The largest draft."""
     synthetic: tuple[float, ...] | None
     """Fixed acceptance rates by depth; None: drafts are verified."""

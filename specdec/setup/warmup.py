@@ -9,9 +9,9 @@ from specdec.config.sampling import SamplingParams
 from specdec.core.engine_core import EngineCore
 from specdec.core.request import Request
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Drafter, Stateless, Want
+from specdec.draft.drafter import Drafter, DraftRequest, StatelessDrafter
 from specdec.draft.policy import Policy
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.widths import WIDTHS
 
 logger = logging.getLogger(__name__)
@@ -26,20 +26,20 @@ PROMPT = 8
 STRIDE = 7919
 """A prime, so that multiples repeat late in any vocabulary."""
 
-Turn = tuple[list[Drafter], Shape | None]
+Turn = tuple[list[Drafter], DraftShape | None]
 
 
-class Filler(Stateless):
+class WarmupDrafter(StatelessDrafter):
     """Drafts chains of distinct tokens: equal ones would share their experts."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab, self.calibrator = vocab, Calibrator()
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
         """Propose chains of widely spaced tokens."""
         return [self._chain(want) for want in wants]
 
-    def _chain(self, want: Want) -> Proposal:
+    def _chain(self, want: DraftRequest) -> Proposal:
         count = want.shape.num_steps if want.shape else 0
         tokens = [(want.tokens[-1] + STRIDE * i) % self.vocab for i in range(1, count + 1)]
         return Proposal.chain(want.tokens[-1], tokens, [0.5] * count)
@@ -53,7 +53,7 @@ def warm_up(core: EngineCore) -> None:
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
     # A plain step after a draft must fold it; those after another plain step show the plain cost.
     steps: list[Turn] = [([], None)] * 3
-    steps += [([Filler(core.vocab)], Shape(width - 1, 1, width)) for width in widths if width > 1]
+    steps += [([WarmupDrafter(core.vocab)], DraftShape(width - 1, 1, width)) for width in widths if width > 1]
     drafts: list[Turn] = [(planned, shape) for shape in _tried(policy) if planned]
     # Shapes longer than any sequence cannot be measured.
     steps, drafts = (
@@ -83,7 +83,7 @@ def warm_up(core: EngineCore) -> None:
     logger.info("a step of one row takes, in ms by width: %s", costs)
 
 
-def _tried(policy: Policy) -> tuple[Shape, ...]:
+def _tried(policy: Policy) -> tuple[DraftShape, ...]:
     """Return the shapes whose drafting is timed: deep chains as sparsely as wide steps.
 
     Costs in between are interpolated, since each shape takes extra passes to time.
@@ -104,7 +104,7 @@ def _until_known(turns: Sequence[Turn], policy: Policy) -> Iterator[Turn]:
             return
 
 
-def _depth(shape: Shape | None) -> int:
+def _depth(shape: DraftShape | None) -> int:
     return shape.num_steps if shape else 0
 
 
@@ -118,7 +118,7 @@ def _end(core: EngineCore, request: Request) -> None:
 
 def _is_known(turn: Turn, policy: Policy) -> bool:
     own, shape = turn
-    if shape and not isinstance(own[0], Filler):
+    if shape and not isinstance(own[0], WarmupDrafter):
         return policy.drafts[shape.topk].knows(1, shape.num_steps)
     return policy.steps.knows(1, shape.num_draft_tokens if shape else 1)
 

@@ -13,7 +13,7 @@ from specdec.state_slots.integrity import IntegrityError, prove
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.pages import CAN_RELEASE, release_pages
 from specdec.state_slots.pinned import Runtime, pin
-from specdec.state_slots.slots import Kind, Owner, SlabList, SlotPool
+from specdec.state_slots.slots import Owner, SlabKind, SlabList, SlotPool
 from specdec.state_slots.views import page_views, recurrent_views
 from specdec.state_slots.window import RecordSlot
 
@@ -115,9 +115,9 @@ class Arena:
         self._pages = page_views(self.data, layout)
         self._recurrent = recurrent_views(self.data, layout)
         self._slabs = SlabList(num_slabs)
-        self._blocks = SlotPool(Kind.BLOCK, layout.blocks_per_slab, self._slabs)
-        self._states = SlotPool(Kind.STATE, layout.states_per_slab, self._slabs)
-        self._records = SlotPool(Kind.RECORD, layout.records_per_slab, self._slabs)
+        self._blocks = SlotPool(SlabKind.BLOCK, layout.blocks_per_slab, self._slabs)
+        self._states = SlotPool(SlabKind.STATE, layout.states_per_slab, self._slabs)
+        self._records = SlotPool(SlabKind.RECORD, layout.records_per_slab, self._slabs)
         self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
         self._evictor: Evictor | None = None
         self._tables: BlockTables | None = None
@@ -269,11 +269,11 @@ class Arena:
         slabs = self._blocks.new_slabs(blocks) + self._states.new_slabs(states)
         return slabs + self._records.new_slabs(records) <= len(self._slabs.free)
 
-    def generation(self, kind: Kind, slot: SlotId) -> int:
+    def generation(self, kind: SlabKind, slot: SlotId) -> int:
         """Return how often the slot has been allocated."""
         return self._pools[kind].generations[self._flat(kind, slot)]
 
-    def check(self, kind: Kind, slot: SlotId, generation: int) -> None:
+    def check(self, kind: SlabKind, slot: SlotId, generation: int) -> None:
         """Raise IntegrityError unless the slot is still live in this generation."""
         flat = self._flat(kind, slot)
         if not self._pools[kind].is_current(flat, generation):
@@ -346,10 +346,10 @@ class Arena:
         self.check_owners()
         release_pages(self.data)
 
-    def _flat(self, kind: Kind, slot: SlotId) -> int:
+    def _flat(self, kind: SlabKind, slot: SlotId) -> int:
         if isinstance(slot, int):
-            assert kind is not Kind.RECORD, f"a record is named by its slab and place, not by {slot}"
+            assert kind is not SlabKind.RECORD, f"a record is named by its slab and place, not by {slot}"
             return slot
-        assert kind is Kind.RECORD, f"a {kind} is named by one number, not by {slot}"
+        assert kind is SlabKind.RECORD, f"a {kind} is named by one number, not by {slot}"
         slab, place = slot
         return slab * self.layout.records_per_slab + place

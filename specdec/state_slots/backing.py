@@ -15,7 +15,7 @@ from specdec.state_slots.window import RecordSlot, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedState:
     """A sequence's committed state, and accepted records that are not folded into it yet."""
 
     state: int
@@ -23,7 +23,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftSlots:
     """One row's window: the root and its drafts. Its slots are allocated for this step."""
 
     tree: TokenTree
@@ -50,8 +50,8 @@ class Backing(Protocol):
         ...
 
     def promote(
-        self, owner: Owner, before: Committed, slots: Sequence[Any], nodes: Sequence[int]
-    ) -> Committed:
+        self, owner: Owner, before: CommittedState, slots: Sequence[Any], nodes: Sequence[int]
+    ) -> CommittedState:
         """Keep the slots of accepted nodes, release the rest. `nodes` is a path from the root, or empty."""
         ...
 
@@ -79,12 +79,12 @@ class RecordBacking:
         return row.writing(records=slots) if slots else row
 
     def promote(
-        self, owner: Owner, before: Committed, slots: Sequence[RecordSlot], nodes: Sequence[int]
-    ) -> Committed:
+        self, owner: Owner, before: CommittedState, slots: Sequence[RecordSlot], nodes: Sequence[int]
+    ) -> CommittedState:
         """Make the accepted records the path. The window that wrote them folded the previous path."""
         kept = tuple(slots[node] for node in nodes) if slots else ()
         self.arena.release_records(owner, [*before.path, *(slot for slot in slots if slot not in kept)])
-        return Committed(before.state, kept)
+        return CommittedState(before.state, kept)
 
 
 class SnapshotBacking:
@@ -110,22 +110,22 @@ class SnapshotBacking:
         return row.writing(snapshots=slots) if slots else row
 
     def promote(
-        self, owner: Owner, before: Committed, slots: Sequence[int], nodes: Sequence[int]
-    ) -> Committed:
+        self, owner: Owner, before: CommittedState, slots: Sequence[int], nodes: Sequence[int]
+    ) -> CommittedState:
         """Replace the sequence's state by the last accepted node's."""
         assert not before.path
         last = slots[nodes[-1]] if slots and nodes else before.state
         for slot in (before.state, *slots):
             if slot != last:
                 self.arena.release_state(owner, slot)
-        return Committed(last)
+        return CommittedState(last)
 
 
-def release_path(arena: Arena, owner: Owner, before: Committed) -> Committed:
+def release_path(arena: Arena, owner: Owner, before: CommittedState) -> CommittedState:
     """Release a path's records once a prefill or a fold has updated the state."""
     if before.path:
         arena.release_records(owner, before.path)
-    return Committed(before.state)
+    return CommittedState(before.state)
 
 
 BACKINGS: dict[str, Callable[[Arena], Backing]] = {"record": RecordBacking, "snapshot": SnapshotBacking}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.slots import Evictable, Fixed, Kind, Owner, SlabList, SlotPool
+from specdec.state_slots.slots import Evictable, FixedOwner, Owner, SlabKind, SlabList, SlotPool
 
 
 class IntegrityError(AssertionError):
@@ -18,11 +18,11 @@ def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
     class, every unshared slot has one holder, and the grid fits into the slab.
     """
     sizes = {
-        Kind.BLOCK: layout.block_bytes,
-        Kind.STATE: layout.state_bytes,
-        Kind.RECORD: layout.record_bytes,
+        SlabKind.BLOCK: layout.block_bytes,
+        SlabKind.STATE: layout.state_bytes,
+        SlabKind.RECORD: layout.record_bytes,
     }
-    serves: dict[int, Kind] = {}
+    serves: dict[int, SlabKind] = {}
     for pool in pools:
         if pool.per_slab * sizes[pool.kind] > layout.slab_bytes:
             raise IntegrityError(f"{pool.per_slab} {pool.kind}s overrun a slab of {layout.slab_bytes} bytes")
@@ -72,8 +72,10 @@ def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> N
         if len(held_by) != len(known) or set(held_by) != set(known):
             raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {list(known)}")
         # Cached states and lent ones are only read.
-        are_readers = pool.kind is Kind.STATE and all(isinstance(own, Evictable | Fixed) for own in known)
-        if len(known) > 1 and pool.kind is not Kind.BLOCK and not are_readers:
+        are_readers = pool.kind is SlabKind.STATE and all(
+            isinstance(own, Evictable | FixedOwner) for own in known
+        )
+        if len(known) > 1 and pool.kind is not SlabKind.BLOCK and not are_readers:
             raise IntegrityError(f"{pool.kind} {slot} has {len(known)} owners, and only blocks are shared")
     in_use = sum(any(not isinstance(owner, Evictable) for owner in owners) for owners in holders.values())
     if in_use != pool.in_use:
@@ -115,7 +117,7 @@ def _compare_partial(pool: SlotPool, bitmaps: dict[int, int]) -> None:
         raise IntegrityError(f"{spare} {pool.kind}s are spare in partly used slabs, counted {pool.spare}")
 
 
-def _compare_slabs(slabs: SlabList, serves: dict[int, Kind]) -> None:
+def _compare_slabs(slabs: SlabList, serves: dict[int, SlabKind]) -> None:
     """Check that each slab except the dummy is free and listed once, or serves the class of its slots."""
     listed = Counter(slabs.free)
     for slab, kept in enumerate(slabs.kinds):

@@ -17,13 +17,13 @@ class Evictable:
     __slots__ = ()
 
 
-class Fixed:
+class FixedOwner:
     """An owner whose slots another process accesses by address: they do not move."""
 
     __slots__ = ()
 
 
-class Kind(StrEnum):
+class SlabKind(StrEnum):
     """The classes that a slab can serve."""
 
     BLOCK = "block"
@@ -31,7 +31,7 @@ class Kind(StrEnum):
     RECORD = "record"
 
 
-class Sharers(dict[Owner, None]):
+class SlotSharers(dict[Owner, None]):
     """Owners of one shared slot."""
 
 
@@ -42,10 +42,10 @@ class SlabList:
     """
 
     def __init__(self, num_slabs: int) -> None:
-        self.kinds: list[Kind | None] = [None] * num_slabs
+        self.kinds: list[SlabKind | None] = [None] * num_slabs
         self.free = list(range(1, num_slabs))
 
-    def open(self, kind: Kind) -> int:
+    def open(self, kind: SlabKind) -> int:
         slab = heappop(self.free)
         self.kinds[slab] = kind
         return slab
@@ -55,7 +55,7 @@ class SlabList:
         self.kinds = [None] * len(self.kinds)
         self.free = list(range(1, len(self.kinds)))
 
-    def reopen(self, slab: int, kind: Kind) -> None:
+    def reopen(self, slab: int, kind: SlabKind) -> None:
         """Assign a slab to a class again after `forget`."""
         if self.kinds[slab] is None:
             self.free.remove(slab)
@@ -74,7 +74,7 @@ class SlotPool:
     stored so that a call takes microseconds; integrity.py derives it again and compares.
     """
 
-    def __init__(self, kind: Kind, per_slab: int, slabs: SlabList) -> None:
+    def __init__(self, kind: SlabKind, per_slab: int, slabs: SlabList) -> None:
         self.kind = kind
         self.per_slab = per_slab
         self.slabs = slabs
@@ -88,7 +88,7 @@ class SlotPool:
         """
         self.held: dict[Owner, dict[int, int]] = {}
         self.handed_out = sum(self.generations)
-        self.owners: dict[int, Owner | Sharers] = {}
+        self.owners: dict[int, Owner | SlotSharers] = {}
         """Owners of each live slot. A list per slot would burden the garbage collector."""
         self.in_use = 0
         """Slots with at least one owner that is not evictable."""
@@ -149,10 +149,10 @@ class SlotPool:
         if not isinstance(owner, Evictable):
             self.in_use += not self._is_used(slot)
         before = self.owners[slot]
-        if isinstance(before, Sharers):
+        if isinstance(before, SlotSharers):
             before[owner] = None
         else:
-            self.owners[slot] = Sharers({before: None, owner: None})
+            self.owners[slot] = SlotSharers({before: None, owner: None})
 
     def release(self, owner: Owner, slots: Sequence[int]) -> None:
         """Release slots; a slot is free without owners, a slab without live slots."""
@@ -164,7 +164,7 @@ class SlotPool:
         for slot in slots:
             del held[slot]
             owners = self.owners[slot]
-            if isinstance(owners, Sharers):
+            if isinstance(owners, SlotSharers):
                 del owners[owner]
                 if len(owners) == 1:
                     self.owners[slot] = next(iter(owners))
@@ -217,7 +217,7 @@ class SlotPool:
     def _may_move(self, slab: int) -> bool:
         used, first = self.used[slab], slab * self.per_slab
         slots = (first + place for place in range(self.per_slab) if used >> place & 1)
-        return not any(isinstance(owner, Fixed) for slot in slots for owner in self.owners_of(slot))
+        return not any(isinstance(owner, FixedOwner) for slot in slots for owner in self.owners_of(slot))
 
     @property
     def kept(self) -> int:
@@ -230,7 +230,7 @@ class SlotPool:
     def owners_of(self, slot: int) -> Collection[Owner]:
         """Return the owners of a live slot."""
         owners = self.owners[slot]
-        return owners.keys() if isinstance(owners, Sharers) else (owners,)
+        return owners.keys() if isinstance(owners, SlotSharers) else (owners,)
 
     def in_use_with(self, slots: Iterable[int]) -> int:
         """Return the slots in use if these live ones were too."""

@@ -198,7 +198,7 @@ class TextStream:
         return text[:end]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of text that one token produced or completed."""
 
     text: str
@@ -206,7 +206,7 @@ class Piece(NamedTuple):
     """The token's origin: 0 is the target's own choice, n >= 1 a draft token at depth n."""
 
 
-class Cutter:
+class TokenTextCutter:
     """Cut a text, which may lag behind its tokens, into pieces per token."""
 
     def __init__(self) -> None:
@@ -223,14 +223,14 @@ class Cutter:
             self._ends.append((length, origin))
             self._noted = length
 
-    def cut(self, text: str) -> tuple[Piece, ...]:
+    def cut(self, text: str) -> tuple[TextPiece, ...]:
         """Return the next part of the text in pieces."""
         pieces = []
         while text:
             end, origin = self._ends[0] if self._ends else (self._cut + len(text), self._last)
             piece, text = text[: end - self._cut], text[end - self._cut :]
             self._cut += len(piece)
-            pieces.append(Piece(piece, origin))
+            pieces.append(TextPiece(piece, origin))
             if self._ends and self._cut == end:
                 self._ends.popleft()
         return tuple(pieces)

@@ -10,7 +10,7 @@ INVERTED = bytes(reversed(range(256)))
 """Translation table that inverts all bits of a byte."""
 
 
-class Limit(Protocol):
+class TokenLimit(Protocol):
     """Restricts one request's choices. It observes every token that the request accepts.
 
     Masks may take time to compute: they are requested, waited for briefly, and then known or not. It stores
@@ -55,7 +55,7 @@ class Limit(Protocol):
         """Record an accepted token; return whether later tokens are still restricted."""
 
 
-class Ready:
+class ImmediateLimit:
     """A limit whose masks are always ready."""
 
     is_over = is_slow = False
@@ -71,7 +71,7 @@ class Ready:
         return True
 
 
-class NotYet(Ready):
+class MinTokens(ImmediateLimit):
     """Forbids end tokens before a minimum length; with `yields`, a grammar may still end the output."""
 
     field = "min_tokens"
@@ -92,7 +92,7 @@ class NotYet(Ready):
         return self.left > 0
 
 
-class Allowed(Ready):
+class AllowedTokens(ImmediateLimit):
     """Allows only the given tokens."""
 
     field = "allowed_token_ids"
@@ -110,7 +110,7 @@ class Allowed(Ready):
         return True
 
 
-class Banned(Ready):
+class BadWords(ImmediateLimit):
     """Forbids the last token of a sequence after the tokens before it."""
 
     field = "bad_words"
@@ -154,7 +154,7 @@ class Banned(Ready):
         return self._always.union(*found) if found else self._always
 
 
-def bounded_words(limits: Sequence[Limit], path: tuple[int, ...]) -> Tensor | None:
+def bounded_words(limits: Sequence[TokenLimit], path: tuple[int, ...]) -> Tensor | None:
     """Return the intersection of all masks, None: everything. A limit that would leave nothing is ignored."""
     words_W: Tensor | None = None
     for limit in limits:

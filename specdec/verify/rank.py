@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specdec.kernels.table import Kernels
-from specdec.verify.choose import Node, perturb, places
+from specdec.verify.sampler import SamplingNode, perturb, places
 
 Ranked = tuple[list[int], list[float]]
 """Tokens, the likeliest first, and the drafter's confidence in each."""
 
 
 def rank(
-    logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, count: int, *, noise: bool = True
+    logits_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels, count: int, *, noise: bool = True
 ) -> list[Ranked]:
     """Return the `count` best tokens of each node under its request's sampling rule.
 

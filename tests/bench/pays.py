@@ -20,7 +20,7 @@ from specdec.config.engine import EngineConfig
 from specdec.config.options import at_least
 from specdec.config.sampling import SamplingParams
 from specdec.core.request import Request
-from specdec.setup.build import Model, assemble, build
+from specdec.setup.build import LoadedModel, assemble, build
 
 FIRST, TURN = 64, 16
 LONGEST_PROMPT = 512
@@ -31,7 +31,7 @@ BUSY_S = 900
 class Text:
     """One prompt's completion by one engine, and the time of its tokens after the first ones."""
 
-    model: Model
+    model: LoadedModel
     request: Request
     clock: Callable[[], float]
     seconds: float = 0.0
@@ -43,7 +43,9 @@ class Text:
             self.seconds += (self.clock() - start_s) * (before >= FIRST)
 
 
-def ask(model: Model, prompt: Sequence[int], params: SamplingParams, clock: Callable[[], float]) -> Text:
+def ask(
+    model: LoadedModel, prompt: Sequence[int], params: SamplingParams, clock: Callable[[], float]
+) -> Text:
     """Start a completion."""
     assert params.seed is not None
     request = model.core.new_request(prompt, params, seed=params.seed, stop_ids={})

@@ -8,7 +8,16 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from specdec.bench.plots import NUM_COLOURS, Bars, Line, bar_plot, inline_svg, line_plot, render, save_plot
+from specdec.bench.plots import (
+    NUM_COLOURS,
+    BarSeries,
+    LineSeries,
+    bar_plot,
+    inline_svg,
+    line_plot,
+    render,
+    save_plot,
+)
 from specdec.cli import main
 from specdec.errors import ConfigError
 
@@ -31,7 +40,7 @@ def lines_of(figure: Figure) -> dict[str, tuple[list[float], list[float]]]:
     return {str(one.get_label()): (list(one.get_xdata()), list(one.get_ydata())) for one in axes.lines}
 
 
-def check_lines(figure: Figure, expected: list[Line]) -> None:
+def check_lines(figure: Figure, expected: list[LineSeries]) -> None:
     """Check that each series is drawn with its values and named in the legend."""
     drawn, shown = lines_of(figure), texts(figure)
     assert drawn.keys() == {line.name for line in expected} <= {*shown}
@@ -41,7 +50,7 @@ def check_lines(figure: Figure, expected: list[Line]) -> None:
         assert y == pytest.approx([NAN if value is None else value for value in line.y], nan_ok=True)
 
 
-LINES = [Line("mtp", [1, 2, 3], [0.9, None, 0.7]), Line("suffix", [1, 2], [0.5, 0.25])]
+LINES = [LineSeries("mtp", [1, 2, 3], [0.9, None, 0.7]), LineSeries("suffix", [1, 2], [0.5, 0.25])]
 
 
 def test_each_line_is_drawn_with_its_values_and_its_name() -> None:
@@ -63,12 +72,14 @@ def test_a_lost_series_is_found(mutant: str) -> None:
 
 
 def test_gaps_and_labels() -> None:
-    figure = line_plot([Line("s", [5, 10.5, 20], [0.5, NAN, 1])], "Title", "memory", "rate", percent=True)
+    figure = line_plot(
+        [LineSeries("s", [5, 10.5, 20], [0.5, NAN, 1])], "Title", "memory", "rate", percent=True
+    )
     assert {"Title", "memory", "rate", "s", "100%"} <= {*texts(figure)}
 
 
 def test_lines_that_share_a_colour_have_other_dashes() -> None:
-    lines = [Line(f"line {i}", [1, 2], [i, i]) for i in range(2 * NUM_COLOURS)]
+    lines = [LineSeries(f"line {i}", [1, 2], [i, i]) for i in range(2 * NUM_COLOURS)]
     figure = line_plot(lines, "t", "x", "y")
     check_lines(figure, lines)
     looks = {(one.get_color(), one.get_linestyle()) for one in figure.axes[0].lines}
@@ -77,8 +88,8 @@ def test_lines_that_share_a_colour_have_other_dashes() -> None:
 
 def test_bars_have_their_values_and_error_bars() -> None:
     series = [
-        Bars("greedy", [1.5, 2.0, None], [1.4, 1.8, None], [1.6, 2.3, None]),
-        Bars("sampled", [1.1, NAN, 0.5]),
+        BarSeries("greedy", [1.5, 2.0, None], [1.4, 1.8, None], [1.6, 2.3, None]),
+        BarSeries("sampled", [1.1, NAN, 0.5]),
     ]
     figure = bar_plot(["a", "b", "c"], series, "t", "speedup", shown="{:.2f}×", reference=1.0)
     (axes,) = figure.axes
@@ -96,9 +107,15 @@ def test_bars_have_their_values_and_error_bars() -> None:
     "figure",
     [
         line_plot([], "t", "x", "y"),
-        line_plot([Line("none", [], []), Line("nothing", [1, 2], [None, NAN])], "t", "x", "y", percent=True),
+        line_plot(
+            [LineSeries("none", [], []), LineSeries("nothing", [1, 2], [None, NAN])],
+            "t",
+            "x",
+            "y",
+            percent=True,
+        ),
         bar_plot([], [], "t", "x"),
-        bar_plot(["a"], [Bars("s", [None])], "t", "x"),
+        bar_plot(["a"], [BarSeries("s", [None])], "t", "x"),
     ],
 )
 def test_an_empty_plot_says_so(figure: Figure) -> None:
@@ -108,8 +125,8 @@ def test_an_empty_plot_says_so(figure: Figure) -> None:
 def test_text_is_neither_markup_nor_mathematics() -> None:
     kept = '</text><script>alert(1)</script> & "it\'s" ]]> $x_1$ \\$ 語'
     for figure in (
-        line_plot([Line(HOSTILE, [1], [1]), Line("_under", [1], [1])], HOSTILE, HOSTILE, HOSTILE),
-        bar_plot([HOSTILE], [Bars(HOSTILE, [1]), Bars("_under", [2])], HOSTILE, HOSTILE),
+        line_plot([LineSeries(HOSTILE, [1], [1]), LineSeries("_under", [1], [1])], HOSTILE, HOSTILE, HOSTILE),
+        bar_plot([HOSTILE], [BarSeries(HOSTILE, [1]), BarSeries("_under", [2])], HOSTILE, HOSTILE),
     ):
         shown = texts(figure)
         assert kept in shown and "_under" in shown

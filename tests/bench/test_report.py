@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.bench.report import Output, environment, json_line, percentile, publish, summarise, table
+from specdec.bench.report import ReportOutput, environment, json_line, percentile, publish, summarise, table
 from specdec.cli import BENCHMARKS, main
 
 
@@ -42,10 +42,10 @@ def test_a_report_is_a_table_unless_json_is_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     kept = tmp_path / "report.json"
-    publish("a table", {"a": 1}, Output(kept))
+    publish("a table", {"a": 1}, ReportOutput(kept))
     assert capsys.readouterr() == ("a table\n", "")
     assert kept.read_text() == '{"a": 1}\n'
-    publish("a table", {"a": 1}, Output(as_json=True))
+    publish("a table", {"a": 1}, ReportOutput(as_json=True))
     assert capsys.readouterr() == ('{"a": 1}\n', "a table\n")
 
 

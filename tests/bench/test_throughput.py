@@ -17,7 +17,7 @@ from specdec.bench.timing import BandwidthProbe, cache_bytes
 from specdec.cli import main
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
-from specdec.models.formats import Announced
+from specdec.models.formats import QuantisationConfig
 
 SIZES = ["--batch", "1,3", "--prompt-tokens", "5,33", "--new-tokens", "4"]
 CASES = [(1, 5), (1, 33), (3, 5), (3, 33)]
@@ -220,8 +220,8 @@ def test_what_was_rounded_on_request_is_shown_and_not_refused(
 def test_rounding_is_named_where_there_is_some(hybrid: Path) -> None:
     settings = EngineRunner.load(hybrid, EngineConfig(dtype="float32", max_model_len=16)).model.settings
     assert rounding(settings) == ""
-    assert rounding(settings, Announced("fp8")) == "8-bit weights"
-    assert rounding(settings, Announced("gptq")) == "gptq weights"
+    assert rounding(settings, QuantisationConfig("fp8")) == "8-bit weights"
+    assert rounding(settings, QuantisationConfig("gptq")) == "gptq weights"
     assert rounding(replace(settings, dtype=torch.bfloat16, quantize="int4")) == "bfloat16 and 4-bit weights"
 
 

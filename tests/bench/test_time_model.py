@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec.bench.time_model import TimeModel, Work, describe, state_bytes
+from specdec.bench.time_model import StepWork, TimeModel, describe, state_bytes
 from specdec.cli import main
 from specdec.errors import ConfigError
 from specdec.kernels.linear import fp8
@@ -29,7 +29,7 @@ def test_large_model_costs_what_was_counted(
     load: tuple[int, int, int, float], counted: tuple[float, float, float]
 ) -> None:
     window, steps, topk, accepted = load
-    work = Work(window=window, draft_steps=steps, topk=topk, accepted=accepted)
+    work = StepWork(window=window, draft_steps=steps, topk=topk, accepted=accepted)
     found = describe(LARGE, work, BANDWIDTH, quantize="fp8")
     assert found["target_bytes"] / 1e9 == pytest.approx(counted[0], rel=0.01)
     # The hand count has each pass of the head use one token's experts in 16 bits; ours uses those of all
@@ -40,18 +40,18 @@ def test_large_model_costs_what_was_counted(
 
 def test_tokens_share_the_experts_they_have_in_common() -> None:
     model = TimeModel(LARGE)
-    one, all_of_them = model.step(Work())["experts"], model.step(Work(rows=512, window=16))["experts"]
+    one, all_of_them = model.step(StepWork())["experts"], model.step(StepWork(rows=512, window=16))["experts"]
     moe = LARGE.layers[0].ffn
     assert moe is not None and hasattr(moe, "experts") and hasattr(moe, "top_k")
     assert one == pytest.approx(all_of_them * moe.top_k / moe.experts, rel=1e-6)
-    two = model.step(Work(window=2))["experts"]
+    two = model.step(StepWork(window=2))["experts"]
     assert one < two < 2 * one
 
 
 def test_bytes_add_up_to_the_footprints() -> None:
     for name in ("tiny", "qwen3.5-35b-a3b", "nemotron-h-8b"):
         model = TimeModel(network(SHAPES[name]))
-        moved = model.step(Work(rows=3, window=5))
+        moved = model.step(StepWork(rows=3, window=5))
         of_memory = {"states", "keys and values"}
         weights = sum(size for kind, size in moved.items() if kind not in of_memory)
         assert weights == pytest.approx(model.footprint.step_bytes(15))
@@ -62,7 +62,7 @@ def test_a_copy_decodes_in_a_state_of_its_own() -> None:
     """Each draft token reads all of the copy's weights and moves a state, which is copied once before."""
     shape = network(SHAPES["0.5b"])
     plain, copied = TimeModel(shape), TimeModel(shape, copied=True)
-    work = Work(rows=2, window=4)
+    work = StepWork(rows=2, window=4)
     assert copied.step(work) == plain.step(work)
     none, two, three = (
         copied.step(replace(work, draft_steps=steps)).get("draft steps", 0.0) for steps in (0, 2, 3)
@@ -76,7 +76,7 @@ def test_a_copy_decodes_in_a_state_of_its_own() -> None:
 
 def test_fp8_halves_the_matrices_of_layers_alone() -> None:
     models = [TimeModel(LARGE, quantize=form) for form in (None, fp8)]
-    wide, narrow = (model.step(Work(window=4, draft_steps=3)) for model in models)
+    wide, narrow = (model.step(StepWork(window=4, draft_steps=3)) for model in models)
     halved = {kind for kind in wide if narrow[kind] == pytest.approx(wide[kind] / 2, rel=2.5e-4)}
     assert halved == {"experts"}
     # A delta net's gate projections, the shared expert's gate, and norms stay unquantized.
@@ -98,7 +98,7 @@ def test_records_move_two_states_whatever_the_window(window: int) -> None:
 
 def test_context_is_read_once_a_row() -> None:
     model = TimeModel(LARGE, torch.bfloat16)
-    short, long = (model.step(Work(rows=2, window=4, context=n))["keys and values"] for n in (0, 1000))
+    short, long = (model.step(StepWork(rows=2, window=4, context=n))["keys and values"] for n in (0, 1000))
     attentions = 12
     assert long - short == attentions * 2 * 1000 * 2 * 2 * 256 * 2
 
@@ -144,7 +144,7 @@ def test_inputs_out_of_range_are_refused_by_name(
 
 def test_draft_steps_without_a_head_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="head"):
-        describe(network(SHAPES["nemotron-h-8b"]), Work(draft_steps=1), BANDWIDTH)
+        describe(network(SHAPES["nemotron-h-8b"]), StepWork(draft_steps=1), BANDWIDTH)
     assert main(["bench", "model", "--shape", "nemotron-h-8b", "--draft-steps", "2"]) == 2
     assert main(["bench", "model", "--bandwidth", "0"]) == 2
     assert "--bandwidth" in capsys.readouterr().err

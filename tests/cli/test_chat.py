@@ -22,19 +22,19 @@ import pytest
 from specdec import Delta, RequestStats, SamplingParams, SpecEngine
 from specdec.cli import main
 from specdec.cli.chat import run
-from specdec.cli.chat.commands import COMMANDS, NOT_IN_CHATS, Reply, obey
+from specdec.cli.chat.commands import COMMANDS, NOT_IN_CHATS, CommandReply, run_command
 from specdec.cli.chat.conversation import Conversation, joined, load_messages, save_messages
-from specdec.cli.chat.history import MOST_ENTRIES, History, history_path
+from specdec.cli.chat.history import MOST_ENTRIES, ChatHistory, history_path
 from specdec.cli.chat.run import answer
-from specdec.cli.chat.session import Answer, Chat, Part, Question
+from specdec.cli.chat.session import AnswerPart, ChatPrompt, ChatSession, StreamingAnswer
 from specdec.cli.chat.typed import read_message
-from specdec.cli.chat.view import DIM, View, figures, wrapped
+from specdec.cli.chat.view import DIM, ChatView, figures, wrapped
 from specdec.cli.text import ACCEPTED, PLAIN
 from specdec.errors import ConfigError, RequestError, SpecdecError
 from specdec.models.folder import SHIPPED
 from specdec.text.answers.thinking import TAGS
 from specdec.text.chat_template import ChatTemplate
-from specdec.text.tokenizer import Piece
+from specdec.text.tokenizer import TextPiece
 from tests.cli.test_terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_the_history_is_a_bounded_file_for_its_owner(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     path = history_path()
     assert path == tmp_path / "specdec" / "chat_history"
-    history = History(path)
+    history = ChatHistory(path)
     assert history.read() == []
     history.add("two\nlines é")
     history.add("x" * 100_000)
@@ -128,7 +128,7 @@ def test_the_history_is_a_bounded_file_for_its_owner(tmp_path: Path, monkeypatch
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with path.open("a") as file:
         file.write('"cut off')
-    assert History(path).read() == ["two\nlines é", "last"]
+    assert ChatHistory(path).read() == ["two\nlines é", "last"]
     path.write_text("".join(f'"{i}"\n' for i in range(MOST_ENTRIES + 5)))
     assert history.read() == [str(i) for i in range(5, MOST_ENTRIES + 5)]
     assert len(path.read_text().splitlines()) == MOST_ENTRIES
@@ -155,15 +155,15 @@ def test_an_answer_is_shown_harmless_its_drafts_in_colour(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(sys, "stdout", out := Terminal())
-    view = View(coloured=True)
-    thought, said = Part("hm\x1b[2J", True, False), Part("a\x1b]0;title\x07", False, False)
-    view.show([thought, said, Part("b", False, True), Part("c", False, True)], drafts=True)
-    view.show([Part("d", False, True)], drafts=False)
+    view = ChatView(coloured=True)
+    thought, said = AnswerPart("hm\x1b[2J", True, False), AnswerPart("a\x1b]0;title\x07", False, False)
+    view.show([thought, said, AnswerPart("b", False, True), AnswerPart("c", False, True)], drafts=True)
+    view.show([AnswerPart("d", False, True)], drafts=False)
     view.end_answer()
     assert out.getvalue() == f"a\\x1b]0;title\\x07{ACCEPTED}bc{PLAIN}d\n"
     view.error("\x1b[31m")
     assert capsys.readouterr().err == f"{DIM}hm\\x1b[2J{PLAIN}\n\n\x1b[31m\\x1b[31m{PLAIN}\n"
-    plain = View(coloured=False)
+    plain = ChatView(coloured=False)
     plain.show([thought, said], drafts=True)
     plain.notice("done")
     assert capsys.readouterr().err == "[thinking]\nhm\\x1b[2J\n[answer]\ndone\n"
@@ -172,7 +172,7 @@ def test_an_answer_is_shown_harmless_its_drafts_in_colour(
 class Written:
     """A stand-in for an engine that generates given pieces, one per delta."""
 
-    def __init__(self, pieces: Sequence[Piece], why: Any) -> None:
+    def __init__(self, pieces: Sequence[TextPiece], why: Any) -> None:
         self.pieces, self.why = pieces, why
 
     def submit(self, prepared: object, emit: Callable[[int, Delta], None]) -> "Written":
@@ -186,22 +186,27 @@ class Written:
 
 
 def test_thinking_is_told_from_what_is_said_and_kept_beside_it() -> None:
-    pieces = [Piece("first", 0), Piece(" this</thi", 1), Piece("nk>\n\nthe", 0), Piece(" end", 2)]
-    question = Question(cast(Any, None), TAGS.after("<think>\n"))
-    written = Answer(cast(SpecEngine, Written(pieces, "stop")), question)
+    pieces = [
+        TextPiece("first", 0),
+        TextPiece(" this</thi", 1),
+        TextPiece("nk>\n\nthe", 0),
+        TextPiece(" end", 2),
+    ]
+    question = ChatPrompt(cast(Any, None), TAGS.after("<think>\n"))
+    written = StreamingAnswer(cast(SpecEngine, Written(pieces, "stop")), question)
     parts = [part for step in written for part in step]
     assert parts == [
-        Part("first", True, False),
-        Part(" this", True, True),
-        Part("the", False, False),
-        Part(" end", False, True),
+        AnswerPart("first", True, False),
+        AnswerPart(" this", True, True),
+        AnswerPart("the", False, False),
+        AnswerPart(" end", False, True),
     ]
     assert written.message == {
         "role": "assistant",
         "content": "the end",
         "reasoning_content": "first this",
     }
-    cut = Answer(cast(SpecEngine, Written(pieces[:2], "abort")), question)
+    cut = StreamingAnswer(cast(SpecEngine, Written(pieces[:2], "abort")), question)
     assert len([*cut]) == 2 and cut.message["reasoning_content"] == "first this"
     assert cut.message["content"] == "" and not cut.is_whole
 
@@ -213,26 +218,26 @@ def engine() -> Iterator[SpecEngine]:
 
 
 @pytest.fixture
-def chat(engine: SpecEngine) -> Chat:
+def chat(engine: SpecEngine) -> ChatSession:
     engine.flush()
-    return Chat(engine, SHIPPED["tiny"], GREEDY, is_completion=True)
+    return ChatSession(engine, SHIPPED["tiny"], GREEDY, is_completion=True)
 
 
-def command(chat: Chat, line: str) -> Reply:
-    reply = obey(chat, line)
+def command(chat: ChatSession, line: str) -> CommandReply:
+    reply = run_command(chat, line)
     assert reply is not None
     return reply
 
 
-def ask(chat: Chat, text: str) -> str:
-    assert answer(chat, chat.conversation.asking(text), View(coloured=False))
+def ask(chat: ChatSession, text: str) -> str:
+    assert answer(chat, chat.conversation.asking(text), ChatView(coloured=False))
     return str(chat.conversation.turns[-1]["content"])
 
 
 @pytest.mark.parametrize("completes", [True, False])
 def test_later_turns_find_the_earlier_ones_cached(engine: SpecEngine, completes: bool) -> None:
     engine.flush()
-    chat = Chat(engine, SHIPPED["tiny"], GREEDY, is_completion=completes)
+    chat = ChatSession(engine, SHIPPED["tiny"], GREEDY, is_completion=completes)
     cached, lengths = [], []
     asked = chat.conversation
     for text in ("def f(x):\n", "class A:\n", "import os\n", None):
@@ -253,7 +258,7 @@ def test_later_turns_find_the_earlier_ones_cached(engine: SpecEngine, completes:
     assert alone.text == chat.conversation.turns[-1]["content"]
 
 
-def test_commands_of_the_conversation(chat: Chat, tmp_path: Path, capsys: Capture) -> None:
+def test_commands_of_the_conversation(chat: ChatSession, tmp_path: Path, capsys: Capture) -> None:
     first = ask(chat, "def f(x):\n")
     assert capsys.readouterr().out.rstrip("\n") == first.rstrip("\n") and first
     ask(chat, "class A:\n")
@@ -265,7 +270,7 @@ def test_commands_of_the_conversation(chat: Chat, tmp_path: Path, capsys: Captur
     assert undone.edit == "class A:\n" and len(chat.conversation.turns) == 2
     again = command(chat, "/retry").asks
     assert again == Conversation(turns=(chat.conversation.turns[0],))
-    assert answer(chat, again, View(coloured=False)) and chat.conversation.turns[1]["content"] == first
+    assert answer(chat, again, ChatView(coloured=False)) and chat.conversation.turns[1]["content"] == first
     command(chat, "/system # Python 3")
     assert chat.conversation.system == "# Python 3" and "# Python 3" in command(chat, "/system").says
     command(chat, "/new")
@@ -287,10 +292,10 @@ def test_commands_of_the_conversation(chat: Chat, tmp_path: Path, capsys: Captur
     assert command(chat, "/drafts on").says == command(chat, "/drafts").says and chat.shows_drafts
     assert command(chat, "/bye").ends and command(chat, "/exit").ends
     for message in ("hello", "/usr/bin/python is gone", "/* a comment */ int x;", " /help", "/"):
-        assert obey(chat, message) is None
+        assert run_command(chat, message) is None
 
 
-def test_settings_are_listed_changed_and_refused_by_name(chat: Chat) -> None:
+def test_settings_are_listed_changed_and_refused_by_name(chat: ChatSession) -> None:
     listed = dict(command(chat, "/set").rows)
     assert listed.keys() == SamplingParams.model_fields.keys() - NOT_IN_CHATS
     assert listed["temperature"] == "0.0" and listed["seed"] == "none" and listed["ignore_eos"] == "on"
@@ -332,7 +337,7 @@ def test_thinking_is_switched_one_way(capsys: Capture) -> None:
 
 
 def test_what_the_template_refuses_changes_nothing(engine: SpecEngine, tmp_path: Path) -> None:
-    chat = Chat(engine, SHIPPED["tiny"], GREEDY)
+    chat = ChatSession(engine, SHIPPED["tiny"], GREEDY)
     source = (
         "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{%- endif %}"
         "{{ messages[-1].content }}"
@@ -349,9 +354,9 @@ def test_what_the_template_refuses_changes_nothing(engine: SpecEngine, tmp_path:
     assert "told not to think" in command(chat, "/think").says
 
 
-def test_a_full_context_is_said_with_the_remedy(chat: Chat, capsys: Capture) -> None:
+def test_a_full_context_is_said_with_the_remedy(chat: ChatSession, capsys: Capture) -> None:
     command(chat, "/set max_tokens 1000")
-    view = View(coloured=False)
+    view = ChatView(coloured=False)
     assert answer(chat, chat.conversation.asking("def f(x):\n"), view)
     said = capsys.readouterr().err
     assert "The context is full (320 tokens): /undo or /clear makes room; --max-model-len takes up to" in said
@@ -368,8 +373,8 @@ def test_a_full_context_is_said_with_the_remedy(chat: Chat, capsys: Capture) -> 
 def test_an_only_message_is_answered_with_options_as_remedies(engine: SpecEngine, capsys: Capture) -> None:
     for most, says in ((5, "Cut at 5 tokens: --max-tokens allows more."), (1000, "a shorter message makes")):
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
-        chat = Chat(engine, SHIPPED["tiny"], params, is_talk=False)
-        assert answer(chat, chat.conversation.asking("def f(x):\n"), View(coloured=False))
+        chat = ChatSession(engine, SHIPPED["tiny"], params, is_talk=False)
+        assert answer(chat, chat.conversation.asking("def f(x):\n"), ChatView(coloured=False))
         said = capsys.readouterr().err
         assert says in said and "/set" not in said and "/undo" not in said
 
@@ -386,11 +391,11 @@ class Script:
 
 
 def test_a_message_that_is_refused_stands_at_the_next_prompt(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+    chat: ChatSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(run, "unechoed", nullcontext)
-    talk, long = run.Talk(chat, View(coloured=False)), "x = 1\n" * 300
+    talk, long = run.InteractiveChat(chat, ChatView(coloured=False)), "x = 1\n" * 300
     script = Script("def f(x):\n", long, "/retry", "/undo", "/nothing", "/bye")
     monkeypatch.setattr(talk, "keyboard", script)
     talk.run("tiny")
@@ -402,20 +407,20 @@ def test_a_message_that_is_refused_stands_at_the_next_prompt(
 
 
 def test_an_interrupt_ends_the_answer_and_keeps_what_was_written(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    chat: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     command(chat, "/set max_tokens 300")
-    shown, pressed = View.show, False
+    shown, pressed = ChatView.show, False
 
-    def show(view: View, parts: Sequence[Part], *, drafts: bool) -> None:
+    def show(view: ChatView, parts: Sequence[AnswerPart], *, drafts: bool) -> None:
         nonlocal pressed
         shown(view, parts, drafts=drafts)
         if not pressed and capsys.readouterr().out:
             pressed = True
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(View, "show", show)
-    assert not answer(chat, chat.conversation.asking("def f(x):\n"), View(coloured=False))
+    monkeypatch.setattr(ChatView, "show", show)
+    assert not answer(chat, chat.conversation.asking("def f(x):\n"), ChatView(coloured=False))
     assert (
         chat.conversation.turns[-1]["content"]
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

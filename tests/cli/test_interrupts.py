@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specdec.engine.thread import Worker
-from specdec.setup.build import Model
+from specdec.setup.build import LoadedModel
 from tests.selection import EXHAUSTIVE, only
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +236,7 @@ def test_a_thread_that_is_only_just_started_builds_nothing_on(
     BUILDING.clear()
     before = set(threading.enumerate())
 
-    def make() -> Model:
+    def make() -> LoadedModel:
         BUILDING.set()
         while True:
             time.sleep(0.001)

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from specdec import __version__
 from specdec.cli import main
 from specdec.cli.top.options import TopOptions
-from specdec.cli.top.picture import WIDEST, Piece, picture, shown
-from specdec.cli.top.reading import Growth, Reading, shares
+from specdec.cli.top.picture import WIDEST, StyledText, picture, shown
+from specdec.cli.top.reading import CounterGrowth, ServerReading, shares
 from specdec.cli.top.screen import ENTER, LEAVE, Screen
-from specdec.cli.top.view import Source, View
+from specdec.cli.top.view import ServerPoller, TopView
 from specdec.http.client import PORT, check_url
 from specdec.server.settings import ServerConfig
 from tests.cli.test_terminal import CODES, Terminal
@@ -80,11 +80,11 @@ INFO: Mapping[str, Any] = {
 Capture = pytest.CaptureFixture[str]
 
 
-def reading(at_s: float = 0.0, **changed: Any) -> Reading:
-    return Reading.of({**INFO, **changed}, at_s)
+def reading(at_s: float = 0.0, **changed: Any) -> ServerReading:
+    return ServerReading.of({**INFO, **changed}, at_s)
 
 
-def lines(now: Reading, growth: Growth | None = None, width: int = WIDEST) -> list[str]:
+def lines(now: ServerReading, growth: CounterGrowth | None = None, width: int = WIDEST) -> list[str]:
     return shown(picture(now, growth, width), width=width, coloured=False)
 
 
@@ -128,7 +128,7 @@ def test_rates_are_of_what_came_between() -> None:
     kept = {**INFO["prefixes"], "asked": 1100, "hit": 690}
     changed = {"steps": 120, "tokens": 350, "drafted": 480, "accepted": 230, "limited_by": {"states": 12}}
     now = reading(12.0, **changed, prefixes=kept)
-    text = "\n".join(lines(now, Growth.between(before, now)))
+    text = "\n".join(lines(now, CounterGrowth.between(before, now)))
     assert "50.0 tokens/s" in text and "5.00 tokens a step now, 2.50 overall" in text
     assert "100% of drafted tokens now, 48% overall" in text
     assert "states 5 now, states 12 overall" in text
@@ -144,14 +144,14 @@ def test_without_a_reading_before_nothing_is_known_of_now() -> None:
 @pytest.mark.parametrize("counted", [{"steps": 4, "tokens": 10}, {"limited_by": {}}, {"prefixes": None}])
 def test_a_server_that_began_anew_has_counted_from_nothing(counted: dict[str, Any]) -> None:
     now = reading(1.0, **counted)
-    growth = Growth.between(reading(), now)
+    growth = CounterGrowth.between(reading(), now)
     assert growth.counts == now.counts and growth.limited_by == now.limited_by
     assert min(growth.counts.values()) >= 0
 
 
 def test_what_was_before_a_server_was_away_is_no_beginning() -> None:
     source = Scripted([reading(1.0), reading(2.0), TimeoutError(), reading(4.0), reading(5.0)])
-    view, seen = View(cast(Source, source), Screen()), []
+    view, seen = TopView(cast(ServerPoller, source), Screen()), []
     for _ in range(5):
         asyncio.run(view.look())
         seen.append((view.growth and view.growth.seconds, view.trouble))
@@ -164,12 +164,12 @@ class Scripted:
 
     why = staticmethod(repr)
 
-    def __init__(self, says: list[Reading | Exception]) -> None:
+    def __init__(self, says: list[ServerReading | Exception]) -> None:
         self.says = iter(says)
 
-    async def read(self) -> Reading:
+    async def read(self) -> ServerReading:
         match next(self.says):
-            case Reading() as now:
+            case ServerReading() as now:
                 return now
             case error:
                 raise error
@@ -178,9 +178,11 @@ class Scripted:
 @pytest.mark.parametrize("width", [1, 12, 19, 20, 40, 80, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     now = reading(model="m" * 300)
-    plain = lines(now, Growth.between(reading(-1.0), now), width)
+    plain = lines(now, CounterGrowth.between(reading(-1.0), now), width)
     assert max(map(len, plain)) <= width
-    coloured = shown(picture(now, Growth.between(reading(-1.0), now), width), width=width, coloured=True)
+    coloured = shown(
+        picture(now, CounterGrowth.between(reading(-1.0), now), width), width=width, coloured=True
+    )
     assert [CODES.sub("", line) for line in coloured] == plain != coloured
     assert not any("\x1b" in line for line in plain)
 
@@ -199,7 +201,7 @@ def test_alpha_is_shown_where_it_is_told() -> None:
 
 def test_what_a_server_says_is_not_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
-    (line,) = shown([[Piece("a\x1b[2J\nb\tc\r")]], width=None, coloured=True)
+    (line,) = shown([[StyledText("a\x1b[2J\nb\tc\r")]], width=None, coloured=True)
     assert line == "a\\x1b[2J b c\\x0d"
 
 

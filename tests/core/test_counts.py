@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.core.stats import PHASES, Clock, Counts, Sums, context_bound
+from specdec.core.stats import PHASES, PhaseTimer, SpeculationCounts, StepSums, context_bound
 
 steps = st.integers(0, 8).flatmap(
     lambda depth: st.tuples(st.just(depth), st.integers(0, depth), st.integers(depth, depth + 5))
@@ -17,12 +17,12 @@ steps = st.integers(0, 8).flatmap(
 
 
 def test_nothing_counted_is_nothing() -> None:
-    counts = Counts()
+    counts = SpeculationCounts()
     assert (counts.acceptance_length, counts.per_depth, counts.steps) == (0.0, (), 0)
 
 
 def test_time_is_of_so_many_steps() -> None:
-    counts = Counts()
+    counts = SpeculationCounts()
     for took_s in (1.0, 2.0):
         counts.spend({"draft": took_s, "verify": 0.5})
     assert (counts.timed, counts.seconds["draft"], counts.seconds["verify"]) == (2, 3.0, 1.0)
@@ -30,7 +30,7 @@ def test_time_is_of_so_many_steps() -> None:
 
 def test_counts_by_hand() -> None:
     """A chain of 3 with 1 accepted, a tree accepted to its end, a step without a draft."""
-    counts = Counts()
+    counts = SpeculationCounts()
     counts.note(drafted=3, depth=2, accepted=1, tokens=2, context=1)
     counts.note(drafted=7, depth=2, accepted=2, tokens=3, context=1024)
     counts.note(drafted=0, depth=0, accepted=0, tokens=1, context=1025)
@@ -40,7 +40,7 @@ def test_counts_by_hand() -> None:
     assert counts.per_depth == (2 / 3, 1 / 2)
     assert counts.histogram == Counter({0: 2, 1: 1, 2: 1})
     own = counts.by_context()
-    assert own == {1024: Sums(2, 5, 10, 3), 2048: Sums(1, 1, 0, 0), 16384: Sums(1, 1, 4, 0)}
+    assert own == {1024: StepSums(2, 5, 10, 3), 2048: StepSums(1, 1, 0, 0), 16384: StepSums(1, 1, 4, 0)}
     assert [each.acceptance_length for each in own.values()] == [2.5, 1.0, 1.0]
 
 
@@ -51,7 +51,7 @@ def test_contexts_are_told_apart_by_doublings_above_the_shortest() -> None:
 
 
 def test_what_is_told_by_context_stays_as_it_was() -> None:
-    counts = Counts()
+    counts = SpeculationCounts()
     counts.note(drafted=3, depth=2, accepted=1, tokens=2, context=5)
     told = counts.by_context()
     counts.note(drafted=3, depth=2, accepted=1, tokens=2, context=5)
@@ -60,7 +60,7 @@ def test_what_is_told_by_context_stays_as_it_was() -> None:
 
 @given(st.lists(steps, max_size=30))
 def test_sums_agree_with_each_other(drafts: list[tuple[int, int, int]]) -> None:
-    counts = Counts()
+    counts = SpeculationCounts()
     for depth, accepted, drafted in drafts:
         counts.note(drafted=drafted, depth=depth, accepted=accepted, tokens=accepted + 1, context=1)
     assert counts.steps == len(drafts) == counts.histogram.total()
@@ -79,7 +79,7 @@ def test_sums_agree_with_each_other(drafts: list[tuple[int, int, int]]) -> None:
 def test_the_engines_counts_are_the_sum_of_its_requests(
     drafts: list[tuple[int, int, int]], requests: int
 ) -> None:
-    whole, parts = Counts(), [Counts() for _ in range(requests)]
+    whole, parts = SpeculationCounts(), [SpeculationCounts() for _ in range(requests)]
     for i, (depth, accepted, drafted) in enumerate(drafts):
         for counts in (whole, parts[i % requests]):
             own = {"drafted": drafted, "depth": depth, "accepted": accepted, "tokens": accepted + 1}
@@ -96,11 +96,11 @@ def test_a_clock_puts_all_of_a_step_down_to_its_phases(monkeypatch: pytest.Monke
     laps = [("rest", 1.0), ("draft", 2.0), ("verify", 5.0), ("commit", 0.5), ("rest", 0.25)]
     times = accumulate((took_s for _, took_s in laps), initial=100.0)
     monkeypatch.setattr("specdec.core.stats.time", SimpleNamespace(perf_counter=lambda: next(times)))
-    clock = Clock()
+    clock = PhaseTimer()
     for phase, _ in laps:
         clock.lap(phase)
     assert clock.seconds == {"draft": 2.0, "verify": 5.0, "commit": 0.5, "rest": 1.25, "whole": 0.0}
-    counts = Counts()
+    counts = SpeculationCounts()
     counts.spend(clock.seconds)
     counts.spend(clock.seconds)
     assert counts.seconds == {phase: 2 * clock.seconds[phase] for phase in PHASES}

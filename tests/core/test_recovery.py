@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specdec import Delta, SamplingParams, SpecEngine
-from specdec.draft.history import Table
+from specdec.draft.history import NgramTable
 from specdec.errors import EngineError, SpecdecError
 from specdec.kernels.native.tape import Tape
-from specdec.state_slots.prefix.tree import Node
+from specdec.state_slots.prefix.tree import PrefixNode
 from tests.draft.oracle import Oracle
 
 PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 9, 7, 8, 9], [5] * 20)
@@ -65,7 +65,7 @@ def place(engine: SpecEngine, name: str) -> tuple[Any, str, int]:
         case "drafted":
             return loop.speculation, "draft", 3
         case "inside a look-up":
-            return Table, "index", 7
+            return NgramTable, "index", 7
         case "inside the network":
             return engine.model.network.blocks[1].mixing, "run", 2
         case "inside a tape":
@@ -114,9 +114,9 @@ def break_once(owner: Any, name: str, at: int, error: Exception, patch: pytest.M
     patch.setattr(owner, name, wrong)
 
 
-def watch_forgetting(engine: SpecEngine, patch: pytest.MonkeyPatch) -> list[list[Node]]:
+def watch_forgetting(engine: SpecEngine, patch: pytest.MonkeyPatch) -> list[list[PrefixNode]]:
     """Record the cached prefixes left after each recovery."""
-    loop, left = engine.model.loop, list[list[Node]]()
+    loop, left = engine.model.loop, list[list[PrefixNode]]()
     right, cache = loop.recover, loop.scheduler.cache
 
     def recover() -> None:

@@ -19,14 +19,14 @@ from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
 from specdec.draft.policy import Policy
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.errors import CapacityError, SpecdecError
 from specdec.kernels.table import load_kernels
-from specdec.setup.warmup import Filler
+from specdec.setup.warmup import WarmupDrafter
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import BACKINGS, Committed, release_path
+from specdec.state_slots.backing import BACKINGS, CommittedState, release_path
 from specdec.state_slots.layout import KVShape, Layout, StateShape
-from specdec.verify.choose import Chooser
+from specdec.verify.sampler import TokenSampler
 
 LAYOUT = Layout((KVShape(1, 16),), (StateShape(2, 8, 16, 3, 40),), torch.float32, block_tokens=4)
 LONGEST = 64
@@ -52,7 +52,7 @@ class Bench:
             self.arena, self, max_running=self.max_running, chunk_tokens=self.chunk_tokens
         )
 
-    def fold(self, committed: Sequence[Committed]) -> None:
+    def fold(self, committed: Sequence[CommittedState]) -> None:
         raise AssertionError("no request has a path")
 
     def submit(self, number: int, prompt: int, max_tokens: int = 8, tenant: Tenant = SOLE) -> Request:
@@ -62,7 +62,7 @@ class Bench:
             number,
             tokens,
             params,
-            chooser=Chooser(params, seed=0, prompt=tokens, vocab=10),
+            chooser=TokenSampler(params, seed=0, prompt=tokens, vocab=10),
             text=None,
             stop_ids={},
             max_length=LONGEST,
@@ -293,13 +293,13 @@ def test_every_request_ends_once_and_nothing_stays(seed: int) -> None:
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
 def test_draft_slots_shrink_before_anyone_waits(backing: str) -> None:
     """A draft uses the free slots, however few, and no row loses anything by it."""
-    shape, sizes = Shape(8, 1, 9), set[int]()
+    shape, sizes = DraftShape(8, 1, 9), set[int]()
     per_slab = LAYOUT.records_per_slab if backing == "record" else 1
     for spare in range(14):
         bench = Bench(slabs=24)
         slots = BACKINGS[backing](bench.arena)
         speculation = Speculation(Policy(shape, adaptive=False), slots, bench.scheduler, load_kernels("cpu"))
-        speculation.add_drafter(Filler(10))
+        speculation.add_drafter(WarmupDrafter(10))
         rows = [bench.submit(number, prompt=4, max_tokens=40) for number in (1, 2)]
         bench.step()
         for request in rows:

@@ -8,9 +8,9 @@ import torch
 
 from specdec import RequestError, ThinkingSpan
 from specdec.core import thinking
-from specdec.core.thinking import ThinkingLimit, ThinkingMarks, ThinkingTerms
-from specdec.text.answers.thinking import Phase, Place, ThinkingTrack
-from specdec.verify.limits import Allowed, Limit
+from specdec.core.thinking import ThinkingLimit, ThinkingMarks, ThinkingRule
+from specdec.text.answers.thinking import ThinkingPhase, ThinkingState, ThinkingTrack
+from specdec.verify.limits import AllowedTokens, TokenLimit
 from tests.verify.test_limits import allowed
 
 VOCAB, END = 40, 39
@@ -42,7 +42,7 @@ class Letters:
         return map(self.spell, range(vocab))
 
 
-class Counting(Allowed):
+class Counting(AllowedTokens):
     """A grammar of three tokens in sequence: the allowed tokens depend on its progress."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Counting(Allowed):
         self.taken: list[int] = []
 
     def words(self, path: tuple[int, ...]) -> torch.Tensor | None:
-        return Allowed([10 + len(self.taken) + len(path)], VOCAB).words(())
+        return AllowedTokens([10 + len(self.taken) + len(path)], VOCAB).words(())
 
     def observe(self, token: int) -> bool:
         self.taken.append(token)
@@ -61,12 +61,12 @@ def marks(start: str = "<a>", end: str = "</a>") -> ThinkingMarks:
     return ThinkingMarks(start, end, tokenizer=Letters(), vocab=VOCAB)  # type: ignore[arg-type]
 
 
-def terms(*, opened: bool = True, budget: int | None = None, has_form: bool = True) -> ThinkingTerms:
+def terms(*, opened: bool = True, budget: int | None = None, has_form: bool = True) -> ThinkingRule:
     span = ThinkingSpan(start="<a>", end="</a>", opened=opened, budget=budget)
-    return ThinkingTerms(span, marks(), {END}, has_form=has_form)
+    return ThinkingRule(span, marks(), {END}, has_form=has_form)
 
 
-def may_follow(limit: Limit, path: tuple[int, ...]) -> set[int]:
+def may_follow(limit: TokenLimit, path: tuple[int, ...]) -> set[int]:
     return allowed(limit.words(path), VOCAB)
 
 
@@ -100,7 +100,7 @@ def test_the_tokens_of_thinking_are_counted_without_its_markers(text: tuple[int,
     place = track.first
     for token in (4, *text):
         place = track.after(place, token)
-    assert (place.phase, place.spent) == (Phase.OVER, 3)
+    assert (place.phase, place.spent) == (ThinkingPhase.OVER, 3)
 
 
 def test_a_budget_ends_thinking_token_by_token_along_a_path_too() -> None:
@@ -144,7 +144,7 @@ def test_an_output_that_may_think_opens_with_that_or_with_its_form() -> None:
     assert limit.observe(10) and form.taken == [10] and may_follow(limit, ()) == {11}
 
 
-def disagreements(shared: ThinkingTerms) -> list[tuple[int, ...]]:
+def disagreements(shared: ThinkingRule) -> list[tuple[int, ...]]:
     """List the texts for which a draft's mask differs from the mask after acceptance."""
     found = []
     for text in product((1, 3, 4, 5, 10), repeat=4):
@@ -167,7 +167,7 @@ def test_a_path_says_what_its_tokens_say_once_they_are_accepted(opened: bool, bu
 def test_a_limit_that_misreads_paths_is_found_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     follow = ThinkingLimit._follow
 
-    def misread(self: ThinkingLimit, path: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None]:
+    def misread(self: ThinkingLimit, path: tuple[int, ...]) -> tuple[ThinkingState, tuple[int, ...] | None]:
         place, own = follow(self, path)
         return follow(self, ()) if mutant == "a path is not followed" else (place, path if own else own)
 
@@ -179,7 +179,7 @@ def _observe(limit: ThinkingLimit, tokens: tuple[int, ...]) -> bool:
     return all([limit.observe(token) for token in tokens])
 
 
-class Reading(Allowed):
+class Reading(AllowedTokens):
     """A grammar that records its text."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class Reading(Allowed):
         return True
 
 
-def unseen(shared: ThinkingTerms) -> list[tuple[int, ...]]:
+def unseen(shared: ThinkingRule) -> list[tuple[int, ...]]:
     """List the sampleable texts whose grammar does not see exactly the characters after the end marker."""
     found = []
     for text in product((1, 2, 3, 5, 7, 8, 9), repeat=4):
@@ -235,7 +235,7 @@ def test_markers_that_cannot_be_written_are_refused() -> None:
         assert error.value.field == "thinking"
     span = ThinkingSpan(end="*|*", budget=1)
     with pytest.raises(RequestError, match="may overlap itself"):
-        ThinkingTerms(span, marks(end="*|*"), {END}, has_form=True)
+        ThinkingRule(span, marks(end="*|*"), {END}, has_form=True)
     assert marks(start="?").opening is None
 
 

@@ -361,7 +361,7 @@ def test_tls_records_may_take_little_time_without_data(
         with pytest.raises(ssl.SSLError, match="too much time for little data"):
             decrypted(context, [b"x"] * 50_000)
     else:
-        monkeypatch.setattr(tls._Session, "_take_time", lambda self: None)
+        monkeypatch.setattr(tls._TlsSession, "_take_time", lambda self: None)
         assert decrypted(context, [b"x"] * 50_000) == 50_000
 
 
@@ -373,14 +373,14 @@ def test_a_pause_while_a_piece_is_decrypted_ends_no_tls_connection(
         ServerConfig(**{f"ssl_{own}file": str(certificates / f"{own}.pem") for own in ("cert", "key")})
     )
     assert context
-    own, pauses = tls._Session.read, [0.1]
+    own, pauses = tls._TlsSession.read, [0.1]
 
-    def paused(self: tls._Session, *args: Any) -> Any:
+    def paused(self: tls._TlsSession, *args: Any) -> Any:
         found = own(self, *args)
         end_s = time.thread_time() + (pauses.pop() if pauses else 0.0)
         while time.thread_time() < end_s:
             pass
         return found
 
-    monkeypatch.setattr(tls._Session, "read", paused)
+    monkeypatch.setattr(tls._TlsSession, "read", paused)
     assert decrypted(context, [bytes(100)] * 200) == 20_000 and not pauses

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.state_slots.tree import TokenTree
 
 END = -1
@@ -25,8 +25,8 @@ def tokens(vocabulary: int = 3, max_size: int = 60) -> st.SearchStrategy[list[in
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    return Shape(draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 12)))
+def shapes(draw: st.DrawFn) -> DraftShape:
+    return DraftShape(draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 12)))
 
 
 @st.composite

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from random import Random
 
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Stateless, Want
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.drafter import DraftRequest, StatelessDrafter
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.state_slots.tree import TokenTree
 
 DECAY = 0.9
@@ -14,7 +14,7 @@ SILENT = 0.15
 """Share of empty proposals, so that rows with and without drafts alternate."""
 
 
-class Oracle(Stateless):
+class Oracle(StatelessDrafter):
     """Propose a text's true continuation, each token right with probability `rate`; in a tree, among decoys.
 
     Proposals depend only on the sequence. The true token is anywhere among its siblings, and decoys have
@@ -25,11 +25,11 @@ class Oracle(Stateless):
         self.calibrator = Calibrator()
         self.texts, self.vocab, self.rate = [tuple(text) for text in texts], vocab, rate
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
         """Return a proposal for each sequence; unknown sequences get only decoys."""
         return [self._propose(w.tokens, w.shape) if w.shape else Proposal.bare(w.tokens[-1]) for w in wants]
 
-    def _propose(self, said: Sequence[int], shape: Shape) -> Proposal:
+    def _propose(self, said: Sequence[int], shape: DraftShape) -> Proposal:
         said = tuple(said)
         rng = Random(repr(said[-6:]) + str(len(said)))
         if rng.random() < SILENT:

@@ -8,8 +8,8 @@ from random import Random
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.calibration import Calibrator
 from specdec.draft.grow import Grower
-from specdec.draft.policy import Batch, Policy
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.policy import Policy, StepBatch
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.widths import WIDTHS
 
 OTHER = 999
@@ -35,7 +35,7 @@ class Costs:
     def verify(self, tokens: int) -> float:
         return self.step + self.token * tokens
 
-    def draft(self, shape: Shape) -> float:
+    def draft(self, shape: DraftShape) -> float:
         return self.level * shape.num_steps
 
 
@@ -131,7 +131,7 @@ class World:
 
     def _step(self, outcome: Outcome) -> None:
         rows = len(self.tracks)
-        batch = Batch(rows, rows)
+        batch = StepBatch(rows, rows)
         found: list[Proposal] = []
 
         def look_up() -> Sequence[Proposal]:
@@ -172,7 +172,7 @@ class World:
         outcome.steps += 1
         self.steps += 1
 
-    def _draft(self, shape: Shape) -> Proposal:
+    def _draft(self, shape: DraftShape) -> Proposal:
         """Grow a draft with constant beliefs; the calibrator learns their actual value."""
         grower = Grower(0, shape, self.calibrator)
         beliefs = [0.5**rank for rank in range(1, shape.topk + 1)]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.draft.acceptance import CHAIN_HOPE, DEEPEST, TREE_HOPE, Acceptance, TrackRecord
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 
-CHAIN, TREE = Shape(4, 1, 5), Shape(4, 3, 9)
+CHAIN, TREE = DraftShape(4, 1, 5), DraftShape(4, 3, 9)
 
 
 def accepted(rng: Random, rates: list[float], depth: int) -> int:
@@ -121,7 +121,7 @@ def test_chains_and_trees_are_judged_apart() -> None:
         track.observe(CHAIN, 4, 0)
         track.observe(TREE, 4, 4)
     assert track.expected(CHAIN, 4) < 0.5 and track.expected(TREE, 4) > 3
-    assert track.expected(Shape(2, 1, 3), 2) < 0.5 < track.expected(Shape(4, 2, 5), 4)
+    assert track.expected(DraftShape(2, 1, 3), 2) < 0.5 < track.expected(DraftShape(4, 2, 5), 4)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0)])

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.calibration import HIGHEST, LOWEST, Assumed, Calibrator
+from specdec.draft.calibration import HIGHEST, LOWEST, AssumedRates, Calibrator
 from specdec.draft.grow import Grower
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.state_slots.tree import TokenTree
 from tests.draft.naive import proposals
 
-SHAPE = Shape(num_steps=3, topk=2, num_draft_tokens=9)
+SHAPE = DraftShape(num_steps=3, topk=2, num_draft_tokens=9)
 
 
 def draft(random: Random, calibrator: Calibrator) -> Proposal:
@@ -126,7 +126,7 @@ def test_probabilities_stay_within_bounds_and_in_order(
 
 
 def test_assumed_rates_keep_the_first_branch_whole() -> None:
-    grower = Grower(0, Shape(3, 4, 6), Assumed((0.9, 0.8)))
+    grower = Grower(0, DraftShape(3, 4, 6), AssumedRates((0.9, 0.8)))
     while grower.frontier:
         for node in grower.frontier:
             grower.add(node, [4, 3, 2, 1], [0.3, 0.3, 0.2, 0.1])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.costs import GROUP, KEPT, KEPT_WIDTH, Costs, Samples, bucket
+from specdec.draft.costs import GROUP, KEPT, KEPT_WIDTH, Costs, CostSamples, bucket
 
 APART = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Widths in different buckets."""
@@ -22,7 +22,7 @@ def alone(times: dict[int, float]) -> Costs:
 
 
 def test_a_cell_answers_with_a_quiet_moment_of_what_it_saw_last() -> None:
-    samples = Samples()
+    samples = CostSamples()
     assert samples.get("cell") is None
     for seconds in [0.5] * 50 + [9.0, 2.0, 7.0, 1.0, 8.0, 9.0, 3.0][:KEPT]:
         samples.add("cell", seconds)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from specdec.draft.echo import LENGTH, Echo
+from specdec.draft.repetition import LENGTH, RepetitionIndex
 
 
 @pytest.mark.parametrize("most", [3, 8, 100])
 def test_a_repeated_text_is_noticed_once_all_of_it_is_indexed(most: int) -> None:
-    echo, text = Echo(), [*range(50), *range(LENGTH)]
+    echo, text = RepetitionIndex(), [*range(50), *range(LENGTH)]
     found = []
     while echo.indexed < len(text):
         before = echo.indexed
@@ -19,6 +19,6 @@ def test_a_repeated_text_is_noticed_once_all_of_it_is_indexed(most: int) -> None
 
 
 def test_new_text_is_no_echo() -> None:
-    echo = Echo()
+    echo = RepetitionIndex()
     assert not any(echo.repeats(list(range(length)), 100) for length in range(1, 60))
     assert not echo.repeats([*range(60), *range(LENGTH - 1)], 100), "too short a repetition"

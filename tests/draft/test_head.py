@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from specdec.config.tenant import SOLE
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import DraftRequest
 from specdec.draft.head import HeadDrafter
-from specdec.draft.levels import Place
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.levels import DraftPosition
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.models.network import MTPHead
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.tree import TokenTree
@@ -23,7 +23,7 @@ from tests.models.runner import CPU, Runner, Sequence_
 
 FAMILIES = ("qwen3_5", "nemotron_h")
 TEXT = [5, 17, 40, 3, 3, 28, 61, 9, 12, 33, 7, 50, 2, 2, 19, 44, 8, 30, 21, 6, 11, 11, 57, 4]
-CHAIN, TREE = Shape(4, 1, 5), Shape(3, 3, 12)
+CHAIN, TREE = DraftShape(4, 1, 5), DraftShape(3, 3, 12)
 CHUNK = 512
 EXACT = 1e-6
 """For float64 logits: the router of Nemotron's experts uses float32 whatever the model's dtype."""
@@ -61,7 +61,7 @@ class Bench:
         self.logits: dict[Ranked, Tensor] = {}
         self.drafter = HeadDrafter(self.head, self.runner.arena, self._rank, CPU, CHUNK)
 
-    def _rank(self, logits_NV: Tensor, places: Sequence[Place], count: int) -> list[Any]:
+    def _rank(self, logits_NV: Tensor, places: Sequence[DraftPosition], count: int) -> list[Any]:
         ranked = (Ranked(place.want.key, place.path) for place in places)
         self.logits |= dict(zip(ranked, logits_NV, strict=True))
         best_NK = logits_NV.softmax(-1).topk(count)
@@ -77,7 +77,7 @@ class Bench:
         self.read(key, own, TEXT[start : start + length])
         return own
 
-    def propose(self, key: str, own: Sequence_, shape: Shape | None, start: int = 0) -> Proposal:
+    def propose(self, key: str, own: Sequence_, shape: DraftShape | None, start: int = 0) -> Proposal:
         return self.drafter.propose([want(key, own, shape, start)])[0]
 
     def alone(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
@@ -92,8 +92,8 @@ class Bench:
         return self.head.logits(out_D[None])[0]
 
 
-def want(key: str, own: Sequence_, shape: Shape | None, start: int = 0) -> Want:
-    return Want(key, 1, TEXT[start : start + own.length + 1], own.table_N, shape)
+def want(key: str, own: Sequence_, shape: DraftShape | None, start: int = 0) -> DraftRequest:
+    return DraftRequest(key, 1, TEXT[start : start + own.length + 1], own.table_N, shape)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -110,13 +110,13 @@ def close(found: Tensor, expected: Tensor) -> bool:
 def test_it_reads_exactly_what_it_has_not_read(bench: Bench) -> None:
     own = bench.begin("a", 6)
     bench.read("a", own, TEXT[6:8])
-    bench.propose("a", own, Shape(1, 1, 2))
+    bench.propose("a", own, DraftShape(1, 1, 2))
     (positions, tokens, hidden_TD), *more = bench.head.read
     assert (positions, tokens, more) == (list(range(8)), TEXT[1:9], [])
     assert torch.equal(hidden_TD, torch.cat(own.hidden))
     bench.head.read.clear()
     bench.read("a", own, TEXT[8:10])
-    bench.propose("a", own, Shape(1, 1, 2))
+    bench.propose("a", own, DraftShape(1, 1, 2))
     (positions, tokens, hidden_TD), *more = bench.head.read
     assert (positions, tokens, more) == ([8, 9], TEXT[9:11], [])
     assert torch.equal(hidden_TD, own.hidden[-1])
@@ -124,7 +124,7 @@ def test_it_reads_exactly_what_it_has_not_read(bench: Bench) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("shapes", [(CHAIN, TREE, CHAIN), (TREE, CHAIN, TREE)], ids=["chains", "trees"])
-def test_every_node_reads_its_own_path(bench: Bench, shapes: Sequence[Shape]) -> None:
+def test_every_node_reads_its_own_path(bench: Bench, shapes: Sequence[DraftShape]) -> None:
     """Also after rejected drafts, whose KV must be invisible."""
     own = bench.begin("a", 7)
     for shape, more in zip(shapes, (1, 4, 1), strict=True):
@@ -163,12 +163,12 @@ def test_proposals_are_what_was_ranked(bench: Bench) -> None:
 @torch.inference_mode()
 def test_sequences_that_draft_together_draft_as_alone(bench: Bench) -> None:
     """With different lengths, as a tree, a chain or no draft, in any order."""
-    asked: list[tuple[str, int, int, Shape | None]] = [
+    asked: list[tuple[str, int, int, DraftShape | None]] = [
         ("a", 5, 0, TREE),
         ("b", 12, 3, CHAIN),
         ("c", 2, 9, None),
         ("d", 5, 7, TREE),
-        ("e", 1, 4, Shape(2, 2, 4)),
+        ("e", 1, 4, DraftShape(2, 2, 4)),
     ]
     alone = []
     for key, length, start, shape in asked:
@@ -255,7 +255,7 @@ def test_what_is_kept_keeps_nothing_else_alive(bench: Bench) -> None:
 @torch.inference_mode()
 def test_a_drafts_keys_and_values_stay_within_what_was_reserved(bench: Bench) -> None:
     """The loop reserves as many positions as a draft verifies, or as the head writes while it drafts."""
-    for shape in (TREE, CHAIN, Shape(4, 4, 3)):
+    for shape in (TREE, CHAIN, DraftShape(4, 4, 3)):
         bench.head.read.clear()
         own = bench.begin("a", 5)
         bench.propose("a", own, shape)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from specdec.config.tenant import Tenant
 from specdec.draft import lookup as lookup_module
-from specdec.draft.drafter import Want
-from specdec.draft.history import History
+from specdec.draft.drafter import DraftRequest
+from specdec.draft.history import TokenHistory
 from specdec.draft.lookup import LookupDrafter
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.suffix import SuffixDrafter
 from tests.draft.naive import tokens
 
-SHAPE = Shape(3, 2, 6)
+SHAPE = DraftShape(3, 2, 6)
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 NO_BLOCKS = torch.empty(0, dtype=torch.int64)
 
@@ -33,14 +33,16 @@ class Spy(LookupDrafter):
     def texts(self) -> dict[Hashable, list[int]]:
         return {key: text.tokens for key, text in self._texts.items()}
 
-    def continue_text(self, text: History, shape: Shape, tenant: Tenant) -> Proposal:
+    def continue_text(self, text: TokenHistory, shape: DraftShape, tenant: Tenant) -> Proposal:
         assert tenant == ALICE
         latest = text.tokens[-shape.num_steps :]
         return Proposal.chain(text.tokens[-1], latest, [0.5**n for n in range(len(latest))])
 
 
-def want(text: Sequence[int], prompt_length: int, shape: Shape | None = SHAPE, key: Hashable = "a") -> Want:
-    return Want(key, prompt_length, text, NO_BLOCKS, shape, ALICE)
+def want(
+    text: Sequence[int], prompt_length: int, shape: DraftShape | None = SHAPE, key: Hashable = "a"
+) -> DraftRequest:
+    return DraftRequest(key, prompt_length, text, NO_BLOCKS, shape, ALICE)
 
 
 def test_what_was_said_since_the_last_question_is_told_once() -> None:
@@ -123,7 +125,7 @@ def test_an_output_serves_the_next_request_whether_it_was_asked_about_or_not() -
         if asked:
             lookup.propose([want([1, 2, 3], 2)])
         lookup.end("a", [1, 2], [3, 4, 5, 6], ALICE)
-        assert lookup.propose([want([9, 3, 4], 1, Shape(2, 1, 3), "b")])[0].tree.tokens[1:] == (5, 6)
+        assert lookup.propose([want([9, 3, 4], 1, DraftShape(2, 1, 3), "b")])[0].tree.tokens[1:] == (5, 6)
         # A cancelled request's output is not shared.
         lookup.propose([want([30, 31, 32, 33], 1, SHAPE, "c")])
         lookup.end("c", [30], None, ALICE)

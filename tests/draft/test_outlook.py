@@ -4,8 +4,8 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.outlook import Outlook
-from specdec.draft.proposal import Shape
+from specdec.draft.decision import DraftDecision
+from specdec.draft.proposal import DraftShape
 from specdec.draft.uniform import UniformPolicy
 
 PROMPT = "class Parser:\n    def "
@@ -37,25 +37,27 @@ def test_what_was_decided_is_told_with_its_figures(graphs: bool) -> None:
 
 
 def test_reasons_by_hand() -> None:
-    chain, tree = Shape(2, 1, 3), Shape(3, 4, 8)
-    assert Outlook(True, tree, 2.5, 1.25).reason == (
+    chain, tree = DraftShape(2, 1, 3), DraftShape(3, 4, 8)
+    assert DraftDecision(True, tree, 2.5, 1.25).reason == (
         "a tree of 7, 3 deep is expected to give 2.50 tokens a step, which takes 1.25 x the time of a step "
         "without a draft"
     )
-    assert Outlook(True, None, 2.5, 1.25).name == "what is looked up"
-    off = Outlook(False, chain, 1.1, 1.3)
+    assert DraftDecision(True, None, 2.5, 1.25).name == "what is looked up"
+    off = DraftDecision(False, chain, 1.1, 1.3)
     assert (off.name, off.reason) == (
         "none",
         "drafting is off: a chain of 2 is expected to give 1.10 tokens a step, which takes 1.30 x the time "
         "of one without",
     )
-    assert Outlook(False, chain, 2.0, 1.3, active=False).reason.endswith("it was to pay before, and did not")
+    assert DraftDecision(False, chain, 2.0, 1.3, active=False).reason.endswith(
+        "it was to pay before, and did not"
+    )
 
 
 @pytest.mark.parametrize(("cost", "pays"), [(1.2, True), (9.0, False)])
 def test_steps_of_the_device_are_judged_by_what_they_took(cost: float, pays: bool) -> None:
     """All drafts are accepted: a chain of one gives two tokens per step."""
-    policy, track = UniformPolicy(Shape(1, 1, 2), adaptive=True), TrackRecord()
+    policy, track = UniformPolicy(DraftShape(1, 1, 2), adaptive=True), TrackRecord()
     for _ in range(40):
         shape = policy.choose([track])
         policy.observe(shape, 1, cost if shape else 1.0)

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.config.tenant import SOLE, Tenant
-from specdec.draft import outputs as outputs_module
+from specdec.draft import output_store as outputs_module
 from specdec.draft.history import END
-from specdec.draft.outputs import Outputs
-from specdec.draft.proposal import Shape
+from specdec.draft.output_store import OutputStore
+from specdec.draft.proposal import DraftShape
 from specdec.draft.suffix import NGRAMS, SuffixDrafter
 from tests.draft.naive import tokens
 
 ALICE, BOB, SALTED = Tenant("alice"), Tenant("bob"), Tenant("alice", "salt")
 TENANTS = (ALICE, BOB, SALTED, SOLE)
-SHAPE = Shape(4, 3, 12)
+SHAPE = DraftShape(4, 3, 12)
 Kept = list[tuple[Tenant, list[int]]]
 """Findable outputs, the oldest first."""
 
@@ -27,7 +27,7 @@ def spelled(kept: Kept, tenant: Tenant) -> list[int]:
     return [token for own, output in kept if own == tenant for token in (*output, END)]
 
 
-def stored(outputs: Outputs, tenant: Tenant) -> list[int]:
+def stored(outputs: OutputStore, tenant: Tenant) -> list[int]:
     return [token for text in outputs.of(tenant) for token in text.tokens]
 
 
@@ -58,9 +58,9 @@ def test_what_others_wrote_changes_no_proposal(said: Kept, text: list[int]) -> N
 
 def test_one_index_for_all_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: every tenant sees all outputs."""
-    right = Outputs.add
-    monkeypatch.setattr(Outputs, "add", lambda outputs, output, tenant: right(outputs, output, SOLE))
-    monkeypatch.setattr(Outputs, "of", lambda outputs, tenant: tuple(outputs._texts.values()))
+    right = OutputStore.add
+    monkeypatch.setattr(OutputStore, "add", lambda outputs, output, tenant: right(outputs, output, SOLE))
+    monkeypatch.setattr(OutputStore, "of", lambda outputs, tenant: tuple(outputs._texts.values()))
     with pytest.raises(AssertionError):
         test_what_others_wrote_changes_no_proposal()
 
@@ -71,7 +71,7 @@ def test_a_request_feeds_its_own_tenant() -> None:
     for tenant in TENANTS:
         drafter.extend(tenant, [9, 5, 6])
         expected = (7,) if tenant == SALTED else ()
-        assert drafter.look_up(tenant, Shape(1, 1, 2), tenant).tree.tokens[1:] == expected
+        assert drafter.look_up(tenant, DraftShape(1, 1, 2), tenant).tree.tokens[1:] == expected
 
 
 @given(
@@ -79,7 +79,7 @@ def test_a_request_feeds_its_own_tenant() -> None:
     st.integers(60, 90),
 )
 def test_the_caller_that_has_most_loses_its_oldest(lengths: Sequence[tuple[Tenant, int]], limit: int) -> None:
-    outputs, kept = Outputs(NGRAMS, 64, limit), Kept()
+    outputs, kept = OutputStore(NGRAMS, 64, limit), Kept()
     for number, (tenant, length) in enumerate(lengths):
         output = [number] * length
         outputs.add(output, tenant)
@@ -91,7 +91,7 @@ def test_the_caller_that_has_most_loses_its_oldest(lengths: Sequence[tuple[Tenan
 
 @pytest.mark.parametrize("salts", [1, 500], ids=["one salt", "many salts"])
 def test_one_caller_leaves_another_its_fair_part(salts: int) -> None:
-    outputs, random = Outputs(NGRAMS, 64, 1000), Random(0)
+    outputs, random = OutputStore(NGRAMS, 64, 1000), Random(0)
     for number in range(49):
         outputs.add([number] * 9, ALICE)
     for number in range(2000):
@@ -108,7 +108,7 @@ def test_one_caller_leaves_another_its_fair_part(salts: int) -> None:
 
 def test_salts_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs_module, "MAX_TENANTS", 20)
-    outputs = Outputs(NGRAMS, 64, 100_000)
+    outputs = OutputStore(NGRAMS, 64, 100_000)
     outputs.add([1] * 1000, ALICE)
     for number in range(500):
         outputs.add([number], Tenant("bob", str(number)))
@@ -117,7 +117,7 @@ def test_salts_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flushing_forgets_all_or_one_callers() -> None:
-    outputs = Outputs(NGRAMS, 64, 1000)
+    outputs = OutputStore(NGRAMS, 64, 1000)
     for tenant in (*TENANTS, ALICE):
         outputs.add([1, 2, 3], tenant)
     outputs.flush("alice")
@@ -131,6 +131,6 @@ def test_flushing_forgets_all_or_one_callers() -> None:
     drafter.share([1, 2, 3], ALICE)
     drafter.extend("request", [1, 2])
     drafter.flush("bob")
-    assert drafter.look_up("request", Shape(1, 1, 2), ALICE).tree.tokens[1:] == (3,)
+    assert drafter.look_up("request", DraftShape(1, 1, 2), ALICE).tree.tokens[1:] == (3,)
     drafter.flush("alice")
-    assert drafter.look_up("request", Shape(1, 1, 2), ALICE).num_drafted == 0
+    assert drafter.look_up("request", DraftShape(1, 1, 2), ALICE).num_drafted == 0

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.echo import Echo
-from specdec.draft.policy import LOOKUP_SHARE, Batch, Policy
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.policy import LOOKUP_SHARE, Policy, StepBatch
+from specdec.draft.proposal import DraftShape, Proposal
+from specdec.draft.repetition import RepetitionIndex
 from tests.draft.naive import paths, proposals
 from tests.draft.simulation import ROOM, Costs, Outcome, Rate, World, jitter, neighbour
 
-CHAIN, TREE = Shape(7, 1, 8), Shape(3, 4, 8)
+CHAIN, TREE = DraftShape(7, 1, 8), DraftShape(3, 4, 8)
 TOKENS_DOMINATE = Costs(step=1, token=4, level=1)
 WIDTH_IS_CHEAP = Costs(step=20, token=0.02, level=0.5)
 BETWEEN = Costs(step=50, token=1.5, level=4)
@@ -29,11 +29,11 @@ def always(rate: float) -> Rate:
     return lambda row, step: rate
 
 
-def world(bounds: Shape, costs: Costs, rate: Rate, rows: int = 1, *, adaptive: bool = True) -> World:
+def world(bounds: DraftShape, costs: Costs, rate: Rate, rows: int = 1, *, adaptive: bool = True) -> World:
     return World(Policy(bounds, adaptive=adaptive), costs, rate, rows)
 
 
-def settled(bounds: Shape, costs: Costs, rate: Rate, rows: int = 1) -> Outcome:
+def settled(bounds: DraftShape, costs: Costs, rate: Rate, rows: int = 1) -> Outcome:
     learning = world(bounds, costs, rate, rows)
     shorter = 1 if rows == 1 else 5
     learning.run(SETTLED // shorter)
@@ -132,9 +132,9 @@ class Looking:
             self.asked += 1
             return [found]
 
-        self.policy.plan(Batch(1, 1), self.tracks, [ROOM], look_up, grows=False)
+        self.policy.plan(StepBatch(1, 1), self.tracks, [ROOM], look_up, grows=False)
         looked = self.asked > before
-        (kept,) = self.policy.cut(Batch(1, 1), [found if looked else Proposal.bare(0)])
+        (kept,) = self.policy.cut(StepBatch(1, 1), [found if looked else Proposal.bare(0)])
         verify_ms, plan_ms = BETWEEN.verify(len(kept.tree)), 0.1 * BETWEEN.verify(1)
         self.policy.observe_step(1, len(kept.tree), verify_ms, kept.num_drafted, plan_ms if looked else 0.0)
         return looked
@@ -216,8 +216,10 @@ def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() ->
         looking.policy.request_plan()
         misled += looking.looks(Proposal.bare(0))
     assert misled < 20
-    assert Echo().repeats([1, 2, 3, 4, 5, 6, 7, 8] * 2, 1000) and not Echo().repeats(range(100), 1000)
-    text, echo, seldom = [*range(50), *range(10, 40)], Echo(), Echo()
+    assert RepetitionIndex().repeats([1, 2, 3, 4, 5, 6, 7, 8] * 2, 1000) and not RepetitionIndex().repeats(
+        range(100), 1000
+    )
+    text, echo, seldom = [*range(50), *range(10, 40)], RepetitionIndex(), RepetitionIndex()
     assert [end for end in range(81) if echo.repeats(text[:end], 1000)] == list(range(58, 81))
     assert [end for end in range(0, 81, 9) if seldom.repeats(text[:end], 1000)] == [63, 72]
 
@@ -225,7 +227,7 @@ def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() ->
 def test_a_plan_that_drafts_pays_while_no_costs_are_known() -> None:
     policy = Policy(CHAIN, adaptive=True)
     for _ in range(5):
-        assert policy.plan(Batch(1, 1), [TrackRecord()], [ROOM]) == [CHAIN]
+        assert policy.plan(StepBatch(1, 1), [TrackRecord()], [ROOM]) == [CHAIN]
     assert policy.worth.active
 
 
@@ -293,10 +295,10 @@ def test_a_row_whose_look_up_pays_is_not_probed_beside_another() -> None:
         policy.observe_draft(shape, 2, BETWEEN.draft(shape))
     found = [Proposal.bare(0), Proposal.chain(0, [1, 2, 3, 4, 5], [0.99, 0.98, 0.97, 0.96, 0.95])]
     for _ in range(50):
-        shapes = policy.plan(Batch(2, 2), tracks, [ROOM, ROOM], lambda: found)
+        shapes = policy.plan(StepBatch(2, 2), tracks, [ROOM, ROOM], lambda: found)
         assert shapes[1] is None
         drafted = Proposal.chain(0, [7], [0.8]) if shapes[0] else Proposal.bare(0)
-        assert len(policy.cut(Batch(2, 2), [drafted, found[1]])[1].tree) == 6
+        assert len(policy.cut(StepBatch(2, 2), [drafted, found[1]])[1].tree) == 6
 
 
 def test_a_probe_is_paid_for_and_what_a_head_reads_for_it() -> None:
@@ -306,17 +308,17 @@ def test_a_probe_is_paid_for_and_what_a_head_reads_for_it() -> None:
     policy.observe_draft(CHAIN, 1, 40.0)
     policy.worth.trust, policy.worth.active, policy.probe_budget.debt = 0.0, False, -1.0
     policy._rows = tracks
-    assert policy.plan(Batch(1, 1), tracks, [ROOM]) == [CHAIN]
+    assert policy.plan(StepBatch(1, 1), tracks, [ROOM]) == [CHAIN]
     policy.observe_draft(None, 1, 520.0)
     policy.observe_step(1, 1, 50.0, 0, 520.0)
     assert policy.probe_budget.debt == pytest.approx(520 / 50 - 1, rel=0.01)
-    assert policy.plan(Batch(1, 1), tracks, [ROOM]) == [None]
+    assert policy.plan(StepBatch(1, 1), tracks, [ROOM]) == [None]
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])
 def test_a_batch_drafts_for_every_row_where_width_is_cheap(rows: int) -> None:
     """Measurements of one row must not make a wider step look costlier than it is."""
-    found = settled(Shape(5, 1, 6), WIDTH_IS_CHEAP, always(0.8), rows)
+    found = settled(DraftShape(5, 1, 6), WIDTH_IS_CHEAP, always(0.8), rows)
     assert found.rate >= NEARLY * best_rate(WIDTH_IS_CHEAP, 0.8, 5, drafting=rows, rows=rows)
 
 
@@ -352,11 +354,11 @@ def test_a_row_comes_back_beside_one_that_drafts_all_the_time() -> None:
 
 
 shapes = st.builds(
-    Shape, num_steps=st.integers(1, 9), topk=st.integers(1, 4), num_draft_tokens=st.integers(2, 16)
+    DraftShape, num_steps=st.integers(1, 9), topk=st.integers(1, 4), num_draft_tokens=st.integers(2, 16)
 )
 
 
-def experienced(rng: Random, shape: Shape, rows: int) -> tuple[Policy, list[TrackRecord]]:
+def experienced(rng: Random, shape: DraftShape, rows: int) -> tuple[Policy, list[TrackRecord]]:
     """Return a policy and rows with random measurements."""
     policy = Policy(shape, adaptive=True)
     for _ in range(rng.randrange(12)):
@@ -372,11 +374,11 @@ def experienced(rng: Random, shape: Shape, rows: int) -> tuple[Policy, list[Trac
 
 @given(shapes, st.lists(st.integers(-1, 12), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_what_is_planned_keeps_to_the_bounds_and_to_the_room(
-    bounds: Shape, room: Sequence[int], rng: Random
+    bounds: DraftShape, room: Sequence[int], rng: Random
 ) -> None:
     policy, tracks = experienced(rng, bounds, len(room))
     for _ in range(5):
-        for shape, deep in zip(policy.plan(Batch(len(room), len(room)), tracks, room), room, strict=True):
+        for shape, deep in zip(policy.plan(StepBatch(len(room), len(room)), tracks, room), room, strict=True):
             if shape:
                 assert shape.num_steps <= min(bounds.num_steps, deep)
                 assert shape.topk <= bounds.topk and shape.num_draft_tokens <= bounds.num_draft_tokens
@@ -384,10 +386,10 @@ def test_what_is_planned_keeps_to_the_bounds_and_to_the_room(
 
 @given(shapes, st.lists(proposals(), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_a_cut_keeps_the_best_part_of_each_proposal(
-    bounds: Shape, offered: Sequence[Proposal], rng: Random
+    bounds: DraftShape, offered: Sequence[Proposal], rng: Random
 ) -> None:
     policy, _ = experienced(rng, bounds, len(offered))
-    kept = policy.cut(Batch(len(offered), len(offered)), offered)
+    kept = policy.cut(StepBatch(len(offered), len(offered)), offered)
     for own, whole in zip(kept, offered, strict=True):
         assert set(paths(own)) <= set(paths(whole))
         assert sorted(own.scores) == sorted(whole.scores)[len(whole.tree) - len(own.tree) :]
@@ -395,11 +397,11 @@ def test_a_cut_keeps_the_best_part_of_each_proposal(
 
 @given(shapes, st.lists(proposals(), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_what_is_not_adaptive_is_always_the_bounds(
-    bounds: Shape, offered: Sequence[Proposal], rng: Random
+    bounds: DraftShape, offered: Sequence[Proposal], rng: Random
 ) -> None:
     policy, tracks = experienced(rng, bounds, len(offered))
     policy.adaptive = False
-    batch, rows = Batch(len(offered), len(offered)), len(offered)
+    batch, rows = StepBatch(len(offered), len(offered)), len(offered)
     assert policy.plan(batch, tracks, [bounds.num_steps] * rows) == [bounds] * rows
     assert policy.cut(batch, offered) == list(offered)
     shortened = policy.plan(batch, tracks, [1] * rows)
@@ -409,8 +411,8 @@ def test_what_is_not_adaptive_is_always_the_bounds(
 
 def test_a_policy_that_knows_no_costs_drafts() -> None:
     policy, chain = Policy(CHAIN, adaptive=True), Proposal.chain(0, [1, 2], [0.5, 0.4])
-    assert policy.plan(Batch(1, 1), [TrackRecord()], [9]) == [CHAIN]
-    assert policy.cut(Batch(1, 1), [chain]) == [chain]
+    assert policy.plan(StepBatch(1, 1), [TrackRecord()], [9]) == [CHAIN]
+    assert policy.cut(StepBatch(1, 1), [chain]) == [chain]
 
 
 def test_a_slow_hour_is_forgotten() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.proposal import Proposal, Shape, merge
+from specdec.draft.proposal import DraftShape, Proposal, merge
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.walk import walk
 from tests.draft.naive import paths, proposals
@@ -115,4 +115,4 @@ def test_a_product_of_probabilities_never_rises(chances: list[float]) -> None:
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 0, 2), (1, 1, 0)])
 def test_a_shape_drafts_something_and_verifies_the_root(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(AssertionError):
-        Shape(*numbers)
+        DraftShape(*numbers)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from specdec import SamplingParams, SpecEngine
-from specdec.draft.drafter import Want
-from specdec.draft.levels import Place
-from specdec.draft.proposal import Shape
-from specdec.draft.rounded import Continuation, RoundedDrafter
+from specdec.draft.drafter import DraftRequest
+from specdec.draft.levels import DraftPosition
+from specdec.draft.proposal import DraftShape
+from specdec.draft.rounded import ChainContinuation, RoundedDrafter
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import BACKINGS, Backing, Committed
+from specdec.state_slots.backing import BACKINGS, Backing, CommittedState
 from specdec.state_slots.slots import Owner
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window, record_ids
@@ -23,7 +23,7 @@ from tests.models.runner import CPU, Runner, Sequence_
 
 FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
 TEXT = [5, 17, 40, 3, 3, 28, 61, 9, 12, 33, 7, 50, 2, 2, 19, 44]
-CHAIN = Shape(4, 1, 5)
+CHAIN = DraftShape(4, 1, 5)
 EXACT = 1e-6
 """For float64 logits: the router of Nemotron's experts uses float32 whatever the model's dtype."""
 
@@ -33,7 +33,7 @@ class Held:
     """A sequence's memory, as held by a request."""
 
     table_N: Tensor
-    committed: Committed | None
+    committed: CommittedState | None
 
 
 class Bench:
@@ -47,7 +47,7 @@ class Bench:
         self.ranked: dict[tuple[object, tuple[int, ...]], Tensor] = {}
 
     def rank(
-        self, logits_NV: Tensor, at: Sequence[Place], count: int
+        self, logits_NV: Tensor, at: Sequence[DraftPosition], count: int
     ) -> list[tuple[Sequence[int], Sequence[float]]]:
         self.ranked |= {
             (place.want.key, place.path): own_V for place, own_V in zip(at, logits_NV, strict=True)
@@ -55,20 +55,22 @@ class Bench:
         best = logits_NV.softmax(-1).topk(count)
         return [*zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
-    def begin(self, tokens: Sequence[int], chunk: int) -> tuple[Sequence_, Want]:
+    def begin(self, tokens: Sequence[int], chunk: int) -> tuple[Sequence_, DraftRequest]:
         """Prefill all tokens but the last, the draft's root, in the target."""
         own = self.runner.sequence()
         for at in range(0, len(tokens) - 1, chunk):
             self.runner.step([(own, tokens[at : min(at + chunk, len(tokens) - 1)])])
-        held = Held(own.table_N, Committed(own.state) if self.runner.layout.states else None)
-        return own, Want(own.owner, len(tokens), tokens, own.table_N, None, memory=held)
+        held = Held(own.table_N, CommittedState(own.state) if self.runner.layout.states else None)
+        return own, DraftRequest(own.owner, len(tokens), tokens, own.table_N, None, memory=held)
 
     @torch.inference_mode()
-    def verify(self, own: Sequence_, want: Want, drafted: Sequence[int], accepted: int) -> Want:
+    def verify(
+        self, own: Sequence_, want: DraftRequest, drafted: Sequence[int], accepted: int
+    ) -> DraftRequest:
         """Verify a chain in the target and accept `accepted` nodes, including the root."""
         held, tokens = want.memory, [want.tokens[-1], *drafted]
         assert isinstance(held, Held)
-        before = held.committed or Committed(0)
+        before = held.committed or CommittedState(0)
         row = Row(TokenTree.chain(tokens), own.length, own.table_N, before.state, before.path)
         slots = self.backing.begin(want.key, len(tokens))
         assert slots is not None
@@ -143,24 +145,24 @@ def test_nothing_that_is_committed_changes(
 
 def in_place(patch: pytest.MonkeyPatch) -> None:
     """Draft in the sequence's own state."""
-    inner = Continuation.row
+    inner = ChainContinuation.row
 
-    def wrong(draft: Continuation) -> Row:
+    def wrong(draft: ChainContinuation) -> Row:
         committed = draft.memory.committed
         return replace(inner(draft), state=committed.state if committed else 0)
 
-    patch.setattr(Continuation, "row", wrong)
+    patch.setattr(ChainContinuation, "row", wrong)
 
 
 def a_token_early(patch: pytest.MonkeyPatch) -> None:
     """Overwrite the last committed KV."""
-    inner = Continuation.row
+    inner = ChainContinuation.row
 
-    def wrong(draft: Continuation) -> Row:
+    def wrong(draft: ChainContinuation) -> Row:
         right = inner(draft)
         return replace(right, length=right.length - 1)
 
-    patch.setattr(Continuation, "row", wrong)
+    patch.setattr(ChainContinuation, "row", wrong)
 
 
 @pytest.mark.usefixtures("shared_grammar_process")
@@ -191,7 +193,7 @@ def test_without_a_state_to_spare_nothing_is_drafted(folder: Path) -> None:
 def test_blocks_may_move_while_states_are_borrowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(folder, "record")
     own, want = bench.begin(TEXT, chunk=4)
-    held, inner = Held(want.table_N[:2], Committed(own.state)), Arena.take_snapshots
+    held, inner = Held(want.table_N[:2], CommittedState(own.state)), Arena.take_snapshots
 
     def take(arena: Arena, owner: Owner, count: int) -> list[int] | None:
         before, *kept = held.table_N.tolist()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.config.tenant import SOLE
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.suffix import NGRAMS, SuffixDrafter, believe_the_counts
 from tests.draft.naive import END, Candidate, continuation, full_tree, longest_match, paths, shapes, tokens
 
@@ -22,7 +22,7 @@ def finish(drafter: SuffixDrafter, output: list[int], prompt: Sequence[int] = ()
         drafter.share(output)
 
 
-def by_counting(outputs: Sequence[Sequence[int]], text: Sequence[int], shape: Shape) -> list[Candidate]:
+def by_counting(outputs: Sequence[Sequence[int]], text: Sequence[int], shape: DraftShape) -> list[Candidate]:
     """Return the candidates from all occurrences in the request and in the outputs."""
     shared = [token for output in outputs for token in (*output, END)]
     length, places = longest_match([text, shared], text, range(1, 65))
@@ -31,7 +31,7 @@ def by_counting(outputs: Sequence[Sequence[int]], text: Sequence[int], shape: Sh
     return full_tree(read, length, shape.topk, believe_the_counts)
 
 
-def assert_is_best_of(proposal: Proposal, candidates: list[Candidate], shape: Shape) -> None:
+def assert_is_best_of(proposal: Proposal, candidates: list[Candidate], shape: DraftShape) -> None:
     expected = {candidate.path: candidate.score for candidate in candidates}
     best = sorted(expected.values(), reverse=True)[: shape.num_draft_tokens - 1]
     assert sorted(proposal.scores[1:], reverse=True) == pytest.approx(best)
@@ -40,7 +40,7 @@ def assert_is_best_of(proposal: Proposal, candidates: list[Candidate], shape: Sh
 
 @given(st.lists(tokens(max_size=25).filter(bool), max_size=4), tokens(max_size=50), shapes())
 def test_a_proposal_is_the_best_of_what_counting_everywhere_finds(
-    outputs: list[list[int]], text: list[int], shape: Shape
+    outputs: list[list[int]], text: list[int], shape: DraftShape
 ) -> None:
     drafter = SuffixDrafter()
     for output in outputs:
@@ -53,7 +53,7 @@ def test_a_proposal_is_the_best_of_what_counting_everywhere_finds(
 
 @given(st.lists(tokens(max_size=25).filter(bool), min_size=1, max_size=12), tokens(max_size=20), shapes())
 def test_evicting_leaves_the_latest_outputs_whole(
-    outputs: list[list[int]], text: list[int], shape: Shape
+    outputs: list[list[int]], text: list[int], shape: DraftShape
 ) -> None:
     limit = 40
     drafter = SuffixDrafter(max_shared_tokens=limit)
@@ -73,19 +73,19 @@ def test_what_followed_more_often_scores_higher() -> None:
     for follower in (7, 8, 8, 9, 8):
         finish(drafter, [1, 2, 3, follower])
     drafter.extend("request", [1, 2, 3])
-    proposal = drafter.look_up("request", Shape(1, 4, 8))
+    proposal = drafter.look_up("request", DraftShape(1, 4, 8))
     assert proposal.tree.tokens[1:] == (8, 9, 7), "of equals the latest comes first"
     assert proposal.beliefs[1:] == (3 / 8, 1 / 8, 1 / 8)
-    assert drafter.look_up("request", Shape(1, 1, 2)).tree.tokens[1:] == (8,)
+    assert drafter.look_up("request", DraftShape(1, 1, 2)).tree.tokens[1:] == (8,)
 
 
 def test_the_longest_match_decides_wherever_it_is() -> None:
     drafter = SuffixDrafter()
     finish(drafter, [1, 2, 3, 4, 50])
     drafter.extend("request", [3, 4, 60, 1, 2, 3, 4])
-    assert drafter.look_up("request", Shape(1, 4, 8)).tree.tokens[1:] == (50,)
+    assert drafter.look_up("request", DraftShape(1, 4, 8)).tree.tokens[1:] == (50,)
     drafter.extend("second", [9, 1, 2, 3, 4, 60, 9, 1, 2, 3, 4])
-    assert drafter.look_up("second", Shape(1, 4, 8)).tree.tokens[1:] == (60,)
+    assert drafter.look_up("second", DraftShape(1, 4, 8)).tree.tokens[1:] == (60,)
 
 
 def test_matches_of_one_length_are_counted_together() -> None:
@@ -93,7 +93,7 @@ def test_matches_of_one_length_are_counted_together() -> None:
     finish(drafter, [3, 4, 50])
     finish(drafter, [3, 4, 50])
     drafter.extend("request", [3, 4, 60, 3, 4])
-    proposal = drafter.look_up("request", Shape(1, 4, 8))
+    proposal = drafter.look_up("request", DraftShape(1, 4, 8))
     assert proposal.tree.tokens[1:] == (50, 60) and proposal.beliefs[1:] == (2 / 5, 1 / 5)
 
 
@@ -102,7 +102,7 @@ def test_counts_are_of_the_latest_places() -> None:
     for follower in [7] * 200 + [8] * 100:
         finish(drafter, [1, follower])
     drafter.extend("request", [1])
-    proposal = drafter.look_up("request", Shape(1, 4, 8))
+    proposal = drafter.look_up("request", DraftShape(1, 4, 8))
     assert proposal.tree.tokens[1:] == (8, 7) and proposal.beliefs[1:] == (100 / 130, 28 / 130)
 
 
@@ -111,12 +111,12 @@ def test_a_longer_match_allows_a_longer_draft(length: int, drafted: int) -> None
     drafter = SuffixDrafter()
     finish(drafter, list(range(100)))
     drafter.extend("request", list(range(length)))
-    proposal = drafter.look_up("request", Shape(16, 1, 17))
+    proposal = drafter.look_up("request", DraftShape(16, 1, 17))
     assert proposal.tree.tokens[1:] == tuple(range(length, length + drafted))
 
 
 @given(tokens(max_size=50), shapes())
-def test_one_child_per_node_makes_a_chain(text: list[int], shape: Shape) -> None:
+def test_one_child_per_node_makes_a_chain(text: list[int], shape: DraftShape) -> None:
     drafter = SuffixDrafter()
     drafter.extend("request", text)
     proposal = drafter.look_up("request", replace(shape, topk=1))
@@ -132,9 +132,9 @@ def test_only_the_outputs_of_finished_requests_are_shared() -> None:
     finish(drafter, [], prompt=[1, 2, 3])
     assert drafter.num_shared_tokens == 3
     drafter.extend("request", [1, 2, 3])
-    assert drafter.look_up("request", Shape(2, 2, 8)).num_drafted == 0
+    assert drafter.look_up("request", DraftShape(2, 2, 8)).num_drafted == 0
     drafter.extend("request", [5])
-    assert drafter.look_up("request", Shape(2, 2, 8)).tree.tokens[1:] == (6,)
+    assert drafter.look_up("request", DraftShape(2, 2, 8)).tree.tokens[1:] == (6,)
 
 
 def test_ending_forgets_a_request_wholly() -> None:
@@ -144,9 +144,9 @@ def test_ending_forgets_a_request_wholly() -> None:
         drafter.end(key)
     assert len(drafter._texts) == drafter.num_shared_tokens == 0
     drafter.extend(3, [3])
-    assert drafter.look_up(3, Shape(1, 1, 2)).num_drafted == 0
+    assert drafter.look_up(3, DraftShape(1, 1, 2)).num_drafted == 0
     with pytest.raises(KeyError):
-        drafter.look_up(4, Shape(1, 1, 2))
+        drafter.look_up(4, DraftShape(1, 1, 2))
 
 
 def test_memory_is_bounded_under_long_random_streams() -> None:
@@ -179,9 +179,9 @@ def test_an_output_longer_than_the_limit_keeps_its_last_part() -> None:
     finish(drafter, list(range(30)))
     assert drafter.num_shared_tokens == 10
     drafter.extend("request", [21])
-    assert drafter.look_up("request", Shape(2, 1, 3)).tree.tokens[1:] == (22, 23)
+    assert drafter.look_up("request", DraftShape(2, 1, 3)).tree.tokens[1:] == (22, 23)
     drafter.extend("second", [20])
-    assert drafter.look_up("second", Shape(2, 1, 3)).num_drafted == 0
+    assert drafter.look_up("second", DraftShape(2, 1, 3)).num_drafted == 0
 
 
 def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
@@ -192,7 +192,7 @@ def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
     drafter.end("a")
     drafter.share([1, 2, 3])
     drafter.extend("c", [1, 2])
-    shape = Shape(1, 1, 2)
+    shape = DraftShape(1, 1, 2)
     assert drafter.look_up("c", shape).tree.tokens[1:] == (3,)
     drafter.flush()
     assert drafter.num_shared_tokens == 0 and not drafter.look_up("c", shape).num_drafted
@@ -206,9 +206,9 @@ def test_nodes_that_only_earlier_outputs_had_are_marked() -> None:
     drafter.share([1, 2, 3, 4, 5])
     drafter.extend("known", [9, 1, 2])
     drafter.extend("own", [1, 2, 3, 7, 1, 2])
-    known, own = (drafter.look_up(key, Shape(4, 2, 8)) for key in ("known", "own"))
+    known, own = (drafter.look_up(key, DraftShape(4, 2, 8)) for key in ("known", "own"))
     assert known.tree.tokens[1:4] == (3, 4, 5) and all(known.shared[1:])
     assert {own.tree.tokens[node] for node, shared in enumerate(own.shared) if shared} <= {4, 5}
     assert own.tree.tokens[1] == 3 and not own.shared[1], "it follows in the request's own text too"
     drafter.flush()
-    assert drafter.look_up("own", Shape(4, 2, 8)).shared == ()
+    assert drafter.look_up("own", DraftShape(4, 2, 8)).shared == ()

@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.draft.uniform import TRIES, WARM, UniformPolicy
 
-TREE = Shape(3, 4, 8)
-Cost = Callable[[Shape | None], float]
+TREE = DraftShape(3, 4, 8)
+Cost = Callable[[DraftShape | None], float]
 
 
 def run(
@@ -19,7 +19,7 @@ def run(
 ) -> tuple[float, Counter]:
     """Simulate steps with given costs and one rate at every depth; return seconds per token."""
     rng, tracks = Random(seed), [TrackRecord() for _ in range(rows)]
-    seconds, tokens, chosen, before = 0.0, 0, Counter[Shape | None](), None
+    seconds, tokens, chosen, before = 0.0, 0, Counter[DraftShape | None](), None
     for _ in range(steps):
         shape = policy.choose(tracks)
         chosen[shape] += 1
@@ -37,17 +37,17 @@ def run(
     return seconds / tokens, chosen
 
 
-def bound_by_weights(shape: Shape | None) -> float:
+def bound_by_weights(shape: DraftShape | None) -> float:
     return 1.0 + (0.1 * shape.num_steps + 0.02 * shape.num_draft_tokens if shape else 0.0)
 
 
-def bound_by_work(shape: Shape | None) -> float:
+def bound_by_work(shape: DraftShape | None) -> float:
     return float(shape.num_draft_tokens) if shape else 1.0
 
 
 def test_what_is_often_accepted_is_drafted_deep() -> None:
     per_token, chosen = run(UniformPolicy(TREE, adaptive=True), 4, 2000, 0.9, bound_by_weights)
-    assert chosen.most_common(1)[0][0] in (TREE, Shape(3, 1, 4))
+    assert chosen.most_common(1)[0][0] in (TREE, DraftShape(3, 1, 4))
     assert per_token < 1 / 2.2
 
 
@@ -100,4 +100,4 @@ def test_the_plain_step_is_not_measured_cold() -> None:
     """Its first steps follow a long prefill, and every shape is compared with it."""
     policy = UniformPolicy(TREE, adaptive=True)
     assert policy.begin_trial(None, 1) == 1 + WARM
-    assert policy.begin_trial(Shape(1, 1, 2), 1) == 1 + TRIES
+    assert policy.begin_trial(DraftShape(1, 1, 2), 1) == 1 + TRIES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import SamplingParams, SpecEngine
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import DraftRequest
 from specdec.draft.proposal import Proposal
 from specdec.kernels.native.compiled import compiled
 from specdec.models.replay import Recorded
@@ -45,7 +45,7 @@ def drafts(
         propose, unrolled, passes = head.propose, head.straight.unrolled, [0]
         assert isinstance(unrolled, Unrolled)
 
-        def watched(wants: Sequence[Want]) -> list[Proposal]:
+        def watched(wants: Sequence[DraftRequest]) -> list[Proposal]:
             found = propose(wants)
             for want, proposal in zip(wants, found, strict=True):
                 made.setdefault(want.key, []).append(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.policy import Batch, Policy
-from specdec.draft.proposal import Proposal, Shape
-from specdec.draft.widths import MARGIN, WIDTHS, Curve, Cut, best_cut, gains
+from specdec.draft.policy import Policy, StepBatch
+from specdec.draft.proposal import DraftShape, Proposal
+from specdec.draft.widths import MARGIN, WIDTHS, Curve, WidthCut, best_cut, gains
 from tests.draft.naive import proposals
 
 DEPTH = 7
@@ -112,12 +112,12 @@ def test_a_step_of_the_costs_is_not_crossed_for_little() -> None:
 
 def test_nothing_drafted_is_nothing_verified() -> None:
     cut = best_cut([[0.0]] * 3, straight(3, 0.1), mixed=True)
-    assert cut == Cut((0, 0, 0), pytest.approx(3 / 1.3), pytest.approx(1.3))
+    assert cut == WidthCut((0, 0, 0), pytest.approx(3 / 1.3), pytest.approx(1.3))
 
 
 def planned(rows: int, token: float, *, mixed: bool = True, group: float = 0.0) -> Policy:
     """Return a policy with measured times for these rows and several widths."""
-    policy = Policy(Shape(DEPTH, 1, DEPTH + 1), adaptive=True, mixed=mixed)
+    policy = Policy(DraftShape(DEPTH, 1, DEPTH + 1), adaptive=True, mixed=mixed)
     for groups in range(1, 5):
         for tokens in (rows, 2 * rows, 4 * rows, 8 * rows):
             policy.steps.observe(rows, tokens, straight(0, token, group)(groups)(tokens), groups)
@@ -125,7 +125,7 @@ def planned(rows: int, token: float, *, mixed: bool = True, group: float = 0.0) 
 
 
 def kept_rate(policy: Policy, drafted: Sequence[Proposal], token: float) -> float:
-    kept = policy.cut(Batch(len(drafted), len(drafted)), drafted)
+    kept = policy.cut(StepBatch(len(drafted), len(drafted)), drafted)
     return rate_of([own.num_drafted for own in kept], sums_of(drafted), straight(len(drafted), token))
 
 
@@ -137,7 +137,7 @@ def test_a_batch_is_cut_to_widths_by_row() -> None:
             kept_rate(planned(rows, token, mixed=mixed), drafted, token) for mixed in (True, False)
         )
         assert several > one
-        kept = planned(rows, token).cut(Batch(rows, rows), drafted)
+        kept = planned(rows, token).cut(StepBatch(rows, rows), drafted)
         assert len({len(own.tree) for own in kept}) > 2
         for own, whole in zip(kept, drafted, strict=True):
             assert own == whole.best(len(own.tree))
@@ -153,9 +153,9 @@ def test_a_row_that_got_another_rows_width_gives_less(monkeypatch: pytest.Monkey
     """The mutant: rotated widths keep their number and cost, but not their gain."""
     rows, token = 16, 1 / 32
 
-    def wrong(sums: Sums, curve: Curves, *, mixed: bool) -> Cut:
+    def wrong(sums: Sums, curve: Curves, *, mixed: bool) -> WidthCut:
         cut = best_cut(sums, curve, mixed=mixed)
-        return Cut((*cut.widths[1:], cut.widths[0]), cut.rate, cut.seconds)
+        return WidthCut((*cut.widths[1:], cut.widths[0]), cut.rate, cut.seconds)
 
     right = [kept_rate(planned(rows, token), chains(seed, rows), token) for seed in range(5)]
     monkeypatch.setattr("specdec.draft.policy.best_cut", wrong)
@@ -167,13 +167,13 @@ def test_what_groups_cost_is_learnt_from_steps() -> None:
     rows, token = 16, 1 / 32
     drafted = chains(1, rows)
     policy = planned(rows, token)
-    assert len({own.num_drafted for own in policy.cut(Batch(rows, rows), drafted)}) > 2
+    assert len({own.num_drafted for own in policy.cut(StepBatch(rows, rows), drafted)}) > 2
     for groups in (2, 3, 4):
         for tokens in range(20, 60, 3):
             for _ in range(40):
                 seconds = straight(0, token, 1.0)(groups)(tokens)
                 policy.observe_step(rows, tokens, seconds, groups=groups)
-    assert len({own.num_drafted for own in policy.cut(Batch(rows, rows), drafted)}) == 1
+    assert len({own.num_drafted for own in policy.cut(StepBatch(rows, rows), drafted)}) == 1
 
 
 def test_widths_that_are_tried_have_neighbours_that_differ_by_a_factor() -> None:
@@ -203,10 +203,10 @@ def test_experts_that_tokens_meet_are_reckoned_with(
     for seed in range(20):
         drafted = chains(seed, 8)
         for name, work in (("straight", float), ("bent", lambda n: 0.05 * n + 0.95 * met(n))):
-            policy = Policy(Shape(DEPTH, 1, DEPTH + 1), adaptive=True, work=work)
+            policy = Policy(DraftShape(DEPTH, 1, DEPTH + 1), adaptive=True, work=work)
             for rows, tokens in (*((1, n) for n in (1, 2, 3, 4, 6, 8)), *known):
                 policy.steps.observe(rows, tokens, time(tokens))
-            widths = [own.num_drafted for own in policy.cut(Batch(8, 8), drafted)]
+            widths = [own.num_drafted for own in policy.cut(StepBatch(8, 8), drafted)]
             true = rate_of(widths, sums_of(drafted), lambda groups: lambda nodes: time(8 + nodes))
             rates[name].append(true / (8 / time(8)))
     assert min(rates["bent"]) >= 1.0

@@ -8,9 +8,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specdec.draft.calibration import Assumed, Calibrator, Tally
+from specdec.draft.calibration import AcceptanceTally, AssumedRates, Calibrator
 from specdec.draft.grow import Grower
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.state_slots.tree import TokenTree
 from specdec.verify.walk import AcceptedPath
@@ -70,12 +70,14 @@ def padded(path: AcceptedPath, width: int) -> tuple[list[int], int, list[int]]:
 def draw_calibrator(rng: random.Random) -> Calibrator:
     """Draw a calibrator with many, few or no observations, whose last depth and rank are shared."""
     if rng.random() < 0.2:
-        return Assumed([rng.choice((0.0, 0.5, 0.93, 1.0)) for _ in range(rng.randrange(4))])
+        return AssumedRates([rng.choice((0.0, 0.5, 0.93, 1.0)) for _ in range(rng.randrange(4))])
     calibrator = Calibrator(max_depth=rng.choice((2, 8)), max_rank=rng.choice((1, 3, 8)))
     for row in calibrator.tallies:
         for rank in range(len(row)):
             seen = rng.choice((0.0, 3.0, 900.0))
-            row[rank] = Tally(seen, seen * rng.choice((0.001, 0.3, 1.0)), seen * rng.choice((0.0, 0.5, 1.0)))
+            row[rank] = AcceptanceTally(
+                seen, seen * rng.choice((0.001, 0.3, 1.0)), seen * rng.choice((0.0, 0.5, 1.0))
+            )
     return calibrator
 
 
@@ -87,7 +89,7 @@ class Level:
     share_BFK: Tensor
 
 
-def draw_levels(rng: random.Random, rows: int, shape: Shape) -> list[Level]:
+def draw_levels(rng: random.Random, rows: int, shape: DraftShape) -> list[Level]:
     """Draw shares that often tie, within a node and across nodes; rounding lifts some above 1."""
     many = rng.random() < 0.5
     levels = []
@@ -104,7 +106,7 @@ def draw_levels(rng: random.Random, rows: int, shape: Shape) -> list[Level]:
     return levels
 
 
-def grow_on_host(levels: Sequence[Level], row: int, shape: Shape, calibrator: Calibrator) -> Proposal:
+def grow_on_host(levels: Sequence[Level], row: int, shape: DraftShape, calibrator: Calibrator) -> Proposal:
     grower = Grower(0, shape, calibrator)
     for level in levels:
         for f, node in enumerate(grower.frontier):
@@ -114,7 +116,7 @@ def grow_on_host(levels: Sequence[Level], row: int, shape: Shape, calibrator: Ca
 
 
 def grow(
-    ops: ModuleType, levels: Sequence[Level], shape: Shape, table_3DR: Tensor
+    ops: ModuleType, levels: Sequence[Level], shape: DraftShape, table_3DR: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Grow all rows together as a captured step does, from a root of token 0; return `prune`'s output."""
     rows, topk = len(levels[0].token_BFK), shape.topk

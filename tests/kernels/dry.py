@@ -31,7 +31,7 @@ from specdec.models import spec
 from specdec.models.formats import WeightFormat
 from specdec.models.weights import Scoped, Weights
 from specdec.setup import build
-from specdec.setup.build import Model, build_random
+from specdec.setup.build import LoadedModel, build_random
 from specdec.setup.precompile import precompile
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -132,7 +132,7 @@ def install() -> Launches:
     return launches
 
 
-def make(network: spec.Network, config: EngineConfig, *, ready: bool = True) -> Model:
+def make(network: spec.NetworkSpec, config: EngineConfig, *, ready: bool = True) -> LoadedModel:
     """Build an engine of a network; `ready`: make the warm-up launches of a GPU engine."""
     model = build_random(network, config, stored=torch.bfloat16, stored_bytes=1, seed=0)
     if ready:
@@ -148,7 +148,7 @@ def make(network: spec.Network, config: EngineConfig, *, ready: bool = True) -> 
     return model
 
 
-def serve(model: Model, prompts: Sequence[int], params: Sequence[SamplingParams]) -> None:
+def serve(model: LoadedModel, prompts: Sequence[int], params: Sequence[SamplingParams]) -> None:
     """Run requests to their ends: each prompt alone, then every kind of request together, staggered."""
     core, numbers = model.core, itertools.count(1)
     for length in prompts:

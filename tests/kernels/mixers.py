@@ -15,7 +15,7 @@ from specdec.models.mixers import (
     Lightning,
     LoadedMixer,
     Mamba2,
-    Place,
+    MixerPlacement,
     ShortConv,
     Step,
 )
@@ -82,23 +82,25 @@ class Mixer:
         if kind == "mamba-2":
             self.sizes = trees.Layer(heads=6, key=5, value=7, channels=6 * 7 + 2 * 2 * 5, dtype=dtype)
             mamba = Mamba2(6, 7, 2, 5, 4, True, True, 1e-5, (0.0, float("inf")))
-            self.layer = mamba.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
+            self.layer = mamba.build(weights, self.kernels, MixerPlacement(HIDDEN, HIDDEN))
         elif kind == "kda":
             self.sizes = trees.Layer(heads=3, key=6, value=6, channels=3 * 3 * 6, dtype=dtype, by_key=True)
             kda = KimiDeltaAttention(3, 6, 4, 1e-5, gate_rank=5)
-            self.layer = kda.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
+            self.layer = kda.build(weights, self.kernels, MixerPlacement(HIDDEN, HIDDEN))
         elif kind == "lightning":
             self.sizes = trees.Layer(heads=4, key=6, value=6, taps=1, channels=4 * 6, dtype=dtype)
             lightning = Lightning(4, 6, decay_scale=0.3, eps=1e-6)
-            self.layer = lightning.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
+            self.layer = lightning.build(weights, self.kernels, MixerPlacement(HIDDEN, HIDDEN))
         elif kind == "short conv":
             self.sizes = trees.Layer(heads=0, channels=HIDDEN, dtype=dtype)
-            self.layer = ShortConv(HIDDEN, 4, True).build(weights, self.kernels, Place(HIDDEN, HIDDEN))
+            self.layer = ShortConv(HIDDEN, 4, True).build(
+                weights, self.kernels, MixerPlacement(HIDDEN, HIDDEN)
+            )
         else:
             heads = 2 if kind.endswith("1 to 1") else 4
             self.sizes = trees.Layer(heads=heads, key=6, value=5, channels=2 * 2 * 6 + heads * 5, dtype=dtype)
             delta = GatedDeltaNet(2, heads, 6, 5, 4, 1e-6)
-            self.layer = delta.build(weights, self.kernels, Place(HIDDEN, HIDDEN))
+            self.layer = delta.build(weights, self.kernels, MixerPlacement(HIDDEN, HIDDEN))
 
     def inputs(self, tokens: int, seed: int = 1) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

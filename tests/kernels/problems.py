@@ -107,7 +107,7 @@ _SHORT_CONV: Mapping[str, Any] = {
     "intermediate_size": 48,
     "block_auto_adjust_ff_dim": False,
 }
-NETWORKS: Mapping[str, spec.Network] = {
+NETWORKS: Mapping[str, spec.NetworkSpec] = {
     "experts": network(_EXPERTS),
     "mamba": network(_MAMBA),
     "selective": network(_SELECTIVE),
@@ -128,7 +128,7 @@ def bench_of(kernels: str, device: torch.device, dtype: torch.dtype) -> Bench:
 
 
 def problems(
-    bench: Bench, name: str, *, batch: int = 3, window: int = 5, of: spec.Network | None = None
+    bench: Bench, name: str, *, batch: int = 3, window: int = 5, of: spec.NetworkSpec | None = None
 ) -> Iterator[Planned]:
     """Yield the problems of a small network, or of the given one, at one load."""
     sizes = Sizes(name, of or NETWORKS[name], batch, window, context=17)

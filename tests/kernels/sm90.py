@@ -95,7 +95,7 @@ PARAMS = [
 ]
 
 
-def recurrent(shapes: Sequence[str]) -> spec.Network:
+def recurrent(shapes: Sequence[str]) -> spec.NetworkSpec:
     """Return one network with a recurrent layer of each shape, with equally many convolution taps."""
     whole = network({**SHAPES["0.8b"], **FEW})
     layers = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench.report import Output, publish
+from specdec.bench.report import ReportOutput, publish
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.errors import ConfigError
 from specdec.kernels.group import RecurrentMemory
@@ -253,7 +253,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_and_printed_after(
     assert main([*SMALL, "--out", str(tmp_path)]) == 2
     assert "--out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="cannot be written"):
-        publish("a table", {"benchmark": "none"}, Output(tmp_path))
+        publish("a table", {"benchmark": "none"}, ReportOutput(tmp_path))
     assert capsys.readouterr().out.splitlines() == ["a table", '{"benchmark": "none"}']
 
 

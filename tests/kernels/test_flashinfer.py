@@ -19,7 +19,7 @@ from specdec.kernels.self_attention import flashinfer as layer_flashinfer
 from specdec.kernels.self_attention.composed import REFERENCE as layer_reference
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.models.shapes import SHAPES
-from specdec.setup.build import Model
+from specdec.setup.build import LoadedModel
 from specdec.setup.precompile import precompile
 from specdec.setup.settings import Resolved
 from tests.core.device import without_host
@@ -126,7 +126,7 @@ def test_layer_equals_reference(gated: bool, caplog: pytest.LogCaptureFixture) -
         tree=(-1, 0, 0, 1),
         dim=32,
     )
-    group, attention = tentative(group), layer_flashinfer.Attention()
+    group, attention = tentative(group), layer_flashinfer.FlashInferAttention()
     expected_pages = copy_of(pages)
     expected = layer_reference.self_attention(projected, layer, rotation, expected_pages, group)
     for _ in range(2):
@@ -162,7 +162,9 @@ def test_what_it_cannot_take_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) 
     expected = layer_reference.self_attention(
         projected, wide_layer, rotation, copy_of(wide_pages), wide_group
     )
-    out = layer_flashinfer.Attention().self_attention(projected, wide_layer, rotation, wide_pages, wide_group)
+    out = layer_flashinfer.FlashInferAttention().self_attention(
+        projected, wide_layer, rotation, wide_pages, wide_group
+    )
     assert_close(out, expected)
 
 
@@ -182,7 +184,7 @@ def scratches(monkeypatch: pytest.MonkeyPatch) -> Scratches:
     return noted
 
 
-def make_engine(monkeypatch: pytest.MonkeyPatch) -> Model:
+def make_engine(monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     def change(settings: Resolved) -> Resolved:
         return replace(settings, kernels="flashinfer")
 

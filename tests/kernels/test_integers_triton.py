@@ -137,7 +137,7 @@ def test_parts_that_depend_on_the_window_are_seen(monkeypatch: pytest.MonkeyPatc
     """The control: the same tile, split along its columns for one token only."""
     weight, x_TD, tiling = triton.pack(draw_matrix(INT4, 40, CUT)), draw(2, CUT), triton.whole_tiling
 
-    def mutated(x_TD: Tensor, rows: int) -> triton.Tiling:
+    def mutated(x_TD: Tensor, rows: int) -> triton.LinearTiling:
         return tiling(x_TD, rows)._replace(split=2 if len(x_TD) == 1 else 1)
 
     monkeypatch.setattr(triton, "whole_tiling", mutated)

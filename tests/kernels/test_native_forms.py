@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdec import EngineConfig
-from specdec.kernels.native import build, compiled, forms, targets
+from specdec.kernels.native import build, compiled, instruction_sets, targets
 from specdec.setup.resolve import CACHED_WEIGHTS, _dtype
 from tests import processors
 from tests.selection import EXHAUSTIVE
@@ -23,7 +23,7 @@ CASCADE_LAKE = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vn
 
 
 needs_c = pytest.mark.skipif(compiled.compiled() is None, reason="there is no C compiler")
-uncached: Callable[[], compiled.Loaded | None] = compiled.loaded.__wrapped__
+uncached: Callable[[], compiled.LoadedKernels | None] = compiled.loaded.__wrapped__
 
 
 @pytest.fixture
@@ -172,28 +172,33 @@ def test_an_unknown_target_is_not_built(capsys: pytest.CaptureFixture[str]) -> N
     [
         (None, "no C kernels; torch for "),
         (
-            forms.Forms(targets.named("avx512-bf16"), "AVX-512", True, "VNNI", False),
+            instruction_sets.InstructionSets(targets.named("avx512-bf16"), "AVX-512", True, "VNNI", False),
             "C kernels for avx512-bf16: AVX-512 with bfloat16 units, integer products by VNNI, "
             "without use for avx512_fp16; torch",
         ),
         (
-            forms.Forms(targets.NATIVE, "AVX-512", True, "VNNI", True),
+            instruction_sets.InstructionSets(targets.NATIVE, "AVX-512", True, "VNNI", True),
             "C kernels for native: AVX-512 with bfloat16 and matrix units, integer products by VNNI; torch",
         ),
         (
-            forms.Forms(targets.named("x86-64-v3"), "AVX2", False, "16 bits", False),
+            instruction_sets.InstructionSets(targets.named("x86-64-v3"), "AVX2", False, "16 bits", False),
             "C kernels for x86-64-v3: AVX2 without bfloat16 units, integer products by 16 bits; torch",
         ),
     ],
 )
-def test_what_runs_is_told(found: forms.Forms | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "forms", lambda: found)
+def test_what_runs_is_told(
+    found: instruction_sets.InstructionSets | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instruction_sets, "forms", lambda: found)
     have = frozenset(f"{CASCADE_LAKE} avx512_bf16 avx512_fp16".split())
     monkeypatch.setattr(targets, "features", lambda: have)
-    monkeypatch.setenv(forms.LIBRARY, "AVX2")
-    told = forms.describe()
+    monkeypatch.setenv(instruction_sets.LIBRARY, "AVX2")
+    told = instruction_sets.describe()
     assert words in told and "oneDNN up to AVX2" in told
-    assert forms.describe_kernels("native") == f"native: {told}" and forms.describe_kernels("cpu") == "cpu"
+    assert (
+        instruction_sets.describe_kernels("native") == f"native: {told}"
+        and instruction_sets.describe_kernels("cpu") == "cpu"
+    )
 
 
 @pytest.mark.parametrize("in_c", [True, False])

@@ -10,7 +10,7 @@ from specdec.kernels.linear import cpu as linear_cpu
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.integers import INT4, INT8
 from specdec.kernels.native import compiled, linear, sampling
-from specdec.kernels.native.forms import forms
+from specdec.kernels.native.instruction_sets import forms
 from specdec.kernels.sampling import cpu, reference
 from specdec.kernels.sampling.rules import NO_TOKEN, Rules
 from tests.kernels.sums import by_matrix_units, by_pairs
@@ -111,8 +111,8 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
 
 
 def test_other_weights_take_the_plain_form() -> None:
-    assert isinstance(linear.pack(_weights(8, 8, torch.float64)), linear_cpu.Packed)
-    assert isinstance(linear.pack(_weights(8, 7)), linear_cpu.Packed)
+    assert isinstance(linear.pack(_weights(8, 8, torch.float64)), linear_cpu.CpuPackedLinear)
+    assert isinstance(linear.pack(_weights(8, 7)), linear_cpu.CpuPackedLinear)
 
 
 def test_noise_is_the_references() -> None:

@@ -21,9 +21,9 @@ from specdec.kernels.linear.integers import INT4, INT8, Integers
 from specdec.kernels.native import linear
 from specdec.kernels.native.blocks import PARTS
 from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, source
-from specdec.kernels.native.forms import forms
+from specdec.kernels.native.instruction_sets import forms
 from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
-from specdec.kernels.native.targets import Target, features, named
+from specdec.kernels.native.targets import CompileTarget, features, named
 from specdec.models.gguf.blocks import KEPT
 from specdec.models.gguf.codebooks import codebook
 from specdec.models.gguf.file import KINDS
@@ -106,7 +106,7 @@ class Calls:
 
 
 @functools.cache
-def program(target: Target, folder: Path) -> list[str]:
+def program(target: CompileTarget, folder: Path) -> list[str]:
     """Compile the kernels and the driver, once for all workers; return the command that runs them."""
     programs = folder.parent
     foreign = target.machine == "aarch64" != platform.machine()
@@ -207,7 +207,7 @@ WHOLE_SIZES = [*SIZES, (2, 18, 33), (8, 17, 96), (21, 33, 160)]
 @EXHAUSTIVE
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_have_the_same_bits(target: Target, dtype: torch.dtype, folder: Path) -> None:
+def test_products_have_the_same_bits(target: CompileTarget, dtype: torch.dtype, folder: Path) -> None:
     """In float32 only with fused multiply-add, as on all but the oldest processors."""
     command, found = program(target, folder), forms()
     vectors, integers, pairs = EXPECTED[target.name]
@@ -227,7 +227,7 @@ def test_products_have_the_same_bits(target: Target, dtype: torch.dtype, folder:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [8, 6, 4])
 def test_products_of_whole_numbers_have_the_same_bits(
-    target: Target, bits: int, dtype: torch.dtype, folder: Path
+    target: CompileTarget, bits: int, dtype: torch.dtype, folder: Path
 ) -> None:
     command, calls = program(target, folder), Calls()
     for rows, *shape in WHOLE_SIZES:
@@ -241,7 +241,7 @@ def test_products_of_whole_numbers_have_the_same_bits(
 
 
 @targets
-def test_blocks_and_layouts_have_the_same_bits(target: Target, folder: Path) -> None:
+def test_blocks_and_layouts_have_the_same_bits(target: CompileTarget, folder: Path) -> None:
     command, calls = program(target, folder), Calls()
     for kind in (own for own in KINDS.values() if own.numbers > 1):
         data = torch.randint(0, 0x7C, (3 * kind.bytes,), dtype=torch.uint8)  # no NaN: its bits may differ
@@ -269,7 +269,7 @@ def test_blocks_and_layouts_have_the_same_bits(target: Target, folder: Path) -> 
 
 @targets
 @pytest.mark.parametrize("with_beta", [True, False])
-def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path) -> None:
+def test_a_recurrence_is_the_same(target: CompileTarget, with_beta: bool, folder: Path) -> None:
     """A window without drafts, and one with two draft branches that keep their own states."""
     command = program(target, folder)
     rows, width, groups, heads, key, value = 2, 3, 2, 4, 24, 40
@@ -294,7 +294,7 @@ def test_a_recurrence_is_the_same(target: Target, with_beta: bool, folder: Path)
 
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
+def test_attention_is_the_same(target: CompileTarget, dtype: torch.dtype, folder: Path) -> None:
     """Chains and trees after committed tokens, with head dims that fill no whole registers; also latent."""
     command, calls = program(target, folder), Calls()
     rows, width, heads, kv_heads, dim, block, blocks = 2, 3, 6, 2, 40, 16, 3
@@ -327,7 +327,7 @@ def test_attention_is_the_same(target: Target, dtype: torch.dtype, folder: Path)
 
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_and_activations_are_the_same(target: Target, dtype: torch.dtype, folder: Path) -> None:
+def test_norms_and_activations_are_the_same(target: CompileTarget, dtype: torch.dtype, folder: Path) -> None:
     command, suffix = program(target, folder), SUFFIX[dtype]
     calls = Calls()
     x, out = draw(5, 70, dtype=dtype), poisoned(5, 70, dtype=dtype)
@@ -341,7 +341,7 @@ def test_norms_and_activations_are_the_same(target: Target, dtype: torch.dtype, 
 
 
 @targets
-def test_noise_and_ranking_are_the_same(target: Target, folder: Path) -> None:
+def test_noise_and_ranking_are_the_same(target: CompileTarget, folder: Path) -> None:
     command, calls = program(target, folder), Calls()
     seeds, positions = torch.tensor([0, -3, 2**62]), torch.tensor([0, 5, 1 << 40])
     calls.call("gumbel", seeds, positions, 3, 515, poisoned(3, 515), results=(4,))
@@ -359,7 +359,7 @@ def test_noise_and_ranking_are_the_same(target: Target, folder: Path) -> None:
 AMX = named("amx")
 
 
-def emulated(name: str, *flags: str, on: str = "avx512-vnni") -> Target:
+def emulated(name: str, *flags: str, on: str = "avx512-vnni") -> CompileTarget:
     """Replace the compiler's AMX intrinsics by an emulation in C."""
     without = named(on)
     header = ("-include", str(DRIVER.with_name("amx.h")))

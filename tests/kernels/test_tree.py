@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.kernels.group import RecordIds
 from specdec.kernels.sampling.reference import splitmix64
 from specdec.kernels.tree import cpu, reference
@@ -158,8 +158,8 @@ def test_promoting_writes_the_paths_records_and_nothing_else(ops: ModuleType, ro
         assert path_length_B[b] == (len(kept) if before_B[b] else -7)
 
 
-def draw_shape(rng: random.Random) -> Shape:
-    return Shape(rng.randint(1, 5), rng.randint(1, 4), rng.randint(2, 24))
+def draw_shape(rng: random.Random) -> DraftShape:
+    return DraftShape(rng.randint(1, 5), rng.randint(1, 4), rng.randint(2, 24))
 
 
 def growths_that_differ(ops: ModuleType | SimpleNamespace, cases: int, rows: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.kernels.group import RecordIds
 from specdec.kernels.tree import cpu, triton
 from tests.kernels import drafted_trees as draws
@@ -71,7 +71,7 @@ def test_promoting_writes_the_same_bytes(width: int) -> None:
 def test_growing_gives_the_growers_tree_bit_for_bit() -> None:
     for seed in range(20):
         rng = random.Random(seed)
-        shape = Shape(rng.randint(1, 4), rng.randint(1, 4), rng.randint(2, 24))
+        shape = DraftShape(rng.randint(1, 4), rng.randint(1, 4), rng.randint(2, 24))
         calibrator = draws.draw_calibrator(rng)
         levels = draws.draw_levels(rng, 3, shape)
         table_3DR = torch.tensor(calibrator.table(), dtype=torch.float64)

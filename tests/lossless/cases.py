@@ -14,7 +14,7 @@ from specdec.core.batch import StepReport
 from specdec.core.outputs import TokenLogprob
 from specdec.core.scheduler import StepPlan
 from specdec.models.feed_forward import MoE
-from specdec.models.spec import Network
+from specdec.models.spec import NetworkSpec
 from specdec.state_slots.layout import Layout
 from tests.draft.oracle import Oracle
 from tests.models.agreeing import END, VOCAB
@@ -220,7 +220,7 @@ def differences(
     return wrong
 
 
-def rounding(network: Network, exact: float = EXACT) -> float:
+def rounding(network: NetworkSpec, exact: float = EXACT) -> float:
     """Return the tolerance to plain decoding in float64: `exact`, unless a router rounds.
 
     A sigmoid router computes in float32 whatever the model's dtype, unless it is a narrow one.

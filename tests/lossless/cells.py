@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specdec import Completion
-from specdec.verify.choose import Chooser, Node, choice_seed, perturb
+from specdec.verify.sampler import SamplingNode, TokenSampler, choice_seed, perturb
 from tests.lossless.cases import SHAPES, Case, drafting_engine, generate, plain_cases, preempt_each
 from tests.models.agreeing import VOCAB, write_agreeing
 from tests.models.runner import Runner
@@ -68,9 +68,9 @@ class Family:
         tokens = [*case.prompt, *said[:at]]
         logits_V = runner.read(tokens, len(tokens))[-1]
         seed = choice_seed(case.params.seed or 0, index)
-        chooser = Chooser(case.params, seed=seed, prompt=case.prompt, vocab=VOCAB)
+        chooser = TokenSampler(case.params, seed=seed, prompt=case.prompt, vocab=VOCAB)
         for token in said[:at]:
             chooser.observe(token)
-        scores_1V = perturb(logits_V[None], [Node(chooser, len(tokens))], runner.network.kernels)
+        scores_1V = perturb(logits_V[None], [SamplingNode(chooser, len(tokens))], runner.network.kernels)
         first, second = scores_1V[0].topk(2).values.tolist()
         return float(first - second)

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import SOLE
-from specdec.engine.kv_transfer import Lent
-from specdec.engine.landing import Landing
+from specdec.engine.incoming import IncomingPrefix
+from specdec.engine.kv_transfer import LentPrefix
 
-Copy = Callable[[SpecEngine, Lent, SpecEngine, Landing], None]
+Copy = Callable[[SpecEngine, LentPrefix, SpecEngine, IncomingPrefix], None]
 LIMIT_S = 60
 
 
 def copy_blocks(
-    reader: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing, *, since: int = 0
+    reader: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix, *, since: int = 0
 ) -> int:
     """Copy the finished blocks from the `since`-th on; return the number of finished blocks."""
     there, here = reader.transfers.arena, writer.transfers.arena
@@ -25,7 +25,7 @@ def copy_blocks(
     return len(ready)
 
 
-def copy_state(reader: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+def copy_state(reader: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix) -> None:
     if lent.state is not None and landing.state is not None:
         own_X = writer.transfers.arena.state_bytes_X(landing.state)
         own_X.copy_(reader.transfers.arena.state_bytes_X(lent.state))
@@ -54,7 +54,7 @@ def hand_over(
         writer.transfers.arena.state_bytes_X(landing.state).fill_(0xFF)
     done = 0
 
-    def follow(lent: Lent) -> None:
+    def follow(lent: LentPrefix) -> None:
         nonlocal done
         if overlapped:
             done = copy_blocks(reader, lent, writer, landing, since=done)

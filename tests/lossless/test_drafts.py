@@ -13,7 +13,7 @@ from specdec import Completion, SamplingParams, SpecEngine
 from specdec.config.drafters import only_chains
 from specdec.draft.costs import Costs
 from specdec.kernels.native.compiled import compiled
-from specdec.verify.choose import Chooser, Node, perturb
+from specdec.verify.sampler import SamplingNode, TokenSampler, perturb
 from tests.lossless.cases import (
     LONGEST,
     SHAPES,
@@ -234,9 +234,9 @@ def gap_where_they_part(folder: Path, case: Case, other: Completion) -> float:
     runner = Runner(folder, torch.float64)
     tokens = [*case.prompt, *said[:at]]
     logits_V = runner.read(tokens, len(tokens))[-1]
-    chooser = Chooser(case.params, seed=case.params.seed or 0, prompt=case.prompt, vocab=VOCAB)
+    chooser = TokenSampler(case.params, seed=case.params.seed or 0, prompt=case.prompt, vocab=VOCAB)
     for token in said[:at]:
         chooser.observe(token)
-    scores_1V = perturb(logits_V[None], [Node(chooser, len(tokens))], runner.network.kernels)
+    scores_1V = perturb(logits_V[None], [SamplingNode(chooser, len(tokens))], runner.network.kernels)
     first, second = scores_1V[0].topk(2).values.tolist()
     return float(first - second)

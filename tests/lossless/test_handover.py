@@ -18,8 +18,8 @@ from specdec import Completion, SamplingParams, SpecEngine
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.fairness import FairQueue
 from specdec.core.scheduler import Scheduler, StepPlan
-from specdec.engine.kv_transfer import KVTransfer, Lent
-from specdec.engine.landing import Landing
+from specdec.engine.incoming import IncomingPrefix
+from specdec.engine.kv_transfer import KVTransfer, LentPrefix
 from specdec.errors import ConfigError, EngineError
 from specdec.setup.capabilities import AXES, RULES
 from specdec.setup.drafters import DRAFTERS, NO_HEAD
@@ -133,7 +133,9 @@ def test_texts_and_drafts_are_those_of_one_engine(
             assert engine.stats().failed_steps == 0 and usage.free_slabs == usage.slabs
 
 
-def without_the_heads_keys(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+def without_the_heads_keys(
+    _: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix
+) -> None:
     """Omit the head's KV: zeros in its layer, the last one."""
     arena = writer.transfers.arena
     blocks = torch.tensor(landing.blocks)
@@ -154,12 +156,12 @@ def test_a_head_whose_keys_stay_behind_is_cold(family_folder: Callable[..., Path
         assert drafts(cold) != drafts(alone)
 
 
-def without_the_state(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+def without_the_state(_: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix) -> None:
     assert landing.state is not None
     writer.transfers.arena.state_bytes_X(landing.state).zero_()
 
 
-def without_the_blocks(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+def without_the_blocks(_: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix) -> None:
     for block in landing.blocks:
         writer.transfers.arena.block_bytes_X(block).zero_()
 
@@ -189,7 +191,7 @@ def test_what_is_there_in_part_is_not_copied_again(folder: Path) -> None:
         writer.generate([PROMPTS[0][:56]], SamplingParams(max_tokens=1))
         came: list[tuple[int, int]] = []
 
-        def note(_: SpecEngine, lent: Lent, writer: SpecEngine, landing: Landing) -> None:
+        def note(_: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix) -> None:
             came.append((landing.have, len(landing.blocks)))
 
         assert hand_over(reader, writer, long, copied=note)

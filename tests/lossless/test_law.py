@@ -18,8 +18,8 @@ from specdec import SamplingParams, SpecEngine
 from specdec.core.batch import ScheduledRequest
 from specdec.core.loop import DecodeLoop
 from specdec.kernels.table import Kernels
-from specdec.verify import choose as choosing
-from specdec.verify.choose import Choice, Logprob, Node
+from specdec.verify import sampler as choosing
+from specdec.verify.sampler import Logprob, SampledToken, SamplingNode
 from specdec.verify.walk import AcceptedPath
 from tests.models.runner import Runner
 from tests.selection import EXHAUSTIVE, only
@@ -132,13 +132,15 @@ def test_accepting_the_second_best_is_rejected(
     assert power(statistic, freedom) > POWER
 
 
-def choose_with_second(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[Choice]:
+def choose_with_second(
+    logits_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels
+) -> list[SampledToken]:
     """Choose as usual, and store each node's second best token in place of its log-probability."""
     best_N2 = choosing.perturb(logits_NV, nodes, kernels).topk(2).indices.tolist()
-    return [Choice(first, Logprob(float(second), ())) for first, second in best_N2]
+    return [SampledToken(first, Logprob(float(second), ())) for first, second in best_N2]
 
 
-def walk_by_two(self: DecodeLoop, row: ScheduledRequest, choices: dict[int, Choice]) -> AcceptedPath:
+def walk_by_two(self: DecodeLoop, row: ScheduledRequest, choices: dict[int, SampledToken]) -> AcceptedPath:
     if not row.is_drafted:
         return AcceptedPath(tuple(range(len(row.tree))), tuple(c.token for c in choices.values()))
     nodes, emitted = [0], list[int]()

@@ -14,12 +14,12 @@ from specdec.errors import SpecdecError
 from specdec.kernels.table import Kernels
 from specdec.state_slots import backing as backings
 from specdec.state_slots import window as windows
-from specdec.state_slots.backing import Committed
+from specdec.state_slots.backing import CommittedState
 from specdec.state_slots.integrity import IntegrityError
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row
-from specdec.verify import choose as choosing
-from specdec.verify.choose import Node
+from specdec.verify import sampler as choosing
+from specdec.verify.sampler import SamplingNode
 from specdec.verify.walk import AcceptedPath, walk
 from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate
 from tests.models.representatives import EVERY_CELL, REPRESENTATIVES, parts
@@ -47,7 +47,7 @@ def noise_of_the_step(patch: Patch) -> None:
     """Make the noise depend on the number of calls."""
     inner, calls = choosing._add_noise, iter(range(1, 10**6))
 
-    def wrong(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:
+    def wrong(scores_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels) -> None:
         step = next(calls)
         inner(scores_NV, [replace(node, position=node.position + step) for node in nodes], kernels)
 
@@ -58,7 +58,7 @@ def noise_of_the_row(patch: Patch) -> None:
     """Make the noise depend on a node's position in the batch."""
     inner = choosing._add_noise
 
-    def wrong(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:
+    def wrong(scores_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels) -> None:
         moved = [replace(node, position=node.position + i) for i, node in enumerate(nodes)]
         inner(scores_NV, moved, kernels)
 
@@ -69,7 +69,7 @@ def noise_of_the_root(patch: Patch) -> None:
     """Give all nodes of a tree the position of its root."""
     inner = ScheduledRequest.node
 
-    def wrong(row: ScheduledRequest, node: int) -> Node:
+    def wrong(row: ScheduledRequest, node: int) -> SamplingNode:
         right = inner(row, node)
         return replace(right, position=right.position - len(right.path))
 
@@ -117,7 +117,7 @@ def folds_twice(patch: Patch) -> None:
     """Release the records but still reference them: the next window folds them again."""
     inner = backings.release_path
 
-    def wrong(arena: Any, owner: Any, before: Committed) -> Committed:
+    def wrong(arena: Any, owner: Any, before: CommittedState) -> CommittedState:
         inner(arena, owner, before)
         return before
 
@@ -128,7 +128,7 @@ def stale_record(patch: Patch) -> None:
     """Keep a rejected node's record in place of the last accepted one's."""
     inner = backings.RecordBacking.promote
 
-    def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
+    def wrong(self: Any, owner: Any, before: CommittedState, slots: Any, nodes: Any) -> CommittedState:
         rejected = [n for n in range(len(slots)) if n not in nodes]
         return inner(self, owner, before, slots, [*nodes[:-1], rejected[0]] if rejected else nodes)
 
@@ -150,7 +150,7 @@ def freed_slot(patch: Patch) -> None:
     """Release an accepted record that its path still references: another row's draft overwrites it."""
     inner = backings.RecordBacking.promote
 
-    def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
+    def wrong(self: Any, owner: Any, before: CommittedState, slots: Any, nodes: Any) -> CommittedState:
         after = inner(self, owner, before, slots, nodes)
         self.arena.release_records(owner, after.path)
         return after
@@ -162,7 +162,7 @@ def stale_state(patch: Patch) -> None:
     """Continue with the state before the tree."""
     inner = backings.SnapshotBacking.promote
 
-    def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
+    def wrong(self: Any, owner: Any, before: CommittedState, slots: Any, nodes: Any) -> CommittedState:
         return inner(self, owner, before, slots, [*nodes[:-1], 0])
 
     patch.setattr(backings.SnapshotBacking, "promote", wrong)

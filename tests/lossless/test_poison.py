@@ -8,7 +8,7 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Stateless, Want
+from specdec.draft.drafter import DraftRequest, StatelessDrafter
 from specdec.draft.proposal import Proposal
 from specdec.errors import EngineError
 from specdec.state_slots.tree import TokenTree
@@ -19,17 +19,17 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logit_b
 FIELDS = {"draft": "ngram", "adaptive": False, "num_steps": 2, "topk": 2, "num_draft_tokens": 4}
 
 
-class Poisoner(Stateless):
+class Poisoner(StatelessDrafter):
     """Draft the poison token beside the true token, and below it."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self.calibrator, self.text, self.drafts = Calibrator(), text, 0
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
         """Put the true token last, so that the poison precedes it in the window."""
         return [self._propose(w) if w.shape else Proposal.bare(w.tokens[-1]) for w in wants]
 
-    def _propose(self, want: Want) -> Proposal:
+    def _propose(self, want: DraftRequest) -> Proposal:
         self.drafts += 1
         said = len(want.tokens) - want.prompt_length
         right = self.text[said] if said < len(self.text) else 1

@@ -10,10 +10,10 @@ import pytest
 from specdec import Completion, SamplingParams, SpecdecError, SpecEngine
 from specdec.core.batch import StepReport
 from specdec.errors import ConfigError, RequestError
-from specdec.models.frame import Half
+from specdec.models.frame import LoadedHalfLayer
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.lease import Hit, Lease
-from specdec.state_slots.prefix.rates import Rates
+from specdec.state_slots.prefix.lease import PrefixHit, PrefixLease
+from specdec.state_slots.prefix.rates import TierRates
 from tests.conftest import HYBRID
 from tests.selection import EXHAUSTIVE, only
 
@@ -79,7 +79,7 @@ def test_the_state_of_another_prefix_is_noticed(
     """A mutant: the cache returns an ancestor's state."""
     right = PrefixCache.lend
 
-    def wrong(cache: PrefixCache, owner: Hashable, lease: Lease, state: int | None) -> Hit:
+    def wrong(cache: PrefixCache, owner: Hashable, lease: PrefixLease, state: int | None) -> PrefixHit:
         own, above = lease.found.state, lease.found.parent
         while above and above.state is None:
             above = above.parent
@@ -129,7 +129,7 @@ def test_a_prompt_is_found_again_at_any_length(
 def test_what_gave_way_comes_back_from_the_host(
     folder: Path, alone: list[Completion], draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Rates, "pays", lambda *_: True)
+    monkeypatch.setattr(TierRates, "pays", lambda *_: True)
     small = {**SETTINGS, **DRAFTS[draft], "max_running": 2}
     with SpecEngine(folder, prefix_cache=True, host_cache_bytes="64MiB", **small) as engine:
         found = [engine.generate([p], [own])[0] for p, own in zip(PROMPTS, PARAMS, strict=True)]
@@ -189,7 +189,7 @@ def test_a_prompt_that_is_marked_whole_is_there_for_those_that_go_on_from_it(fol
 def test_numbers_that_are_wrong_once_serve_nobody_later(
     folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stem, right = PROMPTS[0], Half.run
+    stem, right = PROMPTS[0], LoadedHalfLayer.run
     own = {**DRAFTS[draft], **SETTINGS}
     params = SamplingParams(max_tokens=4, temperature=0.0)
     asked = [[*stem, token] for token in range(4)]
@@ -201,10 +201,10 @@ def test_numbers_that_are_wrong_once_serve_nobody_later(
             return right(*args, **named) * float("nan")
 
         engine.generate([stem[:40]], SamplingParams(max_tokens=1))
-        monkeypatch.setattr(Half, "run", wrong)
+        monkeypatch.setattr(LoadedHalfLayer, "run", wrong)
         with pytest.raises(SpecdecError, match="not numbers"):
             engine.generate([[*stem, 9], [*stem, 8], [*stem[:90], 7], stem[:20]], params)
-        monkeypatch.setattr(Half, "run", right)
+        monkeypatch.setattr(LoadedHalfLayer, "run", right)
         found = [engine.generate([prompt], params)[0].token_ids for prompt in asked]
         assert found == wanted and engine.stats().failed_steps == 0
 

@@ -13,8 +13,8 @@ import pytest
 from specdec import SamplingParams, SpecEngine
 from specdec.config.drafters import DRAFTER_OPTIONS, DrafterOption
 from specdec.draft.calibration import Calibrator
-from specdec.draft.drafter import Stateless, Want
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.drafter import DraftRequest, StatelessDrafter
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.errors import ConfigError
 from specdec.setup.drafters import DRAFTERS, DrafterSpec
 from specdec.state_slots.tree import TokenTree
@@ -30,7 +30,7 @@ PARAMS = [
 ]
 
 
-class Followers(Stateless):
+class Followers(StatelessDrafter):
     """Draft the tokens that followed the last token before, most recent first."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Followers(Stateless):
     def flush(self, caller: str | None = None) -> None:
         self.flushed.append(caller)
 
-    def propose(self, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
         found = [
             self._grow(want.tokens, want.shape) if want.shape else Proposal.bare(want.tokens[-1])
             for want in wants
@@ -49,7 +49,7 @@ class Followers(Stateless):
         self.proposed += sum(own.num_drafted for own in found)
         return found
 
-    def _grow(self, tokens: Sequence[int], shape: Shape) -> Proposal:
+    def _grow(self, tokens: Sequence[int], shape: DraftShape) -> Proposal:
         followers: dict[int, list[int]] = defaultdict(list)
         for before, after in zip(reversed(tokens[:-1]), reversed(tokens[1:]), strict=True):
             if after not in followers[before]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.state_slots import backing as backings
 from specdec.state_slots import window as windows
-from specdec.state_slots.backing import Committed
+from specdec.state_slots.backing import CommittedState
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row
 from tests.lossless.cases import EXACT, rounding
@@ -227,9 +227,9 @@ def wrong_tap(patch: pytest.MonkeyPatch) -> Iterator[None]:
 def stale_slot(patch: pytest.MonkeyPatch, kind: str) -> Iterator[None]:
     """Promote another node's slot: that of the first rejected one."""
     backing: Any = {"record": backings.RecordBacking, "snapshot": backings.SnapshotBacking}[kind]
-    inner: Callable[..., Committed] = backing.promote
+    inner: Callable[..., CommittedState] = backing.promote
 
-    def wrong(self: Any, owner: Any, before: Committed, slots: Any, nodes: Any) -> Committed:
+    def wrong(self: Any, owner: Any, before: CommittedState, slots: Any, nodes: Any) -> CommittedState:
         rejected = [n for n in range(len(slots)) if n not in nodes]
         if not slots or not rejected:
             return inner(self, owner, before, slots, nodes)

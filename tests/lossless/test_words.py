@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec import ConfigError, RequestError, SamplingParams, SpecEngine, Structure
 from specdec.config.sampling import MAX_IDS
-from specdec.verify.limits import Allowed, Banned
+from specdec.verify.limits import AllowedTokens, BadWords
 from tests.lossless.cases import BAD_WORDS, SHAPES
 from tests.models.agreeing import END
 
@@ -61,13 +61,13 @@ def test_no_bad_word_is_written_and_the_text_is_one_whatever_is_drafted(
 def test_a_rule_that_forgets_the_path_is_caught(
     engines: dict[str, SpecEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = Banned.words
+    words = BadWords.words
 
-    def forgetful(self: Banned, path: Sequence[int]) -> Tensor | None:
+    def forgetful(self: BadWords, path: Sequence[int]) -> Tensor | None:
         return words(self, ())
 
     plain = write(engines["plain"], temperature=0.7, bad_words=BAD_WORDS).token_ids
-    monkeypatch.setattr(Banned, "words", forgetful)
+    monkeypatch.setattr(BadWords, "words", forgetful)
     assert write(engines["plain"], temperature=0.7, bad_words=BAD_WORDS).token_ids == plain
     with pytest.raises(RequestError, match="bad_words"):
         write(engines["tree"], temperature=0.7, bad_words=BAD_WORDS)
@@ -133,9 +133,9 @@ def test_a_request_looks_at_its_parameters_once(
 ) -> None:
     """For all its prompts and choices, including repeated ones."""
     made, read = [], []
-    begin, checked = Allowed.__init__, SamplingParams.checked
+    begin, checked = AllowedTokens.__init__, SamplingParams.checked
 
-    def count(self: Allowed, tokens: Collection[int], vocab: int) -> None:
+    def count(self: AllowedTokens, tokens: Collection[int], vocab: int) -> None:
         made.append(len(tokens))
         begin(self, tokens, vocab)
 
@@ -143,7 +143,7 @@ def test_a_request_looks_at_its_parameters_once(
         read.append(self)
         return checked(self)
 
-    monkeypatch.setattr(Allowed, "__init__", count)
+    monkeypatch.setattr(AllowedTokens, "__init__", count)
     monkeypatch.setattr(SamplingParams, "checked", read_anew)
     params = SamplingParams(max_tokens=2, n=3, allowed_token_ids=[3, 8, 21] * 1000, stop_token_ids=[9] * 999)
     assert (params.allowed_token_ids, params.stop_token_ids) == ([3, 8, 21], [9])

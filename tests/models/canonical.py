@@ -17,7 +17,7 @@ from specdec.models.mixers import (
 )
 
 
-def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def canonical(network: spec.NetworkSpec, *, mtp: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the canonical name and shape of each tensor of a network."""
     width = network.hidden
     yield "embed.weight", (network.vocab, width)
@@ -34,7 +34,7 @@ def canonical(network: spec.Network, *, mtp: bool) -> Iterator[tuple[str, tuple[
             yield from _layer(f"mtp.layers.{i}", layer, width)
 
 
-def _layer(at: str, layer: spec.Layer, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer(at: str, layer: spec.LayerSpec, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     parts = {
         Attention: _attention,
         GatedDeltaNet: _delta_net,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import RecurrentMemory
-from specdec.state_slots.backing import BACKINGS, Committed, release_path
+from specdec.state_slots.backing import BACKINGS, CommittedState, release_path
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window, record_ids
 from tests.models.runner import CPU, Runner
@@ -24,7 +24,7 @@ class Drafted:
         self.runner, self.own = runner, runner.sequence()
         self.owner = runner._owners
         self.backing = BACKINGS[backing](runner.arena)
-        self.committed = Committed(self.own.state)
+        self.committed = CommittedState(self.own.state)
         self.tree = TokenTree.chain([0])
         self.slots: Sequence[Any] = ()
 

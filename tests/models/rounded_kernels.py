@@ -20,7 +20,7 @@ def _multiply(x_TD: Tensor, matrix: Matrix) -> Tensor:
     return reference.linear(x_TD, reference.pack(matrix))
 
 
-def linear(x_TD: Tensor, packed: reference.Packed) -> Tensor:
+def linear(x_TD: Tensor, packed: reference.ReferencePackedLinear) -> Tensor:
     y_TN = torch.cat([_multiply(x_TD, part) for part in packed.parts], 1)
     return y_TN if packed.bias_N is None else y_TN + packed.bias_N
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.bench.random_eagle import eagle_config, eagle_tensors, write_eagle, write_random_eagle
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import DraftRequest
 from specdec.draft.head import HeadDrafter
 from specdec.errors import CheckpointError
 from specdec.models.checkpoint import Checkpoint
@@ -191,7 +191,7 @@ def drafted(
     drafter = HeadDrafter(head, runner.arena, lambda *_: (), CPU, 512, window=back)
 
     def read(tokens: list[int], start: int, given_TD: Tensor) -> Tensor:
-        row = drafter._row(TokenTree.chain(tokens), start, Want("", 0, (), own.table_N, None))
+        row = drafter._row(TokenTree.chain(tokens), start, DraftRequest("", 0, (), own.table_N, None))
         return head.forward(build_window([row], 1, CPU), given_TD, runner.arena)
 
     pieces = [read(TEXT[a + 1 : b + 1], a, read_TD[a:b]) for a, b in ((0, 9), (9, 10), (10, 23))]

@@ -14,7 +14,7 @@ from specdec.kernels.native.tape import REFUSED
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.feed_forward import MLP
-from specdec.models.frame import Half
+from specdec.models.frame import LoadedHalfLayer
 from specdec.models.mixers import Attention, GatedDeltaNet, Mamba1, Mamba2, SharedBlock
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
@@ -55,7 +55,9 @@ def test_a_half_follows_its_equation(name: str, kernels: str) -> None:
     parts = [lambda x, _: torch.tanh(x), lambda x, _: x.flip(-1) ** 2][: len(frame.inputs)]
     weights = Uneven(0, torch.float64)
     side = [lambda x, _: torch.sin(x)] if frame.side else []
-    half = Half(frame, [*side, *parts], NORM, weights, load_kernels(kernels), name="mixer", hidden=WIDTH)
+    half = LoadedHalfLayer(
+        frame, [*side, *parts], NORM, weights, load_kernels(kernels), name="mixer", hidden=WIDTH
+    )
     drawn = torch.randn(2, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x_TD, waiting_TD = drawn.unbind()
     for added_TD in (None, waiting_TD):
@@ -83,7 +85,7 @@ def test_a_wide_stream_is_rounded_where_it_is_read() -> None:
     weights, ops = Uneven(0, narrow), load_kernels("native")
     norm = Norm(1e-5, wide=False)
     parts = (lambda x, _: x * 3,)
-    half = Half(PRE_NORM, parts, norm, weights, ops, name="ffn", hidden=WIDTH, narrow=narrow)
+    half = LoadedHalfLayer(PRE_NORM, parts, norm, weights, ops, name="ffn", hidden=WIDTH, narrow=narrow)
     x_TD, added_TD = torch.randn(5, WIDTH), torch.randn(5, WIDTH).to(narrow)
     stream_TD, out_TD = half(x_TD, added_TD, None)  # type: ignore[arg-type]
     assert stream_TD.dtype == torch.float32 and out_TD.dtype == narrow
@@ -98,23 +100,23 @@ SELECTIVE = Mamba1(64, 6, 4, 4, conv_bias=True, bias=False, heads=2)
 DELTA = GatedDeltaNet(2, 4, 8, 8, 4, 1e-6)
 FFN = MLP(40, "swiglu")
 BLOCK = SharedBlock(Attention(2, 2, 32, 0.25, None, None, gated=False), MLP(40, "geglu"), NORM, 4, True)
-NETWORK = spec.Network(
+NETWORK = spec.NetworkSpec(
     "frames",
     97,
     32,
     (
-        spec.Layer((MAMBA, ATTENTION), FFN, frame=PAIR, ffn_frame=Frame(outputs=(0.6,))),
-        spec.Layer((ATTENTION,), FFN, frame=POST_NORM, ffn_frame=POST_NORM),
-        spec.Layer((DELTA,), FFN, frame=NORMALISED, ffn_frame=SANDWICH),
-        spec.Layer((BLOCK, MAMBA), None, frame=Frame(side=True)),
-        spec.Layer((MAMBA,), None),
-        spec.Layer((BLOCK, SELECTIVE), None, frame=Frame(side=True), shares=3),
+        spec.LayerSpec((MAMBA, ATTENTION), FFN, frame=PAIR, ffn_frame=Frame(outputs=(0.6,))),
+        spec.LayerSpec((ATTENTION,), FFN, frame=POST_NORM, ffn_frame=POST_NORM),
+        spec.LayerSpec((DELTA,), FFN, frame=NORMALISED, ffn_frame=SANDWICH),
+        spec.LayerSpec((BLOCK, MAMBA), None, frame=Frame(side=True)),
+        spec.LayerSpec((MAMBA,), None),
+        spec.LayerSpec((BLOCK, SELECTIVE), None, frame=Frame(side=True), shares=3),
     ),
     NORM,
     tied=True,
     max_length=512,
     eos=(),
-    mtp=(spec.Layer((ATTENTION,), FFN),),
+    mtp=(spec.LayerSpec((ATTENTION,), FFN),),
     embed_scale=12.0,
     logit_scale=0.125,
     wide_residual=True,

@@ -30,10 +30,10 @@ from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
 from specdec.models.gguf import file as gguf_file
 from specdec.models.gguf import folder as gguf_folder
-from specdec.models.gguf.architectures import Described
+from specdec.models.gguf.architectures import DescribedFile
 from specdec.models.gguf.blocks import KEPT, integers, offsets, scales, widen
 from specdec.models.gguf.codebooks import codebook
-from specdec.models.gguf.file import KINDS, MOST_BYTES, MOST_STRINGS, Entry, GgufFile, Kind
+from specdec.models.gguf.file import KINDS, MOST_BYTES, MOST_STRINGS, GgufFile, GgufTensor, GgufType
 from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ SCALES = {
 KEPT_BLOCKS = [kind for kind in BLOCKS if kind.name in KEPT]
 
 
-def random_blocks(kind: Kind, count: int, seed: int, size: float = 1.0) -> Any:
+def random_blocks(kind: GgufType, count: int, seed: int, size: float = 1.0) -> Any:
     """Draw blocks whose scales have moderate size, `size` if they are float16."""
     rng = np.random.default_rng(seed)
     block_BX = rng.integers(0, 256, (count, kind.bytes), dtype=np.uint8)
@@ -74,7 +74,7 @@ def random_blocks(kind: Kind, count: int, seed: int, size: float = 1.0) -> Any:
     return block_BX
 
 
-def dequantize(block_BX: Any, kind: Kind) -> Tensor:
+def dequantize(block_BX: Any, kind: GgufType) -> Tensor:
     """Dequantize blocks with gguf, or by llama.cpp's definition for the two types gguf does not know."""
     bits = {"Q1_0": 1, "Q2_0": 2}.get(kind.name)
     if bits is None:
@@ -101,14 +101,14 @@ def test_codebooks_are_those_of_gguf() -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
-def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: Kind) -> None:
+def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: GgufType) -> None:
     block_BX = random_blocks(kind, 50, 0)
     found = widen(block_BX.reshape(-1), kind, (50, kind.numbers))
     assert torch.equal(found, dequantize(block_BX, kind))
 
 
 @pytest.mark.parametrize("kind", KEPT_BLOCKS, ids=[kind.name for kind in KEPT_BLOCKS])
-def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: Kind) -> None:
+def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: GgufType) -> None:
     """Equal except for the last bit of a sum of two numbers."""
     block_BX = random_blocks(kind, 60, 1)
     form, data, shape = KEPT[kind.name], block_BX.reshape(-1), (20, 3 * kind.numbers)
@@ -125,7 +125,7 @@ def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: Kind) ->
 WIDER = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4")
 
 
-def blocks_file(path: Path, kind: Kind, *, wide: bool) -> Path:
+def blocks_file(path: Path, kind: GgufType, *, wide: bool) -> Path:
     """Write a Llama file of random blocks or, if `wide`, of the dequantized weights.
 
     NVFP4's scales are brought to a moderate size by a number next to each matrix.
@@ -180,8 +180,8 @@ def test_logits_of_few_bits_are_those_of_the_weights_that_they_stand_for(name: s
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
-def test_blocks_that_are_cut_off_or_damaged_are_refused(kind: Kind, tmp_path: Path) -> None:
-    def read(inputs: int, data: bytes) -> Entry:
+def test_blocks_that_are_cut_off_or_damaged_are_refused(kind: GgufType, tmp_path: Path) -> None:
+    def read(inputs: int, data: bytes) -> GgufTensor:
         head = b"GGUF" + struct.pack("<IQQQ1sIQQIQ", 3, 1, 0, 1, b"a", 2, inputs, 2, kind.number, 0)
         (path := tmp_path / "small.gguf").write_bytes(head + bytes(-len(head) % 32) + data)
         return GgufFile(path).entries["a"]
@@ -352,7 +352,7 @@ def test_frequencies_are_scaled_as_in_llama_3(checkpoint: Callable[..., Path], t
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        found: dict[str, Any] = Described(GgufFile(tmp_path / "small.gguf")).config["rope_parameters"]
+        found: dict[str, Any] = DescribedFile(GgufFile(tmp_path / "small.gguf")).config["rope_parameters"]
         return found
 
     assert read(plain_N / frequency_N) == scaling
@@ -422,7 +422,7 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
         wide = expected.tensor(name).float()
         assert (own - wide).norm() < 0.01 * wide.norm(), name
     # Blocks of K types are too wide for so small a model: test scales of 32 or 16 columns separately.
-    described = Described(GgufFile(path))
+    described = DescribedFile(GgufFile(path))
     for name in kept:
         number_ND, recipe = found.tensor(name).float(), described.recipe(name) or (lambda own: own)
         for group in (16, 32):

@@ -13,7 +13,7 @@ from specdec.kernels.native.threads import without_helpers
 from specdec.models.gguf import blocks
 from specdec.models.gguf.blocks import KEPT, fill_in_numpy
 from specdec.models.gguf.codebooks import codebook
-from specdec.models.gguf.file import KINDS, Kind
+from specdec.models.gguf.file import KINDS, GgufType
 from tests.selection import EXHAUSTIVE
 
 in_c = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
@@ -27,7 +27,7 @@ PARTS = [
 GUARD = 64
 
 
-def empty(kind: Kind, part: str, count: int) -> Tensor:
+def empty(kind: GgufType, part: str, count: int) -> Tensor:
     """Return a buffer for a part, between guards that must stay unchanged."""
     each = kind.numbers if part in ("wide", "number") else kind.numbers // KEPT[kind.name].group
     dtype = torch.int8 if part == "number" else torch.float32
@@ -42,7 +42,7 @@ def bits_of(x: Tensor) -> Tensor:
 @in_c
 @pytest.mark.parametrize("count", [1, 63, 65, 1025, pytest.param(20_001, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize(("kind", "part"), PARTS, ids=[f"{kind.name}-{part}" for kind, part in PARTS])
-def test_blocks_are_unpacked_to_the_same_bits(kind: Kind, part: str, count: int) -> None:
+def test_blocks_are_unpacked_to_the_same_bits(kind: GgufType, part: str, count: int) -> None:
     """Random bytes include NaN, Inf and subnormals; nothing is written outside, and no warning is raised."""
     data = np.random.default_rng(count).integers(0, 256, count * kind.bytes, dtype=np.uint8)
     found, expected = (empty(kind, part, count) for _ in range(2))
@@ -56,7 +56,7 @@ def test_blocks_are_unpacked_to_the_same_bits(kind: Kind, part: str, count: int)
 
 @in_c
 @pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
-def test_every_byte_of_a_block_counts(kind: Kind) -> None:
+def test_every_byte_of_a_block_counts(kind: GgufType) -> None:
     """Control: in random blocks, a changed bit anywhere changes a number."""
     data_BX = np.random.default_rng(0).integers(0, 256, (20, kind.bytes), dtype=np.uint8)
     book = codebook(kind.name)
@@ -70,7 +70,7 @@ def test_every_byte_of_a_block_counts(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
-def test_without_a_compiler_blocks_are_the_same(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_blocks_are_the_same(kind: GgufType, monkeypatch: pytest.MonkeyPatch) -> None:
     data, shape = (
         np.random.default_rng(0).integers(0, 124, 6 * kind.bytes, dtype=np.uint8),
         (3, 2 * kind.numbers),

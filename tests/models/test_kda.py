@@ -14,7 +14,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDelta
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
-from specdec.models.mixers import KimiDeltaAttention, LoadedMixer, Place, Step
+from specdec.models.mixers import KimiDeltaAttention, LoadedMixer, MixerPlacement, Step
 from specdec.models.weights import Scoped, Weights
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.window import Window
@@ -36,8 +36,8 @@ OURS = {"b_proj": "in_b", "f_proj": "in_a", "g_proj": "in_z", "f_a_proj": "in_a_
 OURS |= {f"{name}_proj": f"in_{name}" for name in "qkv"}
 OURS |= {"g_a_proj": "in_z_a", "g_b_proj": "in_z_b", "o_norm": "norm", "o_proj": "out", "conv1d": "conv"}
 LOW_RANK, BOUNDED = KimiDeltaAttention(3, 6, 4, 1e-6, 5), KimiDeltaAttention(2, 8, 4, 1e-6, None, bound=-5.0)
-LAYERS = tuple(spec.Layer((mixer,), FFN) for mixer in (LOW_RANK, BOUNDED, FULL))
-NETWORK = spec.Network("kda", 97, 32, LAYERS, NORM, True, 512, (), mtp=(spec.Layer((FULL,), FFN),))
+LAYERS = tuple(spec.LayerSpec((mixer,), FFN) for mixer in (LOW_RANK, BOUNDED, FULL))
+NETWORK = spec.NetworkSpec("kda", 97, 32, LAYERS, NORM, True, 512, (), mtp=(spec.LayerSpec((FULL,), FFN),))
 KERNELS = ["reference", "cpu", "triton", *(["native"] if compiled() else [])]
 
 
@@ -101,7 +101,7 @@ def run(layer: LoadedMixer, x_TD: Tensor, memory: OneLayer, kernels: str, **of: 
 def test_a_layer_reads_what_transformers_does(form: str, kernels: str) -> None:
     """Chunks of 1, 3, 7 and 64, then a tree, whose paths are compared with texts."""
     theirs, ours = theirs_and_ours(form)
-    layer = ours.build(Held(theirs), load_kernels(kernels), Place(HIDDEN, HIDDEN))
+    layer = ours.build(Held(theirs), load_kernels(kernels), MixerPlacement(HIDDEN, HIDDEN))
     edges, width = ((0, 1, 4, 11, 75), 24) if kernels != "triton" else ((0, 1, 19), 7)
     text = edges[-1]
     x_TD = torch.randn(text + width, HIDDEN)
@@ -126,7 +126,8 @@ def test_no_decay_is_below_its_bound(kernels: str) -> None:
     theirs, ours = theirs_and_ours("ling")
     x_TD = 3 * torch.randn(9, HIDDEN)
     layer, *others = (
-        ours.build(Held(theirs), load_kernels(n), Place(HIDDEN, HIDDEN)) for n in (kernels, "reference")
+        ours.build(Held(theirs), load_kernels(n), MixerPlacement(HIDDEN, HIDDEN))
+        for n in (kernels, "reference")
     )
     found_TD, memory = run(layer, x_TD, own := memory_of(), kernels), own.recurrent(0)
     expected_TD = run(others[0], x_TD, plain := memory_of(), "reference")

@@ -30,8 +30,8 @@ MIXERS = (
     LatentAttention(2, 16, 8, 8, 32, None, NORM, Rope(8, 1e4), gated=True),
 )
 """Values wider than keys, and keys wider than values, with positions and gates."""
-LAYERS = tuple(spec.Layer((mixer,), FFN) for mixer in MIXERS)
-NETWORK = spec.Network("latent", 97, 32, LAYERS, NORM, True, 512, ())
+LAYERS = tuple(spec.LayerSpec((mixer,), FFN) for mixer in MIXERS)
+NETWORK = spec.NetworkSpec("latent", 97, 32, LAYERS, NORM, True, 512, ())
 SEED = 0
 """Seed of a model with both layer kinds, and dense feed-forwards next to experts."""
 SPELLED: Mapping[str, str] = {

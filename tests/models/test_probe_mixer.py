@@ -23,12 +23,20 @@ from specdec.kernels.table import Kernels, load_kernels
 from specdec.models import spec
 from specdec.models.feed_forward import MLP
 from specdec.models.linear import Linear
-from specdec.models.mixers import Attention, GatedDeltaNet, LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.mixers import (
+    ArenaViews,
+    Attention,
+    GatedDeltaNet,
+    LoadedMixer,
+    Mixer,
+    MixerPlacement,
+    Step,
+)
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.weights import RandomWeights, Weights
 from specdec.models.work import ReadingWork
-from specdec.setup.build import Model, build_random
+from specdec.setup.build import LoadedModel, build_random
 from specdec.setup.footprint import measure
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import Layout, StateShape
@@ -69,12 +77,12 @@ class Probe(Mixer):
     def token_flops(self) -> float:
         return 5.0 * self.keys * self.value_dim
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedProbe":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedProbe":
         return LoadedProbe(self, weights, kernels, place)
 
 
 class LoadedProbe(LoadedMixer):
-    def __init__(self, s: Probe, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: Probe, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         self.spec, self.index = s, place.state
         rows = dict(zip("qkgv", s.widths, strict=True))
         self.project = Linear.load(weights, kernels, rows, place.reads)
@@ -116,7 +124,7 @@ class LoadedProbe(LoadedMixer):
                 memory.state_SHKW[group.state_B[b]] = states[m]
         return torch.stack(read).to(projected_TN.dtype)
 
-    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         _fold(memory.recurrent(self.index), slot_B, path, length_B)
 
 
@@ -151,13 +159,13 @@ FULL = Attention(4, 2, 8, 8**-0.5, Rope(4, 1e4), NORM, gated=True)
 PROBE = Probe(3, 6, 5)
 FFN = MLP(48, "swiglu")
 LAYERS = (
-    spec.Layer((PROBE,), FFN),
-    spec.Layer((FULL, PROBE), FFN),  # in parallel, as in Falcon-H1
-    spec.Layer((PROBE,), None),
-    spec.Layer((FULL,), FFN),
+    spec.LayerSpec((PROBE,), FFN),
+    spec.LayerSpec((FULL, PROBE), FFN),  # in parallel, as in Falcon-H1
+    spec.LayerSpec((PROBE,), None),
+    spec.LayerSpec((FULL,), FFN),
 )
-NETWORK = spec.Network(
-    "probe", 97, 32, LAYERS, NORM, tied=True, max_length=512, eos=(), mtp=(spec.Layer((FULL,), FFN),)
+NETWORK = spec.NetworkSpec(
+    "probe", 97, 32, LAYERS, NORM, tied=True, max_length=512, eos=(), mtp=(spec.LayerSpec((FULL,), FFN),)
 )
 PROMPTS = ([5, 9, 31, 5, 9, 31, 5, 9], list(range(3, 60)), [7, 7, 7], [80, 3, 12, 80, 3])
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -169,13 +177,13 @@ DRAFTS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def make(network: spec.Network = NETWORK, **fields: Any) -> Model:
+def make(network: spec.NetworkSpec = NETWORK, **fields: Any) -> LoadedModel:
     settings = {"device": "cpu", "dtype": "float64", "kernels": "cpu", "max_model_len": 128, **fields}
     config = EngineConfig.of(None, {"max_running": 3, "chunk_tokens": 16, **settings})
     return build_random(network, config, stored=torch.float64, stored_bytes=1, seed=0)
 
 
-def texts(model: Model) -> Texts:
+def texts(model: LoadedModel) -> Texts:
     """Complete all prompts, greedily and sampled, in one batch."""
     said: Texts = {}
 
@@ -219,7 +227,7 @@ def test_a_tree_reads_what_each_of_its_paths_reads() -> None:
     """The pairwise reference: o_i = Σ_j w_ij v_j over the path, w_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}."""
     tree = TokenTree((1, 2, 3, 4, 5, 6), (-1, 0, 0, 1, 2, 4))
     weights, kernels = RandomWeights(0, torch.float64), load_kernels("cpu")
-    layer = PROBE.build(weights, kernels, Place(16, 16))
+    layer = PROBE.build(weights, kernels, MixerPlacement(16, 16))
     layout = Layout((), (PROBE.state_shape(),), torch.float64, torch.float64)
     arena = Arena(layout, 8 * layout.slab_bytes, CPU)
     state, records = arena.take_state(0), arena.take_records(0, len(tree))
@@ -247,7 +255,9 @@ def test_its_costs_are_counted() -> None:
 
 
 def test_a_backing_that_a_mixer_lacks_is_refused() -> None:
-    network = spec.Network("probe", 97, 32, (spec.Layer((RecordOnly(3, 6, 5),), FFN),), NORM, True, 512, ())
+    network = spec.NetworkSpec(
+        "probe", 97, 32, (spec.LayerSpec((RecordOnly(3, 6, 5),), FFN),), NORM, True, 512, ()
+    )
     make(network, draft="suffix", slots="record")
     make(network, draft="none", slots="snapshot")
     with pytest.raises(ConfigError, match="gated linear attention"):
@@ -257,7 +267,7 @@ def test_a_backing_that_a_mixer_lacks_is_refused() -> None:
 def test_kinds_of_mixers_may_be_mixed() -> None:
     """One state slot holds a gated delta net without a convolution and the probe."""
     delta = GatedDeltaNet(2, 2, 4, 4, 1, 1e-6)
-    layers = (spec.Layer((delta,), FFN), spec.Layer((PROBE,), FFN))
-    network = spec.Network("probe", 97, 32, layers, NORM, True, 512, ())
+    layers = (spec.LayerSpec((delta,), FFN), spec.LayerSpec((PROBE,), FFN))
+    network = spec.NetworkSpec("probe", 97, 32, layers, NORM, True, 512, ())
     drafted = make(network, draft="suffix", adaptive=False)
     assert texts(drafted) == texts(make(network, draft="none"))

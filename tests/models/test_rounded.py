@@ -15,7 +15,7 @@ from specdec.errors import CheckpointError
 from specdec.kernels.linear.integers import INT4, Integers
 from specdec.models.network import Network
 from specdec.models.rounded import Nibbles
-from specdec.setup.build import Model, build
+from specdec.setup.build import LoadedModel, build
 from specdec.setup.footprint import describe_model, measure
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
@@ -38,7 +38,7 @@ def test_two_numbers_lie_in_a_byte_and_come_out_as_they_were(shape: tuple[int, .
     assert (again.bits, again.dtype) == (4, torch.bfloat16)
 
 
-def load(folder: Path, **fields: Any) -> tuple[Model, Network | None]:
+def load(folder: Path, **fields: Any) -> tuple[LoadedModel, Network | None]:
     model = build(folder, EngineConfig(max_model_len=64, memory_bytes=1 << 22, adaptive=False, **fields))
     planned = model.loop.speculation.planned
     copy = planned.copy if isinstance(planned, RoundedDrafter) else None
@@ -47,7 +47,7 @@ def load(folder: Path, **fields: Any) -> tuple[Model, Network | None]:
 
 
 @torch.inference_mode()
-def read(model: Model, network: Network) -> Tensor:
+def read(model: LoadedModel, network: Network) -> Tensor:
     """Run a text with a network in a model's memory."""
     arena = model.loop.arena
     blocks, state = arena.take_blocks("text", 1), 0

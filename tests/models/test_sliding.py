@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from specdec.bench.time_model import TimeModel, Work
+from specdec.bench.time_model import StepWork, TimeModel
 from specdec.errors import CheckpointError
 from specdec.kernels.native.compiled import compiled
 from specdec.models import families, spec
@@ -30,7 +30,7 @@ NATIVE = "native" if compiled() else "cpu"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def windows(network: spec.Network) -> list[int | None]:
+def windows(network: spec.NetworkSpec) -> list[int | None]:
     return [mixer.window for mixer in network.mixers() if isinstance(mixer, Attention)]
 
 
@@ -109,7 +109,7 @@ def test_only_a_windows_keys_are_read() -> None:
     attention = {mixer.window: mixer for mixer in network.mixers() if isinstance(mixer, Attention)}
     token = 2 * 4 * 128 * 2
     model = TimeModel(network)
-    far, near = (model.step(Work(context=context))["keys and values"] for context in (10_000, 1000))
+    far, near = (model.step(StepWork(context=context))["keys and values"] for context in (10_000, 1000))
     assert far - near == 6 * 9000 * token
     moved = [traffic.attention(mixer, 1, 4, 1000, 2) for mixer in (attention[256], attention[None])]
     assert moved[1] - moved[0] == (1000 - 255) * token

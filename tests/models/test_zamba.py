@@ -24,7 +24,7 @@ FOLDERS = pytest.mark.parametrize("family", ["zamba2", "zamba"])
 TOKENS = [5, 17, 40, 3, 3, 28, 61, 9]
 
 
-def uses(network: spec.Network) -> list[int]:
+def uses(network: spec.NetworkSpec) -> list[int]:
     return [i for i, layer in enumerate(network.layers) if layer.frame.side]
 
 
@@ -86,7 +86,7 @@ def test_work_is_that_of_the_matrices_that_are_loaded(
     block = layer.mixers[0]
     assert isinstance(block, SharedBlock)
     alone = replace(network, layers=(replace(layer, shares=None, mixers=(block, layer.mixers[1])),))
-    without = replace(network, layers=(spec.Layer(layer.mixers[1:], None),))
+    without = replace(network, layers=(spec.LayerSpec(layer.mixers[1:], None),))
     matrices, rest = (
         sum(
             p.count

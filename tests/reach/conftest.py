@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from specdec.reach.carrier_thread import CarrierThread
 from specdec.reach.nixl import Nixl
-from specdec.reach.reader import Reader
 from specdec.state_slots.arena import Arena
 from tests.reach.copies import Copies
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: the extra `reach` brings it")
 
-Make = Callable[..., Reader]
+Make = Callable[..., CarrierThread]
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def carrier_class(request: pytest.FixtureRequest) -> type[Copies] | type[Nixl]:
 @pytest.fixture
 def make(carrier_class: type[Copies] | type[Nixl]) -> Iterator[Make]:
     """Return a function that makes a carrier of an arena."""
-    made: list[Reader] = []
+    made: list[CarrierThread] = []
 
-    def of(arena: Arena, **options: Any) -> Reader:
+    def of(arena: Arena, **options: Any) -> CarrierThread:
         made.append(carrier_class(arena, **options))
         return made[-1]
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.reach.carrier_thread import CarrierThread, Quarantine
 from specdec.reach.descriptors import PIECE_BYTES
-from specdec.reach.reader import Quarantine, Reader
 from specdec.reach.wire import PeerLost, WireError
 from specdec.state_slots.arena import Arena
 
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 """Start address in an arena, and length in bytes."""
 
 
-class Copies(Reader):
+class Copies(CarrierThread):
     """A carrier that reads by plain copies. As a peer it can stall, resume or die."""
 
     def __init__(

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from specdec import SamplingParams, SpecEngine
-from specdec.reach.allowed import Allowed
+from specdec.reach.allowed_peers import AllowedPeers
 from specdec.reach.carrier import Carrier
 from specdec.reach.channel import Channel, channel_app
 from specdec.reach.fetch import Fetcher
-from specdec.reach.leases import Book
-from specdec.reach.meeting import Meeting
+from specdec.reach.handshake import ArenaHandshake
+from specdec.reach.lease_table import LeaseTable
 from specdec.reach.peers import Peers
-from specdec.reach.terms import LeaseReference, Prompt, RoomReference, Secret, new_id
+from specdec.reach.protocol import LeaseReference, PrefixIdentity, RoomReference, Secret, new_id
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.transfer.plan import Plan
+from specdec.state_slots.transfer.plan import TransferPlan
 from tests.reach.copies import Copies
 
 SECRET = Secret("a-secret-of-the-tests")
@@ -32,9 +32,9 @@ class Side:
 
     engine: SpecEngine
     carrier: Any
-    book: Book
+    book: LeaseTable
     channel: Channel
-    peers: Peers[Plan]
+    peers: Peers[TransferPlan]
     fetcher: Fetcher
 
     async def lend(
@@ -42,7 +42,7 @@ class Side:
     ) -> LeaseReference | RoomReference:
         """Prefill a prompt for the other side; with a room, return without waiting for it."""
         prepared = self.engine.prepare(list(prompt), SamplingParams(max_tokens=1, cache_salt=salt or None))
-        own = Prompt.of(prompt[:-1], salt)
+        own = PrefixIdentity.of(prompt[:-1], salt)
         num_bytes = self.engine.transfers.arena.layout.sequence_bytes(own.length)
         lease = self.book.lend(
             partial(self.engine.transfers.lend, prepared), own, num_bytes=num_bytes, room=room
@@ -91,12 +91,12 @@ async def side(
     engine = await asyncio.to_thread(partial(SpecEngine, folder, **fields))
     carrier, name, layout = carry(engine.transfers.arena), new_id(), engine.transfers.arena.layout
     transfers = engine.transfers
-    book = Book(name, block_tokens=layout.block_tokens, most_bytes=1 << 40, sums=transfers.sums)
-    meeting = Meeting(name, facts or FACTS, transfers.arena, carrier)
+    book = LeaseTable(name, block_tokens=layout.block_tokens, most_bytes=1 << 40, sums=transfers.sums)
+    meeting = ArenaHandshake(name, facts or FACTS, transfers.arena, carrier)
     channel = await Channel(book, channel_app(book, SECRET, agents=meeting.agents)).start(HOST, 0)
     peers = Peers(
         SECRET,
-        Allowed([HOST], peer.channel.port if peer else channel.port),
+        AllowedPeers([HOST], peer.channel.port if peer else channel.port),
         fingerprint=meeting.fingerprint,
         facts=meeting.facts,
         attach=meeting.attach,

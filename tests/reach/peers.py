@@ -12,20 +12,20 @@ from typing import Any
 import aiohttp
 import torch
 
-from specdec.reach.allowed import Allowed
+from specdec.reach.allowed_peers import AllowedPeers
 from specdec.reach.channel import Channel, channel_app
-from specdec.reach.kept import KeptLog
-from specdec.reach.leases import Book
-from specdec.reach.messages import Agent, Agents, pack
+from specdec.reach.lease_table import LeaseTable
+from specdec.reach.messages import AgentInfo, AgentsResponse, pack
 from specdec.reach.peers import Peers
+from specdec.reach.prefix_log import CachedPrefixLog
+from specdec.reach.protocol import LeaseReference, PrefixIdentity, RoomReference, Secret, hash_facts, new_id
 from specdec.reach.signed import SignedRequest
-from specdec.reach.terms import LeaseReference, Prompt, RoomReference, Secret, hash_facts, new_id
 
 SECRET = "a-secret-of-the-tests"
 FACTS = {"model": "tiny", "dtype": "float32"}
 BLOCK_TOKENS = 4
 IDS = list(range(10, 20))
-PROMPT = Prompt.of(IDS)
+PROMPT = PrefixIdentity.of(IDS)
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Lender:
     loans: list[Loan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.book = Book(
+        self.book = LeaseTable(
             self.engine,
             block_tokens=BLOCK_TOKENS,
             most_bytes=1000,
@@ -97,7 +97,7 @@ class Lender:
         )
 
     def lend(
-        self, prompt: Prompt = PROMPT, *, room: int | None = None, num_bytes: int = 10
+        self, prompt: PrefixIdentity = PROMPT, *, room: int | None = None, num_bytes: int = 10
     ) -> tuple[Any, Loan]:
         def submit(on_change: Callable[[Any], None]) -> Loan:
             self.loans.append(Loan(prompt.length, on_change))
@@ -106,7 +106,7 @@ class Lender:
         lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room)
         return lease, self.loans[-1]
 
-    async def read(self, prompt: Prompt = PROMPT, *, room: int | None = None) -> tuple[Any, Loan]:
+    async def read(self, prompt: PrefixIdentity = PROMPT, *, room: int | None = None) -> tuple[Any, Loan]:
         """Lend a prompt whose prefill is complete."""
         lease, loan = self.lend(prompt, room=room)
         loan.read(prompt.length)
@@ -116,9 +116,9 @@ class Lender:
     async def now(self) -> set[tuple[int, int]]:
         return self.kept
 
-    def agents(self) -> Agents:
-        agent = Agent(rank=0, metadata=pack(b"agent"), arena={"base": 1})
-        return Agents(
+    def agents(self) -> AgentsResponse:
+        agent = AgentInfo(rank=0, metadata=pack(b"agent"), arena={"base": 1})
+        return AgentsResponse(
             engine=self.engine,
             fingerprint=hash_facts(self.facts),
             facts=self.facts,
@@ -128,7 +128,7 @@ class Lender:
 
     @contextlib.asynccontextmanager
     async def listening(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator["Lender"]:
-        kept = KeptLog(self.now, epoch=self.engine, clock=self.clock)
+        kept = CachedPrefixLog(self.now, epoch=self.engine, clock=self.clock)
         app = channel_app(
             self.book, self.secret, agents=self.agents, kept=kept, clock=lambda: self.wall_clock()
         )
@@ -164,7 +164,7 @@ class Lender:
             data = await response.read()
             return response.status, readable(signed, response.status, data, encrypted=headers is None)
 
-    def ask(self, prompt: Prompt = PROMPT, **other: Any) -> dict[str, Any]:
+    def ask(self, prompt: PrefixIdentity = PROMPT, **other: Any) -> dict[str, Any]:
         own = {"engine": self.engine, "hash": prompt.hash, "length": prompt.length, "have": 0}
         return own | {"reader": "a" * 32} | other
 
@@ -187,7 +187,7 @@ class Attached:
     def engines(self) -> list[str]:
         return [*self._engines.values()]
 
-    def attach(self, name: str, agents: Agents) -> str:
+    def attach(self, name: str, agents: AgentsResponse) -> str:
         if self.error:
             raise self.error
         self._engines[name] = agents.engine
@@ -205,7 +205,7 @@ async def reading(
     attached = Attached()
     peers = Peers(
         Secret(secret),
-        Allowed([f"127.0.0.1:{port}" for port in ports], 5600),
+        AllowedPeers([f"127.0.0.1:{port}" for port in ports], 5600),
         fingerprint=hash_facts(FACTS),
         facts=FACTS,
         attach=attached.attach,

@@ -3,10 +3,10 @@
 import pytest
 
 from specdec.errors import ConfigError
-from specdec.reach.allowed import Allowed
-from specdec.reach.terms import Refusal
+from specdec.reach.allowed_peers import AllowedPeers
+from specdec.reach.protocol import ReachError
 
-ALLOWED = Allowed(
+ALLOWED = AllowedPeers(
     ["10.1.0.0/16", "192.168.0.7:7000", "[fd00::/8]:5601", "fe80::/10", "Prefill-1.example.", "p2:81"], 5600
 )
 
@@ -63,7 +63,7 @@ def test_what_is_allowed_has_one_form(host: str, port: int, endpoint: str) -> No
     ],
 )
 def test_all_else_is_refused_by_the_name_of_the_setting(host: str, port: int) -> None:
-    with pytest.raises(Refusal, match="reach_peers") as caught:
+    with pytest.raises(ReachError, match="reach_peers") as caught:
         ALLOWED.endpoint(host, port)
     assert caught.value.reason == "not_allowed" and len(str(caught.value)) < 400
 
@@ -89,11 +89,11 @@ def test_all_else_is_refused_by_the_name_of_the_setting(host: str, port: int) ->
 )
 def test_an_entry_that_is_no_peer_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match=r"reach_peers.*10\.0\.0\.0/8"):
-        Allowed([entry], 5600)
+        AllowedPeers([entry], 5600)
 
 
 def test_entries_may_stand_between_commas() -> None:
-    allowed = Allowed(["10.1.0.0/16, p2:81,[fd00::/8]:5601"], 5600)
+    allowed = AllowedPeers(["10.1.0.0/16, p2:81,[fd00::/8]:5601"], 5600)
     assert str(allowed.endpoint("p2", 81)) == "p2:81" and allowed.endpoint("fd00::1", 5601)
     assert str(allowed.endpoint("10.1.2.3", 5600)) == "10.1.2.3:5600"
 
@@ -101,13 +101,13 @@ def test_entries_may_stand_between_commas() -> None:
 @pytest.mark.parametrize("entry", ["127.0.0.1", "localhost"])
 def test_localhost_is_one_address(entry: str) -> None:
     """A resolver may return ::1 first, where another user of the machine may listen."""
-    allowed = Allowed([entry], 5600)
+    allowed = AllowedPeers([entry], 5600)
     assert str(allowed.endpoint("LocalHost", 5600)) == str(allowed.endpoint("127.0.0.1", 5600))
     assert str(allowed.endpoint("localhost", 5600)) == "127.0.0.1:5600"
-    with pytest.raises(Refusal):
+    with pytest.raises(ReachError):
         allowed.endpoint("::1", 5600)
 
 
 def test_without_entries_nothing_is_allowed() -> None:
-    with pytest.raises(Refusal):
-        Allowed([], 5600).endpoint("127.0.0.1", 5600)
+    with pytest.raises(ReachError):
+        AllowedPeers([], 5600).endpoint("127.0.0.1", 5600)

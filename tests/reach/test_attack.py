@@ -13,8 +13,8 @@ import pytest
 
 from specdec.reach import channel, connections
 from specdec.reach.messages import MOST_BEATS
+from specdec.reach.protocol import STATUSES, PrefixIdentity, Secret
 from specdec.reach.signed import SignedRequest
-from specdec.reach.terms import STATUSES, Prompt, Secret
 from tests.reach.peers import PROMPT, SECRET, Lender, readable, run, until
 
 HOST = "Host: p\r\nConnection: close\r\n"
@@ -458,7 +458,7 @@ def test_what_was_said_is_of_the_prompt_that_was_asked_for() -> None:
 
     async def test() -> None:
         async with Lender(most_leases=64).listening() as lender:
-            prompts = [Prompt.of([own, *range(9)]) for own in range(40)]
+            prompts = [PrefixIdentity.of([own, *range(9)]) for own in range(40)]
             leases = []
             for place, prompt in enumerate(prompts):
                 lease, loan = lender.lend(prompt, room=place)

@@ -6,19 +6,19 @@ from typing import ClassVar
 
 import pytest
 
-from specdec.reach import calls as calls_module
-from specdec.reach.allowed import Endpoint
-from specdec.reach.calls import MOST_ANSWER_BYTES, Calls
-from specdec.reach.messages import Closed
+from specdec.reach import peer_client as calls_module
+from specdec.reach.allowed_peers import Endpoint
+from specdec.reach.messages import CloseResponse
+from specdec.reach.peer_client import MOST_ANSWER_BYTES, PeerClient
+from specdec.reach.protocol import ReachError, Secret
 from specdec.reach.signed import IV_BYTES, SignedRequest
-from specdec.reach.terms import Refusal, Secret
 
 SECRET = Secret("a-secret-of-the-tests")
 OVERHEAD = IV_BYTES + 16
 """Bytes that encryption adds to a response."""
 
 
-class Recorded(Closed):
+class Recorded(CloseResponse):
     """A JSON parser that records the size of its inputs."""
 
     parsed: ClassVar[list[int]] = []
@@ -44,7 +44,7 @@ async def answered(
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {num_bytes}\r\n\r\n".encode() + body)
         writer.close()
 
-    calls = Calls(SECRET)
+    calls = PeerClient(SECRET)
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         try:
             at = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
@@ -57,7 +57,7 @@ def test_an_answer_that_is_too_long_is_not_parsed() -> None:
     Recorded.parsed.clear()
     assert asyncio.run(answered(MOST_ANSWER_BYTES)).intact
     assert Recorded.parsed == [MOST_ANSWER_BYTES - OVERHEAD], "the control"
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ReachError) as caught:
         asyncio.run(answered(MOST_ANSWER_BYTES + 1))
     assert caught.value.reason == "garbled" and len(Recorded.parsed) == 1
 
@@ -69,7 +69,7 @@ def test_an_answer_without_a_valid_signature_is_not_parsed(
 ) -> None:
     Recorded.parsed.clear()
     monkeypatch.setattr(calls_module, "read_refusal", lambda *_: pytest.fail("it was parsed"))
-    with pytest.raises(Refusal, match="SPECDEC_REACH_SECRET") as caught:
+    with pytest.raises(ReachError, match="SPECDEC_REACH_SECRET") as caught:
         asyncio.run(answered(100, status, status, secret))
     assert caught.value.reason == ("unauthorized" if status == 401 else "garbled") and not Recorded.parsed
 
@@ -77,7 +77,7 @@ def test_an_answer_without_a_valid_signature_is_not_parsed(
 @pytest.mark.parametrize(("status", "signed_status"), [(200, 404), (404, 200), (201, 200)])
 def test_a_status_that_was_changed_is_refused(status: int, signed_status: int) -> None:
     Recorded.parsed.clear()
-    with pytest.raises(Refusal, match="does not decrypt"):
+    with pytest.raises(ReachError, match="does not decrypt"):
         asyncio.run(answered(100, status, signed_status))
     assert not Recorded.parsed
 
@@ -98,7 +98,7 @@ def test_no_nonce_is_sent_twice_where_a_server_closes_connections_that_it_has_ke
                     writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
     async def test() -> None:
-        calls = Calls(SECRET)
+        calls = PeerClient(SECRET)
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             at = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
             for _ in range(3):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.reach.carrier import Carrier, Read, ReadLost
+from specdec.reach.carrier import Carrier, KVRead, ReadLost
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from tests.reach.conftest import Make, each_carrier
@@ -32,12 +32,12 @@ class Pair:
 
     def read(
         self, here: list[int], there: list[int], states: tuple[int, int] | None = None, name: str = "P"
-    ) -> Read:
+    ) -> KVRead:
         size = num_bytes(self.here, len(here), states is not None)
         return self.reader.read(name, pick(self.here, here, there, states), size, LONG_S)
 
 
-def lost(read: Read, why: str) -> None:
+def lost(read: KVRead, why: str) -> None:
     with pytest.raises(ReadLost, match=why):
         read.done.result(LONG_S)
     read.over.result(LONG_S)
@@ -98,7 +98,7 @@ def test_many_reads_at_once_from_many_threads(make: Make) -> None:
     other_there = arena(seed=2)
     other = make(other_there)
     pair.reader.attach("Q", other.metadata, WholeSlots.between(pair.here, other_there.data.data_ptr()))
-    reads: list[tuple[int, Arena, Read]] = []
+    reads: list[tuple[int, Arena, KVRead]] = []
 
     def ask(first: int) -> None:
         for block in range(first, 92, 4):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from specdec.errors import ConfigError, SpecdecError
-from specdec.reach.allowed import Allowed, Endpoint
-from specdec.reach.calls import Calls
+from specdec.reach.allowed_peers import AllowedPeers, Endpoint
 from specdec.reach.channel import Channel, channel_app
-from specdec.reach.kept import Changes
+from specdec.reach.peer_client import PeerClient
 from specdec.reach.peers import Peers
-from specdec.reach.terms import Prompt, Refusal, RoomReference, hash_facts
+from specdec.reach.prefix_log import PrefixLogChanges
+from specdec.reach.protocol import PrefixIdentity, ReachError, RoomReference, hash_facts
 from tests.reach.peers import FACTS, IDS, PROMPT, Clock, Lender, reading, run, until
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -32,7 +32,7 @@ async def raw(serve: Serve) -> AsyncIterator[int]:
 
 
 async def refused(awaitable) -> str:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ReachError) as caught:
         await awaitable
     return caught.value.reason
 
@@ -88,7 +88,11 @@ def test_a_mac_is_of_one_secret_engine_lease_prompt_and_salt() -> None:
         async with Lender().listening() as lender, reading(lender.port) as (peers, _):
             lease, _ = await lender.read()
             good = lender.reference(lease)
-            for prompt in (Prompt.of(IDS[:-1]), Prompt.of([*IDS[:-1], 99]), Prompt.of(IDS, "salt")):
+            for prompt in (
+                PrefixIdentity.of(IDS[:-1]),
+                PrefixIdentity.of([*IDS[:-1], 99]),
+                PrefixIdentity.of(IDS, "salt"),
+            ):
                 assert await refused(peers.meet(good, prompt)) == "bad_mac"
             for other in (
                 {"lease": "0" * 32},
@@ -134,7 +138,7 @@ def test_beats_keep_a_lease_and_tell_when_it_is_over() -> None:
                     await until(lambda beats=beats: peers.figures.beats >= beats + 2)
                 assert [loan.given_back for _, loan in held] == [0, 0, 1], "the third had none"
                 held[1][1].lent.intact = False
-                with pytest.raises(Refusal, match="over"):
+                with pytest.raises(ReachError, match="over"):
                     await peers.open(second, 0)
                 await second.lost.wait()
                 assert not first.lost.is_set()
@@ -185,7 +189,7 @@ def test_a_peer_that_began_anew_is_met_anew_and_its_past_is_not_used() -> None:
                 async with peers.hold(pair, past, PROMPT) as hold:
                     await old.channel.stop()
                     async with Lender().listening(port) as new:
-                        with pytest.raises(Refusal):
+                        with pytest.raises(ReachError):
                             await peers.open(hold, 0)
                         assert hold.lost.is_set()
                         clock.now_s += 40
@@ -209,7 +213,7 @@ def test_another_model_is_refused_by_name_once_and_for_a_while() -> None:
         async with lender.listening(), reading(lender.port, clock=clock) as (peers, attached):
             lease, _ = await lender.read()
             for _ in range(10):
-                with pytest.raises(Refusal, match="dtype is bfloat16 there and float32 here") as caught:
+                with pytest.raises(ReachError, match="dtype is bfloat16 there and float32 here") as caught:
                     await peers.meet(lender.reference(lease), PROMPT)
                 assert caught.value.reason == "fingerprint"
             assert peers.figures.handshakes == 1 and peers.figures.refused_peers == 1 and not attached.engines
@@ -261,12 +265,12 @@ def test_a_router_may_ask_which_states_are_kept() -> None:
     async def test() -> None:
         lender = Lender(kept={(prefix, 7) for prefix in range(1000)})
         async with lender.listening():
-            calls, at = Calls(lender.secret), Endpoint("127.0.0.1", lender.port)
-            first = await calls.get(at, "/reach/kept?since=0", Changes)
+            calls, at = PeerClient(lender.secret), Endpoint("127.0.0.1", lender.port)
+            first = await calls.get(at, "/reach/kept?since=0", PrefixLogChanges)
             assert first.whole and len(first.added) == 1000 and first.epoch == lender.engine
             lender.kept = lender.kept | {(5000, 7)}
             lender.clock.now_s += 60
-            then = await calls.get(at, f"/reach/kept?since={first.seq}", Changes)
+            then = await calls.get(at, f"/reach/kept?since={first.seq}", PrefixLogChanges)
             assert not then.whole and then.added == [(f"{5000:016x}", 7)] and not then.gone
             await calls.close()
 
@@ -373,7 +377,7 @@ def test_what_an_impostor_answers_is_not_kept() -> None:
 
     async def test() -> None:
         async with raw(serve) as port, reading(port) as (peers, _):
-            with pytest.raises(Refusal) as caught:
+            with pytest.raises(ReachError) as caught:
                 await peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT)
             assert caught.value.reason == "garbled" and caught.value.__traceback__, "the control"
             (link,) = peers._links.values()
@@ -439,7 +443,7 @@ def test_both_sides_speak_over_ipv6_too() -> None:
         async with lender.listening(host="::1"):
             peers = Peers(
                 lender.secret,
-                Allowed([f"[::1]:{lender.port}"], 5600),
+                AllowedPeers([f"[::1]:{lender.port}"], 5600),
                 fingerprint=hash_facts(FACTS),
                 facts=FACTS,
                 attach=lambda name, agents: agents.engine,

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.errors import ConfigError
-from specdec.reach.carrier import Read, ReadLost
+from specdec.reach.carrier import KVRead, ReadLost
+from specdec.reach.carrier_thread import AHEAD, CarrierThread, Quarantine
 from specdec.reach.descriptors import PIECE_BYTES
-from specdec.reach.reader import AHEAD, Quarantine, Reader
-from specdec.reach.wire import Uncertain, WireError
+from specdec.reach.wire import TransferUncertain, WireError
 from tests.reach.copies import Copies, CopyingLink, CopyingPiece, CopyingWire, Memory
 from tests.reach.pairs import WholeSlots, arena, num_bytes, pick, until
 
@@ -33,11 +33,11 @@ class Pair:
         plan = WholeSlots.between(self.here, self.there.data.data_ptr())
         self.reader.attach("P", self.peer.metadata, plan)
 
-    def read(self, here: list[int], there: list[int], deadline_s: float = LONG_S) -> Read:
+    def read(self, here: list[int], there: list[int], deadline_s: float = LONG_S) -> KVRead:
         size = num_bytes(self.here, len(here))
         return self.reader.read("P", pick(self.here, here, there), size, deadline_s)
 
-    def stalled(self, here: list[int], there: list[int], deadline_s: float = LONG_S) -> Read:
+    def stalled(self, here: list[int], there: list[int], deadline_s: float = LONG_S) -> KVRead:
         """Start a read, and return it once its pieces are in flight."""
         self.peer.stall()
         asked = self.peer.asked
@@ -278,14 +278,14 @@ def test_callers_are_heard_between_two_turns(pair: Pair, monkeypatch: pytest.Mon
 def test_a_thread_that_is_stuck_holds_no_caller_up(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = arena(), arena(seed=1)
     peer = Copies(there)
-    reader = Reader("stuck", partial(CopyingWire, Memory(here.data)), here.data.nbytes, close_s=0.05)
+    reader = CarrierThread("stuck", partial(CopyingWire, Memory(here.data)), here.data.nbytes, close_s=0.05)
     reader.attach("P", peer.metadata, WholeSlots.between(here, there.data.data_ptr()))
     stuck, goes_on = threading.Event(), threading.Event()
 
     def post(*_: object) -> CopyingPiece:
         stuck.set()
         goes_on.wait(LONG_S)
-        raise Uncertain("it came back")
+        raise TransferUncertain("it came back")
 
     monkeypatch.setattr(CopyingLink, "post", post)
     posted = reader.read("P", pick(here, [7], [9]), num_bytes(here, 1), LONG_S)
@@ -308,7 +308,7 @@ def test_a_piece_of_unknown_fate_keeps_its_memory_until_the_agent_is_gone(
     pair = Pair(Quarantine(part=2.0, age_s=0.2))
 
     def fail(self: CopyingPiece) -> bool:
-        raise Uncertain("the network said no")
+        raise TransferUncertain("the network said no")
 
     with monkeypatch.context() as patched:
         patched.setattr(CopyingPiece, "has_landed", fail)

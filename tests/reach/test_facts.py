@@ -8,8 +8,8 @@ import pytest
 
 from specdec import EngineConfig
 from specdec.models.folder import SHIPPED
-from specdec.reach.facts import digest_checkpoint, facts_of
-from specdec.reach.terms import differences, hash_facts
+from specdec.reach.fingerprint import digest_checkpoint, facts_of
+from specdec.reach.protocol import differences, hash_facts
 from specdec.setup.resolve import open_model
 
 TINY = SHIPPED["tiny"]

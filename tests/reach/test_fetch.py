@@ -12,15 +12,15 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
-from specdec.engine.landing import Landings
-from specdec.reach import calls, fetch
-from specdec.reach.allowed import Allowed
+from specdec.engine.incoming import IncomingPrefixes
+from specdec.reach import fetch, peer_client
+from specdec.reach.allowed_peers import AllowedPeers
 from specdec.reach.connections import bounded
-from specdec.reach.lease import Lease
-from specdec.reach.leases import Book
-from specdec.reach.messages import Ask, Hidden, Opened
-from specdec.reach.peers import Hold, Peers
-from specdec.reach.terms import LeaseReference, Refusal, RoomReference
+from specdec.reach.lease import TransferLease
+from specdec.reach.lease_table import LeaseTable
+from specdec.reach.messages import HiddenState, OpenRequest, OpenResponse
+from specdec.reach.peers import LeaseHold, Peers
+from specdec.reach.protocol import LeaseReference, ReachError, RoomReference
 from tests.models.agreeing import END
 from tests.reach.engines import HOST, Side, side
 from tests.reach.peers import until
@@ -120,21 +120,21 @@ def test_a_hidden_state_that_the_head_cannot_read_is_refused(
     width: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer's invalid data must not end a request: it once failed a step of all requests."""
-    tell = Lease.tell
+    tell = TransferLease.tell
 
-    def lying(self: Lease, have: int) -> Opened:
+    def lying(self: TransferLease, have: int) -> OpenResponse:
         opened = tell(self, have)
         assert opened.hidden
         own = opened.hidden.tensor
         forged = own.repeat(3) if width == "wide" else own[:3]
-        return opened.model_copy(update={"hidden": Hidden.of(forged)})
+        return opened.model_copy(update={"hidden": HiddenState.of(forged)})
 
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             ids = prompt(1)
             lent = await reader.lend(ids)
             with monkeypatch.context() as patch:
-                patch.setattr(Lease, "tell", lying)
+                patch.setattr(TransferLease, "tell", lying)
                 assert (await writer.fetcher.fetch(ids, SOLE, lent)).outcome == "garbled"
             assert await said(writer, ids) == await said(reader, ids)
             assert not writer.engine.stats().failed_steps
@@ -148,16 +148,16 @@ def test_a_peer_that_answers_at_once_with_nothing_new_is_not_asked_all_the_time(
     """Without a delay this used the whole event loop: 150 calls a second for each prompt."""
     asked = 0
 
-    async def unknown(self: Book, room: int, ask: Ask) -> Opened:
+    async def unknown(self: LeaseTable, room: int, ask: OpenRequest) -> OpenResponse:
         nonlocal asked
         asked += 1
-        raise Refusal("unknown_room", "No.")
+        raise ReachError("unknown_room", "No.")
 
-    async def nothing(self: Book, lease_id: str, ask: Ask) -> Opened:
+    async def nothing(self: LeaseTable, lease_id: str, ask: OpenRequest) -> OpenResponse:
         nonlocal asked
         asked += 1
         own = {"lease": lease_id, "length": ask.length, "ready": 0, "first": 0, "blocks": []}
-        return Opened(**own, state=None, hidden=None)
+        return OpenResponse(**own, state=None, hidden=None)
 
     async def test() -> None:
         async with pair(folder, limit_s=2.5) as (reader, writer):
@@ -166,13 +166,13 @@ def test_a_peer_that_answers_at_once_with_nothing_new_is_not_asked_all_the_time(
                 assert (await writer.fetcher.fetch(ids, SOLE, reference)).outcome == "late"
             assert 2 <= asked <= 6
 
-    monkeypatch.setattr(Book, "open_room", unknown)
-    monkeypatch.setattr(Book, "open", nothing)
+    monkeypatch.setattr(LeaseTable, "open_room", unknown)
+    monkeypatch.setattr(LeaseTable, "open", nothing)
     run(test())
 
 
 def test_rooms_that_never_come_hold_up_no_leases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_OF_A_PEER", 3)
+    monkeypatch.setattr(peer_client, "MOST_OF_A_PEER", 3)
     monkeypatch.setattr(fetch, "MOST_ENTERING", 3)
 
     async def test() -> None:
@@ -220,7 +220,7 @@ def test_an_engine_that_has_two_addresses_is_read_by_both(folder: Path) -> None:
             assert reader.channel._runner.server
             factory = bounded(reader.channel._runner.server)
             other = await asyncio.get_running_loop().create_server(factory, OTHER_HOST, port)
-            writer.peers._allowed = Allowed([HOST, OTHER_HOST], port)
+            writer.peers._allowed = AllowedPeers([HOST, OTHER_HOST], port)
             reader.carrier.stall()
             ids = prompt(1)
             first = asyncio.create_task(writer.fetcher.fetch(ids, SOLE, await reader.lend(ids)))
@@ -357,13 +357,13 @@ def test_a_mutant_that_does_not_ask_gives_another_text(folder: Path, monkeypatch
                     bytes_X.zero_()
                 return read(*asked)
 
-            async def unasked(hold: Hold[Any], *, read: bool) -> bool:
+            async def unasked(hold: LeaseHold[Any], *, read: bool) -> bool:
                 hold.is_closed = True
                 return True
 
             writer.carrier.read = spoilt
             monkeypatch.setattr(writer.peers, "close", unasked)
-            monkeypatch.setattr(Landings, "_is_worth", lambda *_: True)
+            monkeypatch.setattr(IncomingPrefixes, "_is_worth", lambda *_: True)
             texts = []
             for ids in map(prompt, range(8)):
                 assert (await writer.fetcher.fetch(ids, SOLE, await reader.lend(ids))).outcome == "fetched"

@@ -11,22 +11,30 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import Tenant
-from specdec.reach.calls import MOST_ANSWER_BYTES
-from specdec.reach.kept import LOOK_SHARE, REFRESH_S, Changes, Kept, KeptLog, KeptStates, hash_beginnings
-from specdec.reach.terms import Refusal
+from specdec.reach.peer_client import MOST_ANSWER_BYTES
+from specdec.reach.prefix_log import (
+    LOOK_SHARE,
+    REFRESH_S,
+    CachedPrefix,
+    CachedPrefixHashes,
+    CachedPrefixLog,
+    PrefixLogChanges,
+    hash_beginnings,
+)
+from specdec.reach.protocol import ReachError
 from tests.reach.peers import Clock
 
 WORD = (1 << 64) - 1
 
 
-def of(source: Callable[[], Iterable[Kept]]) -> Callable[[], Awaitable[frozenset[Kept]]]:
-    async def now() -> frozenset[Kept]:
+def of(source: Callable[[], Iterable[CachedPrefix]]) -> Callable[[], Awaitable[frozenset[CachedPrefix]]]:
+    async def now() -> frozenset[CachedPrefix]:
         return frozenset(source())
 
     return now
 
 
-def since(log: KeptLog, seq: int) -> Changes:
+def since(log: CachedPrefixLog, seq: int) -> PrefixLogChanges:
     return asyncio.run(log.since(seq))
 
 
@@ -59,7 +67,7 @@ def test_every_beginning_has_its_hash_at_once() -> None:
 def test_a_router_that_follows_knows_what_is_kept() -> None:
     """Random changes, with routers that poll at different times and fall behind."""
     draw, clock, kept = random.Random(0), Clock(), set()
-    log = KeptLog(of(lambda: kept), most=40, clock=clock)
+    log = CachedPrefixLog(of(lambda: kept), most=40, clock=clock)
     routers = [(set(), 0)] * 4
     for _ in range(400):
         for _ in range(draw.randrange(4)):
@@ -67,7 +75,7 @@ def test_a_router_that_follows_knows_what_is_kept() -> None:
         clock.now_s += 2 * REFRESH_S
         which = draw.choices(range(4), (8, 4, 2, 1))[0]
         known, seq = routers[which]
-        told = Changes.from_json(since(log, seq).write())
+        told = PrefixLogChanges.from_json(since(log, seq).write())
         assert told.epoch == log.epoch
         known = set() if told.whole else set(known)
         added, gone = (
@@ -81,11 +89,11 @@ def test_a_router_that_follows_knows_what_is_kept() -> None:
 
 def test_what_is_of_another_life_or_too_old_is_told_whole() -> None:
     clock, kept = Clock(), {(5, 7)}
-    log = KeptLog(of(lambda: kept), most=2, clock=clock)
+    log = CachedPrefixLog(of(lambda: kept), most=2, clock=clock)
     first = since(log, 0)
     for strange in ([["0" * 16, "7"]], [["0" * 16]], [["0" * 16, 0]], [["x" * 16, 1]], ["0" * 16], {"a": 1}):
-        with pytest.raises(Refusal, match="added"):
-            Changes.from_json(json.dumps(first.model_dump() | {"added": strange}).encode())
+        with pytest.raises(ReachError, match="added"):
+            PrefixLogChanges.from_json(json.dumps(first.model_dump() | {"added": strange}).encode())
     assert first.whole and first.added == [("0000000000000005", 7)] and first.gone == []
     same = since(log, first.seq)
     assert not same.whole and same.added == same.gone == []
@@ -102,7 +110,7 @@ def test_what_is_of_another_life_or_too_old_is_told_whole() -> None:
 def test_a_whole_answer_names_the_latest_states_and_counts_the_others() -> None:
     """At their longest, 65,536 of them are as many as the client reads."""
     clock, kept = Clock(), {(WORD - own, 1 << 24) for own in range(100_000)}
-    log = KeptLog(of(lambda: kept), clock=clock)
+    log = CachedPrefixLog(of(lambda: kept), clock=clock)
     since(log, 0)
     kept |= {(own, 1 << 24) for own in range(10)}
     clock.now_s += 2 * REFRESH_S
@@ -118,13 +126,13 @@ def test_a_whole_answer_names_the_latest_states_and_counts_the_others() -> None:
 
 
 def test_the_epoch_is_another_one_for_each_log() -> None:
-    assert KeptLog(of(set)).epoch != KeptLog(of(set)).epoch
+    assert CachedPrefixLog(of(set)).epoch != CachedPrefixLog(of(set)).epoch
 
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_what_came_and_went_between_two_questions_is_told_as_gone(most: int) -> None:
     clock, kept = Clock(), set()
-    log = KeptLog(of(lambda: kept), most=most, clock=clock)
+    log = CachedPrefixLog(of(lambda: kept), most=most, clock=clock)
     seq = since(log, 0).seq
     assert seq == 0
     for own in ({(1, 1)}, set(), {(1, 1)}):
@@ -141,9 +149,9 @@ def test_many_states_are_hashed_in_several_looks(monkeypatch: pytest.MonkeyPatch
     with SpecEngine("tiny", memory_bytes=64 << 20, draft="none", dtype="float32") as engine:
         params = SamplingParams(max_tokens=2)
         engine.generate([draw.integers(5, 300, 140).tolist() for _ in range(5)], params)
-        whole = asyncio.run(KeptStates(engine.transfers).now())
-        monkeypatch.setattr("specdec.reach.kept.MOST_HASHED", 1)
-        states, known = KeptStates(engine.transfers), []
+        whole = asyncio.run(CachedPrefixHashes(engine.transfers).now())
+        monkeypatch.setattr("specdec.reach.prefix_log.MOST_HASHED", 1)
+        states, known = CachedPrefixHashes(engine.transfers), []
         while not known or len(known[-1]) < len(whole):
             known.append(asyncio.run(states.now()))
         assert [len(own) for own in known] == [*range(1, len(whole) + 1)] and len(whole) > 4
@@ -156,14 +164,14 @@ def test_what_an_engine_keeps_is_what_a_request_can_continue() -> None:
     trunk = draw.integers(5, 300, 90).tolist()
     prompts = [trunk[:length] + draw.integers(5, 300, 40).tolist() for length in (0, 30, 60, 90, 90, 60)]
     with SpecEngine("tiny", memory_bytes=128 << 20, draft="none", dtype="float32") as engine:
-        states = KeptStates(engine.transfers)
+        states = CachedPrefixHashes(engine.transfers)
         turns = []
         for place, prompt in enumerate(prompts):
             salt = "salt" if place == 5 else None
             params = SamplingParams(max_tokens=2, temperature=0.0, cache_salt=salt)
             turns.append([*prompt, *engine.generate([prompt], params)[0].token_ids, 9])
             kept = asyncio.run(states.now())
-            assert kept == asyncio.run(KeptStates(engine.transfers).now()), "as if hashed anew"
+            assert kept == asyncio.run(CachedPrefixHashes(engine.transfers).now()), "as if hashed anew"
         cache = engine.transfers.look(lambda cache: cache).result()
         for turn, salt in zip([*prompts, *turns], 2 * ([""] * 5 + ["salt"]), strict=True):
             known = [n for n, own in enumerate(hash_beginnings(turn, salt), 1) if (int(own), n) in kept]
@@ -177,12 +185,12 @@ def test_looks_that_take_long_are_rare() -> None:
     """Each scan blocks the engine's thread."""
     clock, looks = Clock(), list[float]()
 
-    async def look() -> set[Kept]:
+    async def look() -> set[CachedPrefix]:
         looks.append(clock.now_s)
         clock.now_s += 2 * REFRESH_S
         return set()
 
-    log = KeptLog(look, clock=clock)
+    log = CachedPrefixLog(look, clock=clock)
     for _ in range(1000):
         since(log, 1)
         clock.now_s += REFRESH_S / 10

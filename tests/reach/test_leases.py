@@ -5,30 +5,30 @@ import asyncio
 import pytest
 
 from specdec.errors import EngineError
-from specdec.reach import recent
-from specdec.reach.messages import Ask, Beat, Close
-from specdec.reach.terms import Prompt, Refusal
+from specdec.reach import expiring_map
+from specdec.reach.messages import CloseRequest, HeartbeatRequest, OpenRequest
+from specdec.reach.protocol import PrefixIdentity, ReachError
 from tests.reach.peers import IDS, PROMPT, Lender, run, until
 
-OTHER = Prompt.of([*IDS, 1])
+OTHER = PrefixIdentity.of([*IDS, 1])
 
 
-def ask(lender: Lender, **other) -> Ask:
-    return Ask(**lender.ask(**other))
+def ask(lender: Lender, **other) -> OpenRequest:
+    return OpenRequest(**lender.ask(**other))
 
 
-def close(lender: Lender, *, read: bool = True, reader: str = "a" * 32) -> Close:
-    return Close(engine=lender.engine, reader=reader, read=read)
+def close(lender: Lender, *, read: bool = True, reader: str = "a" * 32) -> CloseRequest:
+    return CloseRequest(engine=lender.engine, reader=reader, read=read)
 
 
 async def refused(awaitable) -> str:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ReachError) as caught:
         await awaitable
     return caught.value.reason
 
 
 def closing(lender: Lender, lease, **other) -> str:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ReachError) as caught:
         lender.book.close(lease.id, close(lender, **other))
     return caught.value.reason
 
@@ -39,14 +39,14 @@ def test_a_lease_ends_where_no_reader_is_heard_of() -> None:
         lease, loan = await lender.read()
         for _ in range(4):
             lender.clock.now_s += 29
-            beat = Beat(engine=lender.engine, leases=[lease.id, "0" * 32])
+            beat = HeartbeatRequest(engine=lender.engine, leases=[lease.id, "0" * 32])
             assert lender.book.beat(beat).leases == [lease.id]
         lender.clock.now_s += 30
         lender.book.sweep()
         assert loan.given_back == 1 and lender.book.figures.ended == {"lease_over": 1}
         assert await refused(lender.book.open(lease.id, ask(lender))) == "lease_over"
         assert lender.book.beat(beat).leases == []
-        lender.clock.now_s += recent.REMEMBERED_S
+        lender.clock.now_s += expiring_map.REMEMBERED_S
         assert await refused(lender.book.open(lease.id, ask(lender))) == "unknown_lease"
 
     run(test())
@@ -90,7 +90,7 @@ def test_another_prompt_and_another_reader_are_refused_and_change_nothing() -> N
         for other in (
             {"hash": OTHER.hash},
             {"hash": OTHER.hash, "length": OTHER.length},
-            {"hash": Prompt.of(IDS, "salt").hash},
+            {"hash": PrefixIdentity.of(IDS, "salt").hash},
             {"length": 9},
         ):
             assert await refused(lender.book.open(lease.id, ask(lender, **other))) == "other_prompt"
@@ -116,10 +116,10 @@ def test_another_engine_is_refused() -> None:
         lease, _ = await lender.read()
         assert await refused(lender.book.open(lease.id, ask(other))) == "other_engine"
         assert await refused(lender.book.open_room(1, ask(other))) == "other_engine"
-        with pytest.raises(Refusal, match="another one"):
+        with pytest.raises(ReachError, match="another one"):
             lender.book.close(lease.id, close(other))
-        with pytest.raises(Refusal, match="another one"):
-            lender.book.beat(Beat(engine=other.engine, leases=[lease.id]))
+        with pytest.raises(ReachError, match="another one"):
+            lender.book.beat(HeartbeatRequest(engine=other.engine, leases=[lease.id]))
 
     run(test())
 
@@ -231,16 +231,16 @@ def test_leases_and_bytes_are_bounded() -> None:
         lender = Lender(most_leases=3)
         for _ in range(3):
             lender.lend(num_bytes=1)
-        with pytest.raises(Refusal, match="3 prompts of 999 bytes wait") as caught:
+        with pytest.raises(ReachError, match="3 prompts of 999 bytes wait") as caught:
             lender.lend(num_bytes=1)
         assert caught.value.status == 503 and len(lender.loans) == 3, "nothing was submitted"
         lender = Lender()
         lender.lend(num_bytes=999)
-        with pytest.raises(Refusal, match="no memory for one more"):
+        with pytest.raises(ReachError, match="no memory for one more"):
             lender.lend(num_bytes=2)
         lender.book.end_all()
         assert lender.loans[0].given_back == 1
-        with pytest.raises(Refusal, match="stops"):
+        with pytest.raises(ReachError, match="stops"):
             lender.lend()
 
     run(test())
@@ -264,12 +264,12 @@ def test_what_an_engine_refuses_at_once_leaves_nothing() -> None:
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         lender = Lender()
-        for room in range(recent.MOST + 50):
+        for room in range(expiring_map.MOST + 50):
             lease, _ = lender.lend(room=room)
             lender.book.cancel(lease)
             lender.book.rooms.fail(10**9 + room)
-        assert len(lender.book._ended) == len(lender.book.rooms._past) == recent.MOST
-        lender.clock.now_s += recent.REMEMBERED_S
+        assert len(lender.book._ended) == len(lender.book.rooms._past) == expiring_map.MOST
+        lender.clock.now_s += expiring_map.REMEMBERED_S
         lender.book.rooms.check_free(room)
         assert len(lender.book.rooms._past) == 0
 
@@ -318,13 +318,13 @@ def test_a_room_is_of_one_prompt_and_serves_once() -> None:
         lender = Lender(wait_s=0.05)
         lease, _ = await lender.read(room=5)
         assert await refused(lender.book.open_room(5, ask(lender, hash=OTHER.hash))) == "other_prompt"
-        with pytest.raises(Refusal, match="draw a new one"):
+        with pytest.raises(ReachError, match="draw a new one"):
             lender.lend(room=5)
         await lender.book.open_room(5, ask(lender))
         assert await refused(lender.book.open_room(5, ask(lender, reader="b" * 32))) == "held"
         assert lender.book.close(lease.id, close(lender))
         assert await refused(lender.book.open_room(5, ask(lender))) == "room_used"
-        with pytest.raises(Refusal, match="draw a new one"):
+        with pytest.raises(ReachError, match="draw a new one"):
             lender.lend(room=5)
         lender.book.rooms.fail(5)
         assert await refused(lender.book.open_room(5, ask(lender))) == "room_used"

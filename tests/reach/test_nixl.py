@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from specdec.errors import ConfigError
-from specdec.reach.carrier import Read, ReadLost
+from specdec.reach.carrier import KVRead, ReadLost
+from specdec.reach.carrier_thread import CarrierThread, Quarantine
 from specdec.reach.nixl import AgentWire, Nixl, load_nixl
-from specdec.reach.reader import Quarantine, Reader
 from specdec.reach.wire import WireError
 from specdec.state_slots.arena import Arena
 from tests.imports import ROOT
@@ -58,11 +58,13 @@ def _sockets(monkeypatch: pytest.MonkeyPatch) -> None:
 sockets = pytest.mark.usefixtures("_sockets")
 
 
-def attach(reader: Reader, here: Arena, peer: Peer, name: str = "P") -> None:
+def attach(reader: CarrierThread, here: Arena, peer: Peer, name: str = "P") -> None:
     reader.attach(name, peer.metadata, WholeSlots.between(here, peer.base))
 
 
-def read(reader: Reader, here: Arena, blocks: list[int], limit_s: float = LONG_S, name: str = "P") -> Read:
+def read(
+    reader: CarrierThread, here: Arena, blocks: list[int], limit_s: float = LONG_S, name: str = "P"
+) -> KVRead:
     return reader.read(name, pick(here, blocks, blocks), num_bytes(here, len(blocks)), limit_s)
 
 
@@ -72,7 +74,7 @@ def landed(here: Arena, seed: int = SEED) -> bool:
     return torch.equal(here.data[start:], arena(seed=seed, slabs=SLABS).data[start:])
 
 
-def lost(read: Read, why: str) -> None:
+def lost(read: KVRead, why: str) -> None:
     with pytest.raises(ReadLost, match=why):
         read.done.result(LONG_S)
 

@@ -11,8 +11,8 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from specdec.reach import channel, signed
+from specdec.reach.protocol import ReachError, RoomReference, Secret
 from specdec.reach.signed import MOST_SKEW_S, ReplayGuard, SignedRequest
-from specdec.reach.terms import Refusal, RoomReference, Secret
 from tests.reach.peers import PROMPT, SECRET, Clock, Lender, readable, reading, run
 
 OWN, OTHER = Secret(SECRET), Secret(SECRET + "x")
@@ -27,7 +27,7 @@ def reason_of(call: Callable[..., object], *own: object) -> str | None:
     """Return why a call is refused, or None."""
     try:
         call(*own)
-    except Refusal as refusal:
+    except ReachError as refusal:
         return refusal.reason
     return None
 
@@ -160,7 +160,7 @@ def test_clocks_that_differ_are_named_on_both_sides(ahead_s: int, caplog: pytest
     async def test() -> None:
         lender = Lender(wall_clock=lambda: time.time() - ahead_s)
         async with lender.listening(), reading(lender.port) as (peers, _):
-            with pytest.raises(Refusal, match="The clocks of the two servers differ") as caught:
+            with pytest.raises(ReachError, match="The clocks of the two servers differ") as caught:
                 await peers.meet(lender.room(5), PROMPT)
             assert caught.value.reason == "clock_skew" and "NTP" in str(caught.value)
             assert lender.book.figures.refused == {"clock_skew": 1}
@@ -232,7 +232,7 @@ def test_an_impostor_that_takes_over_a_port_learns_nothing(
     async def test() -> None:
         impostor = Impostor()
         async with impostor.listening() as port, reading(port) as (peers, attached):
-            with pytest.raises(Refusal, match="does not decrypt"):
+            with pytest.raises(ReachError, match="does not decrypt"):
                 await peers.meet(RoomReference("127.0.0.1", port, 5), PROMPT)
             assert not attached.engines
         (captured,) = impostor.sent
@@ -267,7 +267,7 @@ def test_an_impostor_that_relays_to_another_server_cannot_read_its_answers(
             assert impostor.has_read(lender) == is_mutant
             async with Lender().listening() as other, peers.hold(pair, reference, PROMPT) as hold:
                 impostor.relay_to = other.port
-                with pytest.raises(Refusal) as caught:
+                with pytest.raises(ReachError) as caught:
                     await peers.open(hold, 0)
                 assert caught.value.reason == "other_engine"
                 assert other.book.figures.refused == {"other_engine": 1}

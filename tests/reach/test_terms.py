@@ -7,8 +7,24 @@ import pytest
 import torch
 
 from specdec.errors import ConfigError
-from specdec.reach.messages import MOST_BEATS, Ask, Beat, Hidden, Opened, read_refusal, write_refusal
-from specdec.reach.terms import STATUSES, VARIABLE, LeaseReference, Prompt, Refusal, Secret, differences
+from specdec.reach.messages import (
+    MOST_BEATS,
+    HeartbeatRequest,
+    HiddenState,
+    OpenRequest,
+    OpenResponse,
+    read_refusal,
+    write_refusal,
+)
+from specdec.reach.protocol import (
+    STATUSES,
+    VARIABLE,
+    LeaseReference,
+    PrefixIdentity,
+    ReachError,
+    Secret,
+    differences,
+)
 from tests.reach.peers import IDS, PROMPT, SECRET
 
 GOOD = {"engine": "0" * 32, "hash": "f" * 64, "length": 5, "have": 0, "reader": "a" * 32}
@@ -31,7 +47,7 @@ def test_the_secret_comes_from_the_environment_alone() -> None:
 def test_a_mac_covers_all_of_a_claim_and_is_of_one_secret() -> None:
     secret = Secret(SECRET)
 
-    def verified(mac: str, prompt: Prompt = PROMPT, engine: str = "e", lease: str = "l") -> bool:
+    def verified(mac: str, prompt: PrefixIdentity = PROMPT, engine: str = "e", lease: str = "l") -> bool:
         return secret.verifies(LeaseReference("any", 1, engine, lease, mac), prompt)
 
     mac = secret.sign("e", "l", PROMPT)
@@ -39,9 +55,9 @@ def test_a_mac_covers_all_of_a_claim_and_is_of_one_secret() -> None:
     assert not verified(Secret(SECRET + "x").sign("e", "l", PROMPT))
     assert not verified(secret.sign("el", "", PROMPT), engine="e", lease="l")
     for prompt in (
-        Prompt.of(IDS, "s"),
-        Prompt(PROMPT.hash, 9, PROMPT.salt),
-        Prompt("0" * 64, 10, PROMPT.salt),
+        PrefixIdentity.of(IDS, "s"),
+        PrefixIdentity(PROMPT.hash, 9, PROMPT.salt),
+        PrefixIdentity("0" * 64, 10, PROMPT.salt),
     ):
         assert not verified(mac, prompt)
         assert not verified(secret.sign("e", "l", prompt))
@@ -53,16 +69,16 @@ def test_a_mac_covers_all_of_a_claim_and_is_of_one_secret() -> None:
 
 def test_hashes_differ_by_tokens_order_salt_and_length() -> None:
     prompts = [
-        Prompt.of(IDS),
-        Prompt.of(IDS[::-1]),
-        Prompt.of(IDS[:-1]),
-        Prompt.of([*IDS[:-1], IDS[-1] + (1 << 16)]),
-        Prompt.of(IDS, "a"),
-        Prompt.of(IDS, "b"),
-        Prompt.of([]),
+        PrefixIdentity.of(IDS),
+        PrefixIdentity.of(IDS[::-1]),
+        PrefixIdentity.of(IDS[:-1]),
+        PrefixIdentity.of([*IDS[:-1], IDS[-1] + (1 << 16)]),
+        PrefixIdentity.of(IDS, "a"),
+        PrefixIdentity.of(IDS, "b"),
+        PrefixIdentity.of([]),
     ]
     assert len({own.hash for own in prompts}) == len(prompts)
-    assert Prompt.of(torch.tensor(IDS).tolist()) == PROMPT
+    assert PrefixIdentity.of(torch.tensor(IDS).tolist()) == PROMPT
 
 
 @pytest.mark.parametrize(
@@ -84,15 +100,15 @@ def test_hashes_differ_by_tokens_order_salt_and_length() -> None:
     ],
 )
 def test_a_field_that_does_not_fit_is_named(change: dict[str, object], field: str) -> None:
-    with pytest.raises(Refusal, match=f"Ask.{field}") as caught:
-        Ask.from_json(json.dumps(GOOD | change).encode())
+    with pytest.raises(ReachError, match=f"Ask.{field}") as caught:
+        OpenRequest.from_json(json.dumps(GOOD | change).encode())
     assert caught.value.field == field and caught.value.status == 400 and "give" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_field_that_is_missing_is_named(name: str) -> None:
-    with pytest.raises(Refusal, match=f"Ask.{name}"):
-        Ask.from_json(json.dumps({own: value for own, value in GOOD.items() if own != name}).encode())
+    with pytest.raises(ReachError, match=f"Ask.{name}"):
+        OpenRequest.from_json(json.dumps({own: value for own, value in GOOD.items() if own != name}).encode())
 
 
 @pytest.mark.parametrize(
@@ -116,43 +132,43 @@ def test_a_field_that_is_missing_is_named(name: str) -> None:
     ],
 )
 def test_what_is_no_such_body_is_refused(data: bytes) -> None:
-    with pytest.raises(Refusal) as caught:
-        Ask.from_json(data)
+    with pytest.raises(ReachError) as caught:
+        OpenRequest.from_json(data)
     assert caught.value.reason == "malformed" and len(str(caught.value)) < 400
     write_refusal(caught.value)
 
 
 def test_a_beat_is_bounded() -> None:
     beat = {"engine": "0" * 32, "leases": ["1" * 32] * (MOST_BEATS + 1)}
-    with pytest.raises(Refusal, match=r"Beat.leases.*at most 4,096"):
-        Beat.from_json(json.dumps(beat).encode())
+    with pytest.raises(ReachError, match=r"Beat.leases.*at most 4,096"):
+        HeartbeatRequest.from_json(json.dumps(beat).encode())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_a_hidden_vector_crosses_bit_for_bit(dtype: torch.dtype) -> None:
     hidden_1D = torch.tensor([1.5, -0.0, float("nan"), float("inf"), 3e-5], dtype=dtype)
-    there = Hidden.from_json(Hidden.of(hidden_1D).write()).tensor
+    there = HiddenState.from_json(HiddenState.of(hidden_1D).write()).tensor
     assert there.dtype == dtype
     assert torch.equal(there.view(torch.uint8), hidden_1D.view(torch.uint8))
 
 
 @pytest.mark.parametrize("data", ["", "A", "AAAA", "ä", "AAA=AAA="])
 def test_a_hidden_vector_that_is_none_is_refused(data: str) -> None:
-    with pytest.raises(Refusal, match="hidden"):
-        _ = Hidden(dtype="float64", data=data).tensor
+    with pytest.raises(ReachError, match="hidden"):
+        _ = HiddenState(dtype="float64", data=data).tensor
 
 
 def test_an_answer_with_ids_out_of_range_is_refused() -> None:
     own = {"lease": "1" * 32, "length": 5, "ready": 5, "first": 0, "blocks": [1], "state": 2, "hidden": None}
-    assert Opened.from_json(json.dumps(own).encode()).is_whole
+    assert OpenResponse.from_json(json.dumps(own).encode()).is_whole
     for change in ({"blocks": [-1]}, {"blocks": [1 << 31]}, {"blocks": [1.0]}, {"state": -1}, {"ready": -1}):
-        with pytest.raises(Refusal):
-            Opened.from_json(json.dumps(own | change).encode())
+        with pytest.raises(ReachError):
+            OpenResponse.from_json(json.dumps(own | change).encode())
 
 
 def test_a_refusal_crosses_with_its_reason_field_and_words() -> None:
     for reason in STATUSES:
-        there = read_refusal(write_refusal(Refusal(reason, "Do that.", field="hash")), STATUSES)
+        there = read_refusal(write_refusal(ReachError(reason, "Do that.", field="hash")), STATUSES)
         assert (there.reason, str(there), there.field) == (reason, "Do that.", "hash")
     for data in (b"", b"{}", b'{"error": 5}', b'{"error": {"code": "x"}}', b"[" * 100_000, b"\xff"):
         assert read_refusal(data, STATUSES).reason == "garbled"

@@ -21,7 +21,7 @@ from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
 from specdec.draft.lookup import LookupDrafter
 from specdec.engine.engine import SpecEngine
-from specdec.models.frame import Half
+from specdec.models.frame import LoadedHalfLayer
 from specdec.server import run
 from specdec.server.resident import Resident
 from specdec.state_slots.backing import RecordBacking
@@ -33,7 +33,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "planned": (Scheduler, "schedule"),
     "drafted": (Speculation, "draft"),
     "looked up": (LookupDrafter, "propose"),
-    "inside the network": (Half, "run"),
+    "inside the network": (LoadedHalfLayer, "run"),
     "chosen": (DecodeLoop, "_choose"),
     "committed in part": (RecordBacking, "promote"),
     "learnt": (AcceptanceStats, "learn"),

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.options import at_least
-from specdec.engine.engine import Prepared
+from specdec.engine.engine import PreparedPrompt
 from tests.server.live import Live
 
 OPTIONS = ("--draft", "none", "--no-prefix-cache")
@@ -45,7 +45,7 @@ class Rows:
                 ended.set()
 
         start_s = time.perf_counter()
-        prepared: list[Prepared] = [self.engine.prepare(prompt, params) for prompt in self.prompts]
+        prepared: list[PreparedPrompt] = [self.engine.prepare(prompt, params) for prompt in self.prompts]
         self.engine.submit(prepared, emit)
         ended.wait()
         return first[0] - start_s, time.perf_counter() - start_s

@@ -12,13 +12,13 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.core.outputs import Delta
-from specdec.core.terms import Terms
-from specdec.engine.engine import Prepared
+from specdec.core.params import ValidatedParams
+from specdec.engine.engine import PreparedPrompt
 from specdec.errors import EngineError, SpecdecError
 from specdec.server import answers as module
-from specdec.server.answers import Answers, Bell, Deadline, Said
+from specdec.server.answers import Answers, NewOutput, RequestDeadline, StreamWaker
 from specdec.server.failures import Failure
-from specdec.server.state import Places
+from specdec.server.state import QueueSlots
 
 Emit = Callable[[int, Delta | SpecdecError], None]
 
@@ -29,7 +29,7 @@ class Spoken:
     def __init__(self, speak: Callable[[Emit], None]) -> None:
         self.speak, self.cancelled = speak, False
 
-    def submit(self, prepared: Sequence[Prepared], emit: Emit) -> "Spoken":
+    def submit(self, prepared: Sequence[PreparedPrompt], emit: Emit) -> "Spoken":
         self.thread = threading.Thread(target=self.speak, args=(emit,))
         self.thread.start()
         return self
@@ -41,10 +41,12 @@ class Spoken:
 @asynccontextmanager
 async def asked(
     speak: Callable[[Emit], None], *, choices: int = 1, streams: bool = True
-) -> AsyncIterator[AsyncIterator[Said]]:
-    prepared = [Prepared((1,), Terms(SamplingParams(n=choices)))]
+) -> AsyncIterator[AsyncIterator[NewOutput]]:
+    prepared = [PreparedPrompt((1,), ValidatedParams(SamplingParams(n=choices)))]
     engine = Spoken(speak)
-    answers = Answers(engine, Bell(asyncio.get_running_loop()), prepared, streams=streams, until=Deadline(30))  # type: ignore[arg-type]
+    answers = Answers(
+        engine, StreamWaker(asyncio.get_running_loop()), prepared, streams=streams, until=RequestDeadline(30)
+    )  # type: ignore[arg-type]
     with answers:
         yield aiter(answers)
     await asyncio.to_thread(engine.thread.join)
@@ -99,7 +101,7 @@ class Ears:
     def __init__(self) -> None:
         self.heard: dict[tuple[int, int], threading.Event] = collections.defaultdict(threading.Event)
 
-    async def listen(self, parts: AsyncIterator[Said]) -> list[tuple[int, tuple[int, ...]]]:
+    async def listen(self, parts: AsyncIterator[NewOutput]) -> list[tuple[int, tuple[int, ...]]]:
         said = []
         async for choice, delta, _ in parts:
             said.append((choice, delta.token_ids))
@@ -135,13 +137,13 @@ def test_the_loop_rests_only_beyond_a_number_of_streamed_choices(
     choices: int, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of requests: these belong to one."""
-    rested, look = [], Bell._look
+    rested, look = [], StreamWaker._look
 
-    def note(bell: Bell) -> None:
+    def note(bell: StreamWaker) -> None:
         look(bell)
         rested.append(bell._resting)
 
-    monkeypatch.setattr(Bell, "_look", note)
+    monkeypatch.setattr(StreamWaker, "_look", note)
 
     def speak(emit: Emit) -> None:
         for choice in range(choices):
@@ -159,15 +161,15 @@ def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.Monke
     """No waiter and no timer is active: the event itself wakes the loop."""
     monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "LONGEST_S", 1e-3)
-    ears, idle, look = Ears(), threading.Event(), Bell._look
+    ears, idle, look = Ears(), threading.Event(), StreamWaker._look
 
-    def tell(bell: Bell) -> None:
+    def tell(bell: StreamWaker) -> None:
         found = len(bell._rung)
         look(bell)
         if not found:
             idle.set()
 
-    monkeypatch.setattr(Bell, "_look", tell)
+    monkeypatch.setattr(StreamWaker, "_look", tell)
 
     def speak(emit: Emit) -> None:
         emit(0, part(0, 0))
@@ -274,8 +276,8 @@ def test_an_error_is_raised_at_once(streams: bool) -> None:
 
 def test_who_wants_the_whole_answer_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    look = Bell._look
-    monkeypatch.setattr(Bell, "_look", lambda self: (looks.append(1), look(self)))
+    look = StreamWaker._look
+    monkeypatch.setattr(StreamWaker, "_look", lambda self: (looks.append(1), look(self)))
 
     def speak(emit: Emit) -> None:
         for token in range(50):
@@ -301,16 +303,16 @@ def test_places_are_held_until_the_engine_has_dropped_every_choice() -> None:
         dropped.set()
 
     async def leave() -> None:
-        places = Places(lambda: released.append("places"))
+        places = QueueSlots(lambda: released.append("places"))
         engine = Spoken(speak)
-        prepared = [Prepared((1,), Terms(SamplingParams(n=2)))]
-        bell = Bell(asyncio.get_running_loop())
+        prepared = [PreparedPrompt((1,), ValidatedParams(SamplingParams(n=2)))]
+        bell = StreamWaker(asyncio.get_running_loop())
         answers = Answers(
             engine,  # type: ignore[arg-type]
             bell,
             prepared,
             streams=True,
-            until=Deadline(30),
+            until=RequestDeadline(30),
             on_over=places.let_go,
         )
         with answers:

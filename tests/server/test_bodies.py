@@ -18,29 +18,29 @@ from specdec.config.structured import Structure
 from specdec.config.tenant import SOLE
 from specdec.errors import ConfigError
 from specdec.server.anthropic.bodies import MessageBody
-from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.server.bodies import ChatBody, CompletionBody, RequestBody
 from specdec.server.failures import Failure
 from specdec.server.fields import HARMLESS, INSTEAD, MOST_LEVELS, REFUSED, given_fields
 from specdec.server.messages import as_read
 from specdec.server.parse import MOST_PARTS, MOST_VALUES, SMALL, parse
 from specdec.server.plain import DetokenizeBody, TokenizeBody
 from specdec.server.responses.bodies import ResponseBody
-from specdec.server.state import LONG, LONG_TEXT, Served
+from specdec.server.state import LONG, LONG_TEXT, ServedModel
 from specdec.server.thinking import template_variables
-from specdec.server.threads import LONG_S, Pool
+from specdec.server.threads import LONG_S, ThreadPool
 from specdec.text.chat_template import ChatTemplate
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 PROMPT: dict[str, Any] = {"prompt": "x"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
-BODIES: tuple[tuple[type[Body], Mapping[str, Any]], ...] = ((CompletionBody, PROMPT), (ChatBody, CHAT))
+BODIES: tuple[tuple[type[RequestBody], Mapping[str, Any]], ...] = ((CompletionBody, PROMPT), (ChatBody, CHAT))
 
 
-def read(kind: type[Body], least: Mapping[str, Any], **fields: Any) -> Any:
+def read(kind: type[RequestBody], least: Mapping[str, Any], **fields: Any) -> Any:
     return kind.read(json.dumps({**least, **fields}).encode())
 
 
-def refusal(kind: type[Body], least: Mapping[str, Any], **fields: Any) -> Failure:
+def refusal(kind: type[RequestBody], least: Mapping[str, Any], **fields: Any) -> Failure:
     with pytest.raises(Failure) as caught:
         read(kind, least, **fields)
     assert caught.value.status == 400
@@ -195,8 +195,8 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
         read_terms=lambda *_, tenant: looked.append(threading.current_thread()),
         read_prompt=lambda prompt, terms: prompt,
     )
-    served: Any = Served.__new__(Served)
-    served._workers, served._is_slow = Pool("text", 1), False
+    served: Any = ServedModel.__new__(ServedModel)
+    served._workers, served._is_slow = ThreadPool("text", 1), False
     served.resident, served.config = SimpleNamespace(engine=engine), SimpleNamespace(log_prompts=False)
     assert asyncio.run(served.prepare(["x"] * 64, SamplingParams(**fields), SOLE)) == ["x"] * 64
     assert [own is not threading.main_thread() for own in looked] == [beside]
@@ -213,8 +213,8 @@ def test_a_text_that_takes_long_is_tokenized_beside_the_event_loop() -> None:
             pass
         return [1]
 
-    served: Any = Served.__new__(Served)
-    served._workers, served._is_slow = Pool("text", 1), False
+    served: Any = ServedModel.__new__(ServedModel)
+    served._workers, served._is_slow = ThreadPool("text", 1), False
     served.resident = SimpleNamespace(engine=SimpleNamespace(tokenizer=SimpleNamespace(encode=encode)))
     for text in ("x", "x" * (LONG_TEXT + 1), "x", "slow", "x"):
         asyncio.run(served.encode(text, ""))
@@ -224,11 +224,11 @@ def test_a_text_that_takes_long_is_tokenized_beside_the_event_loop() -> None:
 def listed(beginning: str) -> set[str]:
     """Return the names in a paragraph of the documentation, except supported fields."""
     (paragraph,) = (part for part in API.read_text("utf-8").split("\n\n") if part.startswith(beginning))
-    return {*re.findall(r"`(\w+)`", paragraph)} - {*Body.model_fields}
+    return {*re.findall(r"`(\w+)`", paragraph)} - {*RequestBody.model_fields}
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-def test_every_sampling_parameter_can_be_given_over_http(kind: type[Body]) -> None:
+def test_every_sampling_parameter_can_be_given_over_http(kind: type[RequestBody]) -> None:
     """Except marks (`cache_control` of messages), trees (`return_drafts`) and thinking (the template's)."""
     others = SamplingParams.model_fields.keys() - kind.model_fields.keys()
     assert others == {"cache_marks", "trees", "thinking"}
@@ -243,7 +243,7 @@ def test_the_documentation_lists_what_is_refused() -> None:
 @pytest.mark.parametrize(("kind", "least"), BODIES)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_nobody_would_do_is_refused_by_name(
-    kind: type[Body], least: Mapping[str, Any], name: str
+    kind: type[RequestBody], least: Mapping[str, Any], name: str
 ) -> None:
     """A body that has the field validates it itself."""
     if name in kind.model_fields:
@@ -257,7 +257,7 @@ def test_what_nobody_would_do_is_refused_by_name(
 
 @pytest.mark.parametrize(("kind", "least"), BODIES)
 def test_what_other_fields_have_said_may_be_said_once_more(
-    kind: type[Body], least: Mapping[str, Any]
+    kind: type[RequestBody], least: Mapping[str, Any]
 ) -> None:
     read(kind, least, best_of=1)
     read(kind, least, best_of=3, n=3)
@@ -269,13 +269,13 @@ def test_what_other_fields_have_said_may_be_said_once_more(
 
 
 @pytest.mark.parametrize(("kind", "least"), BODIES)
-def test_what_changes_nothing_is_left_alone(kind: type[Body], least: Mapping[str, Any]) -> None:
+def test_what_changes_nothing_is_left_alone(kind: type[RequestBody], least: Mapping[str, Any]) -> None:
     own = {name: "x" for name in HARMLESS - {*kind.model_fields}}
     assert read(kind, least, **own, unheard_of=[1]).params() == SamplingParams()
 
 
 @pytest.mark.parametrize(("kind", "least"), BODIES)
-def test_options_of_a_stream_belong_to_one(kind: type[Body], least: Mapping[str, Any]) -> None:
+def test_options_of_a_stream_belong_to_one(kind: type[RequestBody], least: Mapping[str, Any]) -> None:
     for options in ({"include_usage": True}, {"include_usage": False}):
         for fields in ({}, {"stream": False}):
             failure = refusal(kind, least, stream_options=options, **fields)
@@ -361,7 +361,7 @@ def test_an_echo_has_one_number_of_alternatives() -> None:
 
 @pytest.mark.parametrize(("kind", "least"), BODIES)
 def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
-    kind: type[Body], least: Mapping[str, Any]
+    kind: type[RequestBody], least: Mapping[str, Any]
 ) -> None:
     schema = {"type": "object", "properties": {"tags": {"type": "array", "items": {}, "uniqueItems": True}}}
     named = {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}

@@ -13,12 +13,12 @@ import pytest
 
 from specdec import EngineConfig, SamplingParams
 from specdec.core.outputs import Delta, RequestStats
+from specdec.core.params import ValidatedParams
 from specdec.core.scheduler import RESOURCES
-from specdec.core.terms import Terms
-from specdec.engine.engine import Prepared
+from specdec.engine.engine import PreparedPrompt
 from specdec.errors import CapacityError, EngineError
 from specdec.models.folder import SHIPPED
-from specdec.server.answers import Said
+from specdec.server.answers import NewOutput
 from specdec.server.failures import Failure
 from specdec.server.metrics import REASONS, Metrics, ModelMetrics
 from specdec.setup.resolve import open_model
@@ -94,13 +94,13 @@ def ends(metrics: ModelMetrics) -> dict[str, float]:
     return {why: count for why, count in found.items() if count}
 
 
-def ask(prompts: int = 1, n: int = 1) -> list[Prepared]:
-    return [Prepared((1, 2, 3), Terms(SamplingParams(n=n, max_tokens=9)))] * prompts
+def ask(prompts: int = 1, n: int = 1) -> list[PreparedPrompt]:
+    return [PreparedPrompt((1, 2, 3), ValidatedParams(SamplingParams(n=n, max_tokens=9)))] * prompts
 
 
-def end(choice: int, at_s: float, stats: RequestStats) -> Said:
+def end(choice: int, at_s: float, stats: RequestStats) -> NewOutput:
     tokens = (5,) * stats.output_tokens
-    return Said(choice, Delta("", tokens, finish_reason="stop", stats=stats), ((at_s, len(tokens)),))
+    return NewOutput(choice, Delta("", tokens, finish_reason="stop", stats=stats), ((at_s, len(tokens)),))
 
 
 def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics: ModelMetrics) -> None:

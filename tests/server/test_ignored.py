@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from specdec.errors import ConfigError
-from specdec.server.fields import IGNORED, LONGEST_NAME, MOST_NAMES, Ignored
+from specdec.server.fields import IGNORED, LONGEST_NAME, MOST_NAMES, IgnoredFields
 from specdec.server.settings import ServerConfig
 from specdec.text.chat_template import longest_answer
 from tests.selection import only
@@ -159,7 +159,7 @@ def test_a_checkpoints_length_that_is_none_says_nothing(said: object, tmp_path: 
 
 def test_a_name_of_megabytes_costs_no_more_than_what_is_shown_of_it() -> None:
     """Cleaning a name of 16 MB as a whole would block the event loop for seconds."""
-    ignored, names = Ignored(), ["!" * (1 << 20)] * MOST_NAMES
+    ignored, names = IgnoredFields(), ["!" * (1 << 20)] * MOST_NAMES
     tracemalloc.start()
     try:
         headers = ignored.headers(names)

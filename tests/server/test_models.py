@@ -24,9 +24,9 @@ from specdec.errors import CapacityError, CheckpointError, ConfigError, EngineEr
 from specdec.models.folder import SHIPPED
 from specdec.server import resident as resident_module
 from specdec.server import shares
-from specdec.server.answers import Answers, Bell, Deadline
+from specdec.server.answers import Answers, RequestDeadline, StreamWaker
 from specdec.server.failures import Failure
-from specdec.server.resident import Resident, Status
+from specdec.server.resident import ModelStatus, Resident
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.switcher import Switcher
@@ -98,7 +98,11 @@ async def ask(
     """Act like the server's handlers; return a text's tokens, and its preemptions."""
     own.enter(keep, caller)
     try:
-        engine, bell, until = await own.ready(), Bell(asyncio.get_running_loop()), Deadline(60.0)
+        engine, bell, until = (
+            await own.ready(),
+            StreamWaker(asyncio.get_running_loop()),
+            RequestDeadline(60.0),
+        )
         prepared = [engine.prepare(prompt, params)]
         answers = Answers(engine, bell, prepared, streams=True, until=until, on_over=own.note_over)
         with own.answering(answers), answers:
@@ -149,7 +153,7 @@ def watched(switcher: Switcher, most: int) -> list[int]:
 def test_a_burst_over_three_loses_nothing(folders: list[str], plain: list[list[int]], arenas: int) -> None:
     """Turns are so short that answers are preempted in the middle, several times."""
     with opened(folders, switch_after=0.01, arenas=arenas) as switcher:
-        assert [own.status for own in switcher.residents].count(Status.WARM) == arenas
+        assert [own.status for own in switcher.residents].count(ModelStatus.WARM) == arenas
         engines = [own.engine for own in switcher.residents]
         size = ARENA // arenas
         assert all(engine and engine.model.settings.memory_bytes == size for engine in engines)
@@ -249,7 +253,7 @@ def test_weights_that_do_not_all_fit_are_unloaded_when_their_requests_have_ended
     assert weight_bytes > 1 << 20
     with opened(folders, switch_after=0.01, weights_bytes=2 * weight_bytes + 1) as switcher:
         statuses = [own.status for own in switcher.residents]
-        assert statuses == [Status.WARM, Status.RESTING, Status.UNLOADED]
+        assert statuses == [ModelStatus.WARM, ModelStatus.RESTING, ModelStatus.UNLOADED]
         most = 0
 
         async def burst() -> None:
@@ -309,22 +313,22 @@ def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
         async def turns() -> None:
             first, _ = await ask(own)
             await asyncio.sleep(0.05)
-            assert own.status is Status.WARM
+            assert own.status is ModelStatus.WARM
             await ask(own, keep=0.0)
-            await until(lambda: own.status is Status.UNLOADED)
+            await until(lambda: own.status is ModelStatus.UNLOADED)
             again, _ = await ask(own)
             assert again == first and own.switches["load"] == 1
             await ask(own, keep=0.02)
-            assert own.status is Status.WARM
-            await until(lambda: own.status is Status.UNLOADED)
+            assert own.status is ModelStatus.WARM
+            await until(lambda: own.status is ModelStatus.UNLOADED)
             # keep_alive applies per key: another key's 0 does not unload the model.
             for keep in (-1.0, 60.0, None):
                 await ask(own, keep=keep, caller="alice")
                 await ask(own, keep=0.0, caller="bob")
                 await asyncio.sleep(0.05)
-                assert own.status is Status.WARM and own.switches["load"] == 2
+                assert own.status is ModelStatus.WARM and own.switches["load"] == 2
             await ask(own, keep=0.0, caller="alice")
-            await until(lambda: own.status is Status.UNLOADED)
+            await until(lambda: own.status is ModelStatus.UNLOADED)
 
         run(switcher, turns)
 
@@ -352,7 +356,7 @@ def test_models_are_loaded_one_at_a_time_and_freed_beside_the_event_loop(
             monkeypatch.setattr(gc, "collect", noted)
             monkeypatch.setattr(gc, "unfreeze", None)
             await asyncio.gather(*(ask(own, keep=0.0) for own in switcher.residents))
-            await until(lambda: all(own.status is Status.UNLOADED for own in switcher.residents))
+            await until(lambda: all(own.status is ModelStatus.UNLOADED for own in switcher.residents))
             await until(lambda: not any(own.holds_weights for own in switcher.residents))
             assert len(engines) == len(NAMES) and not any(engine() for engine in engines)
             texts = await asyncio.gather(*(ask(own) for own in switcher.residents))
@@ -378,18 +382,18 @@ def test_one_that_cannot_be_loaded_takes_no_other_down(
             weights.write_bytes(kept[:2000])
             with pytest.raises(Failure, match=r"'broken' could not be loaded: .*safetensors") as raised:
                 await ask(bad)
-            assert raised.value.status == 503 and bad.status is Status.FAILED
+            assert raised.value.status == 503 and bad.status is ModelStatus.FAILED
             assert len((await ask(good))[0]) == SHORT.max_tokens
             weights.write_bytes(kept)
             with pytest.raises(Failure, match="could not be loaded"):
                 await ask(bad)  # it is not retried at every request
             monkeypatch.setattr(resident_module, "RETRY_S", 0.0)
-            assert len((await ask(bad, keep=9.0))[0]) == SHORT.max_tokens and bad.status is Status.WARM
+            assert len((await ask(bad, keep=9.0))[0]) == SHORT.max_tokens and bad.status is ModelStatus.WARM
 
         run(switcher, turns)
     (broken / "config.json").write_text("{}")
     with opened([str(broken), *folders[:1]]) as switcher:
-        assert [own.status for own in switcher.residents] == [Status.FAILED, Status.WARM]
+        assert [own.status for own in switcher.residents] == [ModelStatus.FAILED, ModelStatus.WARM]
     with pytest.raises(CheckpointError), opened([str(broken)]):
         pass
     with pytest.raises(CapacityError, match="weights_bytes"), opened(folders[:1], weights_bytes=1 << 20):
@@ -431,7 +435,7 @@ def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) ->
         async def turns() -> None:
             assert first.engine
             first.engine.abandon("It hangs.")
-            assert first.status is Status.FAILED and switcher.fault == "It hangs."
+            assert first.status is ModelStatus.FAILED and switcher.fault == "It hangs."
             assert len((await ask(second))[0]) == SHORT.max_tokens
             assert first.engine is None and switcher.fault == "It hangs.", "its memory was freed first"
 
@@ -460,7 +464,7 @@ def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
                 assert len((await ask(second))[0]) == SHORT.max_tokens, "it got the arena all the same"
             with pytest.raises(EngineError):
                 await running
-            assert first.status is Status.FAILED and first.engine is None
+            assert first.status is ModelStatus.FAILED and first.engine is None
             assert (switcher.fault is not None) == is_torn
             says = "its engine has failed" if is_torn else r"handed over \(Cannot allocate memory\)"
             with pytest.raises(Failure, match=f"'anna' is not loaded: .*{says}") as raised:
@@ -468,7 +472,7 @@ def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
             assert (raised.value.status, raised.value.headers) == (503, {"Retry-After": "30"})
             monkeypatch.setattr(resident_module, "RETRY_S", 0.0)
             assert len((await ask(first))[0]) == SHORT.max_tokens
-            assert switcher.fault is None and first.status is Status.WARM
+            assert switcher.fault is None and first.status is ModelStatus.WARM
 
         run(switcher, turns)
 

@@ -12,7 +12,7 @@ from aiohttp.streams import EMPTY_PAYLOAD
 from aiohttp.test_utils import make_mocked_request
 
 from specdec.server.failures import Failure
-from specdec.server.receive import ENCODINGS, BodyBudget, HeldBody, Received, read_body
+from specdec.server.receive import ENCODINGS, BodyBudget, HeldBody, ReceivedBody, read_body
 from tests.server.live import Live
 from tests.server.test_garbage import send
 
@@ -24,8 +24,8 @@ PACKED = {
 }
 
 
-def received(data: bytes, encoding: str, most: int = 1000) -> Received:
-    return Received(data, ENCODINGS[encoding.split()[0]], most)
+def received(data: bytes, encoding: str, most: int = 1000) -> ReceivedBody:
+    return ReceivedBody(data, ENCODINGS[encoding.split()[0]], most)
 
 
 @pytest.mark.parametrize("encoding", PACKED)

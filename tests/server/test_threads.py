@@ -16,15 +16,15 @@ from specdec import EngineConfig
 from specdec.models.folder import SHIPPED
 from specdec.server import threads
 from specdec.server.app import build_app
-from specdec.server.bodies import Body, ChatBody
+from specdec.server.bodies import ChatBody, RequestBody
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure
-from specdec.server.messages import Message
+from specdec.server.messages import ChatMessage
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
-from specdec.server.state import LARGE, LONG, State
+from specdec.server.state import LARGE, LONG, ServerState
 from specdec.server.switcher import Switcher
-from specdec.server.threads import COUNT, Pool
+from specdec.server.threads import COUNT, ThreadPool
 
 CONFIG = EngineConfig(draft="none", memory_bytes=24 << 20, max_running=4, max_model_len=512)
 TURNS = [{"role": role, "content": "ab" * 20} for role in ("user", "assistant") * 60] + [
@@ -33,7 +33,7 @@ TURNS = [{"role": role, "content": "ab" * 20} for role in ("user", "assistant") 
 
 
 def test_a_pool_has_few_threads_and_refuses_what_does_not_fit() -> None:
-    pool, ends, begun, done = Pool("test", 3), threading.Event(), list[int](), list[int]()
+    pool, ends, begun, done = ThreadPool("test", 3), threading.Event(), list[int](), list[int]()
 
     def work(number: int) -> Callable[[], int]:
         def wait() -> int:
@@ -84,7 +84,7 @@ def test_a_caller_rests_after_long_work_and_others_do_not(monkeypatch: pytest.Mo
         clock.used_s += 10.0
 
     async def main() -> None:
-        pool = Pool("test", 8, rests=True)
+        pool = ThreadPool("test", 8, rests=True)
         await pool.do(work_long, "alice")
         rests = asyncio.create_task(pool.do(lambda: 1, "alice"))
         assert await pool.do(lambda: 2, "bob") == 2
@@ -93,14 +93,14 @@ def test_a_caller_rests_after_long_work_and_others_do_not(monkeypatch: pytest.Mo
         clock.now_s += 31.0
         assert await pool.do(lambda: 4, "bob") == 4  # which wakes a thread
         assert await rests == 1
-        easy = Pool("test", 8)
+        easy = ThreadPool("test", 8)
         await easy.do(work_long, "alice")
         assert await easy.do(lambda: 5, "alice") == 5
 
     asyncio.run(main())
 
 
-async def order(pool: Pool, do: Callable[[Callable[[], Any], str], Awaitable[Any]]) -> list[str]:
+async def order(pool: ThreadPool, do: Callable[[Callable[[], Any], str], Awaitable[Any]]) -> list[str]:
     """Return the order in which work is done if alice has much queued before bob asks."""
     ends, done, begun = threading.Event(), list[str](), list[int]()
 
@@ -122,20 +122,20 @@ async def order(pool: Pool, do: Callable[[Callable[[], Any], str], Awaitable[Any
 
 
 def test_callers_of_a_pool_take_turns() -> None:
-    pool = Pool("turns", 40)
+    pool = ThreadPool("turns", 40)
     assert "bob" not in asyncio.run(order(pool, pool.do))[6:]
     assert "bob" in asyncio.run(order(pool, lambda work, _: pool.do(work, "anyone")))[6:]
 
 
 def test_long_texts_of_callers_take_turns(switcher: Switcher) -> None:
     async def main(size: int) -> list[str]:
-        served = State(switcher, ServerConfig()).served[0]
+        served = ServerState(switcher, ServerConfig()).served[0]
         return await order(served._workers, lambda work, caller: served.work(size, work, caller))
 
     assert "bob" not in asyncio.run(main(LONG + 1))[6:]
 
 
-def waiting(pool: Pool) -> int:
+def waiting(pool: ThreadPool) -> int:
     return sum(map(len, pool._waiting.values()))
 
 
@@ -150,8 +150,8 @@ def switcher() -> Iterator[Switcher]:
 
 
 @asynccontextmanager
-async def serving(switcher: Switcher, state: State | None = None) -> Any:
-    runner = web.AppRunner(build_app(state or State(switcher, ServerConfig())))
+async def serving(switcher: Switcher, state: ServerState | None = None) -> Any:
+    runner = web.AppRunner(build_app(state or ServerState(switcher, ServerConfig())))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -188,8 +188,8 @@ def test_long_chats_are_read_and_converted_beside_the_event_loop(
 
         monkeypatch.setattr(owner, name, watched)
 
-    watch(Message, "plain")
-    watch(Body, "params")
+    watch(ChatMessage, "plain")
+    watch(RequestBody, "params")
     watch(Dialect, "as_chat")
     watch(ChatBody, "offer")
 
@@ -231,7 +231,7 @@ def test_large_bodies_that_wait_to_be_read_are_told_that_the_server_stops(
     data = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * LARGE}).encode()
 
     async def main() -> None:
-        state = State(switcher, ServerConfig())
+        state = ServerState(switcher, ServerConfig())
         async with serving(switcher, state) as session:
 
             async def ask() -> tuple[int, Any]:

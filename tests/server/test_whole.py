@@ -13,27 +13,27 @@ import pytest
 from aiohttp import web
 
 from specdec.config.sampling import SamplingParams
-from specdec.core.outputs import Delta, Gathered, TokenLogprob
-from specdec.core.terms import Prepared, Terms
+from specdec.core.outputs import CollectedOutput, Delta, TokenLogprob
+from specdec.core.params import PreparedPrompt, ValidatedParams
 from specdec.server import generate
-from specdec.server.answers import Said, check_size
+from specdec.server.answers import NewOutput, check_size
 from specdec.server.chunks import Chunks
 from specdec.server.failures import Failure
-from specdec.server.formats import Completions, Rows, Shown, written
+from specdec.server.formats import CompletionFormat, LazyJsonList, ShownFields, written
 from specdec.server.state import LONG
 from specdec.server.streams import AT_A_TIME, send_pieces
-from specdec.text.tokenizer import Piece
+from specdec.text.tokenizer import TextPiece
 from specdec.verify.logprobs import TopTokens
 
 OWN = TokenLogprob(7, -0.5, top=tuple((token, -1.0) for token in range(20)))
 CHOICES = 3
 
 
-class Watched(Completions):
+class Watched(CompletionFormat):
     """Record in which thread a choice is serialised."""
 
     def __init__(self) -> None:
-        super().__init__(None, Shown(prompt_logprobs=True), n=CHOICES)
+        super().__init__(None, ShownFields(prompt_logprobs=True), n=CHOICES)
         self.threads: set[threading.Thread] = set()
 
     def said(self, choice: int, delta: Delta) -> Any:
@@ -41,10 +41,10 @@ class Watched(Completions):
         return super().said(choice, delta)
 
 
-async def told(tokens: int) -> AsyncIterator[Said]:
+async def told(tokens: int) -> AsyncIterator[NewOutput]:
     for choice in range(CHOICES):
         delta = Delta("x", (7,), choice, logprobs=(OWN,), prompt_logprobs=(None, *[OWN] * tokens))
-        yield Said(choice, delta, ())
+        yield NewOutput(choice, delta, ())
 
 
 class Client:
@@ -103,20 +103,20 @@ def test_long_answers_are_written_in_pieces_beside_the_event_loop(
 
 @pytest.mark.parametrize("length", [0, 1, 64, 65])
 def test_pieces_are_what_json_would_write_at_once(length: int) -> None:
-    for rows in (Rows(range(length), str), list(range(length))):
+    for rows in (LazyJsonList(range(length), str), list(range(length))):
         value = {"a": {"b": rows, 'c"': "d"}, "e": [{"f": None}], "g": {}}
         assert "".join(written(value)) == json.dumps(value, default=list)
 
 
 def token_of(n: int) -> Delta:
     top = TopTokens(array("i", range(20)).tobytes() + bytes(4 * 20), 20)
-    piece, logprob = Piece("ab\r\n", n % 3), TokenLogprob(n, -0.1, top)
+    piece, logprob = TextPiece("ab\r\n", n % 3), TokenLogprob(n, -0.1, top)
     return Delta("ab\r\n", (n,), logprobs=(logprob,), origins=(n % 3,), pieces=(piece,))
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 100])
 def test_what_is_gathered_in_columns_comes_back(count: int) -> None:
-    gathered, deltas = Gathered(), [token_of(n) for n in range(count)]
+    gathered, deltas = CollectedOutput(), [token_of(n) for n in range(count)]
     for delta in deltas:
         gathered.add(delta)
     for _ in range(2):
@@ -128,10 +128,10 @@ def test_what_is_gathered_in_columns_comes_back(count: int) -> None:
 
 def test_a_token_with_20_alternatives_is_kept_and_written_in_little_memory() -> None:
     """As number tuples a waiting token takes 2.5 KB; dictionaries of a whole choice take 8 KB more."""
-    tokens, form = 4000, Completions(None, Shown(), n=1)
+    tokens, form = 4000, CompletionFormat(None, ShownFields(), n=1)
     tracemalloc.start()
     try:
-        gathered = Gathered()
+        gathered = CollectedOutput()
         for n in range(tokens):
             gathered.add(token_of(n))
         kept = tracemalloc.get_traced_memory()[0]
@@ -145,8 +145,8 @@ def test_a_token_with_20_alternatives_is_kept_and_written_in_little_memory() -> 
     assert peak < 1500 * tokens
 
 
-def prepared_of(length: int, **params: Any) -> list[Prepared]:
-    return [Prepared((1,) * length, Terms(SamplingParams(**params)))]
+def prepared_of(length: int, **params: Any) -> list[PreparedPrompt]:
+    return [PreparedPrompt((1,) * length, ValidatedParams(SamplingParams(**params)))]
 
 
 def test_an_answer_of_more_values_than_the_server_allows_is_refused_by_the_field_that_makes_it() -> None:

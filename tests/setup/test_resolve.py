@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.config.engine import MAX_WINDOW, EngineConfig
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.errors import CapacityError, ConfigError
 from specdec.models import spec
 from specdec.models.eagle import EagleFolder
@@ -43,7 +43,7 @@ windows = st.integers(2, MAX_WINDOW)
 EAGLE = spec.Eagle(
     width=32,
     vocab=65,
-    layer=spec.Layer((Attention(2, 1, 8, 1.0, None, None, gated=False),), None, reads=64),
+    layer=spec.LayerSpec((Attention(2, 1, 8, 1.0, None, None, gated=False),), None, reads=64),
     norm=WITH_HEAD.norm,
     aux_hidden_layers=(0, 1, 2),
     target_width=32,
@@ -54,7 +54,9 @@ EAGLE = spec.Eagle(
 )
 
 
-def settle(model: spec.Network = WITH_HEAD, /, *, eagle: spec.Eagle | None = None, **fields: Any) -> Resolved:
+def settle(
+    model: spec.NetworkSpec = WITH_HEAD, /, *, eagle: spec.Eagle | None = None, **fields: Any
+) -> Resolved:
     config = EngineConfig.of(None, {"device": "cpu", "memory_bytes": PLENTY, **fields})
     heads: dict[str, HeadSource] = {"mtp": OwnHead(model.mtp)} if model.mtp else {}
     if eagle:
@@ -71,28 +73,28 @@ def most_tokens(num_steps: int, topk: int) -> int:
 @pytest.mark.parametrize(
     ("given_numbers", "bounds"),
     [
-        ({}, Shape(5, 4, 8)),
-        ({"num_steps": 5}, Shape(5, 1, 6)),
-        ({"num_steps": 1}, Shape(1, 1, 2)),
-        ({"num_steps": 500}, Shape(63, 1, 64)),
-        ({"topk": 1}, Shape(5, 1, 6)),
-        ({"topk": 2}, Shape(5, 2, 8)),
-        ({"num_draft_tokens": 6}, Shape(5, 1, 6)),
-        ({"num_draft_tokens": 2}, Shape(1, 1, 2)),
-        ({"num_steps": 3, "topk": 1}, Shape(3, 1, 4)),
-        ({"num_steps": 9, "topk": 2}, Shape(9, 2, 10)),
-        ({"num_steps": 1, "topk": 4}, Shape(1, 4, 5)),
-        ({"num_steps": 3, "num_draft_tokens": 4}, Shape(3, 1, 4)),
-        ({"num_steps": 3, "num_draft_tokens": 16}, Shape(3, 4, 16)),
-        ({"num_steps": 5, "num_draft_tokens": 3}, Shape(2, 1, 3)),
-        ({"topk": 1, "num_draft_tokens": 8}, Shape(7, 1, 8)),
-        ({"topk": 3, "num_draft_tokens": 12}, Shape(5, 3, 12)),
-        ({"topk": 30}, Shape(3, 30, 8)),
-        ({"num_steps": 4, "topk": 4, "num_draft_tokens": 16}, Shape(4, 4, 16)),
-        ({"num_steps": 4, "topk": 4, "num_draft_tokens": 3}, Shape(2, 4, 3)),
+        ({}, DraftShape(5, 4, 8)),
+        ({"num_steps": 5}, DraftShape(5, 1, 6)),
+        ({"num_steps": 1}, DraftShape(1, 1, 2)),
+        ({"num_steps": 500}, DraftShape(63, 1, 64)),
+        ({"topk": 1}, DraftShape(5, 1, 6)),
+        ({"topk": 2}, DraftShape(5, 2, 8)),
+        ({"num_draft_tokens": 6}, DraftShape(5, 1, 6)),
+        ({"num_draft_tokens": 2}, DraftShape(1, 1, 2)),
+        ({"num_steps": 3, "topk": 1}, DraftShape(3, 1, 4)),
+        ({"num_steps": 9, "topk": 2}, DraftShape(9, 2, 10)),
+        ({"num_steps": 1, "topk": 4}, DraftShape(1, 4, 5)),
+        ({"num_steps": 3, "num_draft_tokens": 4}, DraftShape(3, 1, 4)),
+        ({"num_steps": 3, "num_draft_tokens": 16}, DraftShape(3, 4, 16)),
+        ({"num_steps": 5, "num_draft_tokens": 3}, DraftShape(2, 1, 3)),
+        ({"topk": 1, "num_draft_tokens": 8}, DraftShape(7, 1, 8)),
+        ({"topk": 3, "num_draft_tokens": 12}, DraftShape(5, 3, 12)),
+        ({"topk": 30}, DraftShape(3, 30, 8)),
+        ({"num_steps": 4, "topk": 4, "num_draft_tokens": 16}, DraftShape(4, 4, 16)),
+        ({"num_steps": 4, "topk": 4, "num_draft_tokens": 3}, DraftShape(2, 4, 3)),
     ],
 )
-def test_numbers_left_out_follow_from_those_given(given_numbers: dict[str, int], bounds: Shape) -> None:
+def test_numbers_left_out_follow_from_those_given(given_numbers: dict[str, int], bounds: DraftShape) -> None:
     assert settle(**given_numbers).bounds == bounds
 
 
@@ -126,7 +128,7 @@ def test_more_tokens_than_a_tree_can_grow_are_refused_by_name(num_steps: int, to
     most = most_tokens(num_steps, topk)
     if most < MAX_WINDOW:
         numbers = {"num_steps": num_steps, "topk": topk}
-        assert settle(**numbers, num_draft_tokens=most).bounds == Shape(num_steps, topk, most)
+        assert settle(**numbers, num_draft_tokens=most).bounds == DraftShape(num_steps, topk, most)
         with pytest.raises(ConfigError, match=f"at most {most} tokens") as caught:
             settle(**numbers, num_draft_tokens=most + 1)
         assert caught.value.field == "num_draft_tokens"
@@ -241,7 +243,7 @@ def test_a_copy_is_refused_by_name_where_it_cannot_draft(monkeypatch: pytest.Mon
     for tree in ({"topk": 2}, {"num_steps": 3, "num_draft_tokens": 6}):
         with pytest.raises(ConfigError, match=r"drafts chains only|num_steps=3 and topk=1 grow at most 4"):
             settle(draft="self-int4", **tree)
-    assert settle(draft="self-int4").bounds == Shape(5, 1, 6)
+    assert settle(draft="self-int4").bounds == DraftShape(5, 1, 6)
     assert settle(draft="self-int4", quantize="int8").drafters == ("self-int4",)
     assert settle(draft="self-int4", synthetic_acceptance=2.5).synthetic
 

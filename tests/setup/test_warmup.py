@@ -15,14 +15,14 @@ from specdec import Completion, SamplingParams, SpecEngine
 from specdec.config.tenant import SOLE
 from specdec.core.loop import DecodeLoop
 from specdec.draft.costs import Costs
-from specdec.draft.drafter import Want
+from specdec.draft.drafter import DraftRequest
 from specdec.draft.head import HeadDrafter
 from specdec.draft.policy import Policy
-from specdec.draft.proposal import Proposal, Shape
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.widths import WIDTHS
-from specdec.draft.worth import Worth
+from specdec.draft.worth import DraftWorth
 from specdec.setup import build as builder
-from specdec.setup.warmup import ROUNDS, Filler, _tried
+from specdec.setup.warmup import ROUNDS, WarmupDrafter, _tried
 from tests.lossless.cases import memory_for
 
 KNOWN = 4
@@ -76,13 +76,13 @@ def test_every_width_is_measured_several_times(
 
 def test_what_is_timed_are_different_tokens(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeating one token would route to the same experts, and make wide windows look cheap."""
-    drafted, inner = list[Proposal](), Filler.propose
+    drafted, inner = list[Proposal](), WarmupDrafter.propose
 
-    def propose(self: Filler, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self: WarmupDrafter, wants: Sequence[DraftRequest]) -> list[Proposal]:
         drafted.extend(own := inner(self, wants))
         return own
 
-    monkeypatch.setattr(Filler, "propose", propose)
+    monkeypatch.setattr(WarmupDrafter, "propose", propose)
     with engine("ngram", num_steps=9, num_draft_tokens=10):
         assert max(own.num_drafted for own in drafted) == 9
         assert all(len(set(own.tree.tokens)) == len(own.tree) for own in drafted)
@@ -103,7 +103,7 @@ def test_what_a_shape_costs_is_what_its_head_takes(engine: Open, monkeypatch: py
     """If only the head takes time, one second per level, other costs must not blend in."""
     now_s, inner = [0.0], HeadDrafter.propose
 
-    def propose(self: HeadDrafter, wants: Sequence[Want]) -> list[Proposal]:
+    def propose(self: HeadDrafter, wants: Sequence[DraftRequest]) -> list[Proposal]:
         now_s[0] += max((want.shape.num_steps for want in wants if want.shape), default=0)
         return inner(self, wants)
 
@@ -128,7 +128,7 @@ def test_nothing_is_held_or_counted(engine: Open, draft: str) -> None:
 
 def test_what_was_made_up_is_no_experience(engine: Open) -> None:
     """Warm-up affects neither acceptance, beliefs, nor text that look-ups could serve to others."""
-    shape = Shape(3, 1, 4)
+    shape = DraftShape(3, 1, 4)
     with engine("auto") as warm:
         own = warm.model.loop.speculation
         assert own.acceptance.kinds() == {}
@@ -137,7 +137,7 @@ def test_what_was_made_up_is_no_experience(engine: Open) -> None:
             assert drafter.calibrator.siblings([0.4], 1) == [0.4]
         lookup = own.drafters[1]
         made_up = [token % 64 for token in range(8)]
-        want = Want("own", 1, [63, *made_up[:3]], torch.empty(0, dtype=torch.int64), shape)
+        want = DraftRequest("own", 1, [63, *made_up[:3]], torch.empty(0, dtype=torch.int64), shape)
         assert [own.num_drafted for own in lookup.propose([want])] == [0]
         lookup.end("own", (), None, SOLE)
 
@@ -202,22 +202,22 @@ def test_an_experience_holds_whether_plans_paid(folder: Path) -> None:
     with SpecEngine(folder, draft="suffix") as engine:
         speculation = engine.model.loop.speculation
         fresh = speculation.experience()
-        assert fresh.worth == Worth()
+        assert fresh.worth == DraftWorth()
         speculation.policy.worth.note(-2.0)
         tired = speculation.experience()
-        assert tired.worth.trust == Worth().trust - 2
+        assert tired.worth.trust == DraftWorth().trust - 2
         speculation.recall(fresh)
-        assert speculation.policy.worth == Worth()
+        assert speculation.policy.worth == DraftWorth()
         speculation.recall(tired)
         speculation.policy.worth.trust = 1.5
-        assert tired.worth.trust == Worth().trust - 2  # the saved trust is unchanged either way
+        assert tired.worth.trust == DraftWorth().trust - 2  # the saved trust is unchanged either way
         speculation.recall(None)
-        assert speculation.policy.worth == Worth()
+        assert speculation.policy.worth == DraftWorth()
 
 
 def test_deep_chains_are_timed_sparsely(engine: Open) -> None:
     """Each needs separate passes: timing up to the deepest draft delayed an engine by a minute."""
-    policy = Policy(Shape(63, 1, 64), adaptive=True)
+    policy = Policy(DraftShape(63, 1, 64), adaptive=True)
     timed = [shape.num_steps for shape in _tried(policy)]
     assert timed[:5] == [1, 2, 3, 4, 5] and timed[-1] == 63 and len(timed) < 16
     with engine("mtp", num_steps=20, topk=1) as warm:

@@ -10,7 +10,7 @@ from specdec.errors import CapacityError
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.integrity import IntegrityError
 from specdec.state_slots.layout import KVShape, Layout, StateShape
-from specdec.state_slots.slots import Kind
+from specdec.state_slots.slots import SlabKind
 
 LAYOUT = Layout(
     kv=(KVShape(1, 3), KVShape(2, 5)),
@@ -196,7 +196,7 @@ def test_a_shared_block_lives_until_its_last_owner_lets_go() -> None:
     assert arena.usage().block_bytes == LAYOUT.block_bytes
     arena.release_owner(1)
     assert arena.take_state(3) is None
-    arena.check(Kind.BLOCK, block, 1)
+    arena.check(SlabKind.BLOCK, block, 1)
     arena.release_blocks(2, [block])
     assert arena.take_state(3) == 1
 
@@ -213,20 +213,20 @@ def test_misuse_fails_and_changes_nothing() -> None:
     with pytest.raises(AssertionError, match="does not hold"):
         arena.release_blocks(1, [*blocks, blocks[1] + 1])
     with pytest.raises(AssertionError, match="named by"):
-        arena.generation(Kind.RECORD, 3)
+        arena.generation(SlabKind.RECORD, 3)
     with pytest.raises(AssertionError, match="named by"):
-        arena.generation(Kind.STATE, (1, 0))
+        arena.generation(SlabKind.STATE, (1, 0))
     arena.check_integrity()
     assert arena.usage().block_bytes == 2 * LAYOUT.block_bytes
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_stale_handle_is_told_from_a_live_one(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(SlabKind))
+def test_a_stale_handle_is_told_from_a_live_one(kind: SlabKind) -> None:
     arena = make_arena(slabs=1)
     take: Callable[[int], list] = {
-        Kind.BLOCK: lambda owner: arena.take_blocks(owner, 1),
-        Kind.STATE: lambda owner: [arena.take_state(owner)],
-        Kind.RECORD: lambda owner: arena.take_records(owner, 1),
+        SlabKind.BLOCK: lambda owner: arena.take_blocks(owner, 1),
+        SlabKind.STATE: lambda owner: [arena.take_state(owner)],
+        SlabKind.RECORD: lambda owner: arena.take_records(owner, 1),
     }[kind]
     (slot,) = take(1)
     generation = arena.generation(kind, slot)
@@ -335,7 +335,7 @@ def _slab_in_two_classes(arena: Arena) -> None:
 
 
 def _slab_marked_as_another_class(arena: Arena) -> None:
-    arena._slabs.kinds[next(iter(arena._states.used))] = Kind.BLOCK
+    arena._slabs.kinds[next(iter(arena._states.used))] = SlabKind.BLOCK
 
 
 def _slot_in_the_dummy_slab(arena: Arena) -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout, StateShape
-from specdec.state_slots.slots import Kind
+from specdec.state_slots.slots import SlabKind
 
 LAYOUT = Layout(
     kv=(KVShape(1, 3), KVShape(2, 5)),
@@ -24,9 +24,9 @@ LAYOUT = Layout(
 SLABS = 6
 OWNERS = 5
 PER_SLAB = {
-    Kind.BLOCK: LAYOUT.blocks_per_slab,
-    Kind.STATE: LAYOUT.states_per_slab,
-    Kind.RECORD: LAYOUT.records_per_slab,
+    SlabKind.BLOCK: LAYOUT.blocks_per_slab,
+    SlabKind.STATE: LAYOUT.states_per_slab,
+    SlabKind.RECORD: LAYOUT.records_per_slab,
 }
 Slot = int | tuple[int, int]
 
@@ -47,20 +47,20 @@ class Trial:
     arena: Arena = field(
         default_factory=lambda: Arena(LAYOUT, (SLABS + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
     )
-    live: dict[tuple[Kind, Slot], Live] = field(default_factory=dict)
-    generations: Counter[tuple[Kind, Slot]] = field(default_factory=Counter)
+    live: dict[tuple[SlabKind, Slot], Live] = field(default_factory=dict)
+    generations: Counter[tuple[SlabKind, Slot]] = field(default_factory=Counter)
     patterns: count = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self.arena.data.fill_(0xFF)  # NaN in every dtype
 
-    def take(self, kind: Kind, owner: int, n: int) -> None:
+    def take(self, kind: SlabKind, owner: int, n: int) -> None:
         fits = self._fits({kind: n})
         assert self.arena.can_take(**{f"{kind}s": n}) == fits
         usage = self.arena.usage()
-        if kind is Kind.BLOCK:
+        if kind is SlabKind.BLOCK:
             slots = self.arena.take_blocks(owner, n)
-        elif kind is Kind.RECORD:
+        elif kind is SlabKind.RECORD:
             slots = self.arena.take_records(owner, n)
         else:
             state = self.arena.take_state(owner)
@@ -72,7 +72,7 @@ class Trial:
         assert len(set(slots)) == n
         for slot in slots:
             assert (kind, slot) not in self.live
-            if kind is Kind.STATE:
+            if kind is SlabKind.STATE:
                 assert not any(part.any() for part in self._parts(kind, slot))
             self.generations[kind, slot] += 1
             pattern = next(self.patterns) % 251 + 1
@@ -84,25 +84,25 @@ class Trial:
         blocks = [
             slot
             for (kind, slot), live in self.live.items()
-            if kind is Kind.BLOCK and owner not in live.owners
+            if kind is SlabKind.BLOCK and owner not in live.owners
         ]
         if blocks:
             block = blocks[pick % len(blocks)]
             self.arena.share_block(owner, block)
-            self.live[Kind.BLOCK, block].owners.add(owner)
+            self.live[SlabKind.BLOCK, block].owners.add(owner)
 
-    def release(self, kind: Kind, owner: int, pick: int, n: int) -> None:
+    def release(self, kind: SlabKind, owner: int, pick: int, n: int) -> None:
         """Release up to n of the owner's slots, from the pick-th on."""
         held = self._held(owner, kind)
         if not held:
             return
         start = pick % len(held)
-        chosen = held[start : start + (1 if kind is Kind.STATE else n)]
+        chosen = held[start : start + (1 if kind is SlabKind.STATE else n)]
         for slot in chosen:
             self.verify(kind, slot)
-        if kind is Kind.BLOCK:
+        if kind is SlabKind.BLOCK:
             self.arena.release_blocks(owner, chosen)
-        elif kind is Kind.RECORD:
+        elif kind is SlabKind.RECORD:
             self.arena.release_records(owner, chosen)
         else:
             self.arena.release_state(owner, chosen[0])
@@ -110,7 +110,7 @@ class Trial:
             self._let_go(kind, slot, owner)
 
     def release_owner(self, owner: int) -> None:
-        held = [(kind, slot) for kind in Kind for slot in self._held(owner, kind)]
+        held = [(kind, slot) for kind in SlabKind for slot in self._held(owner, kind)]
         for kind, slot in held:
             self.verify(kind, slot)
         self.arena.release_owner(owner)
@@ -118,10 +118,10 @@ class Trial:
             self._let_go(kind, slot, owner)
 
     def can_take(self, blocks: int, states: int, records: int) -> None:
-        wanted = {Kind.BLOCK: blocks, Kind.STATE: states, Kind.RECORD: records}
+        wanted = {SlabKind.BLOCK: blocks, SlabKind.STATE: states, SlabKind.RECORD: records}
         assert self.arena.can_take(blocks=blocks, states=states, records=records) == self._fits(wanted)
 
-    def verify(self, kind: Kind, slot: Slot) -> None:
+    def verify(self, kind: SlabKind, slot: Slot) -> None:
         """Check that a live slot still holds its pattern."""
         live = self.live[kind, slot]
         self.arena.check(kind, slot, live.generation)
@@ -133,10 +133,10 @@ class Trial:
             self.verify(kind, slot)
         self.arena.check_integrity()
         usage, count = self.arena.usage(), Counter(kind for kind, _ in self.live)
-        assert usage.block_bytes == count[Kind.BLOCK] * LAYOUT.block_bytes
-        assert usage.state_bytes == count[Kind.STATE] * LAYOUT.state_bytes
-        assert usage.record_bytes == count[Kind.RECORD] * LAYOUT.record_bytes
-        serving = sum(len(self._serving(kind)) for kind in Kind)
+        assert usage.block_bytes == count[SlabKind.BLOCK] * LAYOUT.block_bytes
+        assert usage.state_bytes == count[SlabKind.STATE] * LAYOUT.state_bytes
+        assert usage.record_bytes == count[SlabKind.RECORD] * LAYOUT.record_bytes
+        serving = sum(len(self._serving(kind)) for kind in SlabKind)
         assert usage.free_bytes + serving * LAYOUT.slab_bytes == usage.capacity_bytes
         assert usage.free_slabs + serving == usage.slabs == SLABS
 
@@ -147,32 +147,32 @@ class Trial:
         self.verify_all()
         assert self.arena.usage().free_slabs == SLABS
 
-    def _parts(self, kind: Kind, slot: Slot) -> list[torch.Tensor]:
-        if kind is Kind.BLOCK:
+    def _parts(self, kind: SlabKind, slot: Slot) -> list[torch.Tensor]:
+        if kind is SlabKind.BLOCK:
             return [self.arena.pages(layer)[slot] for layer in range(len(LAYOUT.kv))]
         memories = [self.arena.recurrent(layer) for layer in range(len(LAYOUT.states))]
-        if kind is Kind.STATE:
+        if kind is SlabKind.STATE:
             return [part[slot] for memory in memories for part in (memory.state_SHKW, memory.window_SIC)]
         slab, place = slot
         return [part[slab, place] for memory in memories for part in memory[2:]]
 
-    def _held(self, owner: int, kind: Kind) -> list[Slot]:
+    def _held(self, owner: int, kind: SlabKind) -> list[Slot]:
         return [slot for (k, slot), live in self.live.items() if k is kind and owner in live.owners]
 
-    def _let_go(self, kind: Kind, slot: Slot, owner: int) -> None:
+    def _let_go(self, kind: SlabKind, slot: Slot, owner: int) -> None:
         live = self.live[kind, slot]
         live.owners.remove(owner)
         if not live.owners:
             del self.live[kind, slot]
 
-    def _serving(self, kind: Kind) -> set[int]:
+    def _serving(self, kind: SlabKind) -> set[int]:
         slots = [slot for k, slot in self.live if k is kind]
         return {slot[0] if isinstance(slot, tuple) else slot // PER_SLAB[kind] for slot in slots}
 
-    def _fits(self, wanted: dict[Kind, int]) -> bool:
+    def _fits(self, wanted: dict[SlabKind, int]) -> bool:
         """Recount slabs: each class fills the holes in its own, then opens others."""
         free = SLABS
-        for kind in Kind:
+        for kind in SlabKind:
             slabs, live = len(self._serving(kind)), sum(k is kind for k, _ in self.live)
             needed = live + wanted.get(kind, 0)
             free -= max(slabs, -(-needed // PER_SLAB[kind]))
@@ -191,22 +191,22 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(owner=owners, n=counts)
     def take_blocks(self, owner: int, n: int) -> None:
-        self.trial.take(Kind.BLOCK, owner, n)
+        self.trial.take(SlabKind.BLOCK, owner, n)
 
     @rule(owner=owners)
     def take_state(self, owner: int) -> None:
-        self.trial.take(Kind.STATE, owner, 1)
+        self.trial.take(SlabKind.STATE, owner, 1)
 
     @rule(owner=owners, n=counts)
     def take_records(self, owner: int, n: int) -> None:
-        self.trial.take(Kind.RECORD, owner, n)
+        self.trial.take(SlabKind.RECORD, owner, n)
 
     @rule(owner=owners, pick=picks)
     def share(self, owner: int, pick: int) -> None:
         self.trial.share(owner, pick)
 
-    @rule(kind=st.sampled_from(Kind), owner=owners, pick=picks, n=counts)
-    def release(self, kind: Kind, owner: int, pick: int, n: int) -> None:
+    @rule(kind=st.sampled_from(SlabKind), owner=owners, pick=picks, n=counts)
+    def release(self, kind: SlabKind, owner: int, pick: int, n: int) -> None:
         self.trial.release(kind, owner, pick, n)
 
     @rule(owner=owners)
@@ -238,10 +238,12 @@ def run(trial: Trial, operations: int, seed: int) -> Counter[str]:
     random, done = Random(seed), Counter[str]()
     for step in range(1, operations + 1):
         owner, pick, n = random.randrange(OWNERS), random.randrange(100), random.choice([1, 1, 2, 3, 7])
-        kind = random.choice([Kind.BLOCK, Kind.BLOCK, Kind.RECORD, Kind.STATE])
+        kind = random.choice([SlabKind.BLOCK, SlabKind.BLOCK, SlabKind.RECORD, SlabKind.STATE])
         operation: Callable[[], None] = random.choices(
             [
-                lambda kind=kind, owner=owner, n=n: trial.take(kind, owner, 1 if kind is Kind.STATE else n),
+                lambda kind=kind, owner=owner, n=n: trial.take(
+                    kind, owner, 1 if kind is SlabKind.STATE else n
+                ),
                 lambda owner=owner, pick=pick: trial.share(owner, pick),
                 lambda kind=kind, owner=owner, pick=pick, n=n: trial.release(kind, owner, pick, n),
                 lambda owner=owner: trial.release_owner(owner),
@@ -252,7 +254,7 @@ def run(trial: Trial, operations: int, seed: int) -> Counter[str]:
         operation()
         if step % 100 == 0:
             trial.verify_all()
-            done["full" if not trial._fits({Kind.STATE: 1}) else "roomy"] += 1
+            done["full" if not trial._fits({SlabKind.STATE: 1}) else "roomy"] += 1
     trial.drain()
     return done
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import BACKINGS, Backing, Committed, release_path
+from specdec.state_slots.backing import BACKINGS, Backing, CommittedState, release_path
 from specdec.state_slots.layout import KVShape, Layout, StateShape
-from specdec.state_slots.slots import Kind
+from specdec.state_slots.slots import SlabKind
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row
 from tests.models.drafted import random_tree
@@ -24,7 +24,7 @@ LAYOUT = Layout(
     dtype=torch.bfloat16,
 )
 WITHOUT_STATES = Layout(kv=(KVShape(1, 4),), states=(), dtype=torch.float32)
-KINDS = {"record": Kind.RECORD, "snapshot": Kind.STATE}
+KINDS = {"record": SlabKind.RECORD, "snapshot": SlabKind.STATE}
 TABLE_N = torch.zeros(1, dtype=torch.int64)
 OWNER = "somebody"
 
@@ -36,17 +36,17 @@ class Bench:
     name: str
     arena: Arena
     backing: Backing
-    committed: Committed
+    committed: CommittedState
 
     def per_slab(self) -> int:
         return LAYOUT.records_per_slab if self.name == "record" else 1
 
-    def held(self) -> dict[Kind, int]:
+    def held(self) -> dict[SlabKind, int]:
         """Count the live slots."""
         usage = self.arena.usage()
         return {
-            Kind.RECORD: usage.record_bytes // LAYOUT.record_bytes,
-            Kind.STATE: usage.state_bytes // LAYOUT.state_bytes,
+            SlabKind.RECORD: usage.record_bytes // LAYOUT.record_bytes,
+            SlabKind.STATE: usage.state_bytes // LAYOUT.state_bytes,
         }
 
     def generations(self, slots: Sequence[Any]) -> list[int]:
@@ -62,14 +62,14 @@ class Bench:
     def is_whole(self) -> bool:
         """Check the arena, and that only the committed slots are live."""
         self.arena.check_integrity()
-        return self.held() == {Kind.RECORD: len(self.committed.path), Kind.STATE: 1}
+        return self.held() == {SlabKind.RECORD: len(self.committed.path), SlabKind.STATE: 1}
 
 
 def make(name: str, slabs: int = 12, layout: Layout = LAYOUT) -> Bench:
     arena = Arena(layout, (slabs + 1) * layout.slab_bytes, torch.device("cpu"))
     state = arena.take_state(OWNER) if layout.states else 0
     assert state is not None
-    return Bench(name, arena, BACKINGS[name](arena), Committed(state))
+    return Bench(name, arena, BACKINGS[name](arena), CommittedState(state))
 
 
 both = pytest.mark.parametrize("name", ["record", "snapshot"])
@@ -128,8 +128,8 @@ def test_a_model_without_states_needs_no_slots(name: str) -> None:
     assert slots is not None and len(slots) == 0
     row = Row(TokenTree.chain([1, 2]), 5, TABLE_N, 0)
     assert bench.backing.dress(row, slots) == row
-    assert bench.backing.promote(OWNER, Committed(0), slots, [0, 1]) == Committed(0)
-    assert release_path(bench.arena, OWNER, Committed(0)) == Committed(0)
+    assert bench.backing.promote(OWNER, CommittedState(0), slots, [0, 1]) == CommittedState(0)
+    assert release_path(bench.arena, OWNER, CommittedState(0)) == CommittedState(0)
     bench.arena.check_integrity()
 
 
@@ -144,9 +144,9 @@ def test_promoting_copies_nothing(name: str) -> None:
     committed = bench.backing.promote(OWNER, bench.committed, slots, [0, 2, 4])
     assert torch.equal(bench.arena.data, before)
     if name == "record":
-        assert committed == Committed(bench.committed.state, (slots[0], slots[2], slots[4]))
+        assert committed == CommittedState(bench.committed.state, (slots[0], slots[2], slots[4]))
     else:
-        assert committed == Committed(slots[4])
+        assert committed == CommittedState(slots[4])
 
 
 @both
@@ -201,13 +201,13 @@ def test_slots_of_another_are_not_promoted(name: str) -> None:
 def test_sequences_that_share_an_arena_never_lose_or_mix_up_a_slot(name: str, seed: int) -> None:
     rng, arena = Random(seed), make(name).arena
     arena.release_owner(OWNER)
-    backing, running = BACKINGS[name](arena), dict[int, Committed]()
+    backing, running = BACKINGS[name](arena), dict[int, CommittedState]()
     for step in range(40):
         owner = rng.randrange(4)
         if owner not in running:
             state = arena.take_state(owner)
             if state is not None:
-                running[owner] = Committed(state)
+                running[owner] = CommittedState(state)
         elif rng.random() < 0.15:
             arena.release_owner(owner)
             del running[owner]

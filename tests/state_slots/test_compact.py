@@ -9,7 +9,7 @@ import torch
 
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.integrity import IntegrityError
-from specdec.state_slots.slots import Fixed, Kind, Owner, SlotPool
+from specdec.state_slots.slots import FixedOwner, Owner, SlabKind, SlotPool
 from tests.state_slots.test_arena_properties import LAYOUT, PER_SLAB
 
 SLABS = 8
@@ -41,7 +41,7 @@ class Tables:
 
     def scatter(self) -> None:
         """Fill the arena with blocks, share some, and release most, anywhere."""
-        for owner in range(SLABS * PER_SLAB[Kind.BLOCK]):
+        for owner in range(SLABS * PER_SLAB[SlabKind.BLOCK]):
             blocks = self.arena.take_blocks(owner, 1)
             assert blocks
             mark = self.draw.randrange(256)
@@ -70,7 +70,7 @@ def test_states_get_the_slabs_that_blocks_leave_when_moved_together(seed: int) -
     tables.scatter()
     arena, free = tables.arena, tables.arena.usage().free_slabs
     live = len({block for table in tables.tables.values() for block in table})
-    possible = SLABS - -(-live // PER_SLAB[Kind.BLOCK])
+    possible = SLABS - -(-live // PER_SLAB[SlabKind.BLOCK])
     assert arena.can_take(states=possible) and not arena.can_take(states=possible + 1)
     for number in range(possible):
         state = arena.take_state(("state", number))
@@ -97,7 +97,7 @@ def test_blocks_are_not_moved_for_blocks() -> None:
     tables = Tables(0)
     tables.scatter()
     live = len({block for table in tables.tables.values() for block in table})
-    room = SLABS * PER_SLAB[Kind.BLOCK] - live
+    room = SLABS * PER_SLAB[SlabKind.BLOCK] - live
     assert not tables.arena.can_take(blocks=room + 1) and tables.arena.can_take(blocks=room)
     assert not tables.arena.moved_blocks
 
@@ -112,17 +112,17 @@ def test_bytes_that_stay_behind_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         tables.check()
 
 
-def fix_some(tables: Tables) -> dict[Fixed, int]:
+def fix_some(tables: Tables) -> dict[FixedOwner, int]:
     """Share a block in each second slab with an owner that another process reads."""
     blocks = sorted({block for table in tables.tables.values() for block in table})
-    by_slab = {block // PER_SLAB[Kind.BLOCK]: block for block in blocks}
-    fixed = {Fixed(): block for slab, block in by_slab.items() if slab % 2}
+    by_slab = {block // PER_SLAB[SlabKind.BLOCK]: block for block in blocks}
+    fixed = {FixedOwner(): block for slab, block in by_slab.items() if slab % 2}
     for owner, block in fixed.items():
         tables.arena.share_block(owner, block)
     return fixed
 
 
-def check_fixed(tables: Tables, fixed: Mapping[Fixed, int]) -> None:
+def check_fixed(tables: Tables, fixed: Mapping[FixedOwner, int]) -> None:
     for owner, block in fixed.items():
         tables.arena.check_held(owner, [block], [])
 
@@ -155,9 +155,9 @@ def test_a_mutant_that_moves_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("seed", range(10))
 def test_after_a_failure_those_that_are_kept_hold_what_was_theirs_alone(seed: int) -> None:
     draw, arena = Random(seed), Arena(LAYOUT, (SLABS + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
-    kept, other = [Fixed(), Fixed()], "a request"
+    kept, other = [FixedOwner(), FixedOwner()], "a request"
     for owner in (*kept, other):
-        assert arena.take_blocks(owner, draw.randrange(1, PER_SLAB[Kind.BLOCK] + 2))
+        assert arena.take_blocks(owner, draw.randrange(1, PER_SLAB[SlabKind.BLOCK] + 2))
         assert arena.take_snapshots(owner, draw.randrange(2)) is not None
     shared = arena.take_blocks(other, 1)
     assert shared

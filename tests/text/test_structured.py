@@ -19,7 +19,7 @@ from specdec.text.grammar.child import receive
 from specdec.text.grammar.guide import Form, Guide, Place
 from specdec.text.grammar.template import Link
 from specdec.text.grammar.wire import COST, Kind, framed, unpack
-from specdec.verify import choose
+from specdec.verify import sampler
 from tests.conftest import HYBRID
 from tests.selection import only
 
@@ -77,7 +77,7 @@ def engines(checkpoint: Callable[..., Path]) -> Iterator[list[SpecEngine]]:
         SpecEngine(folder, draft="suffix", **tree, **shared),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "WAIT_S", 10.0)  # masks must not be late on a busy machine
+        patch.setattr(sampler, "WAIT_S", 10.0)  # masks must not be late on a busy machine
         yield made
     for engine in made:
         engine.close()
@@ -166,7 +166,7 @@ def test_a_process_that_ends_costs_only_the_output_it_worked_for(
     engines: list[SpecEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others with the same grammar continue in another process, and their texts are unchanged."""
-    monkeypatch.setattr(choose, "WAIT_S", 0.005)
+    monkeypatch.setattr(sampler, "WAIT_S", 0.005)
     form = Structure(regex="((x{0,60}){0,40}){0,40}|[ab]{60}")
     for engine in engines:
         assert engine.tokenizer

@@ -14,10 +14,10 @@ from specdec.errors import CheckpointError
 from specdec.text.stops import StopNode
 from specdec.text.tokenizer import (
     CONTEXT,
-    Cutter,
-    Piece,
+    TextPiece,
     TextStream,
     Tokenizer,
+    TokenTextCutter,
     load_tokenizer,
     overlap,
 )
@@ -116,11 +116,11 @@ def test_pieces_make_up_the_decoded_text(data: bytes, rng: random.Random) -> Non
     assert "".join(pieces_of(tokens)) == TOKENIZER.decode(tokens) == data.decode(errors="replace")
 
 
-def told(tokens: list[int], stop: list[str] | None, rng: random.Random) -> tuple[list[str], list[Piece]]:
+def told(tokens: list[int], stop: list[str] | None, rng: random.Random) -> tuple[list[str], list[TextPiece]]:
     """Send a text now and then; return the sent texts and the pieces, with positions as origins."""
-    stream, cutter, unsent = TextStream(TOKENIZER, StopNode.of(stop)), Cutter(), ""
+    stream, cutter, unsent = TextStream(TOKENIZER, StopNode.of(stop)), TokenTextCutter(), ""
     sent: list[str] = []
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     for place, token in enumerate(tokens):
         unsent += stream.push(token)
         cutter.note(stream.length, place)
@@ -148,7 +148,7 @@ def test_pieces_held_back_for_a_stop_stay_their_tokens_own() -> None:
     tokens = [TOKEN_OF[byte] for byte in b"ab12x12345"]
     sent, pieces = told(tokens, ["1234"], random.Random(1))
     assert "".join(sent) == "ab12x"
-    assert pieces == [Piece(letter, place) for place, letter in enumerate("ab12x")]
+    assert pieces == [TextPiece(letter, place) for place, letter in enumerate("ab12x")]
 
 
 @given(st.data())

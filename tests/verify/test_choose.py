@@ -13,15 +13,15 @@ from specdec.kernels.sampling import reference
 from specdec.kernels.sampling.rules import NO_TOKEN, RowRule
 from specdec.kernels.table import load_kernels
 from specdec.state_slots.tree import TokenTree
-from specdec.verify.choose import Chooser, Node, choice_seed, choose
+from specdec.verify.sampler import SamplingNode, TokenSampler, choice_seed, choose
 from specdec.verify.walk import walk
 
 VOCAB = 65
 KERNELS = load_kernels("cpu")
 
 
-def make_chooser(seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Chooser:
-    return Chooser(SamplingParams(**params), seed=seed, prompt=prompt, vocab=VOCAB)
+def make_chooser(seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> TokenSampler:
+    return TokenSampler(SamplingParams(**params), seed=seed, prompt=prompt, vocab=VOCAB)
 
 
 def make_logits(rows: int, seed: int = 0) -> Tensor:
@@ -40,7 +40,7 @@ MIXED: tuple[dict[str, Any], ...] = (
 )
 
 
-def mixed_nodes(rng: random.Random) -> list[Node]:
+def mixed_nodes(rng: random.Random) -> list[SamplingNode]:
     """Return nodes of requests of every kind, in random order, some deep in a tree."""
     nodes = []
     for n, params in enumerate(rng.sample(MIXED, len(MIXED))):
@@ -48,7 +48,7 @@ def mixed_nodes(rng: random.Random) -> list[Node]:
         for _ in range(rng.randrange(4)):
             chooser.observe(rng.randrange(VOCAB))
         path = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(4)))
-        nodes.append(Node(chooser, position=rng.randrange(1000), path=path))
+        nodes.append(SamplingNode(chooser, position=rng.randrange(1000), path=path))
     return nodes
 
 
@@ -78,9 +78,9 @@ def test_greedy_choice_takes_the_first_of_equals() -> None:
         logits_NV = torch.zeros(2, VOCAB, dtype=dtype)
         logits_NV[1, 40:] = 1
         plain, biased = make_chooser(temperature=0.0), make_chooser(temperature=0.0, logit_bias={0: -1.0})
-        nodes = [Node(plain, 3), Node(plain, 3)]
+        nodes = [SamplingNode(plain, 3), SamplingNode(plain, 3)]
         assert [c.token for c in choose(logits_NV, nodes, KERNELS)] == [0, 40]
-        nodes = [Node(biased, 3), Node(biased, 3)]
+        nodes = [SamplingNode(biased, 3), SamplingNode(biased, 3)]
         assert [c.token for c in choose(logits_NV, nodes, KERNELS)] == [1, 40]
 
 
@@ -92,8 +92,8 @@ def test_no_filter_hides_what_is_no_number(kernels: str, filters: dict[str, Any]
     logits_NV = make_logits(3)
     logits_NV[0], logits_NV[1, 7] = torch.nan, torch.nan
     chooser = make_chooser(temperature=1.0, **filters)
-    choices = choose(logits_NV, [Node(chooser, 4)] * 3, load_kernels(kernels))
-    alone = choose(logits_NV[2:], [Node(chooser, 4)], load_kernels(kernels))
+    choices = choose(logits_NV, [SamplingNode(chooser, 4)] * 3, load_kernels(kernels))
+    alone = choose(logits_NV[2:], [SamplingNode(chooser, 4)], load_kernels(kernels))
     assert [choice.token for choice in choices] == [NO_TOKEN, NO_TOKEN, alone[0].token]
 
 
@@ -104,7 +104,7 @@ def test_sampled_choice_is_the_best_of_scores_and_noise() -> None:
         noise_NV = reference.gumbel(torch.tensor([-5]), torch.tensor([position]), VOCAB)
         scores_NV = logits_NV / 0.7
         scores_NV[scores_NV < scores_NV.sort().values[0, -9]] = -torch.inf
-        assert choose(logits_NV, [Node(chooser, position)], KERNELS)[0].token == int(
+        assert choose(logits_NV, [SamplingNode(chooser, position)], KERNELS)[0].token == int(
             (scores_NV + noise_NV).argmax()
         )
 
@@ -120,7 +120,9 @@ def test_each_number_of_a_request_reaches_its_choices(name: str) -> None:
 
     def text(**params: float) -> list[int]:
         chooser = make_chooser(**{"temperature": 1.0, **params})
-        return [choose(logits_NV, [Node(chooser, position)], KERNELS)[0].token for position in range(50)]
+        return [
+            choose(logits_NV, [SamplingNode(chooser, position)], KERNELS)[0].token for position in range(50)
+        ]
 
     assert text(**{name: NUMBERS[name]}) != text()
 
@@ -130,7 +132,9 @@ def test_choices_differ_by_seed_by_position_and_by_choice() -> None:
 
     def text(seed: int) -> list[int]:
         chooser = make_chooser(seed=seed)
-        return [choose(logits_NV, [Node(chooser, position)], KERNELS)[0].token for position in range(20)]
+        return [
+            choose(logits_NV, [SamplingNode(chooser, position)], KERNELS)[0].token for position in range(20)
+        ]
 
     texts = [tuple(text(choice_seed(9, index))) for index in range(5)]
     assert len(set(texts)) == 5
@@ -156,15 +160,19 @@ def test_penalties_see_prompt_output_and_the_own_path() -> None:
         ({"frequency_penalty": 2.0}, {0: 1, 1: 1}),
     ):
         chooser = make_chooser(prompt=(1,), temperature=0.0, **params)
-        nodes = [Node(chooser, 5), Node(chooser, 6, path=(7,)), Node(chooser, 6, path=(9, 7, 1))]
+        nodes = [
+            SamplingNode(chooser, 5),
+            SamplingNode(chooser, 6, path=(7,)),
+            SamplingNode(chooser, 6, path=(9, 7, 1)),
+        ]
         tokens = [c.token for c in choose(flat_V.expand(3, -1), nodes, KERNELS)]
         assert tokens[:2] == [free[0], free[1]]
         # All three are penalised: with equal penalties the first of them is best again.
         assert tokens[2] == 1
         chooser.observe(1)
-        assert choose(flat_V[None], [Node(chooser, 6)], KERNELS)[0].token == 7
+        assert choose(flat_V[None], [SamplingNode(chooser, 6)], KERNELS)[0].token == 7
         # An unobserved draft token has left no trace.
-        assert choose(flat_V[None], [Node(chooser, 6, path=(7,))], KERNELS)[0].token == 9
+        assert choose(flat_V[None], [SamplingNode(chooser, 6, path=(7,))], KERNELS)[0].token == 9
 
 
 def test_frequency_penalty_grows_with_each_occurrence_on_the_path() -> None:
@@ -172,7 +180,7 @@ def test_frequency_penalty_grows_with_each_occurrence_on_the_path() -> None:
     logits_NV[0, 4] = 2.5
     chooser = make_chooser(temperature=0.0, frequency_penalty=1.0)
     for times, token in enumerate((4, 4, 4, 0)):
-        assert choose(logits_NV, [Node(chooser, 9, path=(4,) * times)], KERNELS)[0].token == token
+        assert choose(logits_NV, [SamplingNode(chooser, 9, path=(4,) * times)], KERNELS)[0].token == token
 
 
 def test_logit_bias_forces_and_bans() -> None:
@@ -180,8 +188,10 @@ def test_logit_bias_forces_and_bans() -> None:
     best = int(logits_NV.argmax())
     forced = make_chooser(temperature=1.0, logit_bias={11: 100.0})
     banned = make_chooser(temperature=0.0, logit_bias={best: -100.0})
-    assert choose(logits_NV, [Node(forced, 2)], KERNELS)[0].token == 11
-    assert choose(logits_NV, [Node(banned, 2)], KERNELS)[0].token == int(logits_NV.topk(2).indices[0, 1])
+    assert choose(logits_NV, [SamplingNode(forced, 2)], KERNELS)[0].token == 11
+    assert choose(logits_NV, [SamplingNode(banned, 2)], KERNELS)[0].token == int(
+        logits_NV.topk(2).indices[0, 1]
+    )
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
@@ -191,7 +201,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         make_chooser(temperature=0.0, logprobs=0),
         make_chooser(temperature=1.0),
     ]
-    first, second, third = choose(logits_NV, [Node(chooser, 4) for chooser in rows], KERNELS)
+    first, second, third = choose(logits_NV, [SamplingNode(chooser, 4) for chooser in rows], KERNELS)
     expected_NV = logits_NV.double().log_softmax(-1)
     assert first.token == 8
     assert first.logprob is not None and second.logprob is not None
@@ -207,7 +217,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_alternatives_put_the_smaller_of_equals_first() -> None:
     logits_NV = torch.zeros(1, VOCAB)
     logits_NV[0, [3, 50]] = 1.0
-    choice = choose(logits_NV, [Node(make_chooser(temperature=0.0, logprobs=4), 1)], KERNELS)[0]
+    choice = choose(logits_NV, [SamplingNode(make_chooser(temperature=0.0, logprobs=4), 1)], KERNELS)[0]
     assert choice.logprob is not None
     assert [token for token, _ in choice.logprob.top] == [3, 50, 0, 1]
 
@@ -220,25 +230,25 @@ def a_model(path: tuple[int, ...]) -> Tensor:
     return make_logits(1, mixed % 2**31)[0]
 
 
-def continue_plainly(chooser: Chooser, prompt: tuple[int, ...], length: int) -> list[int]:
+def continue_plainly(chooser: TokenSampler, prompt: tuple[int, ...], length: int) -> list[int]:
     """Decode one token at a time."""
     text = list(prompt)
     while len(text) < length:
-        token = choose(a_model(tuple(text))[None], [Node(chooser, len(text))], KERNELS)[0].token
+        token = choose(a_model(tuple(text))[None], [SamplingNode(chooser, len(text))], KERNELS)[0].token
         chooser.observe(token)
         text.append(token)
     return text
 
 
-MakeNode = Callable[[Chooser, int, tuple[int, ...]], Node]
+MakeNode = Callable[[TokenSampler, int, tuple[int, ...]], SamplingNode]
 
 
-def by_own_path(chooser: Chooser, length: int, path: tuple[int, ...]) -> Node:
-    return Node(chooser, length + len(path), path)
+def by_own_path(chooser: TokenSampler, length: int, path: tuple[int, ...]) -> SamplingNode:
+    return SamplingNode(chooser, length + len(path), path)
 
 
 def continue_by_trees(
-    chooser: Chooser, truth: list[int], rng: random.Random, make_node: MakeNode = by_own_path
+    chooser: TokenSampler, truth: list[int], rng: random.Random, make_node: MakeNode = by_own_path
 ) -> tuple[list[int], int]:
     """Decode with random trees around the truth; also return the number of accepted drafts."""
     text, accepted = truth[:3], 0
@@ -276,11 +286,11 @@ def test_trees_give_the_text_of_plain_decoding(params: dict[str, Any]) -> None:
     ("params", "make_node"),
     [
         pytest.param(
-            {}, lambda chooser, length, path: Node(chooser, length, path), id="position-of-the-root"
+            {}, lambda chooser, length, path: SamplingNode(chooser, length, path), id="position-of-the-root"
         ),
         pytest.param(
             {"temperature": 0.0, "presence_penalty": 2.0, "frequency_penalty": 2.0},
-            lambda chooser, length, path: Node(chooser, length + len(path)),
+            lambda chooser, length, path: SamplingNode(chooser, length + len(path)),
             id="no-path",
         ),
     ],
@@ -294,6 +304,6 @@ def test_trees_with_a_wrong_node_are_caught(params: dict[str, Any], make_node: M
 def test_a_flat_law_is_drawn_flat() -> None:
     """Over one request's positions: chi-square with 64 degrees, above 115 by chance once in ten thousand."""
     chooser, number = make_chooser(seed=3), 4000
-    choices = choose(torch.zeros(number, VOCAB), [Node(chooser, p) for p in range(number)], KERNELS)
+    choices = choose(torch.zeros(number, VOCAB), [SamplingNode(chooser, p) for p in range(number)], KERNELS)
     count_V = torch.tensor([choice.token for choice in choices]).bincount(minlength=VOCAB)
     assert float(((count_V - number / VOCAB) ** 2 / (number / VOCAB)).sum()) < 115

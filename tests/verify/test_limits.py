@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import SamplingParams
-from specdec.core.terms import Terms
+from specdec.core.params import ValidatedParams
 from specdec.kernels.sampling.cpu import unpack
 from specdec.kernels.table import load_kernels
-from specdec.verify.choose import Chooser, Node, choose
-from specdec.verify.limits import Allowed, Banned, Limit, NotYet, bounded_words
+from specdec.verify.limits import AllowedTokens, BadWords, MinTokens, TokenLimit, bounded_words
+from specdec.verify.sampler import SamplingNode, TokenSampler, choose
 
 
 def allowed(words_W: torch.Tensor | None, vocab: int) -> set[int]:
@@ -25,19 +25,19 @@ def allowed(words_W: torch.Tensor | None, vocab: int) -> set[int]:
 @given(st.integers(1, 100), st.data())
 def test_words_hold_all_tokens_but_the_ends(vocab: int, data: st.DataObject) -> None:
     ends = data.draw(st.sets(st.integers(0, vocab - 1)))
-    assert allowed(NotYet(ends, 1, vocab).words(()), vocab) == set(range(vocab)) - ends
+    assert allowed(MinTokens(ends, 1, vocab).words(()), vocab) == set(range(vocab)) - ends
 
 
 def test_an_end_is_forbidden_until_output_and_path_are_long_enough() -> None:
-    limit = NotYet({3}, 3, 40)
+    limit = MinTokens({3}, 3, 40)
     assert [3 in allowed(limit.words((0,) * drafted), 40) for drafted in range(5)] == [0, 0, 0, 1, 1]
     assert limit.observe(7) and limit.observe(8)
     assert [3 in allowed(limit.words((0,) * drafted), 40) for drafted in range(3)] == [0, 1, 1]
     assert not limit.observe(9), "from here on nothing is bounded"
 
 
-def Only(*tokens: int) -> Allowed:
-    return Allowed(tokens, 64)
+def Only(*tokens: int) -> AllowedTokens:
+    return AllowedTokens(tokens, 64)
 
 
 TOKENS = st.integers(0, 3)
@@ -51,7 +51,7 @@ TOKENS = st.integers(0, 3)
 def test_a_sequence_is_never_completed_by_output_and_path(
     sequences: set[tuple[int, ...]], said: list[int], path: list[int]
 ) -> None:
-    limit = Banned(sequences, 40)
+    limit = BadWords(sequences, 40)
     for token in said:
         limit.observe(token)
     whole = (*said, *path)
@@ -71,7 +71,7 @@ def test_a_long_word_is_looked_up_at_its_own_length_alone() -> None:
             looked_up += 1
             return super().get(*key)
 
-    limit = Banned({(*[1] * 120, 2), (1, 1, 3), (5,)}, 40)
+    limit = BadWords({(*[1] * 120, 2), (1, 1, 3), (5,)}, 40)
     limit._lasts = Counted(limit._lasts)
     for _ in range(200):
         limit.observe(1)
@@ -83,13 +83,15 @@ def test_a_long_word_is_looked_up_at_its_own_length_alone() -> None:
 
 def test_an_end_that_comes_too_early_is_a_fault_unless_a_form_ends() -> None:
     for yields in (False, True):
-        limit = NotYet({5}, 3, 64, yields=yields)
+        limit = MinTokens({5}, 3, 64, yields=yields)
         assert limit.observe(1) and limit.observe(5)
         assert bool(limit.fault) != yields
 
 
 def test_choices_begin_limits_of_their_own_over_words_that_they_share() -> None:
-    terms = Terms(SamplingParams(), limits=(Allowed([1, 2], 64), Banned([(1, 2)], 64), NotYet({2}, 3, 64)))
+    terms = ValidatedParams(
+        SamplingParams(), limits=(AllowedTokens([1, 2], 64), BadWords([(1, 2)], 64), MinTokens({2}, 3, 64))
+    )
     first, second = terms.begin_limits(), terms.begin_limits()
     for limit in first:
         limit.observe(1)
@@ -106,7 +108,7 @@ def test_choices_begin_limits_of_their_own_over_words_that_they_share() -> None:
 @given(st.integers(1, 100), st.data())
 def test_only_what_is_allowed_may_be_chosen(vocab: int, data: st.DataObject) -> None:
     tokens = data.draw(st.sets(st.integers(0, vocab - 1), min_size=1))
-    limit = Allowed(tokens, vocab)
+    limit = AllowedTokens(tokens, vocab)
     assert allowed(limit.words((0,)), vocab) == tokens
     for token in tokens:
         assert limit.observe(token) and not limit.fault
@@ -118,12 +120,12 @@ def test_only_what_is_allowed_may_be_chosen(vocab: int, data: st.DataObject) -> 
     [
         ([Only(1, 2, 40), Only(2, 40, 63)], {2, 40}),
         ([Only(1, 2), Only(3)], {1, 2}),
-        ([NotYet({5}, 1, 64), Only(5, 6)], {6}),
-        ([Only(5), NotYet({5}, 1, 64)], {5}),
+        ([MinTokens({5}, 1, 64), Only(5, 6)], {6}),
+        ([Only(5), MinTokens({5}, 1, 64)], {5}),
     ],
 )
 def test_a_limit_that_would_leave_nothing_yields_to_those_before(
-    limits: list[Limit], expected: set[int]
+    limits: list[TokenLimit], expected: set[int]
 ) -> None:
     assert allowed(bounded_words(limits, ()), 64) == expected
 
@@ -134,11 +136,11 @@ def test_a_bounded_node_chooses_beside_free_ones(temperature: float, kernels: st
     """Two of eight rows are bounded; the other choices are unchanged."""
     logits_NV = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(temperature=temperature)
-    free = [Chooser(params, seed=n, prompt=[1], vocab=64) for n in range(8)]
-    some = [Chooser(params, seed=n, prompt=[1], vocab=64, limits=[Only(7, 33)]) for n in (2, 5)]
+    free = [TokenSampler(params, seed=n, prompt=[1], vocab=64) for n in range(8)]
+    some = [TokenSampler(params, seed=n, prompt=[1], vocab=64, limits=[Only(7, 33)]) for n in (2, 5)]
     mixed = [*free[:2], some[0], *free[3:5], some[1], *free[6:]]
     before, after = (
-        [c.token for c in choose(logits_NV, [Node(own, 9) for own in each], load_kernels(kernels))]
+        [c.token for c in choose(logits_NV, [SamplingNode(own, 9) for own in each], load_kernels(kernels))]
         for each in (free, mixed)
     )
     assert [n for n in range(8) if before[n] != after[n]] == [2, 5]

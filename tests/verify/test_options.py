@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from specdec.config.sampling import SamplingParams
 from specdec.kernels.table import load_kernels
-from specdec.verify.choose import Chooser, Node, choose
-from specdec.verify.history import History
-from specdec.verify.limits import Banned
+from specdec.verify.limits import BadWords
 from specdec.verify.logprobs import TopTokens, logprobs_of
+from specdec.verify.output_counts import OutputCounts
+from specdec.verify.sampler import SamplingNode, TokenSampler, choose
 
 VOCAB = 2048
 KERNELS = load_kernels("cpu")
@@ -38,7 +38,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def bytecodes(nodes: list[Node], logits_NV: torch.Tensor) -> int:
+def bytecodes(nodes: list[SamplingNode], logits_NV: torch.Tensor) -> int:
     """Count the bytecodes executed while these nodes choose."""
     count, before = 0, sys.gettrace()
 
@@ -56,7 +56,7 @@ def bytecodes(nodes: list[Node], logits_NV: torch.Tensor) -> int:
     return count
 
 
-def make_nodes(rows: int) -> list[Node]:
+def make_nodes(rows: int) -> list[SamplingNode]:
     rng = random.Random(1)
     params = SamplingParams(
         temperature=1.0,
@@ -68,13 +68,13 @@ def make_nodes(rows: int) -> list[Node]:
     )
     prompt = [rng.randrange(VOCAB) for _ in range(1000)]
     words = {tuple(rng.randrange(VOCAB) for _ in range(length % 5 + 1)) for length in range(64)}
-    shared = Banned(words, VOCAB)._bits
+    shared = BadWords(words, VOCAB)._bits
     nodes = []
     for seed in range(rows):
-        banned = Banned(words, VOCAB)
+        banned = BadWords(words, VOCAB)
         banned._bits = shared
-        chooser = Chooser(params, seed=seed, prompt=prompt, vocab=VOCAB, limits=[banned])
-        nodes.append(Node(chooser, 1000))
+        chooser = TokenSampler(params, seed=seed, prompt=prompt, vocab=VOCAB, limits=[banned])
+        nodes.append(SamplingNode(chooser, 1000))
     return nodes
 
 
@@ -112,7 +112,7 @@ def test_log_probabilities_of_many_rows_are_those_of_each_bit_for_bit(vocab: int
 def test_a_history_counts_each_token_of_prompt_output_and_path_once(
     prompt: list[int], output: list[int], path: list[int]
 ) -> None:
-    history = History(prompt)
+    history = OutputCounts(prompt)
     for token in output:
         history.observe(token)
     for along in (path, []):  # a path leaves no trace in the history

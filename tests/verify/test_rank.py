@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specdec.config.sampling import SamplingParams
 from specdec.kernels.table import load_kernels
-from specdec.verify.choose import Chooser, Node, choose, perturb
 from specdec.verify.rank import rank
+from specdec.verify.sampler import SamplingNode, TokenSampler, choose, perturb
 
 VOCAB = 65
 KERNELS = load_kernels("cpu")
@@ -23,14 +23,14 @@ RULES = (
 )
 
 
-def make_nodes(seed: int) -> list[Node]:
+def make_nodes(seed: int) -> list[SamplingNode]:
     rng, nodes = random.Random(seed), []
     for params in rng.sample(RULES, len(RULES)):
-        chooser = Chooser(params, seed=rng.getrandbits(60), prompt=(1, 2, 3), vocab=VOCAB)
+        chooser = TokenSampler(params, seed=rng.getrandbits(60), prompt=(1, 2, 3), vocab=VOCAB)
         for _ in range(rng.randrange(3)):
             chooser.observe(rng.randrange(VOCAB))
         path = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(4)))
-        nodes.append(Node(chooser, rng.randrange(1000), path))
+        nodes.append(SamplingNode(chooser, rng.randrange(1000), path))
     return nodes
 
 
@@ -38,8 +38,8 @@ def make_logits(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def plain_node(**params: float) -> Node:
-    return Node(Chooser(SamplingParams(**params), seed=3, prompt=(1,), vocab=VOCAB), 7)  # type: ignore[arg-type]
+def plain_node(**params: float) -> SamplingNode:
+    return SamplingNode(TokenSampler(SamplingParams(**params), seed=3, prompt=(1,), vocab=VOCAB), 7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -75,7 +75,7 @@ def test_shares_are_of_what_is_compared_and_fall(seed: int) -> None:
 def test_without_the_noise_it_is_the_likeliest_by_the_rule_alone(seed: int) -> None:
     nodes, logits_NV = make_nodes(seed), make_logits(len(RULES), seed).double()
     ranked = rank(logits_NV, nodes, KERNELS, 4, noise=False)
-    elsewhere = [Node(own.chooser, own.position + 1, own.path) for own in nodes]
+    elsewhere = [SamplingNode(own.chooser, own.position + 1, own.path) for own in nodes]
     assert ranked == rank(logits_NV, elsewhere, KERNELS, 4, noise=False)
     plain = plain_node(temperature=0.5)
     ((tokens, shares),) = rank(logits_NV[:1], [plain], KERNELS, 4, noise=False)
@@ -95,8 +95,8 @@ def test_a_place_is_ranked_alike_in_any_company() -> None:
 def test_the_same_place_of_another_seed_or_position_is_another_guess() -> None:
     flat_NV = torch.zeros(40, VOCAB)
     params = SamplingParams(temperature=1.0)
-    seeds = [Node(Chooser(params, seed=seed, prompt=(), vocab=VOCAB), 5) for seed in range(40)]
-    positions = [Node(seeds[0].chooser, position) for position in range(40)]
+    seeds = [SamplingNode(TokenSampler(params, seed=seed, prompt=(), vocab=VOCAB), 5) for seed in range(40)]
+    positions = [SamplingNode(seeds[0].chooser, position) for position in range(40)]
     for nodes in (seeds, positions):
         assert len({tokens[0] for tokens, _ in rank(flat_NV, nodes, KERNELS, 1)}) > 15
 

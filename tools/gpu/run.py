@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.report import Output, commit, publish, table
+from specdec.bench.report import ReportOutput, commit, publish, table
 from specdec.errors import ConfigError
 from tools.gpu.stages import Outcome, Stage, run_stages
 
@@ -126,7 +126,9 @@ def _main(args: argparse.Namespace) -> int:
     report = summary(device, outcomes, planned=len(stages), interrupted=interrupted)
     packed = pack(folder, prefix, report)
     print(f"all of it is in {packed}")
-    publish(f"\n{render(outcomes, planned=len(stages))}", report, Output(folder / f"{prefix}-summary.json"))
+    publish(
+        f"\n{render(outcomes, planned=len(stages))}", report, ReportOutput(folder / f"{prefix}-summary.json")
+    )
     if interrupted:
         return INTERRUPTED
     return FAILED if any(outcome.status in ("failed", "hung") for outcome in outcomes) else 0

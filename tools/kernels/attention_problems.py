@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.group import Group
-from specdec.models.mixers import Attention, Place
+from specdec.models.mixers import Attention, MixerPlacement
 from specdec.models.weights import RandomWeights
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
@@ -36,7 +36,7 @@ def plan(bench: Bench, sizes: Sizes) -> Iterator[Planned]:
 def _self_attention(bench: Bench, sizes: Sizes, mixer: Attention, moved: int) -> Problem:
     arena, group, position_T = _hold(bench, sizes, mixer, layers=bench.sets(moved))
     weights = RandomWeights(0, bench.dtype, bench.device)
-    layer = mixer.build(weights.within("mixer"), bench.reference, Place(1, 1)).layer
+    layer = mixer.build(weights.within("mixer"), bench.reference, MixerPlacement(1, 1)).layer
     projected_TN = bench.draw(group.rows * group.width, sum(layer.widths), seed=3)
     rope = mixer.rope
     rotation = bench.reference.rope_table(position_T, rope.dim, rope.theta, rope.scaling) if rope else None

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.random_model import quiet_transformers, shape_config
-from specdec.bench.report import Output, environment, publish, setup_line, table
+from specdec.bench.report import ReportOutput, environment, publish, setup_line, table
 from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
@@ -69,7 +69,7 @@ DEFAULTS = {
 }
 
 
-def run(options: KernelOptions, out: Output) -> None:
+def run(options: KernelOptions, out: ReportOutput) -> None:
     """Measure, print the table and the report as JSON; exit with 1 if an operation was wrong or failed.
 
     Ctrl-C is raised again once the finished problems have been published.
@@ -208,7 +208,7 @@ def _is_wanted(operation: str, only: Sequence[str] | None) -> bool:
 
 
 def _all(
-    bench: Bench, options: KernelOptions, grid: Grid, networks: Mapping[str, spec.Network]
+    bench: Bench, options: KernelOptions, grid: Grid, networks: Mapping[str, spec.NetworkSpec]
 ) -> Iterator[Planned]:
     context = grid.context if options.context is None else options.context
     for name, network in networks.items():

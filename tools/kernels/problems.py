@@ -90,7 +90,7 @@ class Sizes:
     """One shape at one load."""
 
     name: str
-    network: spec.Network
+    network: spec.NetworkSpec
     batch: int
     window: int
     context: int

@@ -18,7 +18,7 @@ from specdec.models.mixers import (
     Lightning,
     Mamba1,
     Mamba2,
-    Place,
+    MixerPlacement,
     ShortConv,
 )
 from specdec.models.mixers.gated_delta_net import LoadedGatedDeltaNet
@@ -259,7 +259,7 @@ OPERATIONS: dict[type, tuple[tuple[Operation, ...], tuple[Operation, ...]]] = {
 def draw_layer(bench: Bench, mixer: RecurrentMixer) -> Layer:
     """Draw a layer with random weights. Its projections, which are not measured, have one column."""
     weights = RandomWeights(0, bench.dtype, bench.device).within("mixer")
-    match built := mixer.build(weights, bench.reference, Place(1, 1)):
+    match built := mixer.build(weights, bench.reference, MixerPlacement(1, 1)):
         case LoadedGatedDeltaNet() | LoadedKimiDeltaAttention():
             return Layer(built.layer, built.layer.conv_CK)
         case LoadedMamba2():

@@ -123,7 +123,7 @@ def _held(weight: Tensor, form: str | None) -> Matrix:
     return FORMATS[form].quantise(weight) if form else weight
 
 
-def matrices(s: spec.Network) -> dict[str, tuple[int, int]]:
+def matrices(s: spec.NetworkSpec) -> dict[str, tuple[int, int]]:
     """Return the products of a step and their weights' sizes [out, inner], as the layers pack them."""
     found = {
         name: size

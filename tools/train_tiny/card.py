@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from specdec.bench.plots import Line, line_plot, render
+from specdec.bench.plots import LineSeries, line_plot, render
 from tools.train_tiny.corpus import HELD_OUT, HELD_OUT_LICENCES
 from tools.train_tiny.recipe import Recipe
 
@@ -115,6 +115,8 @@ def _curve(work: Path) -> bytes:
     for name in ("trunk", "mtp", "eagle"):
         lines = [json.loads(line) for line in (work / f"{name}.jsonl").read_text().splitlines()]
         series.append(
-            Line(STAGES[name], [line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines])
+            LineSeries(
+                STAGES[name], [line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines]
+            )
         )
     return render(line_plot(series, "Training loss", "million tokens", "nats per token"), "svg")

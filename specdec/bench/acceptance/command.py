@@ -9,16 +9,16 @@ from typing import Any
 
 from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
 from specdec.bench.plots import require_matplotlib
-from specdec.bench.report import Output, add_json
+from specdec.bench.report import ReportOutput, add_json
 from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
 from specdec.config.sampling import SamplingParams
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.errors import ConfigError
 from specdec.models.folder import GIVEN, find_models
 
-DEFAULT_SHAPES = (Shape(4, 1, 5), Shape(4, 4, 16))
+DEFAULT_SHAPES = (DraftShape(4, 1, 5), DraftShape(4, 4, 16))
 DEFAULT_TREE = 16
 """Default tree size, in tokens."""
 DRAFTS = (AUTO, *DRAFTER_OPTIONS, NONE)
@@ -155,25 +155,25 @@ def _add_sweep(group: argparse._ArgumentGroup) -> None:
 def _acceptance(args: argparse.Namespace) -> Run:
     _, config = find_models(args.model, _engine(args))
     # Imported late: other commands do not need torch or the benchmark's packages.
-    from specdec.bench.acceptance.measure import Length
+    from specdec.bench.acceptance.measure import AnswerLength
     from specdec.bench.acceptance.prompts import choose
-    from specdec.bench.acceptance.run import Options, run
+    from specdec.bench.acceptance.run import AcceptanceOptions, run
 
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ConfigError(f"--out: {args.out} is a file; name a folder", field="out")
     if args.out is not None:
         require_matplotlib()
-    options = Options(
+    options = AcceptanceOptions(
         model=args.model,
         sweep=_sweep(args),
         prompts=choose(args.prompts, args.category, args.limit),
-        length=Length(args.max_tokens, args.ignore_eos),
+        length=AnswerLength(args.max_tokens, args.ignore_eos),
         seed=args.seed,
         warmup=args.warmup,
         memory=EngineConfig.model_validate({"memory_bytes": args.memory}).memory_bytes,
         arguments=_arguments(args),
     )
-    return partial(run, options, config, Output(args.out, args.json))
+    return partial(run, options, config, ReportOutput(args.out, args.json))
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:
@@ -196,7 +196,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
     )
 
 
-def _shapes(args: argparse.Namespace) -> list[Shape]:
+def _shapes(args: argparse.Namespace) -> list[DraftShape]:
     """Return the shapes given by --shape, or all products of the three numbers."""
     products = {"num_steps": args.num_steps, "topk": args.topk, "num_draft_tokens": args.num_draft_tokens}
     given = [name for name, values in products.items() if values]
@@ -208,7 +208,7 @@ def _shapes(args: argparse.Namespace) -> list[Shape]:
     shapes = []
     for steps, topk in itertools.product(args.num_steps or [4], args.topk or [1]):
         default = steps + 1 if topk == 1 else max(DEFAULT_TREE, steps + 1)
-        shapes += [Shape(steps, topk, tokens) for tokens in args.num_draft_tokens or [default]]
+        shapes += [DraftShape(steps, topk, tokens) for tokens in args.num_draft_tokens or [default]]
     return shapes
 
 
@@ -222,16 +222,16 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     return shown
 
 
-def _written(shape: Shape) -> str:
+def _written(shape: DraftShape) -> str:
     return f"{shape.num_steps}:{shape.topk}:{shape.num_draft_tokens}"
 
 
-def _shape(text: str) -> Shape:
+def _shape(text: str) -> DraftShape:
     """Parse STEPS:TOPK:TOKENS."""
     found = re.fullmatch(r"([1-9]\d{0,3}):([1-9]\d{0,3}):([1-9]\d{0,3})", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; write STEPS:TOPK:TOKENS, such as 4:4:16")
-    return Shape(*map(int, found.groups()))
+    return DraftShape(*map(int, found.groups()))
 
 
 def _temperature(text: str) -> float:

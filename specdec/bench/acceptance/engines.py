@@ -8,11 +8,11 @@ from pathlib import Path
 from specdec.bench.acceptance.settings import NETWORKS, TRANSFORMERS, Drafting, widest
 from specdec.config.drafters import AUTO, NONE, drafters_of_folders
 from specdec.config.engine import EngineConfig
-from specdec.draft.head import Head, HeadDrafter
-from specdec.draft.rounded import Copy, RoundedDrafter
+from specdec.draft.head import DraftHead, HeadDrafter
+from specdec.draft.rounded import QuantisedCopy, RoundedDrafter
 from specdec.errors import ConfigError
 from specdec.models.network import Network
-from specdec.setup.build import Model, assemble, build
+from specdec.setup.build import LoadedModel, assemble, build
 from specdec.setup.devices import free_memory
 from specdec.setup.settings import Resolved
 from specdec.text.tokenizer import Tokenizer
@@ -22,19 +22,19 @@ SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedDrafter:
     """Weights with a drafter, and settings large enough for every requested shape."""
 
     draft: str
     vocab: int | None
     network: Network
-    head: Head | None
-    copy: Copy | None
+    head: DraftHead | None
+    copy: QuantisedCopy | None
     tokenizer: Tokenizer | None
     settings: Resolved
 
 
-class Engines:
+class EngineCache:
     """Own the weights and as many engines as fit in memory; the least recently used one is evicted.
 
     A rebuilt engine shares the weights, and measures its step costs again.
@@ -46,7 +46,7 @@ class Engines:
         """Load the weights for every drafter; `config` holds the other settings."""
         self.left_out: list[str] = []
         """Drafters that cannot run here, and why."""
-        self._loaded: list[Loaded] = []
+        self._loaded: list[LoadedDrafter] = []
         running = [own for own in draftings if own.draft in NETWORKS]
         for own in sorted(running, key=lambda own: NETWORKS.index(own.draft)):
             if not self._donor(own):
@@ -61,14 +61,14 @@ class Engines:
         budget = memory or int(SHARE * free_memory(self.first.settings.device))
         self.most = max(1, budget // max(own.settings.memory_bytes for own in self._loaded))
         """Maximum number of engines."""
-        self._open: OrderedDict[Drafting, Model] = OrderedDict()
+        self._open: OrderedDict[Drafting, LoadedModel] = OrderedDict()
 
     @property
-    def first(self) -> Loaded:
+    def first(self) -> LoadedDrafter:
         """Return the drafter-independent part: network, tokenizer, device and dtype."""
         return self._loaded[0]
 
-    def open(self, drafting: Drafting) -> Model:
+    def open(self, drafting: Drafting) -> LoadedModel:
         """Return an engine, assembling it if needed."""
         if drafting not in self._open:
             while len(self._open) >= self.most:
@@ -93,7 +93,7 @@ class Engines:
                 raise
             return self._leave_out(f"{draft} of {asked.vocab} tokens: {error}" if asked.vocab else str(error))
         planned = model.loop.speculation.planned
-        own = Loaded(
+        own = LoadedDrafter(
             *(draft, asked.vocab, model.network),
             head=planned.head if isinstance(planned, HeadDrafter) else None,
             copy=planned.copy if isinstance(planned, RoundedDrafter) else None,
@@ -110,14 +110,14 @@ class Engines:
         donor = self._donor(asked)
         return donor is not None and donor.head is not None
 
-    def _donor(self, asked: Drafting) -> Loaded | None:
+    def _donor(self, asked: Drafting) -> LoadedDrafter | None:
         """Return the loaded weights with a drafter's head; the first for a drafter without weights."""
         if asked.draft not in NETWORKS:
             return self.first
         alike = (own for own in self._loaded if own.vocab == asked.vocab)
         return next((own for own in alike if asked.draft in (*own.settings.drafters, own.draft)), None)
 
-    def _assemble(self, drafting: Drafting) -> Model:
+    def _assemble(self, drafting: Drafting) -> LoadedModel:
         donor = self._donor(drafting)
         assert donor is not None and drafting.draft != TRANSFORMERS
         drafters = {NONE: (), AUTO: donor.settings.drafters}.get(drafting.draft, (drafting.draft,))
@@ -136,4 +136,4 @@ class Engines:
         head, copy = (donor.head, donor.copy) if drafting.draft in NETWORKS else (None, None)
         core = assemble(donor.network, head, settings, copy=copy)
         core.warm_up()
-        return Model(core, donor.network, donor.tokenizer, settings)
+        return LoadedModel(core, donor.network, donor.tokenizer, settings)

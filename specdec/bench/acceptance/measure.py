@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from specdec.bench.acceptance.settings import Group
+from specdec.bench.acceptance.settings import SettingGroup
 from specdec.bench.peers import TransformersPeer
 from specdec.config.sampling import SamplingParams
 from specdec.core.engine_core import EngineCore
@@ -14,15 +14,15 @@ from specdec.core.outputs import Delta
 from specdec.core.request import Request
 from specdec.core.stats import PHASES
 from specdec.errors import SpecdecError
-from specdec.setup.build import Model
-from specdec.text.tokenizer import Cutter, TextStream, Tokenizer
+from specdec.setup.build import LoadedModel
+from specdec.text.tokenizer import TextStream, Tokenizer, TokenTextCutter
 
 LOOPS = 3
 """A looping text's last half repeats its period at least this often."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TokenizedPrompt:
     """One tokenized prompt."""
 
     category: str
@@ -36,7 +36,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class AnswerLength:
     """Length limits of an answer."""
 
     max_tokens: int
@@ -44,7 +44,7 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MeasuredAnswer:
     """The answer of one setting to one prompt, and the counts of its verify steps."""
 
     category: str
@@ -84,7 +84,7 @@ class Answer:
 class Measurement:
     """One batch of prompts in one setting."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[MeasuredAnswer, ...]
     seconds: float
     """From the first prompt's arrival to the last token of the batch."""
     reading_s: float
@@ -104,7 +104,7 @@ class Measurement:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
         """Parse the output of `as_json`."""
-        answers = tuple(Answer.of(own) for own in fields["answers"])
+        answers = tuple(MeasuredAnswer.of(own) for own in fields["answers"])
         return cls(**{**fields, "answers": answers})
 
 
@@ -117,7 +117,9 @@ def loops(tokens: Sequence[int]) -> bool:
     return any(last[period:] == last[:-period] for period in range(1, len(last) // LOOPS + 1))
 
 
-def params_for(asked: Asked, group: Group, length: Length, seed: int, what: str = "") -> SamplingParams:
+def params_for(
+    asked: TokenizedPrompt, group: SettingGroup, length: AnswerLength, seed: int, what: str = ""
+) -> SamplingParams:
     """Return a prompt's sampling parameters, equal in all settings of a group; `what` changes the seed."""
     return SamplingParams(
         max_tokens=length.max_tokens,
@@ -127,7 +129,9 @@ def params_for(asked: Asked, group: Group, length: Length, seed: int, what: str 
     )
 
 
-def measure(model: Model, batch: Sequence[Asked], params: Sequence[SamplingParams]) -> Measurement:
+def measure(
+    model: LoadedModel, batch: Sequence[TokenizedPrompt], params: Sequence[SamplingParams]
+) -> Measurement:
     """Step an engine in this thread until it has answered a batch, sharing nothing between requests."""
     core, loop = model.core, model.loop
     loop.keep_apart()
@@ -155,11 +159,11 @@ def measure(model: Model, batch: Sequence[Asked], params: Sequence[SamplingParam
     )
 
 
-def measure_peer(peer: TransformersPeer, asked: Asked, count: int) -> Measurement:
+def measure_peer(peer: TransformersPeer, asked: TokenizedPrompt, count: int) -> Measurement:
     """Decode greedily with `transformers`, as many tokens as the engine did for one prompt."""
     sample = peer.run([asked.ids], count - 1)
     assert sample.token_ids is not None
-    answer = Answer(
+    answer = MeasuredAnswer(
         category=asked.category,
         name=asked.name,
         token_ids=sample.token_ids[0],
@@ -176,11 +180,11 @@ def measure_peer(peer: TransformersPeer, asked: Asked, count: int) -> Measuremen
     return Measurement((answer,), sample.prefill_s + decoding_s, sample.prefill_s, phases, count - 1)
 
 
-def pieces(tokenizer: Tokenizer | None, answer: Answer) -> list[tuple[str, int]]:
+def pieces(tokenizer: Tokenizer | None, answer: MeasuredAnswer) -> list[tuple[str, int]]:
     """Cut an answer's text by token, with each token's origin; without a tokenizer, return ids."""
     if tokenizer is None:
         return [(f"{t} ", origin) for t, origin in zip(answer.token_ids, answer.origins, strict=True)]
-    stream, cutter, text = TextStream(tokenizer), Cutter(), ""
+    stream, cutter, text = TextStream(tokenizer), TokenTextCutter(), ""
     for token, origin in zip(answer.token_ids, answer.origins, strict=True):
         text += stream.push(token)
         cutter.note(stream.length, origin)
@@ -188,15 +192,15 @@ def pieces(tokenizer: Tokenizer | None, answer: Answer) -> list[tuple[str, int]]
 
 
 def _request(
-    core: EngineCore, asked: Asked, params: SamplingParams, said: list[Delta | SpecdecError]
+    core: EngineCore, asked: TokenizedPrompt, params: SamplingParams, said: list[Delta | SpecdecError]
 ) -> Request:
     assert params.seed is not None
     return core.new_request(asked.ids, params, seed=params.seed, emit=said.append)
 
 
-def _answer(asked: Asked, request: Request, said: Sequence[Delta | SpecdecError]) -> Answer:
+def _answer(asked: TokenizedPrompt, request: Request, said: Sequence[Delta | SpecdecError]) -> MeasuredAnswer:
     counts = request.counts
-    return Answer(
+    return MeasuredAnswer(
         category=asked.category,
         name=asked.name,
         token_ids=tuple(request.tokens[request.prompt_length :]),

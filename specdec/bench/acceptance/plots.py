@@ -9,8 +9,8 @@ from specdec.bench.acceptance.names import Record, condition, drafters, field, p
 from specdec.bench.plots import (
     NUM_COLOURS,
     PALETTE,
-    Bars,
-    Line,
+    BarSeries,
+    LineSeries,
     bar_plot,
     line_plot,
     mark_empty,
@@ -36,7 +36,7 @@ def acceptance_by_depth(records: Sequence[Record]) -> "Figure":
         again, colour = divmod(shapes.index(names[setting_key(r)]), NUM_COLOURS)
         dash = temperatures.index(field(r, "temperature")) + len(temperatures) * again
         depths = range(1, len(r["per_depth"]) + 1)
-        lines.append(Line(_label(r, chosen, names), depths, r["per_depth"], colour, dash))
+        lines.append(LineSeries(_label(r, chosen, names), depths, r["per_depth"], colour, dash))
     return line_plot(
         lines,
         "Acceptance rate by depth",
@@ -55,7 +55,7 @@ def speedup_by_shape(records: Sequence[Record]) -> "Figure":
     for r in drafting:
         found.setdefault(condition(r, drafting), {})[names[setting_key(r)]] = r.get("speedup") or {}
     series = [
-        Bars(name, *([own.get(g, {}).get(part) for g in groups] for part in ("median", "p10", "p90")))
+        BarSeries(name, *([own.get(g, {}).get(part) for g in groups] for part in ("median", "p10", "p90")))
         for name, own in found.items()
     ]
     return bar_plot(

@@ -32,7 +32,7 @@ Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """A text to continue, or the start of a chat: the system's messages and the first user turn."""
 
     category: str
@@ -48,7 +48,7 @@ class NotAPromptError(Exception):
     """A line of a file is not a prompt."""
 
 
-def choose(path: Path | None, categories: Sequence[str] = (), limit: int | None = None) -> list[Prompt]:
+def choose(path: Path | None, categories: Sequence[str] = (), limit: int | None = None) -> list[BenchPrompt]:
     """Return a file's prompts, or the shipped ones: of the named categories, the first `limit` of each."""
     prompts = read_prompts(path) if path else bundled()
     known = list(dict.fromkeys(prompt.category for prompt in prompts))
@@ -61,7 +61,7 @@ def choose(path: Path | None, categories: Sequence[str] = (), limit: int | None 
     return [prompt for group in groups.values() for prompt in group[:limit]]
 
 
-def bundled(categories: Sequence[str] = ()) -> list[Prompt]:
+def bundled(categories: Sequence[str] = ()) -> list[BenchPrompt]:
     """Return the shipped prompts, from texts that the shipped checkpoint was not trained on."""
     folder = resources.files("specdec") / "assets" / "prompts"
     prompts = []
@@ -73,7 +73,7 @@ def bundled(categories: Sequence[str] = ()) -> list[Prompt]:
     return prompts
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path) -> list[BenchPrompt]:
     """Parse a file: `.txt` is one prompt; other files hold one JSON object per line, or a list of them.
 
     The prompt of a chat with several turns is its first user turn, preceded by the system's message.
@@ -85,7 +85,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise _refused(f"{path} is not UTF-8 text from byte {error.start} on; convert it first") from error
     if path.suffix == ".txt":
-        prompts = [Prompt(path.stem, path.stem, text)] if text.strip() else []
+        prompts = [BenchPrompt(path.stem, path.stem, text)] if text.strip() else []
     else:
         prompts = _parse(text, path)
     if not prompts:
@@ -96,7 +96,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 _EXAMPLE = '{"prompt": "def fib(n):"}'
 
 
-def _parse(text: str, path: Path) -> list[Prompt]:
+def _parse(text: str, path: Path) -> list[BenchPrompt]:
     prompts = []
     for where, value in _objects(text, path):
         try:
@@ -126,7 +126,7 @@ def _objects(text: str, path: Path) -> Iterator[tuple[str, Any]]:
             raise _refused(f"{path}, line {number}: {expected}") from None
 
 
-def _prompt(value: Any, where: str, category: str) -> Prompt:
+def _prompt(value: Any, where: str, category: str) -> BenchPrompt:
     if not isinstance(value, dict):
         raise NotAPromptError(f"expected a JSON object such as {_EXAMPLE}, found a {_kind(value)}")
     # OpenAI's batch files nest the request in `body`.
@@ -139,7 +139,7 @@ def _prompt(value: Any, where: str, category: str) -> Prompt:
         raise NotAPromptError(f"{field!r} is empty")
     name = next((value[key] for key in NAMES if isinstance(value.get(key), str | int)), where)
     kind = value.get("category")
-    return Prompt(kind if isinstance(kind, str) else category, str(name), text, token_ids, messages)
+    return BenchPrompt(kind if isinstance(kind, str) else category, str(name), text, token_ids, messages)
 
 
 def _content(value: Any, field: str) -> tuple[str | None, tuple[int, ...] | None, tuple[Message, ...]]:

@@ -11,29 +11,29 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.acceptance.engines import Engines
+from specdec.bench.acceptance.engines import EngineCache
 from specdec.bench.acceptance.measure import (
-    Asked,
-    Length,
+    AnswerLength,
     Measurement,
+    TokenizedPrompt,
     measure,
     measure_peer,
     params_for,
     pieces,
 )
 from specdec.bench.acceptance.page import write_page
-from specdec.bench.acceptance.prompts import Prompt
-from specdec.bench.acceptance.settings import TRANSFORMERS, Group, Setting, Sweep
+from specdec.bench.acceptance.prompts import BenchPrompt
+from specdec.bench.acceptance.settings import TRANSFORMERS, Setting, SettingGroup, Sweep
 from specdec.bench.acceptance.store import ResultStore
-from specdec.bench.acceptance.summary import RESULT, Pair, records
+from specdec.bench.acceptance.summary import RESULT, PairedBatch, records
 from specdec.bench.acceptance.table import render
 from specdec.bench.agreement import require_rounding, rounding
 from specdec.bench.peers import TransformersPeer
 from specdec.bench.random_model import quiet_transformers
-from specdec.bench.report import Output, environment, json_line, publish, until_interrupted
+from specdec.bench.report import ReportOutput, environment, json_line, publish, until_interrupted
 from specdec.config.drafters import NONE
 from specdec.config.engine import EngineConfig
-from specdec.core.acceptance_stats import Experience
+from specdec.core.acceptance_stats import AcceptanceSnapshot
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network, stored_format
@@ -49,13 +49,13 @@ SHOWN = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class AcceptanceOptions:
     """The settings of one benchmark run."""
 
     model: str
     sweep: Sweep
-    prompts: Sequence[Prompt]
-    length: Length
+    prompts: Sequence[BenchPrompt]
+    length: AnswerLength
     seed: int
     warmup: int
     """Uncounted prompts that warm up each setting."""
@@ -66,12 +66,12 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class PromptCategory:
     """A batch of prompts of one category, which all settings of a group process in turn."""
 
-    group: Group
+    group: SettingGroup
     number: int
-    batch: tuple[Asked, ...]
+    batch: tuple[TokenizedPrompt, ...]
 
     @property
     def category(self) -> str:
@@ -84,10 +84,10 @@ class Unit:
         return [*own[start:], *own[:start], *settings[len(own) :]]
 
 
-class Run:
+class AcceptanceRun:
     """Own the engines, the measurements, and each setting's speculation state after its warm-up."""
 
-    def __init__(self, options: Options, config: EngineConfig, out: Path | None) -> None:
+    def __init__(self, options: AcceptanceOptions, config: EngineConfig, out: Path | None) -> None:
         self.options, self.out = options, out
         checkpoint = Checkpoint(options.model)
         tokenizer, network = load_tokenizer(checkpoint.folder), read_network(checkpoint)
@@ -100,7 +100,7 @@ class Run:
         identity = _identity(options, config, checkpoint, self.asked)
         self.store = ResultStore(out, identity)
         draftings, left_out = options.sweep.draftings()
-        self.engines = Engines(checkpoint.folder, config, draftings, options.memory)
+        self.engines = EngineCache(checkpoint.folder, config, draftings, options.memory)
         self.left_out = [*too_long, *left_out, *self.engines.left_out]
         wanted = [draft for draft in options.sweep.drafts if draft != NONE]
         if wanted and not self.engines.draftings and not options.sweep.transformers:
@@ -116,8 +116,8 @@ class Run:
             if options.sweep.transformers
             else None
         )
-        self._experience: dict[Setting, Experience] = {}
-        self.done: list[Unit] = []
+        self._experience: dict[Setting, AcceptanceSnapshot] = {}
+        self.done: list[PromptCategory] = []
         """Measured in every setting, and checked."""
 
     def measure(self) -> None:
@@ -158,24 +158,24 @@ class Run:
             "examples": [example for setting in measured for example in self._examples(setting)],
         }
 
-    def _units(self) -> Iterator[Unit]:
+    def _units(self) -> Iterator[PromptCategory]:
         """Alternate categories and groups, so that an interrupted run has some of each."""
         for_group = [
-            [Unit(group, number, batch) for number, batch in enumerate(self._batches(group.batch))]
+            [PromptCategory(group, number, batch) for number, batch in enumerate(self._batches(group.batch))]
             for group in self.settings
         ]
         yield from _in_turn(for_group)
 
-    def _batches(self, size: int) -> Iterator[tuple[Asked, ...]]:
+    def _batches(self, size: int) -> Iterator[tuple[TokenizedPrompt, ...]]:
         """Cut each category into batches, and interleave the categories."""
-        categories: dict[str, list[Asked]] = {}
+        categories: dict[str, list[TokenizedPrompt]] = {}
         for asked in self.asked:
             categories.setdefault(asked.category, []).append(asked)
         return _in_turn(
             [[tuple(own[at : at + size]) for at in range(0, len(own), size)] for own in categories.values()]
         )
 
-    def _measure(self, setting: Setting, unit: Unit) -> Measurement:
+    def _measure(self, setting: Setting, unit: PromptCategory) -> Measurement:
         if setting.name == TRANSFORMERS:
             plain = self._plain(unit).answers[0]
             assert self.peer is not None
@@ -197,20 +197,20 @@ class Run:
         speculation.recall(self._experience[setting])
         return measure(model, unit.batch, [self._params(asked, unit.group) for asked in unit.batch])
 
-    def _params(self, asked: Asked, group: Group, what: str = "") -> Any:
+    def _params(self, asked: TokenizedPrompt, group: SettingGroup, what: str = "") -> Any:
         return params_for(asked, group, self.options.length, self.options.seed, what)
 
-    def _plain(self, unit: Unit) -> Measurement:
+    def _plain(self, unit: PromptCategory) -> Measurement:
         plain = self.store.get(*_key(self.settings[unit.group][0], unit))
         assert plain is not None
         return plain
 
-    def _pair(self, setting: Setting, unit: Unit) -> Pair:
+    def _pair(self, setting: Setting, unit: PromptCategory) -> PairedBatch:
         own = self.store.get(*_key(setting, unit))
         assert own is not None
-        return Pair(unit.category, own, self._plain(unit))
+        return PairedBatch(unit.category, own, self._plain(unit))
 
-    def _check(self, unit: Unit) -> None:
+    def _check(self, unit: PromptCategory) -> None:
         """Raise if drafts changed a text, unless the dtype's rounding can explain it."""
         if self.rounded:
             return
@@ -246,17 +246,17 @@ class Run:
             }
 
 
-def _key(setting: Setting, unit: Unit) -> tuple[Any, ...]:
+def _key(setting: Setting, unit: PromptCategory) -> tuple[Any, ...]:
     return setting.name, repr(setting.group), unit.number
 
 
-def run(options: Options, config: EngineConfig, out: Output) -> None:
+def run(options: AcceptanceOptions, config: EngineConfig, out: ReportOutput) -> None:
     """Measure and publish the report; with a folder, save measurements, plots and a page there.
 
     Ctrl-C is raised again once the finished part has been published.
     """
     with quiet_transformers() if options.sweep.transformers else nullcontext():
-        whole = Run(options, config, out.path)
+        whole = AcceptanceRun(options, config, out.path)
         with until_interrupted(whole.done) as interruption:
             whole.measure()
     report = whole.report(interrupted=interruption.happened)
@@ -281,8 +281,8 @@ def _in_turn(lists: Sequence[Sequence[T]]) -> Iterator[T]:
 
 
 def _read(
-    options: Options, folder: Path, tokenizer: Tokenizer | None, most: int, vocab: int
-) -> tuple[list[Asked], list[str]]:
+    options: AcceptanceOptions, folder: Path, tokenizer: Tokenizer | None, most: int, vocab: int
+) -> tuple[list[TokenizedPrompt], list[str]]:
     """Tokenize the prompts; return those that fit with an answer, and a message about the others."""
     asked, too_long = [], []
     names: dict[tuple[str, str], int] = {}
@@ -299,7 +299,7 @@ def _read(
             continue
         seen = names[prompt.category, prompt.name] = names.get((prompt.category, prompt.name), 0) + 1
         name = prompt.name if seen == 1 else f"{prompt.name} ({seen})"
-        asked.append(Asked(prompt.category, name, tuple(ids)))
+        asked.append(TokenizedPrompt(prompt.category, name, tuple(ids)))
     if not asked:
         raise ConfigError(
             f"--prompts: none fits the model's {most} tokens with {options.length.max_tokens} of output; "
@@ -313,7 +313,7 @@ def _read(
     return asked, [why] if too_long else []
 
 
-def _ids(prompt: Prompt, folder: Path, tokenizer: Tokenizer | None) -> Sequence[int]:
+def _ids(prompt: BenchPrompt, folder: Path, tokenizer: Tokenizer | None) -> Sequence[int]:
     """Tokenize a prompt; a chat with the checkpoint's template."""
     if prompt.token_ids is not None:
         return prompt.token_ids
@@ -327,7 +327,7 @@ def _ids(prompt: Prompt, folder: Path, tokenizer: Tokenizer | None) -> Sequence[
 
 
 def _identity(
-    options: Options, config: EngineConfig, checkpoint: Checkpoint, asked: Sequence[Asked]
+    options: AcceptanceOptions, config: EngineConfig, checkpoint: Checkpoint, asked: Sequence[TokenizedPrompt]
 ) -> dict[str, Any]:
     """Return what must be equal for measurements to belong to one run."""
     files = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.config.drafters import AUTO, NONE, only_chains
 from specdec.config.engine import EngineConfig
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.errors import ConfigError
 from specdec.setup.drafters import DRAFTERS
 from specdec.setup.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, bounds_of
@@ -15,7 +15,7 @@ from specdec.setup.resolve import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_TOPK, b
 TRANSFORMERS = "transformers"
 NETWORKS = (AUTO, *(name for name, own in DRAFTERS.items() if own.has_weights))
 """Drafters that may run a network, whose guesses can be ranked with the noise or without."""
-DEFAULT_BOUNDS = Shape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
+DEFAULT_BOUNDS = DraftShape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Drafting:
     """A drafter and its shape; engines differ in nothing else."""
 
     draft: str
-    shape: Shape | None = None
+    shape: DraftShape | None = None
     """The draft's shape, or with `chosen` the largest; None: no drafting."""
     chosen: bool = False
     """Whether the loop adapts the shape within these bounds."""
@@ -63,7 +63,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SettingGroup:
     """The conditions that settings share when they take turns on the same prompts."""
 
     temperature: float
@@ -76,7 +76,7 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Setting:
     drafting: Drafting
-    group: Group
+    group: SettingGroup
 
     @property
     def name(self) -> str:
@@ -104,8 +104,8 @@ class Sweep:
     """The settings to measure."""
 
     drafts: Sequence[str]
-    shapes: Sequence[Shape]
-    chosen: Shape | None
+    shapes: Sequence[DraftShape]
+    chosen: DraftShape | None
     """Also measure the adaptive choice within these bounds; None: do not."""
     temperatures: Sequence[float]
     batches: Sequence[int]
@@ -115,10 +115,10 @@ class Sweep:
     windows: Sequence[int | None] = (None,)
     transformers: bool
 
-    def groups(self) -> list[Group]:
-        return [Group(*pair) for pair in itertools.product(self.temperatures, self.batches)]
+    def groups(self) -> list[SettingGroup]:
+        return [SettingGroup(*pair) for pair in itertools.product(self.temperatures, self.batches)]
 
-    def settings(self, group: Group, draftings: Sequence[Drafting]) -> list[Setting]:
+    def settings(self, group: SettingGroup, draftings: Sequence[Drafting]) -> list[Setting]:
         """Return the settings that take turns in a group: `none` first, `transformers` last.
 
         At temperature 0 there is no noise to leave out. `transformers` runs only greedily with batch 1: it
@@ -163,7 +163,7 @@ class Sweep:
             if self.chosen and largest:
                 if only_chains(draft):
                     steps = largest.num_steps
-                    largest = Shape(steps, 1, min(largest.num_draft_tokens, steps + 1))
+                    largest = DraftShape(steps, 1, min(largest.num_draft_tokens, steps + 1))
                 yield from (Drafting(draft, largest, True, noises[0], *own) for own in spared)
 
 
@@ -172,7 +172,7 @@ def widest(draftings: Sequence[Drafting], draft: str) -> Mapping[str, Any]:
     shapes = [d.shape for d in draftings if d.draft == draft and d.shape]
     if not shapes:
         return {"draft": draft}
-    whole = Shape(
+    whole = DraftShape(
         *(max(getattr(s, name) for s in shapes) for name in ("num_steps", "topk", "num_draft_tokens"))
     )
     fields = Drafting(draft, whole).fields()

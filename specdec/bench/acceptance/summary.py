@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from specdec.bench.acceptance.measure import Answer, Measurement
+from specdec.bench.acceptance.measure import MeasuredAnswer, Measurement
 from specdec.bench.acceptance.settings import TRANSFORMERS, Setting
-from specdec.bench.report import Summary, percentile, summarise
+from specdec.bench.report import SampleSummary, percentile, summarise
 from specdec.core.stats import PHASES
 
 ALL = "all"
@@ -16,7 +16,7 @@ RESULT = "acceptance.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PairedBatch:
     """One batch of prompts in one setting, and the same batch without drafts."""
 
     category: str
@@ -34,7 +34,7 @@ class Pair:
         )
 
 
-def records(measured: Mapping[Setting, Sequence[Pair]]) -> list[dict[str, Any]]:
+def records(measured: Mapping[Setting, Sequence[PairedBatch]]) -> list[dict[str, Any]]:
     """Summarise each setting by category, in prompt order, and over all."""
     found = []
     for setting, pairs in measured.items():
@@ -45,7 +45,7 @@ def records(measured: Mapping[Setting, Sequence[Pair]]) -> list[dict[str, Any]]:
     return found
 
 
-def _record(setting: Setting, category: str, pairs: Sequence[Pair]) -> dict[str, Any]:
+def _record(setting: Setting, category: str, pairs: Sequence[PairedBatch]) -> dict[str, Any]:
     answers = [answer for pair in pairs for answer in pair.own.answers]
     steps = sum(answer.steps for answer in answers)
     followed, reached = _sums(a.followed for a in answers), _sums(a.reached for a in answers)
@@ -79,7 +79,7 @@ def _record(setting: Setting, category: str, pairs: Sequence[Pair]) -> dict[str,
     }
 
 
-def _prompt(answer: Answer) -> dict[str, Any]:
+def _prompt(answer: MeasuredAnswer) -> dict[str, Any]:
     """Describe one prompt, with the counts needed to compare two runs prompt by prompt."""
     return {
         "name": answer.name,
@@ -93,7 +93,7 @@ def _prompt(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _batch(pair: Pair) -> dict[str, Any]:
+def _batch(pair: PairedBatch) -> dict[str, Any]:
     """Return the speed of one batch: two runs can be compared batch by batch."""
     return {
         "prompts": [f"{answer.category}/{answer.name}" for answer in pair.own.answers],
@@ -102,7 +102,7 @@ def _batch(pair: Pair) -> dict[str, Any]:
     }
 
 
-def acceptance_length(answers: Sequence[Answer]) -> float | None:
+def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
     """Return the tokens per verify step over some answers; None without steps."""
     steps = sum(answer.steps for answer in answers)
     return sum(answer.tokens for answer in answers) / steps if steps else None
@@ -119,5 +119,5 @@ def _sums(columns: Iterable[Sequence[int]]) -> list[int]:
     return [sum(entries) for entries in zip_longest(*columns, fillvalue=0)]
 
 
-def _whole(summary: Summary) -> dict[str, float]:
+def _whole(summary: SampleSummary) -> dict[str, float]:
     return summary._asdict()

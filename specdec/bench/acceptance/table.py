@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from specdec.bench.acceptance.settings import TRANSFORMERS, Group
+from specdec.bench.acceptance.settings import TRANSFORMERS, SettingGroup
 from specdec.bench.acceptance.summary import ALL
 from specdec.bench.report import setup_line, table
 from specdec.config.drafters import AUTO, NONE
@@ -68,12 +68,12 @@ def _checked(report: Mapping[str, Any]) -> str:
     return f"{line}; differing texts ({why}): {each}"
 
 
-def _groups(records: Sequence[Record]) -> Iterator[tuple[Group, list[Record]]]:
+def _groups(records: Sequence[Record]) -> Iterator[tuple[SettingGroup, list[Record]]]:
     """Group the records by temperature and batch."""
-    groups: dict[Group, list[Record]] = {}
+    groups: dict[SettingGroup, list[Record]] = {}
     for record in records:
         setting = record["setting"]
-        groups.setdefault(Group(setting["temperature"], setting["batch"]), []).append(record)
+        groups.setdefault(SettingGroup(setting["temperature"], setting["batch"]), []).append(record)
     yield from groups.items()
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from specdec.bench.prefix.generate import KINDS
-from specdec.bench.report import Output, add_json
+from specdec.bench.report import ReportOutput, add_json
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
 from specdec.errors import ConfigError
@@ -41,9 +41,9 @@ def _prefix(args: argparse.Namespace) -> Run:
     given = {name: value for name, value in vars(args).items() if name not in MEASURED}
     _, config = find_models(args.model, settings_from(argparse.Namespace(**given), EngineConfig))
     # Imported late: other commands do not need torch or the benchmark's packages.
-    from specdec.bench.prefix.engine import Options, run
+    from specdec.bench.prefix.engine import PrefixBenchOptions, run
 
-    options = Options(
+    options = PrefixBenchOptions(
         model=args.model,
         names=list(dict.fromkeys(args.trace)),
         requests=args.requests,
@@ -51,4 +51,4 @@ def _prefix(args: argparse.Namespace) -> Run:
         max_tokens=args.max_tokens,
         seed=args.seed,
     )
-    return partial(run, options, config, Output(args.out, args.json))
+    return partial(run, options, config, ReportOutput(args.out, args.json))

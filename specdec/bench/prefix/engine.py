@@ -9,8 +9,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
 from specdec.bench.agreement import EXACT, require_rounding
-from specdec.bench.prefix.generate import LONGEST, Trace, Turn, generate
-from specdec.bench.report import Output, environment, percentile, publish, table, until_interrupted
+from specdec.bench.prefix.generate import LONGEST, Trace, TraceTurn, generate
+from specdec.bench.report import ReportOutput, environment, percentile, publish, table, until_interrupted
 from specdec.config.engine import PREFIX_FIELDS
 from specdec.models.folder import find_folder
 
@@ -25,7 +25,7 @@ hit: cached tokens, of all prompts'; differing: answers that differ from those w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PrefixBenchOptions:
     """Options of `specdec bench prefix`."""
 
     model: str
@@ -38,7 +38,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class AnswerPair:
     """The answers of both engines to one request."""
 
     prompt: Sequence[int]
@@ -50,10 +50,10 @@ class Pair:
         return self.off.token_ids != self.on.token_ids
 
 
-class Engines:
+class EnginePair:
     """Own both engines, each with its own weights."""
 
-    def __init__(self, options: Options, config: EngineConfig, stack: ExitStack) -> None:
+    def __init__(self, options: PrefixBenchOptions, config: EngineConfig, stack: ExitStack) -> None:
         self.options = options
         folder = find_folder(options.model)
         self.off, self.on = (
@@ -83,7 +83,7 @@ class Engines:
             for engine in (self.off, self.on):
                 engine.generate([prompt], self._params())
 
-    def ask(self, trace: Trace) -> Iterator[Pair]:
+    def ask(self, trace: Trace) -> Iterator[AnswerPair]:
         """Send each request to both engines, alternating which is first.
 
         Earlier answers in a session are those of the engine without a cache, rather than the trace's invented
@@ -91,7 +91,7 @@ class Engines:
         """
         said: dict[str, tuple[int, list[int]]] = {}
         for number, turns in enumerate(groups(trace.turns, self.options.together)):
-            asked: list[tuple[Turn, list[int]]] = []
+            asked: list[tuple[TraceTurn, list[int]]] = []
             for turn in turns:
                 known, before = said.get(turn.session, (0, []))
                 prompt = [*before, *turn.prompt[known:].tolist()]
@@ -102,9 +102,9 @@ class Engines:
             answers = {engine: engine.generate(prompts, self._params()) for engine in order}
             for (turn, prompt), off, on in zip(asked, answers[self.off], answers[self.on], strict=True):
                 said[turn.session] = _whole_length(turn), [*prompt, *off.token_ids]
-                yield Pair(prompt, off, on)
+                yield AnswerPair(prompt, off, on)
 
-    def check(self, pair: Pair) -> None:
+    def check(self, pair: AnswerPair) -> None:
         """Raise if the prefix cache changed a text, unless the dtype's rounding can explain it."""
         model = self.off.model
         if not pair.differs or model.settings.dtype not in EXACT:
@@ -121,12 +121,12 @@ class Engines:
         )
 
 
-class Run:
+class PrefixBenchRun:
     """Own both engines' answers so far, by trace."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: EnginePair) -> None:
         self.engines = engines
-        self.done: dict[str, list[Pair]] = {}
+        self.done: dict[str, list[AnswerPair]] = {}
 
     def measure(self) -> None:
         """Send each trace's requests; Ctrl-C keeps those that both engines have answered."""
@@ -160,7 +160,7 @@ class Run:
         }
 
 
-def run(options: Options, config: EngineConfig, out: Output) -> None:
+def run(options: PrefixBenchOptions, config: EngineConfig, out: ReportOutput) -> None:
     """Time both engines on each trace and publish the report.
 
     Ctrl-C is raised again once the finished part has been published.
@@ -168,7 +168,7 @@ def run(options: Options, config: EngineConfig, out: Output) -> None:
     if out.path:
         out.path.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        whole = Run(Engines(options, config, stack))
+        whole = PrefixBenchRun(EnginePair(options, config, stack))
         with until_interrupted(whole.done) as interruption:
             whole.measure()
         report = whole.report(interrupted=interruption.happened)
@@ -177,9 +177,9 @@ def run(options: Options, config: EngineConfig, out: Output) -> None:
         raise KeyboardInterrupt
 
 
-def groups(turns: Sequence[Turn], most: int) -> Iterator[list[Turn]]:
+def groups(turns: Sequence[TraceTurn], most: int) -> Iterator[list[TraceTurn]]:
     """Cut a trace into groups of concurrent requests: no two of a group belong to one session."""
-    group: list[Turn] = []
+    group: list[TraceTurn] = []
     for turn in turns:
         if len(group) == most or any(turn.session == other.session for other in group):
             yield group
@@ -188,7 +188,7 @@ def groups(turns: Sequence[Turn], most: int) -> Iterator[list[Turn]]:
     yield group
 
 
-def summarise_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
+def summarise_pairs(pairs: Sequence[AnswerPair]) -> dict[str, Any]:
     """Summarise both engines' answers to a trace."""
     off_s, on_s = ([getattr(pair, side).stats.first_token_s for pair in pairs] for side in ("off", "on"))
     off, on = _spread(off_s), _spread(on_s)
@@ -241,5 +241,5 @@ def _without_cache(config: EngineConfig) -> EngineConfig:
     return EngineConfig.of(None, config.model_dump(exclude_unset=True, exclude=set(PREFIX_FIELDS)))
 
 
-def _whole_length(turn: Turn) -> int:
+def _whole_length(turn: TraceTurn) -> int:
     return len(turn.prompt) + len(turn.output)

@@ -21,7 +21,7 @@ FEWEST_SHARES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class TraceTurn:
     """One request: the whole prompt, including earlier turns, and its answer."""
 
     session: str
@@ -37,11 +37,11 @@ class Trace:
     """Turns ordered by time."""
 
     name: str
-    turns: Sequence[Turn]
+    turns: Sequence[TraceTurn]
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class LognormalLength:
     """A lognormal length in tokens."""
 
     median: float
@@ -53,28 +53,28 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SessionKind:
     """The parameters of one kind of session."""
 
     sessions: int
     """Sessions in a full trace of two to three thousand requests."""
     per_second: float
     """Mean rate at which sessions start."""
-    asked: Length
-    answered: Length
+    asked: LognormalLength
+    answered: LognormalLength
     turns: Callable[[np.random.Generator], int]
-    shared: Length | None = None
+    shared: LognormalLength | None = None
     """A prefix common to sessions; of `shares` different ones, the n-th has weight 1/n."""
     shares: int = 1
-    first: Length | None = None
+    first: LognormalLength | None = None
     """Additional tokens of the first turn, such as an issue to solve."""
     pause_s: float | None = None
     """Mean pause between an answer and the next turn, Poisson distributed; None: the time to type it."""
 
-    def scaled(self, scale: float) -> "Kind":
+    def scaled(self, scale: float) -> "SessionKind":
         """Scale all lengths."""
 
-        def part(length: Length) -> Length:
+        def part(length: LognormalLength) -> LognormalLength:
             return replace(length, median=length.median * scale, most=max(int(length.most * scale), 1))
 
         return replace(
@@ -90,27 +90,31 @@ def _at_least_ten(more: float) -> Callable[[np.random.Generator], int]:
     return lambda rng: 9 + int(rng.geometric(1 / (more + 1)))
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, SessionKind] = MappingProxyType(
     {
-        "lmsys": Kind(200, 1.0, Length(35, 1.1), Length(150, 0.9, 2048), _at_least_ten(4)),
-        "sharegpt": Kind(150, 1.0, Length(70, 1.3), Length(220, 0.95, 2048), _at_least_ten(8)),
-        "agents": Kind(
+        "lmsys": SessionKind(
+            200, 1.0, LognormalLength(35, 1.1), LognormalLength(150, 0.9, 2048), _at_least_ten(4)
+        ),
+        "sharegpt": SessionKind(
+            150, 1.0, LognormalLength(70, 1.3), LognormalLength(220, 0.95, 2048), _at_least_ten(8)
+        ),
+        "agents": SessionKind(
             sessions=110,
             per_second=0.5,
-            asked=Length(350, 1.2),
-            answered=Length(130, 0.7, 2048),
+            asked=LognormalLength(350, 1.2),
+            answered=LognormalLength(130, 0.7, 2048),
             turns=lambda rng: int(np.clip(rng.lognormal(math.log(20), 0.5), 3, 50)),
-            shared=Length(1800, 0.0),
-            first=Length(500, 0.8),
+            shared=LognormalLength(1800, 0.0),
+            first=LognormalLength(500, 0.8),
             pause_s=5.0,
         ),
-        "system-prompts": Kind(
+        "system-prompts": SessionKind(
             sessions=3000,
             per_second=4.0,
-            asked=Length(60, 0.8),
-            answered=Length(120, 0.7, 1024),
+            asked=LognormalLength(60, 0.8),
+            answered=LognormalLength(120, 0.7, 1024),
             turns=lambda _: 1,
-            shared=Length(1500, 0.6),
+            shared=LognormalLength(1500, 0.6),
             shares=40,
         ),
     }
@@ -135,7 +139,7 @@ def generate(
     rng = np.random.default_rng([seed, sorted(KINDS).index(name)])
     shared = [_tokens(rng, kind.shared.draw(rng), vocab) for _ in range(shares)] if kind.shared else [NO_IDS]
     weights = np.array([1 / n for n in range(1, len(shared) + 1)])
-    turns: list[Turn] = []
+    turns: list[TraceTurn] = []
     at_s = 0.0
     for number in range(sessions):
         begun = shared[rng.choice(len(shared), p=weights / weights.sum())]
@@ -145,8 +149,8 @@ def generate(
 
 
 def _session(
-    kind: Kind, rng: np.random.Generator, name: str, at_s: float, begun: Ids, vocab: int, most: int
-) -> Iterator[Turn]:
+    kind: SessionKind, rng: np.random.Generator, name: str, at_s: float, begun: Ids, vocab: int, most: int
+) -> Iterator[TraceTurn]:
     """Yield a session's turns until it is complete, or the next would not fit."""
     first = _tokens(rng, kind.first.draw(rng), vocab) if kind.first else NO_IDS
     parts = [np.concatenate([begun, first])]
@@ -158,7 +162,7 @@ def _session(
         prompt = np.concatenate([*parts, asked])
         if len(prompt) + len(output) > most:
             return
-        yield Turn(name, turn, at_s, prompt, output)
+        yield TraceTurn(name, turn, at_s, prompt, output)
         parts += [asked, output]
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from specdec.bench.reach.reply import Reply
-from specdec.bench.reach.requests import Requests, salted
-from specdec.bench.reach.ways import Way
+from specdec.bench.reach.reply import StreamedReply
+from specdec.bench.reach.requests import RequestBodies, salted
+from specdec.bench.reach.routes import BenchRoute
 from specdec.errors import EngineError
 
 PROMPTS, ANSWER = 6, 48
@@ -14,7 +14,11 @@ TEMPERATURES = (0.0, 0.8)
 
 
 async def check_texts(
-    session: aiohttp.ClientSession, one: Way, ways: Sequence[Way], requests: Requests, prompt_tokens: int
+    session: aiohttp.ClientSession,
+    one: BenchRoute,
+    ways: Sequence[BenchRoute],
+    requests: RequestBodies,
+    prompt_tokens: int,
 ) -> int:
     """Compare each route's texts with one engine's, greedy and seeded; return how many were equal."""
     bodies = [
@@ -39,11 +43,11 @@ async def check_texts(
     return len(ways) * len(bodies)
 
 
-def _answered(way: Way, reply: Reply) -> Reply:
+def _answered(way: BenchRoute, reply: StreamedReply) -> StreamedReply:
     if reply.failure is not None:
         raise EngineError(f"{way.name} does not answer ({reply.failure}); no figure is shown")
     return reply
 
 
-def _beginning(reply: Reply) -> str:
+def _beginning(reply: StreamedReply) -> str:
     return f"{reply.text[:60]!r} ({reply.ids[:8]}…)"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.bench.options import ReachOptions
+from specdec.bench.reach.routes import BenchRoute, BootstrapRoomRoute, ProxiedRoute, StandaloneRoute
 from specdec.bench.reach.servers import free_port, running, two_cores
-from specdec.bench.reach.ways import Plain, Proxied, Rooms, Way
 from specdec.config.engine import EngineConfig
 
 MEMORY_BYTES = 512 << 20
@@ -16,20 +16,20 @@ MEMORY_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class EngineFleet:
     """Routes through running engines; engines that work concurrently have a core each."""
 
-    one: Way
+    one: BenchRoute
     """One standalone engine, on the decode instance's core."""
-    two: Way
+    two: BenchRoute
     """Two standalone engines, in turn."""
-    apart: tuple[Way, ...]
+    apart: tuple[BenchRoute, ...]
     """A prefill and a decode instance."""
     cores: tuple[int, int] | None
 
 
 @contextmanager
-def started(options: ReachOptions, config: EngineConfig) -> Iterator[Fleet]:
+def started(options: ReachOptions, config: EngineConfig) -> Iterator[EngineFleet]:
     """Start four engines, and stop them at the end."""
     cores, port = two_cores(options.cores), free_port()
     settings = {"memory_bytes": MEMORY_BYTES, **config.model_dump(mode="json", exclude_unset=True)}
@@ -48,9 +48,9 @@ def started(options: ReachOptions, config: EngineConfig) -> Iterator[Fleet]:
             server = running(options.model, {**settings, **own}, core=core, environment=environment)
             urls.append(processes.enter_context(server).url)
         prefill, decode, first, second = urls
-        yield Fleet(
-            one=Plain("one engine", second),
-            two=Plain("two engines in turn", first, second),
-            apart=(Proxied(prefill, decode), Rooms(prefill, decode, port)),
+        yield EngineFleet(
+            one=StandaloneRoute("one engine", second),
+            two=StandaloneRoute("two engines in turn", first, second),
+            apart=(ProxiedRoute(prefill, decode), BootstrapRoomRoute(prefill, decode, port)),
             cores=cores,
         )

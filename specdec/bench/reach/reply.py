@@ -17,7 +17,7 @@ EXCERPT = 200
 
 
 @dataclass(slots=True)
-class Reply:
+class StreamedReply:
     """The result of one request, filled in as it streams; all times are from one clock."""
 
     start_s: float
@@ -59,7 +59,9 @@ class Reply:
             self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
 
-async def stream(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], reply: Reply) -> None:
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], reply: StreamedReply
+) -> None:
     """Request a completion, and fill in the reply as it streams; failures become part of it."""
     asked = {**body, "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     try:

@@ -8,7 +8,7 @@ from specdec.bench.acceptance.prompts import bundled
 from specdec.text.tokenizer import Tokenizer
 
 
-class Requests:
+class RequestBodies:
     """Draw bodies of completion requests."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:

@@ -9,13 +9,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.options import ReachOptions
 from specdec.bench.reach.check import check_texts
-from specdec.bench.reach.fleet import Fleet, started
-from specdec.bench.reach.requests import Requests
+from specdec.bench.reach.fleet import EngineFleet, started
+from specdec.bench.reach.requests import RequestBodies
 from specdec.bench.reach.serve import measure_serving, serving_report, serving_rows
 from specdec.bench.reach.servers import on_core
 from specdec.bench.reach.steady import PROMPTS, measure_steadiness, steady_rows
 from specdec.bench.reach.wire import measure_wire, wire_rows
-from specdec.bench.report import Output, environment, publish, table
+from specdec.bench.report import ReportOutput, environment, publish, table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
@@ -25,7 +25,7 @@ LIMIT_S = 600.0
 """Timeout of one request, in seconds."""
 
 
-def run(options: ReachOptions, config: EngineConfig, out: Output) -> None:
+def run(options: ReachOptions, config: EngineConfig, out: ReportOutput) -> None:
     """Measure and publish the report; publish nothing if a check fails."""
     report: dict[str, Any] = {
         "benchmark": "reach",
@@ -44,7 +44,7 @@ def run(options: ReachOptions, config: EngineConfig, out: Output) -> None:
     publish(render(report), report, out)
 
 
-def _requests(options: ReachOptions) -> Requests:
+def _requests(options: ReachOptions) -> RequestBodies:
     folder = find_folder(options.model)
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
@@ -52,10 +52,10 @@ def _requests(options: ReachOptions) -> Requests:
             f"model: {folder} has no tokenizer.json, by which prompts are drawn; name one that has",
             field="model",
         )
-    return Requests(tokenizer, options.seed or 0)
+    return RequestBodies(tokenizer, options.seed or 0)
 
 
-async def _measure(fleet: Fleet, options: ReachOptions, requests: Requests) -> dict[str, Any]:
+async def _measure(fleet: EngineFleet, options: ReachOptions, requests: RequestBodies) -> dict[str, Any]:
     """Measure the parts that need engines in separate processes."""
     report: dict[str, Any] = {}
     limit, connector = aiohttp.ClientTimeout(total=LIMIT_S), aiohttp.TCPConnector(limit=0)

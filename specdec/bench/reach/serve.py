@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 
 from specdec.bench.options import ReachOptions
-from specdec.bench.reach.reply import Reply
-from specdec.bench.reach.requests import Requests, salted
-from specdec.bench.reach.ways import Way
+from specdec.bench.reach.reply import StreamedReply
+from specdec.bench.reach.requests import RequestBodies, salted
+from specdec.bench.reach.routes import BenchRoute
 from specdec.bench.report import percentile
 from specdec.bench.serve.load import arrivals
 
@@ -20,13 +20,13 @@ WARMUP = 4
 
 async def measure_serving(
     session: aiohttp.ClientSession,
-    ways: Sequence[Way],
-    requests: Requests,
+    ways: Sequence[BenchRoute],
+    requests: RequestBodies,
     options: ReachOptions,
     on_reply: Callable[[], object],
-) -> dict[str, list[Reply]]:
+) -> dict[str, list[StreamedReply]]:
     """Return the replies of all rounds by route; each round draws new prompts and arrivals."""
-    replies: dict[str, list[Reply]] = {way.name: [] for way in ways}
+    replies: dict[str, list[StreamedReply]] = {way.name: [] for way in ways}
     for way in ways:
         for _ in range(WARMUP):
             await way.ask(session, salted(requests.draw(options.prompt_tokens, options.max_tokens)))
@@ -41,14 +41,14 @@ async def measure_serving(
 
 async def _round(
     session: aiohttp.ClientSession,
-    way: Way,
+    way: BenchRoute,
     bodies: Sequence[dict[str, Any]],
     due_s: Sequence[float | None],
     on_reply: Callable[[], object],
-) -> list[Reply]:
+) -> list[StreamedReply]:
     start_s = time.perf_counter()
 
-    async def ask(body: dict[str, Any], after_s: float) -> Reply:
+    async def ask(body: dict[str, Any], after_s: float) -> StreamedReply:
         await asyncio.sleep(max(0.0, start_s + after_s - time.perf_counter()))
         reply = await way.ask(session, salted(body), start_s + after_s)
         on_reply()
@@ -57,12 +57,12 @@ async def _round(
     return await asyncio.gather(*(ask(body, at or 0.0) for body, at in zip(bodies, due_s, strict=True)))
 
 
-def serving_report(replies: Mapping[str, Sequence[Reply]], prompt_tokens: int) -> dict[str, Any]:
+def serving_report(replies: Mapping[str, Sequence[StreamedReply]], prompt_tokens: int) -> dict[str, Any]:
     """Summarise each route; times are those of successful requests."""
     return {name: _figures(own, prompt_tokens) for name, own in replies.items()}
 
 
-def _figures(replies: Sequence[Reply], prompt_tokens: int) -> dict[str, Any]:
+def _figures(replies: Sequence[StreamedReply], prompt_tokens: int) -> dict[str, Any]:
     done = [reply for reply in replies if reply.failure is None]
     later = [own for reply in done if (own := reply.inter_token_s) is not None]
     return {

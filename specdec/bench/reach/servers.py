@@ -25,7 +25,7 @@ ADDRESS = re.compile(r"(https?://\S+?)/v1")
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerProcess:
     """A server process, which runs until `running` exits."""
 
     url: str
@@ -39,7 +39,7 @@ class Server:
 @contextmanager
 def running(
     model: str, settings: Mapping[str, Any], *, core: int | None, environment: Mapping[str, str]
-) -> Iterator[Server]:
+) -> Iterator[ServerProcess]:
     """Start a server on one core, wait until it listens, and stop it at the end."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "settings.yaml", Path(folder) / "log"
@@ -54,7 +54,7 @@ def running(
                 stderr=subprocess.STDOUT,
             )
         try:
-            yield Server(_address(process, log), process, log)
+            yield ServerProcess(_address(process, log), process, log)
         finally:
             _stop(process)
 

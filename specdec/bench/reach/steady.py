@@ -9,10 +9,10 @@ from typing import Any
 import aiohttp
 
 from specdec.bench.options import ReachOptions
-from specdec.bench.reach.reply import Reply
-from specdec.bench.reach.requests import Requests, salted
+from specdec.bench.reach.reply import StreamedReply
+from specdec.bench.reach.requests import RequestBodies, salted
+from specdec.bench.reach.routes import BenchRoute
 from specdec.bench.reach.serve import milliseconds, spread
-from specdec.bench.reach.ways import Way
 
 WRITER_TOKENS, WRITER_PROMPT = 512, 65
 """Output and prompt tokens of a stream under way."""
@@ -22,16 +22,16 @@ PROMPT_ANSWER = 8
 """Tokens decoded after each long prompt."""
 
 
-class Case:
+class SteadinessCase:
     """Token times of one route, idle and while prompts arrive."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: BenchRoute) -> None:
         self.way = way
         self.idle_s: list[float] = []
         self.loaded_s: list[float] = []
         self.failures: list[str] = []
 
-    def counted(self, reply: Reply, until_s: float = math.inf) -> list[float]:
+    def counted(self, reply: StreamedReply, until_s: float = math.inf) -> list[float]:
         """Return a reply's token times up to a time; record a failure."""
         self.failures += [reply.failure] if reply.failure else []
         return [] if reply.failure else reply.token_s(until_s)
@@ -48,13 +48,13 @@ class Case:
 
 async def measure_steadiness(
     session: aiohttp.ClientSession,
-    ways: Sequence[Way],
-    requests: Requests,
+    ways: Sequence[BenchRoute],
+    requests: RequestBodies,
     options: ReachOptions,
     on_prompt: Callable[[], object],
 ) -> dict[str, Any]:
     """Return the report of each route by its name; the routes take turns."""
-    cases = [Case(way) for way in ways]
+    cases = [SteadinessCase(way) for way in ways]
     for case in cases:  # the first long prompt touches pages, and measures the cost of widths
         await case.way.ask(session, salted(requests.draw(options.long_tokens, PROMPT_ANSWER)))
     for _ in range(options.rounds):
@@ -64,7 +64,9 @@ async def measure_steadiness(
     return {case.way.name: case.report() for case in cases}
 
 
-async def _idle(session: aiohttp.ClientSession, case: Case, requests: Requests, writers: int) -> None:
+async def _idle(
+    session: aiohttp.ClientSession, case: SteadinessCase, requests: RequestBodies, writers: int
+) -> None:
     """Time concurrent streams without other load."""
 
     async def write() -> None:
@@ -75,8 +77,8 @@ async def _idle(session: aiohttp.ClientSession, case: Case, requests: Requests, 
 
 async def _loaded(
     session: aiohttp.ClientSession,
-    case: Case,
-    requests: Requests,
+    case: SteadinessCase,
+    requests: RequestBodies,
     options: ReachOptions,
     on_prompt: Callable[[], object],
 ) -> None:
@@ -97,7 +99,7 @@ async def _loaded(
     await writing
 
 
-def _answer(requests: Requests) -> dict[str, Any]:
+def _answer(requests: RequestBodies) -> dict[str, Any]:
     return salted(requests.draw(WRITER_PROMPT, WRITER_TOKENS))
 
 

@@ -22,8 +22,8 @@ from specdec.reach.carrier import Carrier, ReadLost
 from specdec.reach.nixl import Nixl
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.transfer.cut import Cut
-from specdec.state_slots.transfer.plan import ArenaView, Plan, make_plans
+from specdec.state_slots.transfer.model_layout import ModelLayout
+from specdec.state_slots.transfer.plan import ArenaView, TransferPlan, make_plans
 
 REPEATS = 20
 """Counted reads of each length; the very first is reported separately, as it connects."""
@@ -32,14 +32,14 @@ PEER = "holder"
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class PromptSlots:
     """A prompt's memory in an arena: its first blocks, followed by a state."""
 
     blocks: range
     state: int | None
 
     @classmethod
-    def of(cls, layout: Layout, tokens: int) -> "Slots":
+    def of(cls, layout: Layout, tokens: int) -> "PromptSlots":
         """Lay the slots out after the reserved slab."""
         first, blocks = layout.blocks_per_slab, layout.blocks_for(tokens)
         slabs = 1 + -(-blocks // layout.blocks_per_slab)
@@ -61,7 +61,7 @@ def measure_wire(options: ReachOptions) -> dict[str, Any]:
             plan = make_plans(view_of(arena), [view])[0]
             begin_s = time.perf_counter()
             carrier.attach(PEER, metadata, plan)
-            first = Slots.of(layout, lengths[0])
+            first = PromptSlots.of(layout, lengths[0])
             _read(carrier, plan, first)
             connect_s = time.perf_counter() - begin_s
             cases = [_case(carrier, plan, arena, tokens, options.seed or 0) for tokens in lengths]
@@ -90,7 +90,7 @@ def _arena_bytes(layout: Layout, tokens: int) -> int:
 
 def view_of(arena: Arena) -> ArenaView:
     """Describe an arena to a peer."""
-    return ArenaView(arena.data.data_ptr(), arena.data.nbytes, Cut.of(arena.layout), 1, 0, 0)
+    return ArenaView(arena.data.data_ptr(), arena.data.nbytes, ModelLayout.of(arena.layout), 1, 0, 0)
 
 
 @contextmanager
@@ -128,8 +128,8 @@ def _fill(arena: Arena, seed: int) -> None:
     arena.data.random_(0, 256, generator=torch.Generator().manual_seed(seed))
 
 
-def _case(carrier: Carrier, plan: Plan, arena: Arena, tokens: int, seed: int) -> dict[str, Any]:
-    slots = Slots.of(arena.layout, tokens)
+def _case(carrier: Carrier, plan: TransferPlan, arena: Arena, tokens: int, seed: int) -> dict[str, Any]:
+    slots = PromptSlots.of(arena.layout, tokens)
     _check(carrier, plan, arena, slots, seed)
     times_s = [_read(carrier, plan, slots) for _ in range(REPEATS)]
     num_bytes = plan.num_bytes(len(slots.blocks), int(slots.state is not None))
@@ -144,13 +144,13 @@ def _case(carrier: Carrier, plan: Plan, arena: Arena, tokens: int, seed: int) ->
     }
 
 
-def _indices(plan: Plan, slots: Slots) -> Any:
+def _indices(plan: TransferPlan, slots: PromptSlots) -> Any:
     """Pair the holder's blocks with ours in reverse order: an identity mapping would hide mistakes."""
     pairs = [*zip(slots.blocks, reversed(slots.blocks), strict=True)]
     return plan.pick(pairs, None if slots.state is None else (slots.state, slots.state))
 
 
-def _read(carrier: Carrier, plan: Plan, slots: Slots) -> float:
+def _read(carrier: Carrier, plan: TransferPlan, slots: PromptSlots) -> float:
     """Read one prompt's memory; return the seconds until it has arrived."""
     indices = _indices(plan, slots)
     num_bytes = plan.num_bytes(len(slots.blocks), int(slots.state is not None))
@@ -162,7 +162,7 @@ def _read(carrier: Carrier, plan: Plan, slots: Slots) -> float:
     return time.perf_counter() - begin_s
 
 
-def _check(carrier: Carrier, plan: Plan, arena: Arena, slots: Slots, seed: int) -> None:
+def _check(carrier: Carrier, plan: TransferPlan, arena: Arena, slots: PromptSlots, seed: int) -> None:
     """Raise unless every byte was read to the right position."""
     theirs = Arena(arena.layout, arena.data.nbytes, arena.data.device)
     _fill(theirs, seed)

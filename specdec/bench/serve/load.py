@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from specdec.bench.acceptance.prompts import Prompt
-from specdec.bench.serve.speculation import Speculation, gauge, has_gauge, read_metrics, told
-from specdec.bench.serve.stream import Outcome, Server
+from specdec.bench.acceptance.prompts import BenchPrompt
+from specdec.bench.serve.speculation import SpeculationFigures, gauge, has_gauge, read_metrics, told
+from specdec.bench.serve.stream import RequestOutcome, ServerUnderTest
 
 READING_S = 1.0
 """Seconds between two readings of a gauge."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    prompt: Prompt
+class LoadJob:
+    prompt: BenchPrompt
     seed: int
     due_s: float | None = None
     """Seconds from the start to its arrival; None: as soon as a slot is free."""
@@ -25,18 +25,18 @@ class Job:
 
 
 @dataclass(slots=True)
-class Level:
+class ConcurrencyLevel:
     """One concurrency level and its outcomes, which are added as they complete, so that a stop keeps them."""
 
     concurrency: int
-    warmup: Sequence[Job]
+    warmup: Sequence[LoadJob]
     """Uncounted requests sent before, with other prompts, so that they warm no cache for the counted ones."""
-    jobs: Sequence[Job]
+    jobs: Sequence[LoadJob]
     repeated: int
     """Number of prompts that this benchmark had sent before."""
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     start_s: float = 0.0
-    speculation: Speculation | None = None
+    speculation: SpeculationFigures | None = None
 
 
 def arrivals(count: int, rate: float | None, seed: int) -> list[float | None]:
@@ -50,12 +50,12 @@ def arrivals(count: int, rate: float | None, seed: int) -> list[float | None]:
     return [*times_s]
 
 
-async def warm_up(server: Server, level: Level) -> list[Outcome]:
+async def warm_up(server: ServerUnderTest, level: ConcurrencyLevel) -> list[RequestOutcome]:
     """Send the warm-up requests concurrently."""
     return await asyncio.gather(*(server.complete(job.prompt, job.seed, job.sending) for job in level.warmup))
 
 
-async def drive(server: Server, level: Level, on_outcome: Callable[[], object]) -> None:
+async def drive(server: ServerUnderTest, level: ConcurrencyLevel, on_outcome: Callable[[], object]) -> None:
     """Send a level's requests; fill in its outcomes and the server's speculation metrics."""
     before = read_metrics(await server.metrics() or "")
     lengths: list[float] = []
@@ -74,7 +74,12 @@ async def drive(server: Server, level: Level, on_outcome: Callable[[], object]) 
     level.speculation = told(done, before, after, lengths)
 
 
-async def _work(server: Server, level: Level, jobs: Iterator[Job], on_outcome: Callable[[], object]) -> None:
+async def _work(
+    server: ServerUnderTest,
+    level: ConcurrencyLevel,
+    jobs: Iterator[LoadJob],
+    on_outcome: Callable[[], object],
+) -> None:
     """Act as one client: send the next request when the last has been answered."""
     for job in jobs:
         due_s = None if job.due_s is None else level.start_s + job.due_s
@@ -84,7 +89,7 @@ async def _work(server: Server, level: Level, jobs: Iterator[Job], on_outcome: C
         on_outcome()
 
 
-async def _watch(server: Server, lengths: list[float]) -> None:
+async def _watch(server: ServerUnderTest, lengths: list[float]) -> None:
     """Sample the gauge periodically."""
     while True:
         await asyncio.sleep(READING_S)

@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from specdec.bench.report import percentile, table
-from specdec.bench.serve.load import Level
-from specdec.bench.serve.stream import Outcome
+from specdec.bench.serve.load import ConcurrencyLevel
+from specdec.bench.serve.stream import RequestOutcome
 
 FAILURES_SHOWN = 5
 PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
-def level_report(level: Level) -> dict[str, Any]:
+def level_report(level: ConcurrencyLevel) -> dict[str, Any]:
     """Summarise a level; times and tokens are those of completed requests."""
     done = [outcome for outcome in level.outcomes if outcome.failure is None]
     failures = Counter(outcome.failure for outcome in level.outcomes if outcome.failure)
@@ -49,7 +49,7 @@ def _spread(samples: Sequence[float]) -> dict[str, float] | None:
     return {name: percentile(samples, fraction) for name, fraction in PERCENTILES.items()}
 
 
-def _per_chunk(done: Sequence[Outcome]) -> float | None:
+def _per_chunk(done: Sequence[RequestOutcome]) -> float | None:
     chunks = sum(len(outcome.chunk_s) for outcome in done)
     return sum(outcome.tokens for outcome in done) / chunks if chunks else None
 

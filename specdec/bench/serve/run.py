@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.acceptance.prompts import Prompt
+from specdec.bench.acceptance.prompts import BenchPrompt
 from specdec.bench.options import ServeOptions
-from specdec.bench.report import Output, environment, publish
-from specdec.bench.serve.load import Job, Level, arrivals, drive, warm_up
+from specdec.bench.report import ReportOutput, environment, publish
+from specdec.bench.serve.load import ConcurrencyLevel, LoadJob, arrivals, drive, warm_up
 from specdec.bench.serve.report import level_report, render
-from specdec.bench.serve.stream import KEY, SALT, Outcome, Request, Server
+from specdec.bench.serve.stream import KEY, SALT, RequestOutcome, RequestTemplate, ServerUnderTest
 from specdec.errors import ConfigError, EngineError
 from specdec.http.client import ask_model, check_url, reason
 
@@ -24,7 +24,7 @@ FEWEST, PER_PLACE = 16, 4
 """Default number of requests of a level: at least, and per concurrent request."""
 
 
-def run(options: ServeOptions, prompts: Sequence[Prompt], key: str | None, out: Output) -> None:
+def run(options: ServeOptions, prompts: Sequence[BenchPrompt], key: str | None, out: ReportOutput) -> None:
     """Measure and publish the report.
 
     Ctrl-C is raised again once the answered requests have been published.
@@ -55,29 +55,33 @@ def run(options: ServeOptions, prompts: Sequence[Prompt], key: str | None, out: 
         raise EngineError(f"url: {base} completed no request; the reasons stand above", field="url")
 
 
-def plan(options: ServeOptions, prompts: Sequence[Prompt]) -> list[Level]:
+def plan(options: ServeOptions, prompts: Sequence[BenchPrompt]) -> list[ConcurrencyLevel]:
     """Plan every request: prompts are shuffled once by the seed; a level continues where the last ended."""
     order = list(prompts)
     random.Random(options.seed).shuffle(order)
-    endless, sent, levels = enumerate(cycle(order)), Counter[str](), list[Level]()
+    endless, sent, levels = enumerate(cycle(order)), Counter[str](), list[ConcurrencyLevel]()
 
-    def job(number: int, prompt: Prompt, due_s: float | None) -> Job:
+    def job(number: int, prompt: BenchPrompt, due_s: float | None) -> LoadJob:
         said = repr((prompt.text, prompt.token_ids, prompt.messages))  # a file may contain it twice
         sent[said] += 1
-        return Job(prompt, options.seed + number, due_s, sent[said])
+        return LoadJob(prompt, options.seed + number, due_s, sent[said])
 
-    def take(times_s: Sequence[float | None]) -> list[Job]:
+    def take(times_s: Sequence[float | None]) -> list[LoadJob]:
         return [job(*drawn, due_s) for due_s, drawn in zip(times_s, endless, strict=False)]
 
     for places in options.concurrency:
         warmup = take([None] * (places if options.warmup is None else options.warmup))
         jobs = take(arrivals(options.requests or max(FEWEST, PER_PLACE * places), options.rate, options.seed))
-        levels.append(Level(places, warmup, jobs, sum(job.sending > 1 for job in jobs)))
+        levels.append(ConcurrencyLevel(places, warmup, jobs, sum(job.sending > 1 for job in jobs)))
     return levels
 
 
 async def _measure(
-    options: ServeOptions, key: str | None, base: str, levels: Sequence[Level], told: dict[str, Any]
+    options: ServeOptions,
+    key: str | None,
+    base: str,
+    levels: Sequence[ConcurrencyLevel],
+    told: dict[str, Any],
 ) -> None:
     """Fill in the levels one by one, and the server's description."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -86,14 +90,14 @@ async def _measure(
     connections = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(headers=headers, timeout=limit, connector=connections) as session:
         told["model"] = await _find(session, base, options.model)
-        request = Request(
+        request = RequestTemplate(
             model=told["model"],
             chat=options.chat,
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             ignore_eos=options.ignore_eos,
         )
-        server = Server(session, base, request)
+        server = ServerUnderTest(session, base, request)
         try:
             for number, level in enumerate(levels, 1):
                 _refuse_useless(base, await warm_up(server, level))
@@ -124,7 +128,7 @@ async def _find(session: aiohttp.ClientSession, base: str, model: str | None) ->
         ) from error
 
 
-def _refuse_useless(base: str, outcomes: Sequence[Outcome]) -> None:
+def _refuse_useless(base: str, outcomes: Sequence[RequestOutcome]) -> None:
     """Raise if every warm-up request failed."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     if outcomes and len(failures) == len(outcomes):
@@ -135,7 +139,7 @@ def _refuse_useless(base: str, outcomes: Sequence[Outcome]) -> None:
         )
 
 
-def _asked(options: ServeOptions, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _asked(options: ServeOptions, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
     """Describe the requests."""
     return {
         "endpoint": "chat" if options.chat else "completions",
@@ -157,7 +161,7 @@ def _asked(options: ServeOptions, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
-def _checked(options: ServeOptions, prompts: Sequence[Prompt]) -> str:
+def _checked(options: ServeOptions, prompts: Sequence[BenchPrompt]) -> str:
     """Return the server's address; refuse token ids for a chat."""
     base = check_url(options.url)
     ids = next((prompt for prompt in prompts if prompt.token_ids is not None), None)

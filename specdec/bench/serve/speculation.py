@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specdec.bench.serve.stream import Outcome
+from specdec.bench.serve.stream import RequestOutcome
 
 COUNTERS = "spec_decode_num_"
 """Prefix of vLLM's counters, after the engine's name; other engines use them too."""
@@ -18,7 +18,7 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class SpeculationFigures:
     """Speculation figures of one run."""
 
     source: str
@@ -73,8 +73,8 @@ def gauge(metrics: Metrics) -> float | None:
 
 
 def told(
-    outcomes: Sequence[Outcome], before: Metrics, after: Metrics, lengths: Sequence[float]
-) -> Speculation | None:
+    outcomes: Sequence[RequestOutcome], before: Metrics, after: Metrics, lengths: Sequence[float]
+) -> SpeculationFigures | None:
     """Choose the best source: the streams, then counters, then a gauge; None without any."""
     streamed, counted = _streamed(outcomes), _counted(before, after)
     if streamed and counted and counted.per_depth:
@@ -83,7 +83,7 @@ def told(
     return streamed or counted or _gauged(lengths)
 
 
-def _streamed(outcomes: Sequence[Outcome]) -> Speculation | None:
+def _streamed(outcomes: Sequence[RequestOutcome]) -> SpeculationFigures | None:
     """Sum the streams' counts. Each step gives one token that is not a draft, so those count the steps."""
     whole = [own for own in outcomes if own.failure is None and own.counted_by != "chunks"]
     drafts = [outcome.drafts for outcome in whole if outcome.drafts]
@@ -93,10 +93,10 @@ def _streamed(outcomes: Sequence[Outcome]) -> Speculation | None:
     if not drafted or tokens <= accepted:
         return None
     source = f"the streams of {len(whole)} requests"
-    return Speculation(source, tokens / (tokens - accepted), drafted, accepted)
+    return SpeculationFigures(source, tokens / (tokens - accepted), drafted, accepted)
 
 
-def _counted(before: Metrics, after: Metrics) -> Speculation | None:
+def _counted(before: Metrics, after: Metrics) -> SpeculationFigures | None:
     """Return the growth of the counters, which cover all drafting steps of the server."""
 
     def grown(name: str, position: int | None = None) -> float:
@@ -111,11 +111,11 @@ def _counted(before: Metrics, after: Metrics) -> Speculation | None:
         reached.append(grown("accepted_tokens_per_pos", name[1]))
     rates = tuple(b / a for a, b in itertools.pairwise(reached) if a > 0)
     length = 1 + accepted / steps
-    return Speculation("the server's counters", length, int(drafted), int(accepted), rates)
+    return SpeculationFigures("the server's counters", length, int(drafted), int(accepted), rates)
 
 
-def _gauged(lengths: Sequence[float]) -> Speculation | None:
+def _gauged(lengths: Sequence[float]) -> SpeculationFigures | None:
     if not lengths:
         return None
     source = f"the server's gauge of its last moments, median of {len(lengths)} readings"
-    return Speculation(source, statistics.median(lengths))
+    return SpeculationFigures(source, statistics.median(lengths))

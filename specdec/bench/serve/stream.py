@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from specdec.bench.acceptance.prompts import Prompt
+from specdec.bench.acceptance.prompts import BenchPrompt
 from specdec.http.client import DONE, event_data, reason
 
 EXCERPT = 120
@@ -26,7 +26,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftCounts:
     """One request's speculation counts, from its own stream."""
 
     drafted: int
@@ -34,7 +34,7 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """One request as a client saw it; all times are from one clock."""
 
     start_s: float
@@ -45,7 +45,7 @@ class Outcome:
     tokens: int
     counted_by: str
     """`usage` or `timings` if the server counted the tokens; `chunks`: each chunk counts as one token."""
-    drafts: Drafts | None
+    drafts: DraftCounts | None
     failure: str | None
 
     @property
@@ -56,18 +56,18 @@ class Outcome:
         return (self.chunk_s[-1] - self.chunk_s[0]) / (self.tokens - 1)
 
 
-class Fault(Exception):
+class UnusableAnswer(Exception):
     """An answer is unusable."""
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """Accumulate a stream's events."""
 
     chunk_s: list[float] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     """Token counts by source."""
-    drafts: Drafts | None = None
+    drafts: DraftCounts | None = None
     finished: bool = False
 
     def take(self, data: str, now_s: float) -> None:
@@ -78,11 +78,11 @@ class Answer:
         try:
             event = json.loads(data)
         except ValueError:
-            raise Fault(f"an event is no JSON: {data[:EXCERPT]}") from None
+            raise UnusableAnswer(f"an event is no JSON: {data[:EXCERPT]}") from None
         if not isinstance(event, dict):
-            raise Fault(f"an event is no JSON object: {data[:EXCERPT]}")
+            raise UnusableAnswer(f"an event is no JSON object: {data[:EXCERPT]}")
         if (error := event.get("error")) or event.get("object") == "error":
-            raise Fault(f"error in the stream: {_words(error or event)}")
+            raise UnusableAnswer(f"error in the stream: {_words(error or event)}")
         choices = event.get("choices") or []
         if any(_says_something(choice) for choice in choices):
             self.chunk_s.append(now_s)
@@ -99,22 +99,22 @@ class Answer:
         if (tokens := timings.get("predicted_n")) is not None:
             self.counts["timings"] = int(tokens)
         if accepted is not None and rejected is not None and accepted + rejected:
-            self.drafts = Drafts(int(accepted + rejected), int(accepted))
+            self.drafts = DraftCounts(int(accepted + rejected), int(accepted))
         if timings.get("draft_n"):
-            self.drafts = Drafts(int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0)))
+            self.drafts = DraftCounts(int(timings["draft_n"]), int(timings.get("draft_n_accepted", 0)))
 
-    def outcome(self, start_s: float, failure: str | None) -> Outcome:
+    def outcome(self, start_s: float, failure: str | None) -> RequestOutcome:
         """Finish the answer now."""
         end_s = time.perf_counter()
         if failure is None and not self.finished:
             failure = "the stream ended before its finish reason"
         by = next((name for name in ("usage", "timings") if name in self.counts), "chunks")
         tokens = self.counts.get(by, len(self.chunk_s))
-        return Outcome(start_s, tuple(self.chunk_s), end_s, tokens, by, self.drafts, failure)
+        return RequestOutcome(start_s, tuple(self.chunk_s), end_s, tokens, by, self.drafts, failure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RequestTemplate:
     """The parameters of every request."""
 
     model: str
@@ -123,7 +123,7 @@ class Request:
     temperature: float
     ignore_eos: bool
 
-    def body(self, prompt: Prompt, seed: int) -> dict[str, Any]:
+    def body(self, prompt: BenchPrompt, seed: int) -> dict[str, Any]:
         """Return the JSON body of a streamed request."""
         if self.chat:
             user = {"role": "user", "content": prompt.text}
@@ -145,28 +145,30 @@ COUNTING, SALT = "stream_options", "cache_salt"
 """Fields that some servers refuse: the request for token counts, and the cache salt."""
 
 
-class Server:
+class ServerUnderTest:
     """A server under test; a field that it refuses once is not sent again.
 
     A prompt that is sent again has another salt each time, so that no prefix or look-up text left by its
     earlier answers makes later ones faster. Prompts that are sent once share a salt.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, base: str, request: Request) -> None:
+    def __init__(self, session: aiohttp.ClientSession, base: str, request: RequestTemplate) -> None:
         self.session, self.base, self.request = session, base, request
         self.options = {COUNTING, SALT}
         """The optional fields that it has not refused."""
         self._run = secrets.token_hex(8)
 
-    async def complete(self, prompt: Prompt, seed: int, sending: int, due_s: float | None = None) -> Outcome:
+    async def complete(
+        self, prompt: BenchPrompt, seed: int, sending: int, due_s: float | None = None
+    ) -> RequestOutcome:
         """Send one prompt and read the answer to its end. Failures become part of the outcome."""
-        answer, failure = Answer(), None
+        answer, failure = StreamedAnswer(), None
         start_s = time.perf_counter() if due_s is None else due_s
         body = self.request.body(prompt, seed)
         body |= {COUNTING: {"include_usage": True}, SALT: f"{self._run}-{sending}"}
         try:
             await self._ask(body, answer)
-        except Fault as fault:
+        except UnusableAnswer as fault:
             failure = str(fault)
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             failure = reason(error)
@@ -180,7 +182,7 @@ class Server:
         except (aiohttp.ClientError, OSError, ValueError):
             return None
 
-    async def _ask(self, body: Mapping[str, Any], answer: Answer) -> None:
+    async def _ask(self, body: Mapping[str, Any], answer: StreamedAnswer) -> None:
         body = {name: value for name, value in body.items() if name not in {COUNTING, SALT} - self.options}
         path = "/v1/chat/completions" if self.request.chat else "/v1/completions"
         async with self.session.post(f"{self.base}{path}", json=body) as reply:
@@ -191,12 +193,12 @@ class Server:
         if reply.status in (400, 422) and refused:
             self.options -= refused
             return await self._ask(body, answer)
-        raise Fault(f"HTTP {reply.status}: {_words(words)}{REMEDIES.get(reply.status, '')}")
+        raise UnusableAnswer(f"HTTP {reply.status}: {_words(words)}{REMEDIES.get(reply.status, '')}")
 
 
-async def _read(reply: aiohttp.ClientResponse, answer: Answer) -> None:
+async def _read(reply: aiohttp.ClientResponse, answer: StreamedAnswer) -> None:
     if reply.content_type == "application/json":
-        raise Fault(f"it answered without streaming: {_words(await reply.text(errors='replace'))}")
+        raise UnusableAnswer(f"it answered without streaming: {_words(await reply.text(errors='replace'))}")
     async for data in event_data(reply):
         answer.take(data, time.perf_counter())
         if data == DONE:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specdec.cli.chat.conversation import Conversation, load_messages, save_messages
 from specdec.cli.chat.options import NOT_IN_CHATS
-from specdec.cli.chat.session import Chat
+from specdec.cli.chat.session import ChatSession
 from specdec.cli.text import binary
 from specdec.config.options import SWITCH, TEXTS, read_value
 from specdec.config.parser import as_written
@@ -25,7 +25,7 @@ COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class CommandReply:
     """The result of a command."""
 
     says: str = ""
@@ -42,11 +42,11 @@ class Reply:
 class Command:
     takes: str
     says: str
-    run: Callable[[Chat, str], Reply]
+    run: Callable[[ChatSession, str], CommandReply]
     aliases: tuple[str, ...] = ()
 
 
-def obey(chat: Chat, line: str) -> Reply | None:
+def run_command(chat: ChatSession, line: str) -> CommandReply | None:
     """Run a command; return None if the line is a message."""
     found = COMMAND.fullmatch(line.strip()) if line.startswith("/") else None
     if found is None:
@@ -66,24 +66,24 @@ def obey(chat: Chat, line: str) -> Reply | None:
     return command.run(chat, argument)
 
 
-def _help(chat: Chat, argument: str) -> Reply:
+def _help(chat: ChatSession, argument: str) -> CommandReply:
     names = {name: ", ".join((name, *own.aliases)) for name, own in COMMANDS.items()}
     rows = [(f"{names[name]} {own.takes}".strip(), own.says) for name, own in COMMANDS.items()]
-    return Reply(NOTE, rows)
+    return CommandReply(NOTE, rows)
 
 
-def _system(chat: Chat, text: str) -> Reply:
+def _system(chat: ChatSession, text: str) -> CommandReply:
     if text:
         chat.use_system(None if text.lower() == "none" else text)
     own = chat.conversation.system
-    return Reply("There is no system prompt." if own is None else f"System prompt: {own}")
+    return CommandReply("There is no system prompt." if own is None else f"System prompt: {own}")
 
 
-def _set(chat: Chat, argument: str) -> Reply:
+def _set(chat: ChatSession, argument: str) -> CommandReply:
     name, _, text = argument.partition(" ")
     name = name.replace("-", "_")
     if not name:
-        return Reply(rows=[(each, _value(chat, each)) for each in SETTINGS])
+        return CommandReply(rows=[(each, _value(chat, each)) for each in SETTINGS])
     if name not in SETTINGS:
         near = difflib.get_close_matches(name, SETTINGS, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(SETTINGS)}."
@@ -91,7 +91,7 @@ def _set(chat: Chat, argument: str) -> Reply:
     known, text = SamplingParams.model_fields[name], text.strip()
     if not text:
         spelt = f"; it is written as {TEXTS}" if name in LISTS_OF_TEXTS else ""
-        return Reply(f"{name} {_value(chat, name)}: {known.title}; {known.description}{spelt}")
+        return CommandReply(f"{name} {_value(chat, name)}: {known.title}; {known.description}{spelt}")
     given = chat.params.model_dump(exclude_unset=True)
     try:
         if name == "max_tokens" and text.lower() in DEFAULT:
@@ -104,10 +104,10 @@ def _set(chat: Chat, argument: str) -> Reply:
             fits = f"an integer from 1 to {MOST_TOKENS}, or none for the default"
             raise ConfigError(f"max_tokens cannot be {text:.40}; give {fits}.", field=name) from None
         raise ConfigError(as_written(str(error), {name: name}), field=error.field) from None
-    return Reply(f"{name} {_value(chat, name)}")
+    return CommandReply(f"{name} {_value(chat, name)}")
 
 
-def _value(chat: Chat, name: str) -> str:
+def _value(chat: ChatSession, name: str) -> str:
     if name == "max_tokens" and name not in chat.params.model_fields_set:
         return f"{chat.default_max_tokens}, or what the context holds"
     match getattr(chat.params, name):
@@ -121,20 +121,20 @@ def _value(chat: Chat, name: str) -> str:
             return str(value)
 
 
-def _clear(chat: Chat, argument: str) -> Reply:
+def _clear(chat: ChatSession, argument: str) -> CommandReply:
     chat.conversation = replace(chat.conversation, turns=())
     kept = "" if chat.conversation.system is None else " The system prompt stays."
-    return Reply(f"The conversation begins anew.{kept}")
+    return CommandReply(f"The conversation begins anew.{kept}")
 
 
-def _retry(chat: Chat, argument: str) -> Reply:
-    return Reply(asks=_last(chat.conversation.unanswered(), "/retry"))
+def _retry(chat: ChatSession, argument: str) -> CommandReply:
+    return CommandReply(asks=_last(chat.conversation.unanswered(), "/retry"))
 
 
-def _undo(chat: Chat, argument: str) -> Reply:
+def _undo(chat: ChatSession, argument: str) -> CommandReply:
     text = chat.conversation.question
     chat.conversation = _last(chat.conversation.undone(), "/undo")
-    return Reply("Removed the last message and its answer from the conversation.", edit=text)
+    return CommandReply("Removed the last message and its answer from the conversation.", edit=text)
 
 
 def _last(found: Conversation | None, name: str) -> Conversation:
@@ -143,19 +143,19 @@ def _last(found: Conversation | None, name: str) -> Conversation:
     return found
 
 
-def _save(chat: Chat, argument: str) -> Reply:
+def _save(chat: ChatSession, argument: str) -> CommandReply:
     path, messages = _path(argument, "/save"), chat.conversation.messages
     save_messages(path, messages, replaces=path == chat.file)
     chat.file = path
-    return Reply(f"{len(messages)} messages saved in {path}.")
+    return CommandReply(f"{len(messages)} messages saved in {path}.")
 
 
-def _load(chat: Chat, argument: str) -> Reply:
+def _load(chat: ChatSession, argument: str) -> CommandReply:
     path = _path(argument, "/load")
     loaded = load_messages(path)
     chat.encode(chat.render(loaded.messages))  # a refusal by the template changes nothing
     chat.conversation, chat.file = loaded, path
-    return Reply(f"{len(loaded.messages)} messages loaded from {path}.")
+    return CommandReply(f"{len(loaded.messages)} messages loaded from {path}.")
 
 
 def _path(argument: str, name: str) -> Path:
@@ -164,22 +164,22 @@ def _path(argument: str, name: str) -> Path:
     return Path(argument).expanduser()
 
 
-def _drafts(chat: Chat, argument: str) -> Reply:
+def _drafts(chat: ChatSession, argument: str) -> CommandReply:
     if argument:
         chat.shows_drafts = _switch(argument, "/drafts")
-    return Reply(
+    return CommandReply(
         "Tokens accepted from a draft are shown in colour."
         if chat.shows_drafts
         else "Drafts are not shown; the text is the same with them and without."
     )
 
 
-def _think(chat: Chat, argument: str) -> Reply:
+def _think(chat: ChatSession, argument: str) -> CommandReply:
     if argument:
         chat.use_thinking(_switch(argument, "/think"))
     if chat.thinks is None:
-        return Reply("The chat template decides whether the model thinks before it answers.")
-    return Reply(f"The model is told {'' if chat.thinks else 'not '}to think before it answers.")
+        return CommandReply("The chat template decides whether the model thinks before it answers.")
+    return CommandReply(f"The model is told {'' if chat.thinks else 'not '}to think before it answers.")
 
 
 def _switch(argument: str, name: str) -> bool:
@@ -188,7 +188,7 @@ def _switch(argument: str, name: str) -> bool:
     return SWITCH[argument.lower()]
 
 
-def _stats(chat: Chat, argument: str) -> Reply:
+def _stats(chat: ChatSession, argument: str) -> CommandReply:
     stats, settings = chat.engine.stats(), chat.engine.model.settings
     messages = chat.conversation.messages
     length = len(chat.encode(chat.render(messages, answer=False))) if messages else 0
@@ -208,11 +208,11 @@ def _stats(chat: Chat, argument: str) -> Reply:
         rows["cached"] = binary(kept.cached_bytes)
     else:
         rows["prefixes"] = "off (--no-prefix-cache): every turn prefills the whole chat"
-    return Reply(rows=[*rows.items()])
+    return CommandReply(rows=[*rows.items()])
 
 
-def _bye(chat: Chat, argument: str) -> Reply:
-    return Reply(ends=True)
+def _bye(chat: ChatSession, argument: str) -> CommandReply:
+    return CommandReply(ends=True)
 
 
 COMMANDS: Mapping[str, Command] = {

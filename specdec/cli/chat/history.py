@@ -11,7 +11,7 @@ MOST_ENTRIES = 1000
 LONGEST_ENTRY = 8192
 
 
-class History:
+class ChatHistory:
     """A history file with a JSON string per line, readable only by its owner."""
 
     def __init__(self, path: Path) -> None:

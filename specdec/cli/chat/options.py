@@ -85,7 +85,7 @@ def _chat(args: argparse.Namespace) -> Run:
         message = read_text(None, "standard input").removesuffix("\n") if sys.stdin else ""
     if message is not None and not message.strip():
         raise RequestError("message: it is empty; give --message, or pipe a text in.", field="message")
-    from specdec.cli.chat.run import Opening, chat
+    from specdec.cli.chat.run import ChatStart, chat
 
-    opening = Opening(system=args.system, thinks=args.think, message=message)
+    opening = ChatStart(system=args.system, thinks=args.think, message=message)
     return partial(chat, folder, config, params, opening, colour=args.colour)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from specdec.cli.chat.commands import COMMANDS, Reply, obey
+from specdec.cli.chat.commands import COMMANDS, CommandReply, run_command
 from specdec.cli.chat.conversation import Conversation, check_text
-from specdec.cli.chat.history import History, history_path
-from specdec.cli.chat.session import Chat
+from specdec.cli.chat.history import ChatHistory, history_path
+from specdec.cli.chat.session import ChatSession
 from specdec.cli.chat.typed import Keyboard, handling_interrupts, unechoed
-from specdec.cli.chat.view import View
+from specdec.cli.chat.view import ChatView
 from specdec.cli.text import paints
 from specdec.config.engine import EngineConfig
 from specdec.config.folders import model_name
@@ -25,7 +25,7 @@ MOST_GIVEN_BACK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class ChatStart:
     """The initial state of a chat."""
 
     system: str | None = None
@@ -38,28 +38,28 @@ def chat(
     folder: Path,
     config: EngineConfig,
     params: SamplingParams,
-    opening: Opening,
+    opening: ChatStart,
     *,
     colour: str,
 ) -> None:
     """Answer one message, or without one run an interactive chat."""
     with SpecEngine(folder, config) as engine:
         is_talk, is_completion = opening.message is None, folder in SHIPPED.values()
-        own = Chat(engine, folder, params, is_completion=is_completion, is_talk=is_talk)
+        own = ChatSession(engine, folder, params, is_completion=is_completion, is_talk=is_talk)
         if opening.system:
             own.use_system(check_text(opening.system, "system"))
         if opening.thinks is not None:
             own.use_thinking(opening.thinks)
-        view = View(coloured=paints(colour))
+        view = ChatView(coloured=paints(colour))
         if opening.message is None:
-            Talk(own, view).run(model_name(folder))
+            InteractiveChat(own, view).run(model_name(folder))
             return
         message = check_text(opening.message, "message")
         if not answer(own, own.conversation.asking(message), view):
             raise KeyboardInterrupt
 
 
-def answer(chat: Chat, asked: Conversation, view: View) -> bool:
+def answer(chat: ChatSession, asked: Conversation, view: ChatView) -> bool:
     """Show the answer and add it to the conversation; return False if it was interrupted."""
 
     def pressed(number: int, frame: FrameType | None) -> None:
@@ -81,12 +81,12 @@ def answer(chat: Chat, asked: Conversation, view: View) -> bool:
     return written.is_whole
 
 
-class Talk:
+class InteractiveChat:
     """An interactive chat."""
 
-    def __init__(self, chat: Chat, view: View) -> None:
+    def __init__(self, chat: ChatSession, view: ChatView) -> None:
         self.chat, self.view = chat, view
-        self.keyboard = Keyboard(view, [*COMMANDS], History(history_path()))
+        self.keyboard = Keyboard(view, [*COMMANDS], ChatHistory(history_path()))
 
     def run(self, model: str) -> None:
         """Process messages and commands until one of them, or the terminal, ends the chat."""
@@ -101,7 +101,7 @@ class Talk:
             try:
                 reply = self._take(text)
             except KeyboardInterrupt:  # within a command, or a second Ctrl-C: the text so far is kept
-                reply = Reply()
+                reply = CommandReply()
             if reply.ends:
                 return
             edit = reply.edit if len(reply.edit) <= MOST_GIVEN_BACK else ""
@@ -115,20 +115,22 @@ class Talk:
             self.view.notice(f"{why}: an answer continues your text.")
         self.view.notice("/help lists commands, Ctrl-C stops an answer, Ctrl-D exits.")
 
-    def _take(self, text: str) -> Reply:
+    def _take(self, text: str) -> CommandReply:
         """Run a command or answer a message; print errors."""
         try:
             check_text(text, "message")  # some locales pass invalid bytes through
-            reply = obey(self.chat, text) or Reply(asks=self.chat.conversation.asking(text), edit=text)
+            reply = run_command(self.chat, text) or CommandReply(
+                asks=self.chat.conversation.asking(text), edit=text
+            )
         except SpecdecError as error:
             self.view.error(str(error))
-            return Reply()
+            return CommandReply()
         self.view.table(reply.rows)
         if reply.says:
             self.view.say(reply.says)
         if reply.asks is None or not self._answer(reply.asks):
             return reply
-        return Reply()
+        return CommandReply()
 
     def _answer(self, asked: Conversation) -> bool:
         """Answer a question; return whether any text was generated."""

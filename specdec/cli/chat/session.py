@@ -10,20 +10,20 @@ from typing import Any, NamedTuple, Self
 from specdec.cli.chat.conversation import Conversation, Message, joined
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.engine import SpecEngine
 from specdec.errors import RequestError, SpecdecError
-from specdec.text.answers.events import Thinking
+from specdec.text.answers.events import ThinkingDelta
 from specdec.text.answers.reader import AnswerReader
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
 from specdec.text.chat_template import LONGEST_ANSWER, THINKING_SWITCHES, load_template, longest_answer
-from specdec.text.tokenizer import Piece
+from specdec.text.tokenizer import TextPiece
 
 LONGEST_COMPLETION = 256
 """Default max_tokens of a completion model: few texts end."""
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A part of an answer from one token."""
 
     text: str
@@ -32,15 +32,15 @@ class Part(NamedTuple):
     """Whether the token was an accepted draft."""
 
 
-class Question(NamedTuple):
+class ChatPrompt(NamedTuple):
     """A conversation that ends with a question, tokenized for the engine."""
 
-    prepared: Prepared
+    prepared: PreparedPrompt
     thinking: ThinkingFormat | None
     """The format of its thinking; None if it does not think."""
 
 
-class Chat:
+class ChatSession:
     """Hold the conversation, the sampling parameters and the template's variables; commands change them."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Chat:
         self.variables |= dict.fromkeys(switches, on)
         self.thinks = on
 
-    def prepare(self, asked: Conversation) -> Question:
+    def prepare(self, asked: Conversation) -> ChatPrompt:
         """Turn a conversation that ends with a question into a prompt; raise if it cannot be served."""
         text = self.render(asked.messages)
         ids = self.encode(text)
@@ -120,20 +120,20 @@ class Chat:
             room = self.max_model_len - len(ids)
             own["max_tokens"] = max(min(self.default_max_tokens, room), self.params.min_tokens, 1)
         prepared = self.engine.prepare(ids, self.params.model_copy(update=own))
-        return Question(prepared, self.thinking.after(text) if self.thinking else None)
+        return ChatPrompt(prepared, self.thinking.after(text) if self.thinking else None)
 
-    def begin(self, asked: Conversation) -> "Answer":
+    def begin(self, asked: Conversation) -> "StreamingAnswer":
         """Start the answer to a conversation that ends with a question."""
-        return Answer(self.engine, self.prepare(asked))
+        return StreamingAnswer(self.engine, self.prepare(asked))
 
-    def commit(self, asked: Conversation, answer: "Answer") -> bool:
+    def commit(self, asked: Conversation, answer: "StreamingAnswer") -> bool:
         """Add a question and its answer so far to the conversation; return whether there was an answer."""
         if not (answer.said or answer.thought or answer.is_whole):
             return False
         self.conversation = asked.answered(answer.message)
         return True
 
-    def remark(self, answer: "Answer") -> str | None:
+    def remark(self, answer: "StreamingAnswer") -> str | None:
         """Explain why an answer ended, unless the model ended it, and the remedy.
 
         The remedy is a command, or an option if nothing else can be typed, as after `--message`.
@@ -155,10 +155,10 @@ class Chat:
         return f"{'/undo or /clear' if self.is_talk else 'a shorter message'} makes room{longer}"
 
 
-class Answer:
+class StreamingAnswer:
     """An answer being generated. Leaving the context cancels the request."""
 
-    def __init__(self, engine: SpecEngine, question: Question) -> None:
+    def __init__(self, engine: SpecEngine, question: ChatPrompt) -> None:
         self._inbox: queue.SimpleQueue[Delta | SpecdecError] = queue.SimpleQueue()
         self._ticket = engine.submit([question.prepared], lambda _, said: self._inbox.put(said))
         self._reader = AnswerReader(question.thinking)
@@ -180,7 +180,7 @@ class Answer:
         """Cancel it between two steps; its last delta follows. A signal handler may call this."""
         self._ticket.cancel()
 
-    def __iter__(self) -> Iterator[list[Part]]:
+    def __iter__(self) -> Iterator[list[AnswerPart]]:
         """Yield the parts that each step adds."""
         while self.last is None or self.last.finish_reason is None:
             delta = self._inbox.get()
@@ -189,11 +189,11 @@ class Answer:
             self.last = delta
             yield self._read(delta)
 
-    def _read(self, delta: Delta) -> list[Part]:
+    def _read(self, delta: Delta) -> list[AnswerPart]:
         """Parse a delta by token: held-back text gets the origin of the token that releases it."""
         parts = [part for piece in delta.pieces for part in self._parts(piece)]
         if delta.finish_reason:
-            parts += self._parts(Piece("", 0), cut=delta.finish_reason != "stop")
+            parts += self._parts(TextPiece("", 0), cut=delta.finish_reason != "stop")
         for part in parts:
             if part.is_thinking:
                 self.thought += part.text
@@ -201,10 +201,10 @@ class Answer:
                 self.said += part.text
         return parts
 
-    def _parts(self, piece: Piece, *, cut: bool | None = None) -> list[Part]:
+    def _parts(self, piece: TextPiece, *, cut: bool | None = None) -> list[AnswerPart]:
         """Return the parts that a piece adds; with `cut`, those held back at the answer's end."""
         events = self._reader.push(piece.text) if cut is None else self._reader.finish(cut=cut)
-        return [Part(own[0], isinstance(own, Thinking), piece.origin > 0) for own in events]
+        return [AnswerPart(own[0], isinstance(own, ThinkingDelta), piece.origin > 0) for own in events]
 
     def __enter__(self) -> Self:
         return self

@@ -8,8 +8,8 @@ import termios
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from specdec.cli.chat.history import History
-from specdec.cli.chat.view import View
+from specdec.cli.chat.history import ChatHistory
+from specdec.cli.chat.view import ChatView
 
 try:
     import readline
@@ -44,10 +44,10 @@ def read_message(read: Callable[[str], str]) -> str:
 class Keyboard:
     """Read messages from a terminal, with readline if Python has it."""
 
-    def __init__(self, view: View, words: Sequence[str], history: History) -> None:
+    def __init__(self, view: ChatView, words: Sequence[str], history: ChatHistory) -> None:
         """Set up completion of these words, and the history."""
         self._view, self._words = view, words
-        self._history: History | None = history
+        self._history: ChatHistory | None = history
         self._given = ""
         self._is_empty = True
         """Whether nothing had been typed when Ctrl-C came."""

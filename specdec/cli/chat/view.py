@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
-from specdec.cli.chat.session import Part
+from specdec.cli.chat.session import AnswerPart
 from specdec.cli.text import ACCEPTED, PLAIN, escaped, visible
 from specdec.core.outputs import RequestStats
 
@@ -16,14 +16,14 @@ NARROWEST = 24
 """Minimum columns of text beside a table's names; with fewer it goes below them."""
 
 
-class View:
+class ChatView:
     """Write to the terminal, escaping control characters of models, files and names."""
 
     def __init__(self, *, coloured: bool) -> None:
         self.coloured = coloured
         self._is_line_open = self._is_thinking = False
 
-    def show(self, parts: Sequence[Part], *, drafts: bool) -> None:
+    def show(self, parts: Sequence[AnswerPart], *, drafts: bool) -> None:
         """Show the parts that a step added to an answer."""
         for (is_thinking, is_drafted), group in groupby(parts, key=lambda own: own[1:]):
             text = "".join(part.text for part in group)

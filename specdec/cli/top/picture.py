@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from specdec.cli.text import ACCEPTED, PLAIN, binary, visible
-from specdec.cli.top.reading import Growth, Prefixes, Reading, shares
+from specdec.cli.top.reading import CounterGrowth, PrefixCacheUsage, ServerReading, shares
 
 BOLD, ALARM, INVERSE = "\x1b[1m", "\x1b[31m", "\x1b[7m"
 CLASSES: Mapping[str, tuple[str, str]] = {
@@ -23,19 +23,19 @@ UNKNOWN = "-"
 """Placeholder for unknown values and for shares of zero."""
 
 
-class Piece(NamedTuple):
+class StyledText(NamedTuple):
     text: str
     style: str = ""
 
 
-Line = Sequence[Piece]
+Line = Sequence[StyledText]
 
 
-def picture(reading: Reading, growth: Growth | None, width: int) -> list[Line]:
+def picture(reading: ServerReading, growth: CounterGrowth | None, width: int) -> list[Line]:
     """Draw a server; without growth, current rates are unknown."""
     drafters = ", ".join(reading.drafters) or "none"
     lines: list[Line] = [
-        [Piece(f"specdec {reading.version} on {reading.runs}, drafts by {drafters}")],
+        [StyledText(f"specdec {reading.version} on {reading.runs}, drafts by {drafters}")],
         [],
         *_requests(reading, growth),
         *_speculation(reading, growth),
@@ -57,12 +57,12 @@ def heading(
     model: str | None, url: str, watched_s: float, trouble: str | None, read_s: float | None = None
 ) -> list[Line]:
     """Draw the header: the server, its failure if unreachable, and the age of the reading."""
-    names = [Piece(f"{model} ", BOLD)] if model else []
-    lines: list[Line] = [[*names, Piece(f"at {url}, watched for {_clock(watched_s)}")]]
+    names = [StyledText(f"{model} ", BOLD)] if model else []
+    lines: list[Line] = [[*names, StyledText(f"at {url}, watched for {_clock(watched_s)}")]]
     if trouble:
-        lines.append([Piece(trouble, ALARM)])
+        lines.append([StyledText(trouble, ALARM)])
         if read_s is not None:
-            lines.append([Piece(f"what follows it said {_clock(read_s)} ago", ALARM)])
+            lines.append([StyledText(f"what follows it said {_clock(read_s)} ago", ALARM)])
     return lines
 
 
@@ -85,7 +85,7 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def _requests(reading: Reading, growth: Growth | None) -> list[Line]:
+def _requests(reading: ServerReading, growth: CounterGrowth | None) -> list[Line]:
     now = _counted(growth.limited_by) or "nothing" if growth else UNKNOWN
     total = _counted(reading.limited_by) or "nothing"
     running = f"{reading.running} running of at most {reading.max_running}, {reading.waiting} waiting"
@@ -97,7 +97,7 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in often if count)
 
 
-def _speculation(reading: Reading, growth: Growth | None) -> list[Line]:
+def _speculation(reading: ServerReading, growth: CounterGrowth | None) -> list[Line]:
     new, counts = growth.counts if growth else {}, reading.counts
     speed = f"{new['tokens'] / growth.seconds:,.1f}" if growth else UNKNOWN
     length = f"{new['tokens'] / new['steps']:.2f}" if new.get("steps") else UNKNOWN
@@ -116,13 +116,13 @@ def _arena(arena: Mapping[str, int], width: int) -> list[Line]:
     total = sum(arena.values())
     room = max(min(width, WIDEST) - MARGIN, NARROWEST)
     cells = zip(arena, shares(list(arena.values()), room), strict=True)
-    bar = [Piece(CLASSES[name][0] * count, _filled(CLASSES[name][1])) for name, count in cells]
+    bar = [StyledText(CLASSES[name][0] * count, _filled(CLASSES[name][1])) for name, count in cells]
     lines: list[Line] = [[*_named("arena", ""), *bar]]
     for name, count in arena.items():
         letter, style = CLASSES[name]
         share = f"{count / total:.0%}" if total else UNKNOWN
         says = f" {name:<10} {binary(count):>11} {share:>5}"
-        lines.append([Piece(" " * MARGIN), Piece(letter, _filled(style)), Piece(says)])
+        lines.append([StyledText(" " * MARGIN), StyledText(letter, _filled(style)), StyledText(says)])
     return lines
 
 
@@ -130,7 +130,9 @@ def _filled(style: str) -> str:
     return style and style + INVERSE
 
 
-def _prefixes(prefixes: Prefixes, counts: Mapping[str, int], growth: Growth | None) -> list[Line]:
+def _prefixes(
+    prefixes: PrefixCacheUsage, counts: Mapping[str, int], growth: CounterGrowth | None
+) -> list[Line]:
     new = growth.counts if growth else {}
     now, overall = _share(new, "hit", "asked"), _share(counts, "hit", "asked")
     policy = "" if prefixes.alpha is None else f"; alpha {prefixes.alpha:g}"
@@ -143,7 +145,7 @@ def _prefixes(prefixes: Prefixes, counts: Mapping[str, int], growth: Growth | No
 
 
 def _named(name: str, says: str, style: str = "") -> Line:
-    return [Piece(name.ljust(MARGIN), BOLD if name else ""), Piece(says, style)]
+    return [StyledText(name.ljust(MARGIN), BOLD if name else ""), StyledText(says, style)]
 
 
 def _share(counts: Mapping[str, int], part: str, whole: str) -> str:

@@ -10,7 +10,7 @@ PREFIX_COUNTS = ("asked", "hit", "fetched", "states_evicted", "blocks_evicted")
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
+class PrefixCacheUsage:
     """The prefix cache's current size."""
 
     states: int
@@ -20,7 +20,7 @@ class Prefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ServerReading:
     """One `/server_info` response; a missing or invalid field raises LookupError, TypeError or ValueError."""
 
     at_s: float
@@ -36,7 +36,7 @@ class Reading:
     per_depth: tuple[float, ...]
     arena: Mapping[str, int]
     """Bytes by class; they add up to the arena's size."""
-    prefixes: Prefixes | None
+    prefixes: PrefixCacheUsage | None
     counts: Mapping[str, int]
     """Counters."""
     limited_by: Mapping[str, int]
@@ -72,7 +72,9 @@ class Reading:
             acceptance_length=float(info["acceptance_length"]),
             per_depth=tuple(map(float, info["acceptance_by_depth"])),
             arena=_arena(info["arena"]),
-            prefixes=Prefixes(states, blocks, None if alpha is None else float(alpha)) if kept else None,
+            prefixes=PrefixCacheUsage(states, blocks, None if alpha is None else float(alpha))
+            if kept
+            else None,
             counts=counts,
             limited_by={str(name): int(count) for name, count in info["limited_by"].items()},
             others=max(len(info.get("models", ())) - 1, 0),
@@ -80,7 +82,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class CounterGrowth:
     """The growth of counters between two readings."""
 
     seconds: float
@@ -88,7 +90,7 @@ class Growth:
     limited_by: Mapping[str, int]
 
     @classmethod
-    def between(cls, before: Reading, now: Reading) -> Self:
+    def between(cls, before: ServerReading, now: ServerReading) -> Self:
         """Return the growth; after a restart, counters are taken to have started at zero."""
         old, old_limits = before.counts, before.limited_by
         if _fell(old, now.counts) or _fell(old_limits, now.limited_by):

@@ -13,8 +13,8 @@ import aiohttp
 
 from specdec.cli.text import paints
 from specdec.cli.top.options import TopOptions
-from specdec.cli.top.picture import WIDEST, Piece, heading, picture, shown
-from specdec.cli.top.reading import Growth, Reading
+from specdec.cli.top.picture import WIDEST, StyledText, heading, picture, shown
+from specdec.cli.top.reading import CounterGrowth, ServerReading
 from specdec.cli.top.screen import Screen, size
 from specdec.errors import EngineError
 from specdec.http.client import NO_ANSWER, check_url, reason
@@ -35,7 +35,7 @@ def run(options: TopOptions, key: str | None) -> None:
     asyncio.run(show(url, key, options.model, options.interval))
 
 
-class Source:
+class ServerPoller:
     """Poll one server over one connection."""
 
     def __init__(self, url: str, key: str | None, model: str | None = None) -> None:
@@ -44,7 +44,7 @@ class Source:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         self.session = aiohttp.ClientSession(headers=headers, timeout=timeout, raise_for_status=True)
 
-    async def read(self) -> Reading:
+    async def read(self) -> ServerReading:
         """Read the requested model's figures, or those of the first warm model."""
         info = await self._info(self.model)
         states = info.get("models", {})
@@ -53,7 +53,7 @@ class Source:
             info = await self._info(warm) if warm else info
         if "steps" not in info and (state := info.get("models", {}).get(info["model"])):
             raise ValueError(f"the model {info['model']!r} is {state}: it has figures once it is loaded")
-        return Reading.of(info, time.monotonic())
+        return ServerReading.of(info, time.monotonic())
 
     async def _info(self, model: str | None) -> Mapping[str, Any]:
         params = {"model": model} if model else {}
@@ -79,7 +79,7 @@ class Source:
 
 async def _once(url: str, key: str | None, model: str | None, interval_s: float) -> None:
     """Print one picture, from two readings, to include rates."""
-    source = Source(url, key, model)
+    source = ServerPoller(url, key, model)
     async with source.session:
         try:
             before = await source.read()
@@ -90,16 +90,16 @@ async def _once(url: str, key: str | None, model: str | None, interval_s: float)
     width = size()[0] if sys.stdout.isatty() else None
     lines = [
         *heading(now.shown, url, now.at_s - before.at_s, None),
-        *picture(now, Growth.between(before, now), width or WIDEST),
+        *picture(now, CounterGrowth.between(before, now), width or WIDEST),
     ]
     print("\n".join(shown(lines, width=width, coloured=paints("auto"))))
 
 
 async def _live(url: str, key: str | None, model: str | None, interval_s: float) -> None:
-    loop, source = asyncio.get_running_loop(), Source(url, key, model)
+    loop, source = asyncio.get_running_loop(), ServerPoller(url, key, model)
     async with source.session:
         with Screen() as screen:
-            view = View(source, screen)
+            view = TopView(source, screen)
             task = asyncio.create_task(view.watch(interval_s))
             for number in ENDS:
                 loop.add_signal_handler(number, task.cancel)
@@ -120,14 +120,14 @@ def _press(keys: int, task: asyncio.Task[None]) -> None:
         task.cancel()
 
 
-class View:
+class TopView:
     """Hold the last reading, and draw it until a newer one arrives."""
 
-    def __init__(self, source: Source, screen: Screen) -> None:
+    def __init__(self, source: ServerPoller, screen: Screen) -> None:
         self.source, self.screen = source, screen
         self.begun_s = time.monotonic()
-        self.reading: Reading | None = None
-        self.growth: Growth | None = None
+        self.reading: ServerReading | None = None
+        self.growth: CounterGrowth | None = None
         self.trouble: str | None = None
 
     async def watch(self, interval_s: float) -> None:
@@ -148,7 +148,7 @@ class View:
             self.growth, self.trouble = None, f"{self.source.why(error)}; trying again"
             return
         goes_on = self.reading is not None and self.trouble is None
-        self.growth = Growth.between(self.reading, now) if self.reading and goes_on else None
+        self.growth = CounterGrowth.between(self.reading, now) if self.reading and goes_on else None
         self.reading, self.trouble = now, None
 
     def draw(self) -> None:
@@ -161,7 +161,7 @@ class View:
             lines = heading(reading.shown, url, watched_s, self.trouble, now_s - reading.at_s)
             lines += picture(reading, self.growth, width)
         ends = "Ctrl-C ends it" if self.screen.keys is None else "q or Ctrl-C ends it"
-        lines += [[], [Piece(ends)]]
+        lines += [[], [StyledText(ends)]]
         self.screen.draw(shown(lines, width=width, coloured=paints("auto")))
 
     def pause(self) -> None:

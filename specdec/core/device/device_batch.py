@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specdec.core.batch import Ahead
+from specdec.core.batch import InFlightSteps
 from specdec.core.device.extent import IN_FLIGHT, Extent
 from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.loading import RowSlots, fill, ids, load, load_blocks, load_trees
-from specdec.core.device.result import Outcome, Pending
-from specdec.core.device.rows import Rows
+from specdec.core.device.result import PendingResult, RowResult
+from specdec.core.device.rows import BatchRows
 from specdec.core.device.step import DeviceStep
 from specdec.core.device.steps import Steps
 from specdec.core.draft_record import want_of
@@ -23,21 +23,21 @@ from specdec.core.scheduler import DEVICE_SLOTS, Scheduler
 from specdec.draft.head import HeadDrafter
 from specdec.kernels.table import on_gpu
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.backing import Committed
+from specdec.state_slots.backing import CommittedState
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import RecordSlot
 
 
-class Output(NamedTuple):
+class BatchOutput(NamedTuple):
     """Results of a step for the requests that still run."""
 
     key: GraphKey
     as_drafted: bool
     """Whether its windows were drafted in the step's own shape."""
     requests: list[Request]
-    outcomes: list[Outcome]
-    committed: list[Committed | None]
-    ahead: Ahead | None
+    outcomes: list[RowResult]
+    committed: list[CommittedState | None]
+    ahead: InFlightSteps | None
     """None: no step is in flight, and the head did not run on the device."""
 
 
@@ -47,7 +47,7 @@ class DeviceBatch:
     def __init__(
         self,
         step: DeviceStep,
-        rows: Rows,
+        rows: BatchRows,
         extent: Extent,
         steps: Steps,
         arena: Arena,
@@ -65,7 +65,7 @@ class DeviceBatch:
         """Whether windows may contain drafts."""
         self.on_gpu = on_gpu(step.kernels.name)
         self.filtered = self.on_gpu
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[PendingResult] = deque()
 
     @property
     def requests(self) -> list[Request]:
@@ -110,7 +110,7 @@ class DeviceBatch:
         if any(trees):
             load_trees(self.rows, trees, key.nodes)
         result_BX = self.steps(key, self.steps.size(len(self.held)))
-        self._pending.append(Pending.send(key, result_BX, as_drafted=as_drafted))
+        self._pending.append(PendingResult.send(key, result_BX, as_drafted=as_drafted))
         return True
 
     @property
@@ -118,7 +118,7 @@ class DeviceBatch:
         """Whether a result must be read before the next launch."""
         return len(self._pending) >= self.in_flight
 
-    def read(self) -> Output | None:
+    def read(self) -> BatchOutput | None:
         """Wait for the oldest step and update each row's slots as the device did; None: no step in flight.
 
         Requests that have already finished are left out.
@@ -142,8 +142,8 @@ class DeviceBatch:
         if self._pending or self.reads:
             # A step without drafts always processes exactly one token per row.
             alone = all(own.key.nodes == 1 for own in self._pending)
-            ahead = Ahead(len(self._pending), alone * len(self._pending))
-        return Output(pending.key, pending.as_drafted, requests, outcomes, committed, ahead)
+            ahead = InFlightSteps(len(self._pending), alone * len(self._pending))
+        return BatchOutput(pending.key, pending.as_drafted, requests, outcomes, committed, ahead)
 
     def end(self) -> None:
         """Return every request to the host after the last step; all results must have been read."""
@@ -193,7 +193,7 @@ class DeviceBatch:
         for b in over:
             self.held[b].gone = True
 
-    def _committed(self, held: RowSlots, key: GraphKey, outcome: Outcome) -> Committed | None:
+    def _committed(self, held: RowSlots, key: GraphKey, outcome: RowResult) -> CommittedState | None:
         """Compute a row's committed state, tracking the device's slot exchange."""
         before, nodes = held.request.committed, outcome.nodes
         if before is None:
@@ -205,7 +205,7 @@ class DeviceBatch:
             held.sets = held.sets[::-1]
         elif key.nodes > 1 and nodes:
             state, held.snapshots[nodes[-1]] = held.snapshots[nodes[-1]], state
-        return Committed(state, path)
+        return CommittedState(state, path)
 
     def _borrow(self, request: Request) -> RowSlots | None:
         """Borrow record slots for two windows, or state slots for one; None if there are too few."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from specdec.core.device.graph_key import GraphKey, width_of
 from specdec.core.device.pack import Packer, spread
-from specdec.core.device.rows import Rows
-from specdec.draft.head import Head
-from specdec.draft.proposal import Shape
+from specdec.core.device.rows import BatchRows
+from specdec.draft.head import DraftHead
+from specdec.draft.proposal import DraftShape
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
 from specdec.models.network import LOGITS
@@ -22,16 +22,16 @@ from specdec.state_slots.arena import Arena
 Table = Sequence[Sequence[Sequence[float]]]
 
 
-class Read(NamedTuple):
+class ProcessedNodes(NamedTuple):
     """Nodes processed by the head: tokens, indices of their parents among them, and input hidden states."""
 
     token_BA: Tensor
     parent_BA: Tensor
     hidden_BAD: Tensor
 
-    def then(self, level: "Read") -> "Read":
+    def then(self, level: "ProcessedNodes") -> "ProcessedNodes":
         """Return them with a level appended."""
-        return Read(*(torch.cat(pair, dim=1) for pair in zip(self, level, strict=True)))
+        return ProcessedNodes(*(torch.cat(pair, dim=1) for pair in zip(self, level, strict=True)))
 
 
 class DeviceDrafter:
@@ -39,7 +39,7 @@ class DeviceDrafter:
 
     def __init__(
         self,
-        head: Head,
+        head: DraftHead,
         kernels: Kernels,
         arena: Arena,
         pack: Packer,
@@ -58,7 +58,7 @@ class DeviceDrafter:
         self.table_3DR.copy_(torch.tensor(table, dtype=torch.float64))
 
     @torch.inference_mode()
-    def draft(self, rows: Rows, key: GraphKey, start_B: Tensor, count_B: Tensor, most: int) -> None:
+    def draft(self, rows: BatchRows, key: GraphKey, start_B: Tensor, count_B: Tensor, most: int) -> None:
         """Catch up the head from position `start_B`, and draft the next windows.
 
         `count_B` is the number of pending hidden states, at most `most`. Where it is 0, as in a row with NaN,
@@ -73,13 +73,13 @@ class DeviceDrafter:
             self._grow(rows, key.shape, out_BAD.gather(1, last_B1D))
         rows.blank(width_of(key.shape) if key.shape else 1)
 
-    def _grow(self, rows: Rows, shape: Shape, after_BFD: Tensor) -> None:
+    def _grow(self, rows: BatchRows, shape: DraftShape, after_BFD: Tensor) -> None:
         """Grow drafts from the head's output at the roots, and write the best nodes to the windows."""
         ops, root_B1, m = self.kernels, rows.token_BM[:, :1], width_of(shape)
         up_B1, one_B1 = torch.full_like(root_B1, -1), torch.ones_like(root_B1, dtype=torch.float64)
         tokens, parents, scores, beliefs = [root_B1], [up_B1], [one_B1], [one_B1]
         node_BF, score_BF = torch.zeros_like(root_B1), one_B1
-        read = Read(root_B1, up_B1, rows.last_BD[:, None])
+        read = ProcessedNodes(root_B1, up_B1, rows.last_BD[:, None])
         grown = 1
         for depth in range(1, shape.num_steps + 1):
             token_BFK, share_BFK = self._guess(after_BFD, rows, shape.topk, depth)
@@ -96,7 +96,7 @@ class DeviceDrafter:
             node_BF, score_BF = grown - f * k + best_BF, scores[-1].gather(1, best_BF)
             place_BF = read.token_BA.shape[1] - f + above_BF
             hidden_BFD = after_BFD.gather(1, above_BF[..., None].expand(-1, -1, after_BFD.shape[-1]))
-            level = Read(tokens[-1].gather(1, best_BF), place_BF, hidden_BFD)
+            level = ProcessedNodes(tokens[-1].gather(1, best_BF), place_BF, hidden_BFD)
             after_BFD, read = self._follow(rows, shape, depth, read, level)
         token_BN, parent_BN = torch.cat(tokens, dim=1), torch.cat(parents, dim=1)
         best = ops.prune(token_BN, parent_BN, torch.cat(scores, dim=1), torch.cat(beliefs, dim=1), m)
@@ -104,7 +104,9 @@ class DeviceDrafter:
         for to_BM, best_BM in zip(window, best, strict=True):
             to_BM[:, :m] = best_BM
 
-    def _follow(self, rows: Rows, shape: Shape, depth: int, read: Read, level: Read) -> tuple[Tensor, Read]:
+    def _follow(
+        self, rows: BatchRows, shape: DraftShape, depth: int, read: ProcessedNodes, level: ProcessedNodes
+    ) -> tuple[Tensor, ProcessedNodes]:
         """Run the head on the frontier; return its output there, and all draft nodes processed so far.
 
         A chain continues from its last token; a tree is processed again from its root.
@@ -115,7 +117,7 @@ class DeviceDrafter:
         seen, read = read.token_BA.shape[1], read.then(level)
         return self._read(rows, read.token_BA, read.parent_BA, start_B, read.hidden_BAD)[:, seen:], read
 
-    def _guess(self, after_BFD: Tensor, rows: Rows, count: int, depth: int) -> tuple[Tensor, Tensor]:
+    def _guess(self, after_BFD: Tensor, rows: BatchRows, count: int, depth: int) -> tuple[Tensor, Tensor]:
         """Return each node's best children, by temperature and the noise of their position.
 
         The target's filters are left out: they cost as much as the rest and rarely change the best tokens.
@@ -134,7 +136,7 @@ class DeviceDrafter:
         return torch.cat(tokens), torch.cat(shares)
 
     def _read(
-        self, rows: Rows, token_BA: Tensor, parent_BA: Tensor | None, start_B: Tensor, hidden_BAD: Tensor
+        self, rows: BatchRows, token_BA: Tensor, parent_BA: Tensor | None, start_B: Tensor, hidden_BAD: Tensor
     ) -> Tensor:
         """Run the head over a window per row; its KV cache uses the row's block table."""
         window = self.pack(rows, token_BA, parent_BA, start_B.clamp(min=0), last=self.window)

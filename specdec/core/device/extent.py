@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 
 IN_FLIGHT = 2
 """Maximum steps in flight; the host waits for the oldest."""
@@ -21,7 +21,7 @@ class Extent:
     """KV positions that a head writes after a window while drafting."""
 
     @classmethod
-    def of(cls, rows: int, bounds: Shape | None, *, looks: bool) -> "Extent":
+    def of(cls, rows: int, bounds: DraftShape | None, *, looks: bool) -> "Extent":
         """Return the limits for drafts within these bounds; None: no drafters.
 
         Look-ups may be as deep as a window has nodes, a head's drafts as deep as it has steps.

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 
 
-def width_of(shape: Shape) -> int:
+def width_of(shape: DraftShape) -> int:
     """Return the window width of a shape: at most the nodes it can grow."""
     return min(shape.num_draft_tokens, 1 + shape.topk + shape.topk * shape.topk * (shape.num_steps - 1))
 
@@ -17,7 +17,7 @@ class GraphKey:
     nodes: int
     tree: bool
     """Whether nodes may branch; chains need no parent indices."""
-    shape: Shape | None
+    shape: DraftShape | None
     """Shape drafted on the device; None: no drafting."""
     reads: bool
     """Whether the head processes accepted tokens, so that it can draft later."""
@@ -25,7 +25,7 @@ class GraphKey:
     """Whether sampling needs more than a temperature."""
 
     @classmethod
-    def drafting(cls, shape: Shape | None, *, reads: bool, filtered: bool) -> "GraphKey":
+    def drafting(cls, shape: DraftShape | None, *, reads: bool, filtered: bool) -> "GraphKey":
         """Return the key that verifies and drafts the same shape."""
         if shape is None:
             return cls(1, False, None, reads, filtered)

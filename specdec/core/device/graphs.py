@@ -11,7 +11,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.core.device.capture import Capturer
 from specdec.core.device.graph_key import GraphKey
-from specdec.core.device.rows import Rows
+from specdec.core.device.rows import BatchRows
 from specdec.core.device.step import DeviceStep
 from specdec.core.device.steps import Steps
 
@@ -26,7 +26,7 @@ BUDGET = 0.1
 class Graphs(Steps):
     """Owns the captured graphs. Steps without one, for lack of memory, run eagerly."""
 
-    def __init__(self, step: DeviceStep, rows: Rows, make_rows: Callable[[], Rows]) -> None:
+    def __init__(self, step: DeviceStep, rows: BatchRows, make_rows: Callable[[], BatchRows]) -> None:
         super().__init__(step, rows)
         self.most = len(rows.length_B)
         self.sizes = sorted({min(size, self.most) for size in SIZES} | {self.most})
@@ -79,7 +79,7 @@ class Graphs(Steps):
         taken = (free - left) >> 20
         logger.info("captured %d of %d graphs in %d MiB", len(self._graphs), len(wanted), taken)
 
-    def warm(self, scratch: Rows, key: GraphKey, size: int) -> None:
+    def warm(self, scratch: BatchRows, key: GraphKey, size: int) -> None:
         """Run a step over padding, which changes no live data.
 
         With the key that drafts nothing, the head's prefill is run once as well.

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from specdec.core.device.extent import Extent
-from specdec.core.device.rows import Rows
+from specdec.core.device.rows import BatchRows
 from specdec.core.request import Request
 from specdec.kernels.sampling.rules import NO_TOKEN
-from specdec.state_slots.backing import Committed
+from specdec.state_slots.backing import CommittedState
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import RecordSlot
 
@@ -40,10 +40,10 @@ def ids(values: Sequence[Any], device: torch.device) -> Tensor:
     return _staged(values, torch.int64, device).to(device, non_blocking=True)
 
 
-def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
+def load(rows: BatchRows, extent: Extent, held: Sequence[RowSlots]) -> None:
     """Load every request into its row."""
     requests = [own.request for own in held]
-    committed = [r.committed or Committed(0) for r in requests]
+    committed = [r.committed or CommittedState(0) for r in requests]
     fill(rows.length_B, [r.num_computed_tokens for r in requests])
     fill(rows.token_BM[:, 0], [r.tokens[-1] for r in requests])
     fill(rows.seed_B, [r.chooser.seed for r in requests])
@@ -64,7 +64,7 @@ def load(rows: Rows, extent: Extent, held: Sequence[RowSlots]) -> None:
         fill(rows.snapshot_BM, [own.snapshots or [0] * extent.nodes for own in held])
 
 
-def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:
+def load_blocks(rows: BatchRows, held: Sequence[RowSlots]) -> None:
     """Append new blocks to the device's block tables."""
     width = rows.table_BN.shape[1]
     places: list[int] = []
@@ -80,7 +80,7 @@ def load_blocks(rows: Rows, held: Sequence[RowSlots]) -> None:
         rows.table_BN.view(-1).index_copy_(0, ids(places, device), ids(blocks, device))
 
 
-def load_trees(rows: Rows, trees: Sequence[TokenTree | None], nodes: int) -> None:
+def load_trees(rows: BatchRows, trees: Sequence[TokenTree | None], nodes: int) -> None:
     """Write trees to the next windows, padded with chains of `NO_TOKEN`; rows without a tree keep theirs."""
     given = [(b, tree) for b, tree in enumerate(trees) if tree]
     tokens = [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for _, t in given]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.core.device.rows import Rows
+from specdec.core.device.rows import BatchRows
 from specdec.kernels.group import Group, RecordIds
 from specdec.kernels.sampling.rules import Rules
 from specdec.kernels.table import Kernels
@@ -13,7 +13,7 @@ from specdec.state_slots.window import Window
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class WindowSlots:
     """State inputs and outputs of a window's nodes; a head has none."""
 
     state_B: Tensor
@@ -36,11 +36,11 @@ class Packer:
 
     def __call__(
         self,
-        rows: Rows,
+        rows: BatchRows,
         token_BM: Tensor,
         parent_BM: Tensor | None,
         length_B: Tensor,
-        slots: Slots | None = None,
+        slots: WindowSlots | None = None,
         *,
         last: int | None = None,
     ) -> Window:
@@ -94,7 +94,7 @@ def spread(x_B: Tensor, count: int) -> Tensor:
     return x_B[:, None].expand(-1, count).contiguous().view(-1)
 
 
-def rules(rows: Rows, count: int, *, filtered: bool) -> Rules:
+def rules(rows: BatchRows, count: int, *, filtered: bool) -> Rules:
     """Return the sampling rules of each row's nodes: the temperature alone, or all of them if `filtered`."""
     if not filtered:
         return Rules(spread(rows.temperature_B, count))

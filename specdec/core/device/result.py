@@ -12,7 +12,7 @@ from specdec.draft.proposal import Proposal
 from specdec.state_slots.tree import TokenTree
 
 
-class Result(NamedTuple):
+class ResultTensors(NamedTuple):
     """Result tensors of B rows and M nodes."""
 
     count_B: Tensor
@@ -25,14 +25,14 @@ class Result(NamedTuple):
     belief_BM: Tensor
 
 
-def pack(result: Result) -> Tensor:
+def pack(result: ResultTensors) -> Tensor:
     """Pack a result into one int64 tensor, for a single copy to the host."""
     count_B, *whole, score_BM, belief_BM = result
     floats = score_BM.view(torch.int64), belief_BM.view(torch.int64)
     return torch.cat([count_B[:, None], *whole, *floats], dim=1)
 
 
-class Outcome(NamedTuple):
+class RowResult(NamedTuple):
     """One row's result."""
 
     tree: TokenTree
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingResult:
     """A result being copied to the host."""
 
     key: GraphKey
@@ -54,7 +54,7 @@ class Pending:
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def send(cls, key: GraphKey, result_BX: Tensor, *, as_drafted: bool) -> "Pending":
+    def send(cls, key: GraphKey, result_BX: Tensor, *, as_drafted: bool) -> "PendingResult":
         """Start copying a result to the host, before the next step overwrites it."""
         if not result_BX.is_cuda:
             return cls(key, as_drafted, result_BX, None)
@@ -69,7 +69,7 @@ class Pending:
         if self.arrived is not None:
             self.arrived.synchronize()
 
-    def outcomes(self, rows: Iterable[int]) -> Iterator[Outcome]:
+    def outcomes(self, rows: Iterable[int]) -> Iterator[RowResult]:
         """Yield the outcomes of some rows, with windows cut to their last token."""
         m = self.key.nodes
         whole = self.packed_BX.tolist()
@@ -82,4 +82,4 @@ class Pending:
             if floats:
                 scores, beliefs = (floats[b][1 + i * m :][1:width] for i in (4, 5))
                 proposal = Proposal(tree, (1.0, *scores), (1.0, *beliefs))
-            yield Outcome(tree, proposal, tuple(nodes[: row[0]]), tuple(emitted[: row[0]]))
+            yield RowResult(tree, proposal, tuple(nodes[: row[0]]), tuple(emitted[: row[0]]))

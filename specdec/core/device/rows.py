@@ -13,7 +13,7 @@ from specdec.kernels.sampling.rules import NO_TOKEN, RowRule, make_column
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """State of B rows: windows of up to M nodes, accepted paths of up to P.
 
     A row of length 0 is padding: its state slot, blocks and records are those of the dummy slab.
@@ -119,13 +119,13 @@ class Rows:
         for x_BM in (self.table_BN, self.slab_B2M, self.place_B2M, self.snapshot_BM, self.token_BM):
             x_BM.index_fill_(0, row_R, 0)
 
-    def part(self, start: int, end: int) -> "Rows":
+    def part(self, start: int, end: int) -> "BatchRows":
         """Return a view of some rows."""
         cut = slice(start, end)
         parts: Iterator[Any] = (
             own[cut] if isinstance(own, Tensor) else tuple(x[cut] for x in own) for own in self._values()
         )
-        return Rows(*parts)
+        return BatchRows(*parts)
 
     @property
     def path(self) -> RecordIds:

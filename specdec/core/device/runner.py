@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec.core.batch import ScheduledRequest, StepResult
-from specdec.core.device.device_batch import DeviceBatch, Output
+from specdec.core.device.device_batch import BatchOutput, DeviceBatch
 from specdec.core.device.graph_key import GraphKey
-from specdec.core.device.look_ups import LookUps
-from specdec.core.device.result import Outcome
+from specdec.core.device.lookups import HostLookups
+from specdec.core.device.result import RowResult
 from specdec.core.draft_record import DraftRecord
 from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
-from specdec.core.stats import Clock, Counts
-from specdec.draft.outlook import Outlook
-from specdec.draft.proposal import Shape
+from specdec.core.stats import PhaseTimer, SpeculationCounts
+from specdec.draft.decision import DraftDecision
+from specdec.draft.proposal import DraftShape
 from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import WIDTHS
 from specdec.kernels.sampling.rules import NO_TOKEN
@@ -41,12 +41,12 @@ to pay for unloading, scheduling and a host step, or for `PATIENCE_S`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class RunnerHost:
     """Parts of the decode loop that a runner uses."""
 
     scheduler: Scheduler
     speculation: Speculation
-    counts: Callable[[], Counts]
+    counts: Callable[[], SpeculationCounts]
     """The current counts; they are replaced after warm-up."""
     commit: Commit
 
@@ -54,7 +54,7 @@ class Host:
 class Runner(ABC):
     """Moves requests to the device when all decode, and back when the host must plan a step."""
 
-    def __init__(self, batch: DeviceBatch, host: Host) -> None:
+    def __init__(self, batch: DeviceBatch, host: RunnerHost) -> None:
         self.batch, self.host = batch, host
         self.steps = 0
         """Number of steps read."""
@@ -73,7 +73,7 @@ class Runner(ABC):
         """Seconds to load the batch, and cost of idle rows since, by the step clock."""
 
     @property
-    def outlook(self) -> Outlook | None:
+    def outlook(self) -> DraftDecision | None:
         """Current drafting decision, if it is made for device steps."""
         return None
 
@@ -180,7 +180,7 @@ class Runner(ABC):
             came = came or scheduler.may_take_turn()
         return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
-    def _commit(self, read: Output, seconds: dict[str, float]) -> None:
+    def _commit(self, read: BatchOutput, seconds: dict[str, float]) -> None:
         self.steps += 1
         self.host.counts().spend(seconds)
         rows = [_row(*own) for own in zip(read.requests, read.outcomes, strict=True)]
@@ -203,7 +203,7 @@ class Runner(ABC):
         is_late = now_s >= self._free_since_s + PATIENCE_S
         self._over |= is_late or self._idle_s >= RELOAD * self._load_s
 
-    def _path(self, request: Request, outcome: Outcome, key: GraphKey) -> AcceptedPath:
+    def _path(self, request: Request, outcome: RowResult, key: GraphKey) -> AcceptedPath:
         """Return the device's accepted path; it is empty if the logits at the root were NaN."""
         if outcome.nodes:
             return AcceptedPath(outcome.nodes, outcome.emitted)
@@ -215,7 +215,7 @@ class Runner(ABC):
         return AcceptedPath((), ())
 
 
-def _row(request: Request, outcome: Outcome) -> ScheduledRequest:
+def _row(request: Request, outcome: RowResult) -> ScheduledRequest:
     """Build the scheduled row of a finished step; the device has already released draft slots."""
     slots = () if len(outcome.tree) > 1 else None
     return ScheduledRequest(request, outcome.tree, is_decode=True, slots=slots)
@@ -227,18 +227,18 @@ class DeviceDraftRunner(Runner):
     A `lazy` head is not run while nothing is drafted: its pending hidden states stay on the host.
     """
 
-    def __init__(self, batch: DeviceBatch, host: Host, policy: UniformPolicy, *, lazy: bool) -> None:
+    def __init__(self, batch: DeviceBatch, host: RunnerHost, policy: UniformPolicy, *, lazy: bool) -> None:
         super().__init__(batch, host)
         self.policy, self.lazy = policy, lazy
-        self.look_ups = LookUps(host.speculation, policy) if host.speculation.looks else None
+        self.look_ups = HostLookups(host.speculation, policy) if host.speculation.looks else None
         self._found: dict[Request, DraftRecord] = {}
         """Look-up results verified in the next step, which the device did not draft."""
         self._first_passes = 0
         self._mark_s: float | None = None
         """Time of the last result; None: there is none yet."""
-        self._shape: Shape | None = None
+        self._shape: DraftShape | None = None
         """Shape of the windows verified next."""
-        self._next: tuple[Shape | None] | None = None
+        self._next: tuple[DraftShape | None] | None = None
         """Shape of the next step, if chosen before its windows were drafted."""
         self._asked: list[Request] = []
         """Requests for which it was chosen."""
@@ -261,12 +261,12 @@ class DeviceDraftRunner(Runner):
             keys += [key.finding(self.policy.bounds.num_draft_tokens) for key in keys]
         return list(dict.fromkeys(keys))
 
-    def _key(self, shape: Shape | None) -> GraphKey:
+    def _key(self, shape: DraftShape | None) -> GraphKey:
         reads = shape is not None or not self.lazy
         return GraphKey.drafting(shape, reads=reads, filtered=self.batch.filtered)
 
     @property
-    def outlook(self) -> Outlook | None:
+    def outlook(self) -> DraftDecision | None:
         return self.policy.outlook
 
     def _reads(self, requests: Sequence[Request]) -> bool:
@@ -283,7 +283,7 @@ class DeviceDraftRunner(Runner):
         self._mark_s = None
         self.batch.prefill_drafter(self._key(self._shape))
 
-    def _choose(self, requests: Sequence[Request]) -> Shape | None:
+    def _choose(self, requests: Sequence[Request]) -> DraftShape | None:
         if self._drafts_on_host(requests) or not all(own.params.speculate for own in requests):
             return None
         return self.policy.choose([self.host.speculation.acceptance.of(own) for own in requests])
@@ -359,7 +359,7 @@ class DeviceDraftRunner(Runner):
             self.host.speculation.observe_step([1] * len(read.requests), len(read.requests))
         return True
 
-    def _drafted(self, read: Output, outcome: Outcome) -> DraftRecord | None:
+    def _drafted(self, read: BatchOutput, outcome: RowResult) -> DraftRecord | None:
         """Return the head's draft record of a window that was verified in its shape."""
         head, shape = self.host.speculation.head, read.key.shape
         if head is None or shape is None or outcome.proposal is None:
@@ -370,7 +370,7 @@ class DeviceDraftRunner(Runner):
 class HostDraftRunner(Runner):
     """Runs steps on the device with look-up drafts from the host, which reads each step before the next."""
 
-    def __init__(self, batch: DeviceBatch, host: Host) -> None:
+    def __init__(self, batch: DeviceBatch, host: RunnerHost) -> None:
         super().__init__(batch, host)
         widest = batch.extent.nodes
         self._sizes = sorted({1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest})
@@ -389,7 +389,7 @@ class HostDraftRunner(Runner):
         """Do nothing: every step has been read."""
 
     def _advance(self) -> bool:
-        clock, speculation, requests = Clock(), self.host.speculation, self.batch.requests
+        clock, speculation, requests = PhaseTimer(), self.host.speculation, self.batch.requests
         self.host.scheduler.work.begin({})  # no work budget for these steps
         rows: list[ScheduledRequest] = []
         trees: list[TokenTree] = []

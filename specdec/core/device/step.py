@@ -7,9 +7,9 @@ from torch import Tensor
 
 from specdec.core.device.drafting import DeviceDrafter
 from specdec.core.device.graph_key import GraphKey
-from specdec.core.device.pack import Packer, Slots, rules, spread
-from specdec.core.device.result import Result, pack
-from specdec.core.device.rows import Rows
+from specdec.core.device.pack import Packer, WindowSlots, rules, spread
+from specdec.core.device.result import ResultTensors, pack
+from specdec.core.device.rows import BatchRows
 from specdec.kernels.group import RecordIds
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.models.network import LOGITS, Network
@@ -38,8 +38,8 @@ class DeviceStep:
         device = arena.data.device
         self.rate_N = None if rates is None else torch.tensor(rates, dtype=torch.float64, device=device)
 
-    def __call__(self, rows: Rows, key: GraphKey) -> Tensor:
-        """Advance every row; return the packed result, which `Pending` reads."""
+    def __call__(self, rows: BatchRows, key: GraphKey) -> Tensor:
+        """Advance every row; return the packed result, which `PendingResult` reads."""
         m, before_B = key.nodes, rows.length_B.clone()
         token_BM, parent_BM = rows.token_BM[:, :m].clone(), rows.parent_BM[:, :m].clone()
         if not key.tree:
@@ -56,7 +56,7 @@ class DeviceStep:
             self.network.move(self.arena, rows.table_BN, before_B[:, None] + node_BM, to_BM)
         self._commit(rows, slots, node_BM, count_B)
         believed = rows.score_BM[:, :m], rows.belief_BM[:, :m]
-        result_BX = pack(Result(count_B, node_BM, emitted_BM, token_BM, parent_BM, *believed))
+        result_BX = pack(ResultTensors(count_B, node_BM, emitted_BM, token_BM, parent_BM, *believed))
         last_B1 = (count_B - 1).clamp(min=0)[:, None]
         rows.token_BM[:, :1] = torch.where(
             count_B[:, None] > 0, emitted_BM.gather(1, last_B1), token_BM[:, :1]
@@ -71,25 +71,25 @@ class DeviceStep:
                 self.drafter.draft(rows, key, before_B, count_B, read)
         return result_BX
 
-    def prefill_drafter(self, rows: Rows, key: GraphKey) -> None:
+    def prefill_drafter(self, rows: BatchRows, key: GraphKey) -> None:
         """Draft the first windows from the head's pending hidden states."""
         if self.drafter:
             self.drafter.draft(rows, key, rows.start_B, rows.count_B, rows.follows_BP.shape[1])
 
-    def _slots(self, rows: Rows, nodes: int) -> Slots | None:
+    def _slots(self, rows: BatchRows, nodes: int) -> WindowSlots | None:
         """Return state inputs and outputs; nodes that may be rejected write records or snapshots."""
         if not self.has_states:
             return None
         if self.snapshots:
             snapshot_BM = rows.snapshot_BM[:, :nodes].contiguous() if nodes > 1 else None
-            return Slots(rows.state_B, None, None, None, snapshot_BM)
+            return WindowSlots(rows.state_B, None, None, None, snapshot_BM)
         record = None
         if nodes > 1:
             written = rows.slab_B2M[:, 0, :nodes], rows.place_B2M[:, 0, :nodes]
             record = RecordIds(*(ids_BM.contiguous() for ids_BM in written))
-        return Slots(rows.state_B, rows.path, rows.path_length_B, record, None)
+        return WindowSlots(rows.state_B, rows.path, rows.path_length_B, record, None)
 
-    def _choose(self, hidden_TD: Tensor, rows: Rows, key: GraphKey, position_T: Tensor) -> Tensor:
+    def _choose(self, hidden_TD: Tensor, rows: BatchRows, key: GraphKey, position_T: Tensor) -> Tensor:
         """Sample a token at every node, for the next position."""
         some = max(1, LOGITS // key.nodes)
         hidden_BMD = hidden_TD.view(len(rows.length_B), key.nodes, -1)
@@ -104,7 +104,7 @@ class DeviceStep:
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def _walk(
-        self, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rows: Rows
+        self, chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rows: BatchRows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the accepted nodes, their count, and the emitted tokens; padding rows accept none."""
         if self.rate_N is not None and token_BM.shape[1] > 1:
@@ -117,7 +117,7 @@ class DeviceStep:
         beyond_BM = torch.arange(token_BM.shape[1], device=token_BM.device) >= count_B[:, None]
         return node_BM, count_B, emitted_BM.masked_fill(beyond_BM, NO_TOKEN)
 
-    def _commit(self, rows: Rows, slots: Slots | None, node_BM: Tensor, count_B: Tensor) -> None:
+    def _commit(self, rows: BatchRows, slots: WindowSlots | None, node_BM: Tensor, count_B: Tensor) -> None:
         """Promote each accepted path: its records become the row's path, or a snapshot the row's state."""
         if slots and slots.record:
             most = min(node_BM.shape[1], rows.path_slab_BP.shape[1])

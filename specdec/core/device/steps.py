@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specdec.core.device.graph_key import GraphKey
-from specdec.core.device.rows import Rows
+from specdec.core.device.rows import BatchRows
 from specdec.core.device.step import DeviceStep
 from specdec.core.request import Request
 
@@ -16,7 +16,7 @@ class Steps:
     pads = True
     """Whether padding drafts of several rows to the widest pays; the host does not pad."""
 
-    def __init__(self, step: DeviceStep, rows: Rows) -> None:
+    def __init__(self, step: DeviceStep, rows: BatchRows) -> None:
         self.step, self.rows = step, rows
 
     def size(self, count: int) -> int:

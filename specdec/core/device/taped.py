@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.device.graph_key import GraphKey, width_of
-from specdec.core.device.rows import Rows
+from specdec.core.device.rows import BatchRows
 from specdec.core.device.step import DeviceStep
 from specdec.core.device.steps import Steps
 from specdec.core.request import Request
@@ -33,7 +33,7 @@ class TapedSteps(Steps):
 
     pads = False
 
-    def __init__(self, step: DeviceStep, rows: Rows) -> None:
+    def __init__(self, step: DeviceStep, rows: BatchRows) -> None:
         super().__init__(step, rows)
         self._tapes: Tapes[TapedStep] = Tapes()
         self._refused = set[int]()

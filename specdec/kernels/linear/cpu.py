@@ -19,7 +19,7 @@ BLOCKED_FROM = 1 << 12
 dominates."""
 
 
-class Packed(NamedTuple):
+class CpuPackedLinear(NamedTuple):
     weight_ND: Tensor
     bias_N: Tensor | None
     blocked: bool
@@ -36,7 +36,7 @@ def _can_block(weight_ND: Tensor) -> bool:
     )
 
 
-def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
+def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> CpuPackedLinear:
     """Pack a weight for the CPU's matrix units, if it has them; the layout is chosen for single rows.
 
     The outputs of several weights are concatenated.
@@ -44,12 +44,12 @@ def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
     parts = weight if isinstance(weight, list) else [weight]
     weight_ND = widen(parts[0]) if len(parts) == 1 else torch.cat([widen(part) for part in parts])
     if not _can_block(weight_ND):
-        return Packed(weight_ND.contiguous(), bias_N, blocked=False)
+        return CpuPackedLinear(weight_ND.contiguous(), bias_N, blocked=False)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous(), 1)
-    return Packed(blocked, bias_N, blocked=True)
+    return CpuPackedLinear(blocked, bias_N, blocked=True)
 
 
-def linear(x_TD: Tensor, packed: Packed) -> Tensor:
+def linear(x_TD: Tensor, packed: CpuPackedLinear) -> Tensor:
     """Multiply in the weight's own dtype."""
     weight, bias_N, blocked = packed
     if blocked:

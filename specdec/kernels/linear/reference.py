@@ -8,17 +8,17 @@ from torch import Tensor
 from specdec.kernels.linear.matrix import Matrix, widen
 
 
-class Packed(NamedTuple):
+class ReferencePackedLinear(NamedTuple):
     parts: tuple[Matrix, ...]
     bias_N: Tensor | None
 
 
-def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
+def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> ReferencePackedLinear:
     """Store the weights unchanged; outputs of several are concatenated."""
-    return Packed(tuple(weight) if isinstance(weight, list) else (weight,), bias_N)
+    return ReferencePackedLinear(tuple(weight) if isinstance(weight, list) else (weight,), bias_N)
 
 
-def linear(x_TD: Tensor, packed: Packed) -> Tensor:
+def linear(x_TD: Tensor, packed: ReferencePackedLinear) -> Tensor:
     """Multiply, sum in float32 or wider, and round once, to the model's dtype."""
     wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     y_TN = torch.cat([x_TD.to(wide) @ _wide(part).T for part in packed.parts], dim=1)

@@ -28,26 +28,26 @@ LEAST_STEPS = 4
 """Minimum column blocks per program: with fewer, launching it costs more than it saves."""
 
 
-class Part(NamedTuple):
+class TritonLinearPart(NamedTuple):
     weight: Stored | Tiles
     bias_N: Tensor | None
     first: int
     """Output column of the part's first row."""
 
 
-class Packed(NamedTuple):
-    parts: tuple[Part, ...]
+class TritonPackedLinear(NamedTuple):
+    parts: tuple[TritonLinearPart, ...]
     rows: int
 
 
-def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> Packed:
+def pack(weight: Matrix | list[Matrix], bias_N: Tensor | None = None) -> TritonPackedLinear:
     """Pack a weight; the outputs of several are concatenated."""
-    parts: list[Part] = []
+    parts: list[TritonLinearPart] = []
     rows = 0
     for matrix in weight if isinstance(weight, list) else [weight]:
         first, rows = rows, rows + matrix.shape[0]
-        parts.append(Part(lay(matrix), None if bias_N is None else bias_N[first:rows], first))
-    return Packed(tuple(parts), rows)
+        parts.append(TritonLinearPart(lay(matrix), None if bias_N is None else bias_N[first:rows], first))
+    return TritonPackedLinear(tuple(parts), rows)
 
 
 def lay(matrix: Matrix) -> Stored | Tiles:
@@ -61,7 +61,7 @@ def lay(matrix: Matrix) -> Stored | Tiles:
     return matrix._replace(weight_ND=matrix.weight_ND.contiguous(), scale_MK=matrix.scale_MK.contiguous())
 
 
-def linear(x_TD: Tensor, packed: Packed) -> Tensor:
+def linear(x_TD: Tensor, packed: TritonPackedLinear) -> Tensor:
     """Multiply in x's dtype, sum in float32, and round once."""
     alone = packed.parts[0]
     if len(packed.parts) == 1 and (weight_ND := _for_torch(x_TD, alone)) is not None:
@@ -77,7 +77,7 @@ def linear(x_TD: Tensor, packed: Packed) -> Tensor:
     return out_TN
 
 
-def _for_torch(x_TD: Tensor, part: Part) -> Tensor | None:
+def _for_torch(x_TD: Tensor, part: TritonLinearPart) -> Tensor | None:
     """Return the weight if torch should multiply it, else None."""
     weight = part.weight
     if isinstance(weight, Tensor) and (len(x_TD) > NARROW_WINDOW or x_TD.itemsize > 2):
@@ -85,7 +85,7 @@ def _for_torch(x_TD: Tensor, part: Part) -> Tensor | None:
     return None
 
 
-class Tiling(NamedTuple):
+class LinearTiling(NamedTuple):
     tokens: int
     rows: int
     split: int
@@ -99,27 +99,27 @@ def depth(dtype: torch.dtype) -> int:
     return BLOCK if dtype.itemsize == 2 else BLOCK // 4
 
 
-def tiling(tokens: int, rows: int, columns: int) -> Tiling:
+def tiling(tokens: int, rows: int, columns: int) -> LinearTiling:
     """Choose a program's tile; for narrow windows it depends only on the weight."""
     if tokens > 64:
-        return Tiling(128, 128, 1, 8, 3)
+        return LinearTiling(128, 128, 1, 8, 3)
     if tokens > NARROW_WINDOW:
-        return Tiling(triton.next_power_of_2(tokens), 64, 1, 4, 4)
+        return LinearTiling(triton.next_power_of_2(tokens), 64, 1, 4, 4)
     tile = 64 if rows >= 32 * PROGRAMS else 32
-    return Tiling(NARROW_WINDOW, tile, _split(rows, columns, tile), tile // 16, 6)
+    return LinearTiling(NARROW_WINDOW, tile, _split(rows, columns, tile), tile // 16, 6)
 
 
-def whole_tiling(x_TD: Tensor, rows: int) -> Tiling:
+def whole_tiling(x_TD: Tensor, rows: int) -> LinearTiling:
     """Choose a program's tile for integers: up to 64 tokens the order of sums depends only on the weight.
 
     Tiles of 32 rows use the same instruction (mma) at each height; 64 rows and four warps would use wgmma.
     """
     tokens, columns = x_TD.shape
     if tokens > 64:
-        return Tiling(128, 128, 1, 8, 3)
+        return LinearTiling(128, 128, 1, 8, 3)
     height = max(NARROW_WINDOW, triton.next_power_of_2(tokens))
     stages = 6 if height == NARROW_WINDOW else 4
-    return Tiling(height, 32, _split(rows, columns, 32), whole_warps(height, x_TD.dtype), stages)
+    return LinearTiling(height, 32, _split(rows, columns, 32), whole_warps(height, x_TD.dtype), stages)
 
 
 def whole_warps(height: int, dtype: torch.dtype) -> int:
@@ -134,7 +134,7 @@ def _split(rows: int, columns: int, tile: int) -> int:
     return split
 
 
-def _multiply(x_TD: Tensor, part: Part, out_TN: Tensor) -> None:
+def _multiply(x_TD: Tensor, part: TritonLinearPart, out_TN: Tensor) -> None:
     """Write the product; column splits write float32 sums that a second kernel adds."""
     weight, (tokens, columns), rows = part.weight, x_TD.shape, part.weight.shape[0]
     own = whole_tiling(x_TD, rows) if isinstance(weight, Tiles) else tiling(tokens, rows, columns)

@@ -65,7 +65,7 @@ def experts(
     return out_TD
 
 
-class Plan(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Blocks of pairs, each of one expert."""
 
     pair_ET: Tensor
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
     height: int
 
 
-def _plan(index_TA: Tensor, num_experts: int) -> Plan:
+def _plan(index_TA: Tensor, num_experts: int) -> ExpertBlocks:
     """List each expert's pairs and cut the lists into blocks; only the device knows their number."""
     tokens, pairs, device = len(index_TA), index_TA.numel(), index_TA.device
     height = _height(pairs, num_experts)
@@ -87,7 +87,7 @@ def _plan(index_TA: Tensor, num_experts: int) -> Plan:
     _list[(num_experts,)](index_TA, pair_ET, count_E, tokens, pairs, BLOCK=1024)
     wide = triton.next_power_of_2(num_experts)
     _cut[(1,)](count_E, block_BF, num_experts, blocks, HEIGHT=height, BLOCK=wide)
-    return Plan(pair_ET, count_E, block_BF, height)
+    return ExpertBlocks(pair_ET, count_E, block_BF, height)
 
 
 def _height(pairs: int, num_experts: int) -> int:
@@ -95,36 +95,36 @@ def _height(pairs: int, num_experts: int) -> int:
     return next((height for height in (16, 32, 64) if pairs <= height * num_experts), 128)
 
 
-class Tiling(NamedTuple):
+class MoeTiling(NamedTuple):
     rows: int
     """Output rows; a gated program computes the same rows of gate and up."""
     warps: int
     stages: int
 
 
-def tiling(height: int, *, gated: bool) -> Tiling:
+def tiling(height: int, *, gated: bool) -> MoeTiling:
     """Choose a program's tile by its tokens."""
     if height <= 16 and not gated:
-        return Tiling(128, 2, 3)
+        return MoeTiling(128, 2, 3)
     if height <= 32:
-        return Tiling(32 if gated else 64, 4, 4)
-    return Tiling(64, 4 if height == 64 else 8, 3)
+        return MoeTiling(32 if gated else 64, 4, 4)
+    return MoeTiling(64, 4 if height == 64 else 8, 3)
 
 
-def whole_tiling(height: int, dtype: torch.dtype, *, gated: bool) -> Tiling:
+def whole_tiling(height: int, dtype: torch.dtype, *, gated: bool) -> MoeTiling:
     """Choose a program's tile for integers: up to 64 tokens all heights use the same instruction."""
     halves = 2 if gated else 1
     if height > 64:
-        return Tiling(128 // halves, 8, 3)
+        return MoeTiling(128 // halves, 8, 3)
     rows = 64 if height <= 32 and dtype.itemsize == 2 else 32
-    return Tiling(rows // halves, whole_warps(height, dtype), 4)
+    return MoeTiling(rows // halves, whole_warps(height, dtype), 4)
 
 
 def _apply(
     x_RD: Tensor,
     weight: Packed,
     index_TA: Tensor,
-    plan: Plan | None,
+    plan: ExpertBlocks | None,
     out_PN: Tensor,
     *,
     share: int,

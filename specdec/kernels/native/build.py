@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.kernels.native import compiled
-from specdec.kernels.native.targets import NATIVE, TARGETS, Target
+from specdec.kernels.native.targets import NATIVE, TARGETS, CompileTarget
 
 PORTABLE = {target.name: target for target in TARGETS if target is not NATIVE}
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed and (names or failed == len(here)) else 0
 
 
-def build(compiler: str, target: Target) -> Path:
+def build(compiler: str, target: CompileTarget) -> Path:
     """Compile for a target and delete its libraries of older sources."""
     flags = compiled.flags_for(target, compiled.THREADS[0])
     place = compiled.BUILT / compiled.file_name(target, flags)

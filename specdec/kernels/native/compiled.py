@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.kernels.native.signatures import replayer
-from specdec.kernels.native.targets import NATIVE, Target, candidates, features, unused
+from specdec.kernels.native.targets import NATIVE, CompileTarget, candidates, features, unused
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ THREADS = ("-fopenmp", "-fopenmp-simd")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedKernels:
     """The C kernels and their compilation target."""
 
     library: ctypes.CDLL
-    target: Target
+    target: CompileTarget
 
 
 def compiled() -> ctypes.CDLL | None:
@@ -61,7 +61,7 @@ def compiled() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def loaded() -> Loaded | None:
+def loaded() -> LoadedKernels | None:
     """Load the best library for this processor; log the choice and skipped targets, once."""
     compiler, failed = find_compiler(), None
     for target in candidates():
@@ -76,7 +76,7 @@ def loaded() -> Loaded | None:
                 if place and library:
                     left = f", without use for {', '.join(unused(target))}" if unused(target) else ""
                     logger.info("C kernels for %s (%s, %s)%s", target.name, place, threads, left)
-                    return Loaded(library, target)
+                    return LoadedKernels(library, target)
         failed = failure or failed
         if failure:
             logger.info("no C kernels for %s: %s", target.name, explain(failure))
@@ -97,7 +97,7 @@ def explain(failure: Exception) -> str:
     return f"{failure}; {said.decode(errors='replace').strip()}" if said else str(failure)
 
 
-def _place(compiler: str | None, target: Target, threads: str) -> Path | None:
+def _place(compiler: str | None, target: CompileTarget, threads: str) -> Path | None:
     """Find the prebuilt or cached library, or compile it into the user's cache.
 
     Without a writable cache it is compiled into a temporary folder. None: there is no compiler.
@@ -117,7 +117,7 @@ def _place(compiler: str | None, target: Target, threads: str) -> Path | None:
     return _compile_here(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name, target)
 
 
-def _compile_here(compiler: str, flags: Sequence[str], place: Path, target: Target) -> Path:
+def _compile_here(compiler: str, flags: Sequence[str], place: Path, target: CompileTarget) -> Path:
     """Compile, and announce it, since it takes seconds."""
     says, start_s = f"Compiling the C kernels for this processor ({target.name}), once", time.perf_counter()
     logger.info("%s, by %s", says, compiler)
@@ -128,11 +128,11 @@ def _compile_here(compiler: str, flags: Sequence[str], place: Path, target: Targ
     return place
 
 
-def flags_for(target: Target, threads: str) -> tuple[str, ...]:
+def flags_for(target: CompileTarget, threads: str) -> tuple[str, ...]:
     return (*FLAGS, threads, *target.flags)
 
 
-def file_name(target: Target, flags: Sequence[str], compiler: str = "") -> str:
+def file_name(target: CompileTarget, flags: Sequence[str], compiler: str = "") -> str:
     """Return a library's file name from its target, sources, compiler and flags.
 
     Different machines may share a cache: for `native` the name includes the processor's features.

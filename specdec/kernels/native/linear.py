@@ -15,7 +15,7 @@ from specdec.kernels.linear import cpu
 from specdec.kernels.linear.integers import GROUP, HALF, Integers, sixteen_bits
 from specdec.kernels.linear.matrix import Matrix, join, widen
 from specdec.kernels.native.call import function, pointer, strided
-from specdec.kernels.native.forms import forms
+from specdec.kernels.native.instruction_sets import forms
 from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.native.threads import with_helpers
 
@@ -57,7 +57,7 @@ class WholePanels(NamedTuple):
     dtype: torch.dtype
 
 
-class Beside(NamedTuple):
+class MixedFormatLinear(NamedTuple):
     """Concatenated parts in different formats."""
 
     parts: tuple[Panels | WholePanels, ...]
@@ -73,14 +73,18 @@ def _serves(weight: Matrix) -> bool:
 
 def pack(
     weight: Matrix | list[Matrix], bias_N: Tensor | None = None
-) -> Panels | WholePanels | Beside | cpu.Packed:
+) -> Panels | WholePanels | MixedFormatLinear | cpu.CpuPackedLinear:
     """Pack a weight into panels, or for `cpu` if the C kernels do not support it."""
     given = weight if isinstance(weight, list) else [weight]
     parts = join([own if isinstance(own, Integers) else widen(own) for own in given])
     if forms() is None or not all(_serves(part) for part in parts):
         return cpu.pack([widen(part) for part in parts], bias_N)
     laid = tuple(_lay_all(parts, bias_N))
-    return laid[0] if len(laid) == 1 else Beside(laid, sum(own.outputs for own in laid), parts[0].dtype)
+    return (
+        laid[0]
+        if len(laid) == 1
+        else MixedFormatLinear(laid, sum(own.outputs for own in laid), parts[0].dtype)
+    )
 
 
 def _lay_all(parts: list[Matrix], bias_N: Tensor | None) -> Iterator[Panels | WholePanels]:
@@ -151,15 +155,15 @@ def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:
     return Panels(laid, None, weight_HNK.shape[1])
 
 
-def linear(x_TD: Tensor, packed: Panels | WholePanels | Beside | cpu.Packed) -> Tensor:
+def linear(x_TD: Tensor, packed: Panels | WholePanels | MixedFormatLinear | cpu.CpuPackedLinear) -> Tensor:
     """Multiply in the weight's unquantised dtype."""
-    if isinstance(packed, cpu.Packed):
+    if isinstance(packed, cpu.CpuPackedLinear):
         return cpu.linear(x_TD, packed)
     assert x_TD.dtype == packed.dtype
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     y_TN = x_TD.new_empty((len(x_TD), packed.outputs))
     at = y_TN.data_ptr()
-    for part in packed.parts if isinstance(packed, Beside) else (packed,):
+    for part in packed.parts if isinstance(packed, MixedFormatLinear) else (packed,):
         if isinstance(part, Panels):
             _multiply(x_TD, part, at, packed.outputs)
         else:

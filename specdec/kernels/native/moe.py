@@ -11,10 +11,10 @@ from specdec.kernels.linear import cpu as linear_cpu
 from specdec.kernels.linear.matrix import Matrix, expert_of
 from specdec.kernels.moe import cpu
 from specdec.kernels.native.call import TOKENS
-from specdec.kernels.native.linear import Beside, Panels, WholePanels, linear, pack
+from specdec.kernels.native.linear import MixedFormatLinear, Panels, WholePanels, linear, pack
 from specdec.kernels.native.pointwise import sigmoid, swiglu
 
-Packed = tuple[Panels | WholePanels | Beside | linear_cpu.Packed, ...]
+Packed = tuple[Panels | WholePanels | MixedFormatLinear | linear_cpu.CpuPackedLinear, ...]
 """One packed weight per expert, as for any other product."""
 
 

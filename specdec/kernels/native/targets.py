@@ -13,7 +13,7 @@ VARIABLE = "SPECDEC_MARCH"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CompileTarget:
     name: str
     title: str
     """Human-readable description."""
@@ -29,10 +29,10 @@ _QUICK = "-O2"
 """For targets without integer product instructions: -O3 takes a compiler up to 37 s there, -O2 7 s."""
 
 
-def _x86(name: str, title: str, needs: tuple[str, ...], *flags: str) -> Target:
+def _x86(name: str, title: str, needs: tuple[str, ...], *flags: str) -> CompileTarget:
     """Return an x86 target with one flag per feature: older compilers lack names for the combinations."""
     features = (f"-m{feature.replace('amx_', 'amx-').replace('_', '')}" for feature in needs)
-    return Target(name, title, "x86_64", needs, (*features, *flags))
+    return CompileTarget(name, title, "x86_64", needs, (*features, *flags))
 
 
 _AVX2 = ("sse2", "avx2", "fma", "f16c", "bmi2")
@@ -41,7 +41,9 @@ _VNNI = (*_AVX512, "avx512_vnni")
 _BF16 = (*_VNNI, "avx512_bf16")
 _AMX = (*_BF16, "amx_tile", "amx_int8", "amx_bf16")
 
-NATIVE = Target("native", "whatever the compiler takes this processor for", None, (), ("-march=native",))
+NATIVE = CompileTarget(
+    "native", "whatever the compiler takes this processor for", None, (), ("-march=native",)
+)
 TARGETS = (
     _x86("amx", "AVX-512 with bfloat16 and matrix units", _AMX),
     _x86("avx512-bf16", "AVX-512 with bfloat16 units", _BF16),
@@ -50,20 +52,20 @@ TARGETS = (
     _x86("avx2-vnni", "AVX2 with VNNI", (*_AVX2, "avx_vnni")),
     _x86("avx2", "AVX2", _AVX2),
     _x86("x86-64", "any x86-64", ("sse2",), _QUICK),
-    Target(
+    CompileTarget(
         *("neon-i8mm", "NEON with matrix units for bytes, and bfloat16", "aarch64"),
         ("asimd", "asimddp", "bf16", "i8mm"),
         ("-march=armv8.2-a+dotprod+bf16+i8mm",),
     ),
-    Target(
+    CompileTarget(
         *("neon-bf16", "NEON with dot products and bfloat16", "aarch64", ("asimd", "asimddp", "bf16")),
         ("-march=armv8.2-a+dotprod+bf16",),
     ),
-    Target(
+    CompileTarget(
         *("neon-dot", "NEON with dot products", "aarch64", ("asimd", "asimddp")),
         ("-march=armv8.2-a+dotprod",),
     ),
-    Target("neon", "NEON", "aarch64", ("asimd",), ("-march=armv8-a", _QUICK)),
+    CompileTarget("neon", "NEON", "aarch64", ("asimd",), ("-march=armv8-a", _QUICK)),
     NATIVE,
 )
 """Best first: the first one that the processor supports and the compiler can build is used.
@@ -76,7 +78,7 @@ BEYOND = frozenset(
 """Features that would speed up products but that no target uses."""
 
 
-def candidates() -> tuple[Target, ...]:
+def candidates() -> tuple[CompileTarget, ...]:
     """Return possible targets, best first: the one that the user names, or all that can run here."""
     if asked := os.environ.get(VARIABLE):
         target = named(asked)
@@ -90,13 +92,13 @@ def candidates() -> tuple[Target, ...]:
     return tuple(own for own in TARGETS if own.machine in (None, machine) and found.issuperset(own.needs))
 
 
-def named(name: str) -> Target:
+def named(name: str) -> CompileTarget:
     """Return the named target; any other name is passed to the compiler's -march."""
-    other = Target(name, f"-march={name}", None, (), (f"-march={name}",))
+    other = CompileTarget(name, f"-march={name}", None, (), (f"-march={name}",))
     return next((own for own in TARGETS if own.name == name), other)
 
 
-def unused(target: Target) -> list[str]:
+def unused(target: CompileTarget) -> list[str]:
     """List the processor's product features that this target of the table does not use."""
     better = TARGETS[: TARGETS.index(target)] if target in TARGETS and target.needs else None
     if better is None:

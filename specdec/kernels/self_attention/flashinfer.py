@@ -14,7 +14,7 @@ from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 logger = logging.getLogger(__name__)
 
 
-class Attention:
+class FlashInferAttention:
     """FlashInfer attention of one engine; engines may run concurrently, so each has its own workspace."""
 
     def __init__(self) -> None:

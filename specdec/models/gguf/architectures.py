@@ -8,8 +8,8 @@ from typing import Any
 
 from specdec.models.gguf import delta_net, dense, latent, lightning, mamba, nemotron, short_conv
 from specdec.models.gguf.architecture import Architecture, Recipe, named
-from specdec.models.gguf.blocks import KEPT, Form, bits_per_weight, widen
-from specdec.models.gguf.file import Entry, GgufFile
+from specdec.models.gguf.blocks import KEPT, IntegerFormat, bits_per_weight, widen
+from specdec.models.gguf.file import GgufFile, GgufTensor
 from specdec.models.gguf.metadata import Metadata
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -24,7 +24,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """By the files' architecture name."""
 
 
-class Described(Metadata):
+class DescribedFile(Metadata):
     """One file's config and tensors, as a checkpoint has them."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -82,7 +82,7 @@ class Described(Metadata):
         """Return the file's tensor names by checkpoint name."""
         return self._names
 
-    def form(self, disk: str, entry: Entry) -> Form | None:
+    def form(self, disk: str, entry: GgufTensor) -> IntegerFormat | None:
         """Return a matrix's integer format; None: it is widened."""
         if len(entry.shape) != 2 or (self.names()[disk] == _EMBEDDING and not self.is_tied):
             return None
@@ -95,7 +95,7 @@ class Described(Metadata):
         """True if the embedding is also the output matrix."""
         return "output.weight" not in self.file.entries
 
-    def _unlike(self, disk: str, entry: Entry) -> bool:
+    def _unlike(self, disk: str, entry: GgufTensor) -> bool:
         """Return whether an expert's gate and up projections, which are stacked, differ in format."""
         name = self.names()[disk]
         other = re.sub("ffn_(gate|up)_exps", lambda own: f"ffn_{_OTHER[own[1]]}_exps", name)
@@ -130,7 +130,7 @@ class Described(Metadata):
         """Return the transform from the file's tensor to the checkpoint's, or None."""
         return self.architecture.recipe(self, disk)
 
-    def _apart(self, entries: Mapping[str, Entry]) -> Iterator[tuple[str, Entry]]:
+    def _apart(self, entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
         """Yield a file's tensors, with one matrix per expert, as checkpoints have them."""
         for name, entry in entries.items():
             weight, _, end = name.rpartition(".")
@@ -150,7 +150,7 @@ class Described(Metadata):
                 factor = factors[min(i // len(parts), len(factors) - 1)]
                 yield own, each._replace(offset=entry.offset + i * each.bytes, factor=factor)
 
-    def _factors(self, entry: Entry | None, weight: str) -> list[float]:
+    def _factors(self, entry: GgufTensor | None, weight: str) -> list[float]:
         """Read the scale of a whole matrix or of each expert, which NVFP4 stores separately."""
         if entry is None:
             return [1.0]

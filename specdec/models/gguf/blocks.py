@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.native.blocks import unpack
-from specdec.kernels.native.forms import forms
+from specdec.kernels.native.instruction_sets import forms
 from specdec.models.gguf import codebooks
 from specdec.models.gguf.bits import (
     EIGHT,
@@ -29,13 +29,13 @@ from specdec.models.gguf.bits import (
     quarters,
 )
 from specdec.models.gguf.codebooks import codebook
-from specdec.models.gguf.file import Kind
+from specdec.models.gguf.file import GgufType
 
 PIECE = 1 << 18
 """Bytes per step, which fit in a core's cache."""
 
 
-class Form(NamedTuple):
+class IntegerFormat(NamedTuple):
     """Integer format of a type."""
 
     bits: int
@@ -47,68 +47,68 @@ class Form(NamedTuple):
 
 FLAT = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
 """Types whose groups share their block's float16 scale."""
-KEPT: Mapping[str, Form] = {
-    "Q8_0": Form(8),
-    "Q5_0": Form(6),
-    "Q4_0": Form(4),
-    "Q4_1": Form(4, middle=8),
-    "Q5_1": Form(6, middle=16),
-    "Q4_K": Form(4, middle=8),
-    "Q5_K": Form(6, middle=16),
-    "Q6_K": Form(6, group=16),
-    "Q3_K": Form(4, group=16),
-    "IQ4_NL": Form(8),
-    "IQ4_XS": Form(8),
-    "MXFP4": Form(6),
-    "NVFP4": Form(6, group=16),
-    "IQ1_S": Form(4, middle=1),
-    "IQ1_M": Form(6, group=16),
-    "IQ2_XXS": Form(8),
-    "IQ2_XS": Form(8, group=16),
-    "IQ2_S": Form(8, group=16),
-    "IQ3_XXS": Form(8),
-    "IQ3_S": Form(6),
-    **dict.fromkeys(FLAT, Form(4)),
+KEPT: Mapping[str, IntegerFormat] = {
+    "Q8_0": IntegerFormat(8),
+    "Q5_0": IntegerFormat(6),
+    "Q4_0": IntegerFormat(4),
+    "Q4_1": IntegerFormat(4, middle=8),
+    "Q5_1": IntegerFormat(6, middle=16),
+    "Q4_K": IntegerFormat(4, middle=8),
+    "Q5_K": IntegerFormat(6, middle=16),
+    "Q6_K": IntegerFormat(6, group=16),
+    "Q3_K": IntegerFormat(4, group=16),
+    "IQ4_NL": IntegerFormat(8),
+    "IQ4_XS": IntegerFormat(8),
+    "MXFP4": IntegerFormat(6),
+    "NVFP4": IntegerFormat(6, group=16),
+    "IQ1_S": IntegerFormat(4, middle=1),
+    "IQ1_M": IntegerFormat(6, group=16),
+    "IQ2_XXS": IntegerFormat(8),
+    "IQ2_XS": IntegerFormat(8, group=16),
+    "IQ2_S": IntegerFormat(8, group=16),
+    "IQ3_XXS": IntegerFormat(8),
+    "IQ3_S": IntegerFormat(6),
+    **dict.fromkeys(FLAT, IntegerFormat(4)),
 }
 """Types that stay integers."""
 _WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def bits_per_weight(form: Form | None) -> float:
+def bits_per_weight(form: IntegerFormat | None) -> float:
     """Return bits per weight in memory, with its share of scales and offsets; None: widened."""
     return form.bits + (1 if form.middle or form.group < GROUP else 0.5) if form else 16
 
 
-def widen(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def widen(data_X: Array, kind: GgufType, shape: tuple[int, ...]) -> Tensor:
     """Dequantise a tensor's bytes to float32."""
     if kind.name in _WIDE:
         return torch.from_numpy(data_X.copy()).view(_WIDE[kind.name]).view(shape).float()
     return _fill("wide", data_X, kind, torch.empty(shape))
 
 
-def integers(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def integers(data_X: Array, kind: GgufType, shape: tuple[int, ...]) -> Tensor:
     """Return the integers of a type in `KEPT` as int8, minus the middle of their range."""
     return _fill("number", data_X, kind, torch.empty(shape, dtype=torch.int8))
 
 
-def scales(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def scales(data_X: Array, kind: GgufType, shape: tuple[int, ...]) -> Tensor:
     """Return the integers' scales [N, groups], in the dtype of `scale_type`."""
     scale_NG = _fill("scale", data_X, kind, torch.empty(shape[0], shape[1] // KEPT[kind.name].group))
     return scale_NG.half() if scale_type(kind) == "F16" else scale_NG
 
 
-def scale_type(kind: Kind) -> str:
+def scale_type(kind: GgufType) -> str:
     """Return F16 for scales stored as float16, F32 for products of two factors and for powers."""
     is_stored = kind.numbers == GROUP and kind.name != "MXFP4"
     return "F16" if is_stored or kind.name in FLAT else "F32"
 
 
-def offsets(data_X: Array, kind: Kind, shape: tuple[int, ...]) -> Tensor:
+def offsets(data_X: Array, kind: GgufType, shape: tuple[int, ...]) -> Tensor:
     """Return the offsets of integers times scales, in float32 [N, groups]."""
     return _fill("offset", data_X, kind, torch.empty(shape[0], shape[1] // KEPT[kind.name].group))
 
 
-def _fill(part: str, data_X: Array, kind: Kind, out_X: Tensor) -> Tensor:
+def _fill(part: str, data_X: Array, kind: GgufType, out_X: Tensor) -> Tensor:
     """Unpack one part of all blocks in C, or in numpy without a compiler."""
     block_BX = data_X.reshape(-1, kind.bytes)
     if forms():
@@ -121,7 +121,7 @@ def _fill(part: str, data_X: Array, kind: Kind, out_X: Tensor) -> Tensor:
     return fill_in_numpy(part, block_BX, kind, out_X)
 
 
-def fill_in_numpy(part: str, block_BX: Array, kind: Kind, out_X: Tensor) -> Tensor:
+def fill_in_numpy(part: str, block_BX: Array, kind: GgufType, out_X: Tensor) -> Tensor:
     """Unpack one part of blocks, a cacheful at a time: the reference for blocks.inc."""
     read, out_BN, together = _PARTS[part], out_X.numpy().reshape(len(block_BX), -1), PIECE // kind.bytes
     with np.errstate(all="ignore"):  # NaN and Inf in damaged files
@@ -130,24 +130,24 @@ def fill_in_numpy(part: str, block_BX: Array, kind: Kind, out_X: Tensor) -> Tens
     return out_X
 
 
-def _widen(block_BX: Array, kind: Kind) -> Array:
+def _widen(block_BX: Array, kind: GgufType) -> Array:
     scale_BG, offset_BG = _SCALES[kind.name](block_BX)
     number_BGN = _NUMBERS[kind.name](block_BX).reshape(*scale_BG.shape, -1)
     wide_BGN = number_BGN * scale_BG[..., None]
     return (wide_BGN if offset_BG is None else wide_BGN + offset_BG[..., None]).reshape(len(block_BX), -1)
 
 
-def _centred(block_BX: Array, kind: Kind) -> Array:
+def _centred(block_BX: Array, kind: GgufType) -> Array:
     number_BN = _NUMBERS[kind.name](block_BX).view(np.int8)
     middle = KEPT[kind.name].middle
     return number_BN - np.int8(middle) if middle else number_BN
 
 
-def _scales(block_BX: Array, kind: Kind) -> Array:
+def _scales(block_BX: Array, kind: GgufType) -> Array:
     return _SCALES[kind.name](block_BX)[0]
 
 
-def _offsets(block_BX: Array, kind: Kind) -> Array:
+def _offsets(block_BX: Array, kind: GgufType) -> Array:
     """Return offsets relative to the middle of the integers' range."""
     scale_BG, offset_BG = _SCALES[kind.name](block_BX)
     assert offset_BG is not None
@@ -155,7 +155,7 @@ def _offsets(block_BX: Array, kind: Kind) -> Array:
     return from_middle_BG
 
 
-_PARTS: Mapping[str, Callable[[Array, Kind], Array]] = {
+_PARTS: Mapping[str, Callable[[Array, GgufType], Array]] = {
     **{"wide": _widen, "number": _centred, "scale": _scales, "offset": _offsets},
 }
 

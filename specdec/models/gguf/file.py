@@ -33,7 +33,7 @@ class TruncatedError(CheckpointError):
     """The file ends within its header, or claims more items than fit."""
 
 
-class Kind(NamedTuple):
+class GgufType(NamedTuple):
     """Storage type of a tensor."""
 
     name: str
@@ -45,8 +45,8 @@ class Kind(NamedTuple):
     """Type id in GGUF files."""
 
 
-KINDS: Mapping[int, Kind] = {
-    number: Kind(name, numbers, size, number)
+KINDS: Mapping[int, GgufType] = {
+    number: GgufType(name, numbers, size, number)
     for number, name, numbers, size in (
         *((0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2)),
         *((2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24)),
@@ -62,11 +62,11 @@ KINDS: Mapping[int, Kind] = {
 UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 
 
-class Entry(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor's location and type."""
 
     shape: tuple[int, ...]
-    kind: Kind
+    kind: GgufType
     offset: int
     """From the start of the file."""
     file: mmap.mmap
@@ -83,7 +83,7 @@ class Entry(NamedTuple):
         return np.frombuffer(self.file, np.uint8, self.bytes, self.offset)
 
 
-class Strings(NamedTuple):
+class GgufStrings(NamedTuple):
     """An array of strings, decoded on demand: vocabularies have 250,000."""
 
     offset: int
@@ -105,13 +105,13 @@ class GgufFile:
             ) from error
         self._at, self._left, self._strings_left = 0, MOST_BYTES, MOST_STRINGS
         self.metadata: dict[str, Any] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, GgufTensor] = {}
         self._read()
 
     def strings(self, field: str) -> tuple[str, ...]:
         """Decode an array of strings; empty if the field is absent or of another type."""
         found = self.metadata.get(field)
-        if not isinstance(found, Strings):
+        if not isinstance(found, GgufStrings):
             return ()
         self._at, self._left = found.offset, MOST_BYTES
         return tuple(self._string(field) for _ in range(found.length))
@@ -144,7 +144,7 @@ class GgufFile:
         if sum(entry.bytes for entry in self.entries.values()) > len(self._data):
             self._refuse("model", "its tensors overlap")
 
-    def _tensors(self, count: int) -> Iterator[tuple[str, Entry]]:
+    def _tensors(self, count: int) -> Iterator[tuple[str, GgufTensor]]:
         for _ in range(count):
             name = self._string("a tensor's name")
             dimensions = self._scalar(4, name)
@@ -159,7 +159,7 @@ class GgufFile:
                 self._refuse(name, f"{name} is stored as {known}; specdec reads {names}", OTHERWISE)
             if 0 in shape or math.prod(shape) >= 1 << 63 or shape[-1] % kind.numbers:
                 self._refuse(name, f"{name} has the shape {list(shape)}, which {kind.name} cannot have")
-            yield name, Entry(shape, kind, offset, self._data)
+            yield name, GgufTensor(shape, kind, offset, self._data)
 
     def _value(self, kind: int, name: str) -> Any:
         if kind == _STRING:
@@ -173,7 +173,7 @@ class GgufFile:
                 self._refuse(name, f"{name} has {count:,} strings, and may have {self._strings_left:,}")
             self._strings_left -= count
             self._at = self._skip(count, name)
-            return Strings(start, count)
+            return GgufStrings(start, count)
         if of not in _SCALARS:
             self._refuse(name, f"{name} is an array of arrays, or of an unknown type ({of})")
         form = np.dtype(_SCALARS[of])

@@ -14,7 +14,7 @@ from typing import Any
 from specdec.config.folders import descriptions
 from specdec.errors import CheckpointError
 from specdec.models.files import GGUF, GGUF_TYPES
-from specdec.models.gguf.architectures import Described
+from specdec.models.gguf.architectures import DescribedFile
 from specdec.models.gguf.tensors import open_files, parts
 from specdec.models.gguf.tokenizer import NONE, Vocabulary
 
@@ -62,7 +62,7 @@ def _write(path: Path, folder: Path) -> None:
     for entry in file.entries.values():
         sizes[entry.kind.name] += entry.bytes if len(entry.shape) > 1 else 0
     types = ", ".join(kind for kind, size in sizes.most_common() if size)
-    _json(folder / "config.json", {**Described(file).config, GGUF_TYPES: types})
+    _json(folder / "config.json", {**DescribedFile(file).config, GGUF_TYPES: types})
     (folder / GGUF).symlink_to(path)
     if file.metadata.get("tokenizer.ggml.model") in NONE:
         return

@@ -11,7 +11,7 @@ import torch
 from specdec.errors import CheckpointError
 from specdec.models.fields import LARGEST, Fields
 from specdec.models.gguf.blocks import widen
-from specdec.models.gguf.file import OTHERWISE, Entry, GgufFile
+from specdec.models.gguf.file import OTHERWISE, GgufFile, GgufTensor
 from specdec.models.rope import yarn_attention
 
 MOST_LAYERS = 1024
@@ -94,7 +94,7 @@ class Metadata:
             self.refuse_value(name, f"a number for each of {self.layers} layers")
         return [float(own) for own in value[: self.layers]]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> GgufTensor:
         """Return a tensor's entry, or refuse a file without it."""
         if name not in self.file.entries:
             self.refuse(name, f"files that hold {name}")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.models.files import GGUF
-from specdec.models.gguf.architectures import Described
+from specdec.models.gguf.architectures import DescribedFile
 from specdec.models.gguf.blocks import integers, offsets, scale_type, scales, widen
-from specdec.models.gguf.file import Entry, GgufFile, Kind
+from specdec.models.gguf.file import GgufFile, GgufTensor, GgufType
 
 SMALL = 1 << 20
 """Maximum size of tensors whose shape comes from a real computation: `meta` tensors, which only norms and
@@ -84,9 +84,9 @@ class GgufTensors:
     """
 
     def __init__(self, path: Path) -> None:
-        self._described = Described(open_files(path))
+        self._described = DescribedFile(open_files(path))
         self._names = dict(self._described.names())
-        self._parts: dict[str, tuple[Callable[[NDArray[Any], Kind, tuple[int, ...]], Tensor], int]] = {}
+        self._parts: dict[str, tuple[Callable[[NDArray[Any], GgufType, tuple[int, ...]], Tensor], int]] = {}
         """Reader of each part of an integer matrix, and the inputs per entry."""
         for disk, name in self._described.names().items():
             form = self._described.form(disk, self._entry(disk))
@@ -125,5 +125,5 @@ class GgufTensors:
         recipe = self._described.recipe(disk)
         return recipe(made).contiguous() if recipe else made
 
-    def _entry(self, disk: str) -> Entry:
+    def _entry(self, disk: str) -> GgufTensor:
         return self._described.file.entries[self._names[disk]]

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from specdec.errors import CheckpointError
 from specdec.models.fields import Fields
-from specdec.models.gguf.file import OTHERWISE, GgufFile, Strings
+from specdec.models.gguf.file import OTHERWISE, GgufFile, GgufStrings
 from specdec.models.gguf.splits import SPLITTINGS
 
 ENDINGS = (
@@ -31,7 +31,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's space."""
 
 
-class Assumed(NamedTuple):
+class TokenizerDefaults(NamedTuple):
     """Defaults of missing settings, as in llama.cpp."""
 
     ids: Mapping[str, int]
@@ -42,8 +42,8 @@ class Assumed(NamedTuple):
 
 
 _ASSUMED = {
-    "llama": Assumed({"bos": 1, "eos": 2, "unknown": 0}, adds_bos=True, adds_space=True),
-    "t5": Assumed({"eos": 1, "unknown": 2, "padding": 0}, adds_eos=True),
+    "llama": TokenizerDefaults({"bos": 1, "eos": 2, "unknown": 0}, adds_bos=True, adds_space=True),
+    "t5": TokenizerDefaults({"eos": 1, "unknown": 2, "padding": 0}, adds_eos=True),
 }
 
 
@@ -73,7 +73,7 @@ class Vocabulary:
             if name not in SPLITTINGS:
                 self._refuse("tokenizer.ggml.pre", f"{', '.join(SPLITTINGS)}, and not {name[:80]!r}")
             self._splitting = SPLITTINGS[name]
-            self._assumed = Assumed({}, adds_bos=self._splitting.adds_bos)
+            self._assumed = TokenizerDefaults({}, adds_bos=self._splitting.adds_bos)
         else:
             self._assumed = _ASSUMED[model]
 
@@ -223,7 +223,7 @@ class Vocabulary:
 
     def _merges(self) -> Iterator[tuple[str, str]]:
         """Yield merges, except those with unknown tokens, which llama.cpp never applies."""
-        if not isinstance(self.fields.get("tokenizer.ggml.merges"), Strings):
+        if not isinstance(self.fields.get("tokenizer.ggml.merges"), GgufStrings):
             self.fields.refuse("tokenizer.ggml.merges", "a list of strings")
         for line in self.file.strings("tokenizer.ggml.merges"):
             cut = line.find(" ", 1)

@@ -1,7 +1,7 @@
 """Token mixers, one file per kind: memory per sequence, cost, and execution."""
 
 from specdec.models.mixers.attention import Attention
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
 from specdec.models.mixers.kda import KimiDeltaAttention
 from specdec.models.mixers.latent_attention import LatentAttention
@@ -12,6 +12,7 @@ from specdec.models.mixers.shared_block import SharedBlock
 from specdec.models.mixers.short_conv import ShortConv
 
 __all__ = [
+    "ArenaViews",
     "Attention",
     "GatedDeltaNet",
     "KimiDeltaAttention",
@@ -20,9 +21,8 @@ __all__ = [
     "LoadedMixer",
     "Mamba1",
     "Mamba2",
-    "Memory",
     "Mixer",
-    "Place",
+    "MixerPlacement",
     "SharedBlock",
     "ShortConv",
     "Step",

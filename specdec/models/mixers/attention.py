@@ -12,7 +12,7 @@ from specdec.kernels.group import Group
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear, Projection
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.weights import Weights
@@ -59,12 +59,12 @@ class Attention(Mixer):
     def reach(self) -> int | None:
         return self.window
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedAttention":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedAttention":
         return LoadedAttention(self, weights, kernels, place)
 
 
 class LoadedAttention(LoadedMixer):
-    def __init__(self, s: Attention, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: Attention, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         self.kernels, self.index, self.rope = kernels, place.kv, s.rope
         assert not (s.gated and s.norm_whole), "the gate lies between the query heads"
         norm, self.whole = s.qk_norm, s.norm_whole
@@ -118,5 +118,5 @@ class LoadedAttention(LoadedMixer):
             ops.rms_norm(q_TN, self.q_norm_D, eps), ops.rms_norm(k_TN, self.k_norm_D, eps), v_TN
         )
 
-    def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+    def move(self, memory: ArenaViews, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         self.kernels.move(memory.pages(self.index), table_BN, from_BP, to_BP)

@@ -16,7 +16,7 @@ from specdec.state_slots.layout import KVShape, StateShape
 from specdec.state_slots.window import Window
 
 
-class Memory(Protocol):
+class ArenaViews(Protocol):
     """The arena's views, by the index of the attention or recurrent layer."""
 
     first_passes: int
@@ -32,7 +32,7 @@ class Step:
     """State shared by all layers of one forward pass."""
 
     window: Window
-    memory: Memory
+    memory: ArenaViews
     rope: Rotations
     kernels: Kernels
     embed_TD: Tensor | None = None
@@ -45,7 +45,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MixerPlacement:
     """A mixer's place: input and output widths, and its indices in the arena's views."""
 
     reads: int
@@ -55,7 +55,7 @@ class Place:
     lender: "LoadedMixer | None" = None
     """The mixer of an earlier layer whose weights are shared."""
 
-    def after(self, *mixers: "Mixer") -> "Place":
+    def after(self, *mixers: "Mixer") -> "MixerPlacement":
         """Return the place after these mixers."""
         kv = sum(mixer.kv_shape() is not None for mixer in mixers)
         states = sum(mixer.state_shape() is not None for mixer in mixers)
@@ -70,12 +70,12 @@ class LoadedMixer(ABC):
         """Mix the window's tokens; updates this layer's memory in the arena as the groups specify."""
 
     def fold(  # noqa: B027
-        self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor
+        self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor
     ) -> None:
         """Fold the rows' accepted records into this layer's states, in place."""
 
     def move(  # noqa: B027
-        self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor
+        self, memory: ArenaViews, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor
     ) -> None:
         """Move keys and values to other positions of their rows, in place."""
 
@@ -122,7 +122,7 @@ class Mixer(ABC):
         return None
 
     @abstractmethod
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> LoadedMixer:
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> LoadedMixer:
         """Load the weights, by names relative to the layer's."""
 
 

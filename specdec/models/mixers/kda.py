@@ -11,7 +11,7 @@ from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step, load_conv
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
 
@@ -60,12 +60,14 @@ class KimiDeltaAttention(Mixer):
         """Return the FLOPs of the convolution, and of the state's decay, correction, update and read."""
         return 2.0 * self.conv * 3 * self.width + 7.0 * self.width * self.head_dim
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedKimiDeltaAttention":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedKimiDeltaAttention":
         return LoadedKimiDeltaAttention(self, weights, kernels, place)
 
 
 class LoadedKimiDeltaAttention(LoadedMixer):
-    def __init__(self, s: KimiDeltaAttention, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(
+        self, s: KimiDeltaAttention, weights: Weights, kernels: Kernels, place: MixerPlacement
+    ) -> None:
         self.kernels, self.index = kernels, place.state
         self.columns = [3 * s.width, *list(s.rows.values())[3:]]
         # The decays and write strengths stay unquantised: they are multiplied into the state at every token.
@@ -98,7 +100,7 @@ class LoadedKimiDeltaAttention(LoadedMixer):
         o_TV = step.by_group(lambda group: ops.delta_net(group.take(projected_TN), self.layer, memory, group))
         return self.out(o_TV)
 
-    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)
         k_path_BPGK = self.kernels.path_keys(self.layer, own, slot_B, path, length_B)
         self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)

@@ -20,7 +20,7 @@ from specdec.kernels.group import Group
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear, LinearByHead
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.weights import Weights
@@ -82,12 +82,12 @@ class LatentAttention(Mixer):
     def pair_flops(self) -> float:
         return 2.0 * self.heads * (self.cached_dim + self.kv_rank)
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedLatentAttention":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedLatentAttention":
         return LoadedLatentAttention(self, weights, kernels, place)
 
 
 class LoadedLatentAttention(LoadedMixer):
-    def __init__(self, s: LatentAttention, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: LatentAttention, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         self.kernels, self.index, self.spec = kernels, place.kv, s
         self.project = Linear.load(weights, kernels, s.rows, place.reads)
         queries, _, *gates = s.rows.values()
@@ -138,5 +138,5 @@ class LoadedLatentAttention(LoadedMixer):
         latent_TR = ops.rms_norm(latent_TR, self.kv_norm_R, s.norm.eps)
         return torch.cat((q_THD.flatten(1), shared_TE, latent_TR), dim=1), gate_TH
 
-    def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+    def move(self, memory: ArenaViews, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         self.kernels.move(memory.pages(self.index), table_BN, from_BP, to_BP)

@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
 
@@ -47,12 +47,12 @@ class Lightning(Mixer):
         exponent_H = torch.arange(1, self.heads + 1, dtype=torch.float64) * (-8 / self.heads)
         return -self.decay_scale * torch.exp2(exponent_H)
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedLightning":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedLightning":
         return LoadedLightning(self, weights, kernels, place)
 
 
 class LoadedLightning(LoadedMixer):
-    def __init__(self, s: Lightning, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: Lightning, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         self.spec, self.kernels, self.index = s, kernels, place.state
         # The first projection's rows are [k | q | v], each with its heads concatenated.
         rows = {"in": 3 * s.inner, "gate": s.inner}
@@ -93,6 +93,6 @@ class LoadedLightning(LoadedMixer):
         k_BPN = self.kernels.path_conv(self.tap_C1, None, channels, memory, slot_B, path, length_B)
         return k_BPN.view(*path.slab_BN.shape, self.spec.heads, self.spec.head_dim)
 
-    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)
         self.kernels.fold(own, slot_B, path, length_B, self._keys(own, slot_B, path, length_B))

@@ -11,7 +11,7 @@ from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.selective_scan.layer import SelectiveLayer
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step, load_conv
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
 
@@ -55,12 +55,12 @@ class Mamba1(Mixer):
         """Return the FLOPs of the convolution, and of the state's decay, update and read."""
         return 2.0 * self.conv * self.inner + 7.0 * self.inner * self.state_dim
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedMamba1":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedMamba1":
         return LoadedMamba1(self, weights, kernels, place)
 
 
 class LoadedMamba1(LoadedMixer):
-    def __init__(self, s: Mamba1, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: Mamba1, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         self.spec, self.kernels, self.index = s, kernels, place.state
         self.project = Linear.load(weights, kernels, {"in": 2 * s.inner}, place.reads, bias=s.bias)
         self.conv_CK = load_conv(weights, s.inner, s.conv)
@@ -118,7 +118,7 @@ class LoadedMamba1(LoadedMixer):
         rows, longest, channels = x_path_BPC.shape
         return x_path_BPC.view(rows, longest, self.spec.heads, channels // self.spec.heads)
 
-    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)
         x_path_BPHW = self._inputs(own, slot_B, path, length_B)
         self.kernels.fold_selective(self.layer, own, slot_B, path, length_B, x_path_BPHW)

@@ -11,7 +11,7 @@ from specdec.kernels.group import RecordIds
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step, load_conv
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
 
@@ -66,12 +66,12 @@ class Mamba2(Mixer):
         """Return the FLOPs of the convolution, and of the state's decay, update and read."""
         return 2.0 * self.conv * self.channels + 5.0 * self.inner * self.state_dim
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedMamba2":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedMamba2":
         return LoadedMamba2(self, weights, kernels, place)
 
 
 class LoadedMamba2(LoadedMixer):
-    def __init__(self, s: Mamba2, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: Mamba2, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         self.kernels, self.index = kernels, place.state
         rows = {"in": s.inner + s.channels + s.heads}
         self.project = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
@@ -100,7 +100,7 @@ class LoadedMamba2(LoadedMixer):
         o_TN = step.by_group(lambda group: ops.mamba(group.take(projected_TN), self.layer, memory, group))
         return self.out(o_TN)
 
-    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         own = memory.recurrent(self.index)
         k_path_BPGK = self.kernels.mamba_keys(self.layer, own, slot_B, path, length_B)
         self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)

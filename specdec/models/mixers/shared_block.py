@@ -15,7 +15,7 @@ from specdec.kernels.table import Kernels
 from specdec.models.feed_forward import MLP
 from specdec.models.linear import Linear, Projection
 from specdec.models.mixers.attention import Attention
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step
 from specdec.models.norm import Norm
 from specdec.models.rope import Rope
 from specdec.models.weights import Weights
@@ -60,33 +60,37 @@ class SharedBlock(Mixer):
     def pair_flops(self) -> float:
         return self.attention.pair_flops()
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedSharedBlock":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedSharedBlock":
         return LoadedSharedBlock(self, weights, kernels, place)
 
 
-class Lent:
+class SharedWeights:
     """The weights that all uses of a block share."""
 
-    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         hidden = place.writes
         self.norm_D = s.norm.load(weights, "norm.weight", 2 * hidden)
-        reads_both = Place(2 * hidden, hidden, kv=place.kv)
+        reads_both = MixerPlacement(2 * hidden, hidden, kv=place.kv)
         self.attention = s.attention.build(weights.within("attention"), kernels, reads_both)
         self.ffn_norm_D = s.norm.load(weights, "ffn_norm.weight", hidden)
         self.ffn = s.ffn.build(hidden, weights.within("ffn"), kernels)
 
 
 class LoadedSharedBlock(LoadedMixer):
-    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         self.kernels, self.eps, hidden = kernels, s.norm.eps, place.writes
         lender = place.lender
         assert lender is None or isinstance(lender, LoadedSharedBlock)
-        self.lent: Lent = lender.lent if lender else Lent(s, weights.within(SHARED), kernels, place)
+        self.lent: SharedWeights = (
+            lender.lent if lender else SharedWeights(s, weights.within(SHARED), kernels, place)
+        )
         adapters = dict(_adapters(s, weights, kernels, hidden))
         attention, ffn, up = self.lent.attention, self.lent.ffn, adapters.pop("up", None)
-        project = Adapted(kernels, attention.project, *adapters.values()) if adapters else attention.project
+        project = (
+            AdaptedLinear(kernels, attention.project, *adapters.values()) if adapters else attention.project
+        )
         self.attention = attention.used_at(place.kv, project)
-        self.ffn = ffn.with_up(Adapted(kernels, ffn.up, up)) if up else ffn
+        self.ffn = ffn.with_up(AdaptedLinear(kernels, ffn.up, up)) if up else ffn
         self.linear = Linear.load(weights, kernels, {"linear": hidden}, hidden)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
@@ -96,11 +100,11 @@ class LoadedSharedBlock(LoadedMixer):
         mixed_TD = ops.rms_norm(self.attention(both_TN, step), lent.ffn_norm_D, self.eps)
         return self.linear(self.ffn(mixed_TD))
 
-    def move(self, memory: Memory, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
+    def move(self, memory: ArenaViews, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         self.attention.move(memory, table_BN, from_BP, to_BP)
 
 
-class Adapter:
+class LowRankAdapter:
     """A low-rank adapter: B A y."""
 
     def __init__(self, inner: Linear, outer: Linear) -> None:
@@ -110,10 +114,10 @@ class Adapter:
         return self.outer(self.inner(x_TD))
 
 
-class Adapted:
+class AdaptedLinear:
     """A shared product plus its adapters' outputs, concatenated in order."""
 
-    def __init__(self, kernels: Kernels, shared: Projection, *adapters: Adapter) -> None:
+    def __init__(self, kernels: Kernels, shared: Projection, *adapters: LowRankAdapter) -> None:
         self.kernels, self.shared, self.adapters = kernels, shared, adapters
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -124,8 +128,8 @@ class Adapted:
 
 def _adapters(
     s: SharedBlock, weights: Weights, kernels: Kernels, hidden: int
-) -> Iterator[tuple[str, Adapter]]:
+) -> Iterator[tuple[str, LowRankAdapter]]:
     for name, (outputs, inputs) in s.adapted(hidden).items():
         own = weights.within(f"{name}_adapter")
         inner = Linear.load(own, kernels, {"in": s.rank}, inputs)
-        yield name, Adapter(inner, Linear.load(own, kernels, {"out": outputs}, s.rank))
+        yield name, LowRankAdapter(inner, Linear.load(own, kernels, {"out": outputs}, s.rank))

@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
 from specdec.models.linear import Linear
-from specdec.models.mixers.base import LoadedMixer, Memory, Mixer, Place, Step, load_conv
+from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step, load_conv
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import StateShape
 
@@ -34,12 +34,12 @@ class ShortConv(Mixer):
         """Return the FLOPs of the convolution and its two gates."""
         return (2.0 * self.conv + 2.0) * self.channels
 
-    def build(self, weights: Weights, kernels: Kernels, place: Place) -> "LoadedShortConv":
+    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedShortConv":
         return LoadedShortConv(self, weights, kernels, place)
 
 
 class LoadedShortConv(LoadedMixer):
-    def __init__(self, s: ShortConv, weights: Weights, kernels: Kernels, place: Place) -> None:
+    def __init__(self, s: ShortConv, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
         self.kernels, self.index = kernels, place.state
         self.project = Linear.load(weights, kernels, {"in": 3 * s.channels}, place.reads, bias=s.bias)
         self.conv_CK = load_conv(weights, s.channels, s.conv)
@@ -55,5 +55,5 @@ class LoadedShortConv(LoadedMixer):
         )
         return self.out(c_TC * y_TC)
 
-    def fold(self, memory: Memory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
+    def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
         self.kernels.fold(memory.recurrent(self.index), slot_B, path, length_B, None)

@@ -12,11 +12,11 @@ from specdec.models.layouts import Shape
 from specdec.models.packed.base import (
     FLOATS,
     WORD,
-    Numbers,
     PackedFormat,
     PackedMatrix,
-    Part,
-    Raw,
+    PackedTensorSpec,
+    QuantisationScheme,
+    UnpackedMatrix,
     read_bits,
     read_group,
     unpack_words,
@@ -39,17 +39,17 @@ class AwqMatrix(PackedMatrix):
         inputs, words = self.held["qweight"]
         return words * WORD // self.numbers.bits, inputs
 
-    def parts(self, shape: Shape) -> Mapping[str, Part]:
+    def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
         (outputs, inputs), own = shape, self.numbers
         return {
-            "qweight": Part((inputs, own.words(outputs)), ("I32",)),
-            "qzeros": Part((own.groups(inputs), own.words(outputs)), ("I32",)),
-            "scales": Part((own.groups(inputs), outputs), FLOATS),
+            "qweight": PackedTensorSpec((inputs, own.words(outputs)), ("I32",)),
+            "qzeros": PackedTensorSpec((own.groups(inputs), own.words(outputs)), ("I32",)),
+            "scales": PackedTensorSpec((own.groups(inputs), outputs), FLOATS),
         }
 
-    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
         number_ND, zero_NG = (self._unpack(tensors[suffix], shape[0]) for suffix in ("qweight", "qzeros"))
-        return Raw(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
+        return UnpackedMatrix(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
 
     def _unpack(self, words: Tensor, outputs: int) -> Tensor:
         in_words = unpack_words(words, self.numbers.bits).view(len(words), -1, len(PLACE_IN_WORD))
@@ -63,14 +63,14 @@ def read_format(fields: Fields) -> PackedFormat:
         if str(fields.get(name) or "gemm").lower() != "gemm":
             fields.refuse(name, "the layout 'gemm'")
     fields.only("backend", "auto", "autoawq", "legacy_awq", "gemm", "marlin")
-    numbers = Numbers(
+    numbers = QuantisationScheme(
         read_bits(fields, "bits", "w_bit", supported=(4,)),
         read_group(fields, "group_size", "q_group_size"),
         symmetric=not fields.flag("zero_point", default=True),
     )
     left_out = frozenset(fields.strings("modules_to_not_convert") or ())
 
-    def numbers_of(name: str) -> Numbers | None:
+    def numbers_of(name: str) -> QuantisationScheme | None:
         # Match whole name components: a router "gate" must not match "gate_proj".
         parts = name.split(".")
         spans = itertools.combinations(range(len(parts) + 1), 2)

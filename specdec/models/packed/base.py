@@ -53,7 +53,7 @@ def compile_names(fields: Fields, field: str, expression: str) -> re.Pattern[str
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class QuantisationScheme:
     """How a matrix was quantised."""
 
     bits: int
@@ -91,14 +91,14 @@ class Numbers:
         return integers.num_bytes(shape, self.bits, by_group=self.by_group, pairs=pairs)
 
 
-class Part(NamedTuple):
+class PackedTensorSpec(NamedTuple):
     """Expected shape and dtypes of one of a matrix's tensors."""
 
     shape: Shape
     dtypes: tuple[str, ...]
 
 
-class Raw(NamedTuple):
+class UnpackedMatrix(NamedTuple):
     """An unpacked matrix; integers and zero points in int8, minus the middle of their range."""
 
     number_ND: Tensor
@@ -119,7 +119,7 @@ class PackedMatrix(ABC):
     """Without `.weight`."""
     held: Mapping[str, Shape]
     """Its present tensors, by suffix."""
-    numbers: Numbers
+    numbers: QuantisationScheme
 
     marker: ClassVar[str]
     """Suffix that identifies this format."""
@@ -141,11 +141,11 @@ class PackedMatrix(ABC):
         """Return the matrix's shape, derived from its checked tensors."""
 
     @abstractmethod
-    def parts(self, shape: Shape) -> Mapping[str, Part]:
+    def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
         """Return the expected tensors by suffix for a matrix of this size."""
 
     @abstractmethod
-    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
         """Unpack the integers."""
 
     def read(self, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Integers:
@@ -198,7 +198,7 @@ class PackedFormat:
 
     name: str
     kinds: tuple[type[PackedMatrix], ...]
-    numbers_of: Callable[[str], Numbers | None]
+    numbers_of: Callable[[str], QuantisationScheme | None]
     """Quantisation of a layer by name; None: not quantised."""
     note: str = ""
     """Deviations from the announced format."""

@@ -12,12 +12,12 @@ from specdec.models.layouts import Shape
 from specdec.models.packed.base import (
     FLOATS,
     WORD,
-    Numbers,
     PackedFormat,
     PackedMatrix,
-    Part,
-    Raw,
+    PackedTensorSpec,
+    QuantisationScheme,
     Unfit,
+    UnpackedMatrix,
     compile_names,
     read_bits,
     read_group,
@@ -47,18 +47,18 @@ class PackedInts(PackedMatrix):
         outputs, words = self.held["weight_packed"]
         return outputs, words * WORD // self.numbers.bits
 
-    def parts(self, shape: Shape) -> Mapping[str, Part]:
+    def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
         (outputs, inputs), own = shape, self.numbers
         found = {
-            "weight_packed": Part((outputs, own.words(inputs)), ("I32",)),
-            "weight_scale": Part((outputs, own.groups(inputs)), FLOATS),
-            "weight_shape": Part((2,), ("I32", "I64")),
+            "weight_packed": PackedTensorSpec((outputs, own.words(inputs)), ("I32",)),
+            "weight_scale": PackedTensorSpec((outputs, own.groups(inputs)), FLOATS),
+            "weight_shape": PackedTensorSpec((2,), ("I32", "I64")),
         }
         if not own.symmetric or ZEROS in self.held:
-            found[ZEROS] = Part((own.words(outputs), own.groups(inputs)), ("I32",))
+            found[ZEROS] = PackedTensorSpec((own.words(outputs), own.groups(inputs)), ("I32",))
         return found
 
-    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
         (outputs, inputs), bits = shape, self.numbers.bits
         if (told := tensors["weight_shape"].tolist()) != list(shape):
             raise Unfit(f"{self.name}.weight_shape is {told}, config.json makes it {list(shape)}")
@@ -66,7 +66,7 @@ class PackedInts(PackedMatrix):
         if ZEROS in tensors:
             zero_NG = self.zeros_as_announced(ZEROS, unpack_words(tensors[ZEROS].T, bits).T[:outputs])
         number_ND = unpack_words(tensors["weight_packed"], bits)[:, :inputs].contiguous()
-        return Raw(number_ND, tensors["weight_scale"], zero_NG)
+        return UnpackedMatrix(number_ND, tensors["weight_scale"], zero_NG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +86,22 @@ class PlainInts(PackedMatrix):
     def shape(self) -> Shape:
         return self.held["weight"]
 
-    def parts(self, shape: Shape) -> Mapping[str, Part]:
+    def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
         by_group = shape[0], self.numbers.groups(shape[1])
-        found = {"weight": Part(shape, ("I8",)), "weight_scale": Part(by_group, FLOATS)}
+        found = {
+            "weight": PackedTensorSpec(shape, ("I8",)),
+            "weight_scale": PackedTensorSpec(by_group, FLOATS),
+        }
         if not self.numbers.symmetric or ZEROS in self.held:
-            found[ZEROS] = Part(by_group, ("I8",))
+            found[ZEROS] = PackedTensorSpec(by_group, ("I8",))
         return found
 
-    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
         number_ND, most = tensors["weight"], 1 << self.numbers.bits - 1
         if self.numbers.bits < 8 and not -most <= int(number_ND.min()) <= int(number_ND.max()) < most:
             raise Unfit(f"{self.name}.weight holds numbers of more than {self.numbers.bits} bits")
         zero_NG = self.zeros_as_announced(ZEROS, tensors[ZEROS]) if ZEROS in tensors else None
-        return Raw(number_ND, tensors["weight_scale"], zero_NG)
+        return UnpackedMatrix(number_ND, tensors["weight_scale"], zero_NG)
 
 
 class _Layers:
@@ -128,7 +131,7 @@ def read_format(fields: Fields) -> PackedFormat:
     if fields.get("transform_config"):
         fields.refuse("transform_config", "weights without transforms (null)")
     ignored, groups = _Layers(fields, "ignore"), fields.within("config_groups")
-    rules: list[tuple[_Layers, Numbers]] = []
+    rules: list[tuple[_Layers, QuantisationScheme]] = []
     note = ""
     for name in groups.names():
         group = groups.within(name)
@@ -140,7 +143,7 @@ def read_format(fields: Fields) -> PackedFormat:
     if not rules:
         fields.refuse("config_groups", "groups of layers with their targets and weights")
 
-    def numbers_of(name: str) -> Numbers | None:
+    def numbers_of(name: str) -> QuantisationScheme | None:
         if name in ignored.names or ignored.match(name):
             return None
         # A layer's own name takes precedence over an expression, and that over a class.
@@ -151,7 +154,7 @@ def read_format(fields: Fields) -> PackedFormat:
     return PackedFormat(NAME, (PackedInts, PlainInts), numbers_of, note)
 
 
-def _numbers(group: Fields) -> Numbers:
+def _numbers(group: Fields) -> QuantisationScheme:
     """Read the quantisation of a group's layers; refuse unsupported parts."""
     weights = group.within("weights")
     bits = read_bits(weights, "num_bits", supported=(4, 8))
@@ -166,7 +169,7 @@ def _numbers(group: Fields) -> Numbers:
     group.absent("output_activations", "outputs that are not rounded (null)")
     if INPUTS in group:
         _check_inputs(group.within(INPUTS))
-    return Numbers(bits, size, weights.flag("symmetric", default=True))
+    return QuantisationScheme(bits, size, weights.flag("symmetric", default=True))
 
 
 def _check_inputs(inputs: Fields) -> None:

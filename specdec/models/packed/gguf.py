@@ -10,7 +10,14 @@ from specdec.kernels.linear.integers import HALF, sixteen_bits
 from specdec.models.fields import Fields
 from specdec.models.gguf.blocks import KEPT
 from specdec.models.layouts import Shape
-from specdec.models.packed.base import Numbers, PackedFormat, Part, Raw, Unfit, largest
+from specdec.models.packed.base import (
+    PackedFormat,
+    PackedTensorSpec,
+    QuantisationScheme,
+    Unfit,
+    UnpackedMatrix,
+    largest,
+)
 from specdec.models.packed.compressed import PlainInts
 
 NAME = "gguf"
@@ -25,9 +32,9 @@ class GgufInts(PlainInts):
 
     suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", OFFSET)
 
-    def parts(self, shape: Shape) -> Mapping[str, Part]:
-        by_group = Part((shape[0], self.numbers.groups(shape[1])), ("F16", "F32"))
-        found = {"weight": Part(shape, ("I8",)), "weight_scale": by_group}
+    def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
+        by_group = PackedTensorSpec((shape[0], self.numbers.groups(shape[1])), ("F16", "F32"))
+        found = {"weight": PackedTensorSpec(shape, ("I8",)), "weight_scale": by_group}
         return {**found, OFFSET: by_group} if self.numbers.offsets else found
 
     def narrow(self, scale_NG: Tensor) -> Tensor:
@@ -37,7 +44,7 @@ class GgufInts(PlainInts):
             self._check(scale_NG)
         return scale_NG
 
-    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
         offset_NG = tensors.get(OFFSET)
         if offset_NG is not None:
             self._check(offset_NG)
@@ -50,11 +57,11 @@ class GgufInts(PlainInts):
 
 def read_format(fields: Fields) -> PackedFormat:
     """Read which layers are stored in which types."""
-    types, layers = fields.within("types"), dict[str, Numbers]()
+    types, layers = fields.within("types"), dict[str, QuantisationScheme]()
     for name in types.names():
         if name not in KEPT:
             types.refuse(name, f"the types {', '.join(KEPT)}")
         bits, group, middle = KEPT[name]
-        numbers = Numbers(bits, group, symmetric=True, offsets=bool(middle))
+        numbers = QuantisationScheme(bits, group, symmetric=True, offsets=bool(middle))
         layers |= dict.fromkeys(types.strings(name) or (), numbers)
     return PackedFormat(", ".join(types.names()), (GgufInts,), layers.get, str(fields.get("note") or ""))

@@ -13,12 +13,12 @@ from specdec.models.layouts import Shape
 from specdec.models.packed.base import (
     FLOATS,
     WORD,
-    Numbers,
     PackedFormat,
     PackedMatrix,
-    Part,
-    Raw,
+    PackedTensorSpec,
+    QuantisationScheme,
     Unfit,
+    UnpackedMatrix,
     compile_names,
     read_bits,
     read_group,
@@ -45,18 +45,22 @@ class GptqMatrix(PackedMatrix):
         rows, outputs = self.held["qweight"]
         return outputs, rows * WORD // self.numbers.bits
 
-    def parts(self, shape: Shape) -> Mapping[str, Part]:
+    def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
         (outputs, inputs), own = shape, self.numbers
         found = {
-            "qweight": Part((own.words(inputs), outputs), ("I32",)),
-            "qzeros": Part((own.groups(inputs), own.words(outputs)), ("I32",)),
-            "scales": Part((own.groups(inputs), outputs), FLOATS),
+            "qweight": PackedTensorSpec((own.words(inputs), outputs), ("I32",)),
+            "qzeros": PackedTensorSpec((own.groups(inputs), own.words(outputs)), ("I32",)),
+            "scales": PackedTensorSpec((own.groups(inputs), outputs), FLOATS),
         }
         is_needed = own.listed and own.groups(inputs) > 1
-        listed = {"g_idx": Part((inputs,), ("I32", "I64"))} if is_needed or "g_idx" in self.held else {}
+        listed = (
+            {"g_idx": PackedTensorSpec((inputs,), ("I32", "I64"))}
+            if is_needed or "g_idx" in self.held
+            else {}
+        )
         return found | listed
 
-    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> Raw:
+    def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
         (outputs, inputs), own = shape, self.numbers
         self._refuse_order(tensors.get("g_idx"), inputs)
         number_ND = unpack_words(tensors["qweight"].T, own.bits)[:, :inputs].contiguous()
@@ -69,7 +73,7 @@ class GptqMatrix(PackedMatrix):
                     "0 to others; specdec needs it in checkpoint_format 'gptq_v2'"
                 )
             zero_NG = zero_NG + self.less
-        return Raw(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
+        return UnpackedMatrix(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
 
     def _refuse_order(self, g_idx: Tensor | None, inputs: int) -> None:
         group = self.numbers.group or inputs
@@ -94,18 +98,18 @@ def read_format(fields: Fields) -> PackedFormat:
     default = _numbers(fields)
     rules = _dynamic(fields, default)
 
-    def numbers_of(name: str) -> Numbers | None:
+    def numbers_of(name: str) -> QuantisationScheme | None:
         return next((own for pattern, own in rules if pattern.match(name)), default)
 
     kind = GptqMatrix if fields.get("checkpoint_format", "format") == "gptq_v2" else GptqMatrixV1
     return PackedFormat(NAME, (kind,), numbers_of)
 
 
-def _numbers(fields: Fields, default: Numbers | None = None) -> Numbers:
+def _numbers(fields: Fields, default: QuantisationScheme | None = None) -> QuantisationScheme:
     """Read the quantisation of layers; missing fields are taken from `default`."""
     bits = default.bits if default and "bits" not in fields else read_bits(fields, "bits", supported=(4, 8))
     group = default.group if default and "group_size" not in fields else read_group(fields, "group_size")
-    return Numbers(
+    return QuantisationScheme(
         bits,
         group,
         symmetric=fields.flag("sym", default=default.symmetric if default else True),
@@ -113,10 +117,12 @@ def _numbers(fields: Fields, default: Numbers | None = None) -> Numbers:
     )
 
 
-def _dynamic(fields: Fields, default: Numbers) -> list[tuple[re.Pattern[str], Numbers | None]]:
+def _dynamic(
+    fields: Fields, default: QuantisationScheme
+) -> list[tuple[re.Pattern[str], QuantisationScheme | None]]:
     """Read per-layer overrides; those that disable quantisation come first."""
     dynamic = fields.within("dynamic")
-    found: list[tuple[re.Pattern[str], Numbers | None]] = []
+    found: list[tuple[re.Pattern[str], QuantisationScheme | None]] = []
     for rule in dynamic.names():
         pattern = compile_names(dynamic, rule, rule.removeprefix("-:").removeprefix("+:"))
         found.append((pattern, None if rule.startswith("-:") else _numbers(dynamic.within(rule), default)))

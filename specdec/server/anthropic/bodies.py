@@ -9,8 +9,8 @@ from specdec.config.sampling import MOST_TOKENS
 from specdec.server.bodies import SCHEMA, ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure, Names, misfit
-from specdec.server.messages import EITHER, Many, Mark, Message, Part, TextAlone, unread
-from specdec.server.tools.bodies import Called, Function, NamedFunction, NamedTool, Tool
+from specdec.server.messages import EITHER, CacheBreakpoint, ChatMessage, Many, MessagePart, TextOnly, unread
+from specdec.server.tools.bodies import Function, NamedFunction, NamedTool, Tool, ToolCall
 from specdec.server.tools.offer import Choice
 
 BILLING = "x-anthropic-billing-header:"
@@ -20,20 +20,20 @@ APART = "\n\n"
 """Separator between the texts of blocks."""
 
 
-class CacheMark(BaseModel):
+class CacheControl(BaseModel):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = Field(None, description="has no effect")
 
 
-class Marked(TextAlone):
-    cache_control: CacheMark | None = None
+class CacheableBlock(TextOnly):
+    cache_control: CacheControl | None = None
 
     @property
-    def mark(self) -> Mark | None:
-        return Mark(type="ephemeral") if self.cache_control else None
+    def mark(self) -> CacheBreakpoint | None:
+        return CacheBreakpoint(type="ephemeral") if self.cache_control else None
 
 
-class TextBlock(Marked):
+class TextBlock(CacheableBlock):
     type: Literal["text"]
     text: str
     source: None = Field(None, description="images are not read")
@@ -50,7 +50,7 @@ class RedactedBlock(BaseModel):
     type: Literal["redacted_thinking"]
 
 
-class CallBlock(Marked):
+class ToolUseBlock(CacheableBlock):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -63,7 +63,7 @@ def _type(block: Any) -> str | None:
     return f"{found} block" if isinstance(found, str) else None
 
 
-class AnyBlock(Marked):
+class AnyBlock(CacheableBlock):
     """A block of any type; only text is passed to the model."""
 
     type: str
@@ -73,7 +73,7 @@ class AnyBlock(Marked):
 Texts = Annotated[Annotated[str, Tag("str")] | Annotated[Many[AnyBlock], Tag("list")], EITHER]
 
 
-class ResultBlock(Marked):
+class ToolResultBlock(CacheableBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts = ""
@@ -83,8 +83,8 @@ Block = Annotated[
     Annotated[TextBlock, Tag("text block")]
     | Annotated[ThinkingBlock, Tag("thinking block")]
     | Annotated[RedactedBlock, Tag("redacted_thinking block")]
-    | Annotated[CallBlock, Tag("tool_use block")]
-    | Annotated[ResultBlock, Tag("tool_result block")],
+    | Annotated[ToolUseBlock, Tag("tool_use block")]
+    | Annotated[ToolResultBlock, Tag("tool_result block")],
     Discriminator(
         _type,
         custom_error_type="block",
@@ -94,7 +94,7 @@ Block = Annotated[
 ]
 
 
-class Turn(TextAlone):
+class AnthropicMessage(TextOnly):
     """A message of a client."""
 
     role: Literal["user", "assistant", "system"]
@@ -133,7 +133,7 @@ class ToolChoice(BaseModel):
         return NamedTool(type="function", function=NamedFunction(name=self.name))
 
 
-class Thinking(BaseModel):
+class ThinkingConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
@@ -173,16 +173,16 @@ class CountBody(Dialect):
         "thinking_token_budget": "thinking.budget_tokens",
     }
 
-    messages: Many[Turn] = Field(min_length=1)
+    messages: Many[AnthropicMessage] = Field(min_length=1)
     system: Texts | None = Field(None, description="the system message: a text, or blocks of type text")
     max_tokens: int | None = None
     stop_sequences: Many[str] | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = Field(None, description="effort, and a JSON schema as format")
     output_format: OutputFormat | None = Field(None, description="older name of output_config.format")
     tools: Many[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
-    cache_control: CacheMark | None = Field(None, description="as cache_control on the last block")
+    cache_control: CacheControl | None = Field(None, description="as cache_control on the last block")
 
     @property
     def names(self) -> Names:
@@ -205,7 +205,7 @@ class CountBody(Dialect):
                 param="messages",
             )
         if self.cache_control:
-            messages[-1].cache_control = Mark(type="ephemeral")
+            messages[-1].cache_control = CacheBreakpoint(type="ephemeral")
         own: dict[str, Any] = {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
         config = self.output_config or OutputConfig()
         if form := config.format or self.output_format:
@@ -236,13 +236,13 @@ def _tool(tool: AnyTool, index: int) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _system(content: str | list[AnyBlock] | None) -> list[Message]:
+def _system(content: str | list[AnyBlock] | None) -> list[ChatMessage]:
     blocks = [AnyBlock(type="text", text=content)] if isinstance(content, str) else content or []
     own = [block for block in blocks if not (block.text or "").startswith(BILLING)]
-    return [Message(role="system", content=_parts(own, "system"))] if own else []
+    return [ChatMessage(role="system", content=_parts(own, "system"))] if own else []
 
 
-def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
+def _messages(turns: Sequence[AnthropicMessage]) -> Iterator[ChatMessage]:
     """Yield a chat's messages; each tool result becomes a message.
 
     System messages between turns become user messages, as many templates only accept one at the start.
@@ -252,16 +252,16 @@ def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
         given = turn.content
         blocks = [TextBlock(type="text", text=given)] if isinstance(given, str) else given
         if turn.role == "assistant":
-            calls |= {block.id for block in blocks if isinstance(block, CallBlock)}
+            calls |= {block.id for block in blocks if isinstance(block, ToolUseBlock)}
             yield _answer(blocks, index)
             continue
         texts: list[TextBlock] = []
         for block in blocks:
             if isinstance(block, TextBlock):
                 texts.append(block)
-            elif isinstance(block, ResultBlock):
+            elif isinstance(block, ToolResultBlock):
                 if texts:
-                    yield Message(role="user", content=_parts(texts, ""))
+                    yield ChatMessage(role="user", content=_parts(texts, ""))
                     texts = []
                 result = _result(block, index)
                 if block.tool_use_id not in calls:
@@ -270,37 +270,37 @@ def _messages(turns: Sequence[Turn]) -> Iterator[Message]:
             else:
                 raise _misplaced(index, block.type, turn.role)
         if texts or not blocks:
-            yield Message(role="user", content=_parts(texts, ""))
+            yield ChatMessage(role="user", content=_parts(texts, ""))
 
 
-def _answer(blocks: Sequence[Block], index: int) -> Message:
+def _answer(blocks: Sequence[Block], index: int) -> ChatMessage:
     """Return an assistant's message."""
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     own: dict[str, Any] = {"role": "assistant", "content": _parts(texts, "")}
-    calls: list[Called] = []
+    calls: list[ToolCall] = []
     thoughts: list[str] = []
     for block in blocks:
         match block:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
-            case CallBlock():
+            case ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
-                calls.append(Called(**{"id": block.id, "type": "function", "function": function}))
+                calls.append(ToolCall(**{"id": block.id, "type": "function", "function": function}))
                 own |= {"cache_control": block.mark} if block.mark else {}
-            case ResultBlock():
+            case ToolResultBlock():
                 raise _misplaced(index, block.type, "assistant")
     own |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-    return Message(**own, **({"tool_calls": calls} if calls else {}))
+    return ChatMessage(**own, **({"tool_calls": calls} if calls else {}))
 
 
-def _result(block: ResultBlock, index: int) -> Message:
+def _result(block: ToolResultBlock, index: int) -> ChatMessage:
     given = block.content
     content = given if isinstance(given, str) else _parts(given, f"messages.{index}.content")
     own: dict[str, Any] = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    return Message(**own, cache_control=block.mark)
+    return ChatMessage(**own, cache_control=block.mark)
 
 
-def _parts(blocks: Sequence[TextBlock | AnyBlock], where: str) -> list[Part]:
+def _parts(blocks: Sequence[TextBlock | AnyBlock], where: str) -> list[MessagePart]:
     """Return blocks as message parts with separators."""
     parts = []
     for i, block in enumerate(blocks):
@@ -311,7 +311,7 @@ def _parts(blocks: Sequence[TextBlock | AnyBlock], where: str) -> list[Part]:
                 param=where.partition(".")[0],
             )
         text = block.text if i + 1 == len(blocks) else block.text + APART
-        parts.append(Part(type="text", text=text, cache_control=block.mark))
+        parts.append(MessagePart(type="text", text=text, cache_control=block.mark))
     return parts
 
 

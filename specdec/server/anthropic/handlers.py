@@ -5,28 +5,28 @@ from typing import Any
 
 from aiohttp import web
 
-from specdec.core.terms import Prepared
-from specdec.server.answers import Deadline
+from specdec.core.params import PreparedPrompt
+from specdec.server.answers import RequestDeadline
 from specdec.server.anthropic.bodies import CountBody, MessageBody
 from specdec.server.anthropic.writer import MessageWriter
 from specdec.server.bodies import ChatBody
-from specdec.server.events import Expected
+from specdec.server.events import ExpectedContent
 from specdec.server.failures import naming
 from specdec.server.formats import Usage
 from specdec.server.generate import answer_chat, told_of
-from specdec.server.state import State
+from specdec.server.state import ServerState
 
 
-async def message(request: web.Request, state: State) -> web.StreamResponse:
+async def message(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer /v1/messages."""
-    until = Deadline(state.config.request_timeout)
+    until = RequestDeadline(state.config.request_timeout)
     body = await state.read(request, until, MessageBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))
     with naming(body.names):
         asked = await state.beside(request, until, body.chat)
 
-    def write(expected: Expected, prepared: Sequence[Prepared]) -> MessageWriter:
+    def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> MessageWriter:
         return MessageWriter(expected, Usage.of(prepared), body.model or served.name)
 
     return await answer_chat(
@@ -34,9 +34,9 @@ async def message(request: web.Request, state: State) -> web.StreamResponse:
     )
 
 
-async def count_tokens(request: web.Request, state: State) -> web.Response:
+async def count_tokens(request: web.Request, state: ServerState) -> web.Response:
     """Count the tokens of a prompt."""
-    until = Deadline(state.config.request_timeout)
+    until = RequestDeadline(state.config.request_timeout)
     body = await state.read(request, until, CountBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))

@@ -7,8 +7,8 @@ from typing import Any
 
 from specdec.core.outputs import Delta
 from specdec.server.anthropic.errors import error_body
-from specdec.server.blocks import Block, Blocks
-from specdec.server.events import Expected
+from specdec.server.blocks import AnswerBlock, BlockWriter
+from specdec.server.events import ExpectedContent
 from specdec.server.failures import Failure
 from specdec.server.formats import Usage
 
@@ -20,10 +20,10 @@ BROKEN = "INVALID_JSON"
 """Field that holds arguments which are not a JSON object, as a call's input must be."""
 
 
-class MessageWriter(Blocks):
+class MessageWriter(BlockWriter):
     is_typed = True
 
-    def __init__(self, expected: Expected, usage: Usage, model: str) -> None:
+    def __init__(self, expected: ExpectedContent, usage: Usage, model: str) -> None:
         super().__init__(expected)
         self.usage = usage
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
@@ -44,12 +44,12 @@ class MessageWriter(Blocks):
     def failed(self, failure: Failure) -> list[Json]:
         return [error_body(failure)]
 
-    def opened(self, block: Block) -> list[Json]:
+    def opened(self, block: AnswerBlock) -> list[Json]:
         empty = _content(block) | ({"input": {}} if block.kind == "call" else {})
         empty |= {"signature": ""} if block.kind == "thinking" else {}
         return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
 
-    def added(self, block: Block, text: str) -> list[Json]:
+    def added(self, block: AnswerBlock, text: str) -> list[Json]:
         kind, name = {
             "thinking": ("thinking_delta", "thinking"),
             "text": ("text_delta", "text"),
@@ -57,7 +57,7 @@ class MessageWriter(Blocks):
         }[block.kind]
         return [_delta(block, {"type": kind, name: text})]
 
-    def closed(self, block: Block, *, is_cut: bool) -> list[Json]:
+    def closed(self, block: AnswerBlock, *, is_cut: bool) -> list[Json]:
         self._content.append(_content(block))
         signed = [_delta(block, {"type": "signature_delta", "signature": SIGNATURE})]
         stop = {"type": "content_block_stop", "index": block.index}
@@ -93,11 +93,11 @@ class MessageWriter(Blocks):
         }
 
 
-def _delta(block: Block, delta: Json) -> Json:
+def _delta(block: AnswerBlock, delta: Json) -> Json:
     return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
 
-def _content(block: Block) -> Json:
+def _content(block: AnswerBlock) -> Json:
     """Return a block's content as in a whole response."""
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}

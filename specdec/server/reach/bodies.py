@@ -59,7 +59,7 @@ class TransferParams(BaseModel):
     specdec: SignedLeases | None = None
 
 
-class Bootstrap(NamedTuple):
+class BootstrapFields(NamedTuple):
     """SGLang's fields of one prompt, which prefill and decode instances both get."""
 
     host: str | None
@@ -67,30 +67,30 @@ class Bootstrap(NamedTuple):
     room: int
 
 
-class Fetch(NamedTuple):
+class FetchFields(NamedTuple):
     """Fetch the prompts from another server, and decode."""
 
     params: TransferParams | None
-    rooms: tuple[Bootstrap, ...]
+    rooms: tuple[BootstrapFields, ...]
     """One per prompt, if there are no `params`."""
 
 
-class Lend(NamedTuple):
+class LendFields(NamedTuple):
     """Prefill the prompts for another server."""
 
     rooms: tuple[int, ...] | None
     """Rooms in which that server asks for them, one per prompt; None: it gets leases from this response."""
-    fetch: Fetch | None = None
+    fetch: FetchFields | None = None
     """How to fetch their prefixes, which that server has."""
     cached_only: bool = False
     """Lend only what is cached, without prefill."""
 
 
-Asked = Lend | Fetch
+Asked = LendFields | FetchFields
 
 
 def asked_of(
-    params: TransferParams | None, rooms: Sequence[Bootstrap] | None, role: Role | None
+    params: TransferParams | None, rooms: Sequence[BootstrapFields] | None, role: Role | None
 ) -> Asked | None:
     """Return this server's part by its role; None: answer normally. Raises for impossible requests."""
     if params is None and rooms is None:
@@ -112,7 +112,7 @@ def asked_of(
     return _by_params(params, role)
 
 
-def _by_rooms(rooms: Sequence[Bootstrap], role: Role) -> Asked:
+def _by_rooms(rooms: Sequence[BootstrapFields], role: Role) -> Asked:
     if role == "both":
         raise Failure(
             400,
@@ -121,7 +121,7 @@ def _by_rooms(rooms: Sequence[Bootstrap], role: Role) -> Asked:
             param="bootstrap_room",
         )
     if role == "prefill":
-        return Lend(tuple(own.room for own in rooms))
+        return LendFields(tuple(own.room for own in rooms))
     for name, values in (
         ("bootstrap_host", [own.host for own in rooms]),
         ("bootstrap_port", [own.port for own in rooms]),
@@ -130,7 +130,7 @@ def _by_rooms(rooms: Sequence[Bootstrap], role: Role) -> Asked:
             raise Failure(
                 400, f"{name}: it is missing beside bootstrap_room; give the side channel's.", param=name
             )
-    return Fetch(None, tuple(rooms))
+    return FetchFields(None, tuple(rooms))
 
 
 def _by_params(params: TransferParams, role: Role) -> Asked | None:
@@ -158,8 +158,8 @@ def _by_params(params: TransferParams, role: Role) -> Asked | None:
             "the request to another server, or start this one with --role both.",
             param="kv_transfer_params",
         )
-    fetch = Fetch(params, ()) if fetches else None
-    return Lend(None, fetch, cached_only) if lends else fetch
+    fetch = FetchFields(params, ()) if fetches else None
+    return LendFields(None, fetch, cached_only) if lends else fetch
 
 
 def each_of(field: str, given: Any, prompts: int, n: int) -> list[Any]:

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from specdec.reach.carrier import CarrierFigures
 from specdec.reach.fetch import FetchFigures
-from specdec.reach.leases import BookFigures
+from specdec.reach.lease_table import LeaseFigures
 from specdec.reach.peers import PeersFigures
 from specdec.server.engine_figures import Labels
 from specdec.server.reach.reach import Reach
@@ -27,7 +27,7 @@ class ReachFigures(Collector):
         yield from self._peers(self.reach.peers.figures)
         yield from self._carrier(self.reach.carrier.figures)
 
-    def _lending(self, own: BookFigures) -> Iterator[Metric]:
+    def _lending(self, own: LeaseFigures) -> Iterator[Metric]:
         yield self._gauge("leases", "Prompts in prefill or held for other servers.", own.held)
         yield self._gauge(
             "leased_bytes",

@@ -7,26 +7,30 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from specdec.core.outputs import RequestStats
-from specdec.core.terms import Prepared
-from specdec.engine.kv_transfer import Lent
-from specdec.engine.landing import WORTH_FETCHING
-from specdec.engine.transfers import Loan, Transfers
-from specdec.reach.lease import Lease
-from specdec.reach.leases import Book
-from specdec.reach.terms import Prompt, Refusal, Secret
+from specdec.core.params import PreparedPrompt
+from specdec.engine.incoming import WORTH_FETCHING
+from specdec.engine.kv_transfer import LentPrefix
+from specdec.engine.transfers import PrefixLoan, Transfers
+from specdec.reach.lease import TransferLease
+from specdec.reach.lease_table import LeaseTable
+from specdec.reach.protocol import PrefixIdentity, ReachError, Secret
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import VERSION, Asked, Lend
+from specdec.server.reach.bodies import VERSION, Asked, LendFields
 
 BUSY = {"Retry-After": "1"}
 POLL_S = 0.02
 """Poll interval for memory held for others."""
 
 
-class Loaned:
+class PromptLoan:
     """A prompt prefilled for another server; a single-token prompt has nothing to lend."""
 
     def __init__(
-        self, book: Book, prepared: Prepared, lease: Lease | None = None, loan: Loan | None = None
+        self,
+        book: LeaseTable,
+        prepared: PreparedPrompt,
+        lease: TransferLease | None = None,
+        loan: PrefixLoan | None = None,
     ) -> None:
         self._book, self._prepared, self._loan = book, prepared, loan
         self.lease = lease
@@ -52,7 +56,7 @@ class Lender:
         self,
         secret: Secret,
         transfers: Transfers,
-        book: Book,
+        book: LeaseTable,
         host: str,
         port: int,
         *,
@@ -66,7 +70,7 @@ class Lender:
         """Locks by caller, held by its request that waits for memory; its later requests queue."""
         self.book = book
 
-    async def lend(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None) -> list[Loaned]:
+    async def lend(self, prepared: Sequence[PreparedPrompt], rooms: Sequence[int] | None) -> list[PromptLoan]:
         """Prefill prompts for another server, which finds them by rooms or by the result of `told`.
 
         They start together once memory is available, so no request holds some while waiting for more. If all
@@ -91,10 +95,10 @@ class Lender:
                     await asyncio.sleep(POLL_S)
             if rooms and self._are_left(rooms):
                 self.refuse(rooms)
-                return [Loaned(self.book, own) for own in prepared]
+                return [PromptLoan(self.book, own) for own in prepared]
         return self._begin(prepared, rooms)
 
-    async def lend_cached(self, prepared: Sequence[Prepared]) -> list[Loaned]:
+    async def lend_cached(self, prepared: Sequence[PreparedPrompt]) -> list[PromptLoan]:
         """Lend the cached prefixes that are worth fetching, without prefill or waiting."""
         cached = [asyncio.wrap_future(self._transfers.cached(own)) for own in prepared]
         lengths = [length if length >= WORTH_FETCHING else 0 for length in await asyncio.gather(*cached)]
@@ -105,7 +109,7 @@ class Lender:
             known = [_begun(own, 0) for own in prepared]
         return self._begin(known)
 
-    def _bytes_of(self, prepared: Prepared) -> int:
+    def _bytes_of(self, prepared: PreparedPrompt) -> int:
         return self.book.charge(self._transfers.arena.layout.sequence_bytes(len(prepared.ids) - 1))
 
     def _most_of(self, caller: str) -> int:
@@ -120,9 +124,11 @@ class Lender:
     def _are_left(self, rooms: Sequence[int] | None) -> bool:
         return bool(rooms) and all(map(self.book.rooms.is_left, rooms or ()))
 
-    def _begin(self, prepared: Sequence[Prepared], rooms: Sequence[int] | None = None) -> list[Loaned]:
+    def _begin(
+        self, prepared: Sequence[PreparedPrompt], rooms: Sequence[int] | None = None
+    ) -> list[PromptLoan]:
         places: Sequence[int | None] = rooms or [None] * len(prepared)
-        loaned: list[Loaned] = []
+        loaned: list[PromptLoan] = []
         try:
             for own, room in zip(prepared, places, strict=True):
                 loaned.append(self._lend(own, room))
@@ -132,23 +138,23 @@ class Lender:
             raise
         return loaned
 
-    def _lend(self, prepared: Prepared, room: int | None) -> Loaned:
-        prompt = Prompt.of(prepared.ids[:-1], prepared.params.cache_salt or "")
+    def _lend(self, prepared: PreparedPrompt, room: int | None) -> PromptLoan:
+        prompt = PrefixIdentity.of(prepared.ids[:-1], prepared.params.cache_salt or "")
         if not prompt.length:
             self.refuse([room])
-            return Loaned(self.book, prepared)
-        loans: list[Loan] = []
+            return PromptLoan(self.book, prepared)
+        loans: list[PrefixLoan] = []
 
-        def submit(changed: Callable[[Lent], None]) -> Loan:
+        def submit(changed: Callable[[LentPrefix], None]) -> PrefixLoan:
             loans.append(self._transfers.lend(prepared, changed))
             return loans[0]
 
         caller, num_bytes = prepared.terms.tenant.caller, self._bytes_of(prepared)
         with refusing():
             lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room, caller=caller)
-        return Loaned(self.book, prepared, lease, loans[0])
+        return PromptLoan(self.book, prepared, lease, loans[0])
 
-    def told(self, loaned: Sequence[Loaned]) -> dict[str, Any]:
+    def told(self, loaned: Sequence[PromptLoan]) -> dict[str, Any]:
         """Return `kv_transfer_params` for the router, signed by this server."""
         held = [own.lease for own in loaned if own.lease]
         return {
@@ -169,7 +175,7 @@ class Lender:
             },
         }
 
-    def _signed(self, lease: Lease) -> dict[str, Any]:
+    def _signed(self, lease: TransferLease) -> dict[str, Any]:
         mac = self._secret.sign(self.book.engine, lease.id, lease.prompt)
         return {"lease": lease.id, "mac": mac, "tokens": lease.prompt.length}
 
@@ -185,12 +191,12 @@ class Lender:
         try:
             yield
         except BaseException:
-            if isinstance(asked, Lend):
+            if isinstance(asked, LendFields):
                 self.refuse(asked.rooms or ())
             raise
 
 
-def _begun(prepared: Prepared, length: int) -> Prepared:
+def _begun(prepared: PreparedPrompt, length: int) -> PreparedPrompt:
     """Return a prompt cut to lend `length` tokens, all but its last one."""
     return prepared._replace(ids=prepared.ids[: length + 1])
 
@@ -200,7 +206,7 @@ def refusing() -> Iterator[None]:
     """Convert refusals of the book to client errors."""
     try:
         yield
-    except Refusal as refusal:
+    except ReachError as refusal:
         match refusal.reason:
             case "busy":
                 raise Failure(503, str(refusal), code="too_many_requests", headers=BUSY) from None

@@ -7,17 +7,17 @@ from typing import Self
 
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Delta
-from specdec.core.terms import Prepared
-from specdec.reach.terms import BEAT_S
-from specdec.server.answers import Deadline, Said
-from specdec.server.bodies import Body
+from specdec.core.params import PreparedPrompt
+from specdec.reach.protocol import BEAT_S
+from specdec.server.answers import NewOutput, RequestDeadline
+from specdec.server.bodies import RequestBody
 from specdec.server.chunks import Chunks
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import Lend
-from specdec.server.reach.lender import Lender, Loaned
+from specdec.server.reach.bodies import LendFields
+from specdec.server.reach.lender import Lender, PromptLoan
 
 
-def lending_params(body: Body) -> SamplingParams:
+def lending_params(body: RequestBody) -> SamplingParams:
     """Return the parameters that affect prefill; sampling is the decode instance's."""
     return SamplingParams(max_tokens=1, cache_salt=body.cache_salt)
 
@@ -28,14 +28,14 @@ class Lending:
     def __init__(
         self,
         lender: Lender,
-        prepared: Sequence[Prepared],
-        asked: Lend,
-        until: Deadline,
+        prepared: Sequence[PreparedPrompt],
+        asked: LendFields,
+        until: RequestDeadline,
         writer: Chunks,
     ) -> None:
         self._lender, self._prepared, self._asked = lender, prepared, asked
         self._until, self._writer = until, writer
-        self._loaned: list[Loaned] = []
+        self._loaned: list[PromptLoan] = []
         self.is_over = False
 
     def __enter__(self) -> Self:
@@ -51,7 +51,7 @@ class Lending:
         if not self.is_over:
             self._until.end(failure)
 
-    async def __aiter__(self) -> AsyncIterator[Said]:
+    async def __aiter__(self) -> AsyncIterator[NewOutput]:
         """Yield each prompt once prefilled; at the end, add how to fetch them to the response."""
         async with self._until.held():
             self._loaned = await self._lend()
@@ -61,7 +61,7 @@ class Lending:
                 async with self._until.held():
                     stats = await loaned.read()
                 delta = Delta("", (), finish_reason="length", stats=stats)
-                yield Said(choice, delta, ((time.perf_counter(), 0),))
+                yield NewOutput(choice, delta, ((time.perf_counter(), 0),))
         finally:
             keeping.cancel()
         self.is_over = True
@@ -74,7 +74,7 @@ class Lending:
             await asyncio.sleep(BEAT_S)
             self._lender.book.hand_on(own.lease for own in self._loaned if own.lease)
 
-    async def _lend(self) -> list[Loaned]:
+    async def _lend(self) -> list[PromptLoan]:
         if self._asked.cached_only:
             return await self._lender.lend_cached(self._prepared)
         return await self._lender.lend(self._prepared, self._asked.rooms)

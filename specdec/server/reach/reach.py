@@ -7,25 +7,25 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from specdec.core.terms import Prepared
+from specdec.core.params import PreparedPrompt
 from specdec.engine.engine import SpecEngine
 from specdec.reach.carrier import Carrier
 from specdec.reach.channel import Channel, channel_app
-from specdec.reach.facts import facts_of
 from specdec.reach.fetch import Fetcher, FetchFigures
-from specdec.reach.kept import KeptLog, KeptStates
-from specdec.reach.leases import Book
-from specdec.reach.meeting import Meeting
+from specdec.reach.fingerprint import facts_of
+from specdec.reach.handshake import ArenaHandshake
+from specdec.reach.lease_table import LeaseTable
 from specdec.reach.nixl import Nixl
 from specdec.reach.peers import Peers
-from specdec.reach.terms import LeaseReference, Reference, RoomReference, new_id
+from specdec.reach.prefix_log import CachedPrefixHashes, CachedPrefixLog
+from specdec.reach.protocol import LeaseReference, Reference, RoomReference, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import VERSION, Asked, Fetch, Lend
+from specdec.server.reach.bodies import VERSION, Asked, FetchFields, LendFields
 from specdec.server.reach.lender import Lender
-from specdec.server.reach.role import Part
+from specdec.server.reach.role import ServerRole
 from specdec.server.settings import Role, ServerConfig
-from specdec.server.threads import apart
-from specdec.state_slots.transfer.plan import Plan
+from specdec.server.threads import run_in_thread
+from specdec.state_slots.transfer.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Reach:
         role: Role,
         engine: SpecEngine,
         lender: Lender,
-        peers: Peers[Plan],
+        peers: Peers[TransferPlan],
         fetcher: Fetcher,
         carrier: Carrier,
         config: ServerConfig,
@@ -60,7 +60,7 @@ class Reach:
         """Prompts not fetched by reason: each token must be computed here, or no lease was named."""
 
     @property
-    def book(self) -> Book:
+    def book(self) -> LeaseTable:
         """All leases."""
         return self.lender.book
 
@@ -68,12 +68,12 @@ class Reach:
     def fetched(self) -> FetchFigures:
         return self._fetcher.figures
 
-    async def fetch(self, prepared: Sequence[Prepared], asked: Asked) -> None:
+    async def fetch(self, prepared: Sequence[PreparedPrompt], asked: Asked) -> None:
         """Fetch prefixes from another server; what cannot be fetched is prefilled, or an error per settings.
 
         A server that lends always prefills: that is the request.
         """
-        fetch = asked.fetch if isinstance(asked, Lend) else asked
+        fetch = asked.fetch if isinstance(asked, LendFields) else asked
         if fetch is None:
             return
         references = references_of(fetch, len(prepared))
@@ -87,7 +87,7 @@ class Reach:
                 headers=RETRY,
             )
 
-    async def _fetch(self, prepared: Prepared, reference: Reference | None) -> str:
+    async def _fetch(self, prepared: PreparedPrompt, reference: Reference | None) -> str:
         """Fetch one prompt; return the outcome."""
         ids, tenant = covered(prepared.ids, reference), prepared.terms.tenant
         if len(ids) == 1:
@@ -117,17 +117,17 @@ class Reach:
 
 @contextlib.asynccontextmanager
 async def opened(
-    part: Part, engine: SpecEngine, folder: Path, config: ServerConfig, share: Callable[[str], float]
+    part: ServerRole, engine: SpecEngine, folder: Path, config: ServerConfig, share: Callable[[str], float]
 ) -> AsyncIterator[Reach]:
     """Register the arena and serve the side channel within the context.
 
     `share` returns the fraction of lent memory that one caller's prompts may use.
     """
     transfers, settings = engine.transfers, engine.model.settings
-    facts = await apart(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
+    facts = await run_in_thread(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
     name = new_id()
     most_bytes = int(settings.memory_bytes * LENT_SHARE[part.role])
-    book = Book(
+    book = LeaseTable(
         name,
         block_tokens=settings.layout.block_tokens,
         most_bytes=most_bytes,
@@ -135,9 +135,9 @@ async def opened(
         sums=transfers.sums,
     )
     async with contextlib.AsyncExitStack() as stack:
-        carrier = await apart(lambda: Nixl(transfers.arena), "carrier")
-        stack.push_async_callback(apart, carrier.close, "carrier")
-        meeting = Meeting(name, facts, transfers.arena, carrier)
+        carrier = await run_in_thread(lambda: Nixl(transfers.arena), "carrier")
+        stack.push_async_callback(run_in_thread, carrier.close, "carrier")
+        meeting = ArenaHandshake(name, facts, transfers.arena, carrier)
         peers = Peers(
             part.secret,
             part.allowed,
@@ -147,7 +147,7 @@ async def opened(
             detach=carrier.detach,
         )
         stack.push_async_callback(peers.stop)
-        kept = KeptLog(KeptStates(transfers).now, epoch=name)
+        kept = CachedPrefixLog(CachedPrefixHashes(transfers).now, epoch=name)
         channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents, kept=kept))
         stack.push_async_callback(channel.stop)
         host, port = config.reach_host, (await channel.start(config.reach_host, config.reach_port)).port
@@ -160,7 +160,7 @@ async def opened(
         yield reach
 
 
-def references_of(asked: Fetch, prompts: int) -> list[Reference | None]:
+def references_of(asked: FetchFields, prompts: int) -> list[Reference | None]:
     """Return each prompt's reference; None if the request's fields do not suffice."""
     if asked.params is None:
         return [

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
-from specdec.reach.allowed import Allowed
-from specdec.reach.terms import SHORTEST_SECRET, VARIABLE, Secret
+from specdec.reach.allowed_peers import AllowedPeers
+from specdec.reach.protocol import SHORTEST_SECRET, VARIABLE, Secret
 from specdec.server.settings import Role, ServerConfig
 
 NIXL = ("nixl_cu12", "nixl_cu13")
@@ -19,17 +19,17 @@ LOOPBACK = "127.0.0.1"
 relay requests sent there."""
 
 
-class Part(NamedTuple):
+class ServerRole(NamedTuple):
     """A server's role, the shared secret, and the peers it may fetch from."""
 
     role: Role
     secret: Secret
-    allowed: Allowed
+    allowed: AllowedPeers
 
 
-def settle_part(
+def resolve_role(
     config: ServerConfig, engine: EngineConfig, models: int, environment: Mapping[str, str] = os.environ
-) -> Part | None:
+) -> ServerRole | None:
     """Return a server's part, or None; raise for incompatible settings before anything is loaded."""
     secret = Secret.read(environment)
     if secret is None:
@@ -62,15 +62,15 @@ def settle_part(
             f"{_without(config)}.",
             field="role",
         )
-    return Part(config.role or "both", secret, allowed_peers(config))
+    return ServerRole(config.role or "both", secret, allowed_peers(config))
 
 
-def allowed_peers(config: ServerConfig) -> Allowed:
+def allowed_peers(config: ServerConfig) -> AllowedPeers:
     """Return the peers to fetch from; by default this machine, at the default port or this one's."""
     peers = config.reach_peers
     if peers is None:
         peers = [LOOPBACK, f"{LOOPBACK}:{USUAL_PORT}"]
-    return Allowed(peers, config.reach_port)
+    return AllowedPeers(peers, config.reach_port)
 
 
 def _check_one_model(config: ServerConfig, models: int) -> None:

@@ -12,8 +12,8 @@ from specdec.config.sampling import MOST_TOKENS
 from specdec.server.bodies import BUDGETS, SCHEMA, ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
 from specdec.server.failures import Failure
-from specdec.server.messages import EITHER, Many, Mark
-from specdec.server.responses.items import Item, Said, as_messages
+from specdec.server.messages import EITHER, CacheBreakpoint, Many
+from specdec.server.responses.items import Item, MessageItem, as_messages
 from specdec.server.responses.tools import AnyTool, ChosenTool, Toolbox
 
 LONGEST_ID = 128
@@ -52,13 +52,13 @@ class TextFormat(BaseModel):
         return ResponseFormat(type=self.type, json_schema=NamedSchema(name=self.name, schema=self.schema_))
 
 
-class Text(BaseModel):
+class TextOptions(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     format: TextFormat | None = None
 
 
-class Reasoning(BaseModel):
+class ReasoningOptions(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     effort: str | None = None
@@ -111,8 +111,8 @@ class ResponseBody(Dialect):
     max_output_tokens: int | None = Field(
         None, ge=1, le=MOST_TOKENS, description="maximum tokens, thinking included"
     )
-    text: Text | None = None
-    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     thinking_token_budget: int | None = Field(None, ge=0, description="maximum tokens of thinking")
     thinking_budget: int | None = Field(None, ge=0, description="the same, as Qwen names it")
     max_thinking_tokens: int | None = Field(None, ge=0, description="the same once more")
@@ -123,7 +123,7 @@ class ResponseBody(Dialect):
 
     @property
     def items(self) -> list[Item]:
-        return [Said(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     @classmethod
     def read(cls, data: bytes) -> Self:
@@ -160,5 +160,5 @@ class ResponseBody(Dialect):
             own["reasoning_effort"] = self.reasoning.effort
         messages = as_messages(self.instructions, [*before, *self.items], first=-len(before))
         if messages:  # the conversation's next request starts with all of this one
-            messages[-1].cache_control = Mark(type="ephemeral")
+            messages[-1].cache_control = CacheBreakpoint(type="ephemeral")
         return self.as_chat(messages, **own)

@@ -7,27 +7,27 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from specdec.core.terms import Prepared
-from specdec.server.answers import Deadline
+from specdec.core.params import PreparedPrompt
+from specdec.server.answers import RequestDeadline
 from specdec.server.bodies import ChatBody
-from specdec.server.events import Expected
+from specdec.server.events import ExpectedContent
 from specdec.server.failures import Failure, naming
 from specdec.server.formats import Usage
 from specdec.server.generate import answer_chat
 from specdec.server.parse import MOST_PARTS
 from specdec.server.responses.bodies import ResponseBody
 from specdec.server.responses.items import Item
-from specdec.server.responses.store import Stored
+from specdec.server.responses.store import StoredResponse
 from specdec.server.responses.tools import Toolbox
 from specdec.server.responses.writer import ResponseWriter
-from specdec.server.state import State
+from specdec.server.state import ServerState
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
-async def respond(request: web.Request, state: State) -> web.StreamResponse:
+async def respond(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer /v1/responses."""
-    until = Deadline(state.config.request_timeout)
+    until = RequestDeadline(state.config.request_timeout)
     body = await state.read(request, until, ResponseBody.read)
     served = state.named(body.model)
     caller, responses = request["caller"], state.responses
@@ -53,10 +53,10 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
         if body.store:
             own = [*given, *ITEMS.dump_python(ITEMS.validate_python(response["output"]))]
             items, whole = (json.dumps(each).encode() for each in (own, response))
-            stored = Stored(items, whole, body.previous_response_id, len(own))
+            stored = StoredResponse(items, whole, body.previous_response_id, len(own))
             responses.put(caller, response["id"], stored)
 
-    def write(expected: Expected, prepared: Sequence[Prepared]) -> ResponseWriter:
+    def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> ResponseWriter:
         model = body.model or served.name
         return ResponseWriter(expected, Usage.of(prepared), body, toolbox, model, keep)
 
@@ -64,11 +64,11 @@ async def respond(request: web.Request, state: State) -> web.StreamResponse:
     return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.names)
 
 
-def _items(history: Sequence[Stored]) -> list[Item]:
+def _items(history: Sequence[StoredResponse]) -> list[Item]:
     return [item for stored in history for item in ITEMS.validate_python(json.loads(stored.items))]
 
 
-async def retrieve(request: web.Request, state: State) -> web.Response:
+async def retrieve(request: web.Request, state: ServerState) -> web.Response:
     """Return a stored response."""
     if request.query.get("stream", "false") != "false":
         raise Failure(400, "stream: a stored response is whole; leave it out.", param="stream")
@@ -77,7 +77,7 @@ async def retrieve(request: web.Request, state: State) -> web.Response:
     return web.Response(body=stored.response, content_type="application/json")
 
 
-async def delete(request: web.Request, state: State) -> web.Response:
+async def delete(request: web.Request, state: ServerState) -> web.Response:
     """Delete a stored response."""
     name = request.match_info["name"]
     state.responses.delete(request["caller"], name)

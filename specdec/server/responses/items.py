@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from specdec.server.failures import Failure
-from specdec.server.messages import EITHER, Many, Message, TextAlone, unread
-from specdec.server.tools.bodies import Called
+from specdec.server.messages import EITHER, ChatMessage, Many, TextOnly, unread
+from specdec.server.tools.bodies import ToolCall
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
-class ItemPart(TextAlone):
+class ItemPart(TextOnly):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -23,7 +23,7 @@ class ItemPart(TextAlone):
 Content = Annotated[Annotated[str, Tag("str")] | Annotated[Many[ItemPart], Tag("list")], EITHER]
 
 
-class Said(TextAlone):
+class MessageItem(TextOnly):
     """A message; also the default type."""
 
     type: Literal["message"] = "message"
@@ -31,13 +31,13 @@ class Said(TextAlone):
     content: Content
 
 
-class Reasoning(BaseModel):
+class ReasoningItem(BaseModel):
     type: Literal["reasoning"]
     summary: Many[ItemPart] = []
     content: Many[ItemPart] | None = None
 
 
-class Call(BaseModel):
+class FunctionCallItem(BaseModel):
     """A function call; `namespace` is its group of tools."""
 
     type: Literal["function_call"]
@@ -47,7 +47,7 @@ class Call(BaseModel):
     arguments: str = Field(description="JSON")
 
 
-class CustomCall(BaseModel):
+class CustomCallItem(BaseModel):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
@@ -55,7 +55,7 @@ class CustomCall(BaseModel):
     input: str
 
 
-class Output(BaseModel):
+class CallOutputItem(BaseModel):
     """Result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -70,11 +70,11 @@ def _type(item: Any) -> str:
 
 
 Item = Annotated[
-    Annotated[Said, Tag("message item")]
-    | Annotated[Reasoning, Tag("reasoning item")]
-    | Annotated[Call, Tag("function_call item")]
-    | Annotated[CustomCall, Tag("custom_tool_call item")]
-    | Annotated[Output, Tag("output item")],
+    Annotated[MessageItem, Tag("message item")]
+    | Annotated[ReasoningItem, Tag("reasoning item")]
+    | Annotated[FunctionCallItem, Tag("function_call item")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call item")]
+    | Annotated[CallOutputItem, Tag("output item")],
     Discriminator(
         _type,
         custom_error_type="item",
@@ -90,21 +90,21 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 @dataclass(slots=True)
-class Turn:
+class AssistantTurn:
     """An assistant's output in one turn, in the template's format."""
 
     reasoning: str = ""
     text: str | None = None
-    calls: list[Called] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
 
     @property
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         own: dict[str, Any] = {"role": "assistant", "content": self.text or ""}
         own |= {"reasoning_content": self.reasoning} if self.reasoning else {}
-        return Message(**own, **({"tool_calls": self.calls} if self.calls else {}))
+        return ChatMessage(**own, **({"tool_calls": self.calls} if self.calls else {}))
 
 
-def as_messages(instructions: str | None, items: Iterable[Item], *, first: int = 0) -> list[Message]:
+def as_messages(instructions: str | None, items: Iterable[Item], *, first: int = 0) -> list[ChatMessage]:
     """Convert items to a chat; an assistant's consecutive reasoning, texts and calls are one message.
 
     Error indices count from `first`: stored items, which precede the request's own, are negative.
@@ -113,41 +113,43 @@ def as_messages(instructions: str | None, items: Iterable[Item], *, first: int =
     accept one, at the start; later ones become user messages.
     """
     system = [instructions] if instructions else []
-    messages: list[Message] = []
-    turn: Turn | None = None
+    messages: list[ChatMessage] = []
+    turn: AssistantTurn | None = None
     calls: set[str] = set()
     for index, item in enumerate(items, first):
-        if isinstance(item, Output) or (isinstance(item, Said) and item.role != "assistant"):
+        if isinstance(item, CallOutputItem) or (isinstance(item, MessageItem) and item.role != "assistant"):
             messages += [turn.message] if turn else []
             turn = None
         match item:
-            case Said(role="assistant"):
+            case MessageItem(role="assistant"):
                 if turn and turn.text is not None and not turn.calls:
                     messages.append(turn.message)
                     turn = None
-                turn = turn or Turn()
+                turn = turn or AssistantTurn()
                 turn.text = (turn.text or "") + _text(item.content, index)
-            case Said(role="system" | "developer") if not messages:
+            case MessageItem(role="system" | "developer") if not messages:
                 system.append(_text(item.content, index))
-            case Said():
-                messages.append(Message(role="user", content=_text(item.content, index)))
-            case Output():
+            case MessageItem():
+                messages.append(ChatMessage(role="user", content=_text(item.content, index)))
+            case CallOutputItem():
                 text = _text(item.output, index)
                 if item.call_id not in calls:
                     raise _uncalled(item.call_id, index)
-                messages.append(Message(**{"role": "tool", "tool_call_id": item.call_id, "content": text}))
-            case Reasoning():
+                messages.append(
+                    ChatMessage(**{"role": "tool", "tool_call_id": item.call_id, "content": text})
+                )
+            case ReasoningItem():
                 if turn and (turn.text is not None or turn.calls):
                     messages.append(turn.message)
                     turn = None
-                turn = turn or Turn()
+                turn = turn or AssistantTurn()
                 turn.reasoning += _text(item.content or item.summary, index)
-            case Call() | CustomCall():
-                turn = turn or Turn()
+            case FunctionCallItem() | CustomCallItem():
+                turn = turn or AssistantTurn()
                 turn.calls.append(_called(item))
                 calls.add(item.call_id)
     messages += [turn.message] if turn else []
-    return [*([Message(role="system", content="\n\n".join(system))] if system else []), *messages]
+    return [*([ChatMessage(role="system", content="\n\n".join(system))] if system else []), *messages]
 
 
 def _uncalled(call_id: str, index: int) -> Failure:
@@ -159,10 +161,10 @@ def _uncalled(call_id: str, index: int) -> Failure:
     )
 
 
-def _called(item: Call | CustomCall) -> Called:
-    arguments = item.arguments if isinstance(item, Call) else json.dumps({"input": item.input})
+def _called(item: FunctionCallItem | CustomCallItem) -> ToolCall:
+    arguments = item.arguments if isinstance(item, FunctionCallItem) else json.dumps({"input": item.input})
     function = {"name": flat_name(item.name, item.namespace), "arguments": arguments}
-    return Called(**{"id": item.call_id, "type": "function", "function": function})
+    return ToolCall(**{"id": item.call_id, "type": "function", "function": function})
 
 
 def _text(content: str | list[ItemPart], index: int) -> str:

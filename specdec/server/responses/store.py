@@ -13,7 +13,7 @@ OVERHEAD = 1024
 """Overhead of an entry in bytes."""
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response with its input and output items, as JSON."""
 
     items: bytes
@@ -30,10 +30,10 @@ class Stored(NamedTuple):
 
 
 @dataclass(slots=True)
-class Shelf:
+class CallerResponses:
     """One caller's responses, least recently used first."""
 
-    entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    entries: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     size: int = 0
 
 
@@ -49,7 +49,7 @@ class ResponseStore:
         self, most: int, most_bytes: int, keep_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.most, self.most_bytes, self.keep_s, self._clock = most, most_bytes, keep_s, clock
-        self._shelves: dict[str, Shelf] = {}
+        self._shelves: dict[str, CallerResponses] = {}
         self._lock = threading.RLock()
 
     @property
@@ -62,12 +62,12 @@ class ResponseStore:
         with self._lock:
             return sum(shelf.size for shelf in self._shelves.values())
 
-    def put(self, caller: str, name: str, stored: Stored) -> None:
+    def put(self, caller: str, name: str, stored: StoredResponse) -> None:
         """Store a response, unless it exceeds the whole limit."""
         if not self.most or stored.size > self.most_bytes:
             return
         with self._lock:
-            shelf = self._shelves.setdefault(caller, Shelf())
+            shelf = self._shelves.setdefault(caller, CallerResponses())
             shelf.entries[name] = stored
             shelf.size += stored.size
             self._use(shelf, name)
@@ -77,14 +77,14 @@ class ResponseStore:
                 most = max(self._shelves, key=lambda own: self._weight(own, by_count=by_count))
                 self._drop(most, next(iter(self._shelves[most].entries)))
 
-    def get(self, caller: str, name: str) -> Stored:
+    def get(self, caller: str, name: str) -> StoredResponse:
         """Return a caller's response; raise if unknown, which includes those of others."""
         with self._lock:
             stored = self._find(caller, name, None)
             self._use(self._shelves[caller], name)
             return stored
 
-    def _find(self, caller: str, name: str, param: str | None) -> Stored:
+    def _find(self, caller: str, name: str, param: str | None) -> StoredResponse:
         self._expire()
         shelf = self._shelves.get(caller)
         if shelf is None or name not in shelf.entries:
@@ -98,9 +98,9 @@ class ResponseStore:
             )
         return shelf.entries[name]
 
-    def history(self, caller: str, name: str | None) -> list[Stored]:
+    def history(self, caller: str, name: str | None) -> list[StoredResponse]:
         """Return the chain of responses that ends with this one, the first one first."""
-        found, last = list[Stored](), name
+        found, last = list[StoredResponse](), name
         with self._lock:
             while name is not None:
                 found.append(self._find(caller, name, "previous_response_id"))
@@ -114,7 +114,7 @@ class ResponseStore:
             self.get(caller, name)
             self._drop(caller, name)
 
-    def _use(self, shelf: Shelf, name: str | None) -> None:
+    def _use(self, shelf: CallerResponses, name: str | None) -> None:
         """Mark a response as used, then its predecessors."""
         while name is not None and name in shelf.entries:
             shelf.entries[name] = shelf.entries[name]._replace(used_s=self._clock())

@@ -8,7 +8,14 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from specdec.server.failures import Failure, misfit
 from specdec.server.messages import Many
 from specdec.server.responses.items import flat_name
-from specdec.server.tools.bodies import Allowed, AllowedTools, Function, NamedFunction, NamedTool, Tool
+from specdec.server.tools.bodies import (
+    AllowedToolChoice,
+    AllowedTools,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+)
 from specdec.server.tools.offer import Choice
 from specdec.text.answers.source import LONGEST_NAME
 
@@ -35,7 +42,7 @@ class CustomTool(BaseModel):
     description: str | None = None
 
 
-class BuiltIn(BaseModel):
+class HostedTool(BaseModel):
     """A tool that OpenAI runs itself, such as web_search. Not available here, so it is ignored."""
 
     model_config = ConfigDict(extra="allow")
@@ -49,10 +56,10 @@ def _type(tool: Any) -> str:
 
 
 Own = Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")]
-Leaf = Annotated[Own | Annotated[BuiltIn, Tag("built_in")], Discriminator(_type)]
+Leaf = Annotated[Own | Annotated[HostedTool, Tag("built_in")], Discriminator(_type)]
 
 
-class Namespace(BaseModel):
+class ToolNamespace(BaseModel):
     """A group of tools, such as those of an MCP server."""
 
     model_config = ConfigDict(extra="allow")
@@ -63,7 +70,8 @@ class Namespace(BaseModel):
 
 
 AnyTool = Annotated[
-    Own | Annotated[Namespace, Tag("namespace")] | Annotated[BuiltIn, Tag("built_in")], Discriminator(_type)
+    Own | Annotated[ToolNamespace, Tag("namespace")] | Annotated[HostedTool, Tag("built_in")],
+    Discriminator(_type),
 ]
 
 
@@ -85,7 +93,7 @@ class ChosenTool(BaseModel):
         return NamedTool(type="function", function=function)
 
 
-class Known(NamedTuple):
+class ClientTool(NamedTuple):
     """A tool by its client names."""
 
     name: str
@@ -98,23 +106,23 @@ class Toolbox:
 
     def __init__(self, given: Iterable[AnyTool]) -> None:
         self.tools: list[Tool] = []
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, ClientTool] = {}
         """By the model's name."""
         self.left_out: dict[str, None] = {}
         """Unsupported tool types, each once."""
         for tool in given:
-            if isinstance(tool, Namespace):
+            if isinstance(tool, ToolNamespace):
                 for own in tool.tools:
                     self._add(own, tool.name)
             else:
                 self._add(tool, None)
 
-    def _add(self, tool: FunctionTool | CustomTool | BuiltIn, namespace: str | None) -> None:
-        if isinstance(tool, BuiltIn):
+    def _add(self, tool: FunctionTool | CustomTool | HostedTool, namespace: str | None) -> None:
+        if isinstance(tool, HostedTool):
             self.left_out[f"tools.{tool.type}"] = None
             return
         name = flat_name(tool.name, namespace)
-        self.known[name] = Known(tool.name, namespace, isinstance(tool, CustomTool))
+        self.known[name] = ClientTool(tool.name, namespace, isinstance(tool, CustomTool))
         own = tool.model_dump(exclude_unset=True, exclude={"type"})
         if isinstance(tool, CustomTool):
             own = {name: own[name] for name in ("name", "description") if name in own} | {"parameters": INPUT}
@@ -124,9 +132,9 @@ class Toolbox:
             raise Failure(400, f"tools: {namespace!r:.80}: {misfit(error)}", param="tools") from None
         self.tools.append(Tool(type="function", function=function))
 
-    def called(self, name: str) -> Known:
+    def called(self, name: str) -> ClientTool:
         """Return the tool of a call; the model may call unknown ones."""
-        return self.known.get(name) or Known(name, None, False)
+        return self.known.get(name) or ClientTool(name, None, False)
 
     def choice(self, given: str | ChosenTool | None) -> Choice | None:
         """Return the tool choice in the chat API's format."""
@@ -134,7 +142,9 @@ class Toolbox:
             return given  # type: ignore[return-value]
         if given.type == "allowed_tools":
             served = [named for own in given.tools if (named := own.named)]
-            return AllowedTools(type=given.type, allowed_tools=Allowed(mode=given.mode, tools=served))
+            return AllowedToolChoice(
+                type=given.type, allowed_tools=AllowedTools(mode=given.mode, tools=served)
+            )
         if named := given.named:
             return named
         raise Failure(

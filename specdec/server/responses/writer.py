@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from specdec.core.outputs import Delta
-from specdec.server.blocks import Block, Blocks
-from specdec.server.events import Expected
+from specdec.server.blocks import AnswerBlock, BlockWriter
+from specdec.server.events import ExpectedContent
 from specdec.server.failures import Failure
 from specdec.server.formats import Usage
 from specdec.server.responses.bodies import ResponseBody
@@ -18,13 +18,19 @@ Json = dict[str, Any]
 Keep = Callable[[Json], None]
 
 
-class ResponseWriter(Blocks):
+class ResponseWriter(BlockWriter):
     """Writes one response; `keep` stores it when complete, before its last event is sent."""
 
     is_typed = True
 
     def __init__(
-        self, expected: Expected, usage: Usage, body: ResponseBody, toolbox: Toolbox, model: str, keep: Keep
+        self,
+        expected: ExpectedContent,
+        usage: Usage,
+        body: ResponseBody,
+        toolbox: Toolbox,
+        model: str,
+        keep: Keep,
     ) -> None:
         super().__init__(expected)
         self.usage, self._toolbox, self._keep = usage, toolbox, keep
@@ -50,17 +56,17 @@ class ResponseWriter(Blocks):
         told = self._event("error", code=failure.code, message=message, param=failure.param)
         return [told, self._event("response.failed", response=self._response("failed", error=error))]
 
-    def opened(self, block: Block) -> list[Json]:
+    def opened(self, block: AnswerBlock) -> list[Json]:
         item = self._item(block, "in_progress")
         events = [self._event("response.output_item.added", output_index=block.index, item=item)]
         return events if block.kind == "call" else [*events, self._of_part(block, "added", "")]
 
-    def added(self, block: Block, text: str) -> list[Json]:
+    def added(self, block: AnswerBlock, text: str) -> list[Json]:
         if block.kind == "call" and self._toolbox.called(block.name).is_custom:
             return []  # its text is known once its JSON is complete
         return [self._of_text(block, "delta", delta=text)]
 
-    def closed(self, block: Block, *, is_cut: bool) -> list[Json]:
+    def closed(self, block: AnswerBlock, *, is_cut: bool) -> list[Json]:
         item = self._item(block, "incomplete" if is_cut else "completed", block.text)
         self._output.append(item)
         events: list[Json] = []
@@ -74,7 +80,7 @@ class ResponseWriter(Blocks):
             events.append(self._of_part(block, "done", block.text))
         return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
 
-    def _item(self, block: Block, status: str, text: str = "") -> Json:
+    def _item(self, block: AnswerBlock, status: str, text: str = "") -> Json:
         own: Json = {"id": self._id(block), "status": status}
         if block.kind == "text":
             content = [self._part(block, text)] if status != "in_progress" else []
@@ -90,23 +96,23 @@ class ResponseWriter(Blocks):
             return own | {"type": "custom_tool_call", "input": _input(text)}
         return own | {"type": "function_call", "arguments": text}
 
-    def _id(self, block: Block) -> str:
+    def _id(self, block: AnswerBlock) -> str:
         if block.kind == "call":
             return f"{'ctc' if self._toolbox.called(block.name).is_custom else 'fc'}_{block.key}"
         return f"{'rs' if block.kind == 'thinking' else 'msg'}_{block.key}"
 
-    def _part(self, block: Block, text: str) -> Json:
+    def _part(self, block: AnswerBlock, text: str) -> Json:
         if block.kind == "text":
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {"type": "summary_text" if self._as_summary else "reasoning_text", "text": text}
 
-    def _of_part(self, block: Block, what: str, text: str) -> Json:
+    def _of_part(self, block: AnswerBlock, what: str, text: str) -> Json:
         """Return the event of an item's part: one per item, none for a call."""
         is_summary = block.kind == "thinking" and self._as_summary
         name = "reasoning_summary_part" if is_summary else "content_part"
         return self._of(block, f"response.{name}.{what}", part=self._part(block, text))
 
-    def _of_text(self, block: Block, what: str, **own: Any) -> Json:
+    def _of_text(self, block: AnswerBlock, what: str, **own: Any) -> Json:
         """Return the event of a text in an item."""
         if block.kind == "call":
             is_custom = self._toolbox.called(block.name).is_custom
@@ -117,7 +123,7 @@ class ResponseWriter(Blocks):
             name = "reasoning_summary_text" if self._as_summary else "reasoning_text"
         return self._of(block, f"response.{name}.{what}", **own)
 
-    def _of(self, block: Block, kind: str, **own: Any) -> Json:
+    def _of(self, block: AnswerBlock, kind: str, **own: Any) -> Json:
         index = {"summary_index" if "summary" in kind else "content_index": 0}
         where = {"item_id": self._id(block), "output_index": block.index}
         return self._event(kind, **where, **({} if block.kind == "call" else index), **own)

@@ -39,20 +39,20 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-class Allowed(BaseModel):
+class AllowedTools(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True)]
 
 
-class AllowedTools(BaseModel):
+class AllowedToolChoice(BaseModel):
     """A choice among some of the tools; the model only sees these."""
 
     model_config = ConfigDict(extra="allow")
 
     type: Literal["allowed_tools"]
-    allowed_tools: Allowed
+    allowed_tools: AllowedTools
 
     @property
     def names(self) -> list[str]:
@@ -66,7 +66,7 @@ class CalledFunction(BaseModel):
     arguments: str | dict[str, Any] | None = Field(None, description="JSON")
 
 
-class Called(BaseModel):
+class ToolCall(BaseModel):
     """A call in an assistant's message."""
 
     model_config = ConfigDict(extra="allow")

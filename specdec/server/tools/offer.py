@@ -12,12 +12,12 @@ from pydantic_core import PydanticCustomError
 from specdec.config.json_schema import unread
 from specdec.config.structured import LONGEST, Structure
 from specdec.server.failures import Failure
-from specdec.server.tools.bodies import AllowedTools, NamedTool, Tool
-from specdec.text.answers.calls import CallFormat, Calls
+from specdec.server.tools.bodies import AllowedToolChoice, NamedTool, Tool
+from specdec.text.answers.calls import CallFormat, ToolCallReader
 from specdec.text.answers.formats import CALL_FORMATS
 from specdec.text.grammar.child import BLANKS
 
-Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+Choice = Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice
 
 
 def _whole_choice(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
@@ -36,7 +36,7 @@ GivenChoice = Annotated[Choice, WrapValidator(_whole_choice)]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ToolOffer:
     """The tools of one chat and the model's call format."""
 
     tools: tuple[Tool, ...]
@@ -52,15 +52,15 @@ class Offer:
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     @property
-    def calls(self) -> Calls:
+    def calls(self) -> ToolCallReader:
         """Return the calls an answer may contain."""
         own = (tool.function for tool in self.tools)
-        return Calls(self.form, {function.name: function.parameters or {} for function in own})
+        return ToolCallReader(self.form, {function.name: function.parameters or {} for function in own})
 
 
 def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:
     """Return the tool fields ignored because the template takes no tools and none is required."""
-    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
     if told or not tools or mode not in (None, "auto"):
         return []
     return ["tools", *(["tool_choice"] if choice else [])]
@@ -73,12 +73,12 @@ def make_offer(
     parallel: bool,
     form: CallFormat | None,
     told: bool = True,
-) -> Offer | None:
+) -> ToolOffer | None:
     """Return the tools that a chat may call, or None. If the template takes no tools, it answers in text."""
     _check_names(tools or [])
     if untold(tools, choice, told=told):
         return None
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, AllowedToolChoice):
         tools, choice = _named(tools or [], choice.names), choice.allowed_tools.mode
     if choice == "none" or (not tools and choice in (None, "auto")):
         return None
@@ -96,7 +96,7 @@ def make_offer(
         structure = force(tools, form, several=parallel)
     elif isinstance(choice, NamedTool):
         structure = force(_named(tools, [choice.function.name]), form, several=False)
-    return Offer(tuple(tools), form, parallel, structure)
+    return ToolOffer(tuple(tools), form, parallel, structure)
 
 
 def _named(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:

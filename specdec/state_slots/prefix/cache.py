@@ -8,9 +8,9 @@ from torch import Tensor
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.pinned import sent
 from specdec.state_slots.prefix.integrity import prove
-from specdec.state_slots.prefix.lease import Hit, Lease
+from specdec.state_slots.prefix.lease import PrefixHit, PrefixLease
 from specdec.state_slots.prefix.tiers import Tier
-from specdec.state_slots.prefix.tree import Ids, Node
+from specdec.state_slots.prefix.tree import Ids, PrefixNode
 
 Tokens = Sequence[int] | Ids
 
@@ -31,7 +31,7 @@ class PrefixCache(Tier):
 
     def lease(
         self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = (), turns: Sequence[int] = ()
-    ) -> Lease:
+    ) -> PrefixLease:
         """Find the longest cached prefix of a prompt, and pin it until `lend` or `leave`.
 
         The last token is always computed: sampling needs its logits. `turns` are the lengths at which a
@@ -54,7 +54,9 @@ class PrefixCache(Tier):
             stops.add(parting)
         shared = private // self.tree.size if self.tree.pages else 0
         guesses = self._guesses(length, len(tokens), turns)
-        return Lease(tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens), guesses)
+        return PrefixLease(
+            tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens), guesses
+        )
 
     def _guesses(self, length: int, count: int, turns: Sequence[int]) -> tuple[int, ...]:
         """Return guess lengths: the ends of the first and (if close) last turn, and all but the last token.
@@ -71,7 +73,7 @@ class PrefixCache(Tier):
                 chosen.append(end)
         return tuple(chosen)
 
-    def lend(self, owner: Hashable, lease: Lease, state: int | None) -> Hit:
+    def lend(self, owner: Hashable, lease: PrefixLease, state: int | None) -> PrefixHit:
         """Give a request shared blocks, and copies of the state and of blocks that it will write."""
         length, store = lease.length, lease.store
         shared = self.tree.table(lease.tip, lease.shared * self.tree.size)
@@ -98,9 +100,9 @@ class PrefixCache(Tier):
         store._touch(lease.found)
         store.guesses.discard(lease.found)
         hidden_1D = sent(lease.found.hidden_1D, self.arena.data.device) if self._states else None
-        return Hit(length, [*shared, *copies], hidden_1D, fetched)
+        return PrefixHit(length, [*shared, *copies], hidden_1D, fetched)
 
-    def leave(self, lease: Lease) -> None:
+    def leave(self, lease: PrefixLease) -> None:
         """Release a lease's locks or pins."""
         if lease.lent:
             lease.tip.locks -= 1
@@ -109,12 +111,12 @@ class PrefixCache(Tier):
         for tree, node in ((self.tree, lease.tip), (lease.store.tree, lease.found)):
             tree.prune(node)
 
-    def cut(self, lease: Lease, since: int) -> None:
+    def cut(self, lease: PrefixLease, since: int) -> None:
         """Remove a request's computed tokens beyond a length, and every prefix that continues them."""
         if self.tree.holds(lease.tip):  # else it was removed with another's
             self.remove(lease.tenant, self.tree.spelled(lease.tip), since)
 
-    def note(self, lease: Lease, tokens: Tokens, table: Sequence[int]) -> Node:
+    def note(self, lease: PrefixLease, tokens: Tokens, table: Sequence[int]) -> PrefixNode:
         """Insert a request's computed prefix; the tree shares its blocks from now on."""
         node, known = self._insert(lease.tenant, as_ids(tokens), list(table))
         if known < len(tokens) and lease.own is None:
@@ -143,14 +145,16 @@ class PrefixCache(Tier):
         if state is not None:
             self.keep(node, owner, state, hidden_1D)
 
-    def keep_copy(self, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
+    def keep_copy(self, node: PrefixNode, state: int | None, hidden_1D: Tensor | None) -> None:
         """Cache a copy of a running request's state at a node, if memory is free."""
         self.guesses.discard(node)
         if state is None or node.state is not None:
             return
         self._copy_in(node, self, state, hidden_1D)
 
-    def keep_chunk(self, lease: Lease, node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
+    def keep_chunk(
+        self, lease: PrefixLease, node: PrefixNode, state: int | None, hidden_1D: Tensor | None
+    ) -> None:
         """Cache a copy of the state at the end of a prompt's chunk.
 
         Unless requested it is a guess: it only takes free memory, or that of an older guess.
@@ -164,18 +168,18 @@ class PrefixCache(Tier):
             if node.state is not None:
                 self.guesses.add(node)
 
-    def keep(self, node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
+    def keep(self, node: PrefixNode, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
         """Move a state that its owner no longer needs to the node, unless the node has one."""
         if node.state is None:
             self.arena.hand_over_state(owner, node, state)
             self._keep(node, state, hidden_1D)
         self.guesses.discard(node)
 
-    def _unpin(self, lease: Lease) -> None:
+    def _unpin(self, lease: PrefixLease) -> None:
         self.tree.pinned.remove(lease.tip)
         lease.store.tree.pinned.remove(lease.found)
 
-    def check(self, leases: Iterable[Lease] = (), others: Iterable[Hashable] = ()) -> None:
+    def check(self, leases: Iterable[PrefixLease] = (), others: Iterable[Hashable] = ()) -> None:
         """Check that each tree and its arena agree; `leases` and `others` are running requests."""
         trees = [self.tree] if self.lower is None else [self.tree, self.lower.tree]
         prove(trees, leases, others)

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 from specdec.state_slots.integrity import IntegrityError
-from specdec.state_slots.prefix.lease import Lease
-from specdec.state_slots.prefix.tree import Node, Tree
+from specdec.state_slots.prefix.lease import PrefixLease
+from specdec.state_slots.prefix.tree import PrefixNode, PrefixTree
 
 
-def prove(trees: Sequence[Tree], leases: Iterable[Lease], others: Iterable[Hashable]) -> None:
+def prove(trees: Sequence[PrefixTree], leases: Iterable[PrefixLease], others: Iterable[Hashable]) -> None:
     """Check that trees own their slots; in the upper arena only `others` own any besides.
 
     `leases` are those of running requests: nothing else may lock or pin a node.
@@ -22,7 +22,7 @@ def prove(trees: Sequence[Tree], leases: Iterable[Lease], others: Iterable[Hasha
     _check_leases(nodes, pinned, [lease for lease in leases if upper.holds(lease.tip)])
 
 
-def _check_tree(tree: Tree, others: Iterable[Hashable] = ()) -> None:
+def _check_tree(tree: PrefixTree, others: Iterable[Hashable] = ()) -> None:
     nodes = list(tree.nodes())
     for node in nodes:
         assert node.parent
@@ -35,7 +35,9 @@ def _check_tree(tree: Tree, others: Iterable[Hashable] = ()) -> None:
     tree.arena.check_owners([*others, *nodes])
 
 
-def _check_leases(nodes: Sequence[Node], pinned: Sequence[Node], leases: Sequence[Lease]) -> None:
+def _check_leases(
+    nodes: Sequence[PrefixNode], pinned: Sequence[PrefixNode], leases: Sequence[PrefixLease]
+) -> None:
     """Check that each lock and pin belongs to a lease, and that leases refer to nodes of a tree."""
     locks = Counter(lease.tip for lease in leases if lease.lent)
     pins = Counter(node for lease in leases if not lease.lent for node in (lease.tip, lease.found))

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from specdec.config.tenant import Tenant
 from specdec.state_slots.prefix.tiers import Tier
-from specdec.state_slots.prefix.tree import Node
+from specdec.state_slots.prefix.tree import PrefixNode
 
 
 @dataclass(slots=True)
-class Lease:
+class PrefixLease:
     """One request's lock on a cached prefix, from its admission to its end."""
 
     tenant: Tenant
-    tip: Node
+    tip: PrefixNode
     """The node that it continues, as far as blocks can be shared."""
     shared: int
     """Blocks that it shares by reference and never writes."""
@@ -24,7 +24,7 @@ class Lease:
     stops: tuple[int, ...]
     """Ascending lengths at which prefill must end a chunk so that the state can be cached."""
     store: Tier
-    found: Node
+    found: PrefixNode
     """Node of `store` with the state at that length and the blocks to copy."""
     asked: int
     """Tokens of the prompt that was looked up."""
@@ -46,7 +46,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class PrefixHit:
     """A request's initial memory, all copied or shared by reference."""
 
     length: int

@@ -17,7 +17,7 @@ UNREAD = 64
 """Maximum copies with pending times; older ones are dropped."""
 
 
-class Mark(Protocol):
+class TimeMark(Protocol):
     """A point in a device's order of work, possibly still pending."""
 
     def passed(self) -> bool: ...
@@ -52,30 +52,30 @@ class DeviceMark:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-def mark(*arenas: Arena) -> Mark:
+def mark(*arenas: Arena) -> TimeMark:
     """Return a mark at the current point of the device that copies between these arenas."""
     device = next((arena.data.device for arena in arenas if arena.data.is_cuda), None)
     return DeviceMark(device) if device else HostMark()
 
 
-class Copied(NamedTuple):
+class TierCopy(NamedTuple):
     """A copy between two tiers, possibly in flight."""
 
-    start: Mark
-    end: Mark
+    start: TimeMark
+    end: TimeMark
     num_bytes: int
 
 
-class Rates:
+class TierRates:
     """Rates of copies in either direction and of prefill-only steps, measured in operation.
 
     Copies are started without waiting: all work on either tier's memory is in one stream, in order. A copy's
     time is read once it has finished.
     """
 
-    def __init__(self, mark: Callable[..., Mark] = mark) -> None:
+    def __init__(self, mark: Callable[..., TimeMark] = mark) -> None:
         self._mark = mark
-        self._begun: deque[Copied] = deque(maxlen=UNREAD)
+        self._begun: deque[TierCopy] = deque(maxlen=UNREAD)
         self._copied_s: float | None = None
         self.read_s: float | None = None
         """Seconds per model operation in prefill."""
@@ -119,7 +119,7 @@ class Rates:
             other_X.copy_(own_X, non_blocking=True)
         if start:
             copied = sum(own_X.numel() for own_X, _ in pairs)
-            self._begun.append(Copied(start, self._mark(source, to), copied))
+            self._begun.append(TierCopy(start, self._mark(source, to), copied))
 
 
 def _mean(before: float | None, now: float) -> float:

@@ -8,24 +8,24 @@ from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.lease import Lease
+from specdec.state_slots.prefix.lease import PrefixLease
 from specdec.state_slots.prefix.score import Score, Work
 from specdec.state_slots.prefix.tree import Ids
 
 
 @dataclass(slots=True)
-class Live:
+class ReplayedRequest:
     """A request between its admission and its end."""
 
     number: int
-    lease: Lease
+    lease: PrefixLease
     table: list[int]
     state: int | None
     hit: int
     """Cached tokens of its prompt."""
 
 
-class Replay:
+class CacheReplay:
     """A cache and an arena on the `meta` device, used as a scheduler uses them.
 
     A request is admitted, prefilled at once, and ended; calls for several requests may interleave.
@@ -47,7 +47,7 @@ class Replay:
         self.cache = PrefixCache(self.arena, self.score, has_head=has_head)
         self._admitted = 0
 
-    def admit(self, prompt: Ids, output: int, tenant: Tenant = SOLE) -> Live | None:
+    def admit(self, prompt: Ids, output: int, tenant: Tenant = SOLE) -> ReplayedRequest | None:
         """Admit a request with `output` output tokens; None if its memory does not fit now."""
         arena, cache = self.arena, self.cache
         lease = cache.lease(prompt, tenant)
@@ -62,9 +62,9 @@ class Replay:
         hit = cache.lend(number, lease, state)
         own = arena.take_blocks(number, blocks - len(hit.blocks))
         assert own is not None, "they were counted"
-        return Live(number, lease, [*hit.blocks, *own], state, hit.length)
+        return ReplayedRequest(number, lease, [*hit.blocks, *own], state, hit.length)
 
-    def read(self, live: Live, prompt: Ids) -> None:
+    def read(self, live: ReplayedRequest, prompt: Ids) -> None:
         """Prefill a prompt: share its blocks, and cache the requested states on the way."""
         at = live.hit
         while at < len(prompt):
@@ -73,7 +73,7 @@ class Replay:
             node = self.cache.note(live.lease, prompt[:at], live.table)
             self.cache.keep_chunk(live.lease, node, live.state, None)
 
-    def end(self, live: Live, whole: Ids) -> None:
+    def end(self, live: ReplayedRequest, whole: Ids) -> None:
         """End a request: cache its state and all its tokens except the last one."""
         node = self.cache.note(live.lease, whole[:-1], live.table)
         if live.state is not None:

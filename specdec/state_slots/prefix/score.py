@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.prefix.tree import Node
+from specdec.state_slots.prefix.tree import PrefixNode
 
 Work = Callable[[int], float]
 """Returns the FLOPs of prefilling a number of tokens from the first on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class NodeGain:
     """A node's value: the work it saves relative to the next state above it, and its bytes."""
 
     work: float
@@ -34,22 +34,22 @@ class Score:
     def __init__(self, layout: Layout, work: Work, alpha: float = 0.0) -> None:
         self.layout, self.work, self.alpha = layout, work, alpha
 
-    def held(self, node: Node) -> int:
+    def held(self, node: PrefixNode) -> int:
         """Return a node's bytes."""
         state = self.layout.slab_bytes if node.state is not None else 0
         return len(node.blocks) * self.layout.block_bytes + state
 
-    def gain(self, node: Node) -> Gain:
+    def gain(self, node: PrefixNode) -> NodeGain:
         held = len(node.blocks) * self.layout.block_bytes if not node.children else 0
         if node.state is None and self.layout.states:
-            return Gain(0.0, held)
+            return NodeGain(0.0, held)
         above = node.parent
         while above and not above.is_root and above.state is None and self.layout.states:
             above = above.parent
         state = self.layout.slab_bytes if node.state is not None else 0
-        return Gain(self.work(node.end) - self.work(above.end if above else 0), held + state)
+        return NodeGain(self.work(node.end) - self.work(above.end if above else 0), held + state)
 
-    def of_largest(self, nodes: list[Node], kept: Iterable[Node]) -> list[Node]:
+    def of_largest(self, nodes: list[PrefixNode], kept: Iterable[PrefixNode]) -> list[PrefixNode]:
         """Return the nodes of the caller with the most cached bytes, so that no other loses its fair share.
 
         Ties go to the caller of the least recently used node.
@@ -66,7 +66,7 @@ class Score:
         largest = max(held, key=lambda caller: (held[caller], -oldest[caller]))
         return [node for node in nodes if node.tenant.caller == largest]
 
-    def order(self, nodes: Sequence[Node]) -> list[Node]:
+    def order(self, nodes: Sequence[PrefixNode]) -> list[PrefixNode]:
         """Return the nodes in the order of eviction."""
         alpha = self.alpha
         if not alpha:

@@ -11,17 +11,17 @@ from torch import Tensor
 from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.pinned import sent
-from specdec.state_slots.prefix.guesses import Guesses
-from specdec.state_slots.prefix.rates import Rates
+from specdec.state_slots.prefix.rates import TierRates
 from specdec.state_slots.prefix.score import Score
-from specdec.state_slots.prefix.tree import Ids, Node, Tree
+from specdec.state_slots.prefix.tree import Ids, PrefixNode, PrefixTree
+from specdec.state_slots.prefix.unused_states import UnusedStates
 
 MOVING = "moving"
 """The lower tier's owner of blocks that are being copied into it."""
 
 
 @dataclass(slots=True)
-class Counts:
+class TierCounts:
     """Totals since the start, in prompt tokens, nodes and blocks."""
 
     asked: int = 0
@@ -41,18 +41,18 @@ class Tier:
 
     def __init__(self, arena: Arena, score: Score, *, has_head: bool, lower: "Tier | None" = None) -> None:
         self.arena, self.score, self.has_head, self.lower = arena, score, has_head, lower
-        self.tree = Tree(arena, has_head=has_head)
-        self.counts = Counts()
-        self.rates: Rates = lower.rates if lower else Rates()
+        self.tree = PrefixTree(arena, has_head=has_head)
+        self.counts = TierCounts()
+        self.rates: TierRates = lower.rates if lower else TierRates()
         self._states = bool(arena.layout.states)
         self._now = 0
-        self.guesses = Guesses()
+        self.guesses = UnusedStates()
         """Evicted before all other nodes, and never copied to the lower tier."""
-        self._order: list[tuple[Node, int]] = []
+        self._order: list[tuple[PrefixNode, int]] = []
         """Nodes to evict, the next one last, each with its `used` when the order was made."""
         arena.attach_evictor(self)
 
-    def usable(self, node: Node, known: int) -> tuple[Node, int]:
+    def usable(self, node: PrefixNode, known: int) -> tuple[PrefixNode, int]:
         """Return the longest prefix on a node's path that a request can continue, and its length."""
         if not self._states:
             # A draft head needs the last token's hidden state, which requires a forward pass of that token.
@@ -64,7 +64,7 @@ class Tier:
             node = node.parent
         return node, node.end
 
-    def below(self, tenant: Tenant, ids: Ids, length: int, rates: Rates) -> tuple[Node, int] | None:
+    def below(self, tenant: Tenant, ids: Ids, length: int, rates: TierRates) -> tuple[PrefixNode, int] | None:
         """Return a longer cache hit than `length`, if copying it takes less time than prefilling it."""
         found, deeper = self.usable(*self.tree.walk(tenant, ids))
         if deeper <= length:
@@ -73,7 +73,7 @@ class Tier:
         copied = layout.state_bytes + layout.blocks_for(deeper - length) * layout.block_bytes
         return (found, deeper) if rates.pays(copied, work(deeper) - work(length)) else None
 
-    def _insert(self, tenant: Tenant, ids: Ids, table: list[int]) -> tuple[Node, int]:
+    def _insert(self, tenant: Tenant, ids: Ids, table: list[int]) -> tuple[PrefixNode, int]:
         """Return the node of a prefix, created if needed, and how many of its tokens were cached before."""
         self.tree.root(tenant)
         node, at = self.tree.walk(tenant, ids)
@@ -101,7 +101,7 @@ class Tier:
         blocks = {block for node in self.tree.pinned for block in self.tree.table(node, node.end)}
         return blocks, {node.state for node in self.tree.pinned if node.state is not None}
 
-    def take_over(self, upper: "Tier", node: Node) -> None:
+    def take_over(self, upper: "Tier", node: PrefixNode) -> None:
         """Copy a node that the tier above evicts, as far as memory allows."""
         tenant, ids = node.tenant, upper.tree.spelled(node)
         deepest, known = self.tree.walk(tenant, ids)
@@ -125,7 +125,7 @@ class Tier:
             for source, to in zip(sources, blocks, strict=True):
                 pairs.append((upper.arena.block_bytes_X(source), self.arena.block_bytes_X(to)))
 
-    def _copy_in(self, node: Node, store: "Tier", state: int, hidden_1D: Tensor | None) -> None:
+    def _copy_in(self, node: PrefixNode, store: "Tier", state: int, hidden_1D: Tensor | None) -> None:
         self.tree.pinned.append(node)  # freeing memory for its state must not evict the node itself
         slots = self.arena.take_snapshots(node, 1)
         self.tree.pinned.remove(node)
@@ -134,7 +134,7 @@ class Tier:
                 pairs.append((store.arena.state_bytes_X(state), self.arena.state_bytes_X(slots[0])))
             self._keep(node, slots[0], hidden_1D)
 
-    def _keep(self, node: Node, state: int, hidden_1D: Tensor | None) -> None:
+    def _keep(self, node: PrefixNode, state: int, hidden_1D: Tensor | None) -> None:
         node.state, node.hidden_1D = state, hidden_1D
         self.counts.states_kept += 1
 
@@ -161,7 +161,7 @@ class Tier:
             self.guesses.discard(node)
         return False
 
-    def _next(self, *, anew: bool = False) -> Node | None:
+    def _next(self, *, anew: bool = False) -> PrefixNode | None:
         """Return the node to evict next; one order is used for an eighth of its candidates.
 
         One eviction changes little in the others' scores, and nodes used since then are skipped.
@@ -201,7 +201,7 @@ class Tier:
             self.lower.arena.forget()
             self.lower.forget()
 
-    def _is_evictable(self, node: Node, caller: str | None = None) -> bool:
+    def _is_evictable(self, node: PrefixNode, caller: str | None = None) -> bool:
         """Return whether evicting a node frees anything: its state, or all of it if it is a leaf."""
         if caller is not None and node.tenant.caller != caller:
             return False
@@ -209,7 +209,7 @@ class Tier:
             return False
         return node.state is not None or not (node.children or node.locks)
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: PrefixNode) -> None:
         """Free a node's state, and the node itself if it is a leaf; an only child inherits its blocks."""
         is_guess = self.guesses.discard(node)
         if self.lower and not is_guess and (node.state is not None or not self._states):
@@ -236,6 +236,6 @@ class Tier:
         elif not parent.children:
             self._evict(parent)
 
-    def _touch(self, node: Node) -> None:
+    def _touch(self, node: PrefixNode) -> None:
         self._now += 1
         node.used = self._now

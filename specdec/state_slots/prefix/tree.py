@@ -22,16 +22,16 @@ NO_IDS: Ids = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Node(Evictable):
+class PrefixNode(Evictable):
     """One prefix. It is the owner of its slots in the arena."""
 
     tenant: Tenant
-    parent: "Node | None"
+    parent: "PrefixNode | None"
     edge: Ids
     end: int
     blocks: list[int] = field(default_factory=list)
     """From the block in which the parent ends to the one in which it ends itself."""
-    children: dict[int, "Node"] = field(default_factory=dict)
+    children: dict[int, "PrefixNode"] = field(default_factory=dict)
     """By the first token of their edges."""
     state: int | None = None
     hidden_1D: Tensor | None = None
@@ -52,7 +52,7 @@ class Node(Evictable):
     def is_root(self) -> bool:
         return self.parent is None
 
-    def path(self) -> list["Node"]:
+    def path(self) -> list["PrefixNode"]:
         """Return the nodes from below the root to this one."""
         nodes = []
         node = self
@@ -61,7 +61,7 @@ class Node(Evictable):
             node = node.parent
         return nodes[::-1]
 
-    def below(self) -> Iterator["Node"]:
+    def below(self) -> Iterator["PrefixNode"]:
         """Yield this node and all below it."""
         left = [self]
         while left:
@@ -70,37 +70,37 @@ class Node(Evictable):
             left += node.children.values()
 
 
-class Tree:
+class PrefixTree:
     """The prefixes of each tenant, kept consistent with the arena's ownership."""
 
     def __init__(self, arena: Arena, *, has_head: bool = False) -> None:
         self.arena, self.size, self.before = arena, arena.layout.block_tokens, int(has_head)
         self.pages = bool(arena.layout.kv)
-        self.roots: dict[Tenant, Node] = {}
-        self.pinned: list[Node] = []
+        self.roots: dict[Tenant, PrefixNode] = {}
+        self.pinned: list[PrefixNode] = []
         """Nodes whose blocks and states a lease is about to copy, once per lease."""
 
-    def root(self, tenant: Tenant) -> Node:
+    def root(self, tenant: Tenant) -> PrefixNode:
         """Return the root of a tenant's tree; create it if needed."""
-        return self.roots.setdefault(tenant, Node(tenant, None, NO_IDS, 0))
+        return self.roots.setdefault(tenant, PrefixNode(tenant, None, NO_IDS, 0))
 
-    def prune(self, node: Node) -> None:
+    def prune(self, node: PrefixNode) -> None:
         """Remove a tenant without prefixes, unless a request holds its root."""
         is_used = node.children or node.locks or node in self.pinned
         if self.roots.get(node.tenant) is node and not is_used:
             del self.roots[node.tenant]
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[PrefixNode]:
         """Yield every node except the roots."""
         for root in self.roots.values():
             yield from (node for node in root.below() if not node.is_root)
 
-    def walk(self, tenant: Tenant, ids: Ids) -> tuple[Node, int]:
+    def walk(self, tenant: Tenant, ids: Ids) -> tuple[PrefixNode, int]:
         """Return the node on whose edge the longest cached prefix of these tokens ends, and its length.
 
         For a tenant without prefixes this is a root outside the tree.
         """
-        node, at = self.roots.get(tenant) or Node(tenant, None, NO_IDS, 0), 0
+        node, at = self.roots.get(tenant) or PrefixNode(tenant, None, NO_IDS, 0), 0
         while at < len(ids) and (child := node.children.get(int(ids[at]))):
             node = child
             known = common(child.edge, ids[at:])
@@ -109,7 +109,7 @@ class Tree:
                 break
         return node, at
 
-    def spelled(self, node: Node) -> Ids:
+    def spelled(self, node: PrefixNode) -> Ids:
         """Return a node's tokens from the root on."""
         return np.concatenate([NO_IDS, *(own.edge for own in node.path())])
 
@@ -117,18 +117,18 @@ class Tree:
         """Return the table index of the first block of a node that starts at a token."""
         return max(start - self.before, 0) // self.size
 
-    def table(self, node: Node, length: int) -> list[int]:
+    def table(self, node: PrefixNode, length: int) -> list[int]:
         """Return the blocks of a prefix that ends on a node's edge."""
         blocks: list[int] = []
         for own in node.path() if self.pages else ():
             blocks[self.first(own.start) :] = own.blocks
         return blocks[: -(-length // self.size)]
 
-    def reach(self, node: Node, at: int) -> Node:
+    def reach(self, node: PrefixNode, at: int) -> PrefixNode:
         """Return a node that ends at a position on a node's edge, splitting it if needed."""
         return node if at == node.end else self._split(node, at)
 
-    def grow(self, node: Node, ids: Ids, table: list[int]) -> Node:
+    def grow(self, node: PrefixNode, ids: Ids, table: list[int]) -> PrefixNode:
         """Extend a node: `ids` and `table` are those of the whole prefix.
 
         A leaf without a state becomes longer; any other node gets a child.
@@ -142,13 +142,13 @@ class Tree:
             node.blocks += new
             node.edge, node.end = np.concatenate([node.edge, edge]), end
             return node
-        child = Node(node.tenant, node, edge.copy(), end)
+        child = PrefixNode(node.tenant, node, edge.copy(), end)
         child.blocks = blocks
         self._hold(child, blocks)
         node.children[int(edge[0])] = child
         return child
 
-    def drop(self, node: Node) -> None:
+    def drop(self, node: PrefixNode) -> None:
         """Remove a leaf and release its slots."""
         assert node.parent and not node.children
         del node.parent.children[int(node.edge[0])]
@@ -156,12 +156,12 @@ class Tree:
         self.prune(node.parent)
         node.parent = None
 
-    def holds(self, node: Node) -> bool:
+    def holds(self, node: PrefixNode) -> bool:
         """Return whether a node is in the tree, not on a removed branch."""
         path = node.path()
         return all(own.parent and own.parent.children.get(int(own.edge[0])) is own for own in path)
 
-    def cut(self, node: Node) -> None:
+    def cut(self, node: PrefixNode) -> None:
         """Remove a node and all below it."""
         assert node.parent
         del node.parent.children[int(node.edge[0])]
@@ -169,7 +169,7 @@ class Tree:
             self.arena.release_owner(own)
             own.state = own.hidden_1D = None
 
-    def join(self, node: Node) -> Node:
+    def join(self, node: PrefixNode) -> PrefixNode:
         """Merge a node with one child and no state into that child, which inherits its blocks."""
         (child,) = node.children.values()
         assert node.parent and node.state is None
@@ -182,18 +182,18 @@ class Tree:
         child.parent, node.parent = node.parent, None
         return child
 
-    def _may_grow(self, node: Node, table: list[int]) -> bool:
+    def _may_grow(self, node: PrefixNode, table: list[int]) -> bool:
         """Return whether a node is a leaf without a state, and `table` continues in its last block."""
         if node.is_root or node.children or node.state is not None:
             return False
         return not self.pages or table[(node.end - 1) // self.size] == node.blocks[-1]
 
-    def _split(self, node: Node, at: int) -> Node:
+    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Split an edge; return the new upper node. The lower part remains the original node."""
         parent = node.parent
         assert parent and node.start < at < node.end
         count = at - node.start
-        upper = Node(node.tenant, parent, node.edge[:count].copy(), at)
+        upper = PrefixNode(node.tenant, parent, node.edge[:count].copy(), at)
         first = self.first(node.start)
         if self.pages:
             upper.blocks = node.blocks[: (at - 1) // self.size + 1 - first]
@@ -207,7 +207,7 @@ class Tree:
         upper.children[int(node.edge[0])] = node
         return upper
 
-    def _hold(self, node: Node, blocks: list[int]) -> None:
+    def _hold(self, node: PrefixNode, blocks: list[int]) -> None:
         for block in blocks:
             self.arena.share_block(node, block)
 
@@ -215,7 +215,7 @@ class Tree:
 def move_blocks(moved: Mapping[int, int], owners: Set[Owner]) -> None:
     """Update the block ids of owners that are nodes after blocks have moved."""
     for node in owners:
-        if isinstance(node, Node):
+        if isinstance(node, PrefixNode):
             node.blocks = [moved.get(block, block) for block in node.blocks]
 
 

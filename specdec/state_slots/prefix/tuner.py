@@ -17,7 +17,7 @@ import numpy as np
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.prefix.cache import Tokens
-from specdec.state_slots.prefix.replay import Replay
+from specdec.state_slots.prefix.replay import CacheReplay
 from specdec.state_slots.prefix.score import Work
 from specdec.state_slots.prefix.tree import Ids
 
@@ -45,7 +45,7 @@ class Trial:
     """One value, the simulated cache that uses it, and its recent hits."""
 
     alpha: float
-    replay: Replay
+    replay: CacheReplay
     hits: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
@@ -72,7 +72,7 @@ class Tuner:
         self.left_out = 0
         """Requests dropped because the queue was full."""
         self.trials = [
-            Trial(alpha, Replay(own, num_bytes, work, alpha=alpha, has_head=has_head)) for alpha in grid
+            Trial(alpha, CacheReplay(own, num_bytes, work, alpha=alpha, has_head=has_head)) for alpha in grid
         ]
         self._waiting: deque[tuple[Ids, Ids, Tenant]] = deque()
         self._tokens = 0

@@ -10,8 +10,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from specdec.errors import ConfigError
 from specdec.state_slots.layout import Layout
-from specdec.state_slots.transfer.cut import Cut
-from specdec.state_slots.transfer.parts import Part, Run, block_parts, common_runs, state_parts
+from specdec.state_slots.transfer.model_layout import ModelLayout
+from specdec.state_slots.transfer.rank_parts import ByteRun, RankUnits, block_parts, common_runs, state_parts
 
 MAX_ADDRESS = (1 << 63) - 1
 MAX_DESCRIPTORS = (1 << 31) - 1
@@ -26,7 +26,7 @@ class ArenaView:
     base: int
     """Address of its first byte."""
     num_bytes: int
-    cut: Cut
+    cut: ModelLayout
     tp: int
     rank: int
     device: int
@@ -74,7 +74,7 @@ def read_view(value: object) -> ArenaView:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class TransferPlan:
     """Descriptors of everything that a rank may read from one rank of a peer.
 
     A row (address, length, device, stride, count) represents `count` descriptors, one per block or state slot
@@ -115,7 +115,7 @@ class Plan:
         return np.concatenate(picked).astype(np.int32)
 
 
-def make_plans(local: ArenaView, remotes: Sequence[ArenaView]) -> dict[int, Plan]:
+def make_plans(local: ArenaView, remotes: Sequence[ArenaView]) -> dict[int, TransferPlan]:
     """Plan the local rank's reads from each rank of a peer that has data for it, by that rank.
 
     `remotes` are all ranks of the peer. Every byte of a slot except padding is read from one of them.
@@ -125,7 +125,7 @@ def make_plans(local: ArenaView, remotes: Sequence[ArenaView]) -> dict[int, Plan
     for remote in remotes:
         blocks, states = _runs(local, remote)
         if blocks or states:
-            plans[remote.rank] = Plan(
+            plans[remote.rank] = TransferPlan(
                 _rows(local, blocks, states, lambda run: run.ours),
                 _rows(remote, blocks, states, lambda run: run.theirs),
                 len(blocks),
@@ -153,29 +153,31 @@ def _check_peer(local: ArenaView, remotes: Sequence[ArenaView]) -> None:
         raise ConfigError(f"rank of the peer's arenas is {ranks}: each must be there once", field="rank")
 
 
-def _runs(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
+def _runs(local: ArenaView, remote: ArenaView) -> tuple[list[ByteRun], list[ByteRun]]:
     """Return the local rank's runs of a block, and of a state slot, of the remote one."""
     if local.tp == remote.tp:
         return _whole(local, remote)
 
-    def read(parts: Callable[[Cut, int, int], list[Part]]) -> list[Run]:
+    def read(parts: Callable[[ModelLayout, int, int], list[RankUnits]]) -> list[ByteRun]:
         ours, theirs = (parts(view.cut, view.tp, view.rank) for view in (local, remote))
         return common_runs(ours, theirs, local.rank)
 
     return read(block_parts), read(state_parts)
 
 
-def _whole(local: ArenaView, remote: ArenaView) -> tuple[list[Run], list[Run]]:
+def _whole(local: ArenaView, remote: ArenaView) -> tuple[list[ByteRun], list[ByteRun]]:
     """Return whole slots as one run, from the same rank if the rank counts are equal."""
     if local.rank != remote.rank:
         return [], []
     layout = local.cut.layout(local.tp)
-    blocks, states = ([Run(0, 0, size)] if size else [] for size in (layout.block_bytes, layout.state_bytes))
+    blocks, states = (
+        [ByteRun(0, 0, size)] if size else [] for size in (layout.block_bytes, layout.state_bytes)
+    )
     return blocks, states
 
 
 def _rows(
-    view: ArenaView, blocks: Sequence[Run], states: Sequence[Run], offset: Callable[[Run], int]
+    view: ArenaView, blocks: Sequence[ByteRun], states: Sequence[ByteRun], offset: Callable[[ByteRun], int]
 ) -> NDArray[np.int64]:
     """Return descriptor rows of these runs in every block, and in every state slot, of an arena."""
     layout = view.layout()

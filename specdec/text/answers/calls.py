@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specdec.text.answers.events import Arguments, Text
-from specdec.text.answers.source import MalformedCall, Reading, Source
+from specdec.text.answers.events import ArgumentsDelta, TextDelta
+from specdec.text.answers.source import MalformedCall, Reading, TextCursor
 
 UNFINISHED = re.compile(r"\s*[<\[][^<>\[\]\s]*\Z")
 """A tag that was cut off; within a call it is dropped."""
@@ -33,8 +33,8 @@ class CallFormat(Protocol):
     behind: str
     """Text before, between and after forced calls."""
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
-        """Parse a call from its opening to its end. Until its `Begin`, it may still turn out to be text."""
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
+        """Parse a call from its opening to its end. Before its `CallStart` it may turn out to be text."""
         ...
 
     def frame(self, name: str) -> tuple[str, str]:
@@ -43,21 +43,21 @@ class CallFormat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class ToolCallReader:
     """The call format of an answer and the functions' schemas."""
 
     form: CallFormat
     schemas: Schemas
 
 
-def read_calls(source: Source, calls: Calls) -> Reading[None]:
+def read_calls(source: TextCursor, calls: ToolCallReader) -> Reading[None]:
     """Separate text from calls. White space around a call belongs to it."""
     called = False
     while True:
         where, opening = source.seek(calls.form.openings)
         said = len(source.text[:where].rstrip())
         if said:
-            yield Text(source.take(said))
+            yield TextDelta(source.take(said))
             if calls.form.leads:
                 yield from read_text(source)
                 return
@@ -71,38 +71,38 @@ def read_calls(source: Source, calls: Calls) -> Reading[None]:
                     source.take(len(source.text))
             except MalformedCall:
                 source.reread += source.at
-                yield Text(source.take(where - said + len(opening)))
+                yield TextDelta(source.take(where - said + len(opening)))
                 called = False
                 if source.reread > MOST_REREAD:
                     yield from read_text(source)
                     return
         elif source.ended:
             if source.text.strip() or (source.text and not called):
-                yield Text(source.take(len(source.text)))
+                yield TextDelta(source.take(len(source.text)))
             return
         else:
             yield None
 
 
-def read_text(source: Source) -> Reading[None]:
+def read_text(source: TextCursor) -> Reading[None]:
     """Pass everything through as text."""
     while True:
         if source.text:
-            yield Text(source.take(len(source.text)))
+            yield TextDelta(source.take(len(source.text)))
         if source.ended:
             return
         yield None
 
 
-def stream_value(source: Source, closing: str) -> Reading[None]:
+def stream_value(source: TextCursor, closing: str) -> Reading[None]:
     """Stream the JSON of a call's arguments."""
     for piece in source.value(closing):
-        yield None if piece is None else Arguments(piece)
+        yield None if piece is None else ArgumentsDelta(piece)
         if piece is not None:
             source.settle()
 
 
-def close(source: Source, *closings: str) -> Reading[None]:
+def close(source: TextCursor, *closings: str) -> Reading[None]:
     """Consume the closings of a call that are present; leave other text in place."""
     for closing in closings:
         yield from source.space()

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from specdec.text.answers.calls import Schemas, close, stream_value
-from specdec.text.answers.events import Begin
+from specdec.text.answers.events import CallStart
 from specdec.text.answers.json_calls import read_several
 from specdec.text.answers.qwen3_coder import read_parameters
-from specdec.text.answers.source import Reading, Source, Waiting
+from specdec.text.answers.source import Reading, TextCursor, Waiting
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -35,7 +35,7 @@ class DeepSeek:
         self.sign, self._fenced = sign, fenced
         self.between = "\n" if fenced else ""
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(CALLS)
         yield from source.space()
         yield from read_several(source, lambda: _read_call(source), "")
@@ -60,7 +60,7 @@ class DeepSeekMarkup:
     leads = False
     before, between, behind = f"{BLOCK}\n", "\n", f"\n{BLOCK_END}"
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(BLOCK)
         yield from source.space()
         yield from read_several(source, lambda: _read_invoke(source), "")
@@ -70,7 +70,7 @@ class DeepSeekMarkup:
         return f'{INVOKE} name="{name}">\n', f"\n{INVOKE_END}"
 
 
-def _read_call(source: Source) -> Reading[None]:
+def _read_call(source: TextCursor) -> Reading[None]:
     yield from source.need(CALL)
     yield from source.space()
     name = yield from source.word()
@@ -83,21 +83,21 @@ def _read_call(source: Source) -> Reading[None]:
         yield from source.space()
     yield from source.need("{")
     source.take(source.at - 1)
-    yield Begin(name)
+    yield CallStart(name)
     yield from stream_value(source, CALL_END)
     yield from close(source, FENCE_END, CALL_END)
     if source.cut and FENCE_END.startswith(source.text.strip()):
         source.take(len(source.text))  # the fence was cut off
 
 
-def _read_invoke(source: Source) -> Reading[None]:
+def _read_invoke(source: TextCursor) -> Reading[None]:
     yield from source.need(INVOKE)
     name = yield from _attribute(source, "name")
     yield from source.need(">")
     yield from source.space()
     first = yield from source.need(PARAMETER, INVOKE_END, "{")
     source.take(source.at - len(first))
-    yield Begin(name)
+    yield CallStart(name)
     if first == "{":
         yield from stream_value(source, INVOKE_END)
     else:
@@ -105,7 +105,7 @@ def _read_invoke(source: Source) -> Reading[None]:
     yield from close(source, INVOKE_END)
 
 
-def _head(source: Source) -> Waiting[tuple[str, set[str]]]:
+def _head(source: TextCursor) -> Waiting[tuple[str, set[str]]]:
     """Parse a parameter's name, and whether its value is a string."""
     key = yield from _attribute(source, "name")
     text = yield from _attribute(source, "string")
@@ -113,7 +113,7 @@ def _head(source: Source) -> Waiting[tuple[str, set[str]]]:
     return key, {"string"} if text == "true" else OTHERS
 
 
-def _attribute(source: Source, name: str) -> Waiting[str]:
+def _attribute(source: TextCursor, name: str) -> Waiting[str]:
     yield from source.space()
     yield from source.need(f"{name}=")
     return (yield from source.string())

@@ -3,28 +3,28 @@
 from typing import NamedTuple
 
 
-class Thinking(NamedTuple):
+class ThinkingDelta(NamedTuple):
     """The next part of the thinking."""
 
     text: str
 
 
-class Text(NamedTuple):
+class TextDelta(NamedTuple):
     """The next part of the answer's text."""
 
     text: str
 
 
-class Begin(NamedTuple):
+class CallStart(NamedTuple):
     """A call begins."""
 
     name: str
 
 
-class Arguments(NamedTuple):
+class ArgumentsDelta(NamedTuple):
     """The next part of the call's arguments; the parts concatenate to JSON."""
 
     text: str
 
 
-Event = Thinking | Text | Begin | Arguments
+Event = ThinkingDelta | TextDelta | CallStart | ArgumentsDelta

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from specdec.text.answers.calls import Schemas, close
 from specdec.text.answers.json_calls import json_frame, read_object
-from specdec.text.answers.source import Reading, Source
+from specdec.text.answers.source import Reading, TextCursor
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -18,7 +18,7 @@ class Hermes:
     leads = False
     before, between, behind = "", "\n", ""
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(OPENING)
         yield from source.space()
         yield from read_object(source, CLOSING)

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 
 from specdec.text.answers.calls import Schemas, close, stream_value
-from specdec.text.answers.events import Arguments, Begin
-from specdec.text.answers.source import MalformedCall, Reading, Source, Waiting
+from specdec.text.answers.events import ArgumentsDelta, CallStart
+from specdec.text.answers.source import MalformedCall, Reading, TextCursor, Waiting
 
 
 class JsonList:
@@ -20,7 +20,7 @@ class JsonList:
         self.sign, self._closing = sign, closing
         self.before, self.behind = f"{openings[0]}[", f"]{closing}"
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(*self.openings)
         yield from source.space()
         yield from read_list(source)
@@ -40,7 +40,7 @@ class LeadingJson:
     leads = True
     before, between, behind = "", "; ", ""
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.match(self.openings[0])
         yield from source.space()
         yield from read_several(source, lambda: read_object(source, "", ("parameters", "arguments")), ";")
@@ -54,7 +54,7 @@ def json_frame(name: str, key: str) -> tuple[str, str]:
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ', "}"
 
 
-def read_several(source: Source, read: Callable[[], Reading[None]], between: str) -> Reading[None]:
+def read_several(source: TextCursor, read: Callable[[], Reading[None]], between: str) -> Reading[None]:
     """Parse consecutive calls. Only a failure of the first means that there is no call at all."""
     yield from read()
     while True:
@@ -72,7 +72,7 @@ def read_several(source: Source, read: Callable[[], Reading[None]], between: str
     source.at = 0
 
 
-def read_list(source: Source) -> Reading[None]:
+def read_list(source: TextCursor) -> Reading[None]:
     """Parse a list of calls, and its closing bracket if present."""
     yield from source.need("[")
     yield from source.space()
@@ -80,19 +80,19 @@ def read_list(source: Source) -> Reading[None]:
     yield from close(source, "]")
 
 
-def read_object(source: Source, closing: str, keys: Sequence[str] = ("arguments",)) -> Reading[None]:
+def read_object(source: TextCursor, closing: str, keys: Sequence[str] = ("arguments",)) -> Reading[None]:
     """Parse a call; arguments are streamed, and end at the closing tag at the latest."""
     name, arguments = yield from _head(source, closing, keys)
     source.settle()
-    yield Begin(name)
+    yield CallStart(name)
     if arguments is not None:
-        yield Arguments(arguments)
+        yield ArgumentsDelta(arguments)
         return
     yield from stream_value(source, closing)
     yield from _pass_rest(source)
 
 
-def _head(source: Source, closing: str, keys: Sequence[str]) -> Waiting[tuple[str, str | None]]:
+def _head(source: TextCursor, closing: str, keys: Sequence[str]) -> Waiting[tuple[str, str | None]]:
     """Parse a call up to its arguments if they are a trailing object; otherwise parse all of it."""
     name, arguments = "", ""
     yield from source.need("{")
@@ -117,7 +117,7 @@ def _head(source: Source, closing: str, keys: Sequence[str]) -> Waiting[tuple[st
             return name, arguments or "{}"
 
 
-def _whole(source: Source, closing: str) -> Waiting[str]:
+def _whole(source: TextCursor, closing: str) -> Waiting[str]:
     """Parse arguments that cannot be streamed: before the name, as a JSON string, or null."""
     if (yield from source.match("null")):
         return "{}"
@@ -137,7 +137,7 @@ def _whole(source: Source, closing: str) -> Waiting[str]:
     return text
 
 
-def _pass_rest(source: Source) -> Waiting[None]:
+def _pass_rest(source: TextCursor) -> Waiting[None]:
     """Consume the keys after the arguments, such as the call's id, and the end of the object."""
     yield from source.space()
     try:

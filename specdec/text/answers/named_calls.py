@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 
 from specdec.text.answers.calls import Schemas, close, stream_value
-from specdec.text.answers.events import Begin
+from specdec.text.answers.events import CallStart
 from specdec.text.answers.json_calls import read_list, read_several
-from specdec.text.answers.source import Reading, Source
+from specdec.text.answers.source import Reading, TextCursor
 
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -23,7 +23,7 @@ class Mistral:
     leads = False
     before, between, behind = "", "", ""
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(CALLS)
         yield from source.space()
         if (yield from source.sees("[")):
@@ -36,7 +36,7 @@ class Mistral:
         yield from source.space()
         yield from source.need("{")
         source.take(source.at - 1)
-        yield Begin(name)
+        yield CallStart(name)
         yield from stream_value(source, "")
 
     def frame(self, name: str) -> tuple[str, str]:
@@ -55,7 +55,7 @@ class Kimi:
     leads = False
     before, between, behind = SECTION, "", SECTION_END
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(SECTION)
         yield from source.space()
         yield from read_several(source, lambda: _read_kimi(source), "")
@@ -65,7 +65,7 @@ class Kimi:
         return f"{CALL}functions.{name}:0{ARGUMENT}", CALL_END
 
 
-def _read_kimi(source: Source) -> Reading[None]:
+def _read_kimi(source: TextCursor) -> Reading[None]:
     yield from source.need(CALL)
     yield from source.space()
     full = yield from source.word()
@@ -75,6 +75,6 @@ def _read_kimi(source: Source) -> Reading[None]:
     yield from source.need("{")
     source.take(source.at - 1)
     name = KIMI_NAME.fullmatch(full)
-    yield Begin(name[1] if name else full)
+    yield CallStart(name[1] if name else full)
     yield from stream_value(source, CALL_END)
     yield from close(source, CALL_END)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec.text.answers.calls import Schemas, close, stream_value
-from specdec.text.answers.events import Arguments, Begin
+from specdec.text.answers.events import ArgumentsDelta, CallStart
 from specdec.text.answers.schema import as_json, types_of
-from specdec.text.answers.source import MalformedCall, Reading, Source, Waiting
+from specdec.text.answers.source import MalformedCall, Reading, TextCursor, Waiting
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
@@ -29,7 +29,7 @@ class Qwen3Coder:
     leads = False
     before, between, behind = "", "\n", ""
 
-    def read(self, source: Source, schemas: Schemas) -> Reading[None]:
+    def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.match(OPENING)
         yield from source.space()
         yield from source.need(FUNCTION)
@@ -37,7 +37,7 @@ class Qwen3Coder:
         yield from source.space()
         first = yield from source.need(PARAMETER, END, CLOSING, "{")
         source.take(source.at - len(first))
-        yield Begin(name)
+        yield CallStart(name)
         if first == "{":
             yield from stream_value(source, END)
         else:
@@ -49,14 +49,14 @@ class Qwen3Coder:
         return f"{OPENING}\n{FUNCTION}{name}>\n", f"\n{END}\n{CLOSING}"
 
 
-def _head(source: Source, schema: Mapping[str, Any]) -> Waiting[tuple[str, set[str]]]:
+def _head(source: TextCursor, schema: Mapping[str, Any]) -> Waiting[tuple[str, set[str]]]:
     key = yield from source.name()
     yield from source.match("\n")
     return key, types_of(schema, key)
 
 
 def read_parameters(
-    source: Source, opening: str, head: Callable[[], Waiting[tuple[str, set[str]]]], ends: Sequence[str]
+    source: TextCursor, opening: str, head: Callable[[], Waiting[tuple[str, set[str]]]], ends: Sequence[str]
 ) -> Reading[None]:
     """Send the parameters as one object; leave it open if it was cut off, so that it does not look complete.
 
@@ -73,31 +73,31 @@ def read_parameters(
             if source.cut and ">" not in source.text.removeprefix(opening):
                 source.take(len(source.text))
             break
-        yield Arguments(f"{before}{_quoted(key)}: ")
+        yield ArgumentsDelta(f"{before}{_quoted(key)}: ")
         before = ", "
         source.settle()
         if not (yield from _value(source, types, ends)):
             return
     source.at = 0
     if not source.cut:
-        yield Arguments("}" if before == ", " else "{}")
+        yield ArgumentsDelta("}" if before == ", " else "{}")
 
 
-def _value(source: Source, types: set[str], ends: Sequence[str]) -> Reading[bool]:
+def _value(source: TextCursor, types: set[str], ends: Sequence[str]) -> Reading[bool]:
     """Send a parameter's value, streamed if it is a string; return whether it is complete."""
     streams = types == {"string"}
     held, end = "", None
-    yield Arguments('"' if streams else "")
+    yield ArgumentsDelta('"' if streams else "")
     while end is None:
         piece, end = yield from source.chunk(ends)
         source.settle()
         if streams:
-            yield Arguments(_quoted(piece)[1:-1])
+            yield ArgumentsDelta(_quoted(piece)[1:-1])
         else:
             held += piece
     if not end and source.cut:
         return False
-    yield Arguments('"' if streams else as_json(held, types))
+    yield ArgumentsDelta('"' if streams else as_json(held, types))
     return True
 
 

@@ -1,8 +1,8 @@
 """Parse a streamed answer into thinking, text and tool calls."""
 
-from specdec.text.answers.calls import Calls, read_calls, read_text
-from specdec.text.answers.events import Arguments, Event, Text, Thinking
-from specdec.text.answers.source import Reading, Source
+from specdec.text.answers.calls import ToolCallReader, read_calls, read_text
+from specdec.text.answers.events import ArgumentsDelta, Event, TextDelta, ThinkingDelta
+from specdec.text.answers.source import Reading, TextCursor
 from specdec.text.answers.thinking import ThinkingFormat, read_thinking
 
 
@@ -13,8 +13,8 @@ class AnswerReader:
     are offered; with both None, everything is text. Calls within thinking are ignored.
     """
 
-    def __init__(self, thinking: ThinkingFormat | None = None, calls: Calls | None = None) -> None:
-        self._source = Source()
+    def __init__(self, thinking: ThinkingFormat | None = None, calls: ToolCallReader | None = None) -> None:
+        self._source = TextCursor()
         self._steps = _read(self._source, thinking, calls)
 
     def push(self, text: str) -> list[Event]:
@@ -33,18 +33,18 @@ class AnswerReader:
             if event is None:
                 break
             match [*events[-1:], event]:
-                case [Thinking(before), Thinking(text)]:
-                    events[-1] = Thinking(before + text)
-                case [Text(before), Text(text)]:
-                    events[-1] = Text(before + text)
-                case [Arguments(before), Arguments(text)]:
-                    events[-1] = Arguments(before + text)
+                case [ThinkingDelta(before), ThinkingDelta(text)]:
+                    events[-1] = ThinkingDelta(before + text)
+                case [TextDelta(before), TextDelta(text)]:
+                    events[-1] = TextDelta(before + text)
+                case [ArgumentsDelta(before), ArgumentsDelta(text)]:
+                    events[-1] = ArgumentsDelta(before + text)
                 case _ if event[0]:
                     events.append(event)
         return events
 
 
-def _read(source: Source, thinking: ThinkingFormat | None, calls: Calls | None) -> Reading[None]:
+def _read(source: TextCursor, thinking: ThinkingFormat | None, calls: ToolCallReader | None) -> Reading[None]:
     if thinking:
         yield from read_thinking(source, thinking)
     yield from read_calls(source, calls) if calls else read_text(source)

@@ -32,7 +32,7 @@ class MalformedCall(Exception):
     """The text being parsed as a call is plain text."""
 
 
-class Source:
+class TextCursor:
     """Pending text with a cursor, `at`. Only `take` removes text."""
 
     def __init__(self) -> None:

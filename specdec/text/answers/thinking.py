@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple, Self
 
-from specdec.text.answers.events import Thinking
-from specdec.text.answers.source import Reading, Source, Waiting
+from specdec.text.answers.events import ThinkingDelta
+from specdec.text.answers.source import Reading, TextCursor, Waiting
 from specdec.text.chat_template import ChatTemplate
 
 
@@ -48,7 +48,7 @@ def thinking_format(name: str, template: ChatTemplate) -> ThinkingFormat | None:
     return THINKING_FORMATS.get(name)
 
 
-def read_thinking(source: Source, form: ThinkingFormat) -> Reading[None]:
+def read_thinking(source: TextCursor, form: ThinkingFormat) -> Reading[None]:
     """Parse the thinking before the answer, if any. Line breaks beside a marker belong to it."""
     yield from source.space()
     opening = yield from source.match(form.start)
@@ -67,17 +67,17 @@ def read_thinking(source: Source, form: ThinkingFormat) -> Reading[None]:
         said = (held + piece).rstrip("\n")
         held = (held + piece)[len(said) :]
         if said:
-            yield Thinking(said)
+            yield ThinkingDelta(said)
     yield from _pass_breaks(source)
 
 
-def _pass_breaks(source: Source) -> Waiting[None]:
+def _pass_breaks(source: TextCursor) -> Waiting[None]:
     while (yield from source.match("\n")):
         pass
     source.settle()
 
 
-class Phase(Enum):
+class ThinkingPhase(Enum):
     """The phase of an output."""
 
     MAY_BEGIN = auto()
@@ -87,17 +87,17 @@ class Phase(Enum):
     """Thinking has ended, or there is none: the answer follows."""
 
 
-class Place(NamedTuple):
+class ThinkingState(NamedTuple):
     """The state of an output's thinking after a token."""
 
-    phase: Phase
+    phase: ThinkingPhase
     tail: tuple[str, ...] = ()
     """The last tokens' texts, as many as may belong to a marker."""
     spent: int = 0
     """Thinking tokens so far, including those of the tail until they complete the end marker."""
 
 
-OVER = Place(Phase.OVER)
+OVER = ThinkingState(ThinkingPhase.OVER)
 
 
 def overruns(end: str, spelled: Iterable[str]) -> dict[str, list[int]]:
@@ -122,19 +122,23 @@ class ThinkingTrack:
 
     def __init__(self, start: str, end: str, spell: Callable[[int], str], *, opened: bool) -> None:
         self._start, self._end, self._spell = start, end, spell
-        self.first = Place(Phase.THINKING if opened else Phase.MAY_BEGIN)
+        self.first = ThinkingState(ThinkingPhase.THINKING if opened else ThinkingPhase.MAY_BEGIN)
 
-    def after(self, place: Place, token: int) -> Place:
+    def after(self, place: ThinkingState, token: int) -> ThinkingState:
         """Return the state after one more token."""
-        if place.phase == Phase.OVER:
+        if place.phase == ThinkingPhase.OVER:
             return place
         pieces = (*place.tail, self._spell(token))
         text = "".join(pieces)
-        if place.phase == Phase.MAY_BEGIN:
+        if place.phase == ThinkingPhase.MAY_BEGIN:
             said = text.lstrip()
             if self._start.startswith(said):
                 is_whole = said == self._start
-                return Place(Phase.THINKING) if is_whole else Place(Phase.MAY_BEGIN, pieces)
+                return (
+                    ThinkingState(ThinkingPhase.THINKING)
+                    if is_whole
+                    else ThinkingState(ThinkingPhase.MAY_BEGIN, pieces)
+                )
             if not said.startswith(self._start):
                 return OVER
             text = said[len(self._start) :]
@@ -143,7 +147,7 @@ class ThinkingTrack:
         if (begin := text.find(self._end)) >= 0:
             return OVER._replace(spent=spent - len(_last(pieces, len(text) - begin)))
         begun = max(at for at in range(len(self._end)) if text.endswith(self._end[:at]))
-        return Place(Phase.THINKING, _last(pieces, begun), spent)
+        return ThinkingState(ThinkingPhase.THINKING, _last(pieces, begun), spent)
 
 
 def _last(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.acceptance.prompts import CATEGORIES, Prompt, bundled, choose, read_prompts
+from specdec.bench.acceptance.prompts import CATEGORIES, BenchPrompt, bundled, choose, read_prompts
 from specdec.errors import ConfigError
 
 
@@ -32,27 +32,27 @@ def test_bundled_prompts_are_all_different() -> None:
 
 
 USER = {"role": "user", "content": "Hi"}
-SHAPES: list[tuple[Any, Prompt]] = [
-    ({"prompt": "a"}, Prompt("set", "line 1", "a")),
-    ({"text": "a", "meta": {}}, Prompt("set", "line 1", "a")),
-    ({"prompt": [3, 0, 5]}, Prompt("set", "line 1", None, (3, 0, 5))),
-    ({"prompt_token_ids": [3], "prompt": None}, Prompt("set", "line 1", None, (3,))),
+SHAPES: list[tuple[Any, BenchPrompt]] = [
+    ({"prompt": "a"}, BenchPrompt("set", "line 1", "a")),
+    ({"text": "a", "meta": {}}, BenchPrompt("set", "line 1", "a")),
+    ({"prompt": [3, 0, 5]}, BenchPrompt("set", "line 1", None, (3, 0, 5))),
+    ({"prompt_token_ids": [3], "prompt": None}, BenchPrompt("set", "line 1", None, (3,))),
     # HumanEval, GSM8K
-    ({"task_id": "HumanEval/0", "prompt": "def f", "test": "t"}, Prompt("set", "HumanEval/0", "def f")),
-    ({"question": "1+1?", "answer": "2"}, Prompt("set", "line 1", "1+1?")),
+    ({"task_id": "HumanEval/0", "prompt": "def f", "test": "t"}, BenchPrompt("set", "HumanEval/0", "def f")),
+    ({"question": "1+1?", "answer": "2"}, BenchPrompt("set", "line 1", "1+1?")),
     # MT-bench, Spec-Bench, SPEED-Bench
     (
         {"question_id": 81, "category": "writing", "turns": ["Hi", "More"], "reference": []},
-        Prompt("writing", "81", "Hi", None, (USER,)),
+        BenchPrompt("writing", "81", "Hi", None, (USER,)),
     ),
     # OpenAI's messages, and lines of its batch files
     (
         {"messages": [USER, {"role": "assistant", "content": "x"}, USER]},
-        Prompt("set", "line 1", "Hi", None, (USER,)),
+        BenchPrompt("set", "line 1", "Hi", None, (USER,)),
     ),
     (
         {"custom_id": "r-1", "method": "POST", "body": {"model": "m", "messages": [USER]}},
-        Prompt("set", "r-1", "Hi", None, (USER,)),
+        BenchPrompt("set", "r-1", "Hi", None, (USER,)),
     ),
     (
         {
@@ -61,18 +61,18 @@ SHAPES: list[tuple[Any, Prompt]] = [
                 {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
             ]
         },
-        Prompt("set", "line 1", "Hi", None, ({"role": "system", "content": "S"}, USER)),
+        BenchPrompt("set", "line 1", "Hi", None, ({"role": "system", "content": "S"}, USER)),
     ),
     # ShareGPT
     (
         {"id": "abc", "conversations": [{"from": "gpt", "value": "?"}, {"from": "human", "value": "Hi"}]},
-        Prompt("set", "abc", "Hi", None, (USER,)),
+        BenchPrompt("set", "abc", "Hi", None, (USER,)),
     ),
 ]
 
 
 @pytest.mark.parametrize(("line", "prompt"), SHAPES)
-def test_public_shapes_are_read(line: Any, prompt: Prompt, tmp_path: Path) -> None:
+def test_public_shapes_are_read(line: Any, prompt: BenchPrompt, tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path, line)) == [prompt]
 
 
@@ -93,7 +93,7 @@ def test_empty_lines_marks_and_strange_line_ends_do_no_harm(tmp_path: Path) -> N
 
 def test_text_file_is_one_prompt(tmp_path: Path) -> None:
     path = write(tmp_path, "once", "upon", name="tale.txt")
-    assert read_prompts(path) == [Prompt("tale", "tale", "once\nupon\n")]
+    assert read_prompts(path) == [BenchPrompt("tale", "tale", "once\nupon\n")]
 
 
 FAULTS = [

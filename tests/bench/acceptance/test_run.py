@@ -11,20 +11,20 @@ import pytest
 
 from specdec.bench import agreement
 from specdec.bench.acceptance import run
-from specdec.bench.acceptance.engines import Engines
-from specdec.bench.acceptance.measure import Asked, Length, Measurement, measure, params_for
+from specdec.bench.acceptance.engines import EngineCache
+from specdec.bench.acceptance.measure import AnswerLength, Measurement, TokenizedPrompt, measure, params_for
 from specdec.bench.acceptance.plots import PLOTS
-from specdec.bench.acceptance.settings import Drafting, Group
+from specdec.bench.acceptance.settings import Drafting, SettingGroup
 from specdec.cli import main
 from specdec.config.engine import EngineConfig
 from specdec.core.speculation import Speculation
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.draft.rounded import RoundedDrafter
-from specdec.setup.build import Model
+from specdec.setup.build import LoadedModel
 from tests.models.agreeing import VOCAB
 from tests.selection import EXHAUSTIVE
 
-CHAIN, TREE = Drafting("mtp", Shape(4, 1, 5)), Drafting("mtp", Shape(4, 4, 16))
+CHAIN, TREE = Drafting("mtp", DraftShape(4, 1, 5)), Drafting("mtp", DraftShape(4, 4, 16))
 TIMES = {"ms_per_step", "tokens_per_second", "speedup", "per_batch", "seconds", "reading_seconds"}
 QUICK = ["--max-tokens", "12", "--ignore-eos", "--warmup", "1", "--limit", "2", "--dtype", "float32"]
 
@@ -222,7 +222,7 @@ def test_a_wrong_text_withholds_every_figure(
 ) -> None:
     right = measure
 
-    def wrong(model: Model, batch: Sequence[Asked], params: Any) -> Measurement:
+    def wrong(model: LoadedModel, batch: Sequence[TokenizedPrompt], params: Any) -> Measurement:
         found = right(model, batch, params)
         if not model.settings.drafters:
             return found
@@ -250,8 +250,12 @@ def test_a_wrong_text_withholds_every_figure(
 
 
 def test_a_text_that_only_ends_elsewhere_is_wrong(agreeing: Path) -> None:
-    engines = Engines(agreeing, EngineConfig(max_model_len=64, dtype="float32"), [], None)
-    asked, length, group = Asked("code", "a", (5, 6)), Length(12, ignore_eos=True), Group(0.0, 1)
+    engines = EngineCache(agreeing, EngineConfig(max_model_len=64, dtype="float32"), [], None)
+    asked, length, group = (
+        TokenizedPrompt("code", "a", (5, 6)),
+        AnswerLength(12, ignore_eos=True),
+        SettingGroup(0.0, 1),
+    )
     params = params_for(asked, group, length, 0)
     (answer,) = measure(engines.open(Drafting("none")), [asked], [params]).answers
     shorter = Measurement.of({"answers": [], "seconds": 1, "reading_s": 0, "phases": {}, "timed": 0})
@@ -266,12 +270,12 @@ def test_a_text_that_only_ends_elsewhere_is_wrong(agreeing: Path) -> None:
 
 def test_engines_share_weights_and_give_way(agreeing: Path) -> None:
     config = EngineConfig(max_model_len=64, max_running=2)
-    wide = Engines(agreeing, config, [CHAIN, TREE, Drafting("suffix", Shape(4, 1, 5))], None)
+    wide = EngineCache(agreeing, config, [CHAIN, TREE, Drafting("suffix", DraftShape(4, 1, 5))], None)
     opened = [wide.open(own) for own in (Drafting("none"), *wide.draftings)]
     assert len({id(model.network) for model in opened}) == 1
     assert [model.settings.drafters for model in opened] == [(), ("mtp",), ("mtp",), ("suffix",)]
     assert wide.open(CHAIN) is opened[1]
-    narrow = Engines(agreeing, config, [CHAIN, TREE], 1)
+    narrow = EngineCache(agreeing, config, [CHAIN, TREE], 1)
     first = narrow.open(CHAIN)
     assert narrow.most == 1 and narrow.open(TREE) is not first and narrow.open(CHAIN) is not first
 
@@ -279,8 +283,8 @@ def test_engines_share_weights_and_give_way(agreeing: Path) -> None:
 def test_a_copy_drafts_beside_the_model_that_it_was_rounded_from(
     bench: Bench, agreeing: Path, capsys: Capture
 ) -> None:
-    asked = [CHAIN, Drafting("self-int4", Shape(3, 1, 4)), Drafting("self-int4", Shape(2, 1, 3))]
-    engines = Engines(agreeing, EngineConfig(max_model_len=64, max_running=2), asked, None)
+    asked = [CHAIN, Drafting("self-int4", DraftShape(3, 1, 4)), Drafting("self-int4", DraftShape(2, 1, 3))]
+    engines = EngineCache(agreeing, EngineConfig(max_model_len=64, max_running=2), asked, None)
     head, *copied = (engines.open(own) for own in engines.draftings)
     assert head.network is not copied[0].network and copied[0].network is copied[1].network
     drafters = [own.loop.speculation.planned for own in copied]
@@ -298,7 +302,7 @@ def test_economies_have_a_head_of_their_own(agreeing: Path, tmp_path: Path) -> N
     shutil.copytree(agreeing, folder)
     (folder / "token_counts.json").write_text('{"counts": [9, 8, 7, 6]}')
     short, near = replace(CHAIN, vocab=4), replace(CHAIN, vocab=4, window=16)
-    engines = Engines(folder, EngineConfig(max_model_len=64, max_running=2), [CHAIN, short, near], None)
+    engines = EngineCache(folder, EngineConfig(max_model_len=64, max_running=2), [CHAIN, short, near], None)
     whole, spared, close = (engines.open(own) for own in (CHAIN, short, near))
     assert whole.network.shortlist is None and spared.network.shortlist is not None
     assert spared.network is close.network and spared.network.shortlist.ids_C is not None
@@ -333,7 +337,7 @@ def test_settings_take_turns_in_rotated_order(bench: Bench, monkeypatch: pytest.
     order: list[tuple[str, ...]] = []
     right = measure
 
-    def watch(model: Model, batch: Sequence[Asked], params: Any) -> Measurement:
+    def watch(model: LoadedModel, batch: Sequence[TokenizedPrompt], params: Any) -> Measurement:
         order.append((batch[0].name, *model.settings.drafters))
         return right(model, batch, params)
 

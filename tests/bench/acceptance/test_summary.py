@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.acceptance.measure import Answer, Measurement, pieces
-from specdec.bench.acceptance.settings import Drafting, Group, Setting
-from specdec.bench.acceptance.summary import Pair, records
+from specdec.bench.acceptance.measure import MeasuredAnswer, Measurement, pieces
+from specdec.bench.acceptance.settings import Drafting, Setting, SettingGroup
+from specdec.bench.acceptance.summary import PairedBatch, records
 from specdec.core.stats import PHASES
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 
 ROUND = (*range(4), *[7] * 6)
 
 
-def answer(name: str, said: tuple[int, ...], **fields: Any) -> Answer:
+def answer(name: str, said: tuple[int, ...], **fields: Any) -> MeasuredAnswer:
     made: dict[str, Any] = {
         "category": "code",
         "name": name,
@@ -26,10 +26,10 @@ def answer(name: str, said: tuple[int, ...], **fields: Any) -> Answer:
         "followed": (),
         "histogram": (len(said) - 1,),
     }
-    return Answer(**{**made, **fields})
+    return MeasuredAnswer(**{**made, **fields})
 
 
-def measurement(*answers: Answer, seconds: float, timed: int) -> Measurement:
+def measurement(*answers: MeasuredAnswer, seconds: float, timed: int) -> Measurement:
     phases = {**dict.fromkeys(PHASES, 0.0), "verify": 0.5 * seconds, "draft": 0.25 * seconds}
     return Measurement(answers, seconds, 0.25 * seconds, phases, timed)
 
@@ -42,18 +42,18 @@ def test_a_record_by_hand() -> None:
         "b", circles, steps=3, tokens=9, drafted=6, reached=(3, 3), followed=(3, 3), histogram=(0, 0, 3)
     )
     pairs = [
-        Pair(
+        PairedBatch(
             "code",
             measurement(drafted, seconds=2.0, timed=4),
             measurement(answer("a", straight), seconds=6.0, timed=12),
         ),
-        Pair(
+        PairedBatch(
             "edit",
             measurement(looping, seconds=1.0, timed=3),
             measurement(answer("b", circles[:-1]), seconds=4.5, timed=9),
         ),
     ]
-    setting = Setting(Drafting("mtp", Shape(3, 1, 4)), Group(0.0, 1))
+    setting = Setting(Drafting("mtp", DraftShape(3, 1, 4)), SettingGroup(0.0, 1))
     whole, code, edit = records({setting: pairs})
     assert [r["category"] for r in (whole, code, edit)] == ["all", "code", "edit"]
     assert (whole["prompts"], whole["tokens"], whole["steps"], whole["output_tokens"]) == (2, 21, 7, 23)
@@ -72,7 +72,7 @@ def test_a_record_by_hand() -> None:
 
 def test_an_answer_of_one_token_has_no_length() -> None:
     one = measurement(answer("a", (5,), histogram=(0,)), seconds=1.0, timed=0)
-    whole, _ = records({Setting(Drafting("none"), Group(0.0, 1)): [Pair("code", one, one)]})
+    whole, _ = records({Setting(Drafting("none"), SettingGroup(0.0, 1)): [PairedBatch("code", one, one)]})
     assert (whole["acceptance_length"], whole["spread"], whole["steps"]) == (None, None, 0)
 
 

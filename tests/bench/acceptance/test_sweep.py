@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Drafting, Group, Setting, Sweep, widest
+from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Drafting, Setting, SettingGroup, Sweep, widest
 from specdec.config.engine import EngineConfig
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.setup.resolve import bounds_of
 
-CHAIN, TREE, BOUNDS = Shape(4, 1, 5), Shape(4, 4, 16), Shape(5, 4, 8)
+CHAIN, TREE, BOUNDS = DraftShape(4, 1, 5), DraftShape(4, 4, 16), DraftShape(5, 4, 8)
 
 
 def sweep(**changes: object) -> Sweep:
@@ -35,12 +35,12 @@ def test_noise_is_swept_where_there_is_some() -> None:
     assert left_out == []
     shapes = ["4x1", "4x4:16"]
     shared = [*(f"mtp {s}" for s in shapes), "mtp chosen", *(f"suffix {s}" for s in shapes), "suffix chosen"]
-    greedy, sampled = (asked.settings(Group(t, 1), draftings) for t in (0.0, 1.0))
+    greedy, sampled = (asked.settings(SettingGroup(t, 1), draftings) for t in (0.0, 1.0))
     assert names(greedy) == ["none", *shared]
     assert sorted(names(sampled)) == sorted(["none", *shared, *(f"mtp {s} plain" for s in shapes)])
     # With noise "none" alone a greedy text is still drafted, once.
     alone = sweep(noises=["none"])
-    assert names(alone.settings(Group(0.0, 1), alone.draftings()[0]))[1:3] == ["mtp 4x1", "mtp 4x4:16"]
+    assert names(alone.settings(SettingGroup(0.0, 1), alone.draftings()[0]))[1:3] == ["mtp 4x1", "mtp 4x4:16"]
 
 
 def test_the_engines_default_is_measured_first_and_once() -> None:
@@ -59,12 +59,14 @@ def test_economies_are_swept_for_heads() -> None:
     heads = ["", " window 32", " vocab 64", " vocab 64 window 32"]
     own = [f"mtp {shape}{spared}" for shape in ("4x1", "chosen") for spared in heads]
     assert [d.name for d in draftings] == [*own, "suffix 4x1", "suffix chosen"]
-    last = Setting(draftings[len(own) - 1], Group(0.0, 1)).describe()
+    last = Setting(draftings[len(own) - 1], SettingGroup(0.0, 1)).describe()
     assert (last["draft_vocab"], last["draft_window"]) == (64, 32)
 
 
 def test_what_no_drafter_can_grow_is_left_out_by_name() -> None:
-    draftings, left_out = sweep(drafts=["mtp"], shapes=[CHAIN, Shape(2, 1, 9), Shape(40, 4, 50)]).draftings()
+    draftings, left_out = sweep(
+        drafts=["mtp"], shapes=[CHAIN, DraftShape(2, 1, 9), DraftShape(40, 4, 50)]
+    ).draftings()
     assert {d.shape for d in draftings} == {CHAIN}
     assert len(left_out) == 4
     assert left_out[0].startswith("mtp 2x1:9: num_draft_tokens") and "topk" in left_out[1]
@@ -74,8 +76,8 @@ def test_transformers_takes_part_where_it_can() -> None:
     asked = sweep(transformers=True, batches=[1, 4])
     draftings, left_out = asked.draftings()
     assert "transformers" in left_out[0]
-    assert names(asked.settings(Group(0.0, 1), draftings))[-1] == "transformers"
-    assert "transformers" not in names(asked.settings(Group(0.0, 4), draftings))
+    assert names(asked.settings(SettingGroup(0.0, 1), draftings))[-1] == "transformers"
+    assert "transformers" not in names(asked.settings(SettingGroup(0.0, 4), draftings))
     assert [str(group) for group in asked.groups()][:2] == [
         "temperature 0, batch 1",
         "temperature 0, batch 4",
@@ -87,15 +89,15 @@ def test_none_is_measured_once_whoever_asks() -> None:
     assert {d.draft for d in draftings} == {"mtp"}
 
 
-@pytest.mark.parametrize("shapes", [[CHAIN, TREE], [Shape(16, 1, 17), Shape(4, 8, 64)]])
-def test_the_widest_has_room_for_the_most_tokens(shapes: list[Shape]) -> None:
+@pytest.mark.parametrize("shapes", [[CHAIN, TREE], [DraftShape(16, 1, 17), DraftShape(4, 8, 64)]])
+def test_the_widest_has_room_for_the_most_tokens(shapes: list[DraftShape]) -> None:
     fields = widest([Drafting("mtp", shape) for shape in shapes], "mtp")
     bounds = bounds_of(EngineConfig.of(None, fields))
     assert bounds.num_draft_tokens == max(shape.num_draft_tokens for shape in shapes)
 
 
 def test_a_setting_says_what_it_is() -> None:
-    said = Setting(Drafting("mtp", TREE, noise=False), Group(0.7, 3)).describe()
+    said = Setting(Drafting("mtp", TREE, noise=False), SettingGroup(0.7, 3)).describe()
     assert said == {
         "draft": "mtp",
         "num_steps": 4,

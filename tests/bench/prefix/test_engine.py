@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from specdec.bench.prefix import engine
-from specdec.bench.prefix.generate import Turn
+from specdec.bench.prefix.generate import TraceTurn
 from specdec.cli import main
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.lease import Hit, Lease
+from specdec.state_slots.prefix.lease import PrefixHit, PrefixLease
 
 Bench = Callable[..., int]
 
 
-def turn(session: str) -> Turn:
+def turn(session: str) -> TraceTurn:
     ids = np.zeros(1, np.int32)
-    return Turn(session, 0, 0.0, ids, ids)
+    return TraceTurn(session, 0, 0.0, ids, ids)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_wrong_state_withholds_every_figure(
 ) -> None:
     right = PrefixCache.lend
 
-    def lend(cache: PrefixCache, owner: Hashable, lease: Lease, state: int | None) -> Hit:
+    def lend(cache: PrefixCache, owner: Hashable, lease: PrefixLease, state: int | None) -> PrefixHit:
         hit = right(cache, owner, lease, state)
         if state is not None:
             cache.arena.state_bytes_X(state).zero_()

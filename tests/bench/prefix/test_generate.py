@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specdec.bench.prefix.generate import KINDS, LONGEST, Trace, Turn, generate
+from specdec.bench.prefix.generate import KINDS, LONGEST, Trace, TraceTurn, generate
 
 
 def made(name: str, seed: int, sessions: int) -> Trace:
@@ -16,7 +16,7 @@ def shown(trace: Trace) -> list[object]:
     return [[t.session, t.turn, t.ts, t.prompt.tolist(), t.output.tolist()] for t in trace.turns]
 
 
-def whole(turn: Turn) -> list[int]:
+def whole(turn: TraceTurn) -> list[int]:
     return [*turn.prompt.tolist(), *turn.output.tolist()]
 
 
@@ -30,7 +30,7 @@ def test_a_seed_makes_one_trace(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_turn_continues_its_session(name: str) -> None:
-    sessions: dict[str, list[Turn]] = {}
+    sessions: dict[str, list[TraceTurn]] = {}
     for turn in made(name, 2, 6).turns:
         sessions.setdefault(turn.session, []).append(turn)
     for turns in sessions.values():

@@ -13,14 +13,14 @@ from aiohttp.test_utils import TestServer
 
 from specdec.bench.options import ReachOptions
 from specdec.bench.reach.check import check_texts
-from specdec.bench.reach.reply import Reply
-from specdec.bench.reach.requests import Requests, salted
+from specdec.bench.reach.reply import StreamedReply
+from specdec.bench.reach.requests import RequestBodies, salted
+from specdec.bench.reach.routes import BenchRoute, BootstrapRoomRoute, ProxiedRoute, StandaloneRoute
 from specdec.bench.reach.run import render
 from specdec.bench.reach.serve import measure_serving, serving_report
 from specdec.bench.reach.servers import surroundings, two_cores
-from specdec.bench.reach.steady import Case, measure_steadiness
-from specdec.bench.reach.ways import Plain, Proxied, Rooms, Way
-from specdec.bench.reach.wire import Slots, measure_wire
+from specdec.bench.reach.steady import SteadinessCase, measure_steadiness
+from specdec.bench.reach.wire import PromptSlots, measure_wire
 from specdec.errors import ConfigError, EngineError
 from specdec.models.folder import SHIPPED
 from specdec.state_slots.layout import KVShape, Layout, StateShape
@@ -31,10 +31,10 @@ from tests.selection import EXHAUSTIVE
 OPTIONS = ReachOptions(requests=2, rounds=2, rate=200.0, prompt_tokens=65, long_tokens=66, max_tokens=3)
 
 
-def requests() -> Requests:
+def requests() -> RequestBodies:
     tokenizer = load_tokenizer(SHIPPED["tiny"])
     assert tokenizer
-    return Requests(tokenizer, 0)
+    return RequestBodies(tokenizer, 0)
 
 
 @asynccontextmanager
@@ -68,7 +68,7 @@ def test_plain_engines_take_turns() -> None:
 
     async def work() -> None:
         async with served(*engines) as (session, urls):
-            way = Plain("two", *urls)
+            way = StandaloneRoute("two", *urls)
             for _ in range(4):
                 assert (await way.ask(session, {"prompt": [1, 2]})).text == "abc"
 
@@ -79,9 +79,9 @@ def test_plain_engines_take_turns() -> None:
 def test_vllms_way_hands_on_what_the_first_engine_answers() -> None:
     prefill, decode = Engine(lends=True), Engine()
 
-    async def work() -> Reply:
+    async def work() -> StreamedReply:
         async with served(prefill, decode) as (session, urls):
-            return await Proxied(*urls).ask(session, {"prompt": [1, 2, 3], "max_tokens": 9})
+            return await ProxiedRoute(*urls).ask(session, {"prompt": [1, 2, 3], "max_tokens": 9})
 
     reply = run(work)
     (asked,), (handed,) = prefill.bodies, decode.bodies
@@ -95,9 +95,9 @@ def test_vllms_way_hands_on_what_the_first_engine_answers() -> None:
 def test_sglangs_way_sends_both_engines_the_same_room() -> None:
     prefill, decode = Engine(lends=True), Engine()
 
-    async def work() -> list[Reply]:
+    async def work() -> list[StreamedReply]:
         async with served(prefill, decode) as (session, urls):
-            way = Rooms(*urls, port=7)
+            way = BootstrapRoomRoute(*urls, port=7)
             return [await way.ask(session, {"prompt": [1, 2, 3]}) for _ in range(2)]
 
     replies = run(work)
@@ -108,10 +108,14 @@ def test_sglangs_way_sends_both_engines_the_same_room() -> None:
 
 
 def test_refusals_become_part_of_the_reply() -> None:
-    async def work() -> list[Reply]:
+    async def work() -> list[StreamedReply]:
         async with served(Engine()) as (session, (url,)):
             nowhere = f"{url}/nowhere"
-            ways: list[Way] = [Plain("one", nowhere), Proxied(nowhere, url), Rooms(nowhere, url, 7)]
+            ways: list[BenchRoute] = [
+                StandaloneRoute("one", nowhere),
+                ProxiedRoute(nowhere, url),
+                BootstrapRoomRoute(nowhere, url, 7),
+            ]
             return [await way.ask(session, {"prompt": [1, 2]}) for way in ways]
 
     plain, proxied, rooms = run(work)
@@ -130,7 +134,9 @@ def test_refusals_become_part_of_the_reply() -> None:
 def test_no_figure_where_texts_differ_or_nothing_is_fetched(decode: Engine, words: str) -> None:
     async def work() -> None:
         async with served(Engine(lends=True), decode, Engine()) as (session, urls):
-            await check_texts(session, Plain("one", urls[2]), [Proxied(*urls[:2])], requests(), 65)
+            await check_texts(
+                session, StandaloneRoute("one", urls[2]), [ProxiedRoute(*urls[:2])], requests(), 65
+            )
 
     with pytest.raises(EngineError, match=words):
         run(work)
@@ -139,8 +145,12 @@ def test_no_figure_where_texts_differ_or_nothing_is_fetched(decode: Engine, word
 def test_equal_texts_pass_the_check() -> None:
     async def work() -> Any:
         async with served(Engine(lends=True), Engine(), Engine()) as (session, urls):
-            ways: list[Way] = [Proxied(*urls[:2]), Rooms(*urls[:2], port=7), Plain("two", *urls[1:])]
-            return await check_texts(session, Plain("one", urls[2]), ways, requests(), 65)
+            ways: list[BenchRoute] = [
+                ProxiedRoute(*urls[:2]),
+                BootstrapRoomRoute(*urls[:2], port=7),
+                StandaloneRoute("two", *urls[1:]),
+            ]
+            return await check_texts(session, StandaloneRoute("one", urls[2]), ways, requests(), 65)
 
     assert run(work) == 18
 
@@ -150,7 +160,7 @@ def test_each_way_gets_the_same_prompts_in_each_round() -> None:
 
     async def work() -> Any:
         async with served(*engines) as (session, urls):
-            ways: list[Way] = [Plain("two", *urls[2:]), Proxied(*urls[:2])]
+            ways: list[BenchRoute] = [StandaloneRoute("two", *urls[2:]), ProxiedRoute(*urls[:2])]
             return await measure_serving(session, ways, requests(), OPTIONS, lambda: None)
 
     replies = run(work)
@@ -167,7 +177,7 @@ def test_each_way_gets_the_same_prompts_in_each_round() -> None:
 
 
 def test_tokens_share_the_time_of_the_step_that_brought_them() -> None:
-    reply = Reply(10.0, ids=[0] * 6, came=[(10.5, 2), (10.9, 1), (11.5, 3)])
+    reply = StreamedReply(10.0, ids=[0] * 6, came=[(10.5, 2), (10.9, 1), (11.5, 3)])
     assert reply.first_s == 0.5
     assert reply.inter_token_s == pytest.approx(0.25)
     assert reply.token_s() == pytest.approx([0.4, 0.2, 0.2, 0.2])
@@ -176,11 +186,11 @@ def test_tokens_share_the_time_of_the_step_that_brought_them() -> None:
 
 
 def test_steadiness_is_told_beside_the_idle_figure() -> None:
-    case = Case(Plain("one", "http://127.0.0.1"))
+    case = SteadinessCase(StandaloneRoute("one", "http://127.0.0.1"))
     case.idle_s, case.loaded_s = [0.001] * 20, [0.004] * 20
     report = case.report()
     assert report["times_idle"] == {"p50": 4.0, "p95": 4.0}
-    failed = Reply(0.0, ids=[0], came=[(1.0, 1)], failure="it broke")
+    failed = StreamedReply(0.0, ids=[0], came=[(1.0, 1)], failure="it broke")
     assert case.counted(failed) == [] and case.failures == ["it broke"]
 
 
@@ -189,7 +199,9 @@ def test_steadiness_asks_with_long_prompts_and_with_answers() -> None:
 
     async def work() -> Any:
         async with served(engine) as (session, (url,)):
-            return await measure_steadiness(session, [Plain("one", url)], requests(), OPTIONS, lambda: None)
+            return await measure_steadiness(
+                session, [StandaloneRoute("one", url)], requests(), OPTIONS, lambda: None
+            )
 
     report = run(work)
     lengths = [len(body["prompt"]) for body in engine.bodies]
@@ -212,7 +224,7 @@ def test_secrets_of_other_servers_reach_no_engine_of_the_benchmark() -> None:
 
 def test_a_prompt_lies_behind_the_slab_that_is_set_aside() -> None:
     layout = Layout((KVShape(2, 8),), (StateShape(2, 16, 24, 3, 40),), torch.float32)
-    slots = Slots.of(layout, 100)
+    slots = PromptSlots.of(layout, 100)
     assert len(slots.blocks) == layout.blocks_for(100)
     assert slots.blocks.start * layout.block_bytes >= layout.slab_bytes
     assert slots.state is not None

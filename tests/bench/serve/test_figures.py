@@ -4,24 +4,30 @@ from itertools import pairwise
 
 import pytest
 
-from specdec.bench.acceptance.prompts import Prompt
+from specdec.bench.acceptance.prompts import BenchPrompt
 from specdec.bench.options import ServeOptions
 from specdec.bench.serve import load
-from specdec.bench.serve.load import Job, Level, arrivals, drive
+from specdec.bench.serve.load import ConcurrencyLevel, LoadJob, arrivals, drive
 from specdec.bench.serve.report import level_report
 from specdec.bench.serve.run import plan
 from specdec.bench.serve.speculation import gauge, has_gauge, read_metrics, told
-from specdec.bench.serve.stream import Answer, Drafts, Fault, Outcome, Server
+from specdec.bench.serve.stream import (
+    DraftCounts,
+    RequestOutcome,
+    ServerUnderTest,
+    StreamedAnswer,
+    UnusableAnswer,
+)
 
-PROMPTS = [Prompt("code", str(i), f"prompt {i}") for i in range(10)]
+PROMPTS = [BenchPrompt("code", str(i), f"prompt {i}") for i in range(10)]
 
 
-def outcome(start_s: float, *chunk_s: float, tokens: int, failure: str | None = None) -> Outcome:
-    return Outcome(start_s, chunk_s, chunk_s[-1] + 0.5, tokens, "usage", None, failure)
+def outcome(start_s: float, *chunk_s: float, tokens: int, failure: str | None = None) -> RequestOutcome:
+    return RequestOutcome(start_s, chunk_s, chunk_s[-1] + 0.5, tokens, "usage", None, failure)
 
 
 def test_figures_are_those_of_the_completed_requests() -> None:
-    level = Level(2, [], [Job(PROMPTS[0], 0)] * 3, 0, start_s=10.0)
+    level = ConcurrencyLevel(2, [], [LoadJob(PROMPTS[0], 0)] * 3, 0, start_s=10.0)
     level.outcomes = [
         outcome(10.0, 10.2, 10.4, 11.0, tokens=5),
         outcome(10.0, 10.4, 12.4, tokens=11),
@@ -42,7 +48,7 @@ def test_figures_are_those_of_the_completed_requests() -> None:
 
 
 def test_level_of_failures_alone_has_no_times() -> None:
-    level = Level(1, [], [Job(PROMPTS[0], 0)], 0, [outcome(0.0, 1.0, tokens=0, failure="x")])
+    level = ConcurrencyLevel(1, [], [LoadJob(PROMPTS[0], 0)], 0, [outcome(0.0, 1.0, tokens=0, failure="x")])
     report = level_report(level)
     assert report["ttft_s"] is report["inter_token_s"] is report["end_to_end_s"] is None
     assert report["output_tokens_per_s"] == 0
@@ -79,8 +85,8 @@ def test_gauge_leaves_replicas_at_rest_out() -> None:
 
 
 def test_what_requests_tell_comes_before_counters_and_those_before_a_gauge() -> None:
-    streamed = [Outcome(0, (1.0,), 2.0, 10, "usage", Drafts(9, 6), None)]
-    silent = [Outcome(0, (1.0,), 2.0, 10, "usage", None, None)]
+    streamed = [RequestOutcome(0, (1.0,), 2.0, 10, "usage", DraftCounts(9, 6), None)]
+    silent = [RequestOutcome(0, (1.0,), 2.0, 10, "usage", None, None)]
     after = read_metrics(COUNTERS)
     kinds = [
         told(streamed, {}, after, [2.0]),
@@ -94,11 +100,11 @@ def test_what_requests_tell_comes_before_counters_and_those_before_a_gauge() -> 
 
 
 def test_openais_own_count_of_predictions_is_read() -> None:
-    answer = Answer()
+    answer = StreamedAnswer()
     details = '{"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}'
     answer.take(f'{{"usage": {{"completion_tokens": 8, "completion_tokens_details": {details}}}}}', 0.0)
-    assert (answer.drafts, answer.counts) == (Drafts(5, 3), {"usage": 8})
-    silent = Answer()
+    assert (answer.drafts, answer.counts) == (DraftCounts(5, 3), {"usage": 8})
+    silent = StreamedAnswer()
     details = details.replace("3", "0").replace("2}", "0}")
     silent.take(f'{{"usage": {{"completion_tokens": 8, "completion_tokens_details": {details}}}}}', 0.0)
     assert silent.drafts is None
@@ -114,13 +120,13 @@ def test_openais_own_count_of_predictions_is_read() -> None:
     ],
 )
 def test_errors_in_a_stream_are_read_in_every_form(data: str, words: str) -> None:
-    with pytest.raises(Fault) as caught:
-        Answer().take(data, 0.0)
+    with pytest.raises(UnusableAnswer) as caught:
+        StreamedAnswer().take(data, 0.0)
     assert words in str(caught.value)
 
 
 def test_thoughts_and_tools_count_as_text_and_openings_do_not() -> None:
-    answer = Answer()
+    answer = StreamedAnswer()
     for delta in (
         '{"role": "assistant", "content": ""}',
         '{"reasoning_content": "hm"}',
@@ -144,7 +150,7 @@ def test_arrivals_are_a_poisson_process_that_the_seed_decides() -> None:
     assert arrivals(3, None, seed=1) == [None] * 3
 
 
-def _plan(**changes: object) -> list[Level]:
+def _plan(**changes: object) -> list[ConcurrencyLevel]:
     asked = {"url": "http://h", "concurrency": [1, 2], "requests": 4, "seed": 3, **changes}
     return plan(ServeOptions.model_validate(asked), PROMPTS)
 
@@ -160,7 +166,7 @@ def test_prompts_go_round_once_before_any_comes_again() -> None:
     assert [len(level.jobs) for level in _plan(requests=None, concurrency=[2, 8])] == [16, 32]
 
 
-class SlowServer(Server):
+class SlowServer(ServerUnderTest):
     """A server that takes the same time for every request, and counts concurrent ones."""
 
     def __init__(self) -> None:
@@ -169,28 +175,30 @@ class SlowServer(Server):
     async def metrics(self) -> str | None:
         return None
 
-    async def complete(self, prompt: Prompt, seed: int, sending: int, due_s: float | None = None) -> Outcome:
+    async def complete(
+        self, prompt: BenchPrompt, seed: int, sending: int, due_s: float | None = None
+    ) -> RequestOutcome:
         self.there += 1
         self.most = max(self.most, self.there)
         start_s = time.perf_counter() if due_s is None else due_s
         await asyncio.sleep(0.02)
         self.there -= 1
-        return Outcome(start_s, (), time.perf_counter(), 0, "usage", None, None)
+        return RequestOutcome(start_s, (), time.perf_counter(), 0, "usage", None, None)
 
 
 def test_every_place_is_taken_and_no_more() -> None:
     server, heard = SlowServer(), []
-    level = Level(3, [], [Job(prompt, 0) for prompt in PROMPTS], 0)
+    level = ConcurrencyLevel(3, [], [LoadJob(prompt, 0) for prompt in PROMPTS], 0)
     asyncio.run(drive(server, level, lambda: heard.append(1)))
     assert server.most == 3
     assert len(level.outcomes) == len(heard) == 10
 
 
 def test_who_waits_for_a_place_waits_from_his_arrival_on() -> None:
-    level = Level(1, [], [Job(prompt, 0, due_s=0.0) for prompt in PROMPTS[:4]], 0)
+    level = ConcurrencyLevel(1, [], [LoadJob(prompt, 0, due_s=0.0) for prompt in PROMPTS[:4]], 0)
     asyncio.run(drive(SlowServer(), level, lambda: None))
     assert {outcome.start_s for outcome in level.outcomes} == {level.start_s}
-    late = Level(4, [], [Job(prompt, 0, due_s=0.05) for prompt in PROMPTS[:4]], 0)
+    late = ConcurrencyLevel(4, [], [LoadJob(prompt, 0, due_s=0.05) for prompt in PROMPTS[:4]], 0)
     asyncio.run(drive(SlowServer(), late, lambda: None))
     assert all(outcome.end_s >= late.start_s + 0.05 for outcome in late.outcomes)
 
@@ -202,7 +210,7 @@ def test_gauge_is_read_while_the_server_works(monkeypatch: pytest.MonkeyPatch) -
         async def metrics(self) -> str | None:
             return f"sglang:spec_accept_length {3.0 if self.there else 0.0}"
 
-    level = Level(1, [], [Job(prompt, 0) for prompt in PROMPTS[:3]], 0)
+    level = ConcurrencyLevel(1, [], [LoadJob(prompt, 0) for prompt in PROMPTS[:3]], 0)
     asyncio.run(drive(Gauged(), level, lambda: None))
     assert level.speculation is not None
     assert level.speculation.acceptance_length == 3.0

@@ -13,25 +13,25 @@ from specdec.core.device.capture import Capturer
 from specdec.core.device.extent import Extent
 from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.graphs import SIZES, Graphs
-from specdec.core.device.rows import Rows
-from specdec.draft.proposal import Shape
+from specdec.core.device.rows import BatchRows
+from specdec.draft.proposal import DraftShape
 
 EXTENT = Extent(rows=20, nodes=4, path=3, drafts=4)
-KEYS = [GraphKey.drafting(shape, reads=True, filtered=True) for shape in (None, Shape(2, 1, 3))]
+KEYS = [GraphKey.drafting(shape, reads=True, filtered=True) for shape in (None, DraftShape(2, 1, 3))]
 
 
 class Step:
     """Count runs, and return the number of rows."""
 
     def __init__(self) -> None:
-        self.ran: list[tuple[int, GraphKey, Rows]] = []
+        self.ran: list[tuple[int, GraphKey, BatchRows]] = []
         self.prefilled: list[tuple[int, GraphKey]] = []
 
-    def __call__(self, rows: Rows, key: GraphKey) -> Tensor:
+    def __call__(self, rows: BatchRows, key: GraphKey) -> Tensor:
         self.ran.append((len(rows.length_B), key, rows))
         return torch.tensor([len(self.ran)])
 
-    def prefill_drafter(self, rows: Rows, key: GraphKey) -> None:
+    def prefill_drafter(self, rows: BatchRows, key: GraphKey) -> None:
         assert not rows.start_B.any() and not rows.count_B.any(), "padding has nothing to read"
         self.prefilled.append((len(rows.length_B), key))
 
@@ -91,8 +91,8 @@ class Device:
 def make() -> tuple[Graphs, Step]:
     step = Step()
 
-    def rows() -> Rows:
-        return Rows.empty(EXTENT, blocks=2, hidden=8, dtype=torch.float32, device=torch.device("cpu"))
+    def rows() -> BatchRows:
+        return BatchRows.empty(EXTENT, blocks=2, hidden=8, dtype=torch.float32, device=torch.device("cpu"))
 
     return Graphs(step, rows(), rows), step  # type: ignore[arg-type]
 
@@ -161,7 +161,7 @@ def test_a_form_that_fails_ends_itself_alone(
     graphs, step = make()
     inner = step.__class__.__call__
 
-    def fail(self: Step, rows: Rows, key: GraphKey) -> Tensor:
+    def fail(self: Step, rows: BatchRows, key: GraphKey) -> Tensor:
         if len(rows.length_B) == 3 and key == KEYS[1] and (device.current == "capture") == captures:
             raise torch.OutOfMemoryError("no memory is left")
         return inner(self, rows, key)

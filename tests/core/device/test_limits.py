@@ -23,7 +23,7 @@ from specdec.core.request import Request
 from specdec.core.scheduler import BLOCKS, Scheduler
 from specdec.draft.policy import Policy
 from specdec.errors import EngineError
-from specdec.state_slots.prefix.lease import Lease
+from specdec.state_slots.prefix.lease import PrefixLease
 from tests.selection import EXHAUSTIVE
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -190,7 +190,7 @@ def test_one_callers_blocked_request_does_not_delay_another_caller(
 ) -> None:
     inner, ends = Scheduler._limit, Queue[str]()
 
-    def limit(self: Scheduler, request: Request, lease: Lease | None) -> str:
+    def limit(self: Scheduler, request: Request, lease: PrefixLease | None) -> str:
         """Make a long prompt wait for memory while anything runs."""
         return BLOCKS if len(request.tokens) == 30 and self.running else inner(self, request, lease)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.core.device import pack, step
 from specdec.core.device.device_batch import DeviceBatch
-from specdec.core.device.rows import Rows
+from specdec.core.device.rows import BatchRows
 from specdec.core.device.step import DeviceStep
 from tests.lossless.cases import SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
@@ -38,7 +38,7 @@ def a_path_of_the_first_nodes(patch: Patch) -> None:
     """Keep the first nodes' records, whichever were accepted."""
     inner = DeviceStep._commit
 
-    def wrong(self: DeviceStep, rows: Rows, slots: Any, node_BM: Tensor, count_B: Tensor) -> None:
+    def wrong(self: DeviceStep, rows: BatchRows, slots: Any, node_BM: Tensor, count_B: Tensor) -> None:
         inner(self, rows, slots, torch.arange(node_BM.shape[1]).expand_as(node_BM), count_B)
 
     patch.setattr(DeviceStep, "_commit", wrong)
@@ -48,7 +48,7 @@ def a_path_one_short(patch: Patch) -> None:
     """Leave the last accepted record unfolded."""
     inner = DeviceStep._commit
 
-    def wrong(self: DeviceStep, rows: Rows, *rest: Any) -> None:
+    def wrong(self: DeviceStep, rows: BatchRows, *rest: Any) -> None:
         inner(self, rows, *rest)
         rows.path_length_B.sub_(1).clamp_(min=0)
 
@@ -64,7 +64,7 @@ def noise_of_the_root(patch: Patch) -> None:
     """Use the root's position for every node's noise."""
     inner = DeviceStep._choose
 
-    def wrong(self: DeviceStep, hidden_TD: Tensor, rows: Rows, key: Any, position_T: Tensor) -> Tensor:
+    def wrong(self: DeviceStep, hidden_TD: Tensor, rows: BatchRows, key: Any, position_T: Tensor) -> Tensor:
         position_T = position_T.view(-1, key.nodes)[:, :1].expand(-1, key.nodes).reshape(-1)
         return inner(self, hidden_TD, rows, key, position_T)
 
@@ -81,7 +81,7 @@ def a_swapped_parent(patch: Patch) -> None:
     inner = pack.Packer.__call__
 
     def wrong(
-        self: pack.Packer, rows: Rows, token_BM: Tensor, parent_BM: Any, *rest: Any, **last: Any
+        self: pack.Packer, rows: BatchRows, token_BM: Tensor, parent_BM: Any, *rest: Any, **last: Any
     ) -> Any:
         if parent_BM is not None and len(rest) > 1:
             parent_BM = parent_BM.clone()
@@ -95,7 +95,7 @@ def the_state_before(patch: Patch) -> None:
     """Continue with the state of the root."""
     inner = DeviceStep._commit
 
-    def wrong(self: DeviceStep, rows: Rows, slots: Any, node_BM: Tensor, count_B: Tensor) -> None:
+    def wrong(self: DeviceStep, rows: BatchRows, slots: Any, node_BM: Tensor, count_B: Tensor) -> None:
         inner(self, rows, slots, torch.zeros_like(node_BM), count_B)
 
     patch.setattr(DeviceStep, "_commit", wrong)

@@ -8,9 +8,9 @@ import torch
 from specdec.core.device.extent import Extent
 from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.pack import Packer, spread
-from specdec.core.device.result import Pending, Result, pack
-from specdec.core.device.rows import Rows
-from specdec.draft.drafter import Want
+from specdec.core.device.result import PendingResult, ResultTensors, pack
+from specdec.core.device.rows import BatchRows
+from specdec.draft.drafter import DraftRequest
 from specdec.draft.head import HeadDrafter
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.kernels.table import load_kernels
@@ -36,7 +36,7 @@ def test_a_row_is_given_the_same_blocks_and_positions_on_the_device() -> None:
     layout = Layout((KVShape(1, 8),), (), torch.float32)
     arena = Arena(layout, 4 * layout.slab_bytes, CPU)
     size, blocks = layout.block_tokens, layout.blocks_for(LONGEST)
-    rows = Rows.empty(Extent(ROWS, 4, 4, 4), blocks=blocks, hidden=8, dtype=torch.float32, device=CPU)
+    rows = BatchRows.empty(Extent(ROWS, 4, 4, 4), blocks=blocks, hidden=8, dtype=torch.float32, device=CPU)
     for asks in (True, False):
         pack = Packer(load_kernels("cpu"), 1, LONGEST, asks=asks, block_tokens=size)
         for _ in range(40):
@@ -49,7 +49,7 @@ def test_a_row_is_given_the_same_blocks_and_positions_on_the_device() -> None:
             drafter = HeadDrafter(None, arena, None, CPU, 64, window=last)  # type: ignore[arg-type]
             for b, start in enumerate(starts):
                 tree = TokenTree.chain(token_BM[b].tolist())
-                row = drafter._row(tree, start, Want(b, 0, (), rows.table_BN[b], None))
+                row = drafter._row(tree, start, DraftRequest(b, 0, (), rows.table_BN[b], None))
                 right = build_window([row], 1, CPU)
                 assert torch.equal(found.position_T[b * width :][:width], right.position_T)
                 assert right.position_T.tolist() == list(range(start, start + width))
@@ -69,8 +69,8 @@ def test_the_host_reads_what_was_packed(nodes: int, as_drafted: bool) -> None:
     belief_BM = torch.rand(ROWS, nodes, dtype=torch.float64)
     kept = [nodes, 1, 0]
     node_BM, emitted_BM = torch.randint(0, nodes, (ROWS, nodes)), torch.randint(0, 99, (ROWS, nodes))
-    result = Result(torch.tensor(kept), node_BM, emitted_BM, token_BM, chain, score_BM, belief_BM)
-    pending = Pending.send(GraphKey.given(nodes, filtered=False), pack(result), as_drafted=as_drafted)
+    result = ResultTensors(torch.tensor(kept), node_BM, emitted_BM, token_BM, chain, score_BM, belief_BM)
+    pending = PendingResult.send(GraphKey.given(nodes, filtered=False), pack(result), as_drafted=as_drafted)
     for b, outcome in zip((2, 1), pending.outcomes((2, 1)), strict=True):
         width = min(nodes, 3) if b == 1 else nodes
         assert outcome.tree == TokenTree.chain(token_BM[b, :width].tolist())

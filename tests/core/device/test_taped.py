@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams, SpecEngine
-from specdec.core.device.look_ups import LookUps
+from specdec.core.device.lookups import HostLookups
 from specdec.core.device.runner import DeviceDraftRunner, Runner
 from specdec.core.device.steps import Steps
 from specdec.core.device.taped import TapedStep, TapedSteps
 from specdec.draft.policy import Policy
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.kernels.native import tape
 from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.tape import Tapes
@@ -91,7 +91,7 @@ def test_a_head_that_rests_reads_on_where_it_drafts_again(
         runner, rng = runner_of(engine), Random(3)
         shapes, seen = runner.policy.shapes, set[bool]()
 
-        def choose(rows: object) -> Shape | None:
+        def choose(rows: object) -> DraftShape | None:
             seen.add(runner.batch.reads)
             return rng.choice(shapes) if rng.random() < 0.4 else None
 
@@ -109,7 +109,7 @@ def looking(folder: Path, **fields: Any) -> Iterator[tuple[SpecEngine, list[int]
     settings = {"draft": "auto", "graphs": True, "dtype": "float64", "max_model_len": LONGEST}
     with SpecEngine(folder, **{**settings, **fields}) as engine:
         runner, used = runner_of(engine), list[int]()
-        assert isinstance(runner.look_ups, LookUps)
+        assert isinstance(runner.look_ups, HostLookups)
         find = runner.look_ups.find
 
         def watched(*given: Any) -> Any:
@@ -130,7 +130,7 @@ def test_what_is_looked_up_changes_no_text(
     """Some rows draft from earlier outputs by look-up; others verify a head's drafts."""
     with looking(folder, slots=backing, **SHAPES["tree"]) as (engine, used):
         runner = runner_of(engine)
-        shapes = [Shape(1, 1, 2), runner.policy.bounds] if drafts else [None]
+        shapes = [DraftShape(1, 1, 2), runner.policy.bounds] if drafts else [None]
         rng = Random(5)
         runner.policy.choose = lambda rows: rng.choice(shapes)  # type: ignore[method-assign]
         runner.policy.cost = lambda *_: 1.0  # type: ignore[method-assign]

@@ -10,8 +10,8 @@ import torch
 
 from specdec.core.device.graph_key import GraphKey
 from specdec.core.device.step import DeviceStep
-from specdec.draft.proposal import Shape
-from specdec.setup.build import Model
+from specdec.draft.proposal import DraftShape
+from specdec.setup.build import LoadedModel
 from tests.core.device.without_host import AsksTheHostError, make, watched
 from tests.kernels.sm90 import CASES
 
@@ -36,13 +36,13 @@ KEPT = [
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not made for the interpreter")
 
 
-def step_of(model: Model) -> DeviceStep:
+def step_of(model: LoadedModel) -> DeviceStep:
     runner = model.loop.runner
     assert runner
     return runner.batch.step
 
 
-def keys_of(model: Model) -> Iterator[GraphKey]:
+def keys_of(model: LoadedModel) -> Iterator[GraphKey]:
     """Yield the graph keys that would be captured, also by adaptive engines, greedy and sampled."""
     runner = model.loop.runner
     assert runner
@@ -51,13 +51,13 @@ def keys_of(model: Model) -> Iterator[GraphKey]:
         keys |= dict.fromkeys(GraphKey.given(nodes, filtered=True) for nodes in (1, 2, 4))
     if model.loop.speculation.head:
         keys |= dict.fromkeys(
-            GraphKey.drafting(shape, reads=True, filtered=True) for shape in (None, Shape(1, 1, 2))
+            GraphKey.drafting(shape, reads=True, filtered=True) for shape in (None, DraftShape(1, 1, 2))
         )
     for key, filtered in itertools.product(keys, (True, False)):
         yield replace(key, filtered=filtered)
 
 
-def run(model: Model, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 3)) -> set[str]:
+def run(model: LoadedModel, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1, 3)) -> set[str]:
     """Run every key for each number of rows; return the kernels launched."""
     runner = model.loop.runner
     assert runner

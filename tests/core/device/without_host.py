@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from specdec.config.engine import EngineConfig
 from specdec.models.families import network
 from specdec.setup import build
-from specdec.setup.build import Model, build_random
+from specdec.setup.build import LoadedModel, build_random
 from specdec.setup.settings import Resolved
 from tests.kernels.dry import Blank
 
@@ -80,7 +80,7 @@ def make(
     shape: Mapping[str, Any],
     change: Callable[[Resolved], Resolved] = lambda settings: settings,
     **settings: Any,
-) -> Model:
+) -> LoadedModel:
     """Build an engine of a shape on the meta device, with a GPU's steps."""
     resolve = build.resolve
 

@@ -11,7 +11,7 @@ from specdec.server.failures import Failure
 from specdec.server.receive import BodyBudget, HeldBody
 from specdec.server.responses.bodies import ResponseBody
 from specdec.server.responses.handlers import retrieve
-from specdec.server.responses.store import OVERHEAD, ResponseStore, Stored
+from specdec.server.responses.store import OVERHEAD, ResponseStore, StoredResponse
 
 
 class Clock:
@@ -27,8 +27,8 @@ def store(most: int = 100, most_bytes: int = 1 << 20, keep_s: float = 10.0) -> t
     return ResponseStore(most, most_bytes, keep_s, clock), clock
 
 
-def entry(previous: str | None = None, size: int = 8) -> Stored:
-    return Stored(b"x" * (size // 2), b"y" * (size - size // 2), previous)
+def entry(previous: str | None = None, size: int = 8) -> StoredResponse:
+    return StoredResponse(b"x" * (size // 2), b"y" * (size - size // 2), previous)
 
 
 def held(own: ResponseStore, caller: str, names: str) -> str:

@@ -12,26 +12,26 @@ from pydantic import TypeAdapter
 
 from specdec.core.outputs import Delta, FinishReason
 from specdec.server.anthropic.writer import BROKEN, MessageWriter
-from specdec.server.events import Expected
+from specdec.server.events import ExpectedContent
 from specdec.server.failures import Failure
-from specdec.server.formats import Chats, Completions, Shown, Usage
+from specdec.server.formats import ChatFormat, CompletionFormat, ShownFields, Usage
 from specdec.server.responses.bodies import MOST_REPEATED, ResponseBody
 from specdec.server.responses.tools import Toolbox
 from specdec.server.responses.writer import ResponseWriter
 from specdec.server.tools.bodies import Function, Tool
-from specdec.server.tools.offer import Offer
+from specdec.server.tools.offer import ToolOffer
 from specdec.text.answers.formats import CALL_FORMATS
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL = Tool(type="function", function=Function(name="f"))
-OFFER = Offer((TOOL,), CALL_FORMATS["hermes"], parallel=True, structure=None)
+OFFER = ToolOffer((TOOL,), CALL_FORMATS["hermes"], parallel=True, structure=None)
 FAILURE = Failure(503, "The server is stopping.", code="stopping")
 
 
 def response_writer(kept: list[Any], **fields: Any) -> ResponseWriter:
     body = ResponseBody.read(json.dumps({"input": "a", **fields}).encode())
     toolbox = Toolbox(body.tools or ())
-    return ResponseWriter(Expected(None, OFFER), Usage(3), body, toolbox, "m", kept.append)
+    return ResponseWriter(ExpectedContent(None, OFFER), Usage(3), body, toolbox, "m", kept.append)
 
 
 def test_streams_that_fail_say_so_in_the_form_of_their_api() -> None:
@@ -44,7 +44,7 @@ def test_streams_that_fail_say_so_in_the_form_of_their_api() -> None:
     assert (error["type"], error["code"]) == ("error", "stopping") and not kept
     assert failed["response"]["status"] == "failed" and failed["response"]["error"]["code"] == "server_error"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    message = MessageWriter(Expected(), Usage(3), "m")
+    message = MessageWriter(ExpectedContent(), Usage(3), "m")
     message.events(0, Delta("ab", (1, 2)))
     assert message.failed(FAILURE) == [
         {"type": "error", "error": {"type": "overloaded_error", "message": "The server is stopping."}}
@@ -72,12 +72,14 @@ def test_why_an_answer_ended_in_the_words_of_each_api(
     own = response_writer([])
     *_, last = [EVENT.validate_python(event) for event in [*own.events(0, delta), *own.end()]]
     assert (last.type, last.response.status) == (f"response.{response[0]}", response[0])
-    written = Message.model_validate_json("".join(MessageWriter(Expected(), Usage(3), "m").whole({0: delta})))
+    written = Message.model_validate_json(
+        "".join(MessageWriter(ExpectedContent(), Usage(3), "m").whole({0: delta}))
+    )
     assert (written.stop_reason, written.stop_sequence) == message
-    said = Choice.model_validate(Chats(None, Shown(), Expected()).said(0, delta))
+    said = Choice.model_validate(ChatFormat(None, ShownFields(), ExpectedContent()).said(0, delta))
     assert (
         said.finish_reason
-        == CompletionChoice.model_validate(Completions(None, Shown()).said(0, delta)).finish_reason
+        == CompletionChoice.model_validate(CompletionFormat(None, ShownFields()).said(0, delta)).finish_reason
         == why
     )
 
@@ -86,7 +88,7 @@ def test_arguments_that_are_no_json_are_given_as_they_are() -> None:
     broken = '{"a": }'
     text = f'<tool_call>\n{{"name": "f", "arguments": {broken}}}\n</tool_call>'
     said = {0: Delta(text, (1,), finish_reason="stop")}
-    message = json.loads("".join(MessageWriter(Expected(None, OFFER), Usage(3), "m").whole(said)))
+    message = json.loads("".join(MessageWriter(ExpectedContent(None, OFFER), Usage(3), "m").whole(said)))
     assert Message.model_validate(message).stop_reason == "tool_use"
     assert message["content"][0]["input"] == {BROKEN: broken}
     for tool in ({"type": "function", "name": "f"}, {"type": "custom", "name": "f"}):
@@ -97,7 +99,7 @@ def test_arguments_that_are_no_json_are_given_as_they_are() -> None:
 def test_an_empty_answer_has_no_blocks() -> None:
     said = {0: Delta("", (1,), finish_reason="stop")}
     assert json.loads("".join(response_writer([]).whole(said)))["output"] == []
-    message = json.loads("".join(MessageWriter(Expected(), Usage(3), "m").whole(said)))
+    message = json.loads("".join(MessageWriter(ExpectedContent(), Usage(3), "m").whole(said)))
     assert message["content"] == [] and message["stop_reason"] == "end_turn"
 
 

@@ -6,8 +6,8 @@ Neither side checks a request's claims about a lease: the mutant that the forger
 import sys
 
 from specdec.cli import main
-from specdec.reach.lease import Lease
-from specdec.reach.terms import Secret
+from specdec.reach.lease import TransferLease
+from specdec.reach.protocol import Secret
 
 
 def believe(*_: object) -> bool:
@@ -16,5 +16,5 @@ def believe(*_: object) -> bool:
 
 if __name__ == "__main__":
     Secret.verifies = believe  # type: ignore[method-assign]
-    Lease.check = believe  # type: ignore[method-assign, assignment]
+    TransferLease.check = believe  # type: ignore[method-assign, assignment]
     sys.exit(main())

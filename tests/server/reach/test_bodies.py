@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.reach.terms import LeaseReference
-from specdec.server.bodies import Body, ChatBody, CompletionBody
+from specdec.reach.protocol import LeaseReference
+from specdec.server.bodies import ChatBody, CompletionBody, RequestBody
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import MOST_ROOM, Bootstrap, Fetch, Lend
+from specdec.server.reach.bodies import MOST_ROOM, BootstrapFields, FetchFields, LendFields
 from specdec.server.reach.lending import lending_params
 from specdec.server.reach.reach import covered, references_of
 from tests.server.reach.proxies import PROXIES, Proxy, sglang
 
 PROMPT: dict[str, Any] = {"prompt": "x"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
-KINDS: tuple[tuple[type[Body], dict[str, Any]], ...] = ((CompletionBody, PROMPT), (ChatBody, CHAT))
+KINDS: tuple[tuple[type[RequestBody], dict[str, Any]], ...] = ((CompletionBody, PROMPT), (ChatBody, CHAT))
 SAMPLING: dict[str, Any] = {
     "n": 2,
     "min_tokens": 3,
@@ -43,7 +43,7 @@ TOLD: dict[str, Any] = {
 }
 
 
-def read(kind: type[Body], fields: dict[str, Any]) -> Any:
+def read(kind: type[RequestBody], fields: dict[str, Any]) -> Any:
     return kind.read(json.dumps(fields).encode())
 
 
@@ -58,34 +58,36 @@ def refusal(fields: dict[str, Any], role: Any = "both", prompts: int = 1) -> Fai
 @pytest.mark.parametrize("proxy", PROXIES, ids=lambda own: own.name)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_proxies_make_of_a_body_is_read(
-    kind: type[Body], least: dict[str, Any], proxy: Proxy, stream: bool
+    kind: type[RequestBody], least: dict[str, Any], proxy: Proxy, stream: bool
 ) -> None:
     """Proxies produce min_tokens 3 with max_tokens 1, n of 2, and stream_options without stream."""
     client = (
         least | SAMPLING | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
     )
     first = read(kind, proxy.to_prefill(client))
-    assert first.asked("both") == first.asked("prefill") == Lend(None)
+    assert first.asked("both") == first.asked("prefill") == LendFields(None)
     params = lending_params(first)
     assert (params.n, params.max_tokens, params.min_tokens, params.stop) == (1, 1, 0, None)
     second = read(kind, proxy.to_decode(client, {"kv_transfer_params": TOLD}))
     asked = second.asked("both")
-    assert isinstance(asked, Fetch) and asked == second.asked("decode")
+    assert isinstance(asked, FetchFields) and asked == second.asked("decode")
     assert asked.params and asked.params.specdec and asked.params.specdec.leases[0]
     assert asked.params.specdec.leases[0].mac == "2" * 64
     assert second.params().n == 2
 
 
 @pytest.mark.parametrize(("kind", "least"), KINDS)
-def test_sglangs_body_makes_a_server_what_its_role_is(kind: type[Body], least: dict[str, Any]) -> None:
+def test_sglangs_body_makes_a_server_what_its_role_is(kind: type[RequestBody], least: dict[str, Any]) -> None:
     fields = sglang(least | SAMPLING, "127.0.0.1", 5600, MOST_ROOM)
-    assert read(kind, fields).asked("prefill") == Lend((MOST_ROOM,))
-    assert read(kind, fields).asked("decode") == Fetch(None, (Bootstrap("127.0.0.1", 5600, MOST_ROOM),))
+    assert read(kind, fields).asked("prefill") == LendFields((MOST_ROOM,))
+    assert read(kind, fields).asked("decode") == FetchFields(
+        None, (BootstrapFields("127.0.0.1", 5600, MOST_ROOM),)
+    )
 
 
 @pytest.mark.parametrize("role", ["prefill", "both"])
 def test_what_is_cached_may_be_lent_alone(role: Any) -> None:
-    assert read(CompletionBody, PROMPT | {"kv_transfer_params": CACHED}).asked(role) == Lend(
+    assert read(CompletionBody, PROMPT | {"kv_transfer_params": CACHED}).asked(role) == LendFields(
         None, cached_only=True
     )
 
@@ -93,7 +95,7 @@ def test_what_is_cached_may_be_lent_alone(role: Any) -> None:
 def test_what_another_server_has_may_be_fetched_before_the_rest_is_lent() -> None:
     fields = TOLD | {"do_remote_decode": True, "specdec": {"v": 1, "leases": [LEASE | {"tokens": 9}, None]}}
     asked = read(CompletionBody, PROMPT | {"kv_transfer_params": fields}).asked("both")
-    assert isinstance(asked, Lend) and asked.fetch and not asked.cached_only
+    assert isinstance(asked, LendFields) and asked.fetch and not asked.cached_only
     (reference, nothing) = references_of(asked.fetch, 2)
     assert nothing is None
     assert reference == LeaseReference("127.0.0.1", 5600, "0" * 32, "1" * 32, "2" * 64, 9)
@@ -130,8 +132,8 @@ def test_whatever_is_said_is_done_or_refused_by_name(flags: dict[str, Any], says
     except Failure as failure:
         refused, asked = failure, None
     assert refused is None or (refused.status, str(refused)[:19]) == (400, "kv_transfer_params.")
-    fetch = asked.fetch if isinstance(asked, Lend) else asked
-    assert not (isinstance(asked, Lend) and role == "decode") and not (fetch and role == "prefill")
+    fetch = asked.fetch if isinstance(asked, LendFields) else asked
+    assert not (isinstance(asked, LendFields) and role == "decode") and not (fetch and role == "prefill")
     for reference in references_of(fetch, 1) if fetch else ():
         assert 1 < len(covered(range(20), reference)) <= 20
 
@@ -144,7 +146,7 @@ def test_several_prompts_have_a_room_each() -> None:
         "bootstrap_room": [3, 4],
     }
     asked = read(CompletionBody, fields).asked("decode", 2)
-    assert asked == Fetch(None, (Bootstrap("a", 1, 3), Bootstrap("b", 2, 4)))
+    assert asked == FetchFields(None, (BootstrapFields("a", 1, 3), BootstrapFields("b", 2, 4)))
     one = refusal({**fields, "bootstrap_room": 3}, "decode", 2)
     assert one.param == "bootstrap_room" and "give one per prompt" in str(one)
     few = refusal({**fields, "bootstrap_port": [1]}, "decode", 2)
@@ -154,8 +156,8 @@ def test_several_prompts_have_a_room_each() -> None:
 def test_choices_of_a_prompt_may_have_rooms_too() -> None:
     """sglang-router draws one room per choice; both servers use the first."""
     fields = {"n": 2, "bootstrap_host": ["a", "a"], "bootstrap_port": [1, 1], "bootstrap_room": [3, 4]}
-    assert read(ChatBody, CHAT | fields).asked("prefill") == Lend((3,))
-    assert read(ChatBody, CHAT | fields).asked("decode") == Fetch(None, (Bootstrap("a", 1, 3),))
+    assert read(ChatBody, CHAT | fields).asked("prefill") == LendFields((3,))
+    assert read(ChatBody, CHAT | fields).asked("decode") == FetchFields(None, (BootstrapFields("a", 1, 3),))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.config.tenant import Tenant
-from specdec.core.terms import Prepared
-from specdec.reach.leases import MOST_LEASES, Book
-from specdec.reach.messages import Ask, Close
-from specdec.reach.terms import LeaseReference, Prompt, Refusal, Secret, new_id
+from specdec.core.params import PreparedPrompt
+from specdec.reach.lease_table import MOST_LEASES, LeaseTable
+from specdec.reach.messages import CloseRequest, OpenRequest
+from specdec.reach.protocol import LeaseReference, PrefixIdentity, ReachError, Secret, new_id
 from specdec.server.failures import Failure
-from specdec.server.reach.bodies import Lend
+from specdec.server.reach.bodies import LendFields
 from specdec.server.reach.lender import Lender
 from tests.reach.peers import until
 
@@ -32,7 +32,7 @@ async def lending(
     try:
         layout = engine.transfers.arena.layout
         most_bytes = int(prompts * layout.sequence_bytes(len(IDS) - 1))
-        book = Book(
+        book = LeaseTable(
             new_id(), block_tokens=layout.block_tokens, most_bytes=most_bytes, most_leases=most_leases
         )
         yield (
@@ -51,19 +51,21 @@ async def lending(
         await asyncio.to_thread(engine.close)
 
 
-def prepared(engine: SpecEngine, count: int = 1, salt: str | None = None) -> list[Prepared]:
+def prepared(engine: SpecEngine, count: int = 1, salt: str | None = None) -> list[PreparedPrompt]:
     params = SamplingParams(max_tokens=1, cache_salt=salt)
     return [engine.prepare([*IDS[:-1], index + 1], params) for index in range(count)]
 
 
-def of_caller(engine: SpecEngine, caller: str, count: int) -> list[Prepared]:
+def of_caller(engine: SpecEngine, caller: str, count: int) -> list[PreparedPrompt]:
     tenant = Tenant(caller)
     return [own._replace(terms=own.terms._replace(tenant=tenant)) for own in prepared(engine, count)]
 
 
-def ask(lender: Lender) -> Ask:
-    prompt = Prompt.of(IDS[:-1])
-    return Ask(engine=lender.book.engine, hash=prompt.hash, length=prompt.length, have=0, reader=new_id())
+def ask(lender: Lender) -> OpenRequest:
+    prompt = PrefixIdentity.of(IDS[:-1])
+    return OpenRequest(
+        engine=lender.book.engine, hash=prompt.hash, length=prompt.length, have=0, reader=new_id()
+    )
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -87,9 +89,9 @@ def test_what_is_told_is_signed_for_each_prompt_and_its_salt(hybrid: Path) -> No
             assert told["remote_request_id"] == first["lease"] != second["lease"]
             assert told["remote_num_tokens"] == len(IDS) - 1
             reference = LeaseReference("", 0, told["remote_engine_id"], first["lease"], first["mac"])
-            assert SECRET.verifies(reference, Prompt.of(asked[0].ids[:-1], "salt"))
-            assert not SECRET.verifies(reference, Prompt.of(asked[0].ids[:-1]))
-            assert not SECRET.verifies(reference, Prompt.of(asked[0].ids[:-2], "salt"))
+            assert SECRET.verifies(reference, PrefixIdentity.of(asked[0].ids[:-1], "salt"))
+            assert not SECRET.verifies(reference, PrefixIdentity.of(asked[0].ids[:-1]))
+            assert not SECRET.verifies(reference, PrefixIdentity.of(asked[0].ids[:-2], "salt"))
             for own in loaned:
                 own.give_up()
             assert not lender.book.figures.held
@@ -181,13 +183,13 @@ def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> 
             waiting = asyncio.create_task(lender.book.open_room(3, ask(lender)))
 
             async def request() -> None:
-                with lender.heard(Lend((3,))):
+                with lender.heard(LendFields((3,))):
                     await lender.lend(prepared(engine), [3])
 
             asking = asyncio.create_task(request())
             await asyncio.sleep(0.05)
             asking.cancel()  # its client disconnected while it waited for memory
-            with pytest.raises(Refusal) as caught:
+            with pytest.raises(ReachError) as caught:
                 await waiting
             assert caught.value.reason == "prefill_failed"
             held[0].give_up()
@@ -209,7 +211,7 @@ def test_nothing_is_read_for_those_who_gave_up_while_it_waited_for_memory(hybrid
             await asyncio.wait([readers[0]])
             (left,) = await lendings[0]
             assert left.lease is None and (await left.read()).prompt_tokens == len(IDS)
-            with pytest.raises(Refusal) as caught:
+            with pytest.raises(ReachError) as caught:
                 await lender.book.open_room(3, ask(lender))
             assert caught.value.reason == "prefill_failed", "it may have been late, and hears so at once"
             held[0].give_up()
@@ -234,7 +236,7 @@ def test_a_reader_that_is_done_before_the_answer_takes_nothing_from_it(hybrid: P
                 (own,) = await lender.lend(prepared(engine), [room])
                 reader = new_id()
                 assert own.lease
-                close = Close(engine=lender.book.engine, reader=reader, read=False)
+                close = CloseRequest(engine=lender.book.engine, reader=reader, read=False)
                 if read:
                     await own.read()
                 lender.book.close(own.lease.id, close)

@@ -8,10 +8,10 @@ import pytest
 
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
-from specdec.reach.terms import VARIABLE, Refusal
+from specdec.reach.protocol import VARIABLE, ReachError
 from specdec.server import run
 from specdec.server.listen import bind
-from specdec.server.reach.role import allowed_peers, settle_part
+from specdec.server.reach.role import allowed_peers, resolve_role
 from specdec.server.settings import ServerConfig
 
 SECRET = {VARIABLE: "0123456789abcdef"}
@@ -24,7 +24,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def role(environment: dict[str, str] = SECRET, models: int = 1, **settings: Any) -> str | None:
     engine = {name: settings.pop(name) for name in ("prefix_cache",) if name in settings}
-    part = settle_part(ServerConfig(**settings), EngineConfig(**engine), models, environment)
+    part = resolve_role(ServerConfig(**settings), EngineConfig(**engine), models, environment)
     return part.role if part else None
 
 
@@ -91,7 +91,7 @@ def test_nothing_else_of_the_loopback_is_a_peer_unless_it_is_given(host: str) ->
     for port in (5600, 5601):
         allowed = allowed_peers(ServerConfig(reach_port=5601))
         assert str(allowed.endpoint("localhost", port)) == f"127.0.0.1:{port}", "the control"
-        with pytest.raises(Refusal):
+        with pytest.raises(ReachError):
             allowed.endpoint(host, port)
 
 

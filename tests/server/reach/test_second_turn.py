@@ -13,16 +13,16 @@ import pytest
 from specdec import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.outputs import RequestStats
-from specdec.core.terms import Prepared
-from specdec.engine import landing
-from specdec.reach.allowed import Allowed
+from specdec.core.params import PreparedPrompt
+from specdec.engine import incoming
+from specdec.reach.allowed_peers import AllowedPeers
 from specdec.reach.fetch import Fetched
-from specdec.reach.terms import LeaseReference
+from specdec.reach.protocol import LeaseReference
 from specdec.server.reach import lender
-from specdec.server.reach.bodies import Fetch, TransferParams
+from specdec.server.reach.bodies import FetchFields, TransferParams
 from specdec.server.reach.lender import Lender
 from specdec.server.reach.reach import covered, references_of
-from specdec.state_slots.prefix.rates import Rates
+from specdec.state_slots.prefix.rates import TierRates
 from tests.reach.engines import HOST, SECRET, Side, side
 from tests.reach.test_fetch import FIELDS, PARAMS, prompt, run
 from tests.selection import EXHAUSTIVE
@@ -50,7 +50,7 @@ class Server:
         (loaned,) = await lending
         stats = await loaned.read()
         told = TransferParams.model_validate(self.lender.told([loaned]))
-        (reference,) = references_of(Fetch(told, ()), 1)
+        (reference,) = references_of(FetchFields(told, ()), 1)
         assert reference is None or isinstance(reference, LeaseReference)
         assert told.remote_num_tokens == (reference.tokens if reference else 0)
         return reference, stats
@@ -58,7 +58,7 @@ class Server:
     async def cached(self, ids: Sequence[int], **own: str) -> LeaseReference | None:
         return (await self.lend(ids, cached_only=True, **own))[0]
 
-    def prepared(self, ids: Sequence[int], salt: str = "", caller: str = "") -> Prepared:
+    def prepared(self, ids: Sequence[int], salt: str = "", caller: str = "") -> PreparedPrompt:
         params = SamplingParams(max_tokens=1, cache_salt=salt or None)
         return self.side.engine.prepare(list(ids), params, tenant=Tenant(caller))
 
@@ -74,7 +74,7 @@ async def servers(folder: Path, **fields: Any) -> AsyncIterator[tuple[Server, Se
     """Start a prefill and a decode instance that may fetch from each other."""
     fields = {**LONGER, **fields}
     async with side(folder, **fields) as reader, side(folder, peer=reader, **fields) as writer:
-        reader.peers._allowed = Allowed([HOST], writer.channel.port)
+        reader.peers._allowed = AllowedPeers([HOST], writer.channel.port)
         yield server(reader), server(writer)
         await reader.settle()
         await writer.settle()
@@ -88,9 +88,9 @@ def server(own: Side, most_bytes: int = 1 << 40) -> Server:
 @pytest.fixture(autouse=True)
 def _always_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch everything that is lent, whatever the machine's speeds."""
-    monkeypatch.setattr(landing, "WORTH_FETCHING", 8)
+    monkeypatch.setattr(incoming, "WORTH_FETCHING", 8)
     monkeypatch.setattr(lender, "WORTH_FETCHING", 8)
-    monkeypatch.setattr(Rates, "pays", lambda *_: True)
+    monkeypatch.setattr(TierRates, "pays", lambda *_: True)
 
 
 @pytest.mark.parametrize(("family", "drafter"), CELLS)
@@ -242,7 +242,7 @@ def test_what_is_gone_by_then_is_read(folder: Path) -> None:
             transfers = writer.side.engine.transfers
             cached = transfers.cached
 
-            def stale(prepared: Prepared) -> Any:
+            def stale(prepared: PreparedPrompt) -> Any:
                 found = cached(prepared)
                 found.result(10)
                 writer.side.engine.flush()

@@ -10,10 +10,10 @@ import pytest
 
 from specdec.core.outputs import Delta
 from specdec.server.chat_answer import ChatAnswer
-from specdec.server.events import Expected
+from specdec.server.events import ExpectedContent
 from specdec.server.failures import Failure
-from specdec.server.tools.bodies import Called, NamedFunction, NamedTool, Tool
-from specdec.server.tools.offer import Offer, make_offer
+from specdec.server.tools.bodies import NamedFunction, NamedTool, Tool, ToolCall
+from specdec.server.tools.offer import ToolOffer, make_offer
 from specdec.text.answers.formats import CALL_FORMATS, call_format
 from specdec.text.answers.hermes import Hermes
 from specdec.text.chat_template import ChatTemplate
@@ -137,7 +137,7 @@ def said(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
 ARGUMENTS = '{"s": "<é>", "i": 123}'
 
 
-def forced(name: str) -> tuple[Offer, str]:
+def forced(name: str) -> tuple[ToolOffer, str]:
     """Return an offer that requires calls, and an answer with two."""
     parameters = {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}
     functions = [{"name": own, "parameters": parameters} for own in ("f", "g")]
@@ -154,7 +154,7 @@ def test_a_forced_answer_that_is_cut_off_says_nothing_and_nothing_wrong(name: st
     offer, text = forced(name)
     for at in range(len(text) + 1):
         last = Delta("", (), finish_reason="length")
-        message = ChatAnswer(Expected(offer=offer)).message(replace(last, text=text[:at]))
+        message = ChatAnswer(ExpectedContent(offer=offer)).message(replace(last, text=text[:at]))
         calls = message.get("tool_calls", [])
         assert not message["content"]
         assert [own["function"]["name"] for own in calls] == ["f", "g"][: len(calls)]
@@ -162,7 +162,7 @@ def test_a_forced_answer_that_is_cut_off_says_nothing_and_nothing_wrong(name: st
             arguments = own["function"]["arguments"]
             assert ARGUMENTS.startswith(arguments)
             assert name != "qwen3_coder" or "1" not in arguments or "123" in arguments
-        streamed = ChatAnswer(Expected(offer=offer))
+        streamed = ChatAnswer(ExpectedContent(offer=offer))
         parts = [part for sign in text[:at] for part in streamed.parts(Delta(sign, ()))]
         parts += streamed.parts(last)
         assert not any(part.get("content") for part in parts)
@@ -192,7 +192,7 @@ def test_tools_are_told_as_they_were_given() -> None:
     ids=lambda value: repr(value)[:20],
 )
 def test_arguments_are_objects_for_a_template_wherever_they_are(given: Any, read: Any) -> None:
-    called = Called.model_validate(
+    called = ToolCall.model_validate(
         {"id": "x", "type": "function", "function": {"name": "f", "arguments": given}}
     )
     assert called.plain == {"id": "x", "type": "function", "function": {"name": "f", "arguments": read}}

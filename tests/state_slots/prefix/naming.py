@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.prefix.tiers import Tier
-from specdec.state_slots.prefix.tree import Node
+from specdec.state_slots.prefix.tree import PrefixNode
 
 TENANTS = (*[SOLE] * 10, Tenant(salt="other"), Tenant("another"))
 """Texts of another salt or caller are never found."""
@@ -31,12 +31,12 @@ def names(text: Sequence[int]) -> NDArray[np.float32]:
     return np.asarray(found, np.float32)
 
 
-def whole_of(node: Node) -> list[int]:
+def whole_of(node: PrefixNode) -> list[int]:
     """Return all tokens of a prefix."""
     return [token for own in node.path() for token in own.edge.tolist()]
 
 
-def tenant_of(cache: Tier, node: Node) -> Tenant:
+def tenant_of(cache: Tier, node: PrefixNode) -> Tenant:
     while node.parent:
         node = node.parent
     return next(tenant for tenant, root in cache.tree.roots.items() if root is node)

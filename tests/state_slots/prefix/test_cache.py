@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec.config.tenant import SOLE
 from specdec.state_slots.prefix import tree as tree_module
-from specdec.state_slots.prefix.lease import Hit, Lease
-from specdec.state_slots.prefix.tree import Ids, Node
+from specdec.state_slots.prefix.lease import PrefixHit, PrefixLease
+from specdec.state_slots.prefix.tree import Ids, PrefixNode
 from tests.selection import EXHAUSTIVE
 from tests.state_slots.prefix.trial import Trial, make
 
@@ -56,7 +56,7 @@ Mutate = Callable[[Trial, pytest.MonkeyPatch], None]
 def _a_split_forgets_the_shared_block(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     tree, right = trial.cache.tree, trial.cache.tree._split
 
-    def split(node: Node, at: int) -> Node:
+    def split(node: PrefixNode, at: int) -> PrefixNode:
         upper = right(node, at)
         if at % tree.size and len(upper.blocks) > 1:
             trial.arena.release_blocks(upper, [upper.blocks.pop()])
@@ -68,7 +68,7 @@ def _a_split_forgets_the_shared_block(trial: Trial, patch: pytest.MonkeyPatch) -
 def _a_split_leaves_the_lower_part_without_it(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     tree, right = trial.cache.tree, trial.cache.tree._split
 
-    def split(node: Node, at: int) -> Node:
+    def split(node: PrefixNode, at: int) -> PrefixNode:
         upper = right(node, at)
         if at % tree.size and len(node.blocks) > 1:
             # The same number of blocks, shifted by one: its own first block replaces the shared one.
@@ -82,7 +82,7 @@ def _a_split_leaves_the_lower_part_without_it(trial: Trial, patch: pytest.Monkey
 def _a_join_drops_blocks(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     tree, right = trial.cache.tree, trial.cache.tree.join
 
-    def join(node: Node) -> Node:
+    def join(node: PrefixNode) -> PrefixNode:
         (child,) = node.children.values()
         count = len(child.blocks)
         right(node)
@@ -96,7 +96,7 @@ def _a_join_drops_blocks(trial: Trial, patch: pytest.MonkeyPatch) -> None:
 def _a_join_mixes_blocks_up(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     tree, right = trial.cache.tree, trial.cache.tree.join
 
-    def join(node: Node) -> Node:
+    def join(node: PrefixNode) -> PrefixNode:
         child = right(node)
         child.blocks = child.blocks[::-1]
         return child
@@ -122,7 +122,7 @@ def _a_walk_stops_a_token_short(trial: Trial, patch: pytest.MonkeyPatch) -> None
 def _the_parents_state_is_lent(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     cache, right = trial.cache, trial.cache.lend
 
-    def lend(owner: Hashable, lease: Lease, state: int | None) -> Hit:
+    def lend(owner: Hashable, lease: PrefixLease, state: int | None) -> PrefixHit:
         node, above = lease.found, lease.found.parent
         own = node.state
         while above and above.state is None:
@@ -138,7 +138,7 @@ def _the_parents_state_is_lent(trial: Trial, patch: pytest.MonkeyPatch) -> None:
 def _a_partial_block_is_shared(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     cache, right = trial.cache, trial.cache.lease
 
-    def lease(*asked: Any) -> Lease:
+    def lease(*asked: Any) -> PrefixLease:
         found = right(*asked)
         return replace(found, shared=max(found.shared, -(-found.length // cache.tree.size)))
 
@@ -148,7 +148,7 @@ def _a_partial_block_is_shared(trial: Trial, patch: pytest.MonkeyPatch) -> None:
 def _what_a_head_will_write_is_shared(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     cache, right = trial.cache, trial.cache.lease
 
-    def lease(*asked: Any) -> Lease:
+    def lease(*asked: Any) -> PrefixLease:
         found = right(*asked)
         return replace(found, shared=max(found.shared, found.length // cache.tree.size))
 
@@ -158,7 +158,7 @@ def _what_a_head_will_write_is_shared(trial: Trial, patch: pytest.MonkeyPatch) -
 def _a_state_is_shared_and_not_copied(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     cache = trial.cache
 
-    def keep_copy(node: Node, state: int | None, hidden_1D: Tensor | None) -> None:
+    def keep_copy(node: PrefixNode, state: int | None, hidden_1D: Tensor | None) -> None:
         if state is not None and node.state is None:
             node.state, node.hidden_1D = state, hidden_1D
             trial.arena._states.share(node, state)
@@ -169,7 +169,7 @@ def _a_state_is_shared_and_not_copied(trial: Trial, patch: pytest.MonkeyPatch) -
 def _a_state_is_kept_of_the_node_above(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     cache, right = trial.cache, trial.cache.keep
 
-    def keep(node: Node, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
+    def keep(node: PrefixNode, owner: Hashable, state: int, hidden_1D: Tensor | None) -> None:
         above = node.parent
         right(above if above and not above.is_root else node, owner, state, hidden_1D)
 
@@ -179,7 +179,7 @@ def _a_state_is_kept_of_the_node_above(trial: Trial, patch: pytest.MonkeyPatch) 
 def _a_node_with_a_state_grows(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     tree = trial.cache.tree
 
-    def may_grow(node: Node, table: Sequence[int]) -> bool:
+    def may_grow(node: PrefixNode, table: Sequence[int]) -> bool:
         if node.is_root or node.children:
             return False
         return not tree.pages or table[(node.end - 1) // tree.size] == node.blocks[-1]
@@ -188,7 +188,7 @@ def _a_node_with_a_state_grows(trial: Trial, patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_node_grows_by_anybodys_blocks(trial: Trial, patch: pytest.MonkeyPatch) -> None:
-    def may_grow(node: Node, table: Sequence[int]) -> bool:
+    def may_grow(node: PrefixNode, table: Sequence[int]) -> bool:
         return not node.is_root and not node.children and node.state is None
 
     trial.cache.tree._may_grow = may_grow  # type: ignore[method-assign]
@@ -197,7 +197,7 @@ def _a_node_grows_by_anybodys_blocks(trial: Trial, patch: pytest.MonkeyPatch) ->
 def _what_is_about_to_be_lent_gives_way(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     right = trial.cache._is_evictable
 
-    def is_evictable(node: Node) -> bool:
+    def is_evictable(node: PrefixNode) -> bool:
         pinned, trial.cache.tree.pinned = trial.cache.tree.pinned, []
         found = right(node)
         trial.cache.tree.pinned = pinned
@@ -209,7 +209,7 @@ def _what_is_about_to_be_lent_gives_way(trial: Trial, patch: pytest.MonkeyPatch)
 def _a_lock_stays_where_it_was(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     cache, right = trial.cache, trial.cache.note
 
-    def note(lease: Lease, tokens: Sequence[int], table: Sequence[int]) -> Node:
+    def note(lease: PrefixLease, tokens: Sequence[int], table: Sequence[int]) -> PrefixNode:
         before, node = lease.tip, right(lease, tokens, table)
         before.locks += 1
         node.locks -= 1
@@ -221,7 +221,7 @@ def _a_lock_stays_where_it_was(trial: Trial, patch: pytest.MonkeyPatch) -> None:
 def _what_is_given_up_keeps_its_state(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     cache, right = trial.cache, trial.cache._evict
 
-    def evict(node: Node) -> None:
+    def evict(node: PrefixNode) -> None:
         state = node.state
         right(node)
         node.state = state
@@ -233,7 +233,7 @@ def _what_is_fetched_is_kept_at_once(trial: Trial, patch: pytest.MonkeyPatch) ->
     """It uses memory reserved for others, and moves blocks that are not yet in any table."""
     cache, right = trial.cache, trial.cache.lend
 
-    def lend(owner: Hashable, lease: Lease, state: int | None) -> Hit:
+    def lend(owner: Hashable, lease: PrefixLease, state: int | None) -> PrefixHit:
         hit = right(owner, lease, state)
         if hit.fetched:
             tokens = lease.store.tree.spelled(lease.found)[: hit.length]

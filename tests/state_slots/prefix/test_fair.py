@@ -5,16 +5,16 @@ import random
 import pytest
 
 from specdec.config.tenant import SOLE, Tenant
-from specdec.state_slots.prefix.replay import Replay
+from specdec.state_slots.prefix.replay import CacheReplay
 from specdec.state_slots.prefix.score import Score
 from tests.state_slots.prefix.test_replay import AMPLE, LAYOUT, ids
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 
 
-def flood(alpha: float) -> tuple[int, Replay]:
+def flood(alpha: float) -> tuple[int, CacheReplay]:
     """Serve a few of alice's prompts and a hundred times as many of bob's, then hers again; count hits."""
-    replay = Replay(LAYOUT, 120 * LAYOUT.slab_bytes, lambda tokens: float(tokens**2), alpha=alpha)
+    replay = CacheReplay(LAYOUT, 120 * LAYOUT.slab_bytes, lambda tokens: float(tokens**2), alpha=alpha)
     draw = random.Random(1)
     hers = [[draw.randrange(1000) for _ in range(120)] for _ in range(8)]
     for text in hers:
@@ -42,7 +42,7 @@ def test_giving_up_by_recency_alone_is_noticed(alpha: float, monkeypatch: pytest
 
 def test_of_equal_parts_the_one_unused_for_longest_is_evicted_from() -> None:
     """The order of the callers' hashes must not decide."""
-    replay = Replay(LAYOUT, AMPLE, float)
+    replay = CacheReplay(LAYOUT, AMPLE, float)
     names = [f"caller {number}" for number in range(8)]
     for start in range(8):
         replay.cache.flush()
@@ -67,7 +67,7 @@ def test_a_caller_that_comes_later_gets_its_part() -> None:
 
 @pytest.mark.parametrize("caller", [None, "alice", "bob", ""])
 def test_flushing_forgets_all_or_one_callers(caller: str | None) -> None:
-    replay = Replay(LAYOUT, AMPLE, float)
+    replay = CacheReplay(LAYOUT, AMPLE, float)
     tenants = (ALICE, Tenant("alice", "salt"), BOB, SOLE)
     text = list(range(100))
     for tenant in tenants:

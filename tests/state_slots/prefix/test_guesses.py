@@ -7,9 +7,9 @@ import torch
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.cache import APART, PrefixCache
-from specdec.state_slots.prefix.lease import Lease
-from specdec.state_slots.prefix.replay import Replay
-from specdec.state_slots.prefix.tree import Ids, Node
+from specdec.state_slots.prefix.lease import PrefixLease
+from specdec.state_slots.prefix.replay import CacheReplay
+from specdec.state_slots.prefix.tree import Ids, PrefixNode
 
 LAYOUT = Layout((KVShape(2, 16),), (StateShape(4, 16, 16, 3, 96),), torch.bfloat16)
 SLABS = 60
@@ -20,14 +20,14 @@ def prompt(seed: int, count: int, ending: tuple[int, ...] = ()) -> Ids:
     return np.asarray([*drawn, *ending], np.int32)
 
 
-def serve(replay: Replay, asked: Ids, tenant: Tenant = SOLE) -> int:
+def serve(replay: CacheReplay, asked: Ids, tenant: Tenant = SOLE) -> int:
     hit = replay.serve(asked, np.asarray([*asked, 1, 2, 3], np.int32), tenant)
     replay.cache.check()
     return hit
 
 
-def replay_of(slabs: int) -> Replay:
-    return Replay(LAYOUT, slabs * LAYOUT.slab_bytes, float)
+def replay_of(slabs: int) -> CacheReplay:
+    return CacheReplay(LAYOUT, slabs * LAYOUT.slab_bytes, float)
 
 
 @pytest.mark.parametrize("ending", [9, 300])
@@ -88,7 +88,7 @@ def test_tenants_share_no_guess() -> None:
     assert [serve(replay, asked, Tenant(name)) for name in ("one", "other", "one")] == [0, 0, 599]
 
 
-def guesses_of(replay: Replay) -> list[Node]:
+def guesses_of(replay: CacheReplay) -> list[PrefixNode]:
     guesses = replay.cache.guesses
     return [node for node in replay.cache.tree.nodes() if node in guesses._of.get(node.tenant.caller, {})]
 
@@ -115,7 +115,11 @@ def test_guesses_that_count_as_used_states_are_noticed(monkeypatch: pytest.Monke
     """A mutant."""
 
     def keep(
-        cache: PrefixCache, lease: Lease, node: Node, state: int | None, hidden_1D: torch.Tensor | None
+        cache: PrefixCache,
+        lease: PrefixLease,
+        node: PrefixNode,
+        state: int | None,
+        hidden_1D: torch.Tensor | None,
     ) -> None:
         cache.keep_copy(node, state, hidden_1D)
 
@@ -123,7 +127,7 @@ def test_guesses_that_count_as_used_states_are_noticed(monkeypatch: pytest.Monke
     assert used_prefixes_that_hit() < 10
 
 
-def proven_state(replay: Replay, seed: int) -> Node:
+def proven_state(replay: CacheReplay, seed: int) -> PrefixNode:
     """Cache the state after a request, and no guess."""
     asked = prompt(seed, 40)
     live = replay.admit(asked, 3)

@@ -7,7 +7,7 @@ import torch
 
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
-from specdec.state_slots.prefix.rates import RECENT, UNREAD, Mark, Rates
+from specdec.state_slots.prefix.rates import RECENT, UNREAD, TierRates, TimeMark
 
 LAYOUT = Layout((KVShape(2, 8),), (), torch.float32, torch.float32)
 
@@ -20,7 +20,7 @@ class Stream:
         """Time of each event that was reached."""
         self.marks = 0
 
-    def mark(self, *arenas: Arena) -> Mark:
+    def mark(self, *arenas: Arena) -> TimeMark:
         assert len(arenas) == 2
         self.marks += 1
         return Place(self, self.marks - 1)
@@ -43,7 +43,7 @@ def arenas() -> tuple[Arena, Arena]:
     return first, second
 
 
-def copy(rates: Rates, source: Arena, to: Arena) -> int:
+def copy(rates: TierRates, source: Arena, to: Arena) -> int:
     """Copy the first block, and return its bytes."""
     with rates.copying(source, to) as pairs:
         pairs.append((source.block_bytes_X(1), to.block_bytes_X(1)))
@@ -58,7 +58,7 @@ def test_a_copy_is_timed_once_the_device_has_come_to_its_end(
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     stream = Stream()
-    rates = Rates(stream.mark)
+    rates = TierRates(stream.mark)
     rates.observe_reading(1.0, 1e-9)
     size = copy(rates, *arenas)
     assert rates.copied_s is None and rates.pays(10**9, 1.0), "it is tried until it was measured"
@@ -74,7 +74,7 @@ def test_a_copy_is_timed_once_the_device_has_come_to_its_end(
 
 def test_a_tier_is_not_timed_against_itself(arenas: tuple[Arena, Arena]) -> None:
     stream = Stream()
-    rates = Rates(stream.mark)
+    rates = TierRates(stream.mark)
     copy(rates, arenas[0], arenas[0])
     with rates.copying(*arenas):
         pass
@@ -83,7 +83,7 @@ def test_a_tier_is_not_timed_against_itself(arenas: tuple[Arena, Arena]) -> None
 
 def test_times_that_are_never_read_do_not_pile_up(arenas: tuple[Arena, Arena]) -> None:
     stream = Stream()
-    rates = Rates(stream.mark)
+    rates = TierRates(stream.mark)
     for _ in range(2 * UNREAD):
         copy(rates, *arenas)
     stream.seconds = [float(i) for i in range(stream.marks)]
@@ -94,7 +94,7 @@ def test_times_that_are_never_read_do_not_pile_up(arenas: tuple[Arena, Arena]) -
 def test_copies_are_made_as_they_are_begun(arenas: tuple[Arena, Arena]) -> None:
     source, to = arenas
     source.block_bytes_X(1).fill_(7)
-    rates = Rates()
+    rates = TierRates()
     copy(rates, source, to)
     assert (to.block_bytes_X(1) == 7).all()
     assert rates.copied_s is not None, "the host's copies are over when they return"

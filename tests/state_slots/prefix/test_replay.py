@@ -9,7 +9,7 @@ import torch
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.replay import Replay
+from specdec.state_slots.prefix.replay import CacheReplay
 from specdec.state_slots.prefix.tree import Ids
 
 LAYOUT = Layout((KVShape(2, 16),), (StateShape(4, 16, 16, 3, 96),), torch.bfloat16)
@@ -63,7 +63,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 @pytest.mark.parametrize("has_head", [False, True])
 def test_with_memory_for_all_it_hits_what_the_rule_says(has_head: bool) -> None:
-    replay, rule = Replay(LAYOUT, AMPLE, float, has_head=has_head), Rule()
+    replay, rule = CacheReplay(LAYOUT, AMPLE, float, has_head=has_head), Rule()
     for prompt, output in requests(1, 150):
         assert replay.serve(ids(prompt), ids([*prompt, *output])) == rule.serve(prompt, output)
     replay.cache.check()
@@ -72,7 +72,7 @@ def test_with_memory_for_all_it_hits_what_the_rule_says(has_head: bool) -> None:
 def test_a_cache_that_keeps_no_state_where_prompts_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: only ends have states."""
     monkeypatch.setattr(PrefixCache, "keep_copy", lambda *_: None)
-    replay, rule = Replay(LAYOUT, AMPLE, float), Rule()
+    replay, rule = CacheReplay(LAYOUT, AMPLE, float), Rule()
     pairs = [
         (replay.serve(ids(prompt), ids([*prompt, *output])), rule.serve(prompt, output))
         for prompt, output in requests(1, 150)
@@ -82,7 +82,9 @@ def test_a_cache_that_keeps_no_state_where_prompts_part_is_noticed(monkeypatch: 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_with_little_memory_its_books_stay_right(alpha: float) -> None:
-    replay = Replay(LAYOUT, 12 * LAYOUT.slab_bytes, lambda tokens: tokens * (100.0 + tokens), alpha=alpha)
+    replay = CacheReplay(
+        LAYOUT, 12 * LAYOUT.slab_bytes, lambda tokens: tokens * (100.0 + tokens), alpha=alpha
+    )
     living = []
     for prompt, output in requests(2, 300):
         whole = ids([*prompt, *output])
@@ -102,7 +104,7 @@ def test_with_little_memory_its_books_stay_right(alpha: float) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_one_used_longest_ago_gives_way_first(seed: int) -> None:
     """One order serves several evictions, and some of its entries are used before their turn."""
-    draw, replay = random.Random(seed), Replay(LAYOUT, AMPLE, float)
+    draw, replay = random.Random(seed), CacheReplay(LAYOUT, AMPLE, float)
     texts = {first: ids([first, 1, 2, 3, 4]) for first in range(60)}
     used = list(texts)
 
@@ -122,7 +124,7 @@ def test_the_one_used_longest_ago_gives_way_first(seed: int) -> None:
 
 
 def test_nobody_gives_way_for_what_cannot_fit_beside_what_is_about_to_be_lent() -> None:
-    replay = Replay(LAYOUT, 40 * LAYOUT.slab_bytes, float)
+    replay = CacheReplay(LAYOUT, 40 * LAYOUT.slab_bytes, float)
     cache, arena = replay.cache, replay.arena
     long = ids([1] * 16 * 10 * LAYOUT.blocks_per_slab)
     replay.serve(long[:-1], long)
@@ -138,7 +140,7 @@ def test_nobody_gives_way_for_what_cannot_fit_beside_what_is_about_to_be_lent() 
 
 
 def test_tenants_share_nothing() -> None:
-    replay = Replay(LAYOUT, AMPLE, float)
+    replay = CacheReplay(LAYOUT, AMPLE, float)
     whole = ids(list(range(40)))
     first, salted, other = Tenant("a"), Tenant("a", "a"), Tenant("b", "a")
     hits = [replay.serve(whole[:35], whole, own) for own in (first, first, first, salted, other, SOLE)]

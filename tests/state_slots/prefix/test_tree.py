@@ -9,7 +9,7 @@ import torch
 from specdec.config.tenant import SOLE, Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout
-from specdec.state_slots.prefix.tree import Ids, Node, Tree
+from specdec.state_slots.prefix.tree import Ids, PrefixNode, PrefixTree
 from tests.state_slots.prefix.naming import common, whole_of
 
 SIZE = 4
@@ -21,7 +21,9 @@ def ids(tokens: list[int]) -> Ids:
     return np.asarray(tokens, np.int32)
 
 
-def plant(tree: Tree, writer: str, text: list[int], tenant: Tenant = SOLE) -> tuple[Node, list[int]]:
+def plant(
+    tree: PrefixTree, writer: str, text: list[int], tenant: Tenant = SOLE
+) -> tuple[PrefixNode, list[int]]:
     """Insert a text into a tree with the blocks of a request that computed all of it."""
     table = tree.arena.take_blocks(writer, -(-len(text) // SIZE))
     assert table is not None
@@ -32,13 +34,13 @@ def plant(tree: Tree, writer: str, text: list[int], tenant: Tenant = SOLE) -> tu
 
 
 @pytest.fixture
-def tree() -> Tree:
-    return Tree(Arena(LAYOUT, 40 * LAYOUT.slab_bytes, torch.device("cpu")))
+def tree() -> PrefixTree:
+    return PrefixTree(Arena(LAYOUT, 40 * LAYOUT.slab_bytes, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 12])
 @pytest.mark.parametrize("cut", range(13))
-def test_texts_may_part_anywhere(tree: Tree, length: int, cut: int) -> None:
+def test_texts_may_part_anywhere(tree: PrefixTree, length: int, cut: int) -> None:
     """The lower text's blocks begin at the end of the upper one; a split and a join are inverse."""
     cut = min(cut, length)
     first = list(range(1, length + 1))
@@ -60,7 +62,7 @@ def test_texts_may_part_anywhere(tree: Tree, length: int, cut: int) -> None:
     assert whole_of(a) == first and tree.table(a, length) == a.blocks == table
 
 
-def test_a_text_grows_where_it_ended(tree: Tree) -> None:
+def test_a_text_grows_where_it_ended(tree: PrefixTree) -> None:
     """It grows by its writer's blocks; another writer's text becomes a child."""
     table = tree.arena.take_blocks("a", 3)
     assert table is not None
@@ -73,7 +75,7 @@ def test_a_text_grows_where_it_ended(tree: Tree) -> None:
     assert tree.table(child, 13) == [*table[:2], *other[2:]]
 
 
-def test_what_keeps_a_state_does_not_grow(tree: Tree) -> None:
+def test_what_keeps_a_state_does_not_grow(tree: PrefixTree) -> None:
     table = tree.arena.take_blocks("a", 2)
     assert table is not None
     node = tree.grow(tree.root(SOLE), ids([1, 2, 3]), table)
@@ -82,7 +84,7 @@ def test_what_keeps_a_state_does_not_grow(tree: Tree) -> None:
     assert child.parent is node and (node.end, child.end) == (3, 5)
 
 
-def test_random_texts_are_found_as_far_as_anybody_told_them(tree: Tree) -> None:
+def test_random_texts_are_found_as_far_as_anybody_told_them(tree: PrefixTree) -> None:
     random, known = Random(0), {tenant: list[list[int]]() for tenant in (SOLE, OTHER)}
     for turn in range(400):
         tenant = random.choice([SOLE, SOLE, OTHER])
@@ -100,7 +102,7 @@ def test_random_texts_are_found_as_far_as_anybody_told_them(tree: Tree) -> None:
     tree.arena.check_owners(node for node in tree.nodes())
 
 
-def test_a_tenant_is_forgotten_with_the_last_of_its_texts(tree: Tree) -> None:
+def test_a_tenant_is_forgotten_with_the_last_of_its_texts(tree: PrefixTree) -> None:
     tree.walk(Tenant(salt="asked for once"), ids([1]))
     assert not tree.roots
     node, _ = plant(tree, "a", [1, 2, 3], tenant=OTHER)

@@ -9,7 +9,7 @@ import torch
 
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix import tuner as module
-from specdec.state_slots.prefix.replay import Replay
+from specdec.state_slots.prefix.replay import CacheReplay
 from specdec.state_slots.prefix.tree import Ids
 from specdec.state_slots.prefix.tuner import Tuner, coarse
 
@@ -41,7 +41,7 @@ def alike(count: int) -> list[Pair]:
 
 
 def hits(alpha: float, pairs: list[Pair]) -> int:
-    replay = Replay(LAYOUT, MEMORY, work, alpha=alpha)
+    replay = CacheReplay(LAYOUT, MEMORY, work, alpha=alpha)
     return sum(replay.serve(prompt, np.concatenate([prompt, output])) for prompt, output in pairs)
 
 
@@ -104,13 +104,13 @@ def test_closing_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch)
     """The thread sleeps for an hour after the first request: only a wake-up can end it."""
     monkeypatch.setattr(module, "IDLE", 1e9)
     served = threading.Event()
-    right = Replay.serve
+    right = CacheReplay.serve
 
     def serve(*args: object) -> int:
         served.set()
         return right(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Replay, "serve", serve)
+    monkeypatch.setattr(CacheReplay, "serve", serve)
     tuner = Tuner(LAYOUT, MEMORY, work)
     tuner.start()
     for pair in mixed(200):
@@ -128,7 +128,7 @@ def test_a_failure_leaves_the_value(
     def fail(*_: object) -> int:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(Replay, "serve", fail)
+    monkeypatch.setattr(CacheReplay, "serve", fail)
     tuner = Tuner(LAYOUT, MEMORY, work)
     tuner.start()
     thread = tuner._thread

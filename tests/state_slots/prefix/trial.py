@@ -17,10 +17,10 @@ from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.lease import Lease
+from specdec.state_slots.prefix.lease import PrefixLease
 from specdec.state_slots.prefix.score import Score
 from specdec.state_slots.prefix.tiers import Tier
-from specdec.state_slots.prefix.tree import Node, move_blocks
+from specdec.state_slots.prefix.tree import PrefixNode, move_blocks
 from specdec.state_slots.slots import Owner
 from tests.state_slots.prefix.naming import TENANTS, Views, common, names, tenant_of, views, whole_of
 
@@ -48,7 +48,7 @@ class Reader:
     number: int
     tenant: Tenant
     text: list[int]
-    lease: Lease
+    lease: PrefixLease
     state: int | None
     table: list[int]
     read: int
@@ -165,7 +165,7 @@ class Trial:
             self.cache.keep_copy(node, state, hit.hidden_1D)
             self.did["fetched"] += hit.length
 
-    def _judge(self, lease: Lease, tenant: Tenant, text: Sequence[int], marks: Sequence[int]) -> None:
+    def _judge(self, lease: PrefixLease, tenant: Tenant, text: Sequence[int], marks: Sequence[int]) -> None:
         """Compare a hit with the tree's content, prefix by prefix, without the tree's search."""
         most = text[:-1]
         known, held = self._longest(self.cache, tenant, most)
@@ -221,7 +221,7 @@ class Trial:
             self.cache.keep_copy(node, own.state, self._hidden(own.text[: own.read]))
             self._remember(own, own.read, node)
 
-    def _note(self, own: Reader, length: int) -> Node:
+    def _note(self, own: Reader, length: int) -> PrefixNode:
         node = self.cache.note(own.lease, own.text[:length], own.table)
         for end in range(1, length + 1):
             self.seen.add((own.tenant, tuple(own.text[:end])))
@@ -229,7 +229,7 @@ class Trial:
         assert self.cache.tree.walk(own.tenant, np.asarray(own.text[:length], np.int32)) == (node, length)
         return node
 
-    def _remember(self, own: Reader, length: int, node: Node) -> None:
+    def _remember(self, own: Reader, length: int, node: PrefixNode) -> None:
         if node.state is not None:
             self.kept.add((own.tenant, tuple(own.text[:length])))
             self.did["kept"] += 1

@@ -20,8 +20,8 @@ from specdec.models.mixers import (
     ShortConv,
 )
 from specdec.state_slots.layout import KVShape, Layout, StateShape
-from specdec.state_slots.transfer import parts, plan
-from specdec.state_slots.transfer.cut import Cut
+from specdec.state_slots.transfer import plan, rank_parts
+from specdec.state_slots.transfer.model_layout import ModelLayout
 from specdec.state_slots.transfer.plan import ArenaView, make_plans, read_view
 from tests.state_slots.transfer.trial import check_landing
 
@@ -64,7 +64,7 @@ TOY = Layout((KVShape(4, 3), KVShape(2, 3), KVShape(4, 3), KVShape(1, 5, parts=1
 
 
 def view(layout: Layout = QWEN, tp: int = 1, rank: int = 0, slabs: int = 5, base: int = 1 << 20) -> ArenaView:
-    cut = Cut.of(layout)
+    cut = ModelLayout.of(layout)
     return ArenaView(base, slabs * cut.layout(tp).slab_bytes, cut, tp, rank, 0)
 
 
@@ -126,8 +126,8 @@ def test_swapped_projections_are_noticed(
     """A gated delta net's queries and keys have the same sizes."""
     layout = Layout((), NARROW[:1], torch.bfloat16)
 
-    def swapped(cut: Cut, tp: int, rank: int) -> list[parts.Part]:
-        state, q, k, v = parts.state_parts(cut, tp, rank)
+    def swapped(cut: ModelLayout, tp: int, rank: int) -> list[rank_parts.RankUnits]:
+        state, q, k, v = rank_parts.state_parts(cut, tp, rank)
         return [state, k, q, v] if tp == remote_tp else [state, q, k, v]
 
     monkeypatch.setattr(plan, "state_parts", swapped)
@@ -140,7 +140,7 @@ def test_swapped_projections_are_noticed(
 def test_head_0_for_every_rank_is_noticed(
     layout: Layout, remote_tp: int, local_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "rank_units", lambda units, tp, rank: range(max(1, units // tp)))
+    monkeypatch.setattr(rank_parts, "rank_units", lambda units, tp, rank: range(max(1, units // tp)))
     with pytest.raises(AssertionError):
         check_landing(layout, remote_tp, local_tp)
 
@@ -151,18 +151,18 @@ def test_a_window_cut_as_one_run_is_noticed(state: StateShape, remote_tp: int, l
     layout = Layout((), (state,), torch.bfloat16)
     one_run = replace(state, runs=((state.channels, 1),))
     with pytest.raises(AssertionError):
-        check_landing(layout, remote_tp, local_tp, Cut.of(replace(layout, states=(one_run,))))
+        check_landing(layout, remote_tp, local_tp, ModelLayout.of(replace(layout, states=(one_run,))))
 
 
 def test_runs_joined_by_one_side_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = parts._joined
+    joined = rank_parts._joined
 
-    def by_our_side(runs: list[parts.Run]) -> list[parts.Run]:
+    def by_our_side(runs: list[rank_parts.ByteRun]) -> list[rank_parts.ByteRun]:
         return [
             run._replace(theirs=runs[0].theirs) for run in joined(r._replace(theirs=r.ours) for r in runs)
         ]
 
-    monkeypatch.setattr(parts, "_joined", by_our_side)
+    monkeypatch.setattr(rank_parts, "_joined", by_our_side)
     with pytest.raises(AssertionError):
         check_landing(TOY, 1, 2)
 
@@ -199,7 +199,7 @@ def test_a_rank_keeps_what_a_model_of_so_many_fewer_heads_keeps(name: str) -> No
     mixer: Mixer
     for tp in SIZES:
         mixer = MIXERS[name](tp)
-        cut = Cut.of(Layout((), (MIXERS[name]().state_shape(),), torch.bfloat16))
+        cut = ModelLayout.of(Layout((), (MIXERS[name]().state_shape(),), torch.bfloat16))
         assert cut.layout(tp).states == (mixer.state_shape(),)
 
 
@@ -247,7 +247,7 @@ def test_another_layout_is_refused_by_name(change: dict[str, object], field: str
         ({"rank": 1}, "rank"),
         ({"rank": -1}, "rank"),
         ({"device": -1}, "device"),
-        ({"cut": replace(Cut.of(QWEN), order="blocks [token, head]")}, "order"),
+        ({"cut": replace(ModelLayout.of(QWEN), order="blocks [token, head]")}, "order"),
     ],
 )
 def test_wrong_numbers_are_refused_by_name(change: dict[str, object], field: str) -> None:
@@ -321,8 +321,11 @@ def test_a_view_travels_as_json() -> None:
         ({"rank": None}, "rank"),
         ({"novelty": 1}, "novelty"),
         ({"cut": []}, "cut"),
-        ({"cut": asdict(Cut.of(QWEN)) | {"kv": [{"heads": 2, "dim": 256, "part": 2}]}}, "cut.kv.0.part"),
-        ({"cut": asdict(Cut.of(QWEN)) | {"block_tokens": "16"}}, "cut.block_tokens"),
+        (
+            {"cut": asdict(ModelLayout.of(QWEN)) | {"kv": [{"heads": 2, "dim": 256, "part": 2}]}},
+            "cut.kv.0.part",
+        ),
+        ({"cut": asdict(ModelLayout.of(QWEN)) | {"block_tokens": "16"}}, "cut.block_tokens"),
         ({"cut": {"order": ""}}, "cut.block_tokens"),
     ],
 )

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.state_slots.layout import Layout, StateShape
-from specdec.state_slots.transfer.cut import Cut
+from specdec.state_slots.transfer.model_layout import ModelLayout
 from specdec.state_slots.transfer.plan import ArenaView, make_plans
 from specdec.state_slots.views import page_views, recurrent_views
 
@@ -30,7 +30,7 @@ WHOLE, REMOTE, LOCAL = Side(4, (1, 2), 3, 0), Side(5, (3, 1), 2, 0xEE), Side(7, 
 class Rank:
     """One rank's poisoned arena, with two blocks and a state slot in use."""
 
-    def __init__(self, cut: Cut, tp: int, rank: int, side: Side) -> None:
+    def __init__(self, cut: ModelLayout, tp: int, rank: int, side: Side) -> None:
         self.layout, size = cut.layout(tp), side.slabs * cut.layout(tp).slab_bytes
         self.data = torch.full((size,), side.poison, dtype=torch.uint8)
         self.view = ArenaView(1 + rank << 40, size, cut, tp, rank, device=rank % 3)
@@ -84,7 +84,7 @@ def _window(window_IC: Tensor, state: StateShape, tp: int, rank: int) -> Tensor:
     return torch.cat([own_IC.chunk(tp, dim=1)[rank] for own_IC in projections], dim=1)
 
 
-def read(local: Rank, remotes: Sequence[Rank], planned: Cut) -> None:
+def read(local: Rank, remotes: Sequence[Rank], planned: ModelLayout) -> None:
     """Read everything that plans for this cut describe, as carriers would."""
     views = [ArenaView(**{**_fields(own.view), "cut": planned}) for own in (local, *remotes)]
     for rank, plan in make_plans(views[0], views[1:]).items():
@@ -104,12 +104,12 @@ def _fields(view: ArenaView) -> dict[str, object]:
     return {name: getattr(view, name) for name in ("base", "num_bytes", "tp", "rank", "device")}
 
 
-def check_landing(layout: Layout, remote_tp: int, local_tp: int, planned: Cut | None = None) -> None:
+def check_landing(layout: Layout, remote_tp: int, local_tp: int, planned: ModelLayout | None = None) -> None:
     """Read slices of random bytes into every local rank, and compare all its bytes.
 
     `planned` is the cut to plan with, if a test uses a wrong one.
     """
-    cut = Cut.of(layout)
+    cut = ModelLayout.of(layout)
     whole = Rank(cut, 1, 0, WHOLE)
     whole.data.random_(0, 256, generator=torch.Generator().manual_seed(3))
     remotes = [Rank(cut, remote_tp, rank, REMOTE) for rank in range(remote_tp)]

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from specdec.text.answers import source
-from specdec.text.answers.calls import MOST_REREAD, CallFormat, Calls
-from specdec.text.answers.events import Arguments, Begin, Text
+from specdec.text.answers.calls import MOST_REREAD, CallFormat, ToolCallReader
+from specdec.text.answers.events import ArgumentsDelta, CallStart, TextDelta
 from specdec.text.answers.formats import CALL_FORMATS
 from specdec.text.answers.hermes import Hermes
 from specdec.text.answers.qwen3_coder import Qwen3Coder
 from specdec.text.answers.reader import AnswerReader
-from specdec.text.answers.source import Source, Waiting
+from specdec.text.answers.source import TextCursor, Waiting
 
 HERMES, CODER = Hermes(), Qwen3Coder()
 NEMOTRON, GRANITE, MISTRAL, LLAMA, KIMI = map(
@@ -48,16 +48,16 @@ Found = tuple[str, list[tuple[str, str]]]
 
 def read(form: CallFormat, pieces: Sequence[str], *, cut: bool = False) -> Found:
     """Parse an answer in pieces: return its content, and each call's name and arguments."""
-    parser = AnswerReader(calls=Calls(form, SCHEMAS))
+    parser = AnswerReader(calls=ToolCallReader(form, SCHEMAS))
     content, calls = "", list[tuple[str, str]]()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish(cut=cut)
     for event in events:
         match event:
-            case Text(text):
+            case TextDelta(text):
                 content += text
-            case Begin(name):
+            case CallStart(name):
                 calls.append((name, ""))
-            case Arguments(text):
+            case ArgumentsDelta(text):
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
     return content, calls
 
@@ -262,19 +262,19 @@ def test_no_text_breaks_a_parser(words: list[str], cut: bool, name: str) -> None
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no tag is waited for": lambda patch: patch.setattr(source, "overlap", lambda text, stop: 0),
-    "what comes next is not waited for": lambda patch: patch.setattr(Source, "sees", _sees_at_once),
+    "what comes next is not waited for": lambda patch: patch.setattr(TextCursor, "sees", _sees_at_once),
     "names are not waited for": lambda patch: patch.setattr(source, "NAME_SO_FAR", re.compile("$^")),
     "keys are not waited for": lambda patch: patch.setattr(source, "STRING_SO_FAR", re.compile("$^")),
-    "white space ends with the piece": lambda patch: patch.setattr(Source, "space", _space_at_once),
+    "white space ends with the piece": lambda patch: patch.setattr(TextCursor, "space", _space_at_once),
 }
 
 
-def _sees_at_once(own: Source, *literals: str) -> Waiting[str]:
+def _sees_at_once(own: TextCursor, *literals: str) -> Waiting[str]:
     return next((literal for literal in literals if own.text.startswith(literal, own.at)), "")
     yield None
 
 
-def _space_at_once(own: Source) -> Waiting[None]:
+def _space_at_once(own: TextCursor) -> Waiting[None]:
     own.at = len(own.text) - len(own.text[own.at :].lstrip())
     return
     yield None
@@ -327,7 +327,7 @@ def test_what_is_no_call_stays_text(name: str, inner: str) -> None:
 
 def sent(form: CallFormat, text: str) -> Iterator[tuple[str, str]]:
     """Yield the text so far, character by character, and the content sent to the client."""
-    parser, known = AnswerReader(calls=Calls(form, SCHEMAS)), ""
+    parser, known = AnswerReader(calls=ToolCallReader(form, SCHEMAS)), ""
     for at, sign in enumerate(text, 1):
         known += "".join(event[0] for event in parser.push(sign))
         yield text[:at], known
@@ -436,7 +436,7 @@ def test_a_second_call_that_was_cut_off_before_its_name_is_left_out(form: CallFo
     ids=lambda schema: str(schema)[:60],
 )
 def test_no_schema_breaks_a_parser(schema: dict[str, Any]) -> None:
-    parser = AnswerReader(calls=Calls(CODER, {"f": schema}))
+    parser = AnswerReader(calls=ToolCallReader(CODER, {"f": schema}))
     events = parser.push(element(("k", "1"))) + parser.finish(cut=False)
     assert "".join(event[0] for event in events) == 'f{"k": "1"}'
 
@@ -447,9 +447,9 @@ def test_no_schema_breaks_a_parser(schema: dict[str, Any]) -> None:
 def test_what_is_read_again_is_bounded(form: CallFormat, unit: str) -> None:
     """Each opening starts a value that never ends: rescanning the rest for each would be quadratic."""
     text = unit * 3000
-    reader = AnswerReader(None, Calls(form, SCHEMAS))
+    reader = AnswerReader(None, ToolCallReader(form, SCHEMAS))
     events = [*reader.push(text), *reader.finish(cut=False)]
-    assert "".join(event[0] for event in events) == text and all(isinstance(own, Text) for own in events)
+    assert "".join(event[0] for event in events) == text and all(isinstance(own, TextDelta) for own in events)
     assert reader._source.reread <= MOST_REREAD + len(text)
 
 
@@ -465,15 +465,15 @@ def test_long_arguments_are_read_once(name: str) -> None:
             if form is CALL_FORMATS["qwen3_coder"]
             else written(form, ("f", sent))
         )
-        reader, read = AnswerReader(calls=Calls(form, SCHEMAS)), 0
+        reader, read = AnswerReader(calls=ToolCallReader(form, SCHEMAS)), 0
         events: list[Any] = []
         for start in range(0, len(whole), piece):
             events += reader.push(whole[start : start + piece])
             read += len(reader._source.text)
         events += reader.finish(cut=False)
-        assert json.loads("".join(own.text for own in events if isinstance(own, Arguments))) == json.loads(
-            sent
-        )
+        assert json.loads(
+            "".join(own.text for own in events if isinstance(own, ArgumentsDelta))
+        ) == json.loads(sent)
         assert len(events) <= len(whole) // piece + 4
         waits.append(read)
     assert waits[1] <= 2.1 * waits[0] + piece, waits

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from specdec.text.answers.calls import Calls
-from specdec.text.answers.events import Begin, Text, Thinking
+from specdec.text.answers.calls import ToolCallReader
+from specdec.text.answers.events import CallStart, TextDelta, ThinkingDelta
 from specdec.text.answers.formats import CALL_FORMATS
 from specdec.text.answers.hermes import Hermes
 from specdec.text.answers.reader import AnswerReader
@@ -26,11 +26,11 @@ def read(
     form: ThinkingFormat | None, pieces: Sequence[str], *, cut: bool = False, calls: str = "hermes"
 ) -> Found:
     """Parse an answer in pieces: return its reasoning, its content, and its number of calls."""
-    reader = AnswerReader(form, Calls(CALL_FORMATS[calls], SCHEMAS))
+    reader = AnswerReader(form, ToolCallReader(CALL_FORMATS[calls], SCHEMAS))
     events = [event for piece in pieces for event in reader.push(piece)] + reader.finish(cut=cut)
-    thought = "".join(event.text for event in events if isinstance(event, Thinking))
-    said = "".join(event.text for event in events if isinstance(event, Text))
-    return thought, said, sum(isinstance(event, Begin) for event in events)
+    thought = "".join(event.text for event in events if isinstance(event, ThinkingDelta))
+    said = "".join(event.text for event in events if isinstance(event, TextDelta))
+    return thought, said, sum(isinstance(event, CallStart) for event in events)
 
 
 CASES: dict[str, tuple[ThinkingFormat | None, str, Found]] = {
@@ -99,10 +99,10 @@ def test_what_is_cut_off_within_thinking_is_no_answer(name: str) -> None:
 
 
 def test_thinking_comes_as_it_is_written() -> None:
-    reader = AnswerReader(OPENED, Calls(Hermes(), SCHEMAS))
+    reader = AnswerReader(OPENED, ToolCallReader(Hermes(), SCHEMAS))
     for sign in "Hm, so":
-        assert reader.push(sign) == [Thinking(sign)]
-    assert reader.push("\n</thi") == [] and reader.push("nk>\n\nYe") == [Text("Ye")]
+        assert reader.push(sign) == [ThinkingDelta(sign)]
+    assert reader.push("\n</thi") == [] and reader.push("nk>\n\nYe") == [TextDelta("Ye")]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from specdec.reach.carrier import CarrierFigures, Indices, Read, ReadLate, ReadLost, Rows
+from specdec.reach.carrier import CarrierFigures, Indices, KVRead, ReadDescriptors, ReadLate, ReadLost
 from specdec.reach.descriptors import PIECE_BYTES, Descriptors, pieces
-from specdec.reach.wire import Link, PeerLost, Piece, Uncertain, Wire, WireError
+from specdec.reach.wire import PeerLost, TransferUncertain, Wire, WireError, WireLink, WireTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -46,32 +46,32 @@ class Quarantine:
 @dataclass(slots=True, eq=False)
 class _Peer:
     metadata: bytes
-    plan: Rows
+    plan: ReadDescriptors
     local: Descriptors
     remote: Descriptors
-    link: Link
+    link: WireLink
     ahead: int = AHEAD
     is_attached: bool = True
 
 
 @dataclass(slots=True, eq=False)
-class _Going:
+class _InFlightRead:
     """A read in flight."""
 
-    read: Read
+    read: KVRead
     peer: _Peer
     rest: deque[Indices]
     num_bytes: int
     start_s: float
     end_s: float
-    posted: deque[Piece] = field(default_factory=deque)
+    posted: deque[WireTransfer] = field(default_factory=deque)
     lost_s: float | None = None
     """Time at which it was abandoned; it is in quarantine since."""
     is_uncertain: bool = False
     """Whether only closing the wire ends it."""
 
 
-class Reader:
+class CarrierThread:
     """The carrier over any wire. Its thread opens the wire and makes all calls to it."""
 
     def __init__(
@@ -93,10 +93,10 @@ class Reader:
         """Ensures that no call enters a closed inbox."""
         self._fault: str | None = None
         self._numbers = 0
-        self._reads: dict[int, Read] = {}
+        self._reads: dict[int, KVRead] = {}
         """All unfinished reads, including those in the inbox."""
         self._peers: dict[str, _Peer] = {}
-        self._going: dict[int, _Going] = {}
+        self._going: dict[int, _InFlightRead] = {}
         self._figures = CarrierFigures()
         opened: Future[None] = Future()
         # Context variables of the creator, such as a name in log lines, also hold in the thread.
@@ -119,7 +119,7 @@ class Reader:
     def figures(self) -> CarrierFigures:
         return self._figures
 
-    def attach(self, peer: str, metadata: bytes, plan: Rows) -> None:
+    def attach(self, peer: str, metadata: bytes, plan: ReadDescriptors) -> None:
         """Attach a peer, replacing any peer of this name. Raises ReadLost."""
         attached: Future[str | None] = Future()
         if not self._put(lambda: attached.set_result(self._attach(peer, metadata, plan))):
@@ -135,12 +135,12 @@ class Reader:
         """Detach a peer and abandon reads from it."""
         self._put(lambda: self._detach(peer, f"peer {peer} was detached"))
 
-    def read(self, peer: str, indices: Indices, num_bytes: int, deadline_s: float) -> Read:
+    def read(self, peer: str, indices: Indices, num_bytes: int, deadline_s: float) -> KVRead:
         """Start a read; after `deadline_s` seconds it is abandoned."""
         start_s = time.monotonic()
         with self._gate:
             self._numbers += 1
-            read = Read(self._numbers)
+            read = KVRead(self._numbers)
             if self._fault is None:
                 self._reads[read.id] = read
                 end_s = start_s + deadline_s
@@ -150,7 +150,7 @@ class Reader:
         read.over.set_result(None)
         return read
 
-    def give_up(self, read: Read) -> None:
+    def give_up(self, read: KVRead) -> None:
         """Abandon a read: `done` raises; `over` is set when the transport has finished."""
 
         def end() -> None:
@@ -236,7 +236,7 @@ class Reader:
             return
         self._all_over()
 
-    def _attach(self, name: str, metadata: bytes, plan: Rows) -> str | None:
+    def _attach(self, name: str, metadata: bytes, plan: ReadDescriptors) -> str | None:
         """Attach a peer; return an error message or None."""
         if self._fault:
             return f"{CLOSED}: {self._fault}"
@@ -260,7 +260,7 @@ class Reader:
             self._settle(going)
         self._close_link(peer)
 
-    def _going_from(self, peer: _Peer) -> list[_Going]:
+    def _going_from(self, peer: _Peer) -> list[_InFlightRead]:
         return [going for going in self._going.values() if going.peer is peer]
 
     def _close_link(self, peer: _Peer) -> None:
@@ -269,7 +269,7 @@ class Reader:
             peer.link.close()
 
     def _begin(
-        self, read: Read, name: str, indices: Indices, num_bytes: int, start_s: float, end_s: float
+        self, read: KVRead, name: str, indices: Indices, num_bytes: int, start_s: float, end_s: float
     ) -> None:
         if self._fault:
             return  # `_end` fails the read
@@ -281,7 +281,7 @@ class Reader:
             self._over(read)
             return
         rest = deque(pieces(peer.local, peer.remote, indices))
-        self._going[read.id] = _Going(read, peer, rest, num_bytes, start_s, end_s)
+        self._going[read.id] = _InFlightRead(read, peer, rest, num_bytes, start_s, end_s)
 
     def _advance(self) -> bool:
         """Poll every read and post a piece of each, round-robin; return whether any progressed."""
@@ -295,7 +295,7 @@ class Reader:
                 moved |= self._poll(going)
             except PeerLost as gone:
                 self._lose_peer(going.peer, str(gone))
-            except Uncertain as failure:
+            except TransferUncertain as failure:
                 going.is_uncertain = True
                 self._lose(going, str(failure))
             except WireError as error:
@@ -303,7 +303,7 @@ class Reader:
             self._settle(going)
         return moved
 
-    def _poll(self, going: _Going) -> bool:
+    def _poll(self, going: _InFlightRead) -> bool:
         moved = False
         while going.posted and not going.is_uncertain:
             if not going.posted[0].has_landed():
@@ -314,14 +314,14 @@ class Reader:
             going.peer.ahead = min(going.peer.ahead + 1, MOST_AHEAD)  # the network was idle
         return moved
 
-    def _post(self, going: _Going) -> bool:
+    def _post(self, going: _InFlightRead) -> bool:
         """Post the next piece of a read, unless enough are in flight."""
         if not going.rest or len(going.posted) >= going.peer.ahead:
             return False
         going.posted.append(going.peer.link.post(*going.rest.popleft()))
         return True
 
-    def _lose(self, going: _Going, why: str, kind: type[ReadLost] = ReadLost) -> None:
+    def _lose(self, going: _InFlightRead, why: str, kind: type[ReadLost] = ReadLost) -> None:
         """Abandon a read; pieces in flight continue."""
         going.rest.clear()
         if going.lost_s is None:
@@ -343,7 +343,7 @@ class Reader:
             self._lose(going, why)
             self._settle(going)
 
-    def _settle(self, going: _Going) -> None:
+    def _settle(self, going: _InFlightRead) -> None:
         """Remove a finished read; abandon one past its deadline."""
         if going.read.id not in self._going:
             return
@@ -376,7 +376,7 @@ class Reader:
         )
 
     @property
-    def _kept(self) -> list[_Going]:
+    def _kept(self) -> list[_InFlightRead]:
         return [going for going in self._going.values() if going.lost_s is not None]
 
     def _end_quarantine(self) -> None:
@@ -419,7 +419,7 @@ class Reader:
             if read.id in going or self._fault:
                 self._over(read)
 
-    def _over(self, read: Read) -> None:
+    def _over(self, read: KVRead) -> None:
         del self._reads[read.id]
         read.over.set_result(None)
 
@@ -439,7 +439,7 @@ def _misfit(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
     return None
 
 
-def _fail(read: Read, why: str, kind: type[ReadLost] = ReadLost) -> None:
+def _fail(read: KVRead, why: str, kind: type[ReadLost] = ReadLost) -> None:
     """Fail a read; when closing a carrier whose thread hangs, both threads may do so at once."""
     with contextlib.suppress(InvalidStateError):
         read.done.set_exception(kind(why))

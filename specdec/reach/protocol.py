@@ -75,7 +75,7 @@ STATUSES: Mapping[Reason, int] = {
 """HTTP status by reason. The remaining reasons occur on the fetching side only."""
 
 
-class Refusal(SpecdecError):
+class ReachError(SpecdecError):
     """Reason why one side refuses; the fetching side then prefills the prompt itself."""
 
     def __init__(self, reason: Reason, message: str, *, field: str | None = None) -> None:
@@ -88,7 +88,7 @@ class Refusal(SpecdecError):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PrefixIdentity:
     """Identity of a prefix, which each side computes from its own tokens."""
 
     hash: str
@@ -147,7 +147,7 @@ class Secret:
         text = environment.get(VARIABLE)
         return None if text is None else cls(text.strip())
 
-    def sign(self, engine: str, lease: str, prompt: Prompt) -> str:
+    def sign(self, engine: str, lease: str, prompt: PrefixIdentity) -> str:
         """Return the mac of a lease, which binds engine and prompt but not the address.
 
         The engine's model is compared in the handshake.
@@ -155,7 +155,7 @@ class Secret:
         claim = [engine, lease, prompt.hash, prompt.length, prompt.salt]
         return self.digest("lease", json.dumps(claim)).hex()
 
-    def verifies(self, reference: LeaseReference, prompt: Prompt) -> bool:
+    def verifies(self, reference: LeaseReference, prompt: PrefixIdentity) -> bool:
         """Return whether a lease was signed with this secret, for this prompt."""
         mac = self.sign(reference.engine, reference.lease, prompt)
         return hmac.compare_digest(mac.encode(), reference.mac.encode(errors="surrogateescape"))

@@ -6,10 +6,10 @@ from typing import Literal, TypeVar
 import aiohttp
 from yarl import URL
 
-from specdec.reach.allowed import Endpoint
-from specdec.reach.messages import Body, read_refusal
+from specdec.reach.allowed_peers import Endpoint
+from specdec.reach.messages import ChannelMessage, read_refusal
+from specdec.reach.protocol import STATUSES, VARIABLE, WAIT_S, ReachError, Secret
 from specdec.reach.signed import SignedRequest
-from specdec.reach.terms import STATUSES, VARIABLE, WAIT_S, Refusal, Secret
 
 CONNECT_S = 2.0
 CALL_S = 3.0
@@ -23,10 +23,10 @@ MOST_CONNECTIONS, MOST_OF_A_PEER = 1024, 256
 
 Kind = Literal["lease", "room", "beat"]
 """Kind of call; each has its own connections."""
-A = TypeVar("A", bound=Body)
+A = TypeVar("A", bound=ChannelMessage)
 
 
-class Calls:
+class PeerClient:
     """Connections to all peers.
 
     A few clients waiting for rooms cannot exhaust the connections of leases, nor these the ones of beats.
@@ -43,7 +43,7 @@ class Calls:
         self,
         at: Endpoint,
         path: str,
-        body: Body,
+        body: ChannelMessage,
         answer: type[A],
         limit_s: float = CALL_S,
         kind: Kind = "lease",
@@ -68,15 +68,15 @@ class Calls:
             async with asyncio.timeout(limit_s):
                 status, data = await self._exchange(at, method, path, body, kind)
         except TimeoutError:
-            raise Refusal("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
+            raise ReachError("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise Refusal("peer_down", f"{at} cannot be asked: {type(error).__name__}.") from None
+            raise ReachError("peer_down", f"{at} cannot be asked: {type(error).__name__}.") from None
         if status != 200:
             raise read_refusal(data, STATUSES)
         try:
             return answer.from_json(data)
-        except Refusal as refusal:
-            raise Refusal("garbled", f"{at} answers otherwise than expected: {refusal}") from None
+        except ReachError as refusal:
+            raise ReachError("garbled", f"{at} answers otherwise than expected: {refusal}") from None
 
     async def _exchange(
         self, at: Endpoint, method: str, path: str, body: bytes, kind: Kind
@@ -94,12 +94,12 @@ class Calls:
                 return response.status, opened
             response.close()
         if response.status == 401:
-            raise Refusal(
+            raise ReachError(
                 "unauthorized",
                 f"{at} has another {VARIABLE}, or is no specdec server of this version; start both servers "
                 "with the same one.",
             )
-        raise Refusal(
+        raise ReachError(
             "garbled",
             f"{at} sends an answer that {VARIABLE} does not decrypt; check that its port is the reach_port "
             "of a server with the same one.",
@@ -111,7 +111,7 @@ class Calls:
             data += chunk
             if len(data) > MOST_ANSWER_BYTES:
                 response.close()
-                raise Refusal("garbled", f"{at} answers with more than {MOST_ANSWER_BYTES:,} bytes.")
+                raise ReachError("garbled", f"{at} answers with more than {MOST_ANSWER_BYTES:,} bytes.")
         return bytes(data)
 
     def _session(self, kind: Kind) -> aiohttp.ClientSession:

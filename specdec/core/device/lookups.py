@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from specdec.core.draft_record import DraftRecord, merged
 from specdec.core.request import Request
 from specdec.core.speculation import Speculation
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import MARGIN
 
@@ -13,14 +13,14 @@ SELDOM = 15
 """Maximum steps between look-ups without use: one takes as long as a small model's step."""
 
 
-class LookUps:
+class HostLookups:
     """Runs the look-up drafters, with exponential back-off while they are of no use."""
 
     def __init__(self, speculation: Speculation, policy: UniformPolicy) -> None:
         self.speculation, self.policy = speculation, policy
         self._wait = self._waited = 0
 
-    def find(self, requests: Sequence[Request], shape: Shape | None) -> list[DraftRecord | None]:
+    def find(self, requests: Sequence[Request], shape: DraftShape | None) -> list[DraftRecord | None]:
         """Return by request the look-up result to verify instead of a draft of this shape, or None."""
         nothing: list[DraftRecord | None] = [None] * len(requests)
         bounds = self.policy.bounds
@@ -46,5 +46,5 @@ class LookUps:
             for own, proposal, known in zip(answers, proposals, drafted, strict=True)
         ]
 
-    def _expected(self, request: Request, shape: Shape | None) -> float:
+    def _expected(self, request: Request, shape: DraftShape | None) -> float:
         return self.speculation.acceptance.of(request).expected(shape, shape.num_steps) if shape else 0.0

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 from specdec.errors import ConfigError
 from specdec.reach.carrier import Carrier
-from specdec.reach.messages import Agent, Agents, pack, unpack
-from specdec.reach.terms import hash_facts
+from specdec.reach.messages import AgentInfo, AgentsResponse, pack, unpack
+from specdec.reach.protocol import hash_facts
 from specdec.state_slots.arena import Arena
-from specdec.state_slots.transfer.cut import Cut
-from specdec.state_slots.transfer.plan import ArenaView, Plan, make_plans, read_view
+from specdec.state_slots.transfer.model_layout import ModelLayout
+from specdec.state_slots.transfer.plan import ArenaView, TransferPlan, make_plans, read_view
 
 
-class Meeting:
+class ArenaHandshake:
     """One engine's arena as shown to peers. Thread-safe."""
 
     def __init__(self, engine: str, facts: Mapping[str, str], arena: Arena, carrier: Carrier) -> None:
@@ -19,13 +19,13 @@ class Meeting:
         self._carrier = carrier
         data = arena.data
         self._view = ArenaView(
-            data.data_ptr(), data.nbytes, Cut.of(arena.layout), 1, 0, data.device.index or 0
+            data.data_ptr(), data.nbytes, ModelLayout.of(arena.layout), 1, 0, data.device.index or 0
         )
 
-    def agents(self) -> Agents:
+    def agents(self) -> AgentsResponse:
         """Return the current agent's metadata and this arena's layout."""
-        own = Agent(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.numbers())
-        return Agents(
+        own = AgentInfo(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.numbers())
+        return AgentsResponse(
             engine=self.engine,
             fingerprint=self.fingerprint,
             facts=self.facts,
@@ -33,7 +33,7 @@ class Meeting:
             agents=[own],
         )
 
-    def attach(self, name: str, agents: Agents) -> Plan:
+    def attach(self, name: str, agents: AgentsResponse) -> TransferPlan:
         """Attach a peer's arena under a name; return the plan for reading it."""
         if agents.carrier != self._carrier.name:
             raise ConfigError(

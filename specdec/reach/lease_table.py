@@ -8,31 +8,38 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from specdec.engine.kv_transfer import Lent
-from specdec.engine.transfers import Loan
-from specdec.reach.lease import Lease
-from specdec.reach.messages import Ask, AskSums, Beat, Close, Live, Opened
-from specdec.reach.recent import Recent
-from specdec.reach.rooms import Rooms
-from specdec.reach.terms import LEASE_MAX_S, SILENCE_S, WAIT_S, Prompt, Reason, Refusal, new_id
+from specdec.engine.kv_transfer import LentPrefix
+from specdec.engine.transfers import PrefixLoan
+from specdec.reach.bootstrap import BootstrapRooms
+from specdec.reach.expiring_map import ExpiringMap
+from specdec.reach.lease import TransferLease
+from specdec.reach.messages import (
+    ChecksumRequest,
+    CloseRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    OpenRequest,
+    OpenResponse,
+)
+from specdec.reach.protocol import LEASE_MAX_S, SILENCE_S, WAIT_S, PrefixIdentity, ReachError, Reason, new_id
 
 MOST_LEASES = 1024
 """Maximum leases. Each is charged at least this fraction of the memory, so that the byte limit bounds leases
 too."""
 SWEEP_S = 1.0
 
-Submit = Callable[[Callable[[Lent], None]], Loan]
+Submit = Callable[[Callable[[LentPrefix], None]], PrefixLoan]
 """Starts lending a prompt; the argument is called in the engine thread on progress."""
 
 
 @dataclass(slots=True)
-class BookFigures:
+class LeaseFigures:
     """Counts of leases since the engine was loaded; the first three are current values."""
 
     held: int = 0
     """Leases being prefilled, or held for their reader."""
     held_bytes: int = 0
-    """As charged by `Book.charge`."""
+    """As charged by `LeaseTable.charge`."""
     rooms_waiting: int = 0
     """Requests waiting for a room."""
     lent: int = 0
@@ -50,7 +57,7 @@ class BookFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _EndedLease:
     """Record of an ended lease, to repeat an answer that was lost."""
 
     reason: Reason
@@ -59,10 +66,10 @@ class _Ended:
 
 
 def _no_sums(blocks: Sequence[int], state: int | None) -> list[int]:
-    raise Refusal("no_route", "This server tells nothing of its bytes.")
+    raise ReachError("no_route", "This server tells nothing of its bytes.")
 
 
-class Book:
+class LeaseTable:
     """All leases. Owned by the event loop's thread. Each loan is returned once, however its lease ends."""
 
     def __init__(
@@ -79,14 +86,14 @@ class Book:
     ) -> None:
         self.engine = engine
         self._sums = sums
-        self.figures = BookFigures()
-        self.rooms: Rooms[Lease] = Rooms(clock, wait_s)
+        self.figures = LeaseFigures()
+        self.rooms: BootstrapRooms[TransferLease] = BootstrapRooms(clock, wait_s)
         self._block_tokens, self._most_bytes = block_tokens, most_bytes
         self._least_bytes = most_bytes // most_leases
         self._lease_max_s, self._clock, self._wait_s = lease_max_s, clock, wait_s
         self._is_closed = False
-        self._leases: dict[str, Lease] = {}
-        self._ended: Recent[str, _Ended] = Recent(clock)
+        self._leases: dict[str, TransferLease] = {}
+        self._ended: ExpiringMap[str, _EndedLease] = ExpiringMap(clock)
 
     def charge(self, num_bytes: int) -> int:
         """Return the bytes charged for a lease of this size."""
@@ -97,11 +104,17 @@ class Book:
         return sum(lease.num_bytes for lease in self._leases.values() if lease.caller == caller)
 
     def lend(
-        self, submit: Submit, prompt: Prompt, *, num_bytes: int, room: int | None = None, caller: str = ""
-    ) -> Lease:
+        self,
+        submit: Submit,
+        prompt: PrefixIdentity,
+        *,
+        num_bytes: int,
+        room: int | None = None,
+        caller: str = "",
+    ) -> TransferLease:
         """Prefill a prompt for a remote reader; `num_bytes` is the memory it will hold."""
         if self._is_closed:
-            raise Refusal("busy", "The server stops; send the request to another one.")
+            raise ReachError("busy", "The server stops; send the request to another one.")
         self.sweep()
         num_bytes = self.charge(num_bytes)
         self._check_bounds(num_bytes)
@@ -114,7 +127,7 @@ class Book:
                 loop.call_soon_threadsafe(call)
 
         loan = submit(lambda _: in_loop(lambda: lease.wake()))
-        lease = Lease(new_id(), prompt, loan, num_bytes, self._block_tokens, room, caller)
+        lease = TransferLease(new_id(), prompt, loan, num_bytes, self._block_tokens, room, caller)
         self._leases[lease.id] = lease
         self.figures.lent += 1
         self.figures.held += 1
@@ -124,7 +137,7 @@ class Book:
         loan.done.add_done_callback(lambda done: in_loop(lambda: self._read(lease, done)))
         return lease
 
-    async def finish(self, lease: Lease) -> None:
+    async def finish(self, lease: TransferLease) -> None:
         """Wait until the prompt is prefilled or its reader has left; raise if the prefill failed.
 
         The requesting client waits here: if it disconnects, the lease ends.
@@ -139,25 +152,25 @@ class Book:
         if not lease.is_read and lease.over != "room_used":
             raise _over()
 
-    def cancel(self, lease: Lease) -> None:
+    def cancel(self, lease: TransferLease) -> None:
         """End a lease that its client will not pass on."""
         self._end(lease, "prefill_failed")
 
-    def hand_on(self, leases: Iterable[Lease]) -> None:
+    def hand_on(self, leases: Iterable[TransferLease]) -> None:
         """Restart the silence timeout of leases now passed on to readers."""
         for lease in leases:
             lease.seen_s = self._clock()
 
-    def expires_in(self, lease: Lease) -> float:
+    def expires_in(self, lease: TransferLease) -> float:
         """Return the seconds until a lease ends without a message from its reader."""
         return max(0.0, lease.seen_s + SILENCE_S - self._clock()) if lease.is_read else SILENCE_S
 
-    async def open(self, lease_id: str, ask: Ask) -> Opened:
+    async def open(self, lease_id: str, ask: OpenRequest) -> OpenResponse:
         """Return the location of a prompt's memory, once more is ready than the reader knows."""
         self._check_engine(ask.engine)
         return await self._open(self._find(lease_id), ask)
 
-    async def open_room(self, room: int, ask: Ask) -> Opened:
+    async def open_room(self, room: int, ask: OpenRequest) -> OpenResponse:
         """Wait for a room and open its lease."""
         self._check_engine(ask.engine)
         self.sweep()
@@ -168,7 +181,7 @@ class Book:
             self.figures.rooms_waiting -= 1
         return await self._open(lease, ask)
 
-    def close(self, lease_id: str, close: Close) -> bool:
+    def close(self, lease_id: str, close: CloseRequest) -> bool:
         """End a lease; return whether its reader's data are valid."""
         self._check_engine(close.engine)
         ended = self._ended.get(lease_id)
@@ -176,7 +189,7 @@ class Book:
             return ended.intact
         lease = self._find(lease_id)
         if lease.reader not in (None, close.reader):
-            raise Refusal(
+            raise ReachError(
                 "held", "reader: another one has opened this lease; leave closing to it.", field="reader"
             )
         lease.reader = close.reader
@@ -185,22 +198,22 @@ class Book:
         self._end(lease, "room_used", intact=intact)
         return intact
 
-    async def sums(self, lease_id: str, ask: AskSums) -> list[int]:
+    async def sums(self, lease_id: str, ask: ChecksumRequest) -> list[int]:
         """Return checksums of some blocks and the state while they are lent."""
         self._check_engine(ask.engine)
         lease = self._find(lease_id)
         lent = lease.loan.lent
         if lease.reader != ask.reader or not lease.is_told:
-            raise Refusal("held", "reader: ask once you have opened all of this lease.", field="reader")
+            raise ReachError("held", "reader: ask once you have opened all of this lease.", field="reader")
         if max(ask.places, default=0) >= len(lent.blocks):
-            raise Refusal("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
+            raise ReachError("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
         blocks = [lent.blocks[place] for place in ask.places]
         sums = await asyncio.to_thread(self._sums, blocks, lent.state)
         if not lease.is_intact:
             raise _over()
         return sums
 
-    def beat(self, beat: Beat) -> Live:
+    def beat(self, beat: HeartbeatRequest) -> HeartbeatResponse:
         """Record readers as alive; return which of their leases are live."""
         self._check_engine(beat.engine)
         self.sweep()
@@ -208,7 +221,7 @@ class Book:
         leases = [own for own in beat.leases if own in self._leases]
         for own in leases:
             self._leases[own].seen_s = now
-        return Live(leases=leases)
+        return HeartbeatResponse(leases=leases)
 
     def sweep(self) -> None:
         """End leases whose readers are silent, or that have reached their maximum time."""
@@ -229,7 +242,7 @@ class Book:
         for lease in list(self._leases.values()):
             self._end(lease, "lease_over")
 
-    async def _open(self, lease: Lease, ask: Ask) -> Opened:
+    async def _open(self, lease: TransferLease, ask: OpenRequest) -> OpenResponse:
         lease.check(ask)
         self.figures.opened += lease.reader is None
         lease.reader, lease.seen_s = ask.reader, self._clock()
@@ -238,27 +251,27 @@ class Book:
         lease.seen_s = self._clock()
         return lease.tell(ask.have)
 
-    def _find(self, lease_id: str) -> Lease:
+    def _find(self, lease_id: str) -> TransferLease:
         self.sweep()
         lease = self._leases.get(lease_id)
         if lease is None:
             if self._ended.get(lease_id):
                 raise _over()
-            raise Refusal("unknown_lease", "There is no such lease here; have the prompt read again.")
+            raise ReachError("unknown_lease", "There is no such lease here; have the prompt read again.")
         return lease
 
-    def _check_live(self, lease: Lease) -> None:
+    def _check_live(self, lease: TransferLease) -> None:
         """Raise if a lease has ended, or its memory has changed since the reader was told."""
         if not (lease.over or lease.is_intact):
             self._end(lease, "lease_over")
         if lease.over == "prefill_failed":
-            raise Refusal("prefill_failed", "The prompt could not be read; read it on the other server.")
+            raise ReachError("prefill_failed", "The prompt could not be read; read it on the other server.")
         if lease.over:
             raise _over()
 
     def _check_engine(self, engine: str) -> None:
         if engine != self.engine:
-            raise Refusal(
+            raise ReachError(
                 "other_engine",
                 "engine: this is another one, perhaps the same server after a start; ask GET /reach/agents.",
                 field="engine",
@@ -266,13 +279,13 @@ class Book:
 
     def _check_bounds(self, num_bytes: int) -> None:
         if self.figures.held_bytes + num_bytes > self._most_bytes:
-            raise Refusal(
+            raise ReachError(
                 "busy",
                 f"{len(self._leases):,} prompts of {self.figures.held_bytes:,} bytes wait here for their "
                 "readers, which leaves no memory for one more; send it again later, or to another server.",
             )
 
-    def _read(self, lease: Lease, done: "Future[Lent]") -> None:
+    def _read(self, lease: TransferLease, done: "Future[LentPrefix]") -> None:
         """Start the timeouts of a prefilled lease, or end a failed one."""
         if lease.over:
             return
@@ -284,7 +297,7 @@ class Book:
         lease.read_s = lease.seen_s = self._clock()
         lease.wake()
 
-    def _end(self, lease: Lease, reason: Reason, *, intact: bool = False) -> None:
+    def _end(self, lease: TransferLease, reason: Reason, *, intact: bool = False) -> None:
         """End a lease once, and return its loan."""
         if lease.over:
             return
@@ -294,7 +307,7 @@ class Book:
         self.figures.held_bytes -= lease.num_bytes
         if reason != "room_used":
             self.figures.ended[reason] += 1
-        self._ended.put(lease.id, _Ended(reason, lease.reader, intact))
+        self._ended.put(lease.id, _EndedLease(reason, lease.reader, intact))
         if lease.room is not None:
             self.rooms.end(lease.room, reason)
         lease.loan.give_back()
@@ -310,5 +323,5 @@ class Book:
             figures.closed_not_intact += 1
 
 
-def _over() -> Refusal:
-    return Refusal("lease_over", "This lease is over; have the prompt read again.")
+def _over() -> ReachError:
+    return ReachError("lease_over", "This lease is over; have the prompt read again.")

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from pydantic import Field, Strict
 
 from specdec.engine.transfers import Transfers
-from specdec.reach.messages import MOST_TOKENS, TOKENS, Body, Id
-from specdec.reach.terms import new_id
+from specdec.reach.messages import MOST_TOKENS, TOKENS, ChannelMessage, Id
+from specdec.reach.protocol import new_id
 from specdec.state_slots.prefix.cache import PrefixCache
-from specdec.state_slots.prefix.tree import Ids, Node
+from specdec.state_slots.prefix.tree import Ids, PrefixNode
 
-Kept = tuple[int, int]
+CachedPrefix = tuple[int, int]
 """A prefix's hash, from `hash_beginnings`, and its length."""
 MOST_CHANGES = 1 << 14
 """Maximum log entries; a router further behind gets a full answer."""
 MOST_TOLD = 1 << 16
-"""Maximum entries of an answer, some 30 bytes each, within the limit of `Calls`."""
+"""Maximum entries of an answer, some 30 bytes each, within the limit of `ToolCallReader`."""
 MOST_HASHED, NODE = 1 << 20, 1 << 10
 """Maximum tokens of new states hashed per update, and the cost of a state in tokens: some 40 ms between two
 steps. Later updates hash the rest: hashing 80,000 prefixes of 1,000 tokens stopped an engine for 3 s."""
@@ -57,7 +57,7 @@ Entry = Annotated[tuple[Hash, Length], Strict(False)]
 """JSON has lists instead of tuples."""
 
 
-class Changes(Body):
+class PrefixLogChanges(ChannelMessage):
     """Changes for a router: apply them to its entries at `since`, or to none if `whole`.
 
     Entries added and removed since are listed in `gone`, though the router never saw them.
@@ -71,22 +71,22 @@ class Changes(Body):
     gone: list[Entry] = Field(description=f"pairs of {HEX_16}, and {TOKENS}")
 
 
-class KeptStates:
+class CachedPrefixHashes:
     """Hashes of the cached prefixes that a request can continue."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._hashes: dict[int, tuple[Node, Ids, int]] = {}
+        self._hashes: dict[int, tuple[PrefixNode, Ids, int]] = {}
         """By node id: the node, its edge when hashed, and its hash. A node that changes gets a new edge.
 
         Only the engine thread uses it.
         """
 
-    async def now(self) -> Set[Kept]:
+    async def now(self) -> Set[CachedPrefix]:
         """Return the cached prefixes as an immutable set."""
         return await asyncio.wrap_future(self._transfers.look(self._look))
 
-    def _look(self, cache: PrefixCache) -> Set[Kept]:
+    def _look(self, cache: PrefixCache) -> Set[CachedPrefix]:
         tiers = [cache, cache.lower] if cache.lower else [cache]
         known, self._hashes, hashed = self._hashes, {}, 0
         for tree in (tier.tree for tier in tiers):
@@ -103,7 +103,7 @@ class KeptStates:
         return frozenset((prefix, node.end) for node, _, prefix in self._hashes.values())
 
 
-class KeptLog:
+class CachedPrefixLog:
     """Change log of cached prefixes. Owned by the event loop's thread.
 
     `source` returns the cached prefixes as an immutable set.
@@ -111,7 +111,7 @@ class KeptLog:
 
     def __init__(
         self,
-        source: Callable[[], Awaitable[Set[Kept]]],
+        source: Callable[[], Awaitable[Set[CachedPrefix]]],
         *,
         epoch: str | None = None,
         most: int = MOST_CHANGES,
@@ -119,22 +119,22 @@ class KeptLog:
     ) -> None:
         self._source, self._clock = source, clock
         self.epoch = epoch or new_id()
-        self._known: dict[Kept, None] = {}
+        self._known: dict[CachedPrefix, None] = {}
         """Cached prefixes, the latest last."""
-        self._changes: deque[tuple[Kept, bool]] = deque(maxlen=most)
+        self._changes: deque[tuple[CachedPrefix, bool]] = deque(maxlen=most)
         """Additions (True) and removals, the latest last; the last one's number is `_seq`."""
         self._seq = 0
         self._due_s = -math.inf
         """Earliest time of the next scan."""
         self._looking = asyncio.Lock()
 
-    async def since(self, seq: int) -> Changes:
+    async def since(self, seq: int) -> PrefixLogChanges:
         """Return the changes since an earlier answer's number; 0 requests everything."""
         await self._look()
         behind = self._seq - seq
         if seq == 0 or not 0 <= behind <= len(self._changes):
             return self._told(whole=True, added=[*self._known], gone=())
-        last: dict[Kept, bool] = {}
+        last: dict[CachedPrefix, bool] = {}
         for i in range(len(self._changes) - behind, len(self._changes)):
             kept, is_added = self._changes[i]
             last[kept] = is_added
@@ -149,7 +149,7 @@ class KeptLog:
                 took_s = self._clock() - start_s
                 self._due_s = start_s + max(REFRESH_S, took_s / LOOK_SHARE)
 
-    def _note(self, kept: Set[Kept]) -> None:
+    def _note(self, kept: Set[CachedPrefix]) -> None:
         """Log additions and removals."""
         new = kept - self._known.keys()
         for changed, is_added in ((self._known.keys() - kept, False), (new, True)):
@@ -157,8 +157,10 @@ class KeptLog:
             self._seq += len(changed)
         self._known = dict.fromkeys([*(own for own in self._known if own in kept), *new])
 
-    def _told(self, *, whole: bool, added: Sequence[Kept], gone: Set[Kept] | tuple[()]) -> Changes:
-        return Changes(
+    def _told(
+        self, *, whole: bool, added: Sequence[CachedPrefix], gone: Set[CachedPrefix] | tuple[()]
+    ) -> PrefixLogChanges:
+        return PrefixLogChanges(
             epoch=self.epoch,
             seq=self._seq,
             whole=whole,
@@ -172,5 +174,5 @@ def _hash(ids: Ids, salt: str) -> int:
     return int(hash_beginnings(ids, salt)[-1])
 
 
-def _entries(kept: Iterable[Kept]) -> list[tuple[str, int]]:
+def _entries(kept: Iterable[CachedPrefix]) -> list[tuple[str, int]]:
     return [(f"{prefix:016x}", length) for prefix, length in kept]

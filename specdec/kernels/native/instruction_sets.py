@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from specdec.kernels.native.compiled import loaded
-from specdec.kernels.native.targets import Target, unused
+from specdec.kernels.native.targets import CompileTarget, unused
 
 LIBRARY = "ONEDNN_MAX_CPU_ISA"
 """oneDNN's variable that limits its instruction set."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forms:
+class InstructionSets:
     """Instruction sets that the C kernels multiply with."""
 
-    target: Target
+    target: CompileTarget
     """Compilation target."""
     vectors: str
     pairs: bool
@@ -31,14 +31,14 @@ class Forms:
 
 
 @functools.cache
-def forms() -> Forms | None:
+def forms() -> InstructionSets | None:
     """Return the C kernels' instruction sets, or None without C kernels."""
     found = loaded()
     if found is None:
         return None
     library = found.library
     library.vectors.restype = library.integers.restype = ctypes.c_char_p
-    return Forms(
+    return InstructionSets(
         target=found.target,
         vectors=library.vectors().decode(),
         pairs=bool(library.multiplies_pairs()),

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from specdec.reach.recent import Recent
-from specdec.reach.terms import Reason, Refusal
+from specdec.reach.expiring_map import ExpiringMap
+from specdec.reach.protocol import ReachError, Reason
 
 T = TypeVar("T")
 
@@ -14,13 +14,13 @@ MOST_WAITING = 1024
 """Maximum requests waiting for rooms that do not exist yet."""
 
 
-class Rooms(Generic[T]):
+class BootstrapRooms(Generic[T]):
     """All rooms. Owned by the event loop's thread. Only requests prefilled here create rooms."""
 
     def __init__(self, clock: Callable[[], float], wait_s: float, most_waiting: int = MOST_WAITING) -> None:
         self._wait_s, self._most_waiting = wait_s, most_waiting
         self._rooms: dict[int, T] = {}
-        self._past: Recent[int, Reason] = Recent(clock)
+        self._past: ExpiringMap[int, Reason] = ExpiringMap(clock)
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         self._num_waiting = 0
         self._expected: dict[int, bool] = {}
@@ -47,7 +47,7 @@ class Rooms(Generic[T]):
     def check_free(self, room: int) -> None:
         """Raise if a request has or had this room."""
         if room in self._rooms or self._past.get(room) is not None:
-            raise Refusal(
+            raise ReachError(
                 "room_used",
                 "bootstrap_room: another request has or had this one; draw a new one of 63 random bits.",
                 field="bootstrap_room",
@@ -80,17 +80,19 @@ class Rooms(Generic[T]):
             return held
         match reason:
             case None:
-                raise Refusal("unknown_room", "No request has brought this room yet; ask again.")
+                raise ReachError("unknown_room", "No request has brought this room yet; ask again.")
             case "prefill_failed":
-                raise Refusal("prefill_failed", "The prompt could not be read; read it on the other server.")
+                raise ReachError(
+                    "prefill_failed", "The prompt could not be read; read it on the other server."
+                )
             case "room_used":
-                raise Refusal("room_used", "This room has been used; a room serves one request.")
+                raise ReachError("room_used", "This room has been used; a room serves one request.")
             case _:
-                raise Refusal("lease_over", "This room's lease is over; have the prompt read again.")
+                raise ReachError("lease_over", "This room's lease is over; have the prompt read again.")
 
     async def _wait(self, room: int) -> None:
         if self._num_waiting >= self._most_waiting:
-            raise Refusal("busy", "Too many requests wait for rooms; ask again a little later.")
+            raise ReachError("busy", "Too many requests wait for rooms; ask again a little later.")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(room, set()).add(waiter)
         self._num_waiting += 1

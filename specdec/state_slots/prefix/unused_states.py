@@ -1,18 +1,18 @@
 """States that are cached speculatively, until a request uses them."""
 
-from specdec.state_slots.prefix.tree import Node
+from specdec.state_slots.prefix.tree import PrefixNode
 
 
-class Guesses:
+class UnusedStates:
     """Nodes with an unused state, per caller in the order of caching."""
 
     def __init__(self) -> None:
-        self._of: dict[str, dict[Node, None]] = {}
+        self._of: dict[str, dict[PrefixNode, None]] = {}
 
-    def add(self, node: Node) -> None:
+    def add(self, node: PrefixNode) -> None:
         self._of.setdefault(node.tenant.caller, {})[node] = None
 
-    def discard(self, node: Node) -> bool:
+    def discard(self, node: PrefixNode) -> bool:
         """Remove a node; return whether it was a guess."""
         own = self._of.get(node.tenant.caller, {})
         if node not in own:
@@ -22,7 +22,7 @@ class Guesses:
             del self._of[node.tenant.caller]
         return True
 
-    def next(self) -> Node | None:
+    def next(self) -> PrefixNode | None:
         """Return the oldest guess of the caller with the most guesses."""
         if not self._of:
             return None

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.config.tenant import SOLE, Tenant
-from specdec.draft.history import END, History
+from specdec.draft.history import END, TokenHistory
 
 MAX_TENANTS = 1024
 """Maximum indices: each takes 40 KB before its first token, and there may be a salt per request."""
 
 
-class Kept(NamedTuple):
+class StoredOutput(NamedTuple):
     """One output: its serial number, tenant and length."""
 
     number: int
@@ -21,17 +21,17 @@ class Kept(NamedTuple):
 
 
 @dataclass(slots=True)
-class Share:
+class CallerOutputs:
     """All outputs of one caller, whatever their salts."""
 
-    outputs: deque[Kept] = field(default_factory=deque)
+    outputs: deque[StoredOutput] = field(default_factory=deque)
     """The oldest first; never empty."""
     tenants: Counter[Tenant] = field(default_factory=Counter)
     """Number of outputs per tenant."""
     tokens: int = 0
 
 
-class Outputs:
+class OutputStore:
     """Stores outputs up to a total number of tokens; `of` returns a tenant's own as one history.
 
     Over the limit, the caller with the most tokens loses its oldest output, so each of n callers can keep an
@@ -40,8 +40,8 @@ class Outputs:
 
     def __init__(self, lengths: Sequence[int], depth: int, max_tokens: int) -> None:
         self.lengths, self.depth, self.max_tokens = lengths, depth, max_tokens
-        self._texts: dict[Tenant, History] = {}
-        self._shares: dict[str, Share] = {}
+        self._texts: dict[Tenant, TokenHistory] = {}
+        self._shares: dict[str, CallerOutputs] = {}
         self._added = 0
 
     @property
@@ -49,20 +49,20 @@ class Outputs:
         """Number of stored tokens, including one separator per output."""
         return sum(share.tokens for share in self._shares.values())
 
-    def of(self, tenant: Tenant) -> Sequence[History]:
+    def of(self, tenant: Tenant) -> Sequence[TokenHistory]:
         """Return the tenant's history, or an empty tuple."""
         text = self._texts.get(tenant)
         return (text,) if text else ()
 
     def add(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
         """Add an output, evicting others if needed; if it exceeds a fair share, only its end is stored."""
-        share = self._shares.setdefault(tenant.caller, Share())
+        share = self._shares.setdefault(tenant.caller, CallerOutputs())
         part = max(self.max_tokens // len(self._shares), 2)
         kept = [*output[1 - part :], END]
         if tenant not in self._texts:
-            self._texts[tenant] = History(self.lengths, self.depth)
+            self._texts[tenant] = TokenHistory(self.lengths, self.depth)
         self._texts[tenant].extend(kept)
-        share.outputs.append(Kept(self._added, tenant, len(kept)))
+        share.outputs.append(StoredOutput(self._added, tenant, len(kept)))
         self._added += 1
         share.tenants[tenant] += 1
         share.tokens += len(kept)
@@ -77,7 +77,7 @@ class Outputs:
             while own in self._shares:
                 self._evict(own)
 
-    def _largest(self, size: Callable[[Share], int]) -> str:
+    def _largest(self, size: Callable[[CallerOutputs], int]) -> str:
         """Return the caller with the largest size; ties go to the one with the oldest output."""
         return max(
             self._shares, key=lambda own: (size(self._shares[own]), -self._shares[own].outputs[0].number)

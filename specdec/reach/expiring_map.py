@@ -11,7 +11,7 @@ REMEMBERED_S = 60.0
 MOST = 4096
 
 
-class Recent(Generic[K, V]):
+class ExpiringMap(Generic[K, V]):
     """Drops entries after a time, a minute by default, and the oldest beyond the limit."""
 
     def __init__(

@@ -6,10 +6,10 @@ A unit is what ranks divide: a KV head, a head of a state, a key head's channels
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from specdec.state_slots.transfer.cut import Cut, rank_units
+from specdec.state_slots.transfer.model_layout import ModelLayout, rank_units
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Bytes of a peer's slot, and their offset in our own."""
 
     theirs: int
@@ -17,7 +17,7 @@ class Run(NamedTuple):
     length: int
 
 
-class Part(NamedTuple):
+class RankUnits(NamedTuple):
     """A rank's units of one tensor: `length` bytes per unit in every row."""
 
     units: range
@@ -35,14 +35,14 @@ class Part(NamedTuple):
         return self.offset + row * self.row_step + (unit - self.units.start) * self.step
 
 
-def block_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
+def block_parts(cut: ModelLayout, tp: int, rank: int) -> list[RankUnits]:
     """Return a rank's KV heads of each attention layer within a block."""
     parts = {}
     for region in cut.layout(tp).page_parts.regions:
         length = region.head_bytes // len(region.layers)
         for place, layer in enumerate(region.layers):
             heads = cut.kv[layer].heads
-            parts[layer] = Part(
+            parts[layer] = RankUnits(
                 rank_units(heads, tp, rank),
                 region.offset + place * length,
                 step=region.head_bytes,
@@ -53,26 +53,26 @@ def block_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
     return [parts[layer] for layer in range(len(cut.kv))]
 
 
-def state_parts(cut: Cut, tp: int, rank: int) -> list[Part]:
+def state_parts(cut: ModelLayout, tp: int, rank: int) -> list[RankUnits]:
     """Return a rank's heads of each state and channels of each projection, within a slot."""
     layout, parts = cut.layout(tp), []
     wide, item = layout.state_dtype.itemsize, layout.dtype.itemsize
     for whole, own, at in zip(cut.states, layout.states, layout.state_parts.layers, strict=True):
         if whole.heads == 1:
             columns, row = rank_units(whole.value_dim, tp, rank), own.value_dim * wide
-            parts.append(Part(columns, at.state, wide, wide, rows=own.key_dim, row_step=row))
+            parts.append(RankUnits(columns, at.state, wide, wide, rows=own.key_dim, row_step=row))
         elif whole.heads:
             head = own.key_dim * own.value_dim * wide
-            parts.append(Part(rank_units(whole.heads, tp, rank), at.state, head, head))
+            parts.append(RankUnits(rank_units(whole.heads, tp, rank), at.state, head, head))
         offset = at.window
         for units, width in whole.runs:
             channels, length = rank_units(units, tp, rank), width * own.conv_inputs * item
-            parts.append(Part(channels, offset, length, length))
+            parts.append(RankUnits(channels, offset, length, length))
             offset += len(channels) * length
     return parts
 
 
-def common_runs(ours: Sequence[Part], theirs: Sequence[Part], rank: int) -> list[Run]:
+def common_runs(ours: Sequence[RankUnits], theirs: Sequence[RankUnits], rank: int) -> list[ByteRun]:
     """Return the runs that our rank reads from one of theirs; our ranks take turns among a unit's holders."""
     runs = [
         run
@@ -83,7 +83,7 @@ def common_runs(ours: Sequence[Part], theirs: Sequence[Part], rank: int) -> list
     return _joined(sorted(runs, key=lambda run: run.ours))
 
 
-def _overlap(ours: Part, theirs: Part) -> Iterator[Run]:
+def _overlap(ours: RankUnits, theirs: RankUnits) -> Iterator[ByteRun]:
     first, last = max(ours.units.start, theirs.units.start), min(ours.units.stop, theirs.units.stop)
     if first >= last or not ours.length:
         return
@@ -91,12 +91,12 @@ def _overlap(ours: Part, theirs: Part) -> Iterator[Run]:
     count = last - first if is_dense else 1
     for row in range(ours.rows):
         for unit in range(first, last, count):
-            yield Run(theirs.at(unit, row), ours.at(unit, row), count * ours.length)
+            yield ByteRun(theirs.at(unit, row), ours.at(unit, row), count * ours.length)
 
 
-def _joined(runs: Iterable[Run]) -> list[Run]:
+def _joined(runs: Iterable[ByteRun]) -> list[ByteRun]:
     """Join runs that are adjacent on both sides."""
-    joined: list[Run] = []
+    joined: list[ByteRun] = []
     for run in runs:
         last = joined[-1] if joined else None
         if last and (run.theirs, run.ours) == (last.theirs + last.length, last.ours + last.length):

@@ -6,7 +6,7 @@ LENGTH = 8
 """Length of a repeat, in tokens; few texts repeat that many by chance."""
 
 
-class Echo:
+class RepetitionIndex:
     """Hashes of every `LENGTH` consecutive tokens of one text."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.errors import ConfigError
-from specdec.reach.terms import Refusal
+from specdec.reach.protocol import ReachError
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -27,7 +27,7 @@ class Endpoint(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Allowed:
+class AllowedPeers:
     """Allowed networks, addresses and host names, each with its side channel's port.
 
     Requests are sent to whatever listens there, so an entry allows one port: its own or the default.
@@ -48,7 +48,7 @@ class Allowed:
                 return Endpoint(str(address), port)
         elif Endpoint(name, port) in self._names:
             return Endpoint(name, port)
-        raise Refusal(
+        raise ReachError(
             "not_allowed",
             f"reach_peers: {host!r:.80} with port {port} is none of them; start this server with it, as in "
             "--reach-peers 10.0.0.0/8,prefill.example:5600.",

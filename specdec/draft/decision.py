@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from specdec.draft.proposal import Shape
+from specdec.draft.proposal import DraftShape
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class DraftDecision:
     """The best shape of the last plan, whether it is drafted, and the estimates it was judged by."""
 
     drafts: bool
-    shape: Shape | None
+    shape: DraftShape | None
     """None: look-ups only."""
     tokens: float | None = None
     """Expected tokens per row and step in this shape, the target's own included; None: the shape is fixed."""

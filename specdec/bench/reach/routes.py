@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from specdec.bench.reach.reply import EXCERPT, Reply, stream
+from specdec.bench.reach.reply import EXCERPT, StreamedReply, stream
 from specdec.http.client import reason
 
 Body = Mapping[str, Any]
@@ -25,19 +25,21 @@ LENT: Body = {
 """What vLLM's proxies ask of the prefill instance."""
 
 
-class Way(Protocol):
+class BenchRoute(Protocol):
     """Send requests to two engines."""
 
     name: str
     fetches: bool
     """Whether the answering engine fetches KV that another one has prefilled."""
 
-    async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
+    async def ask(
+        self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None
+    ) -> StreamedReply:
         """Send a completion and read the answer to its end; `due_s` is the planned start, now or earlier."""
         ...
 
 
-class Plain:
+class StandaloneRoute:
     """Standalone engines, in turn."""
 
     fetches = False
@@ -45,13 +47,15 @@ class Plain:
     def __init__(self, name: str, *urls: str) -> None:
         self.name, self._urls = name, cycle(urls)
 
-    async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
-        reply = Reply(time.perf_counter() if due_s is None else due_s)
+    async def ask(
+        self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None
+    ) -> StreamedReply:
+        reply = StreamedReply(time.perf_counter() if due_s is None else due_s)
         await stream(session, next(self._urls), body, reply)
         return reply
 
 
-class Proxied:
+class ProxiedRoute:
     """vLLM's way: the prefill instance's answer is passed to the decode instance."""
 
     name, fetches = "P/D, vLLM's way", True
@@ -59,8 +63,10 @@ class Proxied:
     def __init__(self, prefill: str, decode: str) -> None:
         self._prefill, self._decode = prefill, decode
 
-    async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
-        reply = Reply(time.perf_counter() if due_s is None else due_s)
+    async def ask(
+        self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None
+    ) -> StreamedReply:
+        reply = StreamedReply(time.perf_counter() if due_s is None else due_s)
         asked = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": dict(LENT)}
         try:
             async with session.post(f"{self._prefill}/v1/completions", json=asked) as answer:
@@ -75,7 +81,7 @@ class Proxied:
         return reply
 
 
-class Rooms:
+class BootstrapRoomRoute:
     """SGLang's way: both instances get the request at once, and meet in a bootstrap room."""
 
     name, fetches = "P/D, SGLang's way", True
@@ -84,8 +90,10 @@ class Rooms:
         self._prefill, self._decode = prefill, decode
         self._place = {"bootstrap_host": urlsplit(prefill).hostname, "bootstrap_port": port}
 
-    async def ask(self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None) -> Reply:
-        reply = Reply(time.perf_counter() if due_s is None else due_s)
+    async def ask(
+        self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None
+    ) -> StreamedReply:
+        reply = StreamedReply(time.perf_counter() if due_s is None else due_s)
         asked = {**body, **self._place, "bootstrap_room": secrets.randbits(63)}
         read = asyncio.create_task(self._read(session, asked))
         try:

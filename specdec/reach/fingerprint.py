@@ -9,7 +9,7 @@ from specdec.models import spec
 from specdec.models.files import INDEX, SINGLE
 from specdec.setup.drafters import find_heads
 from specdec.setup.settings import Resolved
-from specdec.state_slots.transfer.cut import Cut
+from specdec.state_slots.transfer.model_layout import ModelLayout
 
 SAMPLES = 4096
 """Maximum tensors per file whose first bytes are hashed, evenly spaced."""
@@ -18,7 +18,7 @@ DIGITS = 16
 """Digits of a displayed digest; the fingerprint covers the full facts."""
 
 
-def facts_of(folder: Path, network: spec.Network, settings: Resolved) -> dict[str, str]:
+def facts_of(folder: Path, network: spec.NetworkSpec, settings: Resolved) -> dict[str, str]:
     """Return an engine's facts as strings to compare and display."""
     heads = find_heads(folder, network, settings.config)
     head = next((heads[name] for name in settings.drafters if name in heads), None)
@@ -26,7 +26,7 @@ def facts_of(folder: Path, network: spec.Network, settings: Resolved) -> dict[st
         drafts = "none"
     else:
         drafts = digest_checkpoint(head.checkpoint.folder) if head.checkpoint else "in the model"
-    layout = asdict(Cut.of(settings.layout))
+    layout = asdict(ModelLayout.of(settings.layout))
     return {
         "model": digest_checkpoint(folder),
         "draft head": drafts,

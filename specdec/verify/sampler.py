@@ -18,9 +18,9 @@ from specdec.kernels.sampling.cpu import best_of
 from specdec.kernels.sampling.reference import splitmix64
 from specdec.kernels.sampling.rules import NO_TOKEN, Bias, Mask, Penalties, RowRule, Rules, make_column
 from specdec.kernels.table import Kernels
-from specdec.verify.history import History
-from specdec.verify.limits import Limit, bounded_words
+from specdec.verify.limits import TokenLimit, bounded_words
 from specdec.verify.logprobs import Logprob, logprobs_of
+from specdec.verify.output_counts import OutputCounts
 
 WAIT_S = 0.005
 """Seconds to wait for grammar masks, each time some of a step's nodes need them."""
@@ -52,7 +52,7 @@ class BiasColumns(NamedTuple):
         return cls(array("i", bias), array("f", bias.values())) if bias else None
 
 
-class Chooser:
+class TokenSampler:
     """One request's sampler. Only `observe` mutates it: penalties and limits depend on the output."""
 
     __slots__ = ("bias", "history", "limits", "params", "rule", "seed")
@@ -64,14 +64,14 @@ class Chooser:
         seed: int,
         prompt: Sequence[int],
         vocab: int,
-        limits: Sequence[Limit] = (),
+        limits: Sequence[TokenLimit] = (),
     ) -> None:
         self.params, self.rule, self.seed, self.limits = params, row_rule(params), seed, limits
         self.bias = BiasColumns.of(params)
         is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self.history = History(prompt) if is_penalised else None
+        self.history = OutputCounts(prompt) if is_penalised else None
 
     @property
     def ignores_history(self) -> bool:
@@ -118,16 +118,16 @@ class Chooser:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class SamplingNode:
     """A node to sample at: the sampler, the text position, and the draft tokens before it."""
 
-    chooser: Chooser
+    chooser: TokenSampler
     position: int
     path: tuple[int, ...] = ()
     """Draft tokens from the root's child to this node, not yet observed by the chooser."""
 
 
-class Choice(NamedTuple):
+class SampledToken(NamedTuple):
     token: int
     logprob: Logprob | None
 
@@ -140,14 +140,14 @@ def choice_seed(seed: int, index: int) -> int:
     return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
-def choose(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> list[Choice]:
+def choose(logits_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels) -> list[SampledToken]:
     """Sample a token at each node; logits are not modified."""
     tokens: list[int] = _chosen(logits_NV, nodes, kernels).tolist()
     logprobs = _logprobs(logits_NV, nodes, tokens)
-    return [Choice(token, logprobs.get(n)) for n, token in enumerate(tokens)]
+    return [SampledToken(token, logprobs.get(n)) for n, token in enumerate(tokens)]
 
 
-def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tensor:
+def _chosen(logits_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels) -> Tensor:
     """Return the token of each node, or NO_TOKEN.
 
     Nodes that depend only on logits and position use the same kernel as device steps: its noise and sums may
@@ -170,13 +170,15 @@ def _chosen(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> Tenso
     return token_N
 
 
-def places(device: torch.device, nodes: Sequence[Node]) -> tuple[Rules, Tensor, Tensor]:
+def places(device: torch.device, nodes: Sequence[SamplingNode]) -> tuple[Rules, Tensor, Tensor]:
     """Return the nodes' rules, seeds and positions."""
     seed_N = torch.tensor([node.chooser.seed for node in nodes], device=device)
     return _rules(nodes, device), seed_N, torch.tensor([node.position for node in nodes], device=device)
 
 
-def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, *, noise: bool = True) -> Tensor:
+def perturb(
+    logits_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels, *, noise: bool = True
+) -> Tensor:
     """Return each node's scores: processed logits plus the noise of its position.
 
     Returns the argument itself if no node has rules. Without `noise` the scores are those of plain ranking.
@@ -191,14 +193,14 @@ def perturb(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, *, noise
     return scores_NV
 
 
-def _scores(logits_NV: Tensor, nodes: Sequence[Node], kernels: Kernels, *, noise: bool) -> Tensor:
+def _scores(logits_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels, *, noise: bool) -> Tensor:
     scores_NV = kernels.process(logits_NV, _rules(nodes, logits_NV.device))
     if noise:
         _add_noise(scores_NV, nodes, kernels)
     return scores_NV
 
 
-def _add_noise(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> None:
+def _add_noise(scores_NV: Tensor, nodes: Sequence[SamplingNode], kernels: Kernels) -> None:
     sampled = [n for n, node in enumerate(nodes) if node.chooser.params.temperature > 0]
     if not sampled:
         return
@@ -212,7 +214,7 @@ def _add_noise(scores_NV: Tensor, nodes: Sequence[Node], kernels: Kernels) -> No
         scores_NV.index_add_(0, torch.tensor(sampled, device=device), noise_RV.to(scores_NV.dtype))
 
 
-def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
+def _rules(nodes: Sequence[SamplingNode], device: torch.device) -> Rules:
     """Gather the nodes' parameters; a rule that none uses stays None."""
     temperatures, *filters = zip(*(node.chooser.rule for node in nodes), strict=True)
     columns = (
@@ -227,12 +229,12 @@ def _rules(nodes: Sequence[Node], device: torch.device) -> Rules:
     )
 
 
-def _bias(nodes: Sequence[Node], device: torch.device) -> Bias | None:
+def _bias(nodes: Sequence[SamplingNode], device: torch.device) -> Bias | None:
     kept = [(n, node.chooser.bias) for n, node in enumerate(nodes) if node.chooser.bias]
     return Bias(*_columns(kept, device)) if kept else None
 
 
-def _penalties(nodes: Sequence[Node], device: torch.device) -> Penalties | None:
+def _penalties(nodes: Sequence[SamplingNode], device: torch.device) -> Penalties | None:
     """Return token counts of each penalised node: its request's tokens and its own path."""
     kept = [(n, own.along(node.path)) for n, node in enumerate(nodes) if (own := node.chooser.history)]
     if not kept:
@@ -270,9 +272,9 @@ def _joined(columns: Sequence["array[Any]"], device: torch.device) -> Tensor:
     )
 
 
-def ask(nodes: Iterable[Node]) -> list[Chooser]:
+def ask(nodes: Iterable[SamplingNode]) -> list[TokenSampler]:
     """Request masks at some nodes, and return their choosers."""
-    paths: dict[Chooser, list[tuple[int, ...]]] = {}
+    paths: dict[TokenSampler, list[tuple[int, ...]]] = {}
     for node in nodes:
         if node.chooser.limits:
             paths.setdefault(node.chooser, []).append(node.path)
@@ -282,7 +284,7 @@ def ask(nodes: Iterable[Node]) -> list[Chooser]:
     return list(paths)
 
 
-def hear(nodes: Iterable[Node], *, always: bool = False) -> None:
+def hear(nodes: Iterable[SamplingNode], *, always: bool = False) -> None:
     """Wait up to `WAIT_S` for the masks at some nodes; late ones stay unknown."""
     choosers = ask(nodes)
     until_s = time.monotonic() + WAIT_S
@@ -291,7 +293,7 @@ def hear(nodes: Iterable[Node], *, always: bool = False) -> None:
             limit.wait(until_s, always=always)
 
 
-def _mask(nodes: Sequence[Node], device: torch.device) -> Mask | None:
+def _mask(nodes: Sequence[SamplingNode], device: torch.device) -> Mask | None:
     """Gather the masks. An unknown mask allows everything, and its choice must be discarded."""
     hear(nodes)
     bounded = [(n, bounded_words(node.chooser.limits, node.path)) for n, node in enumerate(nodes)]
@@ -310,7 +312,7 @@ def _mask(nodes: Sequence[Node], device: torch.device) -> Mask | None:
     )
 
 
-def _logprobs(logits_NV: Tensor, nodes: Sequence[Node], tokens: Sequence[int]) -> dict[int, Logprob]:
+def _logprobs(logits_NV: Tensor, nodes: Sequence[SamplingNode], tokens: Sequence[int]) -> dict[int, Logprob]:
     """Return the log-probabilities of nodes that request them and have a token."""
     wanted = {
         n: own

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 
-class History:
+class OutputCounts:
     """Distinct tokens of one request and their counts in its output, as columns.
 
     Penalty cost depends on their number, not on the vocabulary.

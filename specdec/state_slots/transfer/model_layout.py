@@ -17,7 +17,7 @@ ORDER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ModelLayout:
     """The layout of a whole model, independent of its engine's number of ranks."""
 
     order: str
@@ -51,7 +51,7 @@ class Cut:
             kv_dtype=_dtype("kv_dtype", self.kv_dtype),
         )
 
-    def check_equal(self, peer: "Cut") -> None:
+    def check_equal(self, peer: "ModelLayout") -> None:
         """Refuse a peer with another memory layout, naming the first value that differs."""
         if self == peer:
             return

@@ -11,15 +11,15 @@ from specdec.config.tenant import Tenant
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.pinned import sent
 from specdec.state_slots.prefix.cache import PrefixCache, as_ids
-from specdec.state_slots.prefix.rates import Rates, mark
+from specdec.state_slots.prefix.rates import TierRates, mark
 from specdec.state_slots.prefix.tree import Ids
-from specdec.state_slots.slots import Fixed
+from specdec.state_slots.slots import FixedOwner
 
 WORTH_FETCHING = 64
 """Minimum tokens to fetch; fewer are computed as quickly."""
 
 
-class Landing(Fixed):
+class IncomingPrefix(FixedOwner):
     """A prefix being fetched.
 
     External writers of its blocks and state must have finished before it is landed or dropped.
@@ -52,7 +52,7 @@ class Landing(Fixed):
         return self._clear.passed()
 
 
-class Requests(Protocol):
+class SchedulerLoad(Protocol):
     """The scheduler's load, for deciding when to fetch."""
 
     @property
@@ -73,32 +73,32 @@ class Requests(Protocol):
         ...
 
 
-class Waiting(NamedTuple):
+class WaitingPrefix(NamedTuple):
     """A prefix waiting for memory."""
 
     tenant: Tenant
     ids: Ids
-    found: "Future[Landing | None]"
+    found: "Future[IncomingPrefix | None]"
     arrived_s: float
 
 
-class Landings:
+class IncomingPrefixes:
     """Prefixes being fetched or waiting for memory; belongs to the thread that owns the arena."""
 
-    def __init__(self, arena: Arena, cache: PrefixCache, requests: Requests) -> None:
+    def __init__(self, arena: Arena, cache: PrefixCache, requests: SchedulerLoad) -> None:
         self.arena, self.cache, self.requests = arena, cache, requests
-        self.live: set[Landing] = set()
-        self.rates = Rates()
+        self.live: set[IncomingPrefix] = set()
+        self.rates = TierRates()
         """Fetch speed; the prefill speed is measured by the cache."""
-        self.waiting: list[Waiting] = []
+        self.waiting: list[WaitingPrefix] = []
         self.is_closed = False
 
-    def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[Landing | None]") -> None:
+    def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[IncomingPrefix | None]") -> None:
         """Allocate memory for a prefix when available; None: not worth fetching.
 
         Until then the future can be cancelled.
         """
-        self.waiting.append(Waiting(tenant, as_ids(ids), found, time.perf_counter()))
+        self.waiting.append(WaitingPrefix(tenant, as_ids(ids), found, time.perf_counter()))
         if self.is_closed:
             self.close()
         else:
@@ -120,7 +120,9 @@ class Landings:
             elif landing:
                 self._free(landing)
 
-    def land(self, landing: Landing, hidden_1D: Tensor | None, *, seconds: float | None = None) -> bool:
+    def land(
+        self, landing: IncomingPrefix, hidden_1D: Tensor | None, *, seconds: float | None = None
+    ) -> bool:
         """Add a fetched prefix to the cache, after `seconds` of transfer; return whether it was possible."""
         layout = self.arena.layout
         if seconds is not None:
@@ -133,12 +135,12 @@ class Landings:
         self.drop(landing)
         return has_landed
 
-    def drop(self, landing: Landing) -> None:
+    def drop(self, landing: IncomingPrefix) -> None:
         """Release a landing's memory; idempotent."""
         self._free(landing)
         self.advance()
 
-    def begin_afresh(self) -> Collection[Landing]:
+    def begin_afresh(self) -> Collection[IncomingPrefix]:
         """Void all landings after an arena reset; return them, since their memory stays allocated."""
         for landing in self.live:
             landing.is_void = True
@@ -172,12 +174,12 @@ class Landings:
             self.rates.doubt()
         return pays
 
-    def _equipped(self, tenant: Tenant, ids: Ids) -> Landing | None:
+    def _equipped(self, tenant: Tenant, ids: Ids) -> IncomingPrefix | None:
         """Share cached blocks and allocate the rest; None if memory is short."""
         tree, layout = self.cache.tree, self.arena.layout
         deepest, known = tree.walk(tenant, ids)
         shared = tree.table(deepest, known)[: tree.first(known)] if tree.pages else []
-        landing = Landing(tenant, ids, shared, len(shared) * layout.block_tokens)
+        landing = IncomingPrefix(tenant, ids, shared, len(shared) * layout.block_tokens)
         for block in shared:
             self.arena.share_block(landing, block)
         # The request will copy blocks it writes; one spare block per running request lets those grow.
@@ -190,7 +192,7 @@ class Landings:
         self.arena.release_owner(landing)
         return None
 
-    def _free(self, landing: Landing) -> None:
+    def _free(self, landing: IncomingPrefix) -> None:
         if landing in self.live:
             self.live.remove(landing)
             self.arena.release_owner(landing)

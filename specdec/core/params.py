@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
-from specdec.core.thinking import ThinkingTerms
+from specdec.core.thinking import ThinkingRule
 from specdec.errors import RequestError
 from specdec.text.grammar.guide import Form
 from specdec.text.tokenizer import Tokenizer
-from specdec.verify.limits import Allowed, Banned, Limit, NotYet
+from specdec.verify.limits import AllowedTokens, BadWords, MinTokens, TokenLimit
 
 MAX_WORD_TOKENS = 128
 """Maximum tokens of a bad word: each token compares the output's end with every length."""
 
 
-class Terms(NamedTuple):
+class ValidatedParams(NamedTuple):
     """Validated parameters. Shared by prompts and choices, and never mutated."""
 
     params: SamplingParams
@@ -25,22 +25,22 @@ class Terms(NamedTuple):
     tenant: Tenant = SOLE
     stop_ids: Mapping[int, int | None] = {}
     """End tokens with their `stop_reason`; the model's own have None."""
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[TokenLimit, ...] = ()
     """Limits in their initial state; their tables are shared."""
 
-    thinking: ThinkingTerms | None = None
+    thinking: ThinkingRule | None = None
 
-    def begin_limits(self, form: Limit | None = None) -> list[Limit]:
+    def begin_limits(self, form: TokenLimit | None = None) -> list[TokenLimit]:
         """Return one choice's limits: thinking and grammar first."""
         first = self.thinking.begin(form) if self.thinking else form
         return [*([first] if first else []), *(copy.copy(limit) for limit in self.limits)]
 
 
-class Prepared(NamedTuple):
+class PreparedPrompt(NamedTuple):
     """A validated prompt with its terms."""
 
     ids: tuple[int, ...]
-    terms: Terms
+    terms: ValidatedParams
 
     @property
     def params(self) -> SamplingParams:
@@ -64,15 +64,15 @@ def make_limits(
     vocab: int,
     *,
     has_form: bool,
-) -> tuple[Limit, ...]:
+) -> tuple[TokenLimit, ...]:
     """Return the limits besides the grammar; earlier ones take precedence."""
-    limits: list[Limit] = []
+    limits: list[TokenLimit] = []
     if params.allowed_token_ids:
-        limits.append(Allowed(params.allowed_token_ids, vocab))
+        limits.append(AllowedTokens(params.allowed_token_ids, vocab))
     if banned := _spelled(params.bad_words or (), tokenizer, vocab):
-        limits.append(Banned(banned, vocab))
+        limits.append(BadWords(banned, vocab))
     if params.min_tokens and stop_ids:
-        limits.append(NotYet(stop_ids, params.min_tokens, vocab, yields=has_form))
+        limits.append(MinTokens(stop_ids, params.min_tokens, vocab, yields=has_form))
     return tuple(limits)
 
 
