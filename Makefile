@@ -29,7 +29,7 @@ help:
 	@echo "make test    set up, then run a part of the test matrix: about ten minutes on two cores"
 	@echo "make test-all  set up, then run the full test matrix, as CI does"
 	@echo "make isa     set up, then run CPU-dependent tests with newer CPU features switched off"
-	@echo "make parity  set up, then compare one configuration per family with the oldest and newest transformers"
+	@echo "make parity  set up, then compare one configuration per family with the other supported transformers"
 	@echo "make check   ruff, mypy --strict and the import rule"
 	@echo "make map     draw docs/map.svg, the package's rooms, from its imports"
 	@echo "make docs    build the documentation as a site, in site/"
@@ -67,7 +67,7 @@ test-all: $(stamp)
 isa: $(stamp)
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.processors $(workers)
 
-# Logits beside the oldest and the newest supported transformers; downloads the one that is not installed.
+# Logits beside the oldest and the newest supported transformers, but the installed one; downloads them.
 parity: $(stamp)
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.transformers_versions $(workers)
 

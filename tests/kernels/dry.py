@@ -61,6 +61,11 @@ class Compiled:
         module: str = self.kernel.__module__
         return module.split(".")[-2]
 
+    @property
+    def arguments(self) -> frozenset[tuple[str, str]]:
+        """Return the names and types of the arguments that are not constants."""
+        return frozenset((name, kind) for name, kind in self.signature.items() if kind != "constexpr")
+
     def knows(self, name: str) -> bool:
         """Return whether a constant is set."""
         names = self.kernel.arg_names

@@ -8,6 +8,7 @@ the kernel, not the machine's BLAS.
 `install` must run before any kernel is defined; conftest does so without a GPU.
 """
 
+import operator
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -94,8 +95,51 @@ def install() -> None:
     # of a function from a kernel, which takes longer than the kernels.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+    _save_time(tl.core, interpreter)
+
+
+def _save_time(core: Any, interpreter: Any) -> None:
+    """Skip what the interpreter recomputes for every operation, which takes longer than the operation."""
     # A shape is a tuple of the language; computing its type for each one is slow, and nothing needs it.
-    tl.core._type_for_tuple_values = lambda values, fields=None: SimpleNamespace(fields=fields or [])
+    core._type_for_tuple_values = lambda values, fields=None: SimpleNamespace(fields=fields or [])
+    # Overflow would be asserted in debug mode only, but is computed for each integer operation.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    # NumPy's types are a dictionary made for each lookup.
+    find_dtype, dtypes = interpreter._get_np_dtype, dict[str, Any]()
+
+    def cached_dtype(kind: Any) -> Any:
+        name = "pointer" if kind.scalar.is_ptr() else kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find_dtype(kind)
+        return dtypes[name]
+
+    interpreter._get_np_dtype = cached_dtype
+    # A block's type computes its name, and a tensor its shape in the language's numbers.
+    shapes: dict[tuple[int, ...], tuple[Any, Any, Any]] = {(): ((), core.constexpr(1), core.tuple([]))}
+
+    def make_block(self: Any, element: Any, shape: Any) -> None:
+        sides = tuple(map(operator.index, shape))
+        if sides not in shapes:
+            numel = core.constexpr(core.validate_block_shape(sides))
+            shapes[sides] = core.tuple(sides), numel, core.tuple([core.constexpr(side) for side in sides])
+        self.element_ty, self.sides = element, sides
+        self.shape, self.numel = shapes[sides][0], shapes[sides][1].value
+
+    def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        _, self.numel, self.shape = shapes[kind.sides if kind.is_block() else ()]
+
+    core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    equal = core.dtype.__eq__
+    core.dtype.__eq__ = lambda self, other: (
+        self is other
+        or (
+            equal(self, other)
+            if isinstance(other, core.constexpr)
+            else self.name == getattr(other, "name", None)
+        )
+    )
 
 
 def dot(a: Any, b: Any) -> Any:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,23 @@ def compile_for_sm90(compiled: dry.Compiled) -> dict[str, Any]:
     }
 
 
+def largest(found: Iterable[dry.Compiled]) -> list[dry.Compiled]:
+    """Leave out kernels without an optional argument that another one with the same constants takes.
+
+    They are the same code with a part left out, which needs no more registers: a quarter of all kernels.
+    """
+    by_constants: dict[object, list[dry.Compiled]] = {}
+    for own in found:
+        given = sorted((at, str(value)) for at, value in own.constants.items() if value is not None)
+        by_constants.setdefault((own.kernel, own.options, tuple(given)), []).append(own)
+    return [
+        own
+        for alike in by_constants.values()
+        for own in alike
+        if not any(own.arguments < other.arguments for other in alike)
+    ]
+
+
 def launch(launches: dry.Launches, case: str, *, ready: bool) -> list[dry.Compiled]:
     """Run a case; return the kernels first launched after the engine was made ready.
 
@@ -174,7 +191,7 @@ def main(cases: list[str], *, compiles: bool) -> None:
         late = launch(launches, case, ready=compiles)
         print(json.dumps({"case": case, "late": list(map(str, late))}), flush=True)
     pack_for_flashinfer()
-    for compiled in launches.compiled.values() if compiles else ():
+    for compiled in largest(launches.compiled.values()) if compiles else ():
         if not WHOLE.keys().isdisjoint(cases) and not compiled.knows("BITS"):
             continue
         if any(case in RECURRENT and compiled.folder not in RECURRENT[case][2] for case in cases):

@@ -1,9 +1,9 @@
 """With one seed the text is the same for every drafter, shape, backing, batch and memory size.
 
-Each family visits cells in which every pair of values of two axes occurs, with all sampling features in each;
-families without states share one such set. The exhaustive run adds all other cells of two families; the
-default run takes fewer, so that all families together hold every pair. Float64, so that rounding decides
-nothing.
+Families with the same recurrent layers share a set of cells in which every pair of values of two axes occurs,
+with all sampling features in each: backings, commits and prefixes depend on these layers. Each family visits
+every value. The exhaustive run adds all other cells of two families; the default run takes fewer, so that all
+families together hold every pair. Float64, so that rounding decides nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from tests.lossless.cases import (
 )
 from tests.lossless.covering import Row, covering, pairs
 from tests.models.agreeing import CONFIGS
-from tests.models.representatives import EVERY_CELL, parts
+from tests.models.representatives import EVERY_CELL
 from tests.selection import EXHAUSTIVE
 
 Known = Callable[[str], tuple[Path, list[Case]]]
@@ -66,13 +66,19 @@ def ways() -> Mapping[str, list[Row]]:
 WAYS = ways()
 
 
-ATTENTION_ALONE = tuple(family for family in WAYS if (True, False) in parts(family))
-"""Families without states, which share one set of rows: a pair of values is visited in one of them."""
+@cache
+def recurrent_layers(family: str) -> frozenset[type]:
+    """Return the kinds of a family's layers that keep a state."""
+    mixers = families.network(CONFIGS[family]().to_dict()).mixers()
+    return frozenset(type(mixer) for mixer in mixers if mixer.state_shape())
 
 
 def sharing(family: str) -> Group:
-    """Return the families that together cover every pair of values."""
-    return ATTENTION_ALONE if family in ATTENTION_ALONE else (family,)
+    """Return the families that cover every pair of values together; those of `EVERY_CELL` stay alone."""
+    if family in EVERY_CELL:
+        return (family,)
+    own = recurrent_layers(family)
+    return tuple(each for each in WAYS if each not in EVERY_CELL and recurrent_layers(each) == own)
 
 
 @cache
@@ -128,6 +134,8 @@ ORDER = list({**PAIRWISE, **REST})
 def test_few_rows_hold_every_pair_of_values(family: str) -> None:
     every = set().union(*(pairs((own, *row)) for own in sharing(family) for row in WAYS[own]))
     assert set().union(*(pairs((own, *row)) for own in sharing(family) for row in visited(own))) == every
+    for axis in range(len(WAYS[family][0])):
+        assert {row[axis] for row in visited(family)} == {row[axis] for row in WAYS[family]}
     assert len(visited(family)) < 30
 
 
