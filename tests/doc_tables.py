@@ -11,6 +11,7 @@ from specdec.config.sampling import SamplingParams
 from specdec.config.structured import Structure
 from specdec.config.thinking import ThinkingSpan
 from specdec.models import families
+from specdec.ray.settings import RayConfig
 from specdec.route.settings import RouteConfig
 from specdec.server.settings import ServerConfig
 from specdec.setup.capabilities import AXES, cells, refusal
@@ -21,6 +22,7 @@ TABLES: tuple[type[Settings], ...] = (
     Structure,
     ThinkingSpan,
     ServerConfig,
+    RayConfig,
     RouteConfig,
 )
 TERSE = (

@@ -10,7 +10,7 @@ from tests.imports import PACKAGE, ROOT, imported, modules, part_of
 
 MAP = Path(ROOT, "docs", "map.svg")
 ROOMS: Mapping[str, str] = {
-    "cli route server bench": "what runs an engine",
+    "cli ray route server bench": "what runs an engine",
     "http": "connections",
     "reach": "bytes from other engines",
     "engine": "SpecEngine and its thread",
@@ -24,7 +24,7 @@ ROOMS: Mapping[str, str] = {
     "text": "tokenizer, grammars",
     "config": "what a user may set",
 }
-"""Box captions. The top five share one box; every subpackage imports `errors`, which is left out."""
+"""Box captions. The top six share one box; every subpackage imports `errors`, which is left out."""
 
 WIDTH, BOX_W, BOX_H, FLOOR_H = 960, 210, 46, 84
 

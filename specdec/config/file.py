@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.config.aliases import ALIASES, INSTEAD
 from specdec.config.base import Settings
-from specdec.config.options import kinds_of, means_none
+from specdec.config.options import kinds_of, means_none, read_value
 from specdec.config.parser import as_written, near
 from specdec.errors import ConfigError
 
@@ -49,6 +49,16 @@ def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = 
         if args.config is not None:
             where = f"in {args.config}, which {'names none' if entries else 'is empty'}"
         raise ConfigError(f"MODEL is missing: name it, or name it {where}", field=MODEL)
+
+
+def fill_from(args: argparse.Namespace, given: Mapping[str, Any], *classes: type[Settings]) -> None:
+    """Set settings of these classes, and MODEL, from a mapping of option names; text is parsed as typed."""
+    fields = {name: field for settings in classes for name, field in settings.model_fields.items()}
+    for name, value in given.items():
+        field = fields.get(name.replace("-", "_"))
+        own = read_value(field, value) if field and isinstance(value, str) else value
+        for meant, setting in _meaning(ConfigLine(name, own, 0), classes, several=False).items():
+            setattr(args, meant, setting)
 
 
 def _settled(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, ConfigLine]:

@@ -27,6 +27,7 @@ COMMON = frozenset(
         *("memory_bytes", "max_running", "max_model_len", "prefix_cache"),
         *("max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "n"),
         *("host", "port", "served_model_name", "api_key", "allowed_origins", "role"),
+        *("num_replicas", "max_replicas", "num_cpus", "num_gpus", "ray_address"),
         *("replicas", "replicas_file", "replicas_dns", "prefill", "decode", "pd_protocol"),
     }
 )

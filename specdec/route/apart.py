@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from specdec.ray.choose import Choice
+from specdec.ray.prompts import Prompt
+from specdec.ray.spans import count_elements, fields_of, with_fields
+from specdec.ray.upstream import REFUSED, Late, Lost, Sent, TooLong, Unreached
 from specdec.route.addresses import Address, Role
-from specdec.route.choose import Choice
-from specdec.route.prompts import Prompt
 from specdec.route.relay import Attempts, Call, asked, late, pass_on
-from specdec.route.spans import count_elements, fields_of, with_fields
-from specdec.route.upstream import REFUSED, Late, Lost, Sent, TooLong, Unreached
+from specdec.route.replicas import Replica
 
 PATHS = {"/v1/completions", "/v1/chat/completions"}
 READ_BY_DECODE = ("echo", "prompt_logprobs")
@@ -145,7 +146,7 @@ async def _at_once(call: Call) -> web.StreamResponse:
 
 
 async def _both(
-    call: Call, reader: Choice, writer: Choice, readers: Attempts, writers: Attempts
+    call: Call, reader: Choice[Replica], writer: Choice[Replica], readers: Attempts, writers: Attempts
 ) -> web.StreamResponse | Role:
     """Ask both at once, and hand the writer's answer on. Return the role of the one that did not begin."""
     sent = call.sent._replace(body=_with_room(call.prompt, reader.replica.address))
@@ -174,7 +175,7 @@ async def _both(
         return await call.relay(writer.replica, answer)
 
 
-async def _drain(call: Call, reader: Choice, sent: Sent) -> Unreached | Lost | None:
+async def _drain(call: Call, reader: Choice[Replica], sent: Sent) -> Unreached | Lost | None:
     """Prefill the prompt, and read the response to its end; return why that did not begin."""
     try:
         async with asked(call.state, reader, call.prompt, sent) as (answer, _):

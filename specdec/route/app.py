@@ -14,14 +14,14 @@ from aiohttp import web
 from aiohttp.http import SERVER_SOFTWARE
 
 from specdec.http.connection import SERVER
+from specdec.ray.headers import of_request
+from specdec.ray.prompts import Prompt, look_at
+from specdec.ray.upstream import Sent
 from specdec.route.addresses import Role
 from specdec.route.apart import is_worth_it, pass_on_apart
-from specdec.route.headers import of_request
-from specdec.route.prompts import Prompt, look_at
 from specdec.route.relay import Attempts, Call, pass_on
 from specdec.route.spread import flush_all, merged_models
 from specdec.route.state import SOON, State
-from specdec.route.upstream import Sent
 from specdec.server.anthropic.errors import error_body, speaks_anthropic
 from specdec.server.failures import Failure, failure_of, release_frames, without_panics
 from specdec.server.receive import expect_later, read_body

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from specdec.ray.load import fit_lines
 from specdec.route.replicas import Fleet
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
@@ -64,7 +65,7 @@ class _Replicas(Collector):
 
     def collect(self) -> Iterator[Metric]:
         replicas = self.fleet.replicas
-        lines = self.fleet.lines(replicas)
+        lines = fit_lines(replicas)
         told = {
             "up": ("1: the replica takes requests.", [float(own.is_up) for own in replicas]),
             "under_way": ("Its requests from this router.", [float(own.in_flight) for own in replicas]),

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from specdec.ray.choose import Choice
+from specdec.ray.load import Flight
+from specdec.ray.prompts import Prompt
+from specdec.ray.upstream import REFUSED, Answer, Late, Lost, Sent, TooLong, Unreached
 from specdec.route.addresses import Role
-from specdec.route.choose import Choice
-from specdec.route.prompts import Prompt
-from specdec.route.replicas import Flight, Replica
+from specdec.route.replicas import Replica
 from specdec.route.state import SOON, State
-from specdec.route.upstream import REFUSED, Answer, Late, Lost, Sent, TooLong, Unreached
 from specdec.server.failures import Failure
 from specdec.server.streams import read_within
 
@@ -83,7 +84,7 @@ class Attempts:
         self.refusal: web.Response | None = None
         self.lost = 0
 
-    def next(self) -> Choice | None:
+    def next(self) -> Choice[Replica] | None:
         """Choose the next one, if another may be asked."""
         if len(self.tried) >= self.state.config.attempts or self.lost >= MOST_LOST:
             return None
@@ -128,7 +129,7 @@ class Attempts:
 
 @contextlib.asynccontextmanager
 async def asked(
-    state: State, choice: Choice, prompt: Prompt, sent: Sent
+    state: State, choice: Choice[Replica], prompt: Prompt, sent: Sent
 ) -> AsyncIterator[tuple[Answer, Flight]]:
     """Send a request to a replica; its answer has begun in here."""
     replica = choice.replica
@@ -136,7 +137,7 @@ async def asked(
         state.metrics.sent.labels(replica=replica.url).inc()
         state.metrics.read.labels(known="yes").inc(flight.hit)
         state.metrics.read.labels(known="no").inc(prompt.size - flight.hit)
-        async with state.upstream.ask(replica, sent) as answer:
+        async with state.upstream.ask(replica.url, sent) as answer:
             if answer.status not in REFUSED:
                 is_error = answer.status >= 400
                 took_s = flight.begun(is_error=is_error)

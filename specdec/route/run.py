@@ -14,11 +14,11 @@ from typing import NamedTuple
 from aiohttp import web
 
 from specdec.http.connection import LINGER_S
+from specdec.ray.upstream import Upstream
 from specdec.route.addresses import Address
 from specdec.route.app import build_app
 from specdec.route.settings import RouteConfig
 from specdec.route.state import State
-from specdec.route.upstream import Upstream
 from specdec.route.watch import Watch, open_session
 from specdec.server.listen import SWITCH_S, bind, listen, say
 from specdec.server.supervisor import READY, STOPPING, tell_supervisor
@@ -87,7 +87,10 @@ async def routing(
     config: RouteConfig, addresses: Sequence[Address], sock: socket.socket, tls: ssl.SSLContext | None
 ) -> AsyncIterator[Router]:
     """Listen at a socket that is bound, and watch the replicas, until this is left."""
-    async with open_session(config) as session, Upstream(config) as upstream:
+    async with (
+        open_session(config) as session,
+        Upstream(config.connect_timeout, config.answer_timeout) as upstream,
+    ):
         state = State(config, addresses, upstream)
         runner = web.AppRunner(build_app(state), handler_cancellation=True, shutdown_timeout=LINGER_S)
         await runner.setup()

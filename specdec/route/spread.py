@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from aiohttp import web
 from multidict import CIMultiDict
 
+from specdec.ray.upstream import Late, Lost, Sent, TooLong, Unreached
 from specdec.route.replicas import Replica
 from specdec.route.state import SOON, State
-from specdec.route.upstream import Late, Lost, Sent, TooLong, Unreached
 from specdec.server.failures import Failure
 
 
@@ -68,7 +68,7 @@ async def _ask_all(state: State, sent: Sent) -> list[Told]:
 
 async def _ask(state: State, replica: Replica, sent: Sent) -> Told | None:
     try:
-        async with state.upstream.ask(replica, sent) as answer:
+        async with state.upstream.ask(replica.url, sent) as answer:
             return Told(answer.status, answer.headers, await answer.whole())
     except (Unreached, Lost, Late, TooLong):
         replica.wake.set()

@@ -5,13 +5,13 @@ import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
+from specdec.ray.choose import Choice, choose
+from specdec.ray.prompts import Prompt
+from specdec.ray.upstream import Upstream
 from specdec.route.addresses import Address
-from specdec.route.choose import Choice, choose
 from specdec.route.metrics import RouteMetrics
-from specdec.route.prompts import Prompt
 from specdec.route.replicas import Fleet, Replica
 from specdec.route.settings import RouteConfig
-from specdec.route.upstream import Upstream
 from specdec.server.connections import Connections
 from specdec.server.failures import Failure
 from specdec.server.origins import Origins, PageGuard
@@ -50,10 +50,10 @@ class State:
         """Memory for bodies; a caller is a client's address, as keys are checked by replicas alone."""
         self._owners: OrderedDict[str, str] = OrderedDict()
 
-    def choose(self, prompt: Prompt, found: Sequence[Replica]) -> Choice | None:
+    def choose(self, prompt: Prompt, found: Sequence[Replica]) -> Choice[Replica] | None:
         """Choose one of these replicas; one that says that it has the model, if any does."""
         having = [own for own in found if prompt.model in own.models] if prompt.model else []
-        return choose(self.fleet, having or found, prompt, self.config.load_factor)
+        return choose(having or found, prompt, self.config.load_factor)
 
     def own(self, name: str, replica: Replica) -> None:
         """Remember which replica has stored a response."""

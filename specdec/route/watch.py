@@ -4,12 +4,11 @@ import asyncio
 import logging
 import os
 import random
-import re
-from typing import NamedTuple
 
 import aiohttp
 
 from specdec.errors import ConfigError
+from specdec.ray.figures import read_figures
 from specdec.route.addresses import Address, look_up, read_file
 from specdec.route.replicas import Replica
 from specdec.route.settings import RouteConfig
@@ -21,52 +20,10 @@ KEY = "SPECDEC_API_KEY"
 """The environment's key, by which replicas with keys tell the router their figures."""
 MOST_FIGURES = 8 << 20
 """Bytes of a replica's figures that are read."""
-LINE = re.compile(
-    rb"^(vllm:num_requests_waiting|vllm:kv_cache_usage_perc|specdec:model_state|specdec:reach_role)"
-    rb"(?:\{([^}\n]*)\})? ([0-9.eE+\-]+)",
-    re.MULTILINE,
-)
-NAME = re.compile(rb'model_name="([^"\\]*)"')
-ROLE = re.compile(rb'[{,]role="([^"\\]*)"')
-MOST_WAITING = 1e9
-"""A figure above it is none."""
 SOONEST_S = 0.05
 """Seconds between two checks at least, however many requests find a replica gone."""
 JITTER = 0.1
 """Part of a period by which checks are spread, so that not all replicas are asked at once."""
-
-
-class Figures(NamedTuple):
-    """What a replica says of itself."""
-
-    waiting: float
-    arena: float
-    models: frozenset[str]
-    role: str = ""
-
-
-def read_figures(text: bytes) -> Figures:
-    """Read what is wanted of a replica's /metrics; of several models the sums, and the fullest arena."""
-    waiting, arena, models, role = 0.0, 0.0, set(), ""
-    for name, labels, value in LINE.findall(text):
-        if found := NAME.search(labels):
-            models.add(found[1].decode(errors="replace"))
-        if name == b"vllm:num_requests_waiting":
-            waiting += _number(value)
-        elif name == b"vllm:kv_cache_usage_perc":
-            arena = max(arena, min(_number(value), 1.0))
-        elif name == b"specdec:reach_role" and (found := ROLE.search(b"{" + labels)):
-            role = found[1].decode(errors="replace")
-    return Figures(waiting, arena, frozenset(models), role)
-
-
-def _number(text: bytes) -> float:
-    """Read a figure; what is none says nothing."""
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if 0 <= value < MOST_WAITING else 0.0
 
 
 class Watch:

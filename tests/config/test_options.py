@@ -11,10 +11,11 @@ from specdec.config.sampling import SamplingParams
 from specdec.config.structured import Structure
 from specdec.config.thinking import ThinkingSpan
 from specdec.errors import ConfigError
+from specdec.ray.settings import RayConfig
 from specdec.route.settings import RouteConfig
 from specdec.server.settings import ServerConfig
 
-TOLD = [EngineConfig, SamplingParams, Structure, ThinkingSpan, ServerConfig, RouteConfig]
+TOLD = [EngineConfig, SamplingParams, Structure, ThinkingSpan, ServerConfig, RayConfig, RouteConfig]
 SETTINGS = Path(__file__).parents[2] / "docs" / "settings.md"
 
 

@@ -11,10 +11,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from specdec.ray.figures import read_figures
 from specdec.route.addresses import Address, Role
 from specdec.route.replicas import Replica
 from specdec.route.run import drain
-from specdec.route.watch import Watch, read_figures
+from specdec.route.watch import Watch
 from tests.route.rig import (
     SOON_S,
     Answering,
@@ -439,8 +440,8 @@ def test_figures_that_are_none_change_nothing() -> None:
         told = read_figures(line(usage, value) + line(waiting, value))
         assert told.waiting == 0 and 0 <= told.arena <= 1, value
     told = read_figures(line(waiting, "2.0") + line(waiting, "3") + line(usage, "0.5") + line(usage, "0.25"))
-    assert told == (5.0, 0.5, frozenset({"m"}), "")
-    assert read_figures(b"\xff\x00 nothing of ours\n") == (0.0, 0.0, frozenset(), "")
+    assert told == (5.0, 0.5, frozenset({"m"}), "", 0.0)
+    assert read_figures(b"\xff\x00 nothing of ours\n") == (0.0, 0.0, frozenset(), "", 0.0)
 
 
 def test_eight_streams_of_two_hundred_events_come_whole_and_in_order() -> None:

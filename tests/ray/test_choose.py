@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from specdec.route.addresses import Address, Role
-from specdec.route.choose import choose, expected_s
-from specdec.route.prompts import PIECE, Prompt, look_at
-from specdec.route.rates import NONE, START, Line, Measured, added, fitted
-from specdec.route.replicas import Fleet, Replica
+from specdec.ray.choose import choose, expected_s
+from specdec.ray.load import Load, fit_lines
+from specdec.ray.prompts import PIECE, Prompt, look_at
+from specdec.ray.rates import NONE, START, Line, Measured, added, fitted
 
 LINE = Line(0.1, 1e-5)
 
@@ -24,87 +23,84 @@ def prompt_of(text: str) -> Prompt:
 LONG = prompt_of("a word and another " * 500)
 
 
-def fleet_of(count: int) -> Fleet:
-    fleet = Fleet([Address(f"http://10.0.0.{i}:8000", Role.BOTH, f"10.0.0.{i}", 5600) for i in range(count)])
-    for own in fleet.replicas:
-        own.is_up = True
-    return fleet
+def loads_of(count: int) -> list[Load]:
+    return [Load(f"http://10.0.0.{i}:8000") for i in range(count)]
 
 
-def chosen(fleet: Fleet, prompt: Prompt, load_factor: float = 1.25) -> Replica:
-    choice = choose(fleet, fleet.replicas, prompt, load_factor)
+def chosen(loads: list[Load], prompt: Prompt, load_factor: float = 1.25) -> Load:
+    choice = choose(loads, prompt, load_factor)
     assert choice
     return choice.replica
 
 
 def test_none_of_none() -> None:
-    assert choose(fleet_of(0), [], LONG, 1.25) is None
+    assert choose([], LONG, 1.25) is None
 
 
 def test_who_was_sent_the_beginning_is_asked_again() -> None:
-    fleet = fleet_of(8)
-    fleet.replicas[5].known.note(LONG)
+    loads = loads_of(8)
+    loads[5].known.note(LONG)
     longer = prompt_of("a word and another " * 700)
-    assert chosen(fleet, longer) is fleet.replicas[5]
-    own = fleet.replicas[5]
+    assert chosen(loads, longer) is loads[5]
+    own = loads[5]
     assert expected_s(own, LINE, longer) == pytest.approx(LINE.at(longer.size - LONG.size // PIECE * PIECE))
 
 
 def test_a_queue_that_is_longer_than_what_is_saved_is_avoided() -> None:
-    fleet = fleet_of(2)
-    first, second = fleet.replicas
+    loads = loads_of(2)
+    first, second = loads
     first.known.note(LONG)
     first.reading = LONG.size // 2
-    assert chosen(fleet, LONG) is first
+    assert chosen(loads, LONG) is first
     first.reading = 2 * LONG.size
-    assert chosen(fleet, LONG) is second
+    assert chosen(loads, LONG) is second
 
 
 def test_one_prefix_does_not_drown_one_replica() -> None:
-    fleet = fleet_of(4)
+    loads = loads_of(4)
     for _ in range(40):
-        own = chosen(fleet, LONG)
+        own = chosen(loads, LONG)
         own.in_flight += 1
         own.known.note(LONG)
-    counts = [own.in_flight for own in fleet.replicas]
+    counts = [own.in_flight for own in loads]
     assert max(counts) <= 13 and min(counts) >= 1  # 1.25 x the mean of 10, rounded up
-    fleet = fleet_of(4)
-    fleet.replicas[2].known.note(LONG)
+    loads = loads_of(4)
+    loads[2].known.note(LONG)
     for _ in range(40):
-        chosen(fleet, LONG, load_factor=1000).in_flight += 1
-    assert fleet.replicas[2].in_flight == 40, "without a bound the prefix goes to one"
+        chosen(loads, LONG, load_factor=1000).in_flight += 1
+    assert loads[2].in_flight == 40, "without a bound the prefix goes to one"
 
 
 def test_of_equally_fast_ones_the_emptiest_is_asked() -> None:
-    fleet = fleet_of(3)
-    for emptiest in fleet.replicas:
-        for own in fleet.replicas:
+    loads = loads_of(3)
+    for emptiest in loads:
+        for own in loads:
             own.arena = 0.3 if own is emptiest else 0.5
-        assert chosen(fleet, prompt_of("short")) is emptiest
+        assert chosen(loads, prompt_of("short")) is emptiest
 
 
 def test_equal_prompts_go_to_one_replica_and_others_are_spread() -> None:
-    fleets, counts = [fleet_of(4), fleet_of(4)], Counter[str]()
+    several, counts = [loads_of(4), loads_of(4)], Counter[str]()
     for i in range(400):
         prompt = prompt_of(f"{i} is another beginning")
-        one, other = (chosen(fleet, prompt) for fleet in fleets)
-        assert one.url == other.url, "two routers without shared state agree"
-        counts[one.url] += 1
+        one, other = (chosen(loads, prompt) for loads in several)
+        assert one.name == other.name, "two routers without shared state agree"
+        counts[one.name] += 1
     assert len(counts) == 4 and min(counts.values()) > 60
 
 
 @pytest.mark.parametrize("seconds", [0.002, 5.0])
 def test_a_replica_that_was_never_measured_is_as_fast_as_the_others(seconds: float) -> None:
-    fleet = fleet_of(2)
+    loads = loads_of(2)
     for _ in range(3):
-        fleet.replicas[0].measured.add(30.0, seconds, time.monotonic())
-    lines = fleet.lines(fleet.replicas)
+        loads[0].measured.add(30.0, seconds, time.monotonic())
+    lines = fit_lines(loads)
     assert lines[1].at(30) == pytest.approx(lines[0].at(30), rel=0.04), "else it might never be measured"
 
 
 def test_a_replica_that_is_faster_is_asked_more() -> None:
-    fleet = fleet_of(2)
-    fast, slow = fleet.replicas
+    loads = loads_of(2)
+    fast, slow = loads
     for size in (0, 4000, 16000, 64000):
         fast.measured.add(size, 0.01 + 1e-6 * size, 0.0)
         slow.measured.add(size, 0.01 + 1e-4 * size, 0.0)
@@ -150,7 +146,7 @@ def in_loop(work: Callable[[], None]) -> None:
 
 def test_what_is_under_way_is_counted_until_its_end() -> None:
     def work() -> None:
-        own = fleet_of(1).replicas[0]
+        own = loads_of(1)[0]
         with own.under_way(LONG, LINE) as flight:
             assert own.in_flight == 1 and own.reading == LONG.size
             with own.under_way(LONG, LINE) as second:

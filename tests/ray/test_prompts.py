@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdec.route.prompts import MOST_PIECES, PIECE, Known, look_at
+from specdec.ray.prompts import MOST_PIECES, PIECE, Known, look_at
 
 LONG = "".join(random.Random(0).choices("abcdefgh ", k=6 * PIECE))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.route.spans import (
+from specdec.ray.spans import (
     MOST_FIELDS,
     MOST_MARKS,
     PART,

@@ -10,9 +10,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from specdec.route.headers import of_answer
-from specdec.route.replicas import Replica
-from specdec.route.settings import RouteConfig
+from specdec.ray.headers import of_answer
 
 REFUSED = {429, 503}
 """Statuses of a replica that has not begun: another one may."""
@@ -90,15 +88,13 @@ class Answer:
 class Upstream:
     """Connections to replicas. Every request of a client has its own while it is under way."""
 
-    def __init__(self, config: RouteConfig) -> None:
+    def __init__(self, connect_timeout: float, answer_timeout: float) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S, ttl_dns_cache=10),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=READ_BYTES,
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=config.connect_timeout, sock_read=config.answer_timeout
-            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout, sock_read=answer_timeout),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
 
@@ -109,12 +105,12 @@ class Upstream:
         await self._session.close()
 
     @contextlib.asynccontextmanager
-    async def ask(self, replica: Replica, sent: Sent) -> AsyncIterator[Answer]:
+    async def ask(self, url: str, sent: Sent) -> AsyncIterator[Answer]:
         """Send a request and wait until its answer begins; one that is not read to its end is cut off."""
         with _named_errors():
             response = await self._session.request(
                 sent.method,
-                URL(replica.url + sent.path, encoded=True),
+                URL(url + sent.path, encoded=True),
                 headers=sent.headers,
                 data=(sent.body if len(sent.body) <= AT_ONCE else io.BytesIO(sent.body)) or None,
                 allow_redirects=False,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec.route.spans import Span, fields_of, value_of
+from specdec.ray.spans import Span, fields_of, value_of
 
 PIECE = 512
 """Bytes of a prompt from one hashed beginning to the next."""
