@@ -213,7 +213,7 @@ class LlamaCppPeer:
         """Describe the build, the CPU features it detected, and its settings."""
         build = self.settings.program or f"{PACKAGE} {metadata.version(PACKAGE)}"
         kind, threads = self.settings.kind, self.settings.threads
-        found = features(self._said())
+        found = features(self._log_text())
         return {
             "build": build,
             "version": self.props.get("build_info"),
@@ -245,7 +245,7 @@ class LlamaCppPeer:
             except OSError:  # not listening yet, or still loading
                 time.sleep(POLL_S)
         raise EngineError(
-            f"{self.name} did not start with {self.settings.model}; it said: …{self._said()[-LOG_TAIL:]}",
+            f"{self.name} did not start with {self.settings.model}; it said: …{self._log_text()[-LOG_TAIL:]}",
             field="peers",
         )
 
@@ -257,11 +257,11 @@ class LlamaCppPeer:
                 return json.load(reply)
         except (OSError, ValueError) as error:
             raise EngineError(
-                f"{self.name} did not answer {path} ({error}); it said: …{self._said()[-LOG_TAIL:]}",
+                f"{self.name} did not answer {path} ({error}); it said: …{self._log_text()[-LOG_TAIL:]}",
                 field="peers",
             ) from error
 
-    def _said(self) -> str:
+    def _log_text(self) -> str:
         return Path(self._log.name).read_text("utf-8", "replace")
 
 

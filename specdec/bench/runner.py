@@ -87,7 +87,7 @@ class EngineRunner:
         """Queue requests for 1 + `new_tokens` tokens each."""
         core = self.model.core
         # Runs repeat the same prompts: drafting from the last run's outputs would measure a replay.
-        core.loop.keep_apart()
+        core.loop.disable_sharing()
         params = SamplingParams(max_tokens=1 + new_tokens, temperature=0.0, ignore_eos=True)
         requests = [core.new_request(prompt, params, seed=row) for row, prompt in enumerate(prompts)]
         return [core.add_request(request) for request in requests]

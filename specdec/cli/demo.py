@@ -30,7 +30,7 @@ def demo() -> None:
     with SpecEngine("tiny", config) as engine, SpecEngine("tiny", config, draft="none") as plain:
         for each in (engine, plain):
             each.warm_up()
-            each.model.loop.keep_apart()  # rounds repeat one text: looking it up would not be speculation
+            each.model.loop.disable_sharing()  # rounds repeat one text, which look-ups would find
         for temperature, title in ((0.0, "greedily"), (1.0, "at temperature 1, with a seed")):
             params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=7, ignore_eos=True)
             print(f"--- {title}", file=sys.stderr, flush=True)

@@ -69,23 +69,23 @@ def _speculative_config(value: object) -> Meaning:
     try:
         given = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise _unfit(f"it is not JSON ({error})") from None
+        raise _bad_config(f"it is not JSON ({error})") from None
     if not isinstance(given, dict):
-        raise _unfit("it is not a JSON object")
+        raise _bad_config("it is not a JSON object")
     if unknown := given.keys() - set(KEYS):
-        raise _unfit(f"{sorted(map(str, unknown))[0]!r} is not a supported key ({', '.join(KEYS)})")
+        raise _bad_config(f"{sorted(map(str, unknown))[0]!r} is not a supported key ({', '.join(KEYS)})")
     method, folder, depth = map(given.get, KEYS)
     if method is not None and method not in METHODS:
-        raise _unfit(f"the method {method!r} is none of {', '.join(METHODS)}")
+        raise _bad_config(f"the method {method!r} is none of {', '.join(METHODS)}")
     if depth is not None and (type(depth) is not int or depth < 1):
-        raise _unfit(f"num_speculative_tokens cannot be {depth!r:.40}; it is an integer of at least 1")
+        raise _bad_config(f"num_speculative_tokens cannot be {depth!r:.40}; it is an integer of at least 1")
     draft = {} if method is None else {"draft": METHODS[method]}
     model = {} if folder is None else {"draft_model": folder}
     chain = {} if depth is None else {"num_steps": depth, "topk": 1}
     return {**draft, **model, **chain}
 
 
-def _unfit(why: str) -> ConfigError:
+def _bad_config(why: str) -> ConfigError:
     return ConfigError(
         f'speculative_config: {why}; give such as \'{{"method": "mtp", "num_speculative_tokens": 3}}\', or '
         "draft, draft_model and num_steps",

@@ -60,7 +60,7 @@ class Settings(BaseModel):
     @classmethod
     def _refusal(cls, problems: Mapping[str, str], data: Mapping[str, object]) -> ConfigError:
         lines = [
-            cls._unknown(name) if kind == "extra_forbidden" else cls._unfit(name, data.get(name))
+            cls._unknown(name) if kind == "extra_forbidden" else cls._wrong_value(name, data.get(name))
             for name, kind in problems.items()
         ]
         return ConfigError(" ".join(lines), field=next(iter(problems)) or None)
@@ -72,7 +72,7 @@ class Settings(BaseModel):
         return f"{cls.__name__} has no setting {name!r}; {hint}"
 
     @classmethod
-    def _unfit(cls, name: str, value: object) -> str:
+    def _wrong_value(cls, name: str, value: object) -> str:
         if name not in cls.model_fields:
             example = next(iter(cls.model_fields))
             return f"{cls.__name__} takes settings by name; write {cls.__name__}({example}=…)."

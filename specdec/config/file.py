@@ -38,7 +38,7 @@ def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = 
 
     The file is validated by itself, whatever the command line says.
     """
-    entries = _settled(args.config, classes, several=several) if args.config is not None else {}
+    entries = _by_field(args.config, classes, several=several) if args.config is not None else {}
     for settings in classes:
         _check(args.config, settings, entries)
     for field, entry in entries.items():
@@ -61,7 +61,7 @@ def fill_from(args: argparse.Namespace, given: Mapping[str, Any], *classes: type
             setattr(args, meant, setting)
 
 
-def _settled(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, ConfigLine]:
+def _by_field(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, ConfigLine]:
     """Return entries by field; two entries for one field raise."""
     found: dict[str, ConfigLine] = {}
     for entry in _entries(path):

@@ -53,7 +53,7 @@ class ScheduledRequest:
         """Return the window row: tokens, position, block table, state and path."""
         request, held = self.request, self.request.committed or CommittedState(0)
         row = Row(self.tree, request.num_computed_tokens, request.table_N, held.state, held.path)
-        return row if self.slots is None else backing.dress(row, self.slots)
+        return row if self.slots is None else backing.with_slots(row, self.slots)
 
     def node(self, node: int) -> SamplingNode:
         """Return the sampling context of a node: sampler, position, and the draft tokens before it."""

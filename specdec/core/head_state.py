@@ -55,7 +55,7 @@ class HeadState:
         now = [own for own, count in zip(full, behind, strict=True) if count <= self.head.chunk_tokens]
         if full:
             # One stays pending: the next draft starts from it, on the device or here.
-            self.head.settle([want_of(request, None) for request in now or full[:1]], most=1)
+            self.head.catch_up_to([want_of(request, None) for request in now or full[:1]], most=1)
 
     def restore(self, request: Request, hit: PrefixHit) -> None:
         """Start after a cache hit: the head has also processed the cached tokens.
@@ -68,7 +68,7 @@ class HeadState:
     def read_on(self, requests: Sequence[Request]) -> None:
         """Run the head on all computed tokens, except the last, which needs the next token."""
         if self.head and requests:
-            while not self.head.settle([want_of(request, None) for request in requests], most=1):
+            while not self.head.catch_up_to([want_of(request, None) for request in requests], most=1):
                 pass
 
     def read_ended(self, ended: Sequence[tuple[Request, int]]) -> set[int]:
@@ -93,7 +93,7 @@ class HeadState:
             tokens = request.tokens[: request.num_computed_tokens + 1 - skipped]
             wants.append(DraftRequest(request.number, request.prompt_length, tokens, request.table_N, None))
             known.add(request.number)
-        while wants and not head.settle(wants, most=1):
+        while wants and not head.catch_up_to(wants, most=1):
             pass
         return known
 

@@ -24,7 +24,7 @@ from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import move_blocks
 from specdec.state_slots.prefix.tuner import Tuner
 from specdec.state_slots.slots import Owner
-from specdec.verify.sampler import SampledToken, SamplingNode, ask, choose, hear, logprob_of
+from specdec.verify.sampler import SampledToken, SamplingNode, ask, choose, logprob_of, wait_for_masks
 from specdec.verify.synthetic import accept_at_rates
 from specdec.verify.walk import AcceptedPath, walk
 
@@ -107,7 +107,7 @@ class DecodeLoop:
         if not bound:
             return
         alone = len(bound) == len(self.scheduler.running) and not any(r.chooser.knows() for r in bound)
-        hear([SamplingNode(r.chooser, len(r.tokens)) for r in bound], always=alone)
+        wait_for_masks([SamplingNode(r.chooser, len(r.tokens)) for r in bound], always=alone)
         ended: list[Ended] = []
         for request in bound:
             if fault := request.chooser.fault:
@@ -356,7 +356,7 @@ class DecodeLoop:
         else:
             self.arena.check_owners()
 
-    def keep_apart(self) -> None:
+    def disable_sharing(self) -> None:
         """Disable sharing between requests, for benchmarks: no cached prefixes, no look-ups of outputs."""
         self.close()
         self.flush()

@@ -186,7 +186,7 @@ class Delta:
     """The stop string or `stop_token_ids` token that ended it; None otherwise."""
 
     @property
-    def num_told(self) -> int:
+    def num_reported(self) -> int:
         """Return the number of tokens it reports: its own, their alternatives, and those of drafts."""
         ranked = [own for own in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if own]
         drafted = sum(len(draft.tokens) for draft in self.drafts)

@@ -174,7 +174,9 @@ class Speculation:
         wanted = list(map(widened, planned, map(merged, requests, answers)))
         shapes = self._fitting(requests, planned, wanted, lends=lend is not None)
         self.head_state.catch_up([row.request for row in rows if not row.is_decode])
-        self._ask(requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], answers)
+        self._run_drafters(
+            requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], answers
+        )
         wholes = self._merge(requests, planned, shapes, answers)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
             drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
@@ -213,7 +215,7 @@ class Speculation:
                 for own, proposal in zip(answers, drafter.propose(wants), strict=True):
                     own.append((drafter, proposal))
 
-    def _ask(
+    def _run_drafters(
         self,
         requests: Sequence[Request],
         shapes: Sequence[DraftShape | None],

@@ -147,7 +147,7 @@ class HeadDrafter:
         return unread.count >= self.chunk_tokens or unread.count * unread.hidden[-1][0].nbytes > MOST_UNREAD
 
     @torch.inference_mode()
-    def settle(self, wants: Sequence[DraftRequest], *, most: int) -> bool:
+    def catch_up_to(self, wants: Sequence[DraftRequest], *, most: int) -> bool:
         """Catch up sequences with more than `most` pending hidden states; return whether all fit now.
 
         The last hidden state of each stays pending.
@@ -157,7 +157,7 @@ class HeadDrafter:
             self._catch_up(behind, keep=1)
         return all(self._unread[want.key].count <= most for want in behind)
 
-    def hand_over(self, key: RequestId) -> tuple[int, Tensor]:
+    def take_pending(self, key: RequestId) -> tuple[int, Tensor]:
         """Remove and return the first pending position and the hidden states, for the device to process."""
         unread = self._unread.pop(key)
         start = unread.read

@@ -376,7 +376,7 @@ class SpecEngine:
         """Return a choice's text stream, if there is a tokenizer."""
         if self.tokenizer is None:
             return None
-        tokenizer = self.tokenizer if params.skip_special_tokens else self.tokenizer.outspoken()
+        tokenizer = self.tokenizer if params.skip_special_tokens else self.tokenizer.with_special_tokens()
         return TextStream(tokenizer, stops, keeps_stop=params.include_stop_str_in_output)
 
     def _limits(self, terms: ValidatedParams) -> list[TokenLimit]:

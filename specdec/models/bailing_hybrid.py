@@ -176,11 +176,11 @@ def _rotated(mixer: LatentAttention, home: str) -> Iterator[TensorRule]:
         ("q_b", "q_b_proj", queries),
         ("kv_a", "kv_a_proj_with_mqa", (1, mixer.kv_rank)),
     ):
-        recipe = rows(partial(_pairs_apart, blocks, before, turned), blocks * (before + turned))
+        recipe = rows(partial(_split_pairs, blocks, before, turned), blocks * (before + turned))
         yield from layer_rules(rf"mixer\.{name}\.weight", f"{home}.{disk}.weight", recipe=recipe)
 
 
-def _pairs_apart(blocks: int, before: int, turned: int) -> Tensor:
+def _split_pairs(blocks: int, before: int, turned: int) -> Tensor:
     """Return the row order that splits each block's trailing pairs: first halves, then second halves."""
     row = torch.arange(blocks * (before + turned)).view(blocks, -1)
     return torch.cat((row[:, :before], row[:, before::2], row[:, before + 1 :: 2]), dim=1).flatten()

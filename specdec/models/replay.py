@@ -46,7 +46,7 @@ class Replays:
         if isinstance(known, Recorded):
             return known.play(window, inputs)
         memory.first_passes += known is not REFUSED
-        if known is REFUSED or (known is None and not _comes_again(group)):
+        if known is REFUSED or (known is None and not _is_repeated(group)):
             tapes.note(form, known or COME)
             return self.run(window, memory, *inputs, **constants)
         recorded = Recorded(window, inputs)
@@ -80,7 +80,7 @@ class Recorded:
         return tuple([out.clone() for out in self.outputs])
 
 
-def _comes_again(group: Group) -> bool:
+def _is_repeated(group: Group) -> bool:
     """Return whether a window is for decoding or verification; prefill is recorded on its second use."""
     return group.width == 1 or group.record is not None or group.snapshot_BM is not None
 

@@ -96,7 +96,7 @@ class CarrierThread:
         self._reads: dict[int, KVRead] = {}
         """All unfinished reads, including those in the inbox."""
         self._peers: dict[str, _Peer] = {}
-        self._going: dict[int, _InFlightRead] = {}
+        self._in_flight: dict[int, _InFlightRead] = {}
         self._figures = CarrierFigures()
         opened: Future[None] = Future()
         # Context variables of the creator, such as a name in log lines, also hold in the thread.
@@ -154,10 +154,10 @@ class CarrierThread:
         """Abandon a read: `done` raises; `over` is set when the transport has finished."""
 
         def end() -> None:
-            going = self._going.get(read.id)
-            if going and going.read is read:
-                self._lose(going, "it was given up")
-                self._settle(going)
+            in_flight = self._in_flight.get(read.id)
+            if in_flight and in_flight.read is read:
+                self._abandon(in_flight, "it was given up")
+                self._finish_or_abandon(in_flight)
 
         self._put(end)
 
@@ -212,7 +212,7 @@ class CarrierThread:
             self._receive(pause_s)
             moved = self._advance()
             self._end_quarantine()
-            if not self._going:
+            if not self._in_flight:
                 pause_s = None
             else:
                 pause_s = 0.0 if moved else min(max(2 * (pause_s or 0.0), FIRST_PAUSE_S), LAST_PAUSE_S)
@@ -234,7 +234,7 @@ class CarrierThread:
         except WireError as error:
             logger.error("memory that %s reads into is not given back: %s", self.name, error)
             return
-        self._all_over()
+        self._drop_all()
 
     def _attach(self, name: str, metadata: bytes, plan: ReadDescriptors) -> str | None:
         """Attach a peer; return an error message or None."""
@@ -255,17 +255,17 @@ class CarrierThread:
         if peer is None:
             return
         peer.is_attached = False
-        for going in self._going_from(peer):
-            self._lose(going, why)
-            self._settle(going)
+        for in_flight in self._reads_from(peer):
+            self._abandon(in_flight, why)
+            self._finish_or_abandon(in_flight)
         self._close_link(peer)
 
-    def _going_from(self, peer: _Peer) -> list[_InFlightRead]:
-        return [going for going in self._going.values() if going.peer is peer]
+    def _reads_from(self, peer: _Peer) -> list[_InFlightRead]:
+        return [in_flight for in_flight in self._in_flight.values() if in_flight.peer is peer]
 
     def _close_link(self, peer: _Peer) -> None:
         """Close a detached peer's link once it has no reads in flight."""
-        if not peer.is_attached and not self._going_from(peer):
+        if not peer.is_attached and not self._reads_from(peer):
             peer.link.close()
 
     def _begin(
@@ -274,97 +274,99 @@ class CarrierThread:
         if self._fault:
             return  # `_end` fails the read
         peer = self._peers.get(name)
-        why = f"peer {name} is not attached" if peer is None else _misfit(peer, indices, num_bytes)
+        why = f"peer {name} is not attached" if peer is None else _mismatch(peer, indices, num_bytes)
         if peer is None or why:
             self._figures = replace(self._figures, lost=self._figures.lost + 1)
             _fail(read, why or "")
-            self._over(read)
+            self._finish(read)
             return
         rest = deque(pieces(peer.local, peer.remote, indices))
-        self._going[read.id] = _InFlightRead(read, peer, rest, num_bytes, start_s, end_s)
+        self._in_flight[read.id] = _InFlightRead(read, peer, rest, num_bytes, start_s, end_s)
 
     def _advance(self) -> bool:
         """Poll every read and post a piece of each, round-robin; return whether any progressed."""
         moved = False
-        for going in tuple(self._going.values()):
+        for in_flight in tuple(self._in_flight.values()):
             self._receive(0.0)
-            if self._fault or going.read.id not in self._going:
+            if self._fault or in_flight.read.id not in self._in_flight:
                 continue
             try:
-                moved |= self._post(going)
-                moved |= self._poll(going)
+                moved |= self._post(in_flight)
+                moved |= self._poll(in_flight)
             except PeerLost as gone:
-                self._lose_peer(going.peer, str(gone))
+                self._drop_peer(in_flight.peer, str(gone))
             except TransferUncertain as failure:
-                going.is_uncertain = True
-                self._lose(going, str(failure))
+                in_flight.is_uncertain = True
+                self._abandon(in_flight, str(failure))
             except WireError as error:
-                self._lose(going, str(error))
-            self._settle(going)
+                self._abandon(in_flight, str(error))
+            self._finish_or_abandon(in_flight)
         return moved
 
-    def _poll(self, going: _InFlightRead) -> bool:
+    def _poll(self, in_flight: _InFlightRead) -> bool:
         moved = False
-        while going.posted and not going.is_uncertain:
-            if not going.posted[0].has_landed():
+        while in_flight.posted and not in_flight.is_uncertain:
+            if not in_flight.posted[0].is_done():
                 return moved
-            going.posted.popleft().release()
+            in_flight.posted.popleft().release()
             moved = True
-        if moved and going.rest:
-            going.peer.ahead = min(going.peer.ahead + 1, MOST_AHEAD)  # the network was idle
+        if moved and in_flight.rest:
+            in_flight.peer.ahead = min(in_flight.peer.ahead + 1, MOST_AHEAD)  # the network was idle
         return moved
 
-    def _post(self, going: _InFlightRead) -> bool:
+    def _post(self, in_flight: _InFlightRead) -> bool:
         """Post the next piece of a read, unless enough are in flight."""
-        if not going.rest or len(going.posted) >= going.peer.ahead:
+        if not in_flight.rest or len(in_flight.posted) >= in_flight.peer.ahead:
             return False
-        going.posted.append(going.peer.link.post(*going.rest.popleft()))
+        in_flight.posted.append(in_flight.peer.link.post(*in_flight.rest.popleft()))
         return True
 
-    def _lose(self, going: _InFlightRead, why: str, kind: type[ReadLost] = ReadLost) -> None:
+    def _abandon(self, in_flight: _InFlightRead, why: str, kind: type[ReadLost] = ReadLost) -> None:
         """Abandon a read; pieces in flight continue."""
-        going.rest.clear()
-        if going.lost_s is None:
-            going.lost_s = time.monotonic()
+        in_flight.rest.clear()
+        if in_flight.lost_s is None:
+            in_flight.lost_s = time.monotonic()
             self._count_quarantine(lost=1)
-            _fail(going.read, why, kind)
+            _fail(in_flight.read, why, kind)
 
-    def _lose_peer(self, peer: _Peer, why: str) -> None:
+    def _drop_peer(self, peer: _Peer, why: str) -> None:
         """End all reads from a lost peer."""
         for name in [name for name, known in self._peers.items() if known is peer]:
             logger.warning("peer %s is lost: %s", name, why)
             del self._peers[name]
         peer.is_attached = False
-        for going in self._going_from(peer):
-            for piece in going.posted:
+        for in_flight in self._reads_from(peer):
+            for piece in in_flight.posted:
                 piece.release()
-            going.posted.clear()
-            going.is_uncertain = False
-            self._lose(going, why)
-            self._settle(going)
+            in_flight.posted.clear()
+            in_flight.is_uncertain = False
+            self._abandon(in_flight, why)
+            self._finish_or_abandon(in_flight)
 
-    def _settle(self, going: _InFlightRead) -> None:
+    def _finish_or_abandon(self, in_flight: _InFlightRead) -> None:
         """Remove a finished read; abandon one past its deadline."""
-        if going.read.id not in self._going:
+        if in_flight.read.id not in self._in_flight:
             return
         now_s = time.monotonic()
-        if (going.rest or going.posted) and going.lost_s is None and now_s >= going.end_s:
-            self._lose(going, f"it took longer than {going.end_s - going.start_s:.1f} s", ReadLate)
-        if going.rest or going.posted or going.is_uncertain:
+        if (in_flight.rest or in_flight.posted) and in_flight.lost_s is None and now_s >= in_flight.end_s:
+            self._abandon(
+                in_flight, f"it took longer than {in_flight.end_s - in_flight.start_s:.1f} s", ReadLate
+            )
+        if in_flight.rest or in_flight.posted or in_flight.is_uncertain:
             return
-        del self._going[going.read.id]
-        if going.lost_s is None:
-            figures, took_s = self._figures, now_s - going.start_s
+        del self._in_flight[in_flight.read.id]
+        if in_flight.lost_s is None:
+            figures, took_s = self._figures, now_s - in_flight.start_s
             self._figures = replace(
                 figures,
                 reads=figures.reads + 1,
-                bytes=figures.bytes + going.num_bytes,
+                bytes=figures.bytes + in_flight.num_bytes,
                 seconds=figures.seconds + took_s,
             )
-            going.read.done.set_result(took_s)
+            in_flight.read.done.set_result(took_s)
         self._count_quarantine()
-        self._over(going.read)
-        self._close_link(going.peer)
+        self._finish(in_flight.read)
+        self._close_link(in_flight.peer)
 
     def _count_quarantine(self, *, lost: int = 0) -> None:
         kept = self._kept
@@ -372,19 +374,19 @@ class CarrierThread:
             self._figures,
             lost=self._figures.lost + lost,
             quarantined=len(kept),
-            quarantined_bytes=sum(going.num_bytes for going in kept),
+            quarantined_bytes=sum(in_flight.num_bytes for in_flight in kept),
         )
 
     @property
     def _kept(self) -> list[_InFlightRead]:
-        return [going for going in self._going.values() if going.lost_s is not None]
+        return [in_flight for in_flight in self._in_flight.values() if in_flight.lost_s is not None]
 
     def _end_quarantine(self) -> None:
         """Recreate the agent if abandoned reads hold too much memory or are too old."""
         kept, limits = self._kept, self._quarantine
         if not kept:
             return
-        age_s = time.monotonic() - min(going.lost_s or 0.0 for going in kept)
+        age_s = time.monotonic() - min(in_flight.lost_s or 0.0 for in_flight in kept)
         is_large = self._figures.quarantined_bytes > limits.part * self._arena_bytes
         if age_s > limits.age_s or (is_large and age_s > limits.part_s):
             logger.warning(
@@ -399,8 +401,8 @@ class CarrierThread:
 
     def _renew(self) -> None:
         """Delete the agent, which ends every read, then recreate it and attach its peers again."""
-        for going in tuple(self._going.values()):
-            self._lose(going, "the agent was made anew, to end reads that were given up")
+        for in_flight in tuple(self._in_flight.values()):
+            self._abandon(in_flight, "the agent was made anew, to end reads that were given up")
         self._wire.close()
         self._figures = replace(self._figures, agents=self._figures.agents + 1)
         peers, self._peers = self._peers, {}
@@ -408,23 +410,23 @@ class CarrierThread:
         for name, peer in peers.items():
             if why := self._attach(name, peer.metadata, peer.plan):
                 logger.warning("peer %s is lost: %s", name, why)
-        self._all_over()
+        self._drop_all()
 
-    def _all_over(self) -> None:
+    def _drop_all(self) -> None:
         """Drop all reads after the wire is closed."""
-        going = {*self._going}
-        self._going.clear()
+        in_flight = {*self._in_flight}
+        self._in_flight.clear()
         self._count_quarantine()
         for read in tuple(self._reads.values()):
-            if read.id in going or self._fault:
-                self._over(read)
+            if read.id in in_flight or self._fault:
+                self._finish(read)
 
-    def _over(self, read: KVRead) -> None:
+    def _finish(self, read: KVRead) -> None:
         del self._reads[read.id]
         read.over.set_result(None)
 
 
-def _misfit(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
+def _mismatch(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
     """Return why descriptors cannot be read, checked before any transfer, or None."""
     local, remote = indices
     if len(local) != len(remote):

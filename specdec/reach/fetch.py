@@ -143,10 +143,10 @@ class Fetcher:
         prompt = PrefixIdentity.of(ids[:-1], tenant.salt)
         try:
             async with asyncio.timeout(self._limit_s):
-                pair = await self._peers.meet(reference, prompt)
-                async with self._peers.hold(pair, reference, prompt) as hold:
+                session = await self._peers.connect(reference, prompt)
+                async with self._peers.hold(session, reference, prompt) as hold:
                     if isinstance(reference, RoomReference):
-                        await self._entered(hold, tenant)
+                        await self._open_room(hold, tenant)
         except (ReachError, TimeoutError):
             pass
         finally:
@@ -154,11 +154,11 @@ class Fetcher:
 
     async def _tried(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
         prompt = PrefixIdentity.of(ids[:-1], tenant.salt)
-        pair = None
+        session = None
         try:
             async with asyncio.timeout(self._limit_s):
-                pair = await self._peers.meet(reference, prompt)
-                async with self._peers.hold(pair, reference, prompt) as hold:
+                session = await self._peers.connect(reference, prompt)
+                async with self._peers.hold(session, reference, prompt) as hold:
                     return await self._held(hold, ids[:-1], tenant)
         except TimeoutError:
             return Fetched("late")
@@ -168,9 +168,9 @@ class Fetcher:
             return Fetched("lease_lost")
         except ReadLost as lost:
             logger.warning("a prompt is read here: %s", lost)
-            if pair and not (isinstance(lost, ReadLate) and self._late is not pair):
-                self._peers.lost(pair)
-            self._late = pair
+            if session and not (isinstance(lost, ReadLate) and self._late is not session):
+                self._peers.lost(session)
+            self._late = session
             return Fetched("read_lost")
         except EngineError:
             return Fetched("not_landed")  # the request will raise it next
@@ -180,7 +180,7 @@ class Fetcher:
 
     async def _held(self, hold: LeaseHold[TransferPlan], ids: Sequence[int], tenant: Tenant) -> Fetched:
         """Fetch the memory of a lease or room."""
-        opened = await self._entered(hold, tenant) if isinstance(hold.reference, RoomReference) else None
+        opened = await self._open_room(hold, tenant) if isinstance(hold.reference, RoomReference) else None
         arrival = InFlightFetch(self._transfers.begin_landing(ids, tenant))
         try:
             landing = await _unless_lost(hold, asyncio.wrap_future(arrival.found))
@@ -188,11 +188,11 @@ class Fetcher:
                 return Fetched("not_needed")
             while not landing.is_clear:
                 await asyncio.sleep(CLEAR_S)
-            return await self._landed(hold, arrival, landing, opened)
+            return await self._receive(hold, arrival, landing, opened)
         finally:
-            self._let_go(arrival)
+            self._release(arrival)
 
-    async def _entered(self, hold: LeaseHold[TransferPlan], tenant: Tenant) -> OpenResponse:
+    async def _open_room(self, hold: LeaseHold[TransferPlan], tenant: Tenant) -> OpenResponse:
         """Open a room, waiting until it exists."""
         until_s = time.monotonic() + ROOM_S
         if self.entering[tenant.caller] >= MOST_ENTERING:
@@ -208,7 +208,7 @@ class Fetcher:
         finally:
             self.entering -= Counter({tenant.caller: 1})  # subtraction also removes zero counts
 
-    async def _landed(
+    async def _receive(
         self,
         hold: LeaseHold[TransferPlan],
         arrival: InFlightFetch,
@@ -218,20 +218,20 @@ class Fetcher:
         """Read what is ready until complete, validate it, and land it."""
         if opened is None:
             opened = await _unless_lost(hold, self._peers.open(hold, landing.have))
-        self._begin(hold.pair, arrival, landing, opened)
+        self._begin(hold.session, arrival, landing, opened)
         while not opened.is_whole:
             opened = await _unless_lost(hold, self._peers.open(hold, opened.ready))
-            self._begin(hold.pair, arrival, landing, opened)
+            self._begin(hold.session, arrival, landing, opened)
         seconds = 0.0
         for read in arrival.reads:
             seconds += await _unless_lost(hold, asyncio.wrap_future(read.done))
         self._late = None
-        if self._wants_check(hold.pair) and not await self._is_same(hold, landing):
-            self._peers.refuse(hold.pair, "what was read from it is not what it has; look at the network")
+        if self._wants_check(hold.session) and not await self._is_same(hold, landing):
+            self._peers.refuse(hold.session, "what was read from it is not what it has; look at the network")
             return Fetched("wrong_bytes")
         hidden_1D = opened.hidden.tensor[None] if opened.hidden else None
         if hidden_1D is not None and not self._transfers.fits(hidden_1D):
-            raise ReachError("garbled", f"{hold.pair.at} has sent a hidden state of another size or type.")
+            raise ReachError("garbled", f"{hold.session.at} has sent a hidden state of another size or type.")
         if not await self._peers.close(hold, read=True):
             return Fetched("not_intact")
         self._byte_s += RECENT * (seconds / max(arrival.num_bytes, 1) - self._byte_s)
@@ -241,7 +241,7 @@ class Fetcher:
 
     def _begin(
         self,
-        pair: PeerSession[TransferPlan],
+        session: PeerSession[TransferPlan],
         arrival: InFlightFetch,
         landing: IncomingPrefix,
         opened: OpenResponse,
@@ -250,26 +250,26 @@ class Fetcher:
         known = opened.first + len(opened.blocks)
         first, last = len(landing.shared) + arrival.came, known - len(landing.shared)
         if opened.first > first or last > len(landing.blocks):
-            raise _garbled()
+            raise _wrong_blocks()
         theirs, ours = opened.blocks[first - opened.first :], landing.blocks[arrival.came : last]
         state = None
         if opened.is_whole:
             if last != len(landing.blocks) or (opened.state is None) != (landing.state is None):
-                raise _garbled()
+                raise _wrong_blocks()
             if opened.state is not None and landing.state is not None:
                 state = (landing.state, opened.state)
         if not (theirs or state):
             return
         try:
-            indices = pair.plan.pick(list(zip(ours, theirs, strict=True)), state)
+            indices = session.plan.pick(list(zip(ours, theirs, strict=True)), state)
         except ConfigError as error:
             raise ReachError(
-                "garbled", f"{pair.at} has named memory that it does not have: {error}"
+                "garbled", f"{session.at} has named memory that it does not have: {error}"
             ) from None
-        num_bytes = pair.plan.num_bytes(len(theirs), int(state is not None))
+        num_bytes = session.plan.num_bytes(len(theirs), int(state is not None))
         self._under_way += num_bytes
         deadline_s = FIRST_S + 4 * self._under_way * self._byte_s
-        read = self._carrier.read(pair.name, indices, num_bytes, deadline_s)
+        read = self._carrier.read(session.name, indices, num_bytes, deadline_s)
         loop = asyncio.get_running_loop()
         read.over.add_done_callback(lambda _: _in_loop(loop, self._arrived, num_bytes))
         arrival.reads.append(read)
@@ -279,9 +279,11 @@ class Fetcher:
     def _arrived(self, num_bytes: int) -> None:
         self._under_way -= num_bytes
 
-    def _wants_check(self, pair: PeerSession[TransferPlan]) -> bool:
+    def _wants_check(self, session: PeerSession[TransferPlan]) -> bool:
         """Return whether to verify checksums: a corrupting path does so from the start."""
-        return self._check == "always" or (self._check == "first" and self._checked.get(pair.at) is not pair)
+        return self._check == "always" or (
+            self._check == "first" and self._checked.get(session.at) is not session
+        )
 
     async def _is_same(self, hold: LeaseHold[TransferPlan], landing: IncomingPrefix) -> bool:
         """Compare checksums of some blocks and the state with the peer's."""
@@ -290,10 +292,10 @@ class Fetcher:
         blocks = [landing.blocks[place] for place in places]
         theirs = await self._peers.sums(hold, [len(landing.shared) + place for place in places])
         own = await asyncio.to_thread(self._transfers.sums, blocks, landing.state)
-        self._checked[hold.pair.at] = hold.pair
+        self._checked[hold.session.at] = hold.session
         return own == theirs
 
-    def _let_go(self, arrival: InFlightFetch) -> None:
+    def _release(self, arrival: InFlightFetch) -> None:
         """Release memory that was not landed, once nothing can write to it."""
         for read in arrival.reads:
             self._carrier.give_up(read)
@@ -333,5 +335,5 @@ def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[int], None], value
         loop.call_soon_threadsafe(call, value)
 
 
-def _garbled() -> ReachError:
+def _wrong_blocks() -> ReachError:
     return ReachError("garbled", "A peer has lent other blocks than the prompt has.")

@@ -98,17 +98,17 @@ class TransferLease:
     @property
     def is_intact(self) -> bool:
         """Whether all memory the reader knows is still in place."""
-        lent, (blocks, generations) = self.loan.lent, self._told
+        lent, (blocks, generations) = self.loan.lent, self._sent
         now = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
         return lent.intact and now == (blocks, generations)
 
-    def tell(self, have: int) -> OpenResponse:
+    def open_response(self, have: int) -> OpenResponse:
         """Return the location of the ready memory, from the first block the reader lacks."""
         lent, size, ready = self.loan.lent, self.block_tokens, self.ready
         is_whole = ready == self.prompt.length
         blocks = lent.blocks if is_whole else lent.blocks[: ready // size]
-        if len(blocks) > len(self._told[0]):
-            self._told = blocks, lent.generations[: len(blocks)]
+        if len(blocks) > len(self._sent[0]):
+            self._sent = blocks, lent.generations[: len(blocks)]
         self.is_told = self.is_told or is_whole
         hidden_1D = lent.hidden_1D if is_whole else None
         return OpenResponse(

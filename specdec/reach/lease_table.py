@@ -150,13 +150,13 @@ class LeaseTable:
         if lease.error:
             raise lease.error
         if not lease.is_read and lease.over != "room_used":
-            raise _over()
+            raise _lease_over()
 
     def cancel(self, lease: TransferLease) -> None:
         """End a lease that its client will not pass on."""
         self._end(lease, "prefill_failed")
 
-    def hand_on(self, leases: Iterable[TransferLease]) -> None:
+    def restart_timeouts(self, leases: Iterable[TransferLease]) -> None:
         """Restart the silence timeout of leases now passed on to readers."""
         for lease in leases:
             lease.seen_s = self._clock()
@@ -210,7 +210,7 @@ class LeaseTable:
         blocks = [lent.blocks[place] for place in ask.places]
         sums = await asyncio.to_thread(self._sums, blocks, lent.state)
         if not lease.is_intact:
-            raise _over()
+            raise _lease_over()
         return sums
 
     def beat(self, beat: HeartbeatRequest) -> HeartbeatResponse:
@@ -249,14 +249,14 @@ class LeaseTable:
         await lease.wait_for_more(ask.have, self._wait_s)
         self._check_live(lease)
         lease.seen_s = self._clock()
-        return lease.tell(ask.have)
+        return lease.open_response(ask.have)
 
     def _find(self, lease_id: str) -> TransferLease:
         self.sweep()
         lease = self._leases.get(lease_id)
         if lease is None:
             if self._ended.get(lease_id):
-                raise _over()
+                raise _lease_over()
             raise ReachError("unknown_lease", "There is no such lease here; have the prompt read again.")
         return lease
 
@@ -267,7 +267,7 @@ class LeaseTable:
         if lease.over == "prefill_failed":
             raise ReachError("prefill_failed", "The prompt could not be read; read it on the other server.")
         if lease.over:
-            raise _over()
+            raise _lease_over()
 
     def _check_engine(self, engine: str) -> None:
         if engine != self.engine:
@@ -323,5 +323,5 @@ class LeaseTable:
             figures.closed_not_intact += 1
 
 
-def _over() -> ReachError:
+def _lease_over() -> ReachError:
     return ReachError("lease_over", "This lease is over; have the prompt read again.")

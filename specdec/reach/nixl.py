@@ -202,7 +202,7 @@ class AgentTransfer:
         self._wire.pieces.add(self)
         self._state = self._ask(self._wire.agent.transfer)
 
-    def has_landed(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the transfer has finished. Raises PeerLost or Uncertain."""
         if self._state == "PROC":
             self._state = self._ask(self._wire.agent.check_xfer_state)

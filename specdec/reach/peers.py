@@ -94,7 +94,7 @@ class PeerSession(Generic[P]):
 class LeaseHold(Generic[P]):
     """A lease or room that a local request wants, kept alive by beats."""
 
-    pair: PeerSession[P]
+    session: PeerSession[P]
     reference: Reference
     prompt: PrefixIdentity
     reader: str = field(default_factory=new_id)
@@ -114,7 +114,7 @@ class _Link(Generic[P]):
     """State of an endpoint."""
 
     at: Endpoint
-    pair: PeerSession[P] | None = None
+    session: PeerSession[P] | None = None
     met_s: float = 0.0
     refusal: ReachError | None = None
     """Reason why nothing is requested there until `until_s`."""
@@ -156,17 +156,17 @@ class Peers(Generic[P]):
         self._thread = ThreadPoolExecutor(1, "specdec-peers")
         """Attaches and detaches in order: one of the two may concern a peer that has restarted."""
 
-    async def meet(self, reference: Reference, prompt: PrefixIdentity) -> PeerSession[P]:
+    async def connect(self, reference: Reference, prompt: PrefixIdentity) -> PeerSession[P]:
         """Return the session of a reference's peer. Raises a `ReachError` with the reason."""
         try:
-            at = self._named(reference, prompt)
+            at = self._verified_endpoint(reference, prompt)
             engine = reference.engine if isinstance(reference, LeaseReference) else None
-            return await self._meet(self._link(at), engine)
+            return await self._connect(self._link(at), engine)
         except ReachError as refusal:
             self.figures.failures[refusal.reason] += 1
             raise
 
-    def _named(self, reference: Reference, prompt: PrefixIdentity) -> Endpoint:
+    def _verified_endpoint(self, reference: Reference, prompt: PrefixIdentity) -> Endpoint:
         """Return a reference's endpoint, if it is allowed and the signature matches this prompt.
 
         A wrong address or signature may be a forgery, but with a wrong secret or wrong `reach_peers` all
@@ -191,16 +191,16 @@ class Peers(Generic[P]):
 
     @contextlib.asynccontextmanager
     async def hold(
-        self, pair: PeerSession[P], reference: Reference, prompt: PrefixIdentity
+        self, session: PeerSession[P], reference: Reference, prompt: PrefixIdentity
     ) -> AsyncIterator[LeaseHold[P]]:
         """Keep a lease alive within the context; if not closed by its end, close it as unread."""
         lease = reference.lease if isinstance(reference, LeaseReference) else None
-        hold = LeaseHold(pair, reference, prompt, lease=lease)
-        link = self._link(pair.at)
+        hold = LeaseHold(session, reference, prompt, lease=lease)
+        link = self._link(session.at)
         link.holds.add(hold)
         self.figures.held += 1
         if link.beating is None:
-            link.beating = asyncio.create_task(self._beat(link), name=f"beats to {pair.at}")
+            link.beating = asyncio.create_task(self._beat(link), name=f"beats to {session.at}")
         try:
             yield hold
         finally:
@@ -220,17 +220,17 @@ class Peers(Generic[P]):
         prompt, reference = hold.prompt, hold.reference
         room = reference.room if isinstance(reference, RoomReference) and hold.lease is None else None
         ask = OpenRequest(
-            engine=hold.pair.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
+            engine=hold.session.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
         )
         path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
         kind: Kind = "lease" if room is None else "room"
         again_s = asyncio.get_running_loop().time() + ASK_AGAIN_S
         try:
-            opened = await self._calls.post(hold.pair.at, path, ask, OpenResponse, WAITING_S, kind)
+            opened = await self._calls.post(hold.session.at, path, ask, OpenResponse, WAITING_S, kind)
             if (opened.length, hold.lease or opened.lease) != (prompt.length, opened.lease):
-                raise ReachError("garbled", f"{hold.pair.at} has answered for another prompt.")
+                raise ReachError("garbled", f"{hold.session.at} has answered for another prompt.")
         except ReachError as refusal:
-            self._heed(hold.pair, refusal)
+            self._note_failure(hold.session, refusal)
             if refusal.reason == "unknown_room":
                 await _sleep_until(again_s)
             raise
@@ -241,39 +241,43 @@ class Peers(Generic[P]):
 
     async def sums(self, hold: LeaseHold[P], places: Sequence[int]) -> list[int]:
         """Return the peer's checksums of some blocks and of the state."""
-        body = ChecksumRequest(engine=hold.pair.engine, reader=hold.reader, places=list(places))
+        body = ChecksumRequest(engine=hold.session.engine, reader=hold.reader, places=list(places))
         try:
             return (
-                await self._calls.post(hold.pair.at, f"{hold.path}/sums", body, ChecksumResponse, WAITING_S)
+                await self._calls.post(
+                    hold.session.at, f"{hold.path}/sums", body, ChecksumResponse, WAITING_S
+                )
             ).sums
         except ReachError as refusal:
-            self._heed(hold.pair, refusal)
+            self._note_failure(hold.session, refusal)
             raise
 
     async def close(self, hold: LeaseHold[P], *, read: bool) -> bool:
         """Release the peer's memory; return whether the data read are valid."""
         if hold.lease is None:
             return False
-        body = CloseRequest(engine=hold.pair.engine, reader=hold.reader, read=read)
+        body = CloseRequest(engine=hold.session.engine, reader=hold.reader, read=read)
         try:
-            closed = await self._calls.post(hold.pair.at, f"{hold.path}/close", body, CloseResponse, CALL_S)
+            closed = await self._calls.post(
+                hold.session.at, f"{hold.path}/close", body, CloseResponse, CALL_S
+            )
         except ReachError as refusal:
-            self._heed(hold.pair, refusal)
+            self._note_failure(hold.session, refusal)
             hold.is_closed = True
             return False
         hold.is_closed = True
         return closed.intact
 
-    def lost(self, pair: PeerSession[P]) -> None:
+    def lost(self, session: PeerSession[P]) -> None:
         """Drop a session whose memory can no longer be read; the next request shakes hands again."""
-        link = self._links.get(pair.at)
-        if link and link.pair is pair:
+        link = self._links.get(session.at)
+        if link and link.session is session:
             self._forget(link)
 
-    def refuse(self, pair: PeerSession[P], why: str) -> None:
+    def refuse(self, session: PeerSession[P], why: str) -> None:
         """Refuse a peer for a while, for example after wrong bytes."""
-        link = self._links.get(pair.at)
-        if link and link.pair is pair:
+        link = self._links.get(session.at)
+        if link and link.session is session:
             self._forget(link)
             self._refuse(link, ReachError("carrier", why), REMEMBERED_S)
 
@@ -297,34 +301,34 @@ class Peers(Generic[P]):
     def _drop_a_link(self) -> None:
         """Drop the oldest endpoint without a session or holds."""
         for at, link in self._links.items():
-            if link.pair is None and not link.holds and not link.meeting.locked():
+            if link.session is None and not link.holds and not link.meeting.locked():
                 self._tally()
                 del self._links[at]
                 return
         raise ReachError("peer_down", f"There are {MOST_LINKS:,} peers already; give fewer as reach_peers.")
 
-    async def _meet(self, link: _Link[P], engine: str | None) -> PeerSession[P]:
+    async def _connect(self, link: _Link[P], engine: str | None) -> PeerSession[P]:
         """Return an endpoint's session, with a handshake if there is none for this engine."""
         async with link.meeting:
             now = self._clock()
             if link.refusal and now < link.until_s:
                 raise ReachError(link.refusal.reason, str(link.refusal), field=link.refusal.field)
-            if link.pair and (engine in (None, link.pair.engine)):
-                return link.pair
-            if link.pair and now - link.met_s < MEET_AGAIN_S:
-                raise _past(link.at)
-            pair = await self._shake_hands(link)
-            if engine not in (None, pair.engine):
-                raise _past(link.at)
-            return pair
+            if link.session and (engine in (None, link.session.engine)):
+                return link.session
+            if link.session and now - link.met_s < MEET_AGAIN_S:
+                raise _restarted(link.at)
+            session = await self._handshake(link)
+            if engine not in (None, session.engine):
+                raise _restarted(link.at)
+            return session
 
-    async def _shake_hands(self, link: _Link[P]) -> PeerSession[P]:
+    async def _handshake(self, link: _Link[P]) -> PeerSession[P]:
         self.figures.handshakes += 1
         try:
             agents = await self._calls.get(link.at, "/reach/agents", AgentsResponse, MEET_S)
-            if link.pair and link.pair.engine == agents.engine:
+            if link.session and link.session.engine == agents.engine:
                 link.met_s = self._clock()
-                return link.pair
+                return link.session
             self._forget(link)
             self._compare(link.at, agents)
             plan = await self._attached(_name(agents.engine, link.at), agents)
@@ -339,11 +343,11 @@ class Peers(Generic[P]):
             unfit = ReachError(reason, f"{link.at}: {error}", field=error.field)
             self._refuse(link, unfit, REMEMBERED_S)
             raise unfit from None
-        link.pair, link.met_s = PeerSession(link.at, agents.engine, plan), self._clock()
+        link.session, link.met_s = PeerSession(link.at, agents.engine, plan), self._clock()
         link.refusal, link.pause_s = None, 0.0
         self._tally()
         logger.info("prompts can be fetched from %s", link.at)
-        return link.pair
+        return link.session
 
     async def _attached(self, name: str, agents: AgentsResponse) -> P:
         """Attach a peer's arena, with a timeout."""
@@ -374,24 +378,24 @@ class Peers(Generic[P]):
 
     def _forget(self, link: _Link[P]) -> None:
         """Drop a session: detach the peer and mark its holds as lost."""
-        pair, link.pair = link.pair, None
-        if pair is None:
+        session, link.session = link.session, None
+        if session is None:
             return
         for hold in link.holds:
-            if hold.pair is pair:
+            if hold.session is session:
                 hold.lost.set()
-        self._thread.submit(self._detach, pair.name)
+        self._thread.submit(self._detach, session.name)
         self._tally()
 
-    def _heed(self, pair: PeerSession[P], refusal: ReachError) -> None:
+    def _note_failure(self, session: PeerSession[P], refusal: ReachError) -> None:
         """Update the peer's state after a failed call."""
         self.figures.failures[refusal.reason] += 1
-        link = self._links.get(pair.at)
-        if link and link.pair is pair and refusal.reason in ("other_engine", "peer_down"):
+        link = self._links.get(session.at)
+        if link and link.session is session and refusal.reason in ("other_engine", "peer_down"):
             self._forget(link)
 
     def _tally(self) -> None:
-        self.figures.up = sum(link.pair is not None for link in self._links.values())
+        self.figures.up = sum(link.session is not None for link in self._links.values())
         self.figures.refused_peers = sum(
             link.refusal is not None and link.refusal.reason not in DOWN for link in self._links.values()
         )
@@ -409,17 +413,17 @@ class Peers(Generic[P]):
                     silent += 1
                     self.figures.failures[refusal.reason] += 1
                     if refusal.reason != "peer_slow" or silent >= MOST_SILENT:
-                        self._lose(link)
+                        self._mark_lost(link)
         finally:
             link.beating = None
 
     async def _beat_once(self, link: _Link[P]) -> None:
-        pair = link.pair
-        holds = [hold for hold in link.holds if hold.pair is pair and not hold.lost.is_set()]
+        session = link.session
+        holds = [hold for hold in link.holds if hold.session is session and not hold.lost.is_set()]
         for start in range(0, len(holds), MOST_BEATS):
             part = holds[start : start + MOST_BEATS]
             leases = [hold.lease for hold in part if hold.lease]
-            beat = HeartbeatRequest(engine=part[0].pair.engine, leases=leases)
+            beat = HeartbeatRequest(engine=part[0].session.engine, leases=leases)
             live = set(
                 (await self._calls.post(link.at, "/reach/beat", beat, HeartbeatResponse, kind="beat")).leases
             )
@@ -428,7 +432,7 @@ class Peers(Generic[P]):
                 if hold.lease in leases and hold.lease not in live:
                     hold.lost.set()
 
-    def _lose(self, link: _Link[P]) -> None:
+    def _mark_lost(self, link: _Link[P]) -> None:
         """Mark everything held at an unresponsive peer as lost."""
         for hold in link.holds:
             hold.lost.set()
@@ -446,7 +450,7 @@ def _name(engine: str, at: Endpoint) -> str:
     return f"{engine} at {at}"
 
 
-def _past(at: Endpoint) -> ReachError:
+def _restarted(at: Endpoint) -> ReachError:
     return ReachError(
         "other_engine", f"{at} has begun anew since it read this prompt; have the prompt read again."
     )

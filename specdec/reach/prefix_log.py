@@ -84,9 +84,9 @@ class CachedPrefixHashes:
 
     async def now(self) -> Set[CachedPrefix]:
         """Return the cached prefixes as an immutable set."""
-        return await asyncio.wrap_future(self._transfers.look(self._look))
+        return await asyncio.wrap_future(self._transfers.look(self._scan))
 
-    def _look(self, cache: PrefixCache) -> Set[CachedPrefix]:
+    def _scan(self, cache: PrefixCache) -> Set[CachedPrefix]:
         tiers = [cache, cache.lower] if cache.lower else [cache]
         known, self._hashes, hashed = self._hashes, {}, 0
         for tree in (tier.tree for tier in tiers):
@@ -126,23 +126,23 @@ class CachedPrefixLog:
         self._seq = 0
         self._due_s = -math.inf
         """Earliest time of the next scan."""
-        self._looking = asyncio.Lock()
+        self._scanning = asyncio.Lock()
 
     async def since(self, seq: int) -> PrefixLogChanges:
         """Return the changes since an earlier answer's number; 0 requests everything."""
-        await self._look()
+        await self._scan()
         behind = self._seq - seq
         if seq == 0 or not 0 <= behind <= len(self._changes):
-            return self._told(whole=True, added=[*self._known], gone=())
+            return self._answer(whole=True, added=[*self._known], gone=())
         last: dict[CachedPrefix, bool] = {}
         for i in range(len(self._changes) - behind, len(self._changes)):
             kept, is_added = self._changes[i]
             last[kept] = is_added
         added = [kept for kept, is_added in last.items() if is_added]
-        return self._told(whole=False, added=added, gone=last.keys() - set(added))
+        return self._answer(whole=False, added=added, gone=last.keys() - set(added))
 
-    async def _look(self) -> None:
-        async with self._looking:
+    async def _scan(self) -> None:
+        async with self._scanning:
             start_s = self._clock()
             if start_s >= self._due_s:
                 self._note(await self._source())
@@ -157,7 +157,7 @@ class CachedPrefixLog:
             self._seq += len(changed)
         self._known = dict.fromkeys([*(own for own in self._known if own in kept), *new])
 
-    def _told(
+    def _answer(
         self, *, whole: bool, added: Sequence[CachedPrefix], gone: Set[CachedPrefix] | tuple[()]
     ) -> PrefixLogChanges:
         return PrefixLogChanges(

@@ -24,7 +24,7 @@ class TransferUncertain(WireError):
 class WireTransfer(Protocol):
     """A part of a read in flight."""
 
-    def has_landed(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether all of it has arrived. Raises PeerLost or Uncertain."""
         ...
 

@@ -132,33 +132,33 @@ class StreamWaker:
         self._loop = loop
         self.streams = 0
         """Number of choices being streamed."""
-        self._rung: deque[Answers] = deque()
+        self._notified: deque[Answers] = deque()
         self._called = self._resting = False
         self._timer: asyncio.TimerHandle | None = None
         self._worked_s = 0.0
 
-    def ring(self, answers: "Answers", *, soon: bool) -> None:
+    def notify(self, answers: "Answers", *, soon: bool) -> None:
         """Schedule the reading of pending deltas; called from the engine thread."""
-        if not answers.rang:
-            answers.rang = True
-            self._rung.append(answers)
+        if not answers.is_notified:
+            answers.is_notified = True
+            self._notified.append(answers)
         if (soon or not self._resting) and not self._called:
             self._called = True
-            self._loop.call_soon_threadsafe(self._look)
+            self._loop.call_soon_threadsafe(self._wake_readers)
 
-    def _look(self) -> None:
+    def _wake_readers(self) -> None:
         self._called = self._resting = False  # cleared first, so that a later ring schedules another call
         if self._timer:
             self._timer.cancel()
-        count, before_s, self._worked_s = len(self._rung), self._worked_s, time.thread_time()
+        count, before_s, self._worked_s = len(self._notified), self._worked_s, time.thread_time()
         for _ in range(count):
-            answers = self._rung.popleft()
-            answers.rang = False
-            answers.rung()
+            answers = self._notified.popleft()
+            answers.is_notified = False
+            answers.wake_reader()
         if count and self.streams > FEW:
             self._resting = True
             rest_s = min((self._worked_s - before_s) / SHARE, LONGEST_S)
-            self._timer = self._loop.call_later(rest_s, self._look)
+            self._timer = self._loop.call_later(rest_s, self._wake_readers)
 
 
 class Answers:
@@ -189,7 +189,7 @@ class Answers:
         """Number of choices whose last delta has not been yielded."""
         self._streamed = self.left if streams else 0
         self.came = asyncio.Event()
-        self.rang = False
+        self.is_notified = False
         self._silent = set(range(self.left))
         """Choices without a delta so far."""
         self._unended = self.left
@@ -220,7 +220,7 @@ class Answers:
         if not self.is_over:
             self.until.end(failure)
 
-    def rung(self) -> None:
+    def wake_reader(self) -> None:
         """Wake the reader; if finished, stop counting as a user of the engine."""
         self.came.set()
         if self.is_over and self._ticket:
@@ -235,16 +235,16 @@ class Answers:
         """Queue a delta and wake the event loop; called in the engine thread."""
         if isinstance(item, SpecdecError):
             self._error = self._error or item
-            self.bell.ring(self, soon=True)
+            self.bell.notify(self, soon=True)
             return
         choice = prompt * self.n + item.index
         with self._lock:
             self._pending.setdefault(choice, PendingOutput()).add(item)
         self._unended -= item.finish_reason is not None
         if not self._unended:
-            self.bell.ring(self, soon=True)
+            self.bell.notify(self, soon=True)
         elif self.streams:
-            self.bell.ring(self, soon=choice in self._silent or item.finish_reason is not None)
+            self.bell.notify(self, soon=choice in self._silent or item.finish_reason is not None)
             self._silent.discard(choice)
 
     async def __aiter__(self) -> AsyncIterator[NewOutput]:

@@ -354,7 +354,7 @@ def _engine_info(served: ServedModel) -> dict[str, Any]:
     engine = served.engine
     stats = engine.stats()
     return {
-        **_settled(engine.model.settings),
+        **_resolved_settings(engine.model.settings),
         "engine": engine.config.model_dump(mode="json", exclude_defaults=True),
         "steps": stats.steps,
         "tokens": stats.tokens,
@@ -392,7 +392,7 @@ def _speculation(stats: EngineStats) -> dict[str, Any] | None:
     }
 
 
-def _settled(settings: Resolved) -> dict[str, Any]:
+def _resolved_settings(settings: Resolved) -> dict[str, Any]:
     """Return the resolved settings, the largest draft and the memory layout."""
     named = settings.named()
     bounds, layout = named.pop("bounds"), named.pop("layout")

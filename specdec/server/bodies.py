@@ -21,7 +21,7 @@ from specdec.config.sampling import MOST_TOKENS, SamplingParams
 from specdec.config.structured import Structure
 from specdec.config.template import Variables
 from specdec.errors import ConfigError
-from specdec.server.failures import SEVERAL, Failure, Names, misfit, renamed
+from specdec.server.failures import SEVERAL, Failure, Names, renamed, validation_failure
 from specdec.server.fields import given_fields, refuse, unknown
 from specdec.server.messages import ChatMessage, Many
 from specdec.server.reach.bodies import (
@@ -31,8 +31,8 @@ from specdec.server.reach.bodies import (
     Port,
     Room,
     TransferParams,
-    asked_of,
     each_of,
+    transfer_work,
 )
 from specdec.server.settings import Role
 from specdec.server.tools.bodies import Tool
@@ -175,7 +175,7 @@ class RequestBody(BaseModel):
         try:
             body = cls.model_validate(fields)
         except ValidationError as error:
-            raise misfit(error) from None
+            raise validation_failure(error) from None
         refuse(body.model_extra or {}, body.said)
         if fields.get("stream_options") and not body.stream and not body.is_for_prefill:
             raise Failure(
@@ -192,7 +192,7 @@ class RequestBody(BaseModel):
 
     def asked(self, role: Role | None, prompts: int = 1) -> Asked | None:
         """Return the work another server does for the request, by this server's role; None: none."""
-        return asked_of(self.kv_transfer_params, self._rooms(prompts), role)
+        return transfer_work(self.kv_transfer_params, self._rooms(prompts), role)
 
     def _rooms(self, prompts: int) -> list[BootstrapFields] | None:
         if self.bootstrap_room is None:

@@ -34,7 +34,7 @@ class Chunks:
             "model": model,
         }
 
-    def tell(self, beside: Json) -> None:
+    def add_fields(self, beside: Json) -> None:
         """Add fields next to the choices of the last chunk or the whole response."""
         self._beside |= beside
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 
 from specdec.config.template import Variables
 from specdec.server.bodies import KEPT, ChatBody, Duration
-from specdec.server.failures import Failure, Names, misfit
+from specdec.server.failures import Failure, Names, validation_failure
 from specdec.server.fields import given_fields
 from specdec.server.messages import ChatMessage
 
@@ -48,7 +48,7 @@ class Dialect(BaseModel):
         try:
             body = cls.model_validate(given_fields(data))
         except ValidationError as error:
-            raise misfit(error) from None
+            raise validation_failure(error) from None
         for name, value in (body.model_extra or {}).items():
             if name in cls.REFUSED and value not in cls.REFUSED[name]:
                 raise Failure(400, f"{name}: this server does not support it; leave it out.", param=name)
@@ -70,4 +70,4 @@ class Dialect(BaseModel):
         try:
             return ChatBody(messages=list(messages), **given)
         except ValidationError as error:
-            raise misfit(error) from None
+            raise validation_failure(error) from None

@@ -126,7 +126,7 @@ def failure_of(error: Exception) -> Failure:
             long = error.field == "prompt" and "max_model_len" in message
             return Failure(400, message, param=error.field, code="context_length_exceeded" if long else None)
         case HttpProcessingError():
-            return _garbled(error)
+            return _malformed_http(error)
         case web.HTTPMethodNotAllowed():
             allowed = " or ".join(sorted(error.allowed_methods))
             return Failure(405, f"This address takes {allowed}.", headers=_kept(error.headers))
@@ -144,7 +144,7 @@ def failure_of(error: Exception) -> Failure:
             return failure
 
 
-def _garbled(error: HttpProcessingError) -> Failure:
+def _malformed_http(error: HttpProcessingError) -> Failure:
     """Describe malformed HTTP without echoing it, since it may contain keys."""
     match error:
         case LineTooLong():
@@ -200,7 +200,7 @@ def without_inside(error: EngineError | str) -> str:
     return f"{said}; see the server's log." if colon else said
 
 
-def misfit(error: ValidationError) -> Failure:
+def validation_failure(error: ValidationError) -> Failure:
     """Return an error that names the first invalid field and the expected value."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(

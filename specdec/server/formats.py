@@ -204,7 +204,7 @@ class CompletionFormat:
         return None
 
     def parts(self, choice: int, delta: Delta) -> list[Json]:
-        return [self.said(choice, delta)] if _tells(delta) else []
+        return [self.said(choice, delta)] if _has_output(delta) else []
 
     def said(self, choice: int, delta: Delta) -> Json:
         echo = self.echoes[choice // self.n] if self.echoes and choice not in self._begun else None
@@ -267,7 +267,7 @@ class ChatFormat:
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
 
     def said(self, choice: int, delta: Delta) -> Json:
-        return self._told(choice, "message", self._answer(choice).message(delta), delta)
+        return self._choice_json(choice, "message", self._answer(choice).message(delta), delta)
 
     def parts(self, choice: int, delta: Delta) -> list[Json]:
         """Return one chunk per message part; the other fields go into the last."""
@@ -278,14 +278,14 @@ class ChatFormat:
             return []
         *before, last = own or [{}]
         chunks = [self._choice(choice, "delta", part, None, None) for part in before]
-        return [*chunks, self._told(choice, "delta", last, delta)]
+        return [*chunks, self._choice_json(choice, "delta", last, delta)]
 
     def _answer(self, choice: int) -> ChatAnswer:
         if choice not in self._answers:
             self._answers[choice] = ChatAnswer(self.expected)
         return self._answers[choice]
 
-    def _told(self, choice: int, name: str, message: Json, delta: Delta) -> Json:
+    def _choice_json(self, choice: int, name: str, message: Json, delta: Delta) -> Json:
         logprobs, why = None, delta.finish_reason
         if delta.logprobs is not None:
             logprobs = {"content": LazyJsonList(delta.logprobs, self._logprob), "refusal": None}
@@ -308,7 +308,7 @@ class ChatFormat:
         return {"token": text, "logprob": logprob, "bytes": numbers}
 
 
-def _tells(delta: Delta) -> bool:
+def _has_output(delta: Delta) -> bool:
     return bool(delta.text or delta.token_ids or delta.finish_reason)
 
 

@@ -55,7 +55,7 @@ async def complete(request: web.Request, state: ServerState) -> web.StreamRespon
             return lending_params(body)
         return body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
 
-    params = await state.beside(request, until, read)
+    params = await state.run_by_size(request, until, read)
 
     def echo(prepared: Sequence[PreparedPrompt]) -> list[PromptEcho]:
         return [
@@ -67,7 +67,7 @@ async def complete(request: web.Request, state: ServerState) -> web.StreamRespon
     caller, kept_s = request["caller"], body.keep_alive_s
     with (
         naming(names),
-        _heard(state, asked),
+        _notifying_readers(state, asked),
         state.under_way(served, choices, until, caller=caller, field=field, keep_alive_s=kept_s) as places,
     ):
         async with until.held():
@@ -118,9 +118,9 @@ async def answer_chat(
         asked = body.asked(state.role)
         lends = isinstance(asked, LendFields)
 
-        def settle() -> tuple[ToolOffer | None, dict[str, Any], list[str], SamplingParams]:
+        def resolve() -> tuple[ToolOffer | None, dict[str, Any], list[str], SamplingParams]:
             offer = body.offer(served.calls, told=served.told)
-            variables, unmet = told_of(body, offer, served)
+            variables, unmet = template_settings(body, offer, served)
             if lends:
                 return offer, variables, unmet, lending_params(body)
             forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
@@ -128,7 +128,7 @@ async def answer_chat(
             params = body.params(logprobs=body.shown, max_tokens=most, **forced)
             return offer, variables, unmet, params
 
-        offer, variables, unmet, params = await state.beside(request, until, settle)
+        offer, variables, unmet, params = await state.run_by_size(request, until, resolve)
         unmet += untold(body.tools, body.tool_choice, told=served.told)
         ignored = [*(names.get(name, name) for name in unmet), *body.ignored, *ignored]
         request["headers"] |= state.ignored.headers(ignored)
@@ -138,7 +138,7 @@ async def answer_chat(
     caller, kept_s = request["caller"], body.keep_alive_s
     with (
         naming(names),
-        _heard(state, asked),
+        _notifying_readers(state, asked),
         state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s) as places,
     ):
         async with until.held():
@@ -166,15 +166,17 @@ async def answer_chat(
         )
 
 
-def told_of(body: ChatBody, offer: ToolOffer | None, served: ServedModel) -> tuple[dict[str, Any], list[str]]:
+def template_settings(
+    body: ChatBody, offer: ToolOffer | None, served: ServedModel
+) -> tuple[dict[str, Any], list[str]]:
     """Return the template's variables besides the messages, and fields that it has no variables for."""
     variables, unmet = template_variables(body, served.template, served.template_kwargs)
     return variables | ({"tools": offer.plain} if offer else {}), unmet
 
 
-def _heard(state: ServerState, asked: Asked | None) -> AbstractContextManager[None]:
+def _notifying_readers(state: ServerState, asked: Asked | None) -> AbstractContextManager[None]:
     """Notify a server waiting for this prompt at once if it is not prefilled."""
-    return state.reach.lender.heard(asked) if state.reach else nullcontext()
+    return state.reach.lender.notifying_readers(asked) if state.reach else nullcontext()
 
 
 async def _fetch(state: ServerState, prepared: Sequence[PreparedPrompt], asked: Asked | None) -> None:
@@ -242,7 +244,7 @@ class OutputCollector(Mapping[int, Delta]):
 
     def add(self, choice: int, delta: Delta) -> None:
         """Append a choice's next delta."""
-        self.size += delta.num_told
+        self.size += delta.num_reported
         self._said.setdefault(choice, CollectedOutput()).add(delta)
 
     def __getitem__(self, choice: int) -> Delta:
@@ -283,7 +285,7 @@ async def _stream(
             def frame(choice: int = choice, delta: Delta = delta) -> bytes:
                 return stream.framed(writer.events(choice, delta))
 
-            if data := await work(delta.num_told * SPELLING, frame):
+            if data := await work(delta.num_reported * SPELLING, frame):
                 await stream.send(data)
         if events := writer.end():
             await stream.send(stream.framed(events))

@@ -115,10 +115,10 @@ class Metrics:
     async def scrape(self) -> bytes:
         """Return all metrics; scrapes during a pause share one text generated after it."""
         if self._scrape is None:
-            self._scrape = asyncio.create_task(self._rested_text())
+            self._scrape = asyncio.create_task(self._delayed_text())
         return await asyncio.shield(self._scrape)
 
-    async def _rested_text(self) -> bytes:
+    async def _delayed_text(self) -> bytes:
         await asyncio.sleep(self._rests_until_s - time.monotonic())
         self._scrape = None
         start_s = time.thread_time()

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from specdec.config.template import Variables
 from specdec.server.bodies import Ids
-from specdec.server.failures import misfit
+from specdec.server.failures import validation_failure
 from specdec.server.fields import given_fields, unknown
 from specdec.server.messages import ChatMessage, Many
 from specdec.server.tools.bodies import Tool
@@ -45,4 +45,4 @@ def read_plain(kind: type[P], data: bytes) -> P:
     try:
         return kind.model_validate(given_fields(data))
     except ValidationError as error:
-        raise misfit(error) from None
+        raise validation_failure(error) from None

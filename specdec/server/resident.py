@@ -275,7 +275,7 @@ class Resident:
         self.is_loading = True
         try:
             engine = await run_in_thread(self.build, "load")
-            await run_in_thread(settle_garbage, "load")
+            await run_in_thread(collect_garbage, "load")
             rests = not has_room()
             if rests:
                 await self._done(engine, engine.begin_rest)
@@ -336,7 +336,7 @@ class Resident:
     async def _free(self) -> None:
         """Free a closed engine's memory, which counts as held until then."""
         self.engine, self.is_unloading = None, True
-        await run_in_thread(settle_garbage, "free")
+        await run_in_thread(collect_garbage, "free")
         self.is_draining = self.is_unloading = False
 
     async def rest(self) -> None:
@@ -377,7 +377,7 @@ class Resident:
             engine.abandon(f"The engine could not hand its memory over: {error!r}.")
 
 
-def settle_garbage() -> None:
+def collect_garbage() -> None:
     """Free memory left by unloading or loading a model; thread-safe."""
     gc.collect()
     release_heap()

@@ -147,11 +147,11 @@ class ServerState:
 
             request["body_bytes"] = len(body.data)
             more_bytes = LARGE if body.is_packed else 0
-            parsed, request["body_bytes"] = await self.beside(request, until, parse, more_bytes)
+            parsed, request["body_bytes"] = await self.run_by_size(request, until, parse, more_bytes)
         request["kept"].add(request["body_bytes"])
         return parsed
 
-    async def beside(
+    async def run_by_size(
         self, request: web.Request, until: RequestDeadline, work: Callable[[], T], more_bytes: int = 0
     ) -> T:
         """Run work whose cost depends on the body's size, in the caller's turn and in a thread if large."""

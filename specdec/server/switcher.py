@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from statistics import fmean
 
-from specdec.server.resident import Resident, settle_garbage
+from specdec.server.resident import Resident, collect_garbage
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Switcher:
             own.install(engine, is_resting=rests)
         if len(faults) == len(self.residents):
             raise faults[0]
-        settle_garbage()
+        collect_garbage()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Close all engines; return whether their threads have ended."""
@@ -153,7 +153,7 @@ class Switcher:
         for own in sorted(waiting, key=lambda own: (not own.is_draining, self._order(own))):
             if self._has_room():
                 own.is_waking = True
-                self._begin(own, self._woken(own), changes)
+                self._begin(own, self._wake(own), changes)
                 continue
             warm = [other for other in self.residents if other.is_warm and not other.is_changing]
             idle = [other for other in warm if not other.gate.running]
@@ -168,7 +168,7 @@ class Switcher:
             if left_s:
                 return left_s if math.isfinite(left_s) else None
             before.is_changing = True
-            self._begin(own, self._woken(own, before), changes)
+            self._begin(own, self._wake(own, before), changes)
         return None
 
     def _order(self, own: Resident) -> tuple[float, float]:
@@ -253,7 +253,7 @@ class Switcher:
             took_s, size = self._count(own, "load", start_s), own.engine.model.settings.weight_bytes
             logger.info("loaded %s in %.2f s: weights of %s bytes", own.name, took_s, f"{size:,}")
 
-    async def _woken(self, own: Resident, before: Resident | None = None) -> None:
+    async def _wake(self, own: Resident, before: Resident | None = None) -> None:
         """Give a model a free arena, or that of another, which then rests."""
         start_s = time.monotonic()
         self._served_s |= dict.fromkeys(own.callers, start_s)

@@ -47,7 +47,7 @@ def tls_context(config: TlsFiles) -> ssl.SSLContext | None:
     if config.ssl_certfile is None:
         for field in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(config, field) is not None:
-                raise _unfit(field, "it needs a certificate; give --ssl-certfile too")
+                raise _config_error(field, "it needs a certificate; give --ssl-certfile too")
         return None
     for field in ("ssl_certfile", "ssl_keyfile"):
         _check_readable(field, getattr(config, field))
@@ -83,7 +83,7 @@ class _TlsSession(ssl.SSLObject):
     def do_handshake(self) -> None:
         """Continue the handshake; log plain HTTP clients at a limited rate."""
         try:
-            self._fed(super().do_handshake)
+            self._feed(super().do_handshake)
             self.since_s = 0.0
         except ssl.SSLError as error:
             context = self.context
@@ -95,16 +95,16 @@ class _TlsSession(ssl.SSLObject):
 
     def read(self, *args: Any) -> Any:
         """Decrypt data. asyncio calls it until none is left, so each piece is timed completely."""
-        found = self._fed(partial(super().read, *args), self._take_time)
+        found = self._feed(partial(super().read, *args), self._take_time)
         size = found if isinstance(found, int) else len(found)
         self.left_s += size * ALLOWED_PER_BYTE_S
         return found
 
     def unwrap(self) -> Any:
         """Continue the shutdown."""
-        return self._fed(super().unwrap, self._take_time)
+        return self._feed(super().unwrap, self._take_time)
 
-    def _fed(self, act: Callable[[], T], account: Callable[[], None] = lambda: None) -> T:
+    def _feed(self, act: Callable[[], T], account: Callable[[], None] = lambda: None) -> T:
         """Run an operation that consumes records, feeding it in pieces."""
         while True:
             try:
@@ -149,23 +149,29 @@ def _check_readable(field: str, path: str | None) -> None:
         Path(path).read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise _unfit(field, f"{short(path)} cannot be read ({why}); give a file in PEM") from None
+        raise _config_error(field, f"{short(path)} cannot be read ({why}); give a file in PEM") from None
 
 
 def _refusal(config: TlsFiles, error: Exception, *, is_encrypted: bool) -> ConfigError:
     """Return the error that names the wrong file, and the remedy."""
     if is_encrypted:
         wrong = "does not open" if config.ssl_keyfile_password else "is missing for"
-        return _unfit("ssl_keyfile_password", f"it {wrong} the key, which is encrypted; give the key's own")
+        return _config_error(
+            "ssl_keyfile_password", f"it {wrong} the key, which is encrypted; give the key's own"
+        )
     if getattr(error, "reason", None) == MISMATCH:
-        return _unfit("ssl_keyfile", "the key does not match the certificate; give the one it was made with")
+        return _config_error(
+            "ssl_keyfile", "the key does not match the certificate; give the one it was made with"
+        )
     try:
         ssl.create_default_context().load_verify_locations(config.ssl_certfile)
     except ssl.SSLError:
-        return _unfit("ssl_certfile", f"{short(config.ssl_certfile)} has no certificate in PEM; give one")
+        return _config_error(
+            "ssl_certfile", f"{short(config.ssl_certfile)} has no certificate in PEM; give one"
+        )
     key = short(config.ssl_keyfile or config.ssl_certfile)
-    return _unfit("ssl_keyfile", f"{key} has no private key in PEM; give the file that has it")
+    return _config_error("ssl_keyfile", f"{key} has no private key in PEM; give the file that has it")
 
 
-def _unfit(field: str, why: str) -> ConfigError:
+def _config_error(field: str, why: str) -> ConfigError:
     return ConfigError(f"{field}: {why}.", field=field)

@@ -53,7 +53,7 @@ class Parameter:
         """Return the bytes a step over `tokens` tokens reads if each picks its experts at random."""
         if self.experts is None:
             return float(self.bytes * self.uses)
-        return self.bytes * _share_met(*self.experts, tokens)
+        return self.bytes * _expected_share(*self.experts, tokens)
 
 
 def token_work(network: spec.NetworkSpec) -> Callable[[int], float]:
@@ -69,13 +69,13 @@ def token_work(network: spec.NetworkSpec) -> Callable[[int], float]:
 
     @functools.cache
     def work(tokens: int) -> float:
-        met = sum(count * _share_met(*experts, tokens) for experts, count in layers.items())
+        met = sum(count * _expected_share(*experts, tokens) for experts, count in layers.items())
         return ARITHMETIC * tokens + (1 - ARITHMETIC) * met / first
 
     return work
 
 
-def _share_met(chosen: int, total: int, tokens: int) -> float:
+def _expected_share(chosen: int, total: int, tokens: int) -> float:
     """Return the expected fraction of experts used by this many tokens that choose at random."""
     return 1.0 - (1 - chosen / total) ** tokens
 

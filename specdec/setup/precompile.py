@@ -57,7 +57,7 @@ def _windows(loop: DecodeLoop, max_length: int) -> Iterator[list[Row]]:
             if not _keeps_records(loop):
                 path = []
             row = Row(tree, length, _table(loop, max_length), 0, path)
-            yield [speculation.backing.dress(row, slots)] * count
+            yield [speculation.backing.with_slots(row, slots)] * count
 
     for width in _powers(chunk):
         yield from rows(_chain(width))

@@ -45,7 +45,7 @@ class Backing(Protocol):
         """Allocate one slot per node; None if they do not fit. A model without states needs none."""
         ...
 
-    def dress(self, row: Row, slots: Sequence[Any]) -> Row:
+    def with_slots(self, row: Row, slots: Sequence[Any]) -> Row:
         """Return a row whose nodes write these slots."""
         ...
 
@@ -74,7 +74,7 @@ class RecordBacking:
         """Allocate one record per node."""
         return self.arena.take_records(owner, nodes) if self.arena.layout.states else ()
 
-    def dress(self, row: Row, slots: Sequence[RecordSlot]) -> Row:
+    def with_slots(self, row: Row, slots: Sequence[RecordSlot]) -> Row:
         """Return a row whose nodes write these records."""
         return row.writing(records=slots) if slots else row
 
@@ -105,7 +105,7 @@ class SnapshotBacking:
         """Allocate one state slot per node."""
         return self.arena.take_snapshots(owner, nodes) if self.arena.layout.states else ()
 
-    def dress(self, row: Row, slots: Sequence[int]) -> Row:
+    def with_slots(self, row: Row, slots: Sequence[int]) -> Row:
         """Return a row whose nodes write these states."""
         return row.writing(snapshots=slots) if slots else row
 

@@ -94,7 +94,7 @@ class Tokenizer:
         texts = (word,) if not bare or bare[0].isspace() else (bare, f" {bare}")
         return {ids for text in texts if (ids := tuple(self.encode(text, special=False)))}
 
-    def outspoken(self) -> Self:
+    def with_special_tokens(self) -> Self:
         """Return a tokenizer that detokenizes special tokens too."""
         other = copy.copy(self)
         other._special = set()

@@ -284,7 +284,7 @@ def ask(nodes: Iterable[SamplingNode]) -> list[TokenSampler]:
     return list(paths)
 
 
-def hear(nodes: Iterable[SamplingNode], *, always: bool = False) -> None:
+def wait_for_masks(nodes: Iterable[SamplingNode], *, always: bool = False) -> None:
     """Wait up to `WAIT_S` for the masks at some nodes; late ones stay unknown."""
     choosers = ask(nodes)
     until_s = time.monotonic() + WAIT_S
@@ -295,7 +295,7 @@ def hear(nodes: Iterable[SamplingNode], *, always: bool = False) -> None:
 
 def _mask(nodes: Sequence[SamplingNode], device: torch.device) -> Mask | None:
     """Gather the masks. An unknown mask allows everything, and its choice must be discarded."""
-    hear(nodes)
+    wait_for_masks(nodes)
     bounded = [(n, bounded_words(node.chooser.limits, node.path)) for n, node in enumerate(nodes)]
     kept = [(n, words_W) for n, words_W in bounded if words_W is not None]
     if not kept:

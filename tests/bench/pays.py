@@ -86,7 +86,7 @@ def main() -> None:
     if args.busy:
         neighbour.start()
     for model in (on, off):
-        model.loop.keep_apart()
+        model.loop.disable_sharing()
     ratios, spent_s = [], [0.0, 0.0]
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=i, ignore_eos=True)

@@ -74,7 +74,7 @@ class Bench:
         row = Row(TokenTree.chain(tokens), own.length, own.table_N, before.state, before.path)
         slots = self.backing.begin(want.key, len(tokens))
         assert slots is not None
-        window = build_window([self.backing.dress(row, slots)], self.runner.conv_width, CPU)
+        window = build_window([self.backing.with_slots(row, slots)], self.runner.conv_width, CPU)
         self.runner.network.forward(window, self.runner.arena)
         if held.committed:
             held.committed = self.backing.promote(want.key, before, slots, range(accepted))

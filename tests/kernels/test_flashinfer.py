@@ -116,7 +116,7 @@ def test_attending_equals_reference(width: int, tree: bool) -> None:
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_layer_equals_reference(gated: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    layer_flashinfer._tell.cache_clear()
+    layer_flashinfer._log_choice.cache_clear()
     projected, layer, rotation, pages, group = make_layer(
         torch.bfloat16,
         gated=gated,

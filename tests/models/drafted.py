@@ -42,7 +42,7 @@ class Drafted:
         slots = self.backing.begin(self.owner, len(tree))
         assert slots is not None
         self.tree, self.slots = tree, slots
-        return self._run(self.backing.dress(self._row(tree), slots))
+        return self._run(self.backing.with_slots(self._row(tree), slots))
 
     @torch.inference_mode()
     def promote(self, node: int) -> tuple[int, ...]:

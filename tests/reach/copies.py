@@ -112,7 +112,7 @@ class CopyingPiece:
     def __init__(self, link: CopyingLink, pairs: Sequence[tuple[Span, Span]]) -> None:
         self._link, self._pairs = link, pairs
 
-    def has_landed(self) -> bool:
+    def is_done(self) -> bool:
         """Copy unless the peer is stalled; return whether it has copied. Raises PeerLost."""
         assert self._link.is_open, "a link was closed while pieces of it were on their way"
         here, there = self._link.here.memory, self._link.there

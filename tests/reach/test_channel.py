@@ -42,9 +42,9 @@ def test_a_lease_is_opened_read_and_closed() -> None:
         async with Lender().listening() as lender, reading(lender.port) as (peers, attached):
             lease, loan = await lender.read()
             reference = lender.reference(lease)
-            pair = await peers.meet(reference, PROMPT)
-            assert pair.plan == f"plan of {lender.engine}" and attached.engines == [lender.engine]
-            async with peers.hold(pair, reference, PROMPT) as hold:
+            session = await peers.connect(reference, PROMPT)
+            assert session.plan == f"plan of {lender.engine}" and attached.engines == [lender.engine]
+            async with peers.hold(session, reference, PROMPT) as hold:
                 opened = await peers.open(hold, 4)
                 assert (opened.ready, opened.first, opened.blocks, opened.state) == (10, 1, [101, 102], 7)
                 assert opened.is_whole and opened.hidden
@@ -52,7 +52,7 @@ def test_a_lease_is_opened_read_and_closed() -> None:
                 assert not loan.given_back
                 assert await peers.close(hold, read=True)
             assert loan.given_back == 1
-            assert await peers.meet(reference, PROMPT) is pair, "one handshake serves all"
+            assert await peers.connect(reference, PROMPT) is session, "one handshake serves all"
             assert peers.figures.handshakes == 1
             assert lender.book.figures.closed_intact == lender.book.figures.opened == 1
 
@@ -63,8 +63,8 @@ def test_a_room_tells_blocks_while_its_prompt_is_still_read() -> None:
     async def test() -> None:
         async with Lender(wait_s=5).listening() as lender, reading(lender.port) as (peers, _):
             reference = lender.room(2**63 - 1)
-            pair = await peers.meet(reference, PROMPT)
-            async with peers.hold(pair, reference, PROMPT) as hold:
+            session = await peers.connect(reference, PROMPT)
+            async with peers.hold(session, reference, PROMPT) as hold:
                 first = asyncio.create_task(peers.open(hold, 0))
                 await until(lambda: lender.book.figures.rooms_waiting == 1)
                 lease, loan = lender.lend(room=reference.room)
@@ -93,16 +93,16 @@ def test_a_mac_is_of_one_secret_engine_lease_prompt_and_salt() -> None:
                 PrefixIdentity.of([*IDS[:-1], 99]),
                 PrefixIdentity.of(IDS, "salt"),
             ):
-                assert await refused(peers.meet(good, prompt)) == "bad_mac"
+                assert await refused(peers.connect(good, prompt)) == "bad_mac"
             for other in (
                 {"lease": "0" * 32},
                 {"engine": "0" * 32},
                 {"mac": good.mac[:-1]},
                 {"mac": "\udcff"},
             ):
-                assert await refused(peers.meet(lender.reference(lease, **other), PROMPT)) == "bad_mac"
+                assert await refused(peers.connect(lender.reference(lease, **other), PROMPT)) == "bad_mac"
             assert peers.figures.handshakes == 0, "nothing was sent"
-            await peers.meet(good, PROMPT)
+            await peers.connect(good, PROMPT)
 
     run(test())
 
@@ -112,9 +112,9 @@ def test_a_prompt_that_nobody_wants_any_more_is_given_back_at_once() -> None:
         async with Lender().listening() as lender, reading(lender.port) as (peers, _):
             lease, loan = await lender.read()
             reference = lender.reference(lease)
-            pair = await peers.meet(reference, PROMPT)
+            session = await peers.connect(reference, PROMPT)
             with pytest.raises(ValueError, match="its client left"):
-                async with peers.hold(pair, reference, PROMPT):
+                async with peers.hold(session, reference, PROMPT):
                     raise ValueError("its client left")
             await until(lambda: loan.given_back == 1)
             assert lender.book.figures.closed_unread == 1 and peers.figures.held == 0
@@ -127,10 +127,10 @@ def test_beats_keep_a_lease_and_tell_when_it_is_over() -> None:
         async with Lender().listening() as lender, reading(lender.port) as (peers, _):
             held = [await lender.read() for _ in range(3)]
             references = [lender.reference(lease) for lease, _ in held]
-            pair = await peers.meet(references[0], PROMPT)
+            session = await peers.connect(references[0], PROMPT)
             async with (
-                peers.hold(pair, references[0], PROMPT) as first,
-                peers.hold(pair, references[1], PROMPT) as second,
+                peers.hold(session, references[0], PROMPT) as first,
+                peers.hold(session, references[1], PROMPT) as second,
             ):
                 for _ in range(3):
                     lender.clock.now_s += 20
@@ -154,8 +154,8 @@ def test_a_peer_that_died_is_noticed_by_those_who_wait_and_fails_fast() -> None:
         async with Lender().listening() as lender, reading(lender.port, clock=clock) as (peers, attached):
             lease, _ = await lender.read()
             reference = lender.reference(lease)
-            pair = await peers.meet(reference, PROMPT)
-            async with peers.hold(pair, reference, PROMPT) as hold:
+            session = await peers.connect(reference, PROMPT)
+            async with peers.hold(session, reference, PROMPT) as hold:
                 await lender.channel.stop()
                 await hold.lost.wait()
                 assert not await peers.close(hold, read=True)
@@ -163,16 +163,16 @@ def test_a_peer_that_died_is_noticed_by_those_who_wait_and_fails_fast() -> None:
             assert peers.figures.up == 0
             for pause_s in (0.5, 1, 2, 4, 8, 16, 30, 30):
                 handshakes = peers.figures.handshakes
-                assert await refused(peers.meet(reference, PROMPT)) == "peer_down"
+                assert await refused(peers.connect(reference, PROMPT)) == "peer_down"
                 clock.now_s += pause_s - 0.01
                 for _ in range(20):
-                    assert await refused(peers.meet(reference, PROMPT)) == "peer_down"
+                    assert await refused(peers.connect(reference, PROMPT)) == "peer_down"
                 assert peers.figures.handshakes == handshakes + 1, "the others were not tried"
                 clock.now_s += 0.02
             async with Lender().listening(lender.port) as again:
                 lease, _ = await again.read()
-                pair = await peers.meet(again.reference(lease), PROMPT)
-                assert pair.engine == again.engine and peers.figures.up == 1
+                session = await peers.connect(again.reference(lease), PROMPT)
+                assert session.engine == again.engine and peers.figures.up == 1
 
     run(test())
 
@@ -185,8 +185,8 @@ def test_a_peer_that_began_anew_is_met_anew_and_its_past_is_not_used() -> None:
             async with reading(port, clock=clock) as (peers, attached):
                 lease, _ = await old.read()
                 past = old.reference(lease)
-                pair = await peers.meet(past, PROMPT)
-                async with peers.hold(pair, past, PROMPT) as hold:
+                session = await peers.connect(past, PROMPT)
+                async with peers.hold(session, past, PROMPT) as hold:
                     await old.channel.stop()
                     async with Lender().listening(port) as new:
                         with pytest.raises(ReachError):
@@ -194,13 +194,13 @@ def test_a_peer_that_began_anew_is_met_anew_and_its_past_is_not_used() -> None:
                         assert hold.lost.is_set()
                         clock.now_s += 40
                         lease, _ = await new.read()
-                        assert await refused(peers.meet(past, PROMPT)) == "other_engine"
+                        assert await refused(peers.connect(past, PROMPT)) == "other_engine"
                         handshakes = peers.figures.handshakes
                         for _ in range(20):
-                            assert await refused(peers.meet(past, PROMPT)) == "other_engine"
+                            assert await refused(peers.connect(past, PROMPT)) == "other_engine"
                         assert peers.figures.handshakes == handshakes, "no handshake for each"
-                        pair = await peers.meet(new.reference(lease), PROMPT)
-                        assert pair.engine == new.engine
+                        session = await peers.connect(new.reference(lease), PROMPT)
+                        assert session.engine == new.engine
                         await until(lambda: attached.engines == [new.engine])
 
     run(test())
@@ -214,12 +214,12 @@ def test_another_model_is_refused_by_name_once_and_for_a_while() -> None:
             lease, _ = await lender.read()
             for _ in range(10):
                 with pytest.raises(ReachError, match="dtype is bfloat16 there and float32 here") as caught:
-                    await peers.meet(lender.reference(lease), PROMPT)
+                    await peers.connect(lender.reference(lease), PROMPT)
                 assert caught.value.reason == "fingerprint"
             assert peers.figures.handshakes == 1 and peers.figures.refused_peers == 1 and not attached.engines
             lender.facts = dict(FACTS)
             clock.now_s += 60
-            await peers.meet(lender.reference(lease), PROMPT)
+            await peers.connect(lender.reference(lease), PROMPT)
             assert peers.figures.refused_peers == 0 and peers.figures.up == 1
 
     run(test())
@@ -232,20 +232,20 @@ def test_what_cannot_be_attached_is_refused_and_what_is_lost_is_attached_again()
             lease, _ = await lender.read()
             reference = lender.reference(lease)
             attached.error = ConfigError("tp does not divide", field="tp")
-            assert await refused(peers.meet(reference, PROMPT)) == "layout"
+            assert await refused(peers.connect(reference, PROMPT)) == "layout"
             clock.now_s += 60
             attached.error = SpecdecError("its agent does not answer")
-            assert await refused(peers.meet(reference, PROMPT)) == "carrier"
+            assert await refused(peers.connect(reference, PROMPT)) == "carrier"
             clock.now_s += 60
             attached.error = None
-            pair = await peers.meet(reference, PROMPT)
-            peers.lost(pair)
-            again = await peers.meet(reference, PROMPT)
-            assert again is not pair and attached.engines == [lender.engine]
-            peers.lost(pair)
-            assert await peers.meet(reference, PROMPT) is again, "it was of the pair before"
+            session = await peers.connect(reference, PROMPT)
+            peers.lost(session)
+            again = await peers.connect(reference, PROMPT)
+            assert again is not session and attached.engines == [lender.engine]
+            peers.lost(session)
+            assert await peers.connect(reference, PROMPT) is again, "it was of the pair before"
             peers.refuse(again, "its bytes came wrong")
-            assert await refused(peers.meet(reference, PROMPT)) == "carrier"
+            assert await refused(peers.connect(reference, PROMPT)) == "carrier"
 
     run(test())
 
@@ -254,8 +254,8 @@ def test_many_requests_that_meet_a_peer_at_once_shake_hands_once() -> None:
     async def test() -> None:
         async with Lender().listening() as lender, reading(lender.port) as (peers, _):
             lease, _ = await lender.read()
-            meets = [peers.meet(lender.reference(lease), PROMPT) for _ in range(50)]
-            assert len({id(pair) for pair in await asyncio.gather(*meets)}) == 1
+            meets = [peers.connect(lender.reference(lease), PROMPT) for _ in range(50)]
+            assert len({id(session) for session in await asyncio.gather(*meets)}) == 1
             assert peers.figures.handshakes == 1
 
     run(test())
@@ -284,11 +284,11 @@ def test_another_secret_opens_nothing_and_is_told(caplog: pytest.LogCaptureFixtu
             reading(lender.port, secret="another-secret-of-tests") as (peers, _),
         ):
             lease, _ = await lender.read()
-            assert await refused(peers.meet(lender.reference(lease), PROMPT)) == "bad_mac"
-            assert await refused(peers.meet(lender.room(5), PROMPT)) == "unauthorized"
+            assert await refused(peers.connect(lender.reference(lease), PROMPT)) == "bad_mac"
+            assert await refused(peers.connect(lender.room(5), PROMPT)) == "unauthorized"
             told = [record.message for record in caplog.records if record.levelname == "WARNING"]
             assert len(told) == 2 and all("SPECDEC_REACH_SECRET" in line for line in told)
-            assert await refused(peers.meet(lender.reference(lease), PROMPT)) == "bad_mac"
+            assert await refused(peers.connect(lender.reference(lease), PROMPT)) == "bad_mac"
             assert len([own for own in caplog.records if own.levelname == "WARNING"]) == 2, "once a minute"
 
     run(test())
@@ -315,7 +315,7 @@ def test_a_peer_that_answers_nonsense_is_no_peer(answer: bytes | None, status: i
 
     async def test() -> None:
         async with raw(serve) as port, reading(port) as (peers, _):
-            reason = await refused(peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT))
+            reason = await refused(peers.connect(RoomReference("127.0.0.1", port, 1), PROMPT))
             assert reason in ("garbled", "peer_down")
 
     run(test())
@@ -331,7 +331,7 @@ def test_a_peer_that_does_not_answer_is_left_after_its_time(monkeypatch: pytest.
 
     async def test() -> None:
         async with raw(serve) as port, reading(port) as (peers, _):
-            reason = await refused(peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT))
+            reason = await refused(peers.connect(RoomReference("127.0.0.1", port, 1), PROMPT))
             assert reason == "peer_slow"
 
     monkeypatch.setattr("specdec.reach.peers.MEET_S", 0.1)
@@ -358,9 +358,10 @@ def test_a_peer_leads_nowhere_else() -> None:
 
             async with raw(serve) as port, reading(port) as (peers, _):
                 reference = RoomReference("127.0.0.1", port, 1)
-                assert await refused(peers.meet(reference, PROMPT)) == "garbled"
+                assert await refused(peers.connect(reference, PROMPT)) == "garbled"
                 assert (
-                    await refused(peers.meet(RoomReference("127.0.0.1", other, 1), PROMPT)) == "not_allowed"
+                    await refused(peers.connect(RoomReference("127.0.0.1", other, 1), PROMPT))
+                    == "not_allowed"
                 )
             assert not seen
 
@@ -378,7 +379,7 @@ def test_what_an_impostor_answers_is_not_kept() -> None:
     async def test() -> None:
         async with raw(serve) as port, reading(port) as (peers, _):
             with pytest.raises(ReachError) as caught:
-                await peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT)
+                await peers.connect(RoomReference("127.0.0.1", port, 1), PROMPT)
             assert caught.value.reason == "garbled" and caught.value.__traceback__, "the control"
             (link,) = peers._links.values()
             assert link.refusal and link.refusal.reason == "garbled" and not link.refusal.__traceback__
@@ -392,10 +393,10 @@ def test_addresses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with Lender().listening() as lender, reading(lender.port, *range(1, 20)) as (peers, _):
             lease, _ = await lender.read()
-            pair = await peers.meet(lender.reference(lease), PROMPT)
+            session = await peers.connect(lender.reference(lease), PROMPT)
             for port in range(1, 20):
-                await refused(peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT))
-            assert len(peers._links) == 3 and peers._links[pair.at].pair is pair
+                await refused(peers.connect(RoomReference("127.0.0.1", port, 1), PROMPT))
+            assert len(peers._links) == 3 and peers._links[session.at].session is session
 
     monkeypatch.setattr("specdec.reach.peers.MOST_LINKS", 3)
     run(test())
@@ -417,7 +418,7 @@ def test_an_answer_without_an_end_is_not_read_to_it() -> None:
 
     async def test() -> None:
         async with raw(serve) as port, reading(port) as (peers, _):
-            assert await refused(peers.meet(RoomReference("127.0.0.1", port, 1), PROMPT)) == "garbled"
+            assert await refused(peers.connect(RoomReference("127.0.0.1", port, 1), PROMPT)) == "garbled"
         assert sent < 1 << 26
 
     run(test())
@@ -450,8 +451,8 @@ def test_both_sides_speak_over_ipv6_too() -> None:
                 detach=lambda name: None,
             )
             lease, _ = await lender.read()
-            pair = await peers.meet(lender.reference(lease, host="0:0::1"), PROMPT)
-            assert pair.plan == lender.engine
+            session = await peers.connect(lender.reference(lease, host="0:0::1"), PROMPT)
+            assert session.plan == lender.engine
             await peers.stop()
 
     run(test())
@@ -463,8 +464,8 @@ def test_a_server_that_stops_lets_nobody_wait() -> None:
         async with lender.listening(), reading(lender.port) as (peers, _):
             lease, loan = lender.lend()
             reference = lender.reference(lease)
-            pair = await peers.meet(reference, PROMPT)
-            async with peers.hold(pair, reference, PROMPT) as hold:
+            session = await peers.connect(reference, PROMPT)
+            async with peers.hold(session, reference, PROMPT) as hold:
                 opening = asyncio.create_task(peers.open(hold, 0))
                 await until(lambda: lease.reader is not None)
                 await lender.channel.stop()

@@ -311,7 +311,7 @@ def test_a_piece_of_unknown_fate_keeps_its_memory_until_the_agent_is_gone(
         raise TransferUncertain("the network said no")
 
     with monkeypatch.context() as patched:
-        patched.setattr(CopyingPiece, "has_landed", fail)
+        patched.setattr(CopyingPiece, "is_done", fail)
         read = pair.read([7], [9])
         with pytest.raises(ReadLost, match="said no"):
             read.done.result(LONG_S)

@@ -120,10 +120,10 @@ def test_a_hidden_state_that_the_head_cannot_read_is_refused(
     width: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer's invalid data must not end a request: it once failed a step of all requests."""
-    tell = TransferLease.tell
+    open_response = TransferLease.open_response
 
     def lying(self: TransferLease, have: int) -> OpenResponse:
-        opened = tell(self, have)
+        opened = open_response(self, have)
         assert opened.hidden
         own = opened.hidden.tensor
         forged = own.repeat(3) if width == "wide" else own[:3]
@@ -134,7 +134,7 @@ def test_a_hidden_state_that_the_head_cannot_read_is_refused(
             ids = prompt(1)
             lent = await reader.lend(ids)
             with monkeypatch.context() as patch:
-                patch.setattr(TransferLease, "tell", lying)
+                patch.setattr(TransferLease, "open_response", lying)
                 assert (await writer.fetcher.fetch(ids, SOLE, lent)).outcome == "garbled"
             assert await said(writer, ids) == await said(reader, ids)
             assert not writer.engine.stats().failed_steps

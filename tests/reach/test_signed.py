@@ -161,7 +161,7 @@ def test_clocks_that_differ_are_named_on_both_sides(ahead_s: int, caplog: pytest
         lender = Lender(wall_clock=lambda: time.time() - ahead_s)
         async with lender.listening(), reading(lender.port) as (peers, _):
             with pytest.raises(ReachError, match="The clocks of the two servers differ") as caught:
-                await peers.meet(lender.room(5), PROMPT)
+                await peers.connect(lender.room(5), PROMPT)
             assert caught.value.reason == "clock_skew" and "NTP" in str(caught.value)
             assert lender.book.figures.refused == {"clock_skew": 1}
             assert any("clocks" in own.message for own in caplog.records if own.levelname == "WARNING")
@@ -233,7 +233,7 @@ def test_an_impostor_that_takes_over_a_port_learns_nothing(
         impostor = Impostor()
         async with impostor.listening() as port, reading(port) as (peers, attached):
             with pytest.raises(ReachError, match="does not decrypt"):
-                await peers.meet(RoomReference("127.0.0.1", port, 5), PROMPT)
+                await peers.connect(RoomReference("127.0.0.1", port, 5), PROMPT)
             assert not attached.engines
         (captured,) = impostor.sent
         assert SECRET.encode() not in captured
@@ -262,7 +262,7 @@ def test_an_impostor_that_relays_to_another_server_cannot_read_its_answers(
         ):
             impostor.relay_to = lender.port
             reference = lender.reference((await lender.read())[0], port=port)
-            pair = await peers.meet(reference, PROMPT)
+            pair = await peers.connect(reference, PROMPT)
             assert attached.engines == [lender.engine], "it can only pass on what was said"
             assert impostor.has_read(lender) == is_mutant
             async with Lender().listening() as other, peers.hold(pair, reference, PROMPT) as hold:

@@ -137,13 +137,13 @@ def test_the_loop_rests_only_beyond_a_number_of_streamed_choices(
     choices: int, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of requests: these belong to one."""
-    rested, look = [], StreamWaker._look
+    rested, look = [], StreamWaker._wake_readers
 
     def note(bell: StreamWaker) -> None:
         look(bell)
         rested.append(bell._resting)
 
-    monkeypatch.setattr(StreamWaker, "_look", note)
+    monkeypatch.setattr(StreamWaker, "_wake_readers", note)
 
     def speak(emit: Emit) -> None:
         for choice in range(choices):
@@ -161,7 +161,7 @@ def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.Monke
     """No waiter and no timer is active: the event itself wakes the loop."""
     monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "LONGEST_S", 1e-3)
-    ears, idle, look = Ears(), threading.Event(), StreamWaker._look
+    ears, idle, look = Ears(), threading.Event(), StreamWaker._wake_readers
 
     def tell(bell: StreamWaker) -> None:
         found = len(bell._rung)
@@ -169,7 +169,7 @@ def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.Monke
         if not found:
             idle.set()
 
-    monkeypatch.setattr(StreamWaker, "_look", tell)
+    monkeypatch.setattr(StreamWaker, "_wake_readers", tell)
 
     def speak(emit: Emit) -> None:
         emit(0, part(0, 0))
@@ -276,8 +276,8 @@ def test_an_error_is_raised_at_once(streams: bool) -> None:
 
 def test_who_wants_the_whole_answer_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    look = StreamWaker._look
-    monkeypatch.setattr(StreamWaker, "_look", lambda self: (looks.append(1), look(self)))
+    look = StreamWaker._wake_readers
+    monkeypatch.setattr(StreamWaker, "_wake_readers", lambda self: (looks.append(1), look(self)))
 
     def speak(emit: Emit) -> None:
         for token in range(50):

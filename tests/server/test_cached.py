@@ -88,12 +88,15 @@ def test_a_mark_that_belongs_elsewhere_is_told_where(live: Live, field: dict[str
 
 def test_marks_are_described(live: Live) -> None:
     schemas = live.ask("/openapi.json").json["components"]["schemas"]
-    mark = {"$ref": "#/components/schemas/Mark"}
-    assert all(mark in schemas[name]["properties"]["cache_control"]["anyOf"] for name in ("Message", "Part"))
-    assert {"$ref": "#/components/schemas/Part"} in [
-        kind.get("items") for kind in schemas["Message"]["properties"]["content"]["anyOf"][0]["oneOf"]
+    mark = {"$ref": "#/components/schemas/CacheBreakpoint"}
+    assert all(
+        mark in schemas[name]["properties"]["cache_control"]["anyOf"]
+        for name in ("ChatMessage", "MessagePart")
+    )
+    assert {"$ref": "#/components/schemas/MessagePart"} in [
+        kind.get("items") for kind in schemas["ChatMessage"]["properties"]["content"]["anyOf"][0]["oneOf"]
     ]
-    assert schemas["Mark"]["properties"]["type"]["const"] == "ephemeral"
+    assert schemas["CacheBreakpoint"]["properties"]["type"]["const"] == "ephemeral"
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_row_is_told_its_slots_and_nothing_else_changes(name: str) -> None:
     row = Row(TokenTree.chain([1, 2, 3]), 5, TABLE_N, bench.committed.state)
     slots = bench.backing.begin(OWNER, 3)
     assert slots is not None
-    dressed = bench.backing.dress(row, slots)
+    dressed = bench.backing.with_slots(row, slots)
     kinds = (dressed.records, dressed.snapshots)
     assert kinds == ((slots, None) if name == "record" else (None, slots))
     plain = (dressed.tree, dressed.length, dressed.state, tuple(dressed.path))
@@ -127,7 +127,7 @@ def test_a_model_without_states_needs_no_slots(name: str) -> None:
     slots = bench.backing.begin(OWNER, 1000)
     assert slots is not None and len(slots) == 0
     row = Row(TokenTree.chain([1, 2]), 5, TABLE_N, 0)
-    assert bench.backing.dress(row, slots) == row
+    assert bench.backing.with_slots(row, slots) == row
     assert bench.backing.promote(OWNER, CommittedState(0), slots, [0, 1]) == CommittedState(0)
     assert release_path(bench.arena, OWNER, CommittedState(0)) == CommittedState(0)
     bench.arena.check_integrity()

@@ -134,7 +134,7 @@ def measure(
 ) -> Measurement:
     """Step an engine in this thread until it has answered a batch, sharing nothing between requests."""
     core, loop = model.core, model.loop
-    loop.keep_apart()
+    loop.disable_sharing()
     said: list[list[Delta | SpecdecError]] = [[] for _ in batch]
     requests = [
         _request(core, asked, own, inbox) for asked, own, inbox in zip(batch, params, said, strict=True)

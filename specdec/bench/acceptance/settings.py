@@ -134,7 +134,7 @@ class Sweep:
         """Return the draftings to measure beside `none`, and those left out with the reason."""
         found: dict[Drafting, None] = {}
         left_out: dict[str, None] = {}
-        for drafting in self._asked():
+        for drafting in self._requested():
             try:
                 bounds_of(EngineConfig.of(None, drafting.fields()))
             except ConfigError as error:
@@ -147,7 +147,7 @@ class Sweep:
             left_out["transformers at a temperature: it takes the likeliest tokens"] = None
         return list(found), list(left_out)
 
-    def _asked(self) -> Iterator[Drafting]:
+    def _requested(self) -> Iterator[Drafting]:
         for draft in self.drafts:
             if draft == NONE:
                 continue  # always included

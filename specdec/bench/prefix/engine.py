@@ -191,7 +191,7 @@ def groups(turns: Sequence[TraceTurn], most: int) -> Iterator[list[TraceTurn]]:
 def summarise_pairs(pairs: Sequence[AnswerPair]) -> dict[str, Any]:
     """Summarise both engines' answers to a trace."""
     off_s, on_s = ([getattr(pair, side).stats.first_token_s for pair in pairs] for side in ("off", "on"))
-    off, on = _spread(off_s), _spread(on_s)
+    off, on = _percentiles(off_s), _percentiles(on_s)
     tokens, hit = sum(len(p.prompt) for p in pairs), sum(p.on.stats.cached_tokens for p in pairs)
     return {
         "requests": len(pairs),
@@ -232,7 +232,7 @@ def _row(record: Mapping[str, Any]) -> dict[str, str]:
     return row
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50": percentile(seconds, 0.5), "p95": percentile(seconds, 0.95)}
 
 

@@ -68,13 +68,13 @@ def _figures(replies: Sequence[StreamedReply], prompt_tokens: int) -> dict[str, 
     return {
         "requests": len(replies),
         "failures": [reply.failure for reply in replies if reply.failure],
-        "ttft_s": spread([reply.first_s for reply in done]),
-        "inter_token_s": spread(later),
+        "ttft_s": percentiles([reply.first_s for reply in done]),
+        "inter_token_s": percentiles(later),
         "fetched": sum(reply.cached_tokens == prompt_tokens - 1 for reply in done) / max(len(done), 1),
     }
 
 
-def spread(samples: Sequence[float]) -> dict[str, float] | None:
+def percentiles(samples: Sequence[float]) -> dict[str, float] | None:
     """Return the percentiles shown; None without samples."""
     if not samples:
         return None
@@ -92,5 +92,5 @@ def serving_rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         }
 
 
-def milliseconds(spread: Mapping[str, float] | None) -> str:
-    return " / ".join(f"{value * 1e3:.2f}" for value in spread.values()) if spread else "-"
+def milliseconds(percentiles: Mapping[str, float] | None) -> str:
+    return " / ".join(f"{value * 1e3:.2f}" for value in percentiles.values()) if percentiles else "-"

@@ -12,7 +12,7 @@ from specdec.bench.options import ReachOptions
 from specdec.bench.reach.reply import StreamedReply
 from specdec.bench.reach.requests import RequestBodies, salted
 from specdec.bench.reach.routes import BenchRoute
-from specdec.bench.reach.serve import milliseconds, spread
+from specdec.bench.reach.serve import milliseconds, percentiles
 
 WRITER_TOKENS, WRITER_PROMPT = 512, 65
 """Output and prompt tokens of a stream under way."""
@@ -37,7 +37,7 @@ class SteadinessCase:
         return [] if reply.failure else reply.token_s(until_s)
 
     def report(self) -> dict[str, Any]:
-        idle, loaded = spread(self.idle_s), spread(self.loaded_s)
+        idle, loaded = percentiles(self.idle_s), percentiles(self.loaded_s)
         return {
             "idle_token_s": idle,
             "loaded_token_s": loaded,

@@ -12,7 +12,7 @@ import torch
 
 from specdec.bench.options import ReachOptions
 from specdec.bench.random_model import shape_config
-from specdec.bench.reach.serve import milliseconds, spread
+from specdec.bench.reach.serve import milliseconds, percentiles
 from specdec.bench.reach.servers import on_core, two_cores
 from specdec.errors import EngineError
 from specdec.models.checkpoint import Checkpoint
@@ -133,7 +133,7 @@ def _case(carrier: Carrier, plan: TransferPlan, arena: Arena, tokens: int, seed:
     _check(carrier, plan, arena, slots, seed)
     times_s = [_read(carrier, plan, slots) for _ in range(REPEATS)]
     num_bytes = plan.num_bytes(len(slots.blocks), int(slots.state is not None))
-    own = spread(times_s)
+    own = percentiles(times_s)
     assert own is not None
     return {
         "tokens": tokens,

@@ -33,16 +33,16 @@ def level_report(level: ConcurrencyLevel) -> dict[str, Any]:
         "counted_by": dict(Counter(outcome.counted_by for outcome in done)),
         "output_tokens_per_s": tokens / seconds,
         "requests_per_s": len(done) / seconds,
-        "ttft_s": _spread([outcome.chunk_s[0] - outcome.start_s for outcome in done if outcome.chunk_s]),
-        "inter_token_s": _spread([s for outcome in done if (s := outcome.inter_token_s) is not None]),
-        "chunk_gap_s": _spread(gaps),
+        "ttft_s": _percentiles([outcome.chunk_s[0] - outcome.start_s for outcome in done if outcome.chunk_s]),
+        "inter_token_s": _percentiles([s for outcome in done if (s := outcome.inter_token_s) is not None]),
+        "chunk_gap_s": _percentiles(gaps),
         "tokens_per_chunk": _per_chunk(done),
-        "end_to_end_s": _spread([outcome.end_s - outcome.start_s for outcome in done]),
+        "end_to_end_s": _percentiles([outcome.end_s - outcome.start_s for outcome in done]),
         "speculation": asdict(level.speculation) if level.speculation else None,
     }
 
 
-def _spread(samples: Sequence[float]) -> dict[str, float] | None:
+def _percentiles(samples: Sequence[float]) -> dict[str, float] | None:
     """Return the percentiles shown; None without samples."""
     if not samples:
         return None

@@ -44,7 +44,7 @@ def run(options: ServeOptions, prompts: Sequence[BenchPrompt], key: str | None, 
         **environment(),
         "url": base,
         **told,
-        **_asked(options, prompts),
+        **_describe_requests(options, prompts),
         "interrupted": interrupted,
         "levels": [level_report(level) for level in levels if level.outcomes],
     }
@@ -139,7 +139,7 @@ def _refuse_useless(base: str, outcomes: Sequence[RequestOutcome]) -> None:
         )
 
 
-def _asked(options: ServeOptions, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
+def _describe_requests(options: ServeOptions, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
     """Describe the requests."""
     return {
         "endpoint": "chat" if options.chat else "completions",

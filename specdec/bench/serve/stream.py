@@ -84,7 +84,7 @@ class StreamedAnswer:
         if (error := event.get("error")) or event.get("object") == "error":
             raise UnusableAnswer(f"error in the stream: {_words(error or event)}")
         choices = event.get("choices") or []
-        if any(_says_something(choice) for choice in choices):
+        if any(_has_text(choice) for choice in choices):
             self.chunk_s.append(now_s)
         self.finished |= any(choice.get("finish_reason") is not None for choice in choices)
         self._count(event)
@@ -167,7 +167,7 @@ class ServerUnderTest:
         body = self.request.body(prompt, seed)
         body |= {COUNTING: {"include_usage": True}, SALT: f"{self._run}-{sending}"}
         try:
-            await self._ask(body, answer)
+            await self._send(body, answer)
         except UnusableAnswer as fault:
             failure = str(fault)
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -182,7 +182,7 @@ class ServerUnderTest:
         except (aiohttp.ClientError, OSError, ValueError):
             return None
 
-    async def _ask(self, body: Mapping[str, Any], answer: StreamedAnswer) -> None:
+    async def _send(self, body: Mapping[str, Any], answer: StreamedAnswer) -> None:
         body = {name: value for name, value in body.items() if name not in {COUNTING, SALT} - self.options}
         path = "/v1/chat/completions" if self.request.chat else "/v1/completions"
         async with self.session.post(f"{self.base}{path}", json=body) as reply:
@@ -192,7 +192,7 @@ class ServerUnderTest:
         refused = {name for name in (COUNTING, SALT) if name in body and name in words}
         if reply.status in (400, 422) and refused:
             self.options -= refused
-            return await self._ask(body, answer)
+            return await self._send(body, answer)
         raise UnusableAnswer(f"HTTP {reply.status}: {_words(words)}{REMEDIES.get(reply.status, '')}")
 
 
@@ -205,7 +205,7 @@ async def _read(reply: aiohttp.ClientResponse, answer: StreamedAnswer) -> None:
             return
 
 
-def _says_something(choice: Mapping[str, Any]) -> bool:
+def _has_text(choice: Mapping[str, Any]) -> bool:
     said = choice.get("delta") or choice
     return any(said.get(name) for name in SAYS)
 

@@ -211,7 +211,7 @@ def _stats(chat: ChatSession, argument: str) -> CommandReply:
     return CommandReply(rows=[*rows.items()])
 
 
-def _bye(chat: ChatSession, argument: str) -> CommandReply:
+def _quit(chat: ChatSession, argument: str) -> CommandReply:
     return CommandReply(ends=True)
 
 
@@ -227,7 +227,7 @@ COMMANDS: Mapping[str, Command] = {
     "/drafts": Command("[on|off]", "show or switch colours for accepted draft tokens", _drafts),
     "/stats": Command("", "context, acceptance and prefix cache so far", _stats),
     "/help": Command("", "this list", _help, ("/?",)),
-    "/bye": Command("", "exit, as Ctrl-D does", _bye, ("/exit", "/quit")),
+    "/bye": Command("", "exit, as Ctrl-D does", _quit, ("/exit", "/quit")),
 }
 NOTE = (
     '""" begins and ends a message of several lines; a backslash at the end of a line continues it. '

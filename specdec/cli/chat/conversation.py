@@ -111,27 +111,31 @@ def load_messages(path: Path) -> Conversation:
         ) from None
     messages = read.get("messages") if isinstance(read, dict) else read
     if not isinstance(messages, list) or not messages:
-        raise _unfit(path, 'holds no messages; it must be a list such as [{"role": "user", "content": "…"}]')
+        raise _unreadable(
+            path, 'holds no messages; it must be a list such as [{"role": "user", "content": "…"}]'
+        )
     return Conversation.of([_message(own, i, path) for i, own in enumerate(messages)])
 
 
 def _message(value: Any, index: int, path: Path) -> Message:
     """Check one message and join its parts; other fields are left to the template."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise _unfit(path, f"messages.{index} has no role")
+        raise _unreadable(path, f"messages.{index} has no role")
     content = value.get("content")
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = "".join(own for own in texts if isinstance(own, str))
         if not all(isinstance(own, str) for own in texts):
-            raise _unfit(path, f"messages.{index}.content has a part without text; a chat takes text only")
+            raise _unreadable(
+                path, f"messages.{index}.content has a part without text; a chat takes text only"
+            )
     if content is not None and not isinstance(content, str):
-        raise _unfit(path, f"messages.{index}.content is not text")
+        raise _unreadable(path, f"messages.{index}.content is not text")
     check_text(json.dumps(value, ensure_ascii=False), f"messages.{index}")
     return {**value, "content": content or ""}
 
 
-def _unfit(path: Path, why: str) -> RequestError:
+def _unreadable(path: Path, why: str) -> RequestError:
     return RequestError(f"/load: {short(path)}: {why}.", field="file")
 
 

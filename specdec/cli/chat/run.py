@@ -76,7 +76,7 @@ def answer(chat: ChatSession, asked: Conversation, view: ChatView) -> bool:
             chat.commit(asked, written)
     if written.last and written.last.stats:
         view.figures(written.last.stats)
-    if remark := chat.remark(written):
+    if remark := chat.explain_end(written):
         view.notice(remark)
     return written.is_whole
 
@@ -90,7 +90,7 @@ class InteractiveChat:
 
     def run(self, model: str) -> None:
         """Process messages and commands until one of them, or the terminal, ends the chat."""
-        self._greet(model)
+        self._show_header(model)
         edit = ""
         while True:
             try:
@@ -106,7 +106,7 @@ class InteractiveChat:
                 return
             edit = reply.edit if len(reply.edit) <= MOST_GIVEN_BACK else ""
 
-    def _greet(self, model: str) -> None:
+    def _show_header(self, model: str) -> None:
         chat = self.chat
         drafters = ", ".join(chat.engine.model.settings.drafters) or "none"
         self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafts by {drafters}")

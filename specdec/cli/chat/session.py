@@ -133,7 +133,7 @@ class ChatSession:
         self.conversation = asked.answered(answer.message)
         return True
 
-    def remark(self, answer: "StreamingAnswer") -> str | None:
+    def explain_end(self, answer: "StreamingAnswer") -> str | None:
         """Explain why an answer ended, unless the model ended it, and the remedy.
 
         The remedy is a command, or an option if nothing else can be typed, as after `--message`.

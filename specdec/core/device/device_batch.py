@@ -79,7 +79,7 @@ class DeviceBatch:
         """
         self.reads, self.drafts = reads and self.head is not None, drafts
         wants = [want_of(request, None) for request in requests] if self.reads else []
-        if wants and self.head and not self.head.settle(wants, most=self.extent.path):
+        if wants and self.head and not self.head.catch_up_to(wants, most=self.extent.path):
             return False
         for request in requests:
             held = self._borrow(request) if drafts else RowSlots(request, (), ())
@@ -166,7 +166,7 @@ class DeviceBatch:
         starts, counts = [0] * size, [0] * size
         for b, held in enumerate(self.held):
             request = held.request
-            starts[b], hidden_MD = self.head.hand_over(request.number)
+            starts[b], hidden_MD = self.head.take_pending(request.number)
             counts[b] = len(hidden_MD)
             assert starts[b] + counts[b] == request.num_computed_tokens
             rows.hidden_BPD[b, : counts[b]] = hidden_MD

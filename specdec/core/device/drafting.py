@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.device.graph_key import GraphKey, width_of
-from specdec.core.device.pack import Packer, spread
+from specdec.core.device.pack import Packer, repeat_rows
 from specdec.core.device.rows import BatchRows
 from specdec.draft.head import DraftHead
 from specdec.draft.proposal import DraftShape
@@ -128,8 +128,8 @@ class DeviceDrafter:
             part = rows.part(start, start + some)
             logits_NV = self.head.logits(after_BFD[start : start + some].flatten(0, 1))
             # Temperature does not change the order; at temperature 0 no noise is added.
-            own = Rules(spread(part.temperature_B if self.noise else 0 * part.temperature_B, f))
-            at_N = spread(part.seed_B, f), spread(part.length_B + depth, f)
+            own = Rules(repeat_rows(part.temperature_B if self.noise else 0 * part.temperature_B, f))
+            at_N = repeat_rows(part.seed_B, f), repeat_rows(part.length_B + depth, f)
             token_NK, share_NK = self.kernels.topk_with_noise(logits_NV, own, *at_N, count)
             tokens.append(token_NK.view(-1, f, token_NK.shape[1]))
             shares.append(share_NK.view(-1, f, share_NK.shape[1]))

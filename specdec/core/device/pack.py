@@ -86,7 +86,7 @@ class Packer:
         return table_BN.gather(1, at_BN), length_B - first_B * size
 
 
-def spread(x_B: Tensor, count: int) -> Tensor:
+def repeat_rows(x_B: Tensor, count: int) -> Tensor:
     """Repeat each row's value for its nodes, in contiguous memory, which kernels index entry by entry.
 
     For a single row, a reshape would return a view with stride 0.
@@ -97,5 +97,5 @@ def spread(x_B: Tensor, count: int) -> Tensor:
 def rules(rows: BatchRows, count: int, *, filtered: bool) -> Rules:
     """Return the sampling rules of each row's nodes: the temperature alone, or all of them if `filtered`."""
     if not filtered:
-        return Rules(spread(rows.temperature_B, count))
-    return Rules.of(spread(x_B, count) for x_B in rows.rule_B)
+        return Rules(repeat_rows(rows.temperature_B, count))
+    return Rules.of(repeat_rows(x_B, count) for x_B in rows.rule_B)

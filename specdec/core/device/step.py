@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdec.core.device.drafting import DeviceDrafter
 from specdec.core.device.graph_key import GraphKey
-from specdec.core.device.pack import Packer, WindowSlots, rules, spread
+from specdec.core.device.pack import Packer, WindowSlots, repeat_rows, rules
 from specdec.core.device.result import ResultTensors, pack
 from specdec.core.device.rows import BatchRows
 from specdec.kernels.group import RecordIds
@@ -100,7 +100,7 @@ class DeviceStep:
             logits_NV = self.network.project(hidden_BMD[start : start + some].flatten(0, 1))
             at_N = position_BM[start : start + some].flatten()
             own = rules(part, key.nodes, filtered=key.filtered)
-            chosen.append(self.kernels.sample(logits_NV, own, spread(part.seed_B, key.nodes), at_N))
+            chosen.append(self.kernels.sample(logits_NV, own, repeat_rows(part.seed_B, key.nodes), at_N))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def _walk(

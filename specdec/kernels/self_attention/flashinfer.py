@@ -31,7 +31,9 @@ class FlashInferAttention:
     ) -> Tensor:
         """Run everything between the projections; mutates `pages` as the append does."""
         taken = supports(group, layer, pages)
-        _tell(group.width, pages.dtype, layer.heads, layer.kv_heads, layer.head_dim, layer.window, taken)
+        _log_choice(
+            group.width, pages.dtype, layer.heads, layer.kv_heads, layer.head_dim, layer.window, taken
+        )
         if not taken:
             return triton.self_attention(projected_TN, layer, rotation, pages, group)
         self._scratch = self._scratch or Scratch.on(pages.device)
@@ -44,7 +46,7 @@ class FlashInferAttention:
 
 
 @cache
-def _tell(
+def _log_choice(
     width: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, sliding: int | None, taken: bool
 ) -> None:
     """Log the attention kernel once per kind of window."""

@@ -36,7 +36,7 @@ class DescribedFile(Metadata):
         self.architecture = ARCHITECTURES[name]
         super().__init__(file)
         self.file = copy(file)
-        self.file.entries = dict(self._apart(file.entries))
+        self.file.entries = dict(self._split_experts(file.entries))
         self._names: dict[str, str] = {}
         for own in self.file.entries:
             if own == "rope_freqs.weight":  # read with the metadata
@@ -130,7 +130,7 @@ class DescribedFile(Metadata):
         """Return the transform from the file's tensor to the checkpoint's, or None."""
         return self.architecture.recipe(self, disk)
 
-    def _apart(self, entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+    def _split_experts(self, entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
         """Yield a file's tensors, with one matrix per expert, as checkpoints have them."""
         for name, entry in entries.items():
             weight, _, end = name.rpartition(".")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from specdec.config.sampling import MOST_TOKENS
 from specdec.server.bodies import SCHEMA, ChatBody, NamedSchema, ResponseFormat
 from specdec.server.dialects import Dialect
-from specdec.server.failures import Failure, Names, misfit
+from specdec.server.failures import Failure, Names, validation_failure
 from specdec.server.messages import EITHER, CacheBreakpoint, ChatMessage, Many, MessagePart, TextOnly, unread
 from specdec.server.tools.bodies import Function, NamedFunction, NamedTool, Tool, ToolCall
 from specdec.server.tools.offer import Choice
@@ -231,7 +231,7 @@ def _tool(tool: AnyTool, index: int) -> Tool:
     try:
         function = Function(**{name: value for name, value in own.items() if value is not None})
     except ValidationError as error:
-        failure = misfit(error)
+        failure = validation_failure(error)
         raise Failure(400, f"tools.{index}.{failure}", param="tools") from None
     return Tool(type="function", function=function)
 

@@ -13,7 +13,7 @@ from specdec.server.bodies import ChatBody
 from specdec.server.events import ExpectedContent
 from specdec.server.failures import naming
 from specdec.server.formats import Usage
-from specdec.server.generate import answer_chat, told_of
+from specdec.server.generate import answer_chat, template_settings
 from specdec.server.state import ServerState
 
 
@@ -24,7 +24,7 @@ async def message(request: web.Request, state: ServerState) -> web.StreamRespons
     served = state.named(body.model)
     served.check_turns(len(body.messages))
     with naming(body.names):
-        asked = await state.beside(request, until, body.chat)
+        asked = await state.run_by_size(request, until, body.chat)
 
     def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> MessageWriter:
         return MessageWriter(expected, Usage.of(prepared), body.model or served.name)
@@ -42,11 +42,11 @@ async def count_tokens(request: web.Request, state: ServerState) -> web.Response
     served.check_turns(len(body.messages))
     with naming(body.names), state.under_way(served, 1, until, caller=request["caller"]):
 
-        def settle() -> tuple[ChatBody, dict[str, Any], list[str]]:
+        def resolve() -> tuple[ChatBody, dict[str, Any], list[str]]:
             asked = body.chat()
-            return asked, *told_of(asked, asked.offer(served.calls, told=served.told), served)
+            return asked, *template_settings(asked, asked.offer(served.calls, told=served.told), served)
 
-        asked, variables, unmet = await state.beside(request, until, settle)
+        asked, variables, unmet = await state.run_by_size(request, until, resolve)
         unmet = [body.names.get(name, name) for name in unmet]
         request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
         async with until.held():

@@ -89,7 +89,7 @@ class LendFields(NamedTuple):
 Asked = LendFields | FetchFields
 
 
-def asked_of(
+def transfer_work(
     params: TransferParams | None, rooms: Sequence[BootstrapFields] | None, role: Role | None
 ) -> Asked | None:
     """Return this server's part by its role; None: answer normally. Raises for impossible requests."""

@@ -71,7 +71,7 @@ class Lender:
         self.book = book
 
     async def lend(self, prepared: Sequence[PreparedPrompt], rooms: Sequence[int] | None) -> list[PromptLoan]:
-        """Prefill prompts for another server, which finds them by rooms or by the result of `told`.
+        """Prefill prompts for another server, which finds them by rooms or `transfer_params`.
 
         They start together once memory is available, so no request holds some while waiting for more. If all
         readers of the rooms have left meanwhile, nothing is prefilled: its memory would be wasted, and later
@@ -154,7 +154,7 @@ class Lender:
             lease = self.book.lend(submit, prompt, num_bytes=num_bytes, room=room, caller=caller)
         return PromptLoan(self.book, prepared, lease, loans[0])
 
-    def told(self, loaned: Sequence[PromptLoan]) -> dict[str, Any]:
+    def transfer_params(self, loaned: Sequence[PromptLoan]) -> dict[str, Any]:
         """Return `kv_transfer_params` for the router, signed by this server."""
         held = [own.lease for own in loaned if own.lease]
         return {
@@ -186,7 +186,7 @@ class Lender:
                 self.book.rooms.fail(room)
 
     @contextlib.contextmanager
-    def heard(self, asked: Asked | None) -> Iterator[None]:
+    def notifying_readers(self, asked: Asked | None) -> Iterator[None]:
         """If the context raises, notify readers waiting for the request's rooms."""
         try:
             yield

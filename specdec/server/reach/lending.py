@@ -66,13 +66,13 @@ class Lending:
             keeping.cancel()
         self.is_over = True
         if self._asked.rooms is None:
-            self._writer.tell({"kv_transfer_params": self._lender.told(self._loaned)})
+            self._writer.add_fields({"kv_transfer_params": self._lender.transfer_params(self._loaned)})
 
     async def _keep(self) -> None:
         """Keep the first leases of a long list alive while the last ones are prefilled."""
         while self._asked.rooms is None:
             await asyncio.sleep(BEAT_S)
-            self._lender.book.hand_on(own.lease for own in self._loaned if own.lease)
+            self._lender.book.restart_timeouts(own.lease for own in self._loaned if own.lease)
 
     async def _lend(self) -> list[PromptLoan]:
         if self._asked.cached_only:

@@ -47,7 +47,7 @@ async def respond(request: web.Request, state: ServerState) -> web.StreamRespons
 
     with naming(body.names):
         kept_bytes = sum(own.size for own in history)
-        toolbox, asked, given = await state.beside(request, until, convert, kept_bytes)
+        toolbox, asked, given = await state.run_by_size(request, until, convert, kept_bytes)
 
     def keep(response: dict[str, Any]) -> None:
         if body.store:

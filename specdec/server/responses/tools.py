@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from specdec.server.failures import Failure, misfit
+from specdec.server.failures import Failure, validation_failure
 from specdec.server.messages import Many
 from specdec.server.responses.items import flat_name
 from specdec.server.tools.bodies import (
@@ -129,7 +129,9 @@ class Toolbox:
         try:
             function = Function(**own | {"name": name})
         except ValidationError as error:  # the combined name may be too long
-            raise Failure(400, f"tools: {namespace!r:.80}: {misfit(error)}", param="tools") from None
+            raise Failure(
+                400, f"tools: {namespace!r:.80}: {validation_failure(error)}", param="tools"
+            ) from None
         self.tools.append(Tool(type="function", function=function))
 
     def called(self, name: str) -> ClientTool:

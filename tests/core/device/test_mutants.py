@@ -73,7 +73,7 @@ def noise_of_the_root(patch: Patch) -> None:
 
 def seeds_of_the_neighbour(patch: Patch) -> None:
     """Give each node the seed of another row."""
-    patch.setattr(step, "spread", lambda x_B, count: pack.spread(x_B.roll(1), count))
+    patch.setattr(step, "repeat_rows", lambda x_B, count: pack.repeat_rows(x_B.roll(1), count))
 
 
 def a_swapped_parent(patch: Patch) -> None:

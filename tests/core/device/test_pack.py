@@ -7,7 +7,7 @@ import torch
 
 from specdec.core.device.extent import Extent
 from specdec.core.device.graph_key import GraphKey
-from specdec.core.device.pack import Packer, spread
+from specdec.core.device.pack import Packer, repeat_rows
 from specdec.core.device.result import PendingResult, ResultTensors, pack
 from specdec.core.device.rows import BatchRows
 from specdec.draft.drafter import DraftRequest
@@ -26,7 +26,7 @@ LONGEST, ROWS = 256, 3
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_is_a_rows_is_written_out_for_its_nodes(rows: int, count: int) -> None:
-    x_N = spread(torch.arange(rows), count)
+    x_N = repeat_rows(torch.arange(rows), count)
     assert x_N.tolist() == [b for b in range(rows) for _ in range(count)]
     assert x_N.stride() == (1,), "a kernel adds an index to an address"
 

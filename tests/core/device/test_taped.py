@@ -164,12 +164,12 @@ def test_what_is_seldom_of_use_is_seldom_looked_up(folder: Path) -> None:
 
 @needs_c
 def test_a_warm_up_leaves_nothing_behind(folder: Path) -> None:
-    """Neither does an engine after `keep_apart`: all its memory is free."""
+    """Neither does an engine after `disable_sharing`: all its memory is free."""
     with SpecEngine(folder, draft="mtp", dtype="float32", max_model_len=LONGEST) as engine:
         assert engine.stats().prefixes and not engine.stats().prefixes.cached_bytes
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         engine.generate([[1, 2, 3, 4] * 4] * 2, params)
-        engine.model.loop.keep_apart()
+        engine.model.loop.disable_sharing()
         engine.generate([[1, 2, 3, 4] * 4] * 2, params)
         engine.model.loop.check_idle()
         assert engine.stats().failed_steps == 0

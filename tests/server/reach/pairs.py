@@ -67,7 +67,7 @@ def relay(proxy: Proxy, reads: Live, writes: Live, path: str, body: dict[str, An
     return writes.ask(path, proxy.to_decode(body, first.json))
 
 
-def meet(reads: Live, writes: Live, port: int, path: str, body: dict[str, Any]) -> tuple[Answer, Answer]:
+def connect(reads: Live, writes: Live, port: int, path: str, body: dict[str, Any]) -> tuple[Answer, Answer]:
     """Ask both at once, as sglang-router does."""
     sent = sglang(body, "127.0.0.1", port, next(ROOMS))
     return together(reads, writes, path, sent)

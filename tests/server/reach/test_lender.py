@@ -183,7 +183,7 @@ def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> 
             waiting = asyncio.create_task(lender.book.open_room(3, ask(lender)))
 
             async def request() -> None:
-                with lender.heard(LendFields((3,))):
+                with lender.notifying_readers(LendFields((3,))):
                     await lender.lend(prepared(engine), [3])
 
             asking = asyncio.create_task(request())
