@@ -37,7 +37,7 @@ class TransferLease:
     """The engine's error, if the prefill failed."""
     is_told: bool = False
     """Whether the reader knows all of its memory."""
-    _told: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    _sent: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Blocks and generations known to the reader."""
     _waiters: set["asyncio.Future[None]"] = field(default_factory=set)
 

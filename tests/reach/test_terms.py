@@ -100,14 +100,14 @@ def test_hashes_differ_by_tokens_order_salt_and_length() -> None:
     ],
 )
 def test_a_field_that_does_not_fit_is_named(change: dict[str, object], field: str) -> None:
-    with pytest.raises(ReachError, match=f"Ask.{field}") as caught:
+    with pytest.raises(ReachError, match=f"OpenRequest.{field}") as caught:
         OpenRequest.from_json(json.dumps(GOOD | change).encode())
     assert caught.value.field == field and caught.value.status == 400 and "give" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_field_that_is_missing_is_named(name: str) -> None:
-    with pytest.raises(ReachError, match=f"Ask.{name}"):
+    with pytest.raises(ReachError, match=f"OpenRequest.{name}"):
         OpenRequest.from_json(json.dumps({own: value for own, value in GOOD.items() if own != name}).encode())
 
 
@@ -140,7 +140,7 @@ def test_what_is_no_such_body_is_refused(data: bytes) -> None:
 
 def test_a_beat_is_bounded() -> None:
     beat = {"engine": "0" * 32, "leases": ["1" * 32] * (MOST_BEATS + 1)}
-    with pytest.raises(ReachError, match=r"Beat.leases.*at most 4,096"):
+    with pytest.raises(ReachError, match=r"HeartbeatRequest.leases.*at most 4,096"):
         HeartbeatRequest.from_json(json.dumps(beat).encode())
 
 

@@ -164,7 +164,7 @@ def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.Monke
     ears, idle, look = Ears(), threading.Event(), StreamWaker._wake_readers
 
     def tell(bell: StreamWaker) -> None:
-        found = len(bell._rung)
+        found = len(bell._notified)
         look(bell)
         if not found:
             idle.set()

@@ -219,7 +219,7 @@ def test_callers_take_turns_however_many_models_each_asks_for(caller: str, turns
     for name in turns.split():
         own = min(waiting, key=switcher._order)
         assert own.name == name
-        asyncio.run(switcher._woken(own))
+        asyncio.run(switcher._wake(own))
 
 
 def test_turns_are_as_long_as_the_weights_of_keys_say() -> None:
