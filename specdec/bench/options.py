@@ -49,14 +49,14 @@ class ModelOptions(Settings):
 
     shape: str = text("qwen3-next-80b-a3b", "a named size")
     quantize: Literal["fp8", "int8", "int4"] | None = Field(
-        None, title="what large matrices are rounded to", description="fp8, int8, int4 or None"
+        None, title="format of large matrices", description="fp8, int8, int4 or None"
     )
     batch: int = integer(1, "rows")
-    window: int = integer(4, "tokens verified a row")
+    window: int = integer(4, "tokens verified per row")
     context: int = integer(0, "tokens before the window", least=0)
-    acceptance: float = Field(1.0, ge=1, title="tokens gained a step", description="a number from 1 on")
+    acceptance: float = Field(1.0, ge=1, title="tokens accepted per step", description="a number from 1 on")
     draft_steps: int | None = integer(None, "passes of the head (default: window - 1)", least=0)
-    draft_topk: int = integer(1, "tokens a pass")
+    draft_topk: int = integer(1, "draft tokens per pass")
     slots: Literal["record", "snapshot"] = Field(
         "record", title="the backing of draft slots: record or snapshot", description="record or snapshot"
     )
@@ -93,7 +93,7 @@ class ServeOptions(PromptOptions):
     seed: int = integer(0, "seed of prompt order, arrivals and sampling", least=0)
     api_key_env: str | None = text(None, "the environment variable that holds the key")
     warmup: int | None = integer(None, "uncounted requests before each (default: its concurrency)", least=0)
-    timeout: float = positive(600.0, "seconds of a request")
+    timeout: float = positive(600.0, "timeout of a request in seconds")
 
 
 ReachPart = Literal["wire", "serve", "steady"]
@@ -106,24 +106,27 @@ class ReachOptions(Settings):
     only: list[ReachPart] = Field(
         ["wire", "serve", "steady"],
         min_length=1,
-        title="measure these alone, with commas",
+        title="only these measurements, with commas",
         description="wire, serve or steady, with commas",
     )
     shape: str | None = text(None, "wire: the layout of a named size (default: MODEL's)")
     prompt_tokens: int = integer(1024, "tokens of a prompt", least=65)
-    max_tokens: int = integer(64, "of an answer", least=2)
-    requests: int = integer(24, "of each way in each round")
+    max_tokens: int = integer(64, "max_tokens of each request", least=2)
+    requests: int = integer(24, "requests per route and round")
     rate: float = Field(
-        1.5, gt=0, title="arrivals per second by chance, the same of each way", description="a number above 0"
+        1.5,
+        gt=0,
+        title="Poisson arrivals per second, the same for each route",
+        description="a number above 0",
     )
-    rounds: int = integer(3, "counted rounds, the ways in turn")
-    writers: int = integer(2, "steady: answers under way while prompts come")
+    rounds: int = integer(3, "counted rounds, which alternate the routes")
+    writers: int = integer(2, "steady: requests decoding while prompts arrive")
     long_tokens: int = integer(4000, "steady: tokens of those prompts", least=65)
     cores: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
         min_length=2,
         max_length=2,
-        title="of two engines that work at a time, as in 0,1 (default: the first two that there are)",
+        title="cores of the two engines, such as 0,1 (default: the first two)",
         description="two numbers of cores",
     )
     seed: int | None = None

@@ -28,20 +28,18 @@ class DraftDecision:
     def reason(self) -> str:
         """Return a sentence that explains the decision."""
         if self.tokens is None or self.cost is None:
-            return f"{self._what} is what was asked for, whether it pays or not: adaptive is off"
-        costs = (
-            f"{self._what} is expected to give {self.tokens:.2f} tokens a step, which takes {self.cost:.2f} x"
-        )
+            return f"{self._what} is fixed: adaptive is off"
+        costs = f"{self._what}: {self.tokens:.2f} tokens per step expected, at {self.cost:.2f} x the time of a step"
         if self.drafts:
-            return f"{costs} the time of a step without a draft"
-        why = "" if self.tokens < self.cost or self.active else "; it was to pay before, and did not"
-        return f"drafting is off: {costs} the time of one without{why}"
+            return f"{costs} without drafts"
+        why = "" if self.tokens < self.cost or self.active else "; earlier estimates were too high"
+        return f"drafting is off: {costs} without drafts{why}"
 
     @property
     def _what(self) -> str:
         shape = self.shape
         if shape is None:
-            return "what is looked up"
+            return "look-ups"
         if shape.topk == 1:
             return f"a chain of {shape.num_steps}"
         return f"a tree of {shape.num_draft_tokens - 1}, {shape.num_steps} deep"

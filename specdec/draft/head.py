@@ -174,7 +174,7 @@ class HeadDrafter:
         unread = self._unread[key]
         whole_MD = unread.take(unread.count)
         unread.read -= len(whole_MD)
-        self.read(key, whole_MD[:-count])
+        self.read(key, whole_MD[: len(whole_MD) - count])
 
     def last(self, key: RequestId) -> Tensor:
         """Return a copy of the last pending hidden state."""

@@ -42,11 +42,6 @@ class SuffixDrafter(LookupDrafter):
         """Maximum draft depth, in multiples of the match length."""
         self._outputs = OutputStore(NGRAMS, max_depth, max_shared_tokens)
 
-    @property
-    def num_shared_tokens(self) -> int:
-        """Number of stored tokens of finished outputs, including one separator each."""
-        return self._outputs.num_tokens
-
     def share(self, output: Sequence[int], tenant: Tenant = SOLE) -> None:
         """Add an output for later requests of the tenant."""
         self._outputs.add(output, tenant)

@@ -50,7 +50,7 @@ class AllowedPeers:
             return Endpoint(name, port)
         raise ReachError(
             "not_allowed",
-            f"reach_peers: {host!r:.80} with port {port} is none of them; start this server with it, as in "
+            f"reach_peers: {host!r:.80} with port {port} is not among them; start this server with it, as in "
             "--reach-peers 10.0.0.0/8,prefill.example:5600.",
             field="reach_peers",
         )

@@ -80,19 +80,19 @@ class BootstrapRooms(Generic[T]):
             return held
         match reason:
             case None:
-                raise ReachError("unknown_room", "No request has brought this room yet; ask again.")
+                raise ReachError("unknown_room", "No request has opened this room yet; try again.")
             case "prefill_failed":
                 raise ReachError(
-                    "prefill_failed", "The prompt could not be read; read it on the other server."
+                    "prefill_failed", "The prefill failed; prefill the prompt on the other server."
                 )
             case "room_used":
                 raise ReachError("room_used", "This room has been used; a room serves one request.")
             case _:
-                raise ReachError("lease_over", "This room's lease is over; have the prompt read again.")
+                raise ReachError("lease_over", "This room's lease is over; prefill the prompt again.")
 
     async def _wait(self, room: int) -> None:
         if self._num_waiting >= self._most_waiting:
-            raise ReachError("busy", "Too many requests wait for rooms; ask again a little later.")
+            raise ReachError("busy", "Too many requests are waiting for rooms; try again later.")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(room, set()).add(waiter)
         self._num_waiting += 1

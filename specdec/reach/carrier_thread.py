@@ -156,7 +156,7 @@ class CarrierThread:
         def end() -> None:
             in_flight = self._in_flight.get(read.id)
             if in_flight and in_flight.read is read:
-                self._abandon(in_flight, "it was given up")
+                self._abandon(in_flight, "it was abandoned")
                 self._finish_or_abandon(in_flight)
 
         self._put(end)
@@ -232,7 +232,7 @@ class CarrierThread:
         try:
             self._wire.close()
         except WireError as error:
-            logger.error("memory that %s reads into is not given back: %s", self.name, error)
+            logger.error("memory that %s reads into was not released: %s", self.name, error)
             return
         self._drop_all()
 
@@ -240,7 +240,7 @@ class CarrierThread:
         """Attach a peer; return an error message or None."""
         if self._fault:
             return f"{CLOSED}: {self._fault}"
-        self._detach(name, f"peer {name} was attached anew")
+        self._detach(name, f"peer {name} was attached again")
         local = Descriptors(plan.local, self._piece_bytes)
         remote = Descriptors(plan.remote, self._piece_bytes)
         try:
@@ -391,7 +391,7 @@ class CarrierThread:
         if age_s > limits.age_s or (is_large and age_s > limits.part_s):
             logger.warning(
                 "%d reads that were given up, one %.1f s ago, may still write to %d bytes: "
-                "the agent of %s is made anew, and reads under way are lost",
+                "recreating the agent of %s; reads in flight are lost",
                 len(kept),
                 age_s,
                 self._figures.quarantined_bytes,
@@ -402,7 +402,7 @@ class CarrierThread:
     def _renew(self) -> None:
         """Delete the agent, which ends every read, then recreate it and attach its peers again."""
         for in_flight in tuple(self._in_flight.values()):
-            self._abandon(in_flight, "the agent was made anew, to end reads that were given up")
+            self._abandon(in_flight, "the agent was recreated to end abandoned reads")
         self._wire.close()
         self._figures = replace(self._figures, agents=self._figures.agents + 1)
         peers, self._peers = self._peers, {}

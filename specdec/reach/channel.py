@@ -71,7 +71,7 @@ class Routes:
     async def room(self, request: web.Request, body: bytes) -> bytes:
         text = request.match_info["room"]
         if not NUMBER.fullmatch(text) or int(text) > MOST_ROOM:
-            raise ReachError("malformed", f"The room in the path is to be a number from 0 to {MOST_ROOM}.")
+            raise ReachError("malformed", f"The room in the path must be a number from 0 to {MOST_ROOM}.")
         return (await self._book.open_room(int(text), OpenRequest.from_json(body))).write()
 
     async def beat(self, request: web.Request, body: bytes) -> bytes:
@@ -79,7 +79,7 @@ class Routes:
 
     async def kept(self, request: web.Request, body: bytes) -> bytes:
         if self._kept is None:
-            raise ReachError("no_route", "This server tells routers nothing of what it keeps.")
+            raise ReachError("no_route", "This server does not publish its cached prefixes.")
         since = request.query.get("since", "0")
         if not NUMBER.fullmatch(since) or set(request.query) > {"since"}:
             raise ReachError("malformed", "since: give the seq of the last answer, or 0.", field="since")
@@ -175,7 +175,7 @@ def _guard(book: LeaseTable, secret: Secret, replays: ReplayGuard) -> Callable[.
         except SpecdecError as error:
             response = _refused(book, ReachError("internal", str(error), field=error.field), 500)
         except Exception:
-            logger.exception("a request of the side channel has failed")
+            logger.exception("a side-channel request failed")
             response = _refused(book, ReachError("internal", "The server failed; see its log."), 500)
         if signed:
             assert isinstance(response.body, bytes)
@@ -220,7 +220,7 @@ async def _check_body(request: web.Request, sha256: str) -> None:
     except web.RequestPayloadError:
         raise ReachError("malformed", "The body cannot be read; check its length.") from None
     if hashlib.sha256(body).hexdigest() != sha256:
-        raise ReachError("unauthorized", "The body is not the one that was signed; send that one.")
+        raise ReachError("unauthorized", "The body differs from the signed one; send that.")
 
 
 def _refused(book: LeaseTable, refusal: ReachError, status: int) -> web.Response:
@@ -264,5 +264,5 @@ async def _no_expectation(request: web.Request) -> web.Response:
 def _lease_id(request: web.Request) -> str:
     text = request.match_info["lease"]
     if not LEASE_ID.fullmatch(text):
-        raise ReachError("malformed", "The lease in the path is to be 32 hexadecimal digits in lower case.")
+        raise ReachError("malformed", "The lease in the path must be 32 lower-case hexadecimal digits.")
     return text

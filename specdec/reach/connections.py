@@ -28,7 +28,7 @@ class PeerConnection(Connection):
         """Return the response to an error outside all handlers, and log it."""
         if status >= 500:
             logger.error("a request failed outside its handler", exc_info=error)
-        refusal = ReachError("malformed", "This is no HTTP request that can be read.")
+        refusal = ReachError("malformed", "The request is not valid HTTP.")
         body = write_refusal(refusal)
         return web.Response(status=refusal.status, body=body, content_type="application/json")
 

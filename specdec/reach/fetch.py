@@ -167,7 +167,7 @@ class Fetcher:
         except LeaseLost:
             return Fetched("lease_lost")
         except ReadLost as lost:
-            logger.warning("a prompt is read here: %s", lost)
+            logger.warning("prefilling a prompt: %s", lost)
             if session and not (isinstance(lost, ReadLate) and self._late is not session):
                 self._peers.lost(session)
             self._late = session
@@ -175,7 +175,7 @@ class Fetcher:
         except EngineError:
             return Fetched("not_landed")  # the request will raise it next
         except Exception:
-            logger.exception("a fetch failed; its prompt is read here")
+            logger.exception("a fetch failed; prefilling its prompt")
             return Fetched("failed")
 
     async def _held(self, hold: LeaseHold[TransferPlan], ids: Sequence[int], tenant: Tenant) -> Fetched:
@@ -196,7 +196,7 @@ class Fetcher:
         """Open a room, waiting until it exists."""
         until_s = time.monotonic() + ROOM_S
         if self.entering[tenant.caller] >= MOST_ENTERING:
-            raise ReachError("busy", "Requests of one caller wait for too many rooms already.")
+            raise ReachError("busy", "This caller's requests are waiting for too many rooms.")
         self.entering[tenant.caller] += 1
         try:
             while True:
@@ -227,11 +227,13 @@ class Fetcher:
             seconds += await _unless_lost(hold, asyncio.wrap_future(read.done))
         self._late = None
         if self._wants_check(hold.session) and not await self._is_same(hold, landing):
-            self._peers.refuse(hold.session, "what was read from it is not what it has; look at the network")
+            self._peers.refuse(hold.session, "checksums of the fetched blocks differ; check the network")
             return Fetched("wrong_bytes")
         hidden_1D = opened.hidden.tensor[None] if opened.hidden else None
         if hidden_1D is not None and not self._transfers.fits(hidden_1D):
-            raise ReachError("garbled", f"{hold.session.at} has sent a hidden state of another size or type.")
+            raise ReachError(
+                "garbled", f"{hold.session.at} has sent a hidden state of the wrong size or type."
+            )
         if not await self._peers.close(hold, read=True):
             return Fetched("not_intact")
         self._byte_s += RECENT * (seconds / max(arrival.num_bytes, 1) - self._byte_s)
@@ -263,9 +265,7 @@ class Fetcher:
         try:
             indices = session.plan.pick(list(zip(ours, theirs, strict=True)), state)
         except ConfigError as error:
-            raise ReachError(
-                "garbled", f"{session.at} has named memory that it does not have: {error}"
-            ) from None
+            raise ReachError("garbled", f"{session.at} has named memory outside its arena: {error}") from None
         num_bytes = session.plan.num_bytes(len(theirs), int(state is not None))
         self._under_way += num_bytes
         deadline_s = FIRST_S + 4 * self._under_way * self._byte_s
@@ -336,4 +336,4 @@ def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[int], None], value
 
 
 def _wrong_blocks() -> ReachError:
-    return ReachError("garbled", "A peer has lent other blocks than the prompt has.")
+    return ReachError("garbled", "A peer's blocks do not match the prompt.")

@@ -37,7 +37,7 @@ class ArenaHandshake:
         """Attach a peer's arena under a name; return the plan for reading it."""
         if agents.carrier != self._carrier.name:
             raise ConfigError(
-                f"role: bytes are moved by {agents.carrier} there and by {self._carrier.name} here; install "
+                f"role: the transport is {agents.carrier} there and {self._carrier.name} here; install "
                 "the same release of specdec on both.",
                 field="role",
             )

@@ -52,7 +52,7 @@ class TransferLease:
             )
         if self.reader not in (None, ask.reader):
             raise ReachError(
-                "held", "reader: another one reads this prompt already; read it anew instead.", field="reader"
+                "held", "reader: another reader has this lease; prefill the prompt instead.", field="reader"
             )
         if ask.have > ask.length:
             raise ReachError("malformed", "have: give at most length.", field="have")

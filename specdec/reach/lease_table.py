@@ -66,7 +66,7 @@ class _EndedLease:
 
 
 def _no_sums(blocks: Sequence[int], state: int | None) -> list[int]:
-    raise ReachError("no_route", "This server tells nothing of its bytes.")
+    raise ReachError("no_route", "This server does not serve checksums.")
 
 
 class LeaseTable:
@@ -114,7 +114,7 @@ class LeaseTable:
     ) -> TransferLease:
         """Prefill a prompt for a remote reader; `num_bytes` is the memory it will hold."""
         if self._is_closed:
-            raise ReachError("busy", "The server stops; send the request to another one.")
+            raise ReachError("busy", "The server is stopping; send the request to another one.")
         self.sweep()
         num_bytes = self.charge(num_bytes)
         self._check_bounds(num_bytes)
@@ -204,7 +204,9 @@ class LeaseTable:
         lease = self._find(lease_id)
         lent = lease.loan.lent
         if lease.reader != ask.reader or not lease.is_told:
-            raise ReachError("held", "reader: ask once you have opened all of this lease.", field="reader")
+            raise ReachError(
+                "held", "reader: open the whole lease before requesting checksums.", field="reader"
+            )
         if max(ask.places, default=0) >= len(lent.blocks):
             raise ReachError("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
         blocks = [lent.blocks[place] for place in ask.places]
@@ -257,7 +259,7 @@ class LeaseTable:
         if lease is None:
             if self._ended.get(lease_id):
                 raise _lease_over()
-            raise ReachError("unknown_lease", "There is no such lease here; have the prompt read again.")
+            raise ReachError("unknown_lease", "Unknown lease; prefill the prompt again.")
         return lease
 
     def _check_live(self, lease: TransferLease) -> None:
@@ -265,7 +267,7 @@ class LeaseTable:
         if not (lease.over or lease.is_intact):
             self._end(lease, "lease_over")
         if lease.over == "prefill_failed":
-            raise ReachError("prefill_failed", "The prompt could not be read; read it on the other server.")
+            raise ReachError("prefill_failed", "The prefill failed; prefill the prompt on the other server.")
         if lease.over:
             raise _lease_over()
 
@@ -324,4 +326,4 @@ class LeaseTable:
 
 
 def _lease_over() -> ReachError:
-    return ReachError("lease_over", "This lease is over; have the prompt read again.")
+    return ReachError("lease_over", "This lease is over; prefill the prompt again.")

@@ -53,9 +53,11 @@ class ChannelMessage(Settings):
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError):
-            raise ReachError("malformed", "The body is no JSON that can be read; send one object.") from None
+            raise ReachError("malformed", "The body is not valid JSON; send one object.") from None
         if not isinstance(fields, dict):
-            raise ReachError("malformed", "The body is no object; send one with the fields of this route.")
+            raise ReachError(
+                "malformed", "The body is not an object; send one with the fields of this route."
+            )
         try:
             return cls.model_validate(fields)
         except ConfigError as error:
@@ -70,24 +72,26 @@ class ChannelMessage(Settings):
 class OpenRequest(ChannelMessage):
     """Open a lease or room, or query the progress of one this reader has opened."""
 
-    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
+    engine: Id = Field(description=f"the engine's id: {HEX_32}")
     hash: Hash = Field(description=f"the prompt's hash: {HEX_64}")
-    length: int = Field(ge=1, le=MOST_TOKENS, description=f"the prompt's tokens that are lent: {TOKENS}")
-    have: int = Field(ge=0, le=MOST_TOKENS, description=f"leading tokens whose blocks are known: {TOKENS}")
-    reader: Id = Field(description=f"who opens it, drawn anew for each fetch: {HEX_32}")
+    length: int = Field(ge=1, le=MOST_TOKENS, description=f"tokens of the prefix: {TOKENS}")
+    have: int = Field(
+        ge=0, le=MOST_TOKENS, description=f"leading tokens whose blocks the reader knows: {TOKENS}"
+    )
+    reader: Id = Field(description=f"the reader's id, new for each fetch: {HEX_32}")
 
 
 class CloseRequest(ChannelMessage):
-    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
-    reader: Id = Field(description=f"who has opened it: {HEX_32}")
-    read: bool = Field(description="true if all of it has been read, else false")
+    engine: Id = Field(description=f"the engine's id: {HEX_32}")
+    reader: Id = Field(description=f"the reader's id: {HEX_32}")
+    read: bool = Field(description="true if everything was read, else false")
 
 
 class ChecksumRequest(ChannelMessage):
     """Request checksums of some blocks, and of the state if there is one."""
 
-    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
-    reader: Id = Field(description=f"who has opened it: {HEX_32}")
+    engine: Id = Field(description=f"the engine's id: {HEX_32}")
+    reader: Id = Field(description=f"the reader's id: {HEX_32}")
     places: list[Place] = Field(max_length=MOST_SUMS, description=f"places of at most {MOST_SUMS} blocks")
 
 
@@ -100,12 +104,12 @@ class CloseResponse(ChannelMessage):
 
 
 class HeartbeatRequest(ChannelMessage):
-    engine: Id = Field(description=f"the engine that is asked: {HEX_32}")
+    engine: Id = Field(description=f"the engine's id: {HEX_32}")
     leases: list[Id] = Field(max_length=MOST_BEATS, description=f"at most {MOST_BEATS:,} of {HEX_32}")
 
 
 class HeartbeatResponse(ChannelMessage):
-    leases: list[Id] = Field(max_length=MOST_BEATS, description="those of the beat that are live")
+    leases: list[Id] = Field(max_length=MOST_BEATS, description="the live leases among those sent")
 
 
 class HiddenState(ChannelMessage):
@@ -126,7 +130,7 @@ class HiddenState(ChannelMessage):
     def tensor(self) -> Tensor:
         dtype, raw = DTYPES[self.dtype], bytearray(unpack(self.data, "hidden"))
         if not raw or len(raw) % dtype.itemsize:
-            raise ReachError("malformed", f"hidden: {len(raw)} bytes are no {self.dtype}.", field="hidden")
+            raise ReachError("malformed", f"hidden: {len(raw)} bytes are not {self.dtype}.", field="hidden")
         return torch.frombuffer(raw, dtype=dtype)
 
 
@@ -159,7 +163,7 @@ class AgentInfo(ChannelMessage):
 class AgentsResponse(ChannelMessage):
     engine: Id = Field(description=HEX_32)
     fingerprint: Hash = Field(description=HEX_64)
-    facts: dict[Word, Fact] = Field(max_length=MOST_FACTS, description="what the fingerprint is of")
+    facts: dict[Word, Fact] = Field(max_length=MOST_FACTS, description="the facts behind the fingerprint")
     carrier: Word = Field(description="a name")
     agents: list[AgentInfo] = Field(min_length=1, max_length=MOST_AGENTS, description="one for each rank")
 
@@ -184,7 +188,7 @@ def read_refusal(data: bytes, known: Mapping[Reason, int]) -> ReachError:
         reason = next(reason for reason in known if reason == said.code)
     except (ValueError, RecursionError, KeyError, TypeError, ConfigError, StopIteration):
         return ReachError(
-            "garbled", "The peer's answer is none that this version knows; is its port a reach_port?"
+            "garbled", "The peer's answer is unknown to this version; is its port a reach_port?"
         )
     return ReachError(reason, said.message, field=said.param)
 
@@ -198,5 +202,5 @@ def unpack(text: str, field: str) -> bytes:
         return base64.b64decode(text.encode(), validate=True)
     except (binascii.Error, ValueError):
         raise ReachError(
-            "malformed", f"{field}: it is no base64; send what a specdec server sends."
+            "malformed", f"{field}: it is not base64; send what a specdec server sends."
         ) from None

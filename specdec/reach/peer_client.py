@@ -70,7 +70,7 @@ class PeerClient:
         except TimeoutError:
             raise ReachError("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ReachError("peer_down", f"{at} cannot be asked: {type(error).__name__}.") from None
+            raise ReachError("peer_down", f"{at} cannot be reached: {type(error).__name__}.") from None
         if status != 200:
             raise read_refusal(data, STATUSES)
         try:

@@ -185,7 +185,7 @@ class Peers(Generic[P]):
             now_s = self._clock()
             if now_s >= self._said_s.get(refusal.reason, -math.inf) + SAID_S:
                 self._said_s[refusal.reason] = now_s
-                logger.warning("a prompt is read here and not fetched: %s", refusal)
+                logger.warning("prefilling a prompt instead of fetching it: %s", refusal)
             raise
         return at
 
@@ -452,5 +452,5 @@ def _name(engine: str, at: Endpoint) -> str:
 
 def _restarted(at: Endpoint) -> ReachError:
     return ReachError(
-        "other_engine", f"{at} has begun anew since it read this prompt; have the prompt read again."
+        "other_engine", f"{at} has restarted since it prefilled this prompt; prefill the prompt again."
     )

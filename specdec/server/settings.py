@@ -41,7 +41,7 @@ ReasoningParser = Literal[
 ]
 
 Role = Literal["prefill", "decode", "both"]
-OnFailure = Literal["read", "fail"]
+OnFailure = Literal["recompute", "fail"]
 Check = Literal["first", "always", "never"]
 HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*\.?", re.ASCII)
 
@@ -184,8 +184,8 @@ class ServerConfig(Settings):
         "without, or None",
     )
     reach_on_failure: OnFailure = Field(
-        "read",
-        title="if a prompt cannot be fetched; read: prefill it here; fail: answer 503 (prefill_lost)",
+        "recompute",
+        title="if a prompt cannot be fetched; recompute: prefill it here; fail: answer 503 (prefill_lost)",
         description=describe_choices(OnFailure),
     )
     reach_lease_max: float = positive(

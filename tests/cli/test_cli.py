@@ -557,7 +557,7 @@ def test_demo_shows_the_model_that_ships(capsys: Capture, monkeypatch: pytest.Mo
     # Rounds generate the same text, so nothing may be looked up from earlier ones.
     drafters = [drafter for own in opened for drafter in own.model.loop.speculation.drafters]
     indices = [own for own in drafters if isinstance(own, SuffixDrafter)]
-    assert len(opened) == 2 and [index.num_shared_tokens for index in indices] == [0]
+    assert len(opened) == 2 and [index._outputs.num_tokens for index in indices] == [0]
     assert captured.out.count("class Parser:") >= 2 and captured.out.count("def ") > 4
     found = re.findall(r"([\d.]+) x as fast as .* in turn, ([\d.]+) to ([\d.]+)\)", captured.err)
     assert len(found) == 2 and all(float(least) <= float(mid) <= float(most) for mid, least, most in found)

@@ -263,3 +263,13 @@ def test_a_drafts_keys_and_values_stay_within_what_was_reserved(bench: Bench) ->
         ends = [positions[0] + len(tokens) for positions, tokens, _ in bench.head.read]
         assert max(ends) <= own.length + reserved
         bench.drafter.end("a", (), None, SOLE)
+
+
+@pytest.mark.parametrize("count", [0, 2, 6])
+def test_dropping_removes_the_last_hidden_states_only(bench: Bench, count: int) -> None:
+    own = bench.begin("a", 6)
+    drafter = bench.drafter
+    drafter.drop("a", count)
+    assert drafter.num_unread("a") == 6 - count
+    start, hidden_MD = drafter.take_pending("a")
+    assert start == 0 and torch.equal(hidden_MD, own.hidden[-1][: 6 - count])

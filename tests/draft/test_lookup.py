@@ -94,7 +94,7 @@ def test_an_end_shares_the_output_and_forgets_the_sequence(
     if asked:
         lookup.propose([want([1, 2, 3], 2)])
     lookup.end("a", [1, 2], output, ALICE)
-    assert lookup.num_shared_tokens == shared and not lookup._texts
+    assert lookup._outputs.num_tokens == shared and not lookup._texts
     # A key may be reused by another sequence.
     lookup.propose([want([7, 8], 1)])
     assert lookup._texts["a"].tokens == [7, 8]

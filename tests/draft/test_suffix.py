@@ -63,7 +63,7 @@ def test_evicting_leaves_the_latest_outputs_whole(
         kept.append(output)
         while sum(len(each) + 1 for each in kept) > limit:
             kept.pop(0)
-        assert drafter.num_shared_tokens == sum(len(each) + 1 for each in kept)
+        assert drafter._outputs.num_tokens == sum(len(each) + 1 for each in kept)
     drafter.extend("request", text)
     assert_is_best_of(drafter.look_up("request", shape), by_counting(kept, text, shape), shape)
 
@@ -130,7 +130,7 @@ def test_only_the_outputs_of_finished_requests_are_shared() -> None:
     drafter.end("cancelled")
     finish(drafter, [5, 6], prompt=[1, 2, 3])
     finish(drafter, [], prompt=[1, 2, 3])
-    assert drafter.num_shared_tokens == 3
+    assert drafter._outputs.num_tokens == 3
     drafter.extend("request", [1, 2, 3])
     assert drafter.look_up("request", DraftShape(2, 2, 8)).num_drafted == 0
     drafter.extend("request", [5])
@@ -142,7 +142,7 @@ def test_ending_forgets_a_request_wholly() -> None:
     for key in range(5):
         drafter.extend(key, [key, key])
         drafter.end(key)
-    assert len(drafter._texts) == drafter.num_shared_tokens == 0
+    assert len(drafter._texts) == drafter._outputs.num_tokens == 0
     drafter.extend(3, [3])
     assert drafter.look_up(3, DraftShape(1, 1, 2)).num_drafted == 0
     with pytest.raises(KeyError):
@@ -165,19 +165,19 @@ def test_memory_is_bounded_under_long_random_streams() -> None:
             drafter.end(key - 5)
             if said[key - 5] and random.random() < 0.9:
                 drafter.share(said[key - 5])
-        assert drafter.num_shared_tokens <= limit and len(drafter._texts) <= 6
+        assert drafter._outputs.num_tokens <= limit and len(drafter._texts) <= 6
         for text in drafter._outputs.of(SOLE):
-            assert len(text) == drafter.num_shared_tokens
+            assert len(text) == drafter._outputs.num_tokens
             assert sum(len(table.earlier) for table in text.tables) <= len(NGRAMS) * limit
             assert sum(len(table.heads) for table in text.tables) <= len(NGRAMS) * 4 * limit
-    assert drafter.num_shared_tokens > limit - 300, "the limit was reached"
+    assert drafter._outputs.num_tokens > limit - 300, "the limit was reached"
 
 
 def test_an_output_longer_than_the_limit_keeps_its_last_part() -> None:
     drafter = SuffixDrafter(max_shared_tokens=10)
     finish(drafter, [90, 91])
     finish(drafter, list(range(30)))
-    assert drafter.num_shared_tokens == 10
+    assert drafter._outputs.num_tokens == 10
     drafter.extend("request", [21])
     assert drafter.look_up("request", DraftShape(2, 1, 3)).tree.tokens[1:] == (22, 23)
     drafter.extend("second", [20])
@@ -195,7 +195,7 @@ def test_flushing_forgets_what_ended_and_keeps_what_runs() -> None:
     shape = DraftShape(1, 1, 2)
     assert drafter.look_up("c", shape).tree.tokens[1:] == (3,)
     drafter.flush()
-    assert drafter.num_shared_tokens == 0 and not drafter.look_up("c", shape).num_drafted
+    assert drafter._outputs.num_tokens == 0 and not drafter.look_up("c", shape).num_drafted
     assert drafter.look_up("b", shape).tree.tokens[1:] == (5,)
     drafter.end("c")
     assert len(drafter._texts) == 1
