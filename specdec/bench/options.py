@@ -116,7 +116,7 @@ class ReachOptions(Settings):
     rate: float = Field(
         1.5,
         gt=0,
-        title="Poisson arrivals per second, the same for each route",
+        title="Poisson arrivals per second and route",
         description="a number above 0",
     )
     rounds: int = integer(3, "counted rounds, which alternate the routes")

@@ -29,7 +29,8 @@ class DraftDecision:
         """Return a sentence that explains the decision."""
         if self.tokens is None or self.cost is None:
             return f"{self._what} is fixed: adaptive is off"
-        costs = f"{self._what}: {self.tokens:.2f} tokens per step expected, at {self.cost:.2f} x the time of a step"
+        gain = f"{self.tokens:.2f} tokens per step expected"
+        costs = f"{self._what}: {gain}, at {self.cost:.2f} x the time of a step"
         if self.drafts:
             return f"{costs} without drafts"
         why = "" if self.tokens < self.cost or self.active else "; earlier estimates were too high"

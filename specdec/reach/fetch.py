@@ -231,9 +231,7 @@ class Fetcher:
             return Fetched("wrong_bytes")
         hidden_1D = opened.hidden.tensor[None] if opened.hidden else None
         if hidden_1D is not None and not self._transfers.fits(hidden_1D):
-            raise ReachError(
-                "garbled", f"{hold.session.at} has sent a hidden state of the wrong size or type."
-            )
+            raise ReachError("garbled", f"{hold.session.at} has sent a hidden state of a wrong size or type.")
         if not await self._peers.close(hold, read=True):
             return Fetched("not_intact")
         self._byte_s += RECENT * (seconds / max(arrival.num_bytes, 1) - self._byte_s)

@@ -204,9 +204,7 @@ class LeaseTable:
         lease = self._find(lease_id)
         lent = lease.loan.lent
         if lease.reader != ask.reader or not lease.is_told:
-            raise ReachError(
-                "held", "reader: open the whole lease before requesting checksums.", field="reader"
-            )
+            raise ReachError("held", "reader: open the whole lease first.", field="reader")
         if max(ask.places, default=0) >= len(lent.blocks):
             raise ReachError("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
         blocks = [lent.blocks[place] for place in ask.places]

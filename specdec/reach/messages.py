@@ -55,9 +55,7 @@ class ChannelMessage(Settings):
         except (ValueError, RecursionError):
             raise ReachError("malformed", "The body is not valid JSON; send one object.") from None
         if not isinstance(fields, dict):
-            raise ReachError(
-                "malformed", "The body is not an object; send one with the fields of this route."
-            )
+            raise ReachError("malformed", "The body is not an object; send this route's fields.")
         try:
             return cls.model_validate(fields)
         except ConfigError as error:
@@ -75,9 +73,7 @@ class OpenRequest(ChannelMessage):
     engine: Id = Field(description=f"the engine's id: {HEX_32}")
     hash: Hash = Field(description=f"the prompt's hash: {HEX_64}")
     length: int = Field(ge=1, le=MOST_TOKENS, description=f"tokens of the prefix: {TOKENS}")
-    have: int = Field(
-        ge=0, le=MOST_TOKENS, description=f"leading tokens whose blocks the reader knows: {TOKENS}"
-    )
+    have: int = Field(ge=0, le=MOST_TOKENS, description=f"leading tokens with known blocks: {TOKENS}")
     reader: Id = Field(description=f"the reader's id, new for each fetch: {HEX_32}")
 
 

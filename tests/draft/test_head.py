@@ -265,7 +265,8 @@ def test_a_drafts_keys_and_values_stay_within_what_was_reserved(bench: Bench) ->
         bench.drafter.end("a", (), None, SOLE)
 
 
-@pytest.mark.parametrize("count", [0, 2, 6])
+@pytest.mark.parametrize("count", [0, 2, 5])
+@torch.inference_mode()
 def test_dropping_removes_the_last_hidden_states_only(bench: Bench, count: int) -> None:
     own = bench.begin("a", 6)
     drafter = bench.drafter
