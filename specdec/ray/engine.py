@@ -25,6 +25,7 @@ URL = re.compile(r"https?://\S+?(?=/v1\b)")
 """Where `specdec serve` prints its address."""
 KILL_S = 5.0
 """Seconds beyond drain_seconds until a process that does not stop is killed."""
+READ_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -97,8 +98,8 @@ class ServerProcess:
     async def _read_log(self) -> None:
         """Copy its output to this process's; an unread pipe would block it."""
         assert self.process.stdout
-        async for line in self.process.stdout:
-            _note(self._log, line)
+        while output := await self.process.stdout.read(READ_BYTES):  # a line may be very long
+            _note(self._log, output)
 
 
 class Engine:
@@ -132,11 +133,12 @@ class Engine:
             await self._server.stop()
 
 
-def _note(log: deque[str], line: bytes) -> str:
-    """Append a line of output to the log, and print it; return it."""
-    log.append(line.decode(errors="replace").rstrip())
-    print(log[-1], flush=True)
-    return log[-1]
+def _note(log: deque[str], output: bytes) -> str:
+    """Print output and append its lines to the log; return the last one."""
+    text = output.decode(errors="replace")
+    print(text, end="", flush=True)
+    log.extend(line for line in text.splitlines() if line.strip())
+    return log[-1] if log else ""
 
 
 def _end_with_parent() -> None:

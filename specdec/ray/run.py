@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",  # a process per core that no deployment uses
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
-"""Set before Ray is imported, unless set already."""
+"""Set before Ray is imported, unless set already. A cluster has what its nodes were started with."""
 NAME = "specdec"
 """The application's name in Ray Serve."""
 
@@ -48,7 +48,8 @@ def run(app: RayApp, *, is_verbose: bool = False) -> None:
     _check_cores(app)
     with bind(host, app.server.port) as sock:
         port = int(sock.getsockname()[1])  # HAProxy binds it anew
-    for name, value in {**ENVIRONMENT, **_free_ports()}.items():
+    own = {} if app.config.ray_address else {**ENVIRONMENT, **_free_ports()}
+    for name, value in own.items():
         os.environ.setdefault(name, value)
     stop = threading.Event()
 

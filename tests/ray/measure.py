@@ -1,4 +1,4 @@
-"""Measure `specdec ray`: `python -m tests.ray.measure`.
+"""Measure `specdec ray`: `python -m tests.ray.measure [REQUESTS]`.
 
 Cache hits of two replicas behind the ingress, next to one server with the memory of both and to random
 routing; time to first token and gaps between events, through the ingress and directly.
@@ -8,41 +8,41 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import aiohttp
 
 from tests.ray.live import LiveRay
 from tests.server.live import Live
 
-REQUESTS, TENANTS, STREAMS, TOKENS = 500, 25, 4, 16
-MEMORY = 24 << 20
-"""Bytes of one replica's arena: not all prefixes of all tenants fit."""
+REQUESTS, TENANTS, STREAMS, TOKENS = 500, 16, 4, 8
+MEMORY = 64 << 20
+"""Bytes of one replica's arena."""
 
 
-def prompts() -> list[str]:
+def prompts(count: int) -> list[str]:
     """Return prompts in order: each tenant's begin alike, and its conversations grow."""
     rng = random.Random(0)
     words = [f"word{i}" for i in range(40)]
-    starts = [" ".join(rng.choices(words, k=160)) for _ in range(TENANTS)]
+    starts = [" ".join(rng.choices(words, k=60)) for _ in range(TENANTS)]
     turns = {i: starts[i] for i in range(TENANTS)}
     found = []
-    for _ in range(REQUESTS):
+    for _ in range(count):
         i = rng.randrange(TENANTS)
         fresh = len(turns[i]) > 2 * len(starts[i]) or rng.random() < 0.3
-        turns[i] = (starts[i] if fresh else turns[i]) + " " + " ".join(rng.choices(words, k=20))
+        turns[i] = (starts[i] if fresh else turns[i]) + " " + " ".join(rng.choices(words, k=10))
         found.append(turns[i])
     return found
 
 
-async def measure(name: str, url_of: Callable[[], str]) -> None:
+async def measure(name: str, url_of: Callable[[], str], count: int) -> None:
     """Stream all prompts and print the figures."""
     firsts: list[float] = []
     gaps: list[float] = []
     read = cached = 0
-    todo = iter(prompts())
+    todo = iter(prompts(count))
     async with aiohttp.ClientSession() as session:
 
         async def work() -> None:
@@ -81,15 +81,15 @@ def shown(seconds: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Measure one way after the other."""
-    small, large = ("--memory-bytes", str(MEMORY)), ("--memory-bytes", str(2 * MEMORY))
-    with Live(*large, is_fresh=True) as one:
-        asyncio.run(measure("one server, all memory", lambda: one.url))
-    for name in ("ingress", "random routing"):
-        with LiveRay("--num-replicas", "2", *small) as two:
-            urls = {"ingress": [two.url], "random routing": [*two.wait(2).values()]}[name]
-            rng = random.Random(1)
-            asyncio.run(measure(name, partial(rng.choice, urls)))
+    """Measure one way after the other, with empty caches."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else REQUESTS
+    with LiveRay("--num-replicas", "2", "--memory-bytes", str(MEMORY)) as two:
+        rng, urls = random.Random(1), [*two.wait(2).values()]
+        asyncio.run(measure("ingress", lambda: two.url, count))
+        assert two.ask("/flush_cache", method="POST").status == 200
+        asyncio.run(measure("random routing", lambda: rng.choice(urls), count))
+    with Live("--memory-bytes", str(2 * MEMORY), is_fresh=True) as one:
+        asyncio.run(measure("one server, all memory", lambda: one.url, count))
 
 
 if __name__ == "__main__":
