@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import ctypes
-import logging
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import yaml
@@ -22,12 +21,11 @@ from specdec.ray.figures import Figures, read_figures
 from specdec.ray.scale import wanted_share
 from specdec.ray.settings import RayApp
 
-logger = logging.getLogger(__name__)
-
 URL = re.compile(r"https?://\S+?(?=/v1\b)")
 """Where `specdec serve` prints its address."""
 KILL_S = 5.0
 """Seconds beyond drain_seconds until a process that does not stop is killed."""
+READ_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -36,92 +34,111 @@ class EngineFailed(RuntimeError):
     """The process ended, or does not answer."""
 
 
+class ServerProcess:
+    """A `specdec serve` process on a free port. It ends with this process, whatever ends that."""
+
+    def __init__(self, app: RayApp, process: Process, url: str, log: deque[str]) -> None:
+        self.url, self.process = url, process
+        self._drain_seconds, self._log = app.server.drain_seconds, log
+        self._reading = asyncio.create_task(self._read_log())
+        key = _key_of(app.options)
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=aiohttp.ClientTimeout(total=app.server.step_timeout),
+        )
+
+    @classmethod
+    async def start(cls, app: RayApp, host: str) -> Self:
+        """Start it, and wait until it has loaded the model."""
+        log: deque[str] = deque(maxlen=20)
+        paths = os.pathsep.join(path for path in sys.path if path)  # Ray extends it, for clones for example
+        with tempfile.TemporaryDirectory(prefix="specdec-") as folder:
+            config = Path(folder) / "specdec.yaml"  # keys must not show in the list of processes
+            config.write_text(yaml.safe_dump(dict(app.options)))
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "specdec", "serve", app.model),
+                *("--host", host, "--port", "0", "--config", str(config)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                env={**os.environ, "PYTHONPATH": paths},
+                preexec_fn=_end_with_parent,
+            )
+            assert process.stdout
+            try:
+                async for line in process.stdout:
+                    if found := URL.search(_note(log, line)):
+                        return cls(app, process, found[0], log)
+                await process.wait()
+            except BaseException:
+                await _stop(process, 0)
+                raise
+        raise EngineFailed(log[-1] if log else f"specdec serve ended with code {process.returncode}")
+
+    async def check(self) -> None:
+        """Raise if the process has ended or its server fails."""
+        if self.process.returncode is not None:
+            last = self._log[-1] if self._log else "it printed nothing"
+            raise EngineFailed(f"specdec serve ended with code {self.process.returncode}: {last}")
+        async with self._session.get(f"{self.url}/health") as answer:
+            if answer.status != 200:
+                raise EngineFailed(f"{self.url}/health answers {answer.status}")
+
+    async def figures(self) -> Figures:
+        """Return its load."""
+        async with self._session.get(f"{self.url}/metrics") as answer:
+            return read_figures(await answer.read() if answer.status == 200 else b"")
+
+    async def stop(self) -> None:
+        """Drain and end it."""
+        await self._session.close()
+        await _stop(self.process, self._drain_seconds + KILL_S)
+        await self._reading
+
+    async def _read_log(self) -> None:
+        """Copy its output to this process's; an unread pipe would block it."""
+        assert self.process.stdout
+        while output := await self.process.stdout.read(READ_BYTES):  # a line may be very long
+            _note(self._log, output)
+
+
 class Engine:
     """Placed, watched and counted by Ray; requests go to its process directly."""
 
     async def __init__(self, app: RayApp) -> None:  # type: ignore[misc]
-        self._app, self._key = app, _key_of(app.options)
         host = "127.0.0.1" if app.is_local else _node_address()
-        self._process, self._url, self._log = await _start(app, host)
-        self._reading = asyncio.create_task(self._read_log())
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else None,
-            timeout=aiohttp.ClientTimeout(total=app.server.step_timeout),
-        )
+        self._server = await ServerProcess.start(app, host)
 
     def record_replica_metadata(self) -> dict[str, str]:
         """Return the address for the ingress."""
-        return {"url": self._url}
+        return {"url": self._server.url}
 
     async def check_health(self) -> None:
-        """Raise if the process has ended or its server fails, so that Ray replaces the replica."""
-        if self._process.returncode is not None:
-            raise EngineFailed(f"specdec serve ended with code {self._process.returncode}: {self._last()}")
-        async with self._session.get(f"{self._url}/health") as answer:
-            if answer.status != 200:
-                raise EngineFailed(f"{self._url}/health answers {answer.status}")
+        """Raise if the server failed, so that Ray replaces the replica."""
+        await self._server.check()
 
     async def record_routing_stats(self) -> dict[str, float]:
         """Return the load, for the choice of a replica."""
-        figures = await self._figures()
+        figures = await self._server.figures()
         return {"waiting": figures.waiting, "arena": figures.arena}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the memory that requests want, for `specdec.ray.scale`."""
-        figures = await self._figures()
+        figures = await self._server.figures()
         return {"wanted_share": wanted_share(figures.arena, figures.running, figures.waiting)}
 
-    async def _figures(self) -> Figures:
-        async with self._session.get(f"{self._url}/metrics") as answer:
-            return read_figures(await answer.read() if answer.status == 200 else b"")
-
-    async def _read_log(self) -> None:
-        """Copy the process's output to this replica's log; an unread pipe would block it."""
-        assert self._process.stdout
-        async for line in self._process.stdout:
-            self._log.append(line.decode(errors="replace").rstrip())
-            print(self._log[-1], flush=True)
-
-    def _last(self) -> str:
-        return self._log[-1] if self._log else "it printed nothing"
-
     async def __del__(self) -> None:
-        """Drain and stop the process. Ray calls it once no request holds the replica."""
-        if not hasattr(self, "_session"):
-            return
-        await self._session.close()
-        await _stop(self._process, self._app.server.drain_seconds + KILL_S)
-        await self._reading
+        """Stop the server. Ray awaits this once no request holds the replica."""
+        if hasattr(self, "_server"):
+            await self._server.stop()
 
 
-async def _start(app: RayApp, host: str) -> tuple[Process, str, deque[str]]:
-    """Start `specdec serve`; return it with its address and the output so far."""
-    log: deque[str] = deque(maxlen=20)
-    paths = os.pathsep.join(path for path in sys.path if path)  # Ray extends it, for clones for example
-    with tempfile.TemporaryDirectory(prefix="specdec-") as folder:
-        config = Path(folder) / "specdec.yaml"  # keys must not show in the list of processes
-        config.write_text(yaml.safe_dump({name.replace("_", "-"): own for name, own in app.options.items()}))
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "specdec", "serve", app.model),
-            *("--host", host, "--port", "0", "--config", str(config)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            env={**os.environ, "PYTHONPATH": paths},
-            preexec_fn=_end_with_parent,
-        )
-        try:
-            assert process.stdout
-            async for line in process.stdout:
-                log.append(line.decode(errors="replace").rstrip())
-                print(log[-1], flush=True)
-                if found := URL.search(log[-1]):
-                    return process, found[0], log
-            await process.wait()
-        except BaseException:
-            await _stop(process, 0)
-            raise
-    raise EngineFailed(log[-1] if log else f"specdec serve ended with code {process.returncode}")
+def _note(log: deque[str], output: bytes) -> str:
+    """Print output and append its lines to the log; return the last one."""
+    text = output.decode(errors="replace")
+    print(text, end="", flush=True)
+    log.extend(line for line in text.splitlines() if line.strip())
+    return log[-1] if log else ""
 
 
 def _end_with_parent() -> None:

@@ -121,8 +121,9 @@ class Ingress:
             headers = call.sent.headers
             call.sent = call.sent._replace(body=body)
             if body:
-                looking = asyncio.to_thread(look_at, body, headers)
-                call.prompt = await looking if len(body) > LARGE else look_at(body, headers)
+                is_large = len(body) > LARGE
+                found = asyncio.to_thread(look_at, body, headers) if is_large else look_at(body, headers)
+                call.prompt = found if isinstance(found, Prompt) else await found
             await _until_left(self._relay(call), receive)
         except Exception as error:
             if call.has_begun:
@@ -227,7 +228,8 @@ class Ingress:
             async with self._chosen(Asked(self._fleet, call.prompt)):
                 pass
         told = []
-        for url in self._fleet.urls.values():
+        for name, url in self._fleet.urls.items():
+            self._fleet.loads[name].known.forget()
             with contextlib.suppress(Unreached, Lost, Late, TooLong):
                 async with self._upstream.ask(url, call.sent) as answer:
                     told.append((answer.status, answer.headers, await answer.whole()))

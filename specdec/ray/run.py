@@ -24,9 +24,10 @@ ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # a process per core that no deployment uses
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
-"""Set before Ray is imported, unless set already."""
+"""Set before Ray is imported, unless set already. A cluster has what its nodes were started with."""
 NAME = "specdec"
 """The application's name in Ray Serve."""
 
@@ -44,9 +45,11 @@ def check_ray() -> None:
 def run(app: RayApp, *, is_verbose: bool = False) -> None:
     """Serve until SIGTERM or SIGINT; then drain and stop what was started."""
     host = app.server.host
+    _check_cores(app)
     with bind(host, app.server.port) as sock:
-        port = sock.getsockname()[1]  # HAProxy binds it anew
-    for name, value in ENVIRONMENT.items():
+        port = int(sock.getsockname()[1])  # HAProxy binds it anew
+    own = {} if app.config.ray_address else {**ENVIRONMENT, **_free_ports()}
+    for name, value in own.items():
         os.environ.setdefault(name, value)
     stop = threading.Event()
 
@@ -56,7 +59,7 @@ def run(app: RayApp, *, is_verbose: bool = False) -> None:
         stop.set()
 
     with _ray(app, is_verbose=is_verbose):
-        _check_resources(app)
+        _check_gpus(app)
         with _serve(app, host, port):
             shown = f"[{host}]" if ":" in host else host
             say(f"serving {app.model} on Ray at http://{shown}:{port}/v1; Ctrl-C stops it")
@@ -81,7 +84,8 @@ def _ray(app: RayApp, *, is_verbose: bool) -> Iterator[None]:
         own["_node_ip_address"] = "127.0.0.1"
     try:
         ray.init(address or "local", logging_level=level, log_to_driver=is_verbose, namespace=NAME, **own)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises this very class, if it does not start in time
+        ray.shutdown()
         says = f"ray_address: Ray does not start ({_last_line(str(error))})"
         raise ConfigError(says, field="ray_address") from error
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own handler leaves its processes
@@ -91,22 +95,36 @@ def _ray(app: RayApp, *, is_verbose: bool) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_resources(app: RayApp) -> None:
-    """Raise if the machine cannot place all replicas; a cluster may grow."""
+def _free_ports() -> dict[str, str]:
+    """Choose ports for HAProxy's statistics: with fixed ones only one Ray could run on a machine."""
+    with bind("127.0.0.1", 0) as one, bind("127.0.0.1", 0) as other:
+        names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+        return {name: str(own.getsockname()[1]) for name, own in zip(names, (one, other), strict=True)}
+
+
+def _check_cores(app: RayApp) -> None:
+    """Raise if this machine has too few cores. Ray would wait for more; a cluster may get them."""
+    if not app.config.ray_address:
+        _check_enough(app, "num_cpus", app.config.num_cpus, os.cpu_count() or 1)
+
+
+def _check_gpus(app: RayApp) -> None:
+    """Raise if Ray sees too few GPUs on this machine."""
     import ray
 
-    config = app.config
-    if config.ray_address:
-        return
-    have, count = ray.cluster_resources(), config.num_replicas
-    for field, kind, each in (("num_cpus", "CPU", config.num_cpus), ("num_gpus", "GPU", config.num_gpus)):
-        if count * each > have.get(kind, 0):
-            need = f"1 replica of {each:g} needs" if count == 1 else f"{count} replicas of {each:g} need"
-            raise ConfigError(
-                f"{field}: {need} {count * each:g} {kind}s, and this machine has {have.get(kind, 0):g}; "
-                f"lower num_replicas or {field}.",
-                field=field,
-            )
+    if not app.config.ray_address:
+        _check_enough(app, "num_gpus", app.config.num_gpus, ray.cluster_resources().get("GPU", 0))
+
+
+def _check_enough(app: RayApp, field: str, each: float, have: float) -> None:
+    count, kind = app.config.num_replicas, field[4:-1].upper()
+    if count * each > have:
+        need = f"1 replica of {each:g} needs" if count == 1 else f"{count} replicas of {each:g} need"
+        raise ConfigError(
+            f"{field}: {need} {count * each:g} {kind}s, and this machine has {have:g}; "
+            f"lower num_replicas or {field}.",
+            field=field,
+        )
 
 
 @contextlib.contextmanager
@@ -119,14 +137,19 @@ def _serve(app: RayApp, host: str, port: int) -> Iterator[None]:
     level = "INFO" if logger.isEnabledFor(logging.DEBUG) else "ERROR"
     logging.getLogger("ray.serve").setLevel(level)
     try:
-        serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": level})
+        try:
+            serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": level})
+        except RuntimeError as error:
+            says = f"port: Ray Serve does not start ({_last_line(str(error))})"
+            raise ConfigError(says, field="port") from error
         try:
             serve.run(build(app), name=NAME, route_prefix="/")
         except RuntimeError as error:
             raise ConfigError(f"{app.model} does not start on Ray: {_why()}", field="model") from error
         yield
     finally:
-        serve.delete(NAME)  # waits for requests in flight, which a shutdown would cut off
+        with contextlib.suppress(RuntimeError):  # nothing was deployed
+            serve.delete(NAME)  # waits for requests in flight, which a shutdown would cut off
         if not app.config.ray_address:
             serve.shutdown()
 

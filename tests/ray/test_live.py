@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import pytest
 
 from tests.ray.live import LiveRay, needs_ray
 from tests.selection import EXHAUSTIVE
-from tests.server.live import total
+from tests.server.live import STOP_S, total
 
 pytestmark = [needs_ray, EXHAUSTIVE]
 
@@ -176,20 +175,6 @@ def _used(live: LiveRay, client: openai.OpenAI) -> bool:
     return all(figure(url, "vllm:request_success_total") for url in live.replicas().values())
 
 
-def test_requests_in_flight_end_before_the_shutdown() -> None:
-    with LiveRay("--num-replicas", "1") as own:
-        with openai.OpenAI(base_url=f"{own.url}/v1", api_key="any", max_retries=0) as client:
-            parts = iter(long_stream(client, TEXT))
-            next(parts)
-            stopping = threading.Thread(target=own.process.send_signal, args=(signal.SIGTERM,))
-            stopping.start()
-            assert [part.choices[0].finish_reason for part in parts][-1] == "length"
-        processes = own.replicas()
-        code, said = own.stop()
-        assert code == 0 and "Traceback" not in said, said
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in processes), "nothing is left running"
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -212,3 +197,15 @@ def test_a_port_that_is_taken_is_named(live: LiveRay) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert "port" in ended.stderr and port in ended.stderr
+
+
+def test_requests_in_flight_end_before_the_shutdown(live: LiveRay, client: openai.OpenAI) -> None:
+    processes = live.wait(2)
+    parts = iter(long_stream(client, TEXT))
+    next(parts)
+    live.process.send_signal(signal.SIGTERM)
+    assert [part.choices[0].finish_reason for part in parts][-1] == "length"
+    live.process.wait(timeout=STOP_S)  # a second signal would end it at once
+    code, said = live.stop()
+    assert code == 0 and "Traceback" not in said, said
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in processes), "nothing is left running"
