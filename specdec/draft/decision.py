@@ -28,20 +28,18 @@ class DraftDecision:
     def reason(self) -> str:
         """Return a sentence that explains the decision."""
         if self.tokens is None or self.cost is None:
-            return f"{self._what} is what was asked for, whether it pays or not: adaptive is off"
-        costs = (
-            f"{self._what} is expected to give {self.tokens:.2f} tokens a step, which takes {self.cost:.2f} x"
-        )
+            return f"{self._what} in every step, whether it pays or not: adaptive is off"
+        gain = f"{self.tokens:.2f} tokens per step, at {self.cost:.2f} x the time of a step without drafts"
         if self.drafts:
-            return f"{costs} the time of a step without a draft"
-        why = "" if self.tokens < self.cost or self.active else "; it was to pay before, and did not"
-        return f"drafting is off: {costs} the time of one without{why}"
+            return f"{self._what} is expected to give {gain}"
+        why = "" if self.tokens < self.cost or self.active else "; similar estimates were too high recently"
+        return f"drafting is off: {self._what} would give {gain}{why}"
 
     @property
     def _what(self) -> str:
         shape = self.shape
         if shape is None:
-            return "what is looked up"
+            return "a looked-up draft"
         if shape.topk == 1:
             return f"a chain of {shape.num_steps}"
         return f"a tree of {shape.num_draft_tokens - 1}, {shape.num_steps} deep"
