@@ -278,11 +278,7 @@ class ServedModel:
         self.told = config.tool_call_parser == "none" or self.template.takes("tools")
         """Whether the template takes tools, or all are refused; otherwise chats ignore them."""
         parsers = ", ".join(f"{kind}: {name or 'none'}" for kind, name in self.parsers.items())
-        remark = (
-            ""
-            if self.told
-            else "; the chat template has no tools, so chats ignore them unless a call is forced"
-        )
+        remark = "" if self.told else "; chats ignore tools, as the chat template has none"
         logger.info("%s: %s%s", self.name, parsers, remark)
         self.template_kwargs = config.template_kwargs
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
