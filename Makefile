@@ -31,7 +31,7 @@ help:
 	@echo "make isa     set up, then run CPU-dependent tests with newer CPU features switched off"
 	@echo "make parity  set up, then compare one configuration per family with the other supported transformers"
 	@echo "make check   ruff, mypy --strict and the import rule"
-	@echo "make map     draw docs/map.svg, the package's rooms, from its imports"
+	@echo "make map     draw docs/map.svg, the packages and their imports"
 	@echo "make docs    build the documentation as a site, in site/"
 	@echo "make bench   throughput beside transformers (BENCH=\"...\" for other settings)"
 	@echo "make gpu     on a machine with an NVIDIA GPU: all checks and benchmarks, 9 minutes, PYTHON's own packages"
@@ -43,7 +43,7 @@ demo: $(stamp)
 serve: $(stamp)
 	@$(bin)/specdec serve tiny $(SERVE)
 
-# The unit tests of each room, and a few cells of losslessness, on the host and on the device.
+# The unit tests of each package, and a few cells of losslessness, on the host and on the device.
 lossless := tests/lossless/test_lossless.py::test_every_supported_cell_says_what_plain_decoding_says
 quick := tests/test_imports.py tests/test_repository.py tests/config tests/state_slots tests/verify tests/draft \
   $(addprefix tests/kernels/test_,conv.py norm.py recurrence.py sampling.py tree.py) tests/models/test_families.py \

@@ -51,7 +51,7 @@ TITLES: Mapping[str, str] = {
     "mixed": "prompts beside decoding rows",
 }
 """Display names of values."""
-LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling", "batch": "batches"}
+LISTED: Mapping[str, str] = {"family": "families", "sampling": "sampling rules", "batch": "batches"}
 """The axes shown as lists in the table, and their titles."""
 
 
@@ -89,8 +89,7 @@ def settings_table(settings: type[Settings]) -> str:
 
 
 def capability_table() -> str:
-    """Render the capabilities for docs/families.md; drafters with equal capabilities share a row."""
-    heads = [f"{title}: {', '.join(TITLES.get(v, v) for v in AXES[axis])}" for axis, title in LISTED.items()]
+    """Render the capabilities for docs/families.md; drafters with equal capabilities share a column."""
     marked = [(axis, value) for axis in ("shape", "backing", "steps", "prefixes") for value in AXES[axis]]
     sharing: dict[tuple[str, ...], list[str]] = {}
     for drafter in AXES["drafter"]:
@@ -98,19 +97,22 @@ def capability_table() -> str:
         marks = ["yes" if any(getattr(c, axis) == v for c in found) else "–" for axis, v in marked]
         lists = [_listed(axis, {getattr(cell, axis) for cell in found}) for axis in LISTED]
         sharing.setdefault((*marks, *lists), []).append(f"`{drafter}`")
-    rows = [
-        ["drafter", *(TITLES.get(value, value) for _, value in marked), *heads],
-        ["---"] * (1 + len(marked) + len(heads)),
-    ]
-    rows += [[", ".join(drafters), *own] for own, drafters in sharing.items()]
+    names = [*(TITLES.get(value, value) for _, value in marked), *LISTED.values()]
+    rows = [["", *(", ".join(drafters) for drafters in sharing.values())], ["---"] * (1 + len(sharing))]
+    rows += [list(row) for row in zip(names, *sharing, strict=True)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _listed(axis: str, held: Collection[str]) -> str:
-    """Return a short list of an axis's supported values."""
-    missing = [TITLES.get(value, value) for value in AXES[axis] if value not in held]
-    if not held:
+    """Return the shorter list: an axis's supported values, or the others."""
+    own, missing = (
+        [TITLES.get(value, value) for value in AXES[axis] if (value in held) == wanted]
+        for wanted in (True, False)
+    )
+    if not own:
         return "–"
+    if len(own) < len(missing):
+        return ", ".join(own)
     return f"all but {', '.join(missing)}" if missing else "all"
 
 

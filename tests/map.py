@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.imports import PACKAGE, ROOT, imported, modules, part_of
 
 MAP = Path(ROOT, "docs", "map.svg")
-ROOMS: Mapping[str, str] = {
-    "cli ray route server bench": "what runs an engine",
+BOXES: Mapping[str, str] = {
+    "cli ray route server bench": "commands and servers",
     "http": "connections",
     "reach": "bytes from other engines",
     "engine": "SpecEngine and its thread",
@@ -22,9 +22,9 @@ ROOMS: Mapping[str, str] = {
     "state_slots": "KV cache, state slots",
     "kernels": "one folder per operation",
     "text": "tokenizer, grammars",
-    "config": "what a user may set",
+    "config": "settings",
 }
-"""Box captions. The top six share one box; every subpackage imports `errors`, which is left out."""
+"""Captions of the boxes; every subpackage imports `errors`, which is left out."""
 
 WIDTH, BOX_W, BOX_H, FLOOR_H = 960, 210, 46, 84
 
@@ -33,46 +33,46 @@ Arrows = Mapping[str, Set[str]]
 
 def arrows() -> Arrows:
     """Return which box imports which. The imports of `specdec` itself count as the engine's."""
-    box = {room: rooms for rooms in ROOMS for room in rooms.split()}
-    found: dict[str, set[str]] = {rooms: set() for rooms in ROOMS}
+    box_of = {name: names for names in BOXES for name in names.split()}
+    found: dict[str, set[str]] = {names: set() for names in BOXES}
     for module, path in modules():
-        home = box.get(part_of(module))
+        home = box_of.get(part_of(module))
         if home is None:
             continue
         for name in imported(path.read_text("utf-8"), module, is_package=path.name == "__init__.py"):
             if name.split(".")[0] == PACKAGE and (lower := part_of(name)) != "errors":
-                found[home].add(box.get(lower, "engine"))
-    return {room: lowers - {room} for room, lowers in found.items()}
+                found[home].add(box_of.get(lower, "engine"))
+    return {box: lowers - {box} for box, lowers in found.items()}
 
 
 def floors(found: Arrows) -> dict[str, int]:
     """Assign layers from the top: each box lies below all that import it. A cycle raises ValueError."""
     known: dict[str, int] = {}
 
-    def descend(room: str, below: Sequence[str]) -> int:
-        if room in below:
-            raise ValueError("a circle: " + " → ".join([room, *reversed(below[below.index(room) :])]))
-        if room not in known:
-            users = [upper for upper in found if room in found[upper]]
-            known[room] = 1 + max((descend(upper, [*below, room]) for upper in users), default=-1)
-        return known[room]
+    def descend(box: str, below: Sequence[str]) -> int:
+        if box in below:
+            raise ValueError("a cycle: " + " → ".join([box, *reversed(below[below.index(box) :])]))
+        if box not in known:
+            users = [upper for upper in found if box in found[upper]]
+            known[box] = 1 + max((descend(upper, [*below, box]) for upper in users), default=-1)
+        return known[box]
 
-    for room in found:
-        descend(room, [])
+    for box in found:
+        descend(box, [])
     return known
 
 
 def direct(found: Arrows) -> list[tuple[str, str]]:
     """Return the arrows that others do not imply."""
 
-    def below(room: str) -> set[str]:
-        return set(found[room]).union(*(below(lower) for lower in found[room]))
+    def below(box: str) -> set[str]:
+        return set(found[box]).union(*(below(lower) for lower in found[box]))
 
     return [
-        (room, lower)
-        for room in found
-        for lower in sorted(found[room])
-        if not any(lower in below(other) for other in found[room])
+        (box, lower)
+        for box in found
+        for lower in sorted(found[box])
+        if not any(lower in below(other) for other in found[box])
     ]
 
 
@@ -82,17 +82,17 @@ def draw(found: Arrows) -> str:
     lowest = max(floor_of.values())
     places: dict[str, tuple[float, int]] = {}
     for floor in range(lowest + 1):
-        rooms = [room for room in ROOMS if floor_of[room] == floor]
-        for i, room in enumerate(rooms):
-            places[room] = WIDTH * (i + 0.5) / len(rooms), 20 + floor * FLOOR_H
+        boxes = [box for box in BOXES if floor_of[box] == floor]
+        for i, box in enumerate(boxes):
+            places[box] = WIDTH * (i + 0.5) / len(boxes), 20 + floor * FLOOR_H
     lines = [_arrow(places[upper], places[lower]) for upper, lower in direct(found)]
-    boxes = [_box(room, *places[room]) for room in ROOMS]
+    boxes = [_box(box, *places[box]) for box in BOXES]
     height = 40 + lowest * FLOOR_H + BOX_H
     return "\n".join([_HEAD.format(width=WIDTH, height=height), *lines, *boxes, "</svg>", ""])
 
 
 _HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
-<title>The rooms of specdec and who imports whom; arrows that follow from others are left out</title>
+<title>The packages of specdec and their imports; arrows implied by others are left out</title>
 <style>
   text {{ font: 12px system-ui, sans-serif; text-anchor: middle; fill: #57606a }}
   .name {{ font: 600 14px ui-monospace, monospace; fill: #1f2328 }}
@@ -108,11 +108,12 @@ _HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}
 </marker>"""
 
 
-def _box(room: str, x: float, y: int) -> str:
+def _box(box: str, x: float, y: int) -> str:
+    width = max(BOX_W, 9 * len(box) + 20)
     return (
-        f'<rect x="{x - BOX_W / 2:g}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="6"/>'
-        f'<text class="name" x="{x:g}" y="{y + 19}">{room}</text>'
-        f'<text x="{x:g}" y="{y + 36}">{ROOMS[room]}</text>'
+        f'<rect x="{x - width / 2:g}" y="{y}" width="{width}" height="{BOX_H}" rx="6"/>'
+        f'<text class="name" x="{x:g}" y="{y + 19}">{box}</text>'
+        f'<text x="{x:g}" y="{y + 36}">{BOXES[box]}</text>'
     )
 
 

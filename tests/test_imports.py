@@ -151,7 +151,7 @@ def test_the_map_of_the_house_is_up_to_date() -> None:
 def test_every_arrow_of_the_map_points_down() -> None:
     found = house.arrows()
     floors = house.floors(found)
-    assert floors.keys() == house.ROOMS.keys()
+    assert floors.keys() == house.BOXES.keys()
     assert all(floors[upper] < floors[lower] for upper, lowers in found.items() for lower in lowers)
 
 
@@ -160,5 +160,5 @@ def test_the_layers_are_no_circle() -> None:
 
 
 def test_a_circle_is_caught() -> None:
-    with pytest.raises(ValueError, match="a circle: "):
+    with pytest.raises(ValueError, match="a cycle: "):
         house.floors({"a": {"b"}, "b": {"c", "a"}, "c": set()})

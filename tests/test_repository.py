@@ -9,6 +9,7 @@ import pytest
 
 import specdec
 from specdec import errors
+from tools.readme_plot import PLOT, draw
 
 ROOT = Path(__file__).parents[1]
 LINKS = ("draft", "verify", "state_slots", "kernels", "bench")
@@ -49,6 +50,11 @@ def test_version_stands_in_one_place() -> None:
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "specdec.__version__"}
     assert f"## {specdec.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_readmes_plot_is_drawn_by_the_tool() -> None:
+    assert PLOT.read_text("utf-8") == draw(), "run python -m tools.readme_plot"
+    assert f"docs/{PLOT.name}" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_console_script_exists() -> None:

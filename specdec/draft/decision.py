@@ -28,19 +28,18 @@ class DraftDecision:
     def reason(self) -> str:
         """Return a sentence that explains the decision."""
         if self.tokens is None or self.cost is None:
-            return f"{self._what} is fixed: adaptive is off"
-        gain = f"{self.tokens:.2f} tokens per step expected"
-        costs = f"{self._what}: {gain}, at {self.cost:.2f} x the time of a step"
+            return f"{self._what} in every step, whether it pays or not: adaptive is off"
+        gain = f"{self.tokens:.2f} tokens per step, at {self.cost:.2f} x the time of a step without drafts"
         if self.drafts:
-            return f"{costs} without drafts"
-        why = "" if self.tokens < self.cost or self.active else "; earlier estimates were too high"
-        return f"drafting is off: {costs} without drafts{why}"
+            return f"{self._what} is expected to give {gain}"
+        why = "" if self.tokens < self.cost or self.active else "; similar estimates were too high recently"
+        return f"drafting is off: {self._what} would give {gain}{why}"
 
     @property
     def _what(self) -> str:
         shape = self.shape
         if shape is None:
-            return "look-ups"
+            return "a looked-up draft"
         if shape.topk == 1:
             return f"a chain of {shape.num_steps}"
         return f"a tree of {shape.num_draft_tokens - 1}, {shape.num_steps} deep"

@@ -326,6 +326,8 @@ async def _server_info(request: web.Request, state: ServerState) -> web.Response
         **_reach_info(state),
         "models": {own.name: own.resident.status for own in state.served},
         "chat_template": not served.template.is_plain,
+        "tools": served.told and served.calls is not None,
+        **served.parsers,
         "writes": served.writes,
         "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
         **(_engine_info(served) if resident.engine and not resident.is_unloading else {}),

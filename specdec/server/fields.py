@@ -162,6 +162,6 @@ class IgnoredFields:
         for name in shown:
             if name not in self._logged and len(self._logged) < MOST_LOGGED:
                 self._logged.add(name)
-                logger.info("requests have the field %s, which is ignored (logged once)", name)
+                logger.info("ignoring the request field %s (logged once)", name)
         more = [f"+{len(names) - MOST_NAMES}"] if len(names) > MOST_NAMES else []
         return {IGNORED: ", ".join([*shown, *more])}

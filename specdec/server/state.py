@@ -34,8 +34,8 @@ from specdec.server.settings import Role, ServerConfig
 from specdec.server.switcher import Switcher
 from specdec.server.threads import LONG_S, ThreadPool
 from specdec.server.turns import Turns
-from specdec.text.answers.formats import call_format
-from specdec.text.answers.thinking import ThinkingFormat, thinking_format
+from specdec.text.answers.formats import CALL_FORMATS, call_format
+from specdec.text.answers.thinking import THINKING_FORMATS, ThinkingFormat, thinking_format
 from specdec.text.chat_template import LONGEST_ANSWER, load_template, longest_answer
 from specdec.text.grammar.guide import Form
 
@@ -277,6 +277,9 @@ class ServedModel:
         """The model's thinking markers, if any."""
         self.told = config.tool_call_parser == "none" or self.template.takes("tools")
         """Whether the template takes tools, or all are refused; otherwise chats ignore them."""
+        parsers = ", ".join(f"{kind}: {name or 'none'}" for kind, name in self.parsers.items())
+        remark = "" if self.told else "; chats ignore tools, as the chat template has none"
+        logger.info("%s: %s%s", self.name, parsers, remark)
         self.template_kwargs = config.template_kwargs
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
@@ -292,6 +295,13 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def parsers(self) -> dict[str, str | None]:
+        """Return the names of the formats in use of tool calls and thinking, by setting."""
+        calls = next((name for name, own in CALL_FORMATS.items() if own is self.calls), None)
+        thinking = next((name for name, own in THINKING_FORMATS.items() if own == self.thinking), None)
+        return {"tool_call_parser": calls, "reasoning_parser": thinking}
 
     @property
     def num_choices(self) -> int:

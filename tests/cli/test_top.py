@@ -104,7 +104,7 @@ def test_what_is_kept_counts_once() -> None:
     kept = reading().prefixes
     assert kept and (kept.states, kept.blocks) == (4, 30)
     text = "\n".join(lines(reading()))
-    assert "states: 4 held, 2 evicted overall" in text and "blocks: 30 held, 9 evicted overall" in text
+    assert "states: 4 cached, 2 evicted" in text and "blocks: 30 cached, 9 evicted" in text
     layout = {"block_bytes": MIB, "state_bytes": 0}
     arena = {**INFO["arena"], "kept_state_bytes": 0}
     kept = reading(layout=layout, arena=arena).prefixes
@@ -129,16 +129,16 @@ def test_rates_are_of_what_came_between() -> None:
     changed = {"steps": 120, "tokens": 350, "drafted": 480, "accepted": 230, "limited_by": {"states": 12}}
     now = reading(12.0, **changed, prefixes=kept)
     text = "\n".join(lines(now, CounterGrowth.between(before, now)))
-    assert "50.0 tokens/s" in text and "5.00 tokens a step now, 2.50 overall" in text
-    assert "100% of drafted tokens now, 48% overall" in text
+    assert "50.0 tokens/s" in text and "5.00 tokens per step now, 2.50 overall" in text
+    assert "100% of draft tokens now, 48% overall" in text
     assert "states 5 now, states 12 overall" in text
-    assert "90% of tokens found now, 63% overall" in text
+    assert "90% of prompt tokens cached now, 63% overall" in text
 
 
 def test_without_a_reading_before_nothing_is_known_of_now() -> None:
     text = "\n".join(lines(reading()))
-    assert "- tokens/s" in text and "- tokens a step now, 2.50 overall" in text
-    assert "- now, states 7 overall" in text and "- of tokens found now, 60% overall" in text
+    assert "- tokens/s" in text and "- tokens per step now, 2.50 overall" in text
+    assert "- now, states 7 overall" in text and "- of prompt tokens cached now, 60% overall" in text
 
 
 @pytest.mark.parametrize("counted", [{"steps": 4, "tokens": 10}, {"limited_by": {}}, {"prefixes": None}])
@@ -155,7 +155,7 @@ def test_what_was_before_a_server_was_away_is_no_beginning() -> None:
     for _ in range(5):
         asyncio.run(view.look())
         seen.append((view.growth and view.growth.seconds, view.trouble))
-    away = (None, "TimeoutError(); trying again")
+    away = (None, "TimeoutError(); retrying")
     assert seen == [(None, None), (1.0, None), away, (None, None), (1.0, None)]
 
 
@@ -199,6 +199,15 @@ def test_alpha_is_shown_where_it_is_told() -> None:
     assert "alpha 0.25" in "\n".join(lines(reading(prefixes={**INFO["prefixes"], "alpha": 0.25})))
 
 
+def test_the_drafting_decision_is_shown_and_wrapped() -> None:
+    assert "drafting   -" in lines(reading())
+    why = "drafting is off: a chain of 2 would give 1.10 tokens per step, at 1.30 x the time of a step"
+    drawn = lines(reading(speculation={"name": "none", "reason": why}), width=40)
+    at = next(i for i, line in enumerate(drawn) if line.startswith("drafting "))
+    said = [line[11:] for line in drawn[at : at + 5]]
+    assert " ".join(said).startswith(why) and max(map(len, drawn)) <= 40
+
+
 def test_what_a_server_says_is_not_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     (line,) = shown([[StyledText("a\x1b[2J\nb\tc\r")]], width=None, coloured=True)
@@ -222,9 +231,9 @@ def test_once_prints_one_picture(
         options[3:] = ["--api-key", KEY]
     assert main(["top", live.url + path, *options]) == 0
     text = capsys.readouterr().out
-    assert "\x1b" not in text and text.startswith(f"tiny at {live.url}, watched for 0:00:0")
-    assert f"specdec {__version__} on cpu in float32, record slots, drafts by suffix" in text
-    assert "0 running of at most" in text and "0.0 tokens/s" in text
+    assert "\x1b" not in text and text.startswith(f"tiny at {live.url}, polled for 0:00:0")
+    assert f"specdec {__version__} on cpu in float32, record slots, drafters: suffix" in text
+    assert "0 running (max " in text and "0.0 tokens/s" in text
     info, metrics = live.ask("/server_info", **WITH_KEY).json, live.metrics()
     assert info["tokens"] == total(metrics, "specdec:step_tokens_total") >= 39
     assert info["drafted"] == total(metrics, "vllm:spec_decode_num_draft_tokens_total") > 0
@@ -232,7 +241,7 @@ def test_once_prints_one_picture(
     assert info["moved_blocks"] == total(metrics, "specdec:moved_blocks_total")
     kept = info["prefixes"]
     assert kept["asked"] == total(metrics, "vllm:prefix_cache_queries_total") > 0
-    assert f"- of tokens found now, {kept['hit'] / kept['asked']:.0%} overall" in text
+    assert f"- of prompt tokens cached now, {kept['hit'] / kept['asked']:.0%} overall" in text
     assert f"{info['acceptance_length']:.2f} overall" in text
 
 
@@ -241,7 +250,7 @@ def test_once_prints_one_picture(
     [
         ("http://127.0.0.1:9", "no server at http://127.0.0.1:9; start one with `specdec serve MODEL`"),
         ("LIVE", "give --api-key, or --api-key-env"),
-        ("LIVE/nowhere", "it wants a key"),
+        ("LIVE/nowhere", "the key is missing or invalid"),
         ("ftp://nonsense", "url: 'ftp://nonsense' is not the address of a server"),
         ("9", "no server at http://127.0.0.1:9; start"),
         ("127.0.0.1:9/v1", "no server at http://127.0.0.1:9; start"),
@@ -334,7 +343,7 @@ class Watched:
 
 def test_a_terminal_is_drawn_over_in_place_until_q_and_is_given_back(live: Live) -> None:
     with Watched(live.url, "--api-key-env", ENV, **{ENV: KEY, "NO_COLOR": ""}) as watched:
-        text = watched.see("q or Ctrl-C ends it")
+        text = watched.see("q or Ctrl-C quits")
         assert ENTER in text and "\x1b[1mtiny" in text
         assert termios.tcgetattr(watched.theirs) != watched.before
         watched.resize(30, 6)
@@ -355,11 +364,11 @@ def test_a_terminal_is_drawn_over_in_place_until_q_and_is_given_back(live: Live)
 @pytest.mark.parametrize("number", only({signal.SIGINT}, [signal.SIGINT, signal.SIGTERM]))
 def test_a_server_that_is_away_is_waited_for(number: int) -> None:
     with Live("--draft", "none") as live, Watched(live.url, NO_COLOR="1") as watched:
-        text = watched.see("q or Ctrl-C ends it")
+        text = watched.see("q or Ctrl-C quits")
         assert not CODES.search(text) and "tiny at" in text
         live.stop()
-        text = watched.see("`specdec serve MODEL`; trying again")
+        text = watched.see("`specdec serve MODEL`; retrying")
         text = watched.see("q or Ctrl-C")
-        assert text.index("what follows it said 0:00:") < text.index("running of at most")
+        assert text.index("the figures below are 0:00:") < text.index("running (max")
         watched.process.send_signal(number)
         watched.end()

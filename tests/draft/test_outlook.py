@@ -23,7 +23,7 @@ def test_drafts_that_are_fixed_are_called_so(graphs: bool) -> None:
         engine.generate(PROMPT, SamplingParams(max_tokens=8))
         told = engine.stats().speculation
     assert told and (told.name, told.tokens, told.cost) == ("a chain of 3", None, None)
-    assert told.reason == "a chain of 3 is fixed: adaptive is off"
+    assert told.reason == "a chain of 3 in every step, whether it pays or not: adaptive is off"
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -33,23 +33,24 @@ def test_what_was_decided_is_told_with_its_figures(graphs: bool) -> None:
         told = engine.stats().speculation
     assert told and told.tokens and told.cost and told.tokens >= 1 and told.cost > 0
     assert (told.name == "none") == told.reason.startswith("drafting is off: ")
-    assert f"{told.tokens:.2f} tokens per step expected, at {told.cost:.2f} x" in told.reason
+    assert f"{told.tokens:.2f} tokens per step, at {told.cost:.2f} x the time" in told.reason
 
 
 def test_reasons_by_hand() -> None:
     chain, tree = DraftShape(2, 1, 3), DraftShape(3, 4, 8)
     assert DraftDecision(True, tree, 2.5, 1.25).reason == (
-        "a tree of 7, 3 deep: 2.50 tokens per step expected, at 1.25 x the time of a step without drafts"
+        "a tree of 7, 3 deep is expected to give 2.50 tokens per step, at 1.25 x the time of a step "
+        "without drafts"
     )
-    assert DraftDecision(True, None, 2.5, 1.25).name == "look-ups"
+    assert DraftDecision(True, None, 2.5, 1.25).name == "a looked-up draft"
     off = DraftDecision(False, chain, 1.1, 1.3)
     assert (off.name, off.reason) == (
         "none",
-        "drafting is off: a chain of 2: 1.10 tokens per step expected, at 1.30 x the time of a step without "
-        "drafts",
+        "drafting is off: a chain of 2 would give 1.10 tokens per step, at 1.30 x the time of a step "
+        "without drafts",
     )
     assert DraftDecision(False, chain, 2.0, 1.3, active=False).reason.endswith(
-        "earlier estimates were too high"
+        "estimates were too high recently"
     )
 
 

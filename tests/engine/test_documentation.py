@@ -1,4 +1,4 @@
-"""The Python examples in docs/python.md and the README run unchanged."""
+"""The Python examples in docs/python.md, docs/drafters.md and the README run unchanged."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
     pytest.param(block, id=f"{name}-{number}")
-    for name in ("docs/python.md", "README.md")
+    for name in ("docs/python.md", "docs/drafters.md", "README.md")
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text("utf-8"), re.M | re.S)
     )

@@ -1,4 +1,4 @@
-"""The curl and Python examples of docs/serving.md and docs/api.md work beside `make serve`."""
+"""The examples of docs/serving.md and docs/api.md work beside `make serve`; that on agents beside its own."""
 
 import json
 import re
@@ -64,6 +64,17 @@ def test_a_curl_command_works_as_pasted(live: Live, block: str) -> None:
 def test_a_python_block_works_as_pasted(live: Live, block: str) -> None:
     run = [sys.executable, "-c", at(live, block)]
     assert subprocess.run(run, capture_output=True, check=True, timeout=120).stdout.strip()
+
+
+def test_both_official_clients_get_the_forced_calls_of_the_page() -> None:
+    page = (ROOT / "docs/clients.md").read_text("utf-8").partition("## Coding agents\n")[2]
+    options = re.search(r"`specdec serve tiny (--tool-call-parser \w+)`", page)
+    block = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert options and block and block[1].count(ADDRESS) == 2
+    with Live(*options[1].split()) as live:
+        run = [sys.executable, "-c", block[1].replace(ADDRESS, live.url)]
+        said = subprocess.run(run, capture_output=True, check=True, timeout=120, text=True).stdout
+    assert said.count("name='read_file'") == 2 and "ToolUseBlock(" in said
 
 
 def test_the_page_begins_with_both() -> None:

@@ -109,6 +109,8 @@ def test_tools_without_a_place_in_the_template_leave_a_text(
             assert message.tool_calls is None
     assert text == SAID
     assert raw.headers[IGNORED] == ("tools, tool_choice" if choice == "auto" else "tools")
+    info = scripted.ask("/server_info").json
+    assert (info["tools"], info["tool_call_parser"], info["reasoning_parser"]) == (False, None, None)
 
 
 def test_a_call_that_must_be_made_is_refused_there(scripted: Live) -> None:

@@ -8,8 +8,8 @@ class TopOptions(Settings):
     """Options of `specdec top`."""
 
     url: str = text("http://127.0.0.1:8000", "a specdec server, as a URL, HOST[:PORT] or PORT")
-    model: str | None = text(None, "of several models the one to show; default: one that is warm")
-    interval: float = positive(1.0, "between two polls")
-    once: bool = switch(False, "print one picture, of two polls, and end")
-    api_key: str | None = text(None, "the key; other users of the machine can read it there")
-    api_key_env: str | None = text(None, "the environment variable that holds the key")
+    model: str | None = text(None, "one of several models; default: a warm one")
+    interval: float = positive(1.0, "seconds between two polls")
+    once: bool = switch(False, "print one snapshot, after two polls, and exit")
+    api_key: str | None = text(None, "API key; other users of the machine can see it")
+    api_key_env: str | None = text(None, "environment variable that holds the key")

@@ -1,6 +1,7 @@
 """A server's reading as lines for a terminal of any size, with or without colours."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import NamedTuple
 
 from specdec.cli.text import ACCEPTED, PLAIN, binary, visible
@@ -35,10 +36,10 @@ def picture(reading: ServerReading, growth: CounterGrowth | None, width: int) ->
     """Draw a server; without growth, current rates are unknown."""
     drafters = ", ".join(reading.drafters) or "none"
     lines: list[Line] = [
-        [StyledText(f"specdec {reading.version} on {reading.runs}, drafts by {drafters}")],
+        [StyledText(f"specdec {reading.version} on {reading.runs}, drafters: {drafters}")],
         [],
         *_requests(reading, growth),
-        *_speculation(reading, growth),
+        *_speculation(reading, growth, width),
         [],
         *_arena(reading.arena, width),
         [],
@@ -46,11 +47,11 @@ def picture(reading: ServerReading, growth: CounterGrowth | None, width: int) ->
     if reading.prefixes:
         lines += _prefixes(reading.prefixes, reading.counts, growth)
     else:
-        lines.append(_named("prefixes", "none are kept: the server runs with --no-prefix-cache"))
-    moved = f"{reading.counts['moved_blocks']:,} blocks, to leave whole slabs to others"
+        lines.append(_named("prefixes", "not cached: the server runs with --no-prefix-cache"))
+    moved = f"{reading.counts['moved_blocks']:,} blocks, to free whole slabs"
     preempted, failed = reading.counts["preemptions"], reading.counts["failed_steps"]
-    trouble = f"{preempted:,} preemptions, {failed:,} failed steps"
-    return [*lines, _named("moved", moved), _named("trouble", trouble, ALARM if failed else "")]
+    failures = f"{failed:,} failed steps; {preempted:,} preemptions"
+    return [*lines, _named("moved", moved), _named("failures", failures, ALARM if failed else "")]
 
 
 def heading(
@@ -58,11 +59,11 @@ def heading(
 ) -> list[Line]:
     """Draw the header: the server, its failure if unreachable, and the age of the reading."""
     names = [StyledText(f"{model} ", BOLD)] if model else []
-    lines: list[Line] = [[*names, StyledText(f"at {url}, watched for {_clock(watched_s)}")]]
+    lines: list[Line] = [[*names, StyledText(f"at {url}, polled for {_clock(watched_s)}")]]
     if trouble:
         lines.append([StyledText(trouble, ALARM)])
         if read_s is not None:
-            lines.append([StyledText(f"what follows it said {_clock(read_s)} ago", ALARM)])
+            lines.append([StyledText(f"the figures below are {_clock(read_s)} old", ALARM)])
     return lines
 
 
@@ -88,8 +89,8 @@ def _clock(seconds: float) -> str:
 def _requests(reading: ServerReading, growth: CounterGrowth | None) -> list[Line]:
     now = _counted(growth.limited_by) or "nothing" if growth else UNKNOWN
     total = _counted(reading.limited_by) or "nothing"
-    running = f"{reading.running} running of at most {reading.max_running}, {reading.waiting} waiting"
-    return [_named("requests", running), _named("short of", f"{now} now, {total} overall (steps)")]
+    running = f"{reading.running} running (max {reading.max_running}), {reading.waiting} waiting"
+    return [_named("requests", running), _named("limited by", f"{now} now, {total} overall (steps)")]
 
 
 def _counted(counts: Mapping[str, int]) -> str:
@@ -97,18 +98,21 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in often if count)
 
 
-def _speculation(reading: ServerReading, growth: CounterGrowth | None) -> list[Line]:
+def _speculation(reading: ServerReading, growth: CounterGrowth | None, width: int) -> list[Line]:
     new, counts = growth.counts if growth else {}, reading.counts
     speed = f"{new['tokens'] / growth.seconds:,.1f}" if growth else UNKNOWN
     length = f"{new['tokens'] / new['steps']:.2f}" if new.get("steps") else UNKNOWN
     overall = f"{reading.acceptance_length:.2f}" if counts["steps"] else UNKNOWN
     taken, ever = _share(new, "accepted", "drafted"), _share(counts, "accepted", "drafted")
     depths = " ".join(f"{share:.0%}" for share in reading.per_depth)
+    first, *more = wrap(reading.drafting or UNKNOWN, max(min(width, WIDEST) - MARGIN, NARROWEST))
     return [
         _named("speed", f"{speed} tokens/s", ACCEPTED),
-        _named("accepted", f"{length} tokens a step now, {overall} overall"),
-        _named("", f"{taken} of drafted tokens now, {ever} overall"),
+        _named("acceptance", f"{length} tokens per step now, {overall} overall"),
+        _named("", f"{taken} of draft tokens now, {ever} overall"),
         _named("by depth", f"{depths or UNKNOWN} overall"),
+        _named("drafting", first),
+        *(_named("", line) for line in more),
     ]
 
 
@@ -137,10 +141,10 @@ def _prefixes(
     now, overall = _share(new, "hit", "asked"), _share(counts, "hit", "asked")
     policy = "" if prefixes.alpha is None else f"; alpha {prefixes.alpha:g}"
     return [
-        _named("prefixes", f"{now} of tokens found now, {overall} overall"),
-        _named("", f"{counts['fetched']:,} tokens fetched from the host's memory overall"),
-        _named("", f"states: {prefixes.states:,} held, {counts['states_evicted']:,} evicted overall"),
-        _named("", f"blocks: {prefixes.blocks:,} held, {counts['blocks_evicted']:,} evicted overall{policy}"),
+        _named("prefixes", f"{now} of prompt tokens cached now, {overall} overall"),
+        _named("", f"{counts['fetched']:,} tokens loaded from host memory overall"),
+        _named("", f"states: {prefixes.states:,} cached, {counts['states_evicted']:,} evicted"),
+        _named("", f"blocks: {prefixes.blocks:,} cached, {counts['blocks_evicted']:,} evicted{policy}"),
     ]
 
 

@@ -41,6 +41,8 @@ class ServerReading:
     """Counters."""
     limited_by: Mapping[str, int]
     """Steps that a resource limited, by resource."""
+    drafting: str | None = None
+    """Which drafts run now and why; None before the first decision."""
     others: int = 0
     """Number of the server's other models."""
 
@@ -77,6 +79,7 @@ class ServerReading:
             else None,
             counts=counts,
             limited_by={str(name): int(count) for name, count in info["limited_by"].items()},
+            drafting=str(info["speculation"]["reason"]) if info.get("speculation") else None,
             others=max(len(info.get("models", ())) - 1, 0),
         )
 

@@ -52,7 +52,7 @@ class ServerPoller:
             warm = next((name for name, state in states.items() if state == "warm"), None)
             info = await self._info(warm) if warm else info
         if "steps" not in info and (state := info.get("models", {}).get(info["model"])):
-            raise ValueError(f"the model {info['model']!r} is {state}: it has figures once it is loaded")
+            raise ValueError(f"the model {info['model']!r} is {state}: no figures until it is loaded")
         return ServerReading.of(info, time.monotonic())
 
     async def _info(self, model: str | None) -> Mapping[str, Any]:
@@ -71,14 +71,14 @@ class ServerPoller:
     def _refusal(self, error: Exception) -> str | None:
         """Explain an HTTP status that the user's options caused."""
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 401:
-            return "it wants a key, or another one: give --api-key, or --api-key-env with its variable"
+            return "the key is missing or invalid: give --api-key, or --api-key-env with its variable"
         if isinstance(error, aiohttp.ClientResponseError) and error.status == 404 and self.model:
-            return f"it serves no model {self.model!r} (--model), or is no specdec"
+            return f"it does not serve the model {self.model!r} (--model), or is not specdec"
         return None
 
 
 async def _once(url: str, key: str | None, model: str | None, interval_s: float) -> None:
-    """Print one picture, from two readings, to include rates."""
+    """Print one snapshot, from two readings, to include rates."""
     source = ServerPoller(url, key, model)
     async with source.session:
         try:
@@ -145,7 +145,7 @@ class TopView:
         try:
             now = await self.source.read()
         except FAILURES as error:
-            self.growth, self.trouble = None, f"{self.source.why(error)}; trying again"
+            self.growth, self.trouble = None, f"{self.source.why(error)}; retrying"
             return
         goes_on = self.reading is not None and self.trouble is None
         self.growth = CounterGrowth.between(self.reading, now) if self.reading and goes_on else None
@@ -160,7 +160,7 @@ class TopView:
         else:
             lines = heading(reading.shown, url, watched_s, self.trouble, now_s - reading.at_s)
             lines += picture(reading, self.growth, width)
-        ends = "Ctrl-C ends it" if self.screen.keys is None else "q or Ctrl-C ends it"
+        ends = "Ctrl-C quits" if self.screen.keys is None else "q or Ctrl-C quits"
         lines += [[], [StyledText(ends)]]
         self.screen.draw(shown(lines, width=width, coloured=paints("auto")))
 

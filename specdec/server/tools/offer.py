@@ -87,8 +87,8 @@ def make_offer(
     if form is None:
         raise Failure(
             400,
-            "tools: the chat template does not show this model's tool call format; start the server with "
-            f"--tool-call-parser {', '.join(CALL_FORMATS)} if it is one of these, or leave tools out.",
+            "tools: the chat template does not show this model's tool call format; name it with "
+            f"--tool-call-parser ({', '.join(sorted(CALL_FORMATS))}), or leave tools out.",
             param="tools",
         )
     structure = None
