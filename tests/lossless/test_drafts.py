@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,9 @@ def plain(folder: Path, count: int, **changes: object) -> list[Case]:
         return ask(engine, count, **changes)
 
 
+plain_once = cache(plain)
+
+
 @pytest.mark.parametrize("family", HEADS)
 def test_heads_agree_in_part(folder: Folder, family: str) -> None:
     """Validates these tests: a head's chains and trees are rejected, partly accepted and fully accepted."""
@@ -83,7 +87,7 @@ def test_heads_agree_in_part(folder: Folder, family: str) -> None:
 @pytest.mark.parametrize("backing", BACKINGS)
 @pytest.mark.parametrize("family", only(EVERY_CELL, REPRESENTATIVES))
 def test_deep_trees_and_full_acceptance(folder: Folder, family: str, backing: str) -> None:
-    cases = plain(folder(family), 6)
+    cases = plain_once(folder(family), 6)
     outcomes = Counter[str]()
     for rate, fields in (
         (1.0, {"num_steps": 15, "topk": 1, "num_draft_tokens": 16}),
@@ -114,7 +118,7 @@ def test_a_shape_chosen_by_the_clock_changes_nothing(
         *(Costs, "observe"),
         lambda own, rows, width, _, groups=1: observe(own, rows, width, rng.uniform(0.5, 1.5), groups),
     )
-    cases = plain(folder(family), 8)
+    cases = plain_once(folder(family), 8)
     tree = {} if only_chains(drafter) else {"topk": 2, "num_draft_tokens": 6}
     fields = {"num_steps": 3, "adaptive": True, **tree}
     with drafting_engine(folder(family), drafter, cases, **fields) as (engine, _):
@@ -181,7 +185,7 @@ def test_a_text_ends_inside_an_accepted_path(folder: Folder, shape: str, end: st
 @pytest.mark.parametrize("backing", BACKINGS)
 @pytest.mark.parametrize("drafter", ["mtp", "self-int4", "oracle"])
 def test_cancelling_in_mid_draft_returns_all_memory(folder: Folder, drafter: str, backing: str) -> None:
-    cases = plain(folder("qwen3_5"), 6)
+    cases = plain_once(folder("qwen3_5"), 6)
     shape = SHAPES["chain" if only_chains(drafter) else "tree"]
     with drafting_engine(folder("qwen3_5"), drafter, cases, slots=backing, **shape) as (engine, _):
 
