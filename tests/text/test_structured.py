@@ -156,9 +156,6 @@ def test_a_grammar_that_takes_ever_longer_is_given_up(engines: list[SpecEngine])
         )
         with pytest.raises(RequestError, match="too long or too much memory"):
             engine.generate(["x"], slow)
-        short = slow.model_copy(update={"max_tokens": 3, "min_tokens": 3})
-        (own,) = engine.generate(["x"], short)
-        assert own.text == "xxx"
         (own,) = engine.generate(["x"], SamplingParams(max_tokens=5, ignore_eos=True))
         assert len(own.token_ids) == 5
 
