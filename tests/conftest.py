@@ -1,9 +1,10 @@
-"""Session-wide fixtures: random checkpoints, and processes with xgrammar loaded."""
+"""Session-wide fixtures: random checkpoints, and grammar processes."""
 
 import gc
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from specdec.bench.random_model import write_random_checkpoint
 from specdec.bench.report import cpu_model
 from specdec.kernels.native import instruction_sets
 from specdec.kernels.native.threads import dismiss_helpers
+from specdec.models.folder import SHIPPED
 from specdec.text.grammar import compiler, template
 from specdec.text.grammar.template import Template
 from tests.forked import FORKING
@@ -144,7 +146,7 @@ def folder(family_folder: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_grammar_processes() -> Iterator[None]:
-    """Fork grammar processes from a process that has xgrammar loaded: importing it takes 2 s."""
+    """Fork grammar processes from a process that has its imports loaded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template, "subprocess", FORKING)
         yield
@@ -158,8 +160,8 @@ class SharedTemplate(Template):
 
 
 @pytest.fixture(scope="session")
-def grammar_processes() -> Iterator[dict[tuple[str, int, tuple[int, ...]], SharedTemplate]]:
-    made: dict[tuple[str, int, tuple[int, ...]], SharedTemplate] = {}
+def grammar_processes() -> Iterator[dict[str, SharedTemplate]]:
+    made: dict[str, SharedTemplate] = {}
     yield made
     for own in made.values():
         Template.close(own)
@@ -167,16 +169,31 @@ def grammar_processes() -> Iterator[dict[tuple[str, int, tuple[int, ...]], Share
 
 @pytest.fixture(scope="module")
 def shared_grammar_process(
-    grammar_processes: dict[tuple[str, int, tuple[int, ...]], SharedTemplate],
+    grammar_processes: dict[str, SharedTemplate],
 ) -> Iterator[None]:
     """Start one grammar process per vocabulary for all engines: saves 50 ms, a thousand times."""
 
-    def share(tokenizer: str, vocab: int, eos: list[int]) -> Template:
-        key = tokenizer, vocab, tuple(eos)
+    def share(*setup: Any) -> Template:
+        key = repr(setup)
         if key not in grammar_processes:
-            grammar_processes[key] = SharedTemplate(tokenizer, vocab, eos)
+            grammar_processes[key] = SharedTemplate(*setup)
         return grammar_processes[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "Template", share)
         yield
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Iterator[Any]:
+    """Return the shipped model's, while grammars have no time limits: these would end this process."""
+    from llguidance import LLTokenizer  # a bare GPU machine has none
+
+    from specdec.text.grammar import child
+
+    text = (SHIPPED["tiny"] / "tokenizer.json").read_text("utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "Alarm", lambda _: nullcontext())
+        patch.setattr(child, "LATEST_S", 0.0)
+        patch.setattr(child, "PROMPT_S", 1000.0)
+        yield child.Vocabulary(LLTokenizer(text, eos_token=[0]), 512, (0,))

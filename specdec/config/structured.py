@@ -7,7 +7,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from specdec.config.base import Settings, contradiction, plain
 from specdec.config.fields import switch
-from specdec.config.json_schema import unread_form
 
 LONGEST = 32 << 10
 """Maximum characters of a grammar source: one of a thousand properties takes seconds to compile."""
@@ -52,12 +51,12 @@ class Structure(Settings):
     )
     grammar: Text | None = Field(
         None,
-        title="text of this grammar; its first rule is `root`",
-        description="a grammar in EBNF (root ::= …), or None",
+        title="text of this grammar: EBNF whose first rule is `root`, or Lark",
+        description="a grammar in EBNF (root ::= …) or Lark (start: …), or None",
     )
     structural_tag: Json = Field(
         None,
-        title="texts and schemas between tags, in xgrammar's format",
+        title="texts and schemas between tags, in vLLM's format",
         description="a structural tag, as a mapping or a text, or None",
     )
 
@@ -73,8 +72,6 @@ class Structure(Settings):
         if len(self.source) > LONGEST:
             size = len(self.source)
             raise contradiction(self.kind, f"it has {size:,} characters and may have {LONGEST:,}.")
-        if found := unread_form(self.kind, getattr(self, self.kind)):
-            raise contradiction(self.kind, f"{found}.")
         return self
 
     @property

@@ -71,7 +71,7 @@ class StructuredOutputs(BaseModel):
     regex: str | None = None
     choice: Many[str] | None = None
     grammar: str | None = Field(None, description="in EBNF; its first rule is root")
-    structural_tag: dict[str, Any] | str | None = Field(None, description="as xgrammar describes them")
+    structural_tag: dict[str, Any] | str | None = Field(None, description="as in vLLM")
 
     @property
     def structure(self) -> Structure:

@@ -245,7 +245,7 @@ def test_what_serves_or_measures_does_not_import_transformers() -> None:
         "from specdec import SpecEngine, SamplingParams, Structure\n"
         "with SpecEngine('tiny', memory_bytes='64MiB', max_model_len=256) as engine:\n"
         "    engine.generate('x', SamplingParams(max_tokens=2))\n"
-        "print('transformers' in sys.modules, 'xgrammar' in sys.modules)"
+        "print('transformers' in sys.modules, 'llguidance' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert ran.stdout.split() == ["False", "False"], ran.stderr

@@ -1,4 +1,4 @@
-"""Many engines are opened here: they share the process with xgrammar loaded."""
+"""Many engines are opened here: they share the grammar process."""
 
 import pytest
 

@@ -70,7 +70,7 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     ],
 }
 """Keyed by the values of the capability table's sampling axis."""
-if find_spec("xgrammar") is None:  # as on a bare GPU machine
+if find_spec("llguidance") is None:  # as on a bare GPU machine
     FEATURES = {**FEATURES, "structured": [own for own in FEATURES["structured"] if "min_tokens" in own]}
 
 

@@ -1,4 +1,4 @@
-"""Hundreds of engines are opened here: they share plain outputs and the process with xgrammar loaded."""
+"""Hundreds of engines are opened here: they share plain outputs and the grammar process."""
 
 from collections.abc import Callable
 from functools import cache

@@ -44,7 +44,7 @@ PLACES: dict[str, tuple[type, str]] = {
 """Places in a step, with the function that raises after its work."""
 FILE = "FAULT"
 PATIENCE_S = 8.0
-"""Compile timeout here: twice the time to load xgrammar on an idle machine."""
+"""Compile timeout here: several times what a grammar takes on an idle machine."""
 
 
 def told(place: str, file: Path) -> bool:

@@ -134,7 +134,6 @@ def test_a_budget_ends_thinking_and_the_answer_goes_on(live: Live, name: str) ->
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_form_begins_behind_thinking(live: Live, mode: str) -> None:
-    pytest.importorskip("xgrammar")
     body = asked(tools=None, structured_outputs={"regex": "(yes|no), [0-9]{3}"}, **MODES[mode])
     plain = message(live, body | {"speculate": False})
     assert plain["reasoning_content"] == THOUGHT and message(live, body) == plain

@@ -139,6 +139,6 @@ def test_a_form_that_was_refused_gives_its_place_back_without_the_collector() ->
                 refused = Structure(regex=f"[{number}")
                 compiling = engine.begin_form(SamplingParams(structured_outputs=refused))
                 assert compiling
-                assert "Unclosed" in str(compiling.exception(60))
+                assert "unclosed" in str(compiling.exception(60))
         finally:
             gc.enable()

@@ -1,224 +1,260 @@
-"""JSON schema keywords that xgrammar ignores are refused by name, the others accepted."""
+"""Grammars of each kind: what they accept, what is refused by name, and what specdec adds to a schema."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
-from hypothesis import strategies as some
 
-from specdec import ConfigError, Structure
-from specdec.config import json_schema
-from specdec.config.json_schema import BESIDE, FORMATS, HEADS, NEVER, UNREAD_FORMATS, unread
-from specdec.text.grammar.child import BLANKS
+from specdec.text.grammar.child import Vocabulary, compile_grammar
+from specdec.text.grammar.wire import Job, Kind
+from tests.text.forms import accepts
 
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 TWO = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
 NAMES = {"type": "object", "additionalProperties": INTEGER}
 KINDS = {"$defs": {"text": TEXT}}
 
-READ_OVER: list[tuple[str, dict[str, Any], Any]] = [
-    ("not", {**TEXT, "not": {"const": "x"}}, "x"),
-    ("if", {**TWO, "if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"a": 1}),
-    ("multipleOf", {"type": "number", "multipleOf": 0.5}, 0.3),
-    ("multipleOf", {**INTEGER, "multipleOf": 7, "minimum": 0}, 8),
-    ("uniqueItems", {"type": "array", "items": INTEGER, "uniqueItems": True}, [1, 1]),
-    ("contains", {"type": "array", "items": INTEGER, "contains": {"const": 5}}, [1]),
-    ("contains", {"type": "array", "items": INTEGER, "contains": {"const": 5}, "maxContains": 1}, [5, 5]),
-    ("dependentRequired", {**TWO, "dependentRequired": {"a": ["b"]}}, {"a": 1}),
-    ("dependentSchemas", {**TWO, "dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}),
-    ("dependencies", {**TWO, "dependencies": {"a": ["b"]}}, {"a": 1}),
-    ("$dynamicRef", {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", **TEXT}}}, 1),
-    ("$recursiveRef", {"type": "object", "properties": {"a": {"$recursiveRef": "#"}}}, {"a": 3}),
-    ("$ref", {"$ref": "https://example.com/schema"}, 1),
-    ("$ref", {"$defs": {"text": {"$anchor": "here", **TEXT}}, "$ref": "#here"}, 1),
-    ("minLength beside $ref", {**KINDS, "$ref": "#/$defs/text", "minLength": 3}, "x"),
-    ("type beside $ref", {**KINDS, "$ref": "#/$defs/text", "type": "integer"}, "x"),
-    ("minLength beside enum", {"enum": ["a", "bbb"], "minLength": 2}, "a"),
-    ("type beside enum", {**TEXT, "enum": ["a", 1]}, 1),
-    ("type beside const", {**TEXT, "const": 1}, 1),
-    ("anyOf beside enum", {"enum": ["a", "b"], "anyOf": [{"const": "a"}]}, "b"),
-    ("properties beside anyOf", {**TWO, "anyOf": [{"properties": {"c": TEXT}}]}, {"c": "x"}),
-    ("type beside anyOf", {**TEXT, "anyOf": [{"const": 1}, {"const": "a"}]}, 1),
-    ("allOf with several schemas", {"allOf": [{**TEXT, "minLength": 2}, {**TEXT, "maxLength": 3}]}, 1),
-    ("minimum without type", {"minimum": 3}, 2),
-    ("minLength without type", {"minLength": 3}, "a"),
-    ("required without type", {"required": ["a"]}, {}),
-    ("minItems without type", {"minItems": 1}, []),
-    ("patternProperties without type", {"patternProperties": {"^a": INTEGER}}, {"a": "x"}),
-    ("minLength beside pattern", {**TEXT, "pattern": "^a+$", "minLength": 3}, "aa"),
-    ("maxLength beside pattern", {**TEXT, "pattern": "^a+$", "maxLength": 3}, "aaaa"),
-    ("maxLength beside format", {**TEXT, "format": "date", "maxLength": 3}, "2020-01-01"),
-    ("pattern beside format", {**TEXT, "format": "date", "pattern": "^2"}, "1020-01-01"),
-    ("a look-ahead", {**TEXT, "pattern": "^(?!a)[a-z]*$"}, "ab"),
-    ("required 'z'", {**TWO, "required": ["a", "z"]}, {"a": 1}),
-    ("required 'z'", {**NAMES, "required": ["z"]}, {}),
-    ("propertyNames", {**NAMES, "properties": {"y": INTEGER}, "propertyNames": {"pattern": "^x"}}, {"y": 1}),
-    ("propertyNames", {**NAMES, "patternProperties": {"y": {}}, "propertyNames": {"const": "x"}}, {"y": "s"}),
-    (
-        "patternProperties with several",
-        {"type": "object", "patternProperties": {"^x": INTEGER, "^xy": TEXT}},
-        {"xy": "s"},
-    ),
-    (
-        "patternProperties beside properties",
-        {"type": "object", "properties": {"x": {}}, "patternProperties": {"^x": TEXT}},
-        {"x": 1},
-    ),
-    *((f"format {name}", {**TEXT, "format": name}, "( {") for name in sorted(UNREAD_FORMATS)),
-]  # fmt: skip
-"""The named keyword, a schema, and a value that violates it."""
-READ: list[tuple[dict[str, Any], Any, Any]] = [
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("not", {**TEXT, "not": {"const": "x"}}),
+    ("if", {**TWO, "if": {"required": ["a"]}, "then": {"required": ["b"]}}),
+    ("uniqueItems", {"type": "array", "items": INTEGER, "uniqueItems": True}),
+    ("contains", {"type": "array", "items": INTEGER, "contains": {"const": 5}}),
+    ("dependentRequired", {**TWO, "dependentRequired": {"a": ["b"]}}),
+    ("dependentSchemas", {**TWO, "dependentSchemas": {"a": {"required": ["b"]}}}),
+    ("$dynamicRef", {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", **TEXT}}}),
+    ("$recursiveRef", {"type": "object", "properties": {"a": {"$recursiveRef": "#"}}}),
+    ("https://example.com", {"$ref": "https://example.com/schema"}),
+    ("look-ahead", {**TEXT, "pattern": "^(?!a)[a-z]*$"}),
+    ("propertyNames", {**NAMES, "properties": {"y": INTEGER}, "propertyNames": {"pattern": "^x"}}),
+    ("propertyNames", {**NAMES, "propertyNames": {"maxLength": 1}}),
+    ("not disjoint", {"type": "object", "patternProperties": {"^x": INTEGER, "^xy": TEXT}}),
+    ("unevaluatedProperties", {"allOf": [TWO], "unevaluatedProperties": False}),
+]
+"""A part of the message, and a schema that is refused wherever it is."""
+UNSATISFIABLE: list[tuple[str, dict[str, Any]]] = [
+    ("incompatible types", {**TEXT, "const": 1}),
+    ("anyOf is empty", {"anyOf": []}),
+    ("anyOf is empty", {"enum": []}),
+    ("minimum (5) is greater", {**INTEGER, "minimum": 5, "maximum": 3}),
+    ("Invalid type", {"type": "odd"}),
+    ("no text has this form", {"$ref": "#"}),
+]
+ENFORCED: list[tuple[dict[str, Any], Any, Any]] = [
     ({**INTEGER, "minimum": 3, "exclusiveMaximum": 7}, 7, 3),
     ({"type": "number", "exclusiveMinimum": 3, "maximum": 7.5}, 3, 7.5),
+    ({"type": "number", "multipleOf": 0.5}, 0.3, 1.5),
+    ({**INTEGER, "multipleOf": 7, "minimum": 0}, 8, 14),
     ({**TEXT, "minLength": 2, "maxLength": 3}, "abcd", "ab"),
     ({**TEXT, "pattern": r"^\(?=[a-c]$"}, "(b", "(=b"),
-    ({**TEXT, "pattern": "^a+$", "minLength": 0}, "b", "a"),
+    ({**TEXT, "pattern": "b"}, "aaa", "abc"),
+    ({**TEXT, "pattern": "^a+$", "minLength": 3}, "aa", "aaa"),
+    ({**TEXT, "format": "date", "pattern": "^2"}, "1020-01-01", "2020-01-01"),
     ({**TEXT, "format": "made-up", "maxLength": 3}, "abcd", "abc"),
     ({"type": ["string", "integer"], "minLength": 2, "minimum": 5}, 3, 6),
+    ({"minimum": 3}, 2, "x"),
     ({"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2, "uniqueItems": False}, [], [1, 1]),
     ({"type": "array", "prefixItems": [INTEGER], "items": TEXT}, [1, 2], [1, "x"]),
-    ({"items": INTEGER, "minItems": 2}, [1], [1, 1]),
     ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False}, [1, 2], [1]),
     ({**TWO, "required": ["b"], "additionalProperties": False}, {"a": 1}, {"b": 1}),
-    ({"properties": {"a": INTEGER}, "required": ["a"]}, {}, {"a": 1}),
+    ({"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}, {}, {"a": 1}),
+    ({**TWO, "required": ["a", "z"]}, {"a": 1}, {"a": 1, "z": 2}),
+    ({**NAMES, "required": ["z"]}, {"y": 1}, {"z": 1}),
     ({**NAMES, "minProperties": 1, "maxProperties": 2}, {}, {"x": 1}),
-    ({**NAMES, "propertyNames": {"maxLength": 1}}, {"xy": 1}, {"x": 1}),
-    ({**NAMES, "propertyNames": {"enum": ["x"]}}, {"y": 1}, {"x": 1}),
+    ({**NAMES, "propertyNames": {"enum": ["x", "y"]}}, {"z": 1}, {"x": 1, "y": 2}),
+    ({**NAMES, "propertyNames": {**TEXT, "pattern": "^x"}}, {"y": 1}, {"xy": 1}),
+    ({**NAMES, "propertyNames": TEXT}, {"x": "s"}, {"x": 1}),
     ({"type": "object", "patternProperties": {"^x": INTEGER}}, {"x": "s"}, {"x": 1}),
-    ({**TEXT, "enum": ["a", "b"], "format": "made-up"}, "c", "a"),
-    ({"type": ["string", "null"], "enum": ["a", None]}, "c", None),
-    ({"type": "number", "enum": [1, 2.5]}, 3, 1),
-    ({"const": 3, **INTEGER}, 4, 3),
+    ({"type": "object", "properties": {"x": {}}, "patternProperties": {"^x": TEXT}}, {"x": 1}, {"x": "s"}),
+    ({**TEXT, "enum": ["a", 1]}, 1, "a"),
+    ({"enum": ["a", "bbb"], "minLength": 2}, "a", "bbb"),
+    ({"enum": ["a", "b"], "anyOf": [{"const": "a"}]}, "b", "a"),
+    ({"const": {"properties": {}}}, {"properties": 2}, {"properties": {}}),
     ({**TEXT, "oneOf": [{"const": "a"}, {"enum": ["b"]}]}, "c", "b"),
-    ({"type": "object", "anyOf": [{"properties": {"a": INTEGER}}]}, {"a": "x"}, {"a": 1}),
-    ({"type": "object", "anyOf": [TWO]}, 3, {"a": 1}),
-    ({**KINDS, "type": "string", "anyOf": [{"$ref": "#/$defs/text"}]}, 3, "x"),
-    ({**KINDS, "allOf": [{"$ref": "#/$defs/text"}], "description": "x", "default": "y"}, 3, "x"),
-    ({**KINDS, "$ref": "#/$defs/text", "title": "x"}, 3, "x"),
-    ({"oneOf": [{"type": "string"}, {"type": "null"}]}, 3, None),
+    ({**KINDS, "$ref": "#/$defs/text", "minLength": 3}, "x", "xxx"),
+    ({"$defs": {"text": {"$anchor": "here", **TEXT}}, "$ref": "#here"}, 1, "x"),
+    ({"allOf": [{**TEXT, "minLength": 2}, {**TEXT, "maxLength": 3}]}, "x", "xx"),
+    ({"allOf": [TWO, {"properties": {"c": TEXT}, "required": ["c"]}]}, {"a": 1}, {"a": 1, "c": "x"}),
     ({"properties": {"not": INTEGER, "if": TEXT}, "required": ["not"]}, {"if": "x"}, {"not": 1}),
-    ({"properties": {"uniqueItems": {"type": "boolean"}}, "default": {"not": 1}}, {"not": 1}, {}),
     ({"$defs": {"unused": {"not": {}}}, **TEXT, "examples": [{"not": {}}]}, 1, "x"),
-    ({"const": {"not": 1}}, {"not": 2}, None),
-]  # fmt: skip
+]
 """A schema, a value that violates it, and one that satisfies it."""
 
 
-def accepts(schema: dict[str, Any], value: Any) -> bool:
-    xgrammar = pytest.importorskip("xgrammar")
-    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), max_whitespace_cnt=BLANKS)
-    testing = pytest.importorskip("xgrammar.testing")
-    return bool(testing._is_grammar_accept_string(grammar, json.dumps(value)))
+@pytest.mark.parametrize(("says", "schema"), [*REFUSED, *UNSATISFIABLE], ids=str)
+def test_a_schema_that_is_not_enforced_is_refused(
+    says: str, schema: dict[str, Any], vocabulary: Vocabulary
+) -> None:
+    within = {"type": "array", "items": {**schema, "$defs": {}}, "$defs": schema.get("$defs", {})}
+    for own in (schema, within) if (says, schema) in REFUSED else (schema,):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            compile_grammar(vocabulary, "json_schema", json.dumps(own))
 
 
-@pytest.mark.parametrize(("words", "schema", "misfit"), READ_OVER, ids=str)
-def test_what_is_read_over_is_refused_by_name(words: str, schema: dict[str, Any], misfit: Any) -> None:
-    """The compiler would accept the violating value, wherever in a schema the keyword is."""
-    assert accepts(schema, misfit)
-    within = {"type": "object", "properties": {"p": {"type": "array", "items": {**schema, "$defs": {}}}}}
-    within["$defs"] = schema.get("$defs", {})
-    for given, place in ((schema, "#"), (within, "#/properties/p/items"), (json.dumps(schema), "#")):
-        with pytest.raises(ConfigError) as caught:
-            Structure(json_schema=given)
-        assert caught.value.field == "json_schema"
-        assert str(caught.value).startswith(f"json_schema: unsupported: {words}") and f"(at {place}" in str(
-            caught.value
-        )
+@pytest.mark.parametrize(("schema", "misfit", "fits"), ENFORCED, ids=str)
+def test_a_schema_is_enforced(schema: dict[str, Any], misfit: Any, fits: Any, vocabulary: Vocabulary) -> None:
+    assert not accepts(vocabulary, "json_schema", schema, json.dumps(misfit))
+    assert accepts(vocabulary, "json_schema", schema, json.dumps(fits))
+    within = {"type": "array", "items": {**schema, "$defs": {}}, "$defs": schema.get("$defs", {})}
+    assert not accepts(vocabulary, "json_schema", within, json.dumps([fits, misfit]))
+    assert accepts(vocabulary, "json_schema", within, json.dumps([fits, fits]))
 
 
-@pytest.mark.parametrize(("schema", "misfit", "fits"), READ, ids=str)
-def test_what_is_read_is_not_refused(schema: dict[str, Any], misfit: Any, fits: Any) -> None:
-    assert unread(schema) is None
-    assert not accepts(schema, misfit) and (fits is None or accepts(schema, fits))
+def test_a_schema_allows_nothing_beyond_what_it_lists_unless_it_composes(vocabulary: Vocabulary) -> None:
+    for schema, closed in (
+        (TWO, True),
+        ({**TWO, "additionalProperties": INTEGER}, False),
+        ({**TWO, "unevaluatedProperties": INTEGER}, False),
+        ({"allOf": [TWO]}, False),
+        ({**TWO, "anyOf": [{"properties": {"c": INTEGER}}]}, False),
+        ({"anyOf": [TWO]}, True),
+    ):
+        assert accepts(vocabulary, "json_schema", schema, '{"a": 1, "c": 2}') != closed, schema
+    pair = {"type": "array", "prefixItems": [INTEGER]}
+    assert not accepts(vocabulary, "json_schema", pair, "[1, 2]")
+    assert accepts(vocabulary, "json_schema", {**pair, "items": {}}, "[1, 2]")
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_a_format_that_is_known_binds(name: str) -> None:
-    assert not accepts({**TEXT, "format": name}, "( {") and unread({**TEXT, "format": name}) is None
-
-
-def test_alternatives_that_may_both_fit_count_as_any_of() -> None:
-    both = {"oneOf": [{**INTEGER, "minimum": 0}, {**INTEGER, "maximum": 5}]}
-    assert unread(both) is None and accepts(both, 3)
-
-
-def test_the_documentation_names_what_is_refused() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
-    (paragraph,) = (part for part in page.split("\n\n") if part.startswith("Schemas that xgrammar"))
-    named = {*re.findall(r"`([$\w-]+)`", paragraph)}
-    assert {*NEVER, *HEADS, *UNREAD_FORMATS, *(word for pair in BESIDE for word in pair)} <= named
-    assert {words.split()[0] for words, *_ in READ_OVER if not words.startswith(("a ", "format"))} <= named
-
-
-def test_references_are_followed_once() -> None:
-    tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "up": {"$ref": "#"}}}
-    nodes = {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}
-    assert unread({**tree, "$defs": nodes}) is None
-    nodes["node"]["uniqueItems"] = True  # type: ignore[assignment]
-    assert "unsupported: uniqueItems (at #/$defs/node)" in str(unread({**tree, "$defs": nodes}))
-
-
-def test_schemas_between_tags_are_read_too() -> None:
-    content = {"type": "json_schema", "json_schema": {"type": "array", "items": {}, "uniqueItems": True}}
-    tag = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
-    form = {"type": "structural_tag", "format": {"type": "sequence", "elements": [tag]}}
-    for given in (form, json.dumps(form)):
-        with pytest.raises(ConfigError, match=r"^structural_tag: unsupported: uniqueItems") as caught:
-            Structure(structural_tag=given)
-        assert caught.value.field == "structural_tag"
-    content["json_schema"] = {"type": "array", "items": {}}
-    Structure(structural_tag=form)
-
-
-WORDS = [
-    "type",
-    "properties",
-    "items",
-    "anyOf",
-    "allOf",
-    "enum",
-    "const",
-    "required",
-    "$ref",
-    "format",
-    "pattern",
-]
-WORDS += ["patternProperties", "propertyNames", "not", "uniqueItems", "minLength", "minimum", "prefixItems"]
-VALUES = some.recursive(
-    some.sampled_from(
-        [None, True, False, 0, 3, "string", "object", "#", "#/items", "#/x/y", "date", "", 1.5]
-    ),
-    lambda inner: (
-        some.lists(inner, max_size=3) | some.dictionaries(some.sampled_from(WORDS), inner, max_size=4)
-    ),
-    max_leaves=20,
+@pytest.mark.parametrize(
+    "name", ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )
+def test_a_format_that_is_known_binds(name: str, vocabulary: Vocabulary) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
+    assert f"`{name}`" in page
+    assert not accepts(vocabulary, "json_schema", {**TEXT, "format": name}, '"( {"')
 
 
-@hypothesis.given(VALUES)
-def test_whatever_comes_as_a_schema_is_read(schema: Any) -> None:
-    """Invalid schemas are left to the compiler to refuse."""
-    found = unread(schema)
-    assert found is None or re.match(r"unsupported: .* \(at #", found, re.DOTALL)
+def test_json_has_no_runs_of_blanks(vocabulary: Vocabulary) -> None:
+    assert accepts(vocabulary, "json_object", "true", '{\n"a" : [ 1,\n2]}')
+    for text in ('{  "a": 1}', '{"a": \n1}', '{"a":\t1}'):
+        assert not accepts(vocabulary, "json_object", "true", text)
 
 
-def test_each_part_of_a_schema_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References to each of many levels lead to the lowest as often; repeated visits took seconds."""
-    looked: list[int] = []
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('root ::= "(" root ")" | "x"', "((x))"),
+        (r'root ::= "\u00e9\x41" [\u0041-\u0043\U0001F642]', "éA🙂"),
+        ('root ::= "x"{,5}', "xx"),
+        ('# one\nroot ::= "a" # "two"\n  | "#b" # c\n', "#b"),
+        (r"root ::= [a\-\]]+", "-a]"),
+        ('root ::= [a-z]+ "b"', "aab"),
+        ('start: "a" /b+/', "abb"),
+    ],
+)
+def test_grammars_in_ebnf_and_lark(grammar: str, text: str, vocabulary: Vocabulary) -> None:
+    assert accepts(vocabulary, "grammar", grammar, text)
+    assert not accepts(vocabulary, "grammar", grammar, f"{text}!")
 
-    def look(own: Any, root: Any) -> str | None:
-        looked.append(id(own))
-        return look_at(own, root)
 
-    look_at = json_schema._unread
-    monkeypatch.setattr(json_schema, "_unread", look)
-    lowest: dict[str, Any] = {"anyOf": [{"const": i} for i in range(50)]}
-    levels = lowest
-    for _ in range(30):
-        levels = {"items": levels}
-    references = [{"$ref": "#/items" + "/items" * i} for i in range(30)]
-    assert unread({"type": "array", "prefixItems": references, "items": levels}) is None
-    assert len(looked) == len({*looked}) == 1 + 30 + 30 + 1 + 50
+def test_choices_may_begin_alike(vocabulary: Vocabulary) -> None:
+    for text in ("a", "ab", "abc", '"\\\n', "🙂𝒳"):
+        assert accepts(vocabulary, "choice", ["a", "ab", "abc", '"\\\n', "🙂𝒳"], text)
+
+
+CALL = {
+    "type": "tag",
+    "begin": "<f=a>",
+    "content": {"type": "json_schema", "json_schema": INTEGER},
+    "end": "</f>",
+}
+XML = {
+    "type": "object",
+    "required": ["b"],
+    "properties": {"a": {**TEXT, "maxLength": 3}, "b": {"enum": ["x"]}},
+}
+
+VALUE = "<parameter=b>\nx\n</parameter>"
+
+
+def literal(text: str) -> dict[str, str]:
+    return {"type": "const_string", "value": text}
+
+
+@pytest.mark.parametrize(
+    ("part", "fits", "misfits"),
+    [
+        (CALL, ["<f=a>3</f>"], ["<f=a></f>", "3"]),
+        (
+            {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL]},
+            ["", "x", "x <f=a>3</f> y <f=a>4</f>"],
+            ["<f=b>3</f>", "x <f=a>y</f>"],
+        ),
+        (
+            {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL], "at_least_one": True},
+            ["x <f=a>3</f>"],
+            ["x"],
+        ),
+        (
+            {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL], "stop_after_first": True},
+            ["x", "x <f=a>3</f>"],
+            ["<f=a>3</f> y"],
+        ),
+        (
+            {"type": "tags_with_separator", "separator": ", ", "tags": [CALL]},
+            ["", "<f=a>3</f>, <f=a>4</f>"],
+            ["<f=a>3</f>, "],
+        ),
+        (
+            {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": ["</t>", "</u>"]},
+            ["<t>a</b></u>", "<t></t>"],
+            ["<t></t></t>", "<t>a"],
+        ),
+        ({"type": "sequence", "elements": [literal("a"), {"type": "any_text"}]}, ["a", "abc"], ["b"]),
+        (
+            {"type": "or", "elements": [literal("a"), {"type": "regex", "pattern": r"\d/b"}]},
+            ["a", "3/b"],
+            [""],
+        ),
+        ({"type": "star", "content": literal("ab")}, ["", "abab"], ["aba"]),
+        ({"type": "plus", "content": literal("ab")}, ["ab", "abab"], [""]),
+        ({"type": "optional", "content": literal("ab")}, ["ab", ""], ["abab"]),
+        ({"type": "repeat", "min": 1, "max": 2, "content": literal("a")}, ["a", "aa"], ["", "aaa"]),
+        ({"type": "grammar", "grammar": 'root ::= "(" root ")" | "x"'}, ["((x))"], ["(x"]),
+        (
+            {"type": "json_schema", "style": "qwen_xml", "json_schema": XML},
+            [f"<parameter=a>\na/<\n</parameter>\n{VALUE}", VALUE],
+            ["<parameter=a>\nabc\n</parameter>", "", "<parameter=b>\nz\n</parameter>"],
+        ),
+    ],
+    ids=lambda own: own["type"] if isinstance(own, dict) else "",
+)  # fmt: skip
+def test_structural_tags(part: Any, fits: list[str], misfits: list[str], vocabulary: Vocabulary) -> None:
+    tag = {"type": "structural_tag", "format": part}
+    assert [text for text in fits if not accepts(vocabulary, "structural_tag", tag, text)] == []
+    assert [text for text in misfits if accepts(vocabulary, "structural_tag", tag, text)] == []
+
+
+def test_structural_tags_of_the_older_kind(vocabulary: Vocabulary) -> None:
+    own = {"begin": "<f=a>", "schema": INTEGER, "end": "</f>"}
+    tag = {"type": "structural_tag", "structures": [own], "triggers": ["<f="]}
+    assert accepts(vocabulary, "structural_tag", tag, "x <f=a>3</f> y")
+    assert not accepts(vocabulary, "structural_tag", tag, "x <f=a>z</f> y")
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"type": "dispatch"}, "format 'dispatch'"),
+        ({"type": "const_string"}, "malformed"),
+        ({"type": "any_text", "excludes": ["x"]}, "excludes in format any_text"),
+        ({"type": "json_schema", "style": "glm_xml", "json_schema": {}}, "style 'glm_xml'"),
+        ({"type": "json_schema", "json_schema": {"not": {}}}, "not"),
+        (None, "format None"),
+    ],
+    ids=str,
+)
+def test_a_structural_tag_that_is_not_enforced_is_refused(
+    part: Any, says: str, vocabulary: Vocabulary
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        compile_grammar(vocabulary, "structural_tag", json.dumps({"format": part}))
+
+
+def test_a_draft_that_leads_nowhere_costs_its_output_nothing(vocabulary: Vocabulary) -> None:
+    """A matcher of llguidance cannot leave an error; the output's is then made again."""
+    follower = compile_grammar(vocabulary, "regex", r"ab|xx[yz]{200000}")
+    a, b, x = (vocabulary.tokenizer.tokenize_str(sign)[0] for sign in "abx")
+    answer = follower.answer(Job(0, [], [(x, x, x), (a,)]))
+    assert answer and follower.answer(Job(0, [a, b], [(), (0,)]))[-1] == Kind.OVER  # type: ignore[index]

@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from specdec.config.json_schema import unread
 from specdec.config.structured import LONGEST, Structure
 from specdec.server.failures import Failure
 from specdec.server.tools.bodies import AllowedToolChoice, NamedTool, Tool
 from specdec.text.answers.calls import CallFormat, ToolCallReader
 from specdec.text.answers.formats import CALL_FORMATS
-from specdec.text.grammar.child import BLANKS
 
 Choice = Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice
 
@@ -125,7 +123,8 @@ def _check_names(tools: Sequence[Tool]) -> None:
 
 def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structure:
     """Return the structural tag that forces one or several calls."""
-    tags, size = [], 0
+    tags: list[dict[str, Any]] = []
+    size = 0
     for function in (tool.function for tool in tools):
         begin, end = form.frame(function.name)
         schema = {"type": "object", **(function.parameters or {})}
@@ -137,10 +136,7 @@ def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structur
                 "choose one.",
                 param="tools",
             )
-        if found := unread(schema):
-            raise Failure(400, f"tools: {function.name:.80}: {found}.", param="tools")
-        content: dict[str, Any] = {"type": "json_schema", "json_schema": schema, "style": form.style}
-        content["max_whitespace_cnt"] = BLANKS
+        content = {"type": "json_schema", "json_schema": schema, "style": form.style}
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": form.between}
     calls |= {"at_least_one": True, "stop_after_first": not several}

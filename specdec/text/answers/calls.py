@@ -25,7 +25,7 @@ class CallFormat(Protocol):
     """Marker that identifies these models' chat templates."""
 
     style: str
-    """xgrammar's name for the format of the arguments."""
+    """Structural tags' name for the format of the arguments."""
     leads: bool
     """Whether calls are only recognised at the start of the answer."""
     before: str

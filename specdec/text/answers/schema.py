@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.config.json_schema import TYPES, referred
-
+TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+"""JSON's name of a value's type; all others are null."""
 NULLS, BOOLEANS = ("null", "None"), {"true": "true", "false": "false"}
 
 
@@ -26,7 +26,7 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
         where = own.get("$ref")
         if isinstance(where, str) and where not in passed:
             passed.add(where)
-            left.append(referred(schema, where))
+            left.append(_referred(schema, where))
     return found or {"string"}
 
 
@@ -53,6 +53,14 @@ def _named(own: Mapping[str, Any]) -> Iterator[str]:
     values = [*_listed(own, "enum"), *([own["const"]] if "const" in own else [])]
     yield from (TYPES.get(type(value), "null") for value in values)
     yield from (kind for kind, word in (("object", "properties"), ("array", "items")) if word in own)
+
+
+def _referred(root: Any, where: str) -> Any:
+    """Resolve a reference within a schema, or return None."""
+    start, *path = where.split("/")
+    for word in path if start == "#" else ("",):
+        root = root.get(word) if isinstance(root, Mapping) else None
+    return root
 
 
 def _listed(own: Mapping[str, Any], word: str) -> list[Any]:

@@ -1,1 +1,1 @@
-"""Structured output: xgrammar compiles and applies grammars in separate processes, which can be killed."""
+"""Structured output: llguidance compiles and applies grammars in separate processes, which can be killed."""

@@ -1,7 +1,6 @@
 """A cache of compiled grammars over a model's vocabulary."""
 
 import contextlib
-import importlib.util
 import json
 import threading
 import time
@@ -186,18 +185,15 @@ class Grammars:
                 "structured_outputs: there is no tokenizer.json, so tokens have no text; leave it out.",
                 field="structured_outputs",
             )
-        if importlib.util.find_spec("xgrammar") is None:
-            raise RequestError(
-                "structured_outputs: grammars need xgrammar, which is not installed here; "
-                "run: pip install 'specdec[structured]'.",
-                field="structured_outputs",
-            )
-        return Template(self._tokenizer.inner.to_str(), self._vocab, self._eos)
+        inner = self._tokenizer.inner
+        size = max(inner.get_vocab().values(), default=-1) + 1
+        eos = [token for token in self._eos if token < size]
+        return Template(inner.to_str(), max(size, self._vocab), self._vocab, eos)
 
 
 def too_late(kind: str) -> RequestError:
     return _unfit(kind, f"it was not compiled within {PATIENCE_S:g} s", SMALLER)
 
 
-def _unfit(kind: str, why: str, instead: str = "give one that xgrammar accepts") -> RequestError:
+def _unfit(kind: str, why: str, instead: str = "give one that llguidance accepts") -> RequestError:
     return RequestError(f"structured_outputs.{kind}: {why}; {instead}.", field="structured_outputs")

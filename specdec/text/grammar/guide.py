@@ -1,6 +1,7 @@
 """The engine's side of a grammar: its process, and one guide per output."""
 
 import itertools
+import marshal
 import time
 import weakref
 from collections import deque
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.text.grammar.template import Link
-from specdec.text.grammar.wire import COST, Job, Kind, Path, pack
+from specdec.text.grammar.wire import COST, Job, Kind, Path
 
 FAULTS = 1
 """Outputs that may get a grammar's process killed; one more, and all outputs of the grammar fail."""
@@ -26,6 +27,8 @@ BACKOFF = 16
 T = TypeVar("T")
 TOO_SLOW = "its grammar takes too long or too much memory; write an unambiguous one"
 NOWHERE = "the grammar allows no further token; give one that can always end"
+
+FAULTY = {Kind.DEAD: NOWHERE, Kind.COMPLEX: TOO_SLOW}
 
 
 class Place(NamedTuple):
@@ -103,7 +106,7 @@ class Form:
             jobs.append(guide.job())
             self._under_way.append(Asked(weakref.ref(guide), guide.length, jobs[-1].paths))
         self._sent_s = time.monotonic()
-        if not self.link.send(pack(jobs)):
+        if not self.link.send(marshal.dumps([tuple(job) for job in jobs])):
             self._under_way.clear()  # it had ended before, through no fault of these outputs
 
     def _begin_again(self, limit_s: float) -> None:
@@ -160,7 +163,7 @@ class Guide:
     def fault(self) -> str | None:
         """Return why the output cannot continue, if so."""
         here = self._known.get(())
-        return NOWHERE if here and here.kind == Kind.DEAD else self._fault
+        return self._fault or (FAULTY.get(here.kind) if here else None)
 
     @property
     def is_over(self) -> bool:

@@ -1,4 +1,4 @@
-"""The engine's end of the xgrammar processes: the template, and a link to each fork of it."""
+"""The engine's end of the grammar processes: the template, and a link to each fork of it."""
 
 import json
 import logging
@@ -24,8 +24,7 @@ START_S = 60.0
 SEND_S = 1.0
 """Seconds for an idle process to receive a frame."""
 MOST, MOST_EACH = 32, 24
-"""Maximum concurrent grammar processes, in total and per caller. Each uses at most `FORM_BYTES` and
-`FOLLOW_BYTES`, plus memory for its outputs' tokens."""
+"""Maximum concurrent grammar processes, in total and per caller. See `child.MOST_BYTES`."""
 READ_BYTES = 1 << 16
 
 
@@ -92,10 +91,10 @@ def _end(sock: socket.socket, freed: Callable[[], None]) -> None:
 
 
 class Template:
-    """The process that has xgrammar loaded; the first copy starts it. Thread-safe."""
+    """The process that has the vocabulary loaded; the first copy starts it. Thread-safe."""
 
-    def __init__(self, tokenizer: str, vocab: int, eos: list[int]) -> None:
-        self._setup = json.dumps({"tokenizer": tokenizer, "vocab": vocab, "eos": eos}).encode()
+    def __init__(self, tokenizer: str, size: int, vocab: int, eos: list[int]) -> None:
+        self._setup = json.dumps([tokenizer, size, vocab, eos]).encode()
         self.command = [sys.executable, "-m", "specdec.text.grammar.child"]
         self._lock = threading.Lock()
         self.places = Places(MOST, MOST_EACH)
@@ -121,14 +120,14 @@ class Template:
             if isinstance(error, OSError):
                 raise RequestError(
                     "structured_outputs: the grammar process cannot be started; "
-                    "check that xgrammar and transformers can be imported, and free memory.",
+                    "check that llguidance can be imported, and free memory.",
                     field="structured_outputs",
                 ) from None
             raise
         return Link(sock, partial(self.places.give_back, caller))
 
     def start(self) -> None:
-        """Load xgrammar now, so that the first grammar does not wait for it."""
+        """Load the vocabulary now, so that the first grammar does not wait for it."""
         with self._lock:
             if not self.is_closed and self._control is None:
                 self._control = self._start()
@@ -166,7 +165,11 @@ class Template:
             # The same module path; its own session, so that Ctrl-C does not reach it.
             self._process = subprocess.Popen(
                 [*self.command, str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "RAYON_NUM_THREADS": "1",
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,8 +1,7 @@
 """The protocol between the engine and a grammar's process: frames of jobs one way, of masks the other."""
 
 import struct
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -10,9 +9,6 @@ HEAD = struct.Struct("<I")
 """A frame's header: its length."""
 COST = struct.Struct("<f")
 """Precedes the masks of an answer: the CPU seconds they took."""
-CLOSED = -1
-"""In place of the number of accepted tokens: the output has finished."""
-
 FAILED, DONE = b"\x00", b"\x01"
 """First byte of the answer to a compile request."""
 
@@ -25,11 +21,13 @@ class Kind(IntEnum):
     BOUND = 0
     """Some tokens are allowed: a bit mask follows."""
     FREE = 1
-    """Any token is allowed, as the path is unreachable or the mask is all ones."""
+    """Any token is allowed, as the path is unreachable."""
     OVER = 2
     """The output is complete."""
     DEAD = 3
     """No token is allowed, and the output may not end here."""
+    COMPLEX = 4
+    """A limit of the grammar library was exceeded."""
 
 
 class Job(NamedTuple):
@@ -43,43 +41,3 @@ class Job(NamedTuple):
 
 def framed(data: bytes) -> bytes:
     return HEAD.pack(len(data)) + data
-
-
-def pack(jobs: Sequence[Job]) -> bytes:
-    """Serialise jobs as a frame's content."""
-    ints = array("i")
-    for output, taken, paths in jobs:
-        ints.append(output)
-        if taken is None:
-            ints.append(CLOSED)
-            continue
-        ints.append(len(taken))
-        ints.extend(taken)
-        ints.append(len(paths))
-        for path in paths:
-            ints.append(len(path))
-            ints.extend(path)
-    return ints.tobytes()
-
-
-def unpack(data: bytes) -> Iterator[Job]:
-    """Parse the output of `pack`."""
-    numbers = array("i")
-    numbers.frombytes(data)
-    ints, at = numbers.tolist(), 0
-    while at < len(ints):
-        output, count = ints[at : at + 2]
-        at += 2
-        if count == CLOSED:
-            yield Job(output, None)
-            continue
-        taken = ints[at : at + count]
-        at += count
-        paths = []
-        left = ints[at]
-        at += 1
-        for _ in range(left):
-            length = ints[at]
-            paths.append(tuple(ints[at + 1 : at + 1 + length]))
-            at += 1 + length
-        yield Job(output, taken, paths)

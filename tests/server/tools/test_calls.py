@@ -163,7 +163,6 @@ def test_one_call_where_one_is_allowed(live: Live) -> None:
 def test_a_call_is_forced_on_a_model_that_would_say_something_else(
     client: openai.OpenAI, key: str, choice: Any, parallel: bool
 ) -> None:
-    pytest.importorskip("xgrammar")
     model = client.models.list().data[0].id
     tools = [BOUND] if choice == "required" else [BOUND, WEATHER]
     fields = asked(key, tools=tools, tool_choice=choice, parallel_tool_calls=parallel, max_tokens=400)
@@ -207,7 +206,6 @@ def test_a_call_that_is_cut_off_is_no_end(live: Live) -> None:
 
 
 def test_a_forced_call_that_is_cut_off_is_no_text(live: Live) -> None:
-    pytest.importorskip("xgrammar")
     for most in range(1, 30):
         body = asked("4", tools=[BOUND], tool_choice="required", max_tokens=most, temperature=0)
         (choice,) = live.ask(CHAT, body).json["choices"]

@@ -17,11 +17,12 @@ from specdec.server.tools.offer import ToolOffer, make_offer
 from specdec.text.answers.formats import CALL_FORMATS, call_format
 from specdec.text.answers.hermes import Hermes
 from specdec.text.chat_template import ChatTemplate
+from specdec.text.grammar.child import Vocabulary
 from tests.text.answers.test_calls import block, element, invoke, read, written
+from tests.text.forms import accepts
 
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"default": None}}})
-ODD = {"properties": {"s": {"type": "array", "items": {}, "uniqueItems": True}}}
-OTHER = Tool.model_validate({"type": "function", "function": {"name": "g", "parameters": ODD}})
+OTHER = Tool.model_validate({"type": "function", "function": {"name": "g"}})
 
 
 def template(source: str | None) -> ChatTemplate:
@@ -75,7 +76,6 @@ def test_nothing_is_offered_where_nothing_is_asked_for() -> None:
         ([], "required", Hermes(), "tool_choice", "no tools"),
         ([TOOL, OTHER, TOOL], "auto", Hermes(), "tools", "more than one is named 'f'"),
         ([TOOL, TOOL], "none", None, "tools", "more than one is named 'f'"),
-        ([TOOL, OTHER], "required", Hermes(), "tools", "^tools: g: unsupported: uniqueItems"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tools: Any, choice: Any, form: Any, param: str, says: str) -> None:
@@ -85,10 +85,8 @@ def test_what_cannot_be_done_is_refused(tools: Any, choice: Any, form: Any, para
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
+def test_a_forced_answer_is_calls_and_nothing_else(name: str, vocabulary: Vocabulary) -> None:
     """Everything that the grammar accepts parses as calls."""
-    xgrammar = pytest.importorskip("xgrammar")
-    accepts = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
     parameters = {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}}, "required": ["i"]}
     tools = [
         Tool.model_validate({"type": "function", "function": {"name": own, "parameters": parameters}})
@@ -103,20 +101,15 @@ def test_a_forced_answer_is_calls_and_nothing_else(name: str) -> None:
     ):
         offer = make_offer(tools, choice, parallel=parallel, form=CALL_FORMATS[name])
         assert offer and offer.structure
-        grammar = xgrammar.Grammar.from_structural_tag(offer.structure.structural_tag)
+        source = offer.structure.source
         for text in (one, two, both, "", "text", f"text {one}", f"{one} text", bad):
-            assert accepts(grammar, text) == (text in fits), (choice, text)
-        assert not accepts(grammar, re.sub(r"(?<=[:>])\s?(?=3)", "  ", one)), "more than one blank"
+            assert accepts(vocabulary, "structural_tag", source, text) == (text in fits), (choice, text)
+        more = re.sub(r"(?<=[:>])\s?(?=3)", "  ", one)
+        assert not accepts(vocabulary, "structural_tag", source, more), "more than one blank"
         for text in fits:
             content, calls = read(CALL_FORMATS[name], [text])
             assert not content and len(calls) == 1 + (text == both)
             assert all(int(json.loads(arguments)["i"]) == 3 for _, arguments in calls)
-
-
-def test_a_schema_that_is_read_over_is_no_matter_where_no_call_is_forced() -> None:
-    named = NamedTool(type="function", function=NamedFunction(name="f"))
-    for choice in ("auto", None, named):
-        assert make_offer([TOOL, OTHER], choice, parallel=True, form=Hermes())  # type: ignore[arg-type]
 
 
 def _attributed(own: tuple[str, Any]) -> tuple[str, str, str]:
