@@ -31,7 +31,7 @@ def copy_state(reader: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing
         own_X.copy_(reader.transfers.arena.state_bytes_X(lent.state))
 
 
-def take_pending(
+def transfer_prefix(
     reader: SpecEngine,
     writer: SpecEngine,
     prompt: Sequence[int],

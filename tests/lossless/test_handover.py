@@ -27,7 +27,7 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.prefix.cache import PrefixCache
 from tests.lossless.cases import SHAPES, memory_for
 from tests.lossless.covering import covering
-from tests.lossless.handover import Copy, hand_over
+from tests.lossless.handover import Copy, transfer_prefix
 from tests.lossless.test_prefix_texts import grove
 from tests.models.representatives import REPRESENTATIVES
 from tests.selection import EXHAUSTIVE, only
@@ -88,7 +88,7 @@ def by_one(engine: SpecEngine) -> list[list[Completion]]:
 def by_two(reader: SpecEngine, writer: SpecEngine, **spoilt: Any) -> list[list[Completion]]:
     said = []
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        assert hand_over(reader, writer, prompt, overlapped=bool(i % 2), **spoilt)
+        assert transfer_prefix(reader, writer, prompt, overlapped=bool(i % 2), **spoilt)
         said.append(writer.generate([prompt], [params]))
         # A head prefills the last token again without a state.
         assert said[-1][0].stats.cached_tokens >= len(prompt) - 2
@@ -179,9 +179,9 @@ def test_other_bytes_give_another_text(family_folder: Callable[..., Path], spoil
 
 def test_a_prompt_that_is_there_is_not_fetched(folder: Path) -> None:
     with engines(folder, 2, fields_of("mtp", "tree", "record", "host")) as (reader, writer):
-        assert hand_over(reader, writer, PROMPTS[0])
-        assert not hand_over(reader, writer, PROMPTS[0])
-        assert not hand_over(reader, writer, PROMPTS[0][:40])  # too short
+        assert transfer_prefix(reader, writer, PROMPTS[0])
+        assert not transfer_prefix(reader, writer, PROMPTS[0])
+        assert not transfer_prefix(reader, writer, PROMPTS[0][:40])  # too short
 
 
 def test_what_is_there_in_part_is_not_copied_again(folder: Path) -> None:
@@ -194,7 +194,7 @@ def test_what_is_there_in_part_is_not_copied_again(folder: Path) -> None:
         def note(_: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix) -> None:
             came.append((landing.have, len(landing.blocks)))
 
-        assert hand_over(reader, writer, long, copied=note)
+        assert transfer_prefix(reader, writer, long, copied=note)
         assert came == [(48, 5)]
         assert texts([writer.generate([long], PARAMS[1])]) == texts([want])
 

@@ -170,7 +170,7 @@ def test_attached_anew_with_reads_under_way(pair: Pair) -> None:
     read = pair.stalled([7], [9])
     again = Copies(pair.there)
     pair.reader.attach("P", again.metadata, WholeSlots.between(pair.here, pair.there.data.data_ptr()))
-    with pytest.raises(ReadLost, match="attached anew"):
+    with pytest.raises(ReadLost, match="attached again"):
         read.done.result(LONG_S)
     assert not read.over.done()
     pair.read([11], [12]).done.result(LONG_S)

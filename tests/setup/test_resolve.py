@@ -43,7 +43,7 @@ windows = st.integers(2, MAX_WINDOW)
 EAGLE = spec.Eagle(
     width=32,
     vocab=65,
-    layer=spec.LayerSpec((Attention(2, 1, 8, 1.0, None, None, gated=False),), None, reads=64),
+    layers=(spec.LayerSpec((Attention(2, 1, 8, 1.0, None, None, gated=False),), None, reads=64),),
     norm=WITH_HEAD.norm,
     aux_hidden_layers=(0, 1, 2),
     target_width=32,

@@ -98,7 +98,7 @@ def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
             gc.collect()
         return collect
 
-    template, taken, forgotten = Template("", 0, []), list[Link](), list[object]()
+    template, taken, forgotten = Template("", 0, 0, []), list[Link](), list[object]()
     monkeypatch.setattr(template, "_fork", fork)
 
     def take() -> None:

@@ -83,7 +83,7 @@ def test_what_is_told_is_signed_for_each_prompt_and_its_salt(hybrid: Path) -> No
             loaned = await lender.lend(asked, None)
             stats = [await own.read() for own in loaned]
             assert [(own.prompt_tokens, own.output_tokens) for own in stats] == [(100, 0), (100, 0), (1, 0)]
-            told = lender.told(loaned)
+            told = lender.transfer_params(loaned)
             first, second, none = told["specdec"]["leases"]
             assert none is None, "of one token nothing is read"
             assert told["remote_request_id"] == first["lease"] != second["lease"]

@@ -18,9 +18,9 @@ from tests.server.reach.pairs import (
     begin,
     comes,
     completion,
+    connect,
     fetched,
     has_nixl,
-    meet,
     relay,
     settles,
     texts,
@@ -83,7 +83,7 @@ def test_servers_that_are_asked_at_once_say_what_one_says(
     for index, own in enumerate(({"temperature": 0}, {**DRAWN, "n": 2}, {**DRAWN, "stream": True})):
         path, body = kind(f"# at once {kind.__name__} {index}\n{TEXT}", **own)
         before = fetched(writes)
-        first, answer = meet(reads, writes, port, path, body)
+        first, answer = connect(reads, writes, port, path, body)
         assert not any(texts(first))
         assert texts(answer) == texts(alone.ask(path, body))
         assert fetched(writes) == before + 1

@@ -49,7 +49,7 @@ class Server:
         lending = self.lender.lend_cached([prepared]) if cached_only else self.lender.lend([prepared], None)
         (loaned,) = await lending
         stats = await loaned.read()
-        told = TransferParams.model_validate(self.lender.told([loaned]))
+        told = TransferParams.model_validate(self.lender.transfer_params([loaned]))
         (reference,) = references_of(FetchFields(told, ()), 1)
         assert reference is None or isinstance(reference, LeaseReference)
         assert told.remote_num_tokens == (reference.tokens if reference else 0)
