@@ -48,8 +48,8 @@ PROMPT_S, HURRIED_S = 0.5, 0.005
 LOW_PRIORITY = 10
 """Nice value: a tenth of the engine's share of a busy core. With 19, a seventieth, refusing a hundred
 requests for one slow regex took over two minutes beside four busy processes."""
-DEAD_END = "NoExtension"
-"""How llguidance's message begins where no token is allowed; all others are about limits."""
+LIMITED = ("lexer error", "parser error")
+"""How llguidance's messages about its limits begin; others say that no token, or not this one, is allowed."""
 
 
 class Vocabulary(NamedTuple):
@@ -185,7 +185,9 @@ class Follower:
             return bytes([Kind.OVER])
         words = matcher.compute_bitmask()[: self._vocabulary.mask_bytes]
         if matcher.is_error():
-            return bytes([Kind.DEAD if matcher.get_error().startswith(DEAD_END) else Kind.COMPLEX])
+            if (error := matcher.get_error()).startswith(LIMITED):
+                raise ValueError(error)  # ends this process: all matchers of a grammar share the lexer
+            return bytes([Kind.DEAD])
         return bytes([Kind.BOUND]) + words
 
 

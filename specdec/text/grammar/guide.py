@@ -28,8 +28,6 @@ T = TypeVar("T")
 TOO_SLOW = "its grammar takes too long or too much memory; write an unambiguous one"
 NOWHERE = "the grammar allows no further token; give one that can always end"
 
-FAULTY = {Kind.DEAD: NOWHERE, Kind.COMPLEX: TOO_SLOW}
-
 
 class Place(NamedTuple):
     """The grammar's state after an output and a path."""
@@ -163,7 +161,7 @@ class Guide:
     def fault(self) -> str | None:
         """Return why the output cannot continue, if so."""
         here = self._known.get(())
-        return self._fault or (FAULTY.get(here.kind) if here else None)
+        return NOWHERE if here and here.kind == Kind.DEAD else self._fault
 
     @property
     def is_over(self) -> bool:

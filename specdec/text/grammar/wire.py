@@ -26,8 +26,6 @@ class Kind(IntEnum):
     """The output is complete."""
     DEAD = 3
     """No token is allowed, and the output may not end here."""
-    COMPLEX = 4
-    """A limit of the grammar library was exceeded."""
 
 
 class Job(NamedTuple):
