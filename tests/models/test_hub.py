@@ -92,7 +92,7 @@ def test_a_name_serves_as_its_folder_does_and_is_downloaded_once(
     newer = find_folder(NAME)
     assert hub.fetched() == sorted([*READ, "generation_config.json"]) and newer != folder
     count, hub.status = len(hub.asked), 503
-    assert find_folder(NAME) == newer and "as it is in the cache" in caplog.text
+    assert find_folder(NAME) == newer and "the cached copy" in caplog.text
     hub.status = 404
     assert find_folder(NAME) == newer and "has no model of that name (404" in caplog.text
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
