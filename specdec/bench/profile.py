@@ -100,7 +100,7 @@ def render(report: Mapping[str, Any]) -> str:
     ]
     idle = report["idle_share"]
     waits = (
-        "; tapes are off while it is watched, so a step takes longer than those that are timed"
+        "; profiled steps run without tapes, so they take longer than timed ones"
         if idle is None
         else f"; the device waits for the host during {idle:.0%} of a step"
     )

@@ -17,7 +17,7 @@ INTERRUPTED = 130
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "generate": ("complete a prompt, streamed to the terminal", "cli.commands:add_generate"),
-        "chat": ("talk to a model in the terminal", "cli.chat.options:add_chat"),
+        "chat": ("chat with a model in the terminal", "cli.chat.options:add_chat"),
         "info": ("layers, parameters and memory of a model", "cli.commands:add_info"),
         "bench": ("measure", "cli:add_benchmarks"),
         "serve": ("serve models over OpenAI's and Anthropic's APIs", "server.command:add_server"),
@@ -87,7 +87,7 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "time to first token with and without the prefix cache",
             "bench.prefix.command:add_prefix",
         ),
-        "reach": ("disaggregated prefill: transfers, latencies, steadiness", "bench.commands:add_reach"),
+        "reach": ("disaggregated prefill: transfers, TTFT and TPOT", "bench.commands:add_reach"),
         "serve": ("latencies, throughput and acceptance of a running server", "bench.commands:add_serve"),
     }
 )

@@ -34,7 +34,7 @@ class ThinkingMarks:
             self.ending = self.ending[1:]
         if end not in "".join(map(tokenizer.spell, self.ending)):
             raise RequestError(
-                f"thinking: the model's tokens cannot write its end, {end!r}; give one that they can, "
+                f"thinking: the tokenizer cannot encode the end marker {end!r}; give one that they can, "
                 "or leave thinking out.",
                 field="thinking",
             )

@@ -18,6 +18,8 @@ class DraftDecision:
     """Cost of such a step, in steps without a draft."""
     active: bool = True
     """False while drafting has not paid recently and is only probed on a budget."""
+    looked_up: bool = False
+    """The draft includes text that was looked up."""
 
     @property
     def name(self) -> str:
@@ -40,6 +42,8 @@ class DraftDecision:
         shape = self.shape
         if shape is None:
             return "a looked-up draft"
-        if shape.topk == 1:
-            return f"a chain of {shape.num_steps}"
-        return f"a tree of {shape.num_draft_tokens - 1}, {shape.num_steps} deep"
+        chain, tree = (
+            f"a chain of {shape.num_steps}",
+            f"a tree of {shape.num_draft_tokens - 1}, {shape.num_steps} deep",
+        )
+        return (chain if shape.topk == 1 else tree) + " with a looked-up draft" * self.looked_up

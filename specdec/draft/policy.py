@@ -321,7 +321,12 @@ class Policy:
         if pick and (pick.rows or not found):
             tokens = pick.tokens / batch.rows
             self.outlook = DraftDecision(
-                bool(pick.rows) and active, pick.shape, tokens, pick.seconds / max(none_s, 1e-9), active
+                bool(pick.rows) and active,
+                pick.shape,
+                tokens,
+                pick.seconds / max(none_s, 1e-9),
+                active,
+                found,
             )
         elif found or not self.outlook or not self.outlook.shape:
             tokens = alone.rate * alone.seconds / batch.rows

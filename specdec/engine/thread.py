@@ -162,7 +162,7 @@ class Worker:
             self._core.rest()
         except Exception as failure:
             logger.exception(
-                "resting failed; the requests that ran end with an error, and the engine goes on"
+                "unloading the arena failed; running requests end with an error, and the engine continues"
             )
             self._core.recover(failure)
             self._core.rest()
@@ -275,7 +275,7 @@ class Worker:
         try:
             done = step() is not False
         except Exception as failure:
-            logger.exception("a step failed; its requests end with an error, and the engine goes on")
+            logger.exception("a step failed; its requests end with an error, and the engine continues")
             self._core.recover(failure)
         self._step_start_s = None
         return done

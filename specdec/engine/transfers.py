@@ -145,7 +145,7 @@ class Transfers:
         connector = self._model.loop.scheduler.connector
         if not isinstance(connector, KVTransfer):
             raise ConfigError(
-                "prefix_cache: what is read for another engine is a prefix that is kept; switch it on.",
+                "prefix_cache: prompts for other engines are served from the prefix cache; switch it on.",
                 field="prefix_cache",
             )
         return connector

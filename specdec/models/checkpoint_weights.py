@@ -245,7 +245,10 @@ class CheckpointWeights:
             raise CheckpointError(self._complaint(kinds), field=_first_name(kinds.values()))
         if self._widened:
             shown = str(self._dtype).removeprefix("torch."), few(list(self._widened))
-            logger.warning("kept in %s: %s, whose blocks are cut, or which must be exact", *shown)
+            logger.warning(
+                "not quantised but stored in %s: %s, as their blocks do not divide or they must be exact",
+                *shown,
+            )
 
     def _complaint(self, kinds: dict[str, list[str]]) -> str:
         found = "; ".join(f"{len(lines)} {kind}: {few(lines)}" for kind, lines in kinds.items() if lines)

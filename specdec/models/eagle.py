@@ -280,4 +280,4 @@ def _compare(checkpoint: Checkpoint, name: str, ids_C: Tensor) -> None:
     if mask.dtype == torch.bool and mask.ndim == 1 and mask.any():
         marked = mask.nonzero()[:, 0]
         if not torch.equal(marked, ids_C.sort().values):
-            logger.warning("%s marks other tokens than d2t names; those of d2t are drafted", name)
+            logger.warning("%s disagrees with d2t; using the tokens of d2t", name)

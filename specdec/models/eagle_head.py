@@ -113,8 +113,8 @@ class EagleHead:
             head_CD, ids_C = head_CD[kept_C], ids_C[kept_C]
             if not len(ids_C):
                 raise ConfigError(
-                    f"draft_vocab: of the {len(only.ids_C)} commonest tokens the head can say none; raise "
-                    "draft_vocab, or leave it out.",
+                    f"draft_vocab: of the {len(only.ids_C)} most frequent tokens the head can draft none; "
+                    "raise draft_vocab, or leave it out.",
                     field="draft_vocab",
                 )
         ranked_CD = weights.output("head.weight", head_CD)

@@ -34,7 +34,7 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
     With `scratch` an uncached hub model is only described: a folder in `scratch` gets its files' headers.
     """
     if not isinstance(model, str | Path) or not str(model):
-        raise CheckpointError(f"model: {model!r} is no path; give a folder", field="model")
+        raise CheckpointError(f"model: {model!r} is not a path; give a folder", field="model")
     folder = SHIPPED.get(str(model), Path(model))
     if not os.path.isdir(folder) and not _is_gguf(folder):  # Path's methods raise OSError for some names
         path, _, tag = str(model).rpartition(":")

@@ -104,7 +104,7 @@ def find_eagle(folder: Path | None, network: spec.NetworkSpec, config: EngineCon
     if folder is None:
         if config.draft_model is not None:
             raise ConfigError(
-                "draft_model: weights that are drawn have no head's beside them; leave it out.",
+                "draft_model: random weights have no draft head; leave it out.",
                 field="draft_model",
             )
         return None

@@ -142,7 +142,7 @@ def _note(log: deque[str], output: bytes) -> str:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process with its parent, which Ray may kill."""
+    """Make the kernel kill this process when its parent dies, which Ray may kill."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -49,7 +49,7 @@ class Measured:
         self._now_s = now_s
 
     def sums(self, now_s: float) -> Sums:
-        """Return what is left of the measurements."""
+        """Return the remaining measurements."""
         keep = self._faded(now_s)
         weight, x, y, xx, xy = (keep * own for own in self._sums)
         return weight, x, y, xx, xy

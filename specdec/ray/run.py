@@ -145,7 +145,7 @@ def _serve(app: RayApp, host: str, port: int) -> Iterator[None]:
         try:
             serve.run(build(app), name=NAME, route_prefix="/")
         except RuntimeError as error:
-            raise ConfigError(f"{app.model} does not start on Ray: {_why()}", field="model") from error
+            raise ConfigError(f"{app.model} failed to start on Ray: {_why()}", field="model") from error
         yield
     finally:
         with contextlib.suppress(RuntimeError):  # nothing was deployed

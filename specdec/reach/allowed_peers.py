@@ -63,8 +63,8 @@ class AllowedPeers:
         network = _network(host)
         if port > 65535 or not (network or _is_name(host)):
             raise ConfigError(
-                f"reach_peers: {entry!r:.80} is no peer; give a network such as 10.0.0.0/8, an address or a "
-                "host name, each with a port behind a colon if it is not the usual one: [fd00::/8]:5601.",
+                f"reach_peers: {entry!r:.80} is not a peer; give a network such as 10.0.0.0/8, an address or "
+                "a host name, with the port behind a colon if it is not reach_port: [fd00::/8]:5601.",
                 field="reach_peers",
             )
         if network:

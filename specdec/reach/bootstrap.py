@@ -49,7 +49,7 @@ class BootstrapRooms(Generic[T]):
         if room in self._rooms or self._past.get(room) is not None:
             raise ReachError(
                 "room_used",
-                "bootstrap_room: another request has or had this one; draw a new one of 63 random bits.",
+                "bootstrap_room: already used by another request; draw a new random number of 63 bits.",
                 field="bootstrap_room",
             )
 

@@ -168,7 +168,7 @@ class CarrierThread:
         self._thread.join(self._close_s)
         if self._thread.is_alive():
             logger.error(
-                "the carrier %s did not end within %.0f s; memory that it reads into is not given back",
+                "the carrier %s did not stop within %.0f s; the memory of its transfers stays allocated",
                 self.name,
                 self._close_s,
             )

@@ -215,7 +215,7 @@ class Fetcher:
         landing: IncomingPrefix,
         opened: OpenResponse | None,
     ) -> Fetched:
-        """Read what is ready until complete, validate it, and land it."""
+        """Transfer blocks as they become ready, validate them, and land them."""
         if opened is None:
             opened = await _unless_lost(hold, self._peers.open(hold, landing.have))
         self._begin(hold.session, arrival, landing, opened)

@@ -43,7 +43,7 @@ class ArenaHandshake:
             )
         if len(agents.agents) != 1:
             raise ConfigError(
-                f"tp: an engine of {len(agents.agents)} ranks cannot be read from yet; start it with one.",
+                f"tp: transfers from {len(agents.agents)} ranks are not supported; start it with one.",
                 field="tp",
             )
         (other,) = agents.agents

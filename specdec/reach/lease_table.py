@@ -190,7 +190,7 @@ class LeaseTable:
         lease = self._find(lease_id)
         if lease.reader not in (None, close.reader):
             raise ReachError(
-                "held", "reader: another one has opened this lease; leave closing to it.", field="reader"
+                "held", "reader: another reader opened this lease and must close it.", field="reader"
             )
         lease.reader = close.reader
         intact = close.read and lease.is_told and lease.is_intact

@@ -96,8 +96,8 @@ class PeerClient:
         if response.status == 401:
             raise ReachError(
                 "unauthorized",
-                f"{at} has another {VARIABLE}, or is no specdec server of this version; start both servers "
-                "with the same one.",
+                f"{at} has another {VARIABLE}, or is not a specdec server of this version; start both "
+                "servers with the same one.",
             )
         raise ReachError(
             "garbled",

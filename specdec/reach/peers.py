@@ -282,7 +282,7 @@ class Peers(Generic[P]):
             self._refuse(link, ReachError("carrier", why), REMEMBERED_S)
 
     async def stop(self) -> None:
-        """Stop all requests; what is held expires at the peers."""
+        """Stop all requests; their leases expire at the peers."""
         tasks = [*self._closing, *(link.beating for link in self._links.values() if link.beating)]
         for task in tasks:
             task.cancel()

@@ -128,7 +128,7 @@ class ChatMessage(TextOnly):
 def unread(kind: str, *, lacks: bool) -> str:
     """Return why a part is refused: unknown type, or missing text."""
     return f"a part of type {kind!r:.40} " + (
-        "lacks its text; give it" if lacks else "is not read; send text alone"
+        "lacks its text; give it" if lacks else "is not supported; send text only"
     )
 
 

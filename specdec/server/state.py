@@ -461,7 +461,7 @@ def _tokenizing() -> Iterator[None]:
     try:
         yield
     except Panic as error:
-        logger.warning("the tokenizer failed on a text: %s", type(error.__cause__).__name__)
+        logger.warning("the tokenizer failed: %s", type(error.__cause__).__name__)
         raise Failure(
             400, "prompt: the model's tokenizer fails on this text; change or shorten it.", param="prompt"
         ) from None

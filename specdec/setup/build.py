@@ -94,7 +94,7 @@ def build(folder: str | Path, config: EngineConfig) -> LoadedModel:
         logger.info("%s: %s", stored.name, stored.packed.note)
     if narrower := settings.quantize or (stored and stored.name):
         kept = settings.weights is not None
-        form = "kept, but for what these kernels widen" if on_gpu(settings.kernels) else "kept"
+        form = "used as stored, or widened" if on_gpu(settings.kernels) else "used as stored"
         form = form if kept else f"widened to {settings.dtype}, as these kernels need them"
         logger.log(logging.INFO if kept else logging.WARNING, "%s weights: %s", narrower, form)
     return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
@@ -245,7 +245,7 @@ def _tuner(score: Score, settings: Resolved, *, has_head: bool) -> Tuner | None:
         return None
 
     def change(alpha: float) -> None:
-        logger.info("prefixes are evicted by alpha %g from now on", alpha)
+        logger.info("tuned prefix_alpha: %g", alpha)
         score.alpha = alpha
 
     return Tuner(layout, settings.memory_bytes, score.work, has_head=has_head, on_change=change)

@@ -72,7 +72,7 @@ def open_model(folder: str | Path, config: EngineConfig) -> OpenedModel:
     checkpoint = Checkpoint(folder)
     network = read_network(checkpoint)
     if unread := unread_fields(checkpoint.config):
-        logger.warning("config.json: nothing reads %s; texts differ if they matter", ", ".join(unread))
+        logger.warning("config.json: unknown fields, ignored: %s; the model may need them", ", ".join(unread))
     heads = find_heads(checkpoint.folder, network, config)
     drafters = resolve_drafters(config.draft, heads)
     head = head_of(drafters, heads)
@@ -216,8 +216,7 @@ def _alpha(config: EngineConfig) -> float:
         return 1.0 if config.prefix_alpha is None else config.prefix_alpha
     if config.prefix_alpha is not None:
         raise ConfigError(
-            f"prefix_alpha: prefix_policy {config.prefix_policy} has no use for it; leave it out, or choose "
-            "flops.",
+            f"prefix_alpha: prefix_policy {config.prefix_policy} ignores it; leave it out, or choose flops.",
             field="prefix_alpha",
         )
     return 0.0

@@ -129,7 +129,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not self.kv and not self.states:
-            raise ConfigError("no layer keeps anything: give at least one attention or recurrent layer")
+            raise ConfigError("no layer has a KV cache or state: give an attention or a recurrent layer")
         if self.block_tokens < 1:
             raise ConfigError(f"block_tokens is {self.block_tokens}: give at least 1", field="block_tokens")
         for name in ("dtype", "state_dtype", "kv_dtype"):

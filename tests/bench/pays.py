@@ -1,4 +1,4 @@
-"""Overhead of adaptive drafts: the same texts with `draft="auto"` and with none, a few tokens in turn.
+"""Overhead of adaptive drafts: alternate between `draft="auto"` and none every few tokens.
 
 `python -m tests.bench.pays --temperature 1` prints it for the bundled model, `--busy` next to a process that
 busies a core, `--processor` by the CPU time of the engine's thread, which depends less on load. Both engines

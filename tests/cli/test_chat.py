@@ -143,7 +143,7 @@ def test_figures_fit_the_terminal() -> None:
         prompt_tokens=171, output_tokens=4000, steps=1000, verified_tokens=3000, drafted=5, cached_tokens=117
     )
     timed = replace(stats, total_s=2.5, first_token_s=0.5)
-    whole = "4,000 tokens · 2,000 tok/s · first 500 ms · 3.00 a step · 117 of 171 cached"
+    whole = "4,000 tokens · 2,000 tok/s · first 500 ms · 3.00 tok/step · 117 of 171 cached"
     assert figures(timed, None) == figures(timed, 80) == whole
     assert figures(timed, 41) == "4,000 tokens · 2,000 tok/s"
     assert figures(timed, 5) == "4,000 tokens"

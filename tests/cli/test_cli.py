@@ -374,7 +374,7 @@ def test_a_word_of_another_program_is_answered_with_what_to_give(
         ("qwen3", "specdec: qwen3 is neither a folder nor a model that ships with specdec (tiny); a model "),
         ("qwen3", "the Hugging Face hub is named OWNER/NAME, as in "),
         ("./qwen3", "specdec: ./qwen3 is not a folder; give the path"),
-        ("", "model: '' is no path; give a folder"),
+        ("", "model: '' is not a path; give a folder"),
         ("model.gguf", "model.gguf is no file"),
     ],
 )

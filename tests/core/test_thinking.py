@@ -229,7 +229,7 @@ def test_a_form_that_misses_text_is_found_out(mutant: str, monkeypatch: pytest.M
 def test_markers_that_cannot_be_written_are_refused() -> None:
     for end in ("?", "x<"):
         with pytest.raises(
-            RequestError, match="thinking: the model's tokens cannot write its end, "
+            RequestError, match="thinking: the tokenizer cannot encode the end marker "
         ) as error:
             marks(end=end)
         assert error.value.field == "thinking"

@@ -43,6 +43,8 @@ def test_reasons_by_hand() -> None:
         "without drafts"
     )
     assert DraftDecision(True, None, 2.5, 1.25).name == "a looked-up draft"
+    merged = DraftDecision(False, DraftShape(1, 1, 2), 2.8, 3.1, looked_up=True).reason
+    assert merged.startswith("drafting is off: a chain of 1 with a looked-up draft would give 2.80 tokens")
     off = DraftDecision(False, chain, 1.1, 1.3)
     assert (off.name, off.reason) == (
         "none",

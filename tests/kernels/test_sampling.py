@@ -347,7 +347,7 @@ LOGITS = (1.2, 0.3, -0.5, 0.9, -2.0, 0.0, 0.3)
 DRAWS = 40_000
 
 
-def law(kept: list[int], temperature: float = 1.0) -> Tensor:
+def distribution(kept: list[int], temperature: float = 1.0) -> Tensor:
     """Return the probabilities of the kept tokens, by definition."""
     weights = [math.exp(x / temperature) if v in kept else 0.0 for v, x in enumerate(LOGITS)]
     return torch.tensor(weights, dtype=torch.float64) / sum(weights)
@@ -373,18 +373,18 @@ def draw(rules_1: Rules, axis: str) -> Tensor:
         (1.0, {"min_p_N": torch.tensor([0.35])}, [0, 1, 3, 6]),
     ],
 )
-def test_the_best_of_scores_and_noise_follows_the_law(
+def test_the_best_of_scores_and_noise_follows_the_distribution(
     temperature: float, filters: dict[str, Tensor], kept: list[int], axis: str
 ) -> None:
     count_V = draw(Rules(torch.tensor([temperature]), **filters), axis)
     assert sorted(count_V.nonzero()[:, 0].tolist()) == kept
-    assert chi_square(count_V[kept], law(kept, temperature)[kept]) < chi_square_limit(len(kept) - 1)
+    assert chi_square(count_V[kept], distribution(kept, temperature)[kept]) < chi_square_limit(len(kept) - 1)
 
 
-def test_the_check_of_the_law_has_power() -> None:
+def test_the_check_of_the_distribution_has_power() -> None:
     """A temperature of 1.1 instead of 1 shifts the statistic by over 80: it passes in less than 0.1 %."""
     everything = list(range(7))
-    wrong_V, right_V = law(everything, 1.1), law(everything)
+    wrong_V, right_V = distribution(everything, 1.1), distribution(everything)
     assert DRAWS * float(((wrong_V - right_V) ** 2 / right_V).sum()) > 80
     for axis in ("seed", "position"):
         count_V = draw(Rules(torch.tensor([1.1])), axis)

@@ -246,7 +246,7 @@ def test_idle_biases_are_left_and_others_are_not(pairs: Pairs, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("layout", "kernels", "says"),
     [
-        ("gptq", "native", "gptq weights: kept"),
+        ("gptq", "native", "gptq weights: used as stored"),
         ("awq", "cpu", "awq weights: widened to torch.float32"),
         ("int8", "native", "inputs are rounded to 8 bits in groups of 32, finer than config.json"),
     ],

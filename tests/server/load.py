@@ -1,4 +1,4 @@
-"""Many concurrent clients, some of them bad: the others' answers, and what is left after all are gone.
+"""Many concurrent clients, some of them bad: the others' answers, and the server's state after all have left.
 
 `python -m tests.server.load` starts a server of the shipped model, loads it according to the options, and
 prints the results, finally as one JSON object; the exit code is 1 if anything was wrong.
@@ -226,7 +226,7 @@ class Left:
 
 
 def settle(live: Live, checks: int) -> Left:
-    """Wait until nothing runs and memory was checked again; return what is left."""
+    """Wait until nothing runs and memory was checked again; return the rest."""
     until_s = time.monotonic() + SETTLES_S
     while True:
         info = live.ask("/server_info").json

@@ -96,7 +96,7 @@ def test_an_answer_that_is_cancelled_is_no_answer() -> None:
 
 
 class Ears:
-    """Let an emitter wait until its events have arrived."""
+    """Block an emitter until its events have arrived."""
 
     def __init__(self) -> None:
         self.heard: dict[tuple[int, int], threading.Event] = collections.defaultdict(threading.Event)

@@ -461,7 +461,7 @@ def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
                 patch.setattr(Arena, "give_back", refuse)
                 running = asyncio.create_task(ask(first, params=LONG.model_copy(update={"max_tokens": 400})))
                 await until(lambda: first.gate.running == 1)
-                assert len((await ask(second))[0]) == SHORT.max_tokens, "it got the arena all the same"
+                assert len((await ask(second))[0]) == SHORT.max_tokens, "it got the arena despite this"
             with pytest.raises(EngineError):
                 await running
             assert first.status is ModelStatus.FAILED and first.engine is None

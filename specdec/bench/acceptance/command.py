@@ -29,7 +29,7 @@ SWEPT = {
 }
 """Engine settings that the benchmark sets itself."""
 ABOUT = """\
-Measure acceptance length and speedup. All settings, `none` included, take turns on every batch of prompts,
+Measure acceptance length and speedup. All settings, `none` included, alternate on every batch of prompts,
 and every output is compared with that of `none`. The model is loaded once for each kind of draft head and
 each --draft-vocab; engines share its weights, each with its own memory for sequences. If --memory holds
 fewer engines than there are settings, the least recently used one is rebuilt at its turn. With --out an

@@ -16,14 +16,14 @@ WIDTH = 110
 """Assumed terminal width, in columns."""
 
 LEGEND = """\
-length: output tokens per verify step, the bonus token included; straight: the same without looping texts
-looping: the last half of the output repeats with a period of at most a third of it, three times or more
-p10-p90: over prompts behind the length, over batches of prompts behind x none, which is their median
-top-k: the length where guesses are ranked by the drafter's logits alone, without the target's noise
-tok/s: output over the time from a batch's arrival to its last token, prefill included, median of batches
-x none: tok/s over those without drafts, above 1 is faster, on the same prompts in the same turn
-auto chosen: the engine's default, which chooses drafters and shapes as it runs; the others, fastest first
-by depth: the share accepted of the drafts that got there; accepted 0 1 2 …: the share of verify steps"""
+length: output tokens per verify step, the bonus token included; straight: without looping texts
+looping: outputs whose second half repeats itself at least three times
+p10-p90: of length over prompts; of x none over batches
+top-k: length with draft tokens ranked by the drafter's logits alone, without the target's noise
+tok/s: output tokens over a batch's time, prefill included; median of batches
+x none: speedup over none on the same prompts, in the same turn; drafts pay above 1
+auto chosen: the engine's default, which picks drafters and shapes at run time; others are fastest first
+by depth: acceptance rate of drafts that reached it; accepted 0 1 2 …: share of verify steps"""
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -137,7 +137,7 @@ def _steps(records: Sequence[Record]) -> Iterator[str]:
     for record in whole:
         spent = ", ".join(f"{phase} {ms:.2f}" for phase, ms in record["ms_per_step"].items() if ms)
         yield (
-            f"{record['name']}: {record['drafted_per_step']:.1f} drafted a step, "
+            f"{record['name']}: {record['drafted_per_step']:.1f} drafted per step, "
             f"{record['accepted_per_step']:.2f} accepted; ms: {spent}"
         )
         yield f"    by depth {_shares(record['per_depth'])}"

@@ -27,9 +27,15 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
     kinds = f"{', '.join(KINDS)} (default: system-prompts)"
     add("--trace", metavar="NAMES", type=listed(one_of(*KINDS)), default=["system-prompts"], help=kinds)
     add("--seed", metavar="SEED", type=at_least(0), default=0, help="of the requests (default: 0)")
-    add("--requests", metavar="COUNT", type=count, default=64, help="of a trace (default: 64)")
-    add("--together", metavar="COUNT", type=count, default=1, help="at a time (default: 1)")
-    add("--max-tokens", metavar="TOKENS", type=count, default=8, help="of an answer (default: 8)")
+    add("--requests", metavar="COUNT", type=count, default=64, help="requests of each trace (default: 64)")
+    add("--together", metavar="COUNT", type=count, default=1, help="concurrent requests (default: 1)")
+    add(
+        "--max-tokens",
+        metavar="TOKENS",
+        type=count,
+        default=8,
+        help="max_tokens of each request (default: 8)",
+    )
     add("--out", metavar="FOLDER", type=Path, help="folder for the report, prefix-engine.json")
     add_json(parser)
     add_settings(parser, EngineConfig, title="engine", without=MEASURED)

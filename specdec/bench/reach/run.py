@@ -98,19 +98,19 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield table([*wire_rows(wire)])
     if equal := report.get("texts_equal"):
         cores = report["cores"]
-        placed = f"on cores {cores[0]} and {cores[1]}" if cores else "on no cores of their own"
-        yield f"engines of one thread {placed}; {equal} texts equal to one engine's; times: p50 / p95"
+        placed = f"on cores {cores[0]} and {cores[1]}" if cores else "on shared cores"
+        yield f"one thread per engine {placed}; {equal} texts equal to one engine's; times: p50 / p95"
     if serve := report.get("serve"):
         yield (
-            f"\n{asked['rate']:g} requests a second of {asked['prompt_tokens']:,} tokens, "
-            f"{asked['max_tokens']} written, {asked['rounds']} rounds of {asked['requests']} in turn:"
+            f"\n{asked['rate']:g} requests/s with prompts of {asked['prompt_tokens']:,} tokens and "
+            f"max_tokens {asked['max_tokens']}, {asked['rounds']} alternating rounds of {asked['requests']}:"
         )
         yield table([*serving_rows(serve)])
         yield from _failures(serve)
     if steady := report.get("steady"):
         yield (
-            f"\n{asked['writers']} answers under way while prompts of {asked['long_tokens']:,} tokens "
-            "come one after the other; ms of each token:"
+            f"\n{asked['writers']} requests that decode while prompts of {asked['long_tokens']:,} tokens "
+            "arrive one by one; ms per token:"
         )
         yield table([*steady_rows(steady)])
         yield from _failures(steady)

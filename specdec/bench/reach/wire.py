@@ -107,7 +107,7 @@ def _holding(
     try:
         yield ours.recv()
     except EOFError:
-        raise EngineError("the process that holds the other arena has ended; it says why above") from None
+        raise EngineError("the process with the other arena has exited; see its output above") from None
     finally:
         ours.close()  # ends the process
         process.join()

@@ -196,7 +196,7 @@ def _stats(chat: ChatSession, argument: str) -> CommandReply:
     rows["generated"] = f"{stats.tokens:,} tokens in {stats.steps:,} verify steps"
     if settings.drafters:
         depths = " ".join(f"{share:.0%}" for share in stats.per_depth)
-        rows["drafts by"] = ", ".join(settings.drafters)
+        rows["drafters"] = ", ".join(settings.drafters)
         rows["accepted"] = (
             f"{stats.accepted:,} of {stats.drafted:,} draft tokens, acceptance length "
             f"{stats.acceptance_length:.2f}, by depth {depths or '-'}"

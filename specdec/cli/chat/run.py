@@ -109,7 +109,7 @@ class InteractiveChat:
     def _show_header(self, model: str) -> None:
         chat = self.chat
         drafters = ", ".join(chat.engine.model.settings.drafters) or "none"
-        self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafts by {drafters}")
+        self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafters: {drafters}")
         if chat.completes:
             why = "This model only knows Python" if model in SHIPPED else "Without a chat template"
             self.view.notice(f"{why}: an answer continues your text.")

@@ -110,7 +110,7 @@ def figures(stats: RequestStats, columns: int | None) -> str:
     if stats.first_token_s:
         parts.append(f"first {stats.first_token_s * 1e3:,.0f} ms")
     if stats.drafted:
-        parts.append(f"{stats.acceptance_length:.2f} a step")
+        parts.append(f"{stats.acceptance_length:.2f} tok/step")
     parts.append(f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} cached")
     line = parts[0]
     for part in parts[1:]:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 Commit = Callable[[StepResult], None]
 """Commits a step's results to its requests."""
 
-PLANNED = "drafts for several rows are planned"
+PLANNED = "drafts for several rows"
 """Refusal reason while drafts are planned; expected, so not logged."""
 FEWEST = 0.5
 """Fraction of live rows below which the batch is reloaded as a smaller one."""
@@ -112,9 +112,9 @@ class Runner(ABC):
             self._load_s = clock() - start_s
             if is_loaded and self._run(first=True):
                 return True
-            reason = "there is no room for its rows, or its head has to read on first"
+            reason = "no memory for the batch, or a head that must catch up"
         if reason not in self.refusals:
-            logger.info("steps run on the host, without graphs, where %s", reason)
+            logger.info("steps run on the host, without graphs: %s (logged once)", reason)
         self.refusals[reason] += 1
         return False
 
@@ -165,9 +165,9 @@ class Runner(ABC):
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
             return "prefill"
         if not all(own.chooser.runs_on_device for own in requests):
-            return "penalties, biases, structured output or log-probabilities are asked for"
+            return "penalties, biases, structured output or log-probabilities"
         if any(map(self.host.speculation.skips_draft, requests)):
-            return "a token is tried again without a draft"
+            return "a token retried without a draft"
         return self.batch.steps.refusal(requests)
 
     def _is_interrupted(self) -> bool:
@@ -246,7 +246,7 @@ class DeviceDraftRunner(Runner):
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Refuse batches in which only some rows may draft."""
         if self.policy.bounds and len({own.params.speculate for own in requests}) > 1:
-            return "some rows must not be drafted for"
+            return "rows with and without drafts in one batch"
         return super()._refusal(requests)
 
     def abandon(self) -> None:

@@ -41,7 +41,7 @@ class TapedSteps(Steps):
 
     def refusal(self, requests: Sequence[Request]) -> str | None:
         """Return a reason if steps of this many rows cannot be taped."""
-        return f"steps of {len(requests)} rows cannot be taped" if len(requests) in self._refused else None
+        return f"{len(requests)} rows, which cannot be taped" if len(requests) in self._refused else None
 
     def __call__(self, key: GraphKey, size: int) -> Tensor:
         """Run a step over the first `size` rows."""
@@ -72,7 +72,11 @@ class TapedSteps(Steps):
         self._tapes.keep(form, TapedStep(tape, result_BX))
         if self._tapes.of(form) is REFUSED:
             *_, size = form
-            logger.info("steps of %d rows are the host's: %s", size, tape.refused or "they keep too much")
+            logger.info(
+                "steps of %d rows run on the host: %s",
+                size,
+                tape.refused or "their tapes take too much memory",
+            )
             self._refused.add(size)
         return result_BX
 

@@ -90,7 +90,7 @@ def _dig_gguf(url: str, path: Path) -> None:
     if entry := entries.get(DIVISORS):
         with open_stream(url, f"{entry.offset}-{entry.offset + entry.bytes - 1}") as response:
             if first_byte(response) != entry.offset:
-                raise ValueError(f"{url} answers with a part that was not asked for")
+                raise ValueError(f"{url} returned another byte range than requested")
             with path.open("r+b") as hollow:
                 hollow.seek(entry.offset)
                 hollow.writelines(read_stream(response))
@@ -111,7 +111,7 @@ def _start(url: str, count: int) -> tuple[bytes, int]:
     """Return a file's first bytes and its size."""
     with open_stream(url, f"0-{count - 1}") as response:
         if first_byte(response) != 0:
-            raise ValueError(f"{url} answers with a part that was not asked for")
+            raise ValueError(f"{url} returned another byte range than requested")
         whole = (
             response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers["Content-Length"]
         )

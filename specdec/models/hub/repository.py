@@ -178,5 +178,5 @@ def read_shards(index: Path) -> list[str]:
     named = json.loads(index.read_text("utf-8"))["weight_map"].values()
     shards = sorted(set(named))
     if not shards or any(Path(shard).name != shard or not shard.endswith(WEIGHTS) for shard in shards):
-        raise ValueError(f"{index.name} names {few(shards)}, which are no safetensors beside it")
+        raise ValueError(f"{index.name} names {few(shards)}, which are not safetensors in its folder")
     return shards

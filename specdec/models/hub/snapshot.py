@@ -67,7 +67,7 @@ def open_repository(name: HubName) -> Repository | Path:
             raise in_part(name, kept.path, kept.lacks, error) from error
         if not isinstance(error, errors.OfflineModeIsEnabled):
             why = f"{refusal}; {LOG_IN} where it is private" if refusal else failure
-            logger.warning("taking %s as it is in the cache: %s", name, why)
+            logger.warning("using the cached copy of %s: %s", name, why)
         return kept.path
 
 

@@ -75,8 +75,7 @@ class Lender:
 
         They start together once memory is available, so no request holds some while waiting for more. If all
         readers of the rooms have left meanwhile, nothing is prefilled: its memory would be wasted, and later
-        readers would leave in turn. Requests of one caller queue behind each other, and never delay another
-        caller's.
+        readers would leave too. Requests of one caller queue behind each other, not before those of others.
         """
         caller = prepared[0].terms.tenant.caller
         turn = self._turns.setdefault(caller, asyncio.Lock())

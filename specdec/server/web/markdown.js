@@ -88,7 +88,7 @@ function inline(tokens) {
       case "br": return make("br");
       case "html": return BREAK.test(token.raw) ? make("br") : token.raw;
       case "checkbox": return token.checked ? "☑ " : "☐ ";
-      // An image becomes a link: loading it would leak what is read here.
+      // An image becomes a link: loading it would leak the conversation.
       case "image": return link(token.href, [token.text || token.href]) ?? token.raw;
       case "link": return link(token.href, inline(token.tokens)) ?? token.raw;
       default: return token.tokens ? make("span", {}, ...inline(token.tokens)) : plain(token);

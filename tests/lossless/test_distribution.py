@@ -46,7 +46,7 @@ def folder(family_folder: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def law(folder: Path) -> Mapping[Outcome, float]:
+def distribution(folder: Path) -> Mapping[Outcome, float]:
     """Enumerate the first three tokens by the target's softmax, prefix by prefix."""
     runner = Runner(folder, torch.float64, slabs=80)
 
@@ -80,11 +80,11 @@ def draw(folder: Path, shape: Mapping[str, Any]) -> Counter[Outcome]:
     return Counter(own.token_ids[:3] for own in done)
 
 
-def chi_square(counts: Counter[Outcome], law: Mapping[Outcome, float]) -> tuple[float, int]:
+def chi_square(counts: Counter[Outcome], distribution: Mapping[Outcome, float]) -> tuple[float, int]:
     """Return the statistic and its degrees of freedom."""
-    assert set(counts) <= set(law)
-    often = [path for path, chance in law.items() if chance * SAMPLES >= LEAST]
-    expected = [law[path] * SAMPLES for path in often]
+    assert set(counts) <= set(distribution)
+    often = [path for path, chance in distribution.items() if chance * SAMPLES >= LEAST]
+    expected = [distribution[path] * SAMPLES for path in often]
     found = [counts[path] for path in often]
     if (rest := SAMPLES - sum(expected)) >= LEAST:
         expected.append(rest)
@@ -111,8 +111,10 @@ def power(statistic: float, freedom: int) -> float:
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("shape", only({"chain"}, SHAPES))
-def test_the_law_with_drafts_is_the_targets(folder: Path, law: Mapping[Outcome, float], shape: str) -> None:
-    statistic, freedom = chi_square(draw(folder, SHAPES[shape]), law)
+def test_the_distribution_with_drafts_is_the_targets(
+    folder: Path, distribution: Mapping[Outcome, float], shape: str
+) -> None:
+    statistic, freedom = chi_square(draw(folder, SHAPES[shape]), distribution)
     print(f"{shape}: chi-square {statistic:.1f} of {freedom}, p = {p_value(statistic, freedom):.3f}")
     assert freedom > 40
     assert p_value(statistic, freedom) > SIGNIFICANCE
@@ -121,12 +123,12 @@ def test_the_law_with_drafts_is_the_targets(folder: Path, law: Mapping[Outcome, 
 @EXHAUSTIVE
 @pytest.mark.parametrize("shape", only({"chain"}, SHAPES))
 def test_accepting_the_second_best_is_rejected(
-    folder: Path, law: Mapping[Outcome, float], shape: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, distribution: Mapping[Outcome, float], shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: a draft is accepted if it is among the target's two best tokens."""
     monkeypatch.setattr("specdec.core.loop.choose", choose_with_second)
     monkeypatch.setattr(DecodeLoop, "_walk", walk_by_two)
-    statistic, freedom = chi_square(draw(folder, SHAPES[shape]), law)
+    statistic, freedom = chi_square(draw(folder, SHAPES[shape]), distribution)
     print(f"{shape}: chi-square {statistic:.1f} of {freedom}, power {power(statistic, freedom):.6f}")
     assert p_value(statistic, freedom) < SIGNIFICANCE
     assert power(statistic, freedom) > POWER
