@@ -297,7 +297,7 @@ PLACES: dict[str, tuple[str, ...]] = {
 `native` runs narrow windows in C and `triton` runs on a GPU; both take everything else from `cpu`.
 """
 
-PLACES["flashinfer"] = (*PLACES["triton"], "self_attention.flashinfer:Attention")
+PLACES["flashinfer"] = (*PLACES["triton"], "self_attention.flashinfer:FlashInferAttention")
 """Triton's, except for the attention that FlashInfer supports; each table has its own FlashInfer
 workspace."""
 
