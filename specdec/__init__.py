@@ -57,7 +57,7 @@ else:
     }
 
     def __getattr__(name):
-        """Import a public name when it is first asked for: the command is light until it knows what to do."""
+        """Import a public name on first use, so that commands start fast."""
         if name not in _HOMES:
             raise AttributeError(f"module 'specdec' has no attribute {name!r}")
         import importlib

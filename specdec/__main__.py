@@ -74,7 +74,7 @@ def _run() -> int:
 
 
 def _command(on_start: "Callable[[], None]") -> int:
-    """Run the command; what ends it with a text says that."""
+    """Run the command; print the message of a SystemExit."""
     try:
         from specdec import cli
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SpecdecError(Exception):
-    """An error whose text says what is wrong and what to do about it.
+    """Base of all errors; the message names the cause and the remedy.
 
     `field` names the setting, parameter or tensor at fault, where there is one. `completions` holds what
     `generate` had of its prompts when one failed while it ran, in order; those that failed have an `error`.

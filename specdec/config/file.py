@@ -127,7 +127,7 @@ def _check(path: Path, settings: type[Settings], entries: Mapping[str, ConfigLin
 
 
 def _entries(path: Path) -> Iterator[ConfigLine]:
-    """Yield the entries of a file; tags only create plain values."""
+    """Yield the entries of a file; YAML tags create plain values only."""
     import yaml  # imported here, since few commands use a file
 
     try:

@@ -114,7 +114,9 @@ class EngineCore:
     def check_may_rest(self) -> None:
         """Raise if another engine is writing into the arena, which then must not be released."""
         if self.loop.scheduler.connector.is_receiving:
-            raise EngineError("Prompts are being fetched into this engine's arena; rest when they have come.")
+            raise EngineError(
+                "Prompts are being fetched into this engine's arena; retry when they have arrived."
+            )
 
     def rest(self) -> None:
         """Preempt running requests and release the arena's memory; requests wait until `wake`."""

@@ -187,7 +187,7 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """The disk tensors of one of ours, and the recipe that makes it."""
+    """The disk tensors of one parameter, and the recipe that builds it."""
 
     disk: tuple[str, ...]
     recipe: Recipe

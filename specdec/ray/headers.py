@@ -1,4 +1,4 @@
-"""Which headers go on, and which are of one connection alone."""
+"""Headers to forward, and those that belong to one connection."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ HOP_BY_HOP = frozenset(
 )
 """RFC 9110, 7.6.1, and older names."""
 OF_REQUEST = HOP_BY_HOP | {"expect", "content-length"}
-"""The body is here already when a request goes on; its length is written anew."""
+"""The body has been received when a request is forwarded, with a new length."""
 
 
 def of_request(headers: CIMultiDictProxy[str], *, is_unpacked: bool) -> CIMultiDict[str]:

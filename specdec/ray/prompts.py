@@ -1,4 +1,4 @@
-"""What the router knows of a request: its prompt's size, and a hash of each of its beginnings."""
+"""A request as the router sees it: its prompt's size, and hashes of its prefixes."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from specdec.ray.spans import Span, fields_of, value_of
 PIECE = 512
 """Bytes of a prompt from one hashed beginning to the next."""
 MOST_PIECES = 2048
-"""Beginnings of a prompt that are told apart; what lies behind counts as unread."""
+"""Maximum hashed prefixes of a prompt; tokens beyond count as uncached."""
 MOST_KNOWN = 1 << 16
 """Beginnings remembered of each replica: 32 MiB of prompts."""
 IN_ORDER = ("tools", "system", "instructions", "messages", "prompt", "input")
@@ -36,7 +36,7 @@ class Prompt:
     beginnings: Sequence[bytes] = field(default=(), repr=False)
     """A hash of the first PIECE bytes, of the first two times as many, and so on."""
     follows: str | None = None
-    """The stored response that it goes on from."""
+    """The stored response that it continues."""
     key: bytes = b""
     """A hash of the first bytes, however few: equal prompts have equal ones."""
 
@@ -101,5 +101,5 @@ class Known:
             self._hashes.popitem(last=False)
 
     def forget(self) -> None:
-        """Forget all: the replica may have started anew."""
+        """Drop all hashes: the replica may have restarted."""
         self._hashes.clear()

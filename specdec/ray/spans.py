@@ -14,7 +14,7 @@ TEXT = re.compile(rb'(?:[^"\\]+|\\.)*', re.DOTALL)
 MOST_FIELDS = 1024
 """Of a body; replicas know of some hundred."""
 MOST_MARKS = 1 << 18
-"""Strings, objects and lists in the values of a body, all told; replicas take fewer."""
+"""Maximum strings, objects and lists in a body's values; replicas accept fewer."""
 MARKS_OF_IDS = 8
 """Of a list of token ids, which holds nothing else, and some to spare."""
 PART = 1 << 16

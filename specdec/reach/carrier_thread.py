@@ -413,7 +413,7 @@ class CarrierThread:
         self._drop_all()
 
     def _drop_all(self) -> None:
-        """Drop all reads after the wire is closed."""
+        """Fail all reads after the wire was closed."""
         in_flight = {*self._in_flight}
         self._in_flight.clear()
         self._count_quarantine()

@@ -224,7 +224,7 @@ async def _check_body(request: web.Request, sha256: str) -> None:
 
 
 def _refused(book: LeaseTable, refusal: ReachError, status: int) -> web.Response:
-    """Return an error response. After an unread body the connection is closed."""
+    """Return an error response; close the connection if the body was not read."""
     book.figures.refused[refusal.reason] += 1
     headers = {"WWW-Authenticate": SCHEME} if status == 401 else None
     response = web.Response(

@@ -1,4 +1,4 @@
-"""Facts that two engines must share before one reads the other's memory; the fingerprint covers them."""
+"""Facts that must be equal before one engine reads another's memory; the fingerprint covers them."""
 
 import hashlib
 import json

@@ -36,7 +36,7 @@ class TransferLease:
     error: BaseException | None = None
     """The engine's error, if the prefill failed."""
     is_told: bool = False
-    """Whether the reader knows all of its memory."""
+    """Whether the reader has the location of all its memory."""
     _sent: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Blocks and generations known to the reader."""
     _waiters: set["asyncio.Future[None]"] = field(default_factory=set)
@@ -97,7 +97,7 @@ class TransferLease:
 
     @property
     def is_intact(self) -> bool:
-        """Whether all memory the reader knows is still in place."""
+        """Whether all memory whose location the reader has is still valid."""
         lent, (blocks, generations) = self.loan.lent, self._sent
         now = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
         return lent.intact and now == (blocks, generations)

@@ -166,7 +166,7 @@ class LeaseTable:
         return max(0.0, lease.seen_s + SILENCE_S - self._clock()) if lease.is_read else SILENCE_S
 
     async def open(self, lease_id: str, ask: OpenRequest) -> OpenResponse:
-        """Return the location of a prompt's memory, once more is ready than the reader knows."""
+        """Wait until more of a prompt is ready than the reader has seen; return its location."""
         self._check_engine(ask.engine)
         return await self._open(self._find(lease_id), ask)
 
@@ -261,7 +261,7 @@ class LeaseTable:
         return lease
 
     def _check_live(self, lease: TransferLease) -> None:
-        """Raise if a lease has ended, or its memory has changed since the reader was told."""
+        """Raise if a lease has ended, or its memory has changed since the reader got its location."""
         if not (lease.over or lease.is_intact):
             self._end(lease, "lease_over")
         if lease.over == "prefill_failed":

@@ -136,7 +136,7 @@ class AgentWire:
         raise WireError(why)
 
     def is_gone(self, name: bytes | None, error: Exception) -> bool:
-        """Return whether an error means that an agent and all its transfers are gone."""
+        """Return whether an error means that an agent and all its transfers are lost."""
         if name and isinstance(error, self.errors.nixlRemoteDisconnectError):
             self.disconnected.add(name)
         return name in self.disconnected

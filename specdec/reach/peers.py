@@ -92,7 +92,7 @@ class PeerSession(Generic[P]):
 
 @dataclass(slots=True, eq=False)
 class LeaseHold(Generic[P]):
-    """A lease or room that a local request wants, kept alive by beats."""
+    """A lease or room that a local request fetches, kept alive by heartbeats."""
 
     session: PeerSession[P]
     reference: Reference
@@ -401,7 +401,7 @@ class Peers(Generic[P]):
         )
 
     async def _beat(self, link: _Link[P]) -> None:
-        """Send beats for everything held at a peer, as long as there is any."""
+        """Send heartbeats while anything is leased at a peer."""
         silent = 0
         try:
             while link.holds:

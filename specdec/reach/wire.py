@@ -14,7 +14,7 @@ class WireError(Exception):
 
 
 class PeerLost(WireError):
-    """The peer is gone: nothing posted over this link can write any more."""
+    """The peer is lost: transfers posted over this link no longer write."""
 
 
 class TransferUncertain(WireError):

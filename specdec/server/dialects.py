@@ -60,7 +60,7 @@ class Dialect(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Ignored fields that may have been meant to have an effect: unknown ones, and tools."""
+        """Ignored fields that clients may expect to have an effect: unknown ones, and tools."""
         return [name for name in self.model_extra or {} if name not in {*self.REFUSED, *self.HARMLESS}]
 
     def as_chat(self, messages: Sequence[ChatMessage], **own: Any) -> ChatBody:

@@ -135,7 +135,7 @@ def _check_shape(given: dict[str, Any]) -> None:
 
 
 def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """Raise for fields that request something unsupported; values in `said` have no effect."""
+    """Raise for fields that request something unsupported; the values in `said` are harmless."""
     for name, value in extra.items():
         if name in REFUSED and value not in (*REFUSED[name], said.get(name)):
             instead = INSTEAD.get(name, "leave it out")

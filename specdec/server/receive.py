@@ -83,7 +83,7 @@ class HeldBody:
 
 
 async def expect_later(request: web.Request) -> None:
-    """Delay `100 Continue` until `read_body` wants the body."""
+    """Delay `100 Continue` until `read_body` reads the body."""
     if not _waits(request):
         raise web.HTTPExpectationFailed
 

@@ -91,7 +91,7 @@ class Resident:
         self.used_s = time.monotonic()
         """Time of its last finished answer, or of loading."""
         self._kept_until_s: dict[str, float] = {}
-        """Time until which each caller wants it kept; an API key only affects its own."""
+        """Keep-alive deadline per caller; an API key changes only its own."""
         self.max_model_len: int | None = None
         """Known after the first load."""
         self.switches = Counter[str]()

@@ -199,7 +199,7 @@ async def _idle(state: ServerState) -> None:
 
 
 def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.Task[None]") -> None:
-    """Stop the server if one of its own tasks has failed, since its users would wait forever."""
+    """Stop the server if one of its own tasks has failed, since its clients would wait forever."""
     if not task.cancelled() and (error := task.exception()):
         logger.critical("a task of the server has failed", exc_info=error)
         told.set()

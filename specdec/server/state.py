@@ -283,7 +283,7 @@ class ServedModel:
         self.template_kwargs = config.template_kwargs
         is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
-        """The playground's mode: the shipped model has a chat template but only knows code."""
+        """The playground's default mode; `tiny` has a chat template but only completes code."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
         self._templates = ThreadPool("template", config.max_queued, rests=rests)
         self._workers = ThreadPool("text", config.max_queued, rests=rests)

@@ -300,7 +300,7 @@ class Arena:
         )
 
     def check_integrity(self) -> None:
-        """Check that each byte has one owner and none is lost; raise IntegrityError otherwise."""
+        """Check that each byte has one owner and none is leaked; raise IntegrityError otherwise."""
         prove(self.layout, self._slabs, tuple(self._pools.values()))
 
     def check_owners(self, owners: Iterable[Owner] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Check, from the owners' slots alone, that each byte has one owner and none is lost."""
+"""Check, from the owners' slots alone, that each byte has one owner and none is leaked."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

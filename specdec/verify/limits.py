@@ -155,7 +155,7 @@ class BadWords(ImmediateLimit):
 
 
 def bounded_words(limits: Sequence[TokenLimit], path: tuple[int, ...]) -> Tensor | None:
-    """Return the intersection of all masks, None: everything. A limit that would leave nothing is ignored."""
+    """Intersect all masks (None: all tokens); a limit that would leave no token is ignored."""
     words_W: Tensor | None = None
     for limit in limits:
         own_W = limit.words(path)

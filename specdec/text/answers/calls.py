@@ -51,7 +51,7 @@ class ToolCallReader:
 
 
 def read_calls(source: TextCursor, calls: ToolCallReader) -> Reading[None]:
-    """Separate text from calls. White space around a call belongs to it."""
+    """Separate text from calls. Whitespace around a call is part of it."""
     called = False
     while True:
         where, opening = source.seek(calls.form.openings)

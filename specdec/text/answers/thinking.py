@@ -101,7 +101,7 @@ OVER = ThinkingState(ThinkingPhase.OVER)
 
 
 def overruns(end: str, spelled: Iterable[str]) -> dict[str, list[int]]:
-    """Return the tokens that complete the end marker and go on beyond it, by the marker's preceding prefix.
+    """Return the tokens that complete the end marker and extend beyond it, by the marker's preceding prefix.
 
     Line breaks after the end belong to it.
     """
