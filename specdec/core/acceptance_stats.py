@@ -41,8 +41,8 @@ class AcceptanceStats:
     def of(self, request: Request) -> TrackRecord:
         """Return a request's track record, which starts from that of its kind."""
         if request.number not in self._requests:
-            alike = self._kinds.setdefault(_kind(request.params), TrackRecord())
-            self._requests[request.number] = TrackRecord(alike)
+            kind_record = self._kinds.setdefault(_kind(request.params), TrackRecord())
+            self._requests[request.number] = TrackRecord(kind_record)
         return self._requests[request.number]
 
     def begin_step(self) -> None:
@@ -61,19 +61,19 @@ class AcceptanceStats:
 
         Return for each emitted token whether only finished requests' outputs had proposed it.
         """
-        asked = self._drafted.get(request.number)
+        record = self._drafted.get(request.number)
         self.gained += len(emitted) - 1
-        if asked is None:
+        if record is None:
             return ()
-        for drafter, proposal in asked.parts:
+        for drafter, proposal in record.parts:
             judged = proposal.above(len(emitted))
             drafter.calibrator.observe(judged, judged.tree.follow(emitted))
-        if asked.shape:
+        if record.shape:
             # A look-up may go deeper than the planned shape; the excess is not credited to the shape.
-            judged = asked.merged.above(min(asked.shape.num_steps, len(emitted)))
+            judged = record.merged.above(min(record.shape.num_steps, len(emitted)))
             depth, followed = max(judged.tree.depths), len(judged.tree.follow(emitted)) - 1
-            self.of(request).observe(asked.shape, depth, followed)
-        return asked.shared(emitted)
+            self.of(request).observe(record.shape, depth, followed)
+        return record.shared(emitted)
 
     def end(self, request: Request) -> None:
         """Drop a request's record; its kind's record remains."""

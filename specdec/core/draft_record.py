@@ -21,12 +21,12 @@ class DraftRecord:
 
     def shared(self, tokens: Sequence[int]) -> list[bool]:
         """Return for each token, as far as proposed, whether only finished requests' outputs had it."""
-        told: list[bool] = []
+        shared: list[bool] = []
         for _, proposal in self.parts:
             for depth, node in enumerate(proposal.tree.follow(tokens)[1:]):
-                told += [True] * (depth == len(told))
-                told[depth] &= bool(proposal.shared) and proposal.shared[node]
-        return told
+                shared += [True] * (depth == len(shared))
+                shared[depth] &= bool(proposal.shared) and proposal.shared[node]
+        return shared
 
 
 def want_of(request: Request, shape: DraftShape | None) -> DraftRequest:
@@ -53,10 +53,10 @@ def merged(request: Request, answers: Sequence[Answer], limit: int | None = None
     return merge(request.tokens[-1], [proposal for _, proposal in answers], limit)
 
 
-def widened(shape: DraftShape | None, found: Proposal) -> DraftShape | None:
+def widened(shape: DraftShape | None, proposal: Proposal) -> DraftShape | None:
     """Widen a shape to hold a look-up result; without a shape, return that of the result."""
-    if not found.num_drafted:
+    if not proposal.num_drafted:
         return shape
     if shape is None:
-        return DraftShape(max(found.tree.depths), 1, len(found.tree))
-    return replace(shape, num_draft_tokens=max(shape.num_draft_tokens, len(found.tree)))
+        return DraftShape(max(proposal.tree.depths), 1, len(proposal.tree))
+    return replace(shape, num_draft_tokens=max(shape.num_draft_tokens, len(proposal.tree)))

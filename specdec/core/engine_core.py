@@ -133,19 +133,19 @@ class EngineCore:
 
     def recover(self, failure: Exception) -> None:
         """Reset after a failed step, and end the requests it may have corrupted with an error."""
-        spoilt = self.loop.scheduler.give_up()
+        failed = self.loop.scheduler.give_up()
         try:
             self.loop.recover()
             self.failed_steps += 1
         finally:
-            why = f"The engine failed while this request ran: {failure!r}."
-            for request in spoilt:
+            text = f"The engine failed while this request ran: {failure!r}."
+            for request in failed:
                 if request.finish_reason and not request.chooser.fault:  # its text is complete
                     request.send(request.take_delta())
                 else:
-                    request.fail(EngineError(why))  # one instance per request, since a caller may modify it
+                    request.fail(EngineError(text))  # one instance per request, since a caller may modify it
 
-    def end_all(self, why: str) -> Sequence[Exception]:
+    def end_all(self, text: str) -> Sequence[Exception]:
         """Release every request and end it with an error; return exceptions raised meanwhile."""
         faults = []
         for request in self.requests:
@@ -153,7 +153,7 @@ class EngineCore:
                 self.loop.scheduler.release(request)
             except Exception as fault:  # continue with the other requests
                 faults.append(fault)
-            request.fail(EngineError(why))
+            request.fail(EngineError(text))
         return faults
 
     def flush(self, caller: str | None = None) -> None:

@@ -68,6 +68,6 @@ class LocalExecutor:
 
     def fold(self, committed: Sequence[CommittedState]) -> None:
         """Fold accepted records into their states."""
-        path, length_B = record_ids([own.path for own in committed], self.device)
-        state_B = torch.tensor([own.state for own in committed], device=self.device)
+        path, length_B = record_ids([item.path for item in committed], self.device)
+        state_B = torch.tensor([item.state for item in committed], device=self.device)
         self.network.materialize(self.arena, state_B, path, length_B)

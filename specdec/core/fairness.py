@@ -31,7 +31,7 @@ class VirtualClock:
     def arrive(self, flow: str, waiting: Collection[str]) -> None:
         """Activate a flow that had no waiting requests, at the current time or later."""
         if len(self._times) > MOST_IDLE + len(waiting):
-            self._times = {own: at for own, at in self._times.items() if at > self._now or own in waiting}
+            self._times = {key: at for key, at in self._times.items() if at > self._now or key in waiting}
         self._times[flow] = max(self.at(flow), self._now)
 
     def charge(self, costs: Mapping[str, float], weights: Mapping[str, float]) -> None:
@@ -58,7 +58,7 @@ class FairQueue:
         return self._count
 
     def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(own for salts in self._waiting.values() for own in salts.values())
+        return chain.from_iterable(queue for salts in self._waiting.values() for queue in salts.values())
 
     def append(self, request: Request) -> None:
         """Append a request to its flow."""
@@ -80,7 +80,7 @@ class FairQueue:
         if not salts:
             del self._waiting[caller]
             if len(self._salts) > MOST_IDLE:
-                self._salts = {own: clock for own, clock in self._salts.items() if own in self._waiting}
+                self._salts = {key: clock for key, clock in self._salts.items() if key in self._waiting}
 
     def first(self) -> Request | None:
         return next(iter(self.heads()), None)
@@ -94,10 +94,10 @@ class FairQueue:
         would exceed their share come last: they would be preempted again.
         """
         heads = {caller: self._head(caller, salts) for caller, salts in self._waiting.items()}
-        known = pending or {}
+        pending_tokens = pending or {}
 
         def rank(caller: str) -> tuple[bool, float, float]:
-            ahead = known.get(caller, 0) / self.weight(caller)
+            ahead = pending_tokens.get(caller, 0) / self.weight(caller)
             exceeds = shares is not None and not shares.is_entitled(heads[caller].tenant, 1)
             return exceeds, self._callers.at(caller) + ahead, heads[caller].arrived_s
 
@@ -120,7 +120,7 @@ class FairQueue:
             if caller in self._salts:
                 salts.setdefault(caller, Counter())[salt] += tokens
         if callers:
-            self._callers.charge(callers, {own: self.weight(own) for own in (*callers, *self._waiting)})
+            self._callers.charge(callers, {key: self.weight(key) for key in (*callers, *self._waiting)})
         for caller, costs in salts.items():
             active = (*costs, *self._waiting.get(caller, ()))
             self._salts[caller].charge(costs, dict.fromkeys(active, 1.0))
@@ -129,11 +129,11 @@ class FairQueue:
         """Divide a resource among all callers with requests; `counts` are their running requests."""
         weights = {caller: self.weight(caller) for caller in (*counts, *self._waiting)}
         unit = whole / (sum(weights.values()) or 1)
-        excess = {own: held[own] - unit * weights[own] for own, count in counts.items() if count > 1}
+        excess = {key: held[key] - unit * weights[key] for key, count in counts.items() if count > 1}
         above = max(excess, key=excess.__getitem__, default=None)
         is_above = above is not None and len(weights) > 1 and excess[above] > 0
         return FairShares(
-            held, {own: unit * weight for own, weight in weights.items()}, above if is_above else None
+            held, {key: unit * weight for key, weight in weights.items()}, above if is_above else None
         )
 
     def _flow(self, tenant: Tenant) -> deque[Request]:

@@ -51,8 +51,8 @@ class HeadState:
             return
         full = [request for request in requests if self.is_full(request)]
         # Requests beyond the head's budget would only copy their pending hidden states.
-        behind = accumulate(self.head.num_unread(request.number) for request in full)
-        now = [own for own, count in zip(full, behind, strict=True) if count <= self.head.chunk_tokens]
+        backlogs = accumulate(self.head.num_unread(request.number) for request in full)
+        now = [r for r, count in zip(full, backlogs, strict=True) if count <= self.head.chunk_tokens]
         if full:
             # One stays pending: the next draft starts from it, on the device or here.
             self.head.catch_up_to([want_of(request, None) for request in now or full[:1]], most=1)
@@ -80,22 +80,24 @@ class HeadState:
         head = self.head
         if head is None:
             return {request.number for request, _ in ended}
-        spare, known = head.chunk_tokens, set[int]()
-        wants: list[DraftRequest] = []
-        for request, skipped in sorted(ended, key=lambda own: head.num_unread(own[0].number)):
+        spare, numbers = head.chunk_tokens, set[int]()
+        requests: list[DraftRequest] = []
+        for request, skipped in sorted(ended, key=lambda item: head.num_unread(item[0].number)):
             if head.num_unread(request.number) <= skipped:
                 continue  # a draft with NaN left none
             spare -= head.num_unread(request.number) - skipped - 1
-            if spare < 0 and wants:
+            if spare < 0 and requests:
                 break
             if skipped:
                 head.drop(request.number, skipped)
             tokens = request.tokens[: request.num_computed_tokens + 1 - skipped]
-            wants.append(DraftRequest(request.number, request.prompt_length, tokens, request.table_N, None))
-            known.add(request.number)
-        while wants and not head.catch_up_to(wants, most=1):
+            requests.append(
+                DraftRequest(request.number, request.prompt_length, tokens, request.table_N, None)
+            )
+            numbers.add(request.number)
+        while requests and not head.catch_up_to(requests, most=1):
             pass
-        return known
+        return numbers
 
     def last_hidden(self, request: Request) -> Tensor | None:
         """Return the hidden state of the request's last computed token, or None without a head."""

@@ -83,7 +83,7 @@ class DecodeLoop:
         self._score_prompts(rows, forward)
         self._check_prefills(rows, forward)
         clock.lap("verify")
-        paths = [self._walk(row, own) for row, own in zip(rows, choices, strict=True)]
+        paths = [self._walk(row, chosen) for row, chosen in zip(rows, choices, strict=True)]
         committed = self._promote(rows, paths)
         self.speculation.head_state.read(rows, paths, forward)
         clock.lap("commit")
@@ -142,15 +142,15 @@ class DecodeLoop:
         if not at:
             return choices
         hidden_TD = forward.hidden_TD
-        places = [forward.first_B[i] + node for i, node in at]
-        if places != list(range(len(hidden_TD))):
-            hidden_TD = hidden_TD[torch.tensor(places, device=self.device)]
+        indices = [forward.first_B[i] + node for i, node in at]
+        if indices != list(range(len(hidden_TD))):
+            hidden_TD = hidden_TD[torch.tensor(indices, device=self.device)]
         nodes = [rows[i].node(node) for i, node in at]
         for start in range(0, len(at), LOGITS):
             some = slice(start, start + LOGITS)
             chosen = choose(self.executor.logits(hidden_TD[some]), nodes[some], self.executor.kernels)
-            for (i, node), own, choice in zip(at[some], nodes[some], chosen, strict=True):
-                choices[i][node] = choice if own.chooser.knows(own.path) else UNKNOWN
+            for (i, node), sampling, choice in zip(at[some], nodes[some], chosen, strict=True):
+                choices[i][node] = choice if sampling.chooser.knows(sampling.path) else UNKNOWN
         return choices
 
     def _score_prompts(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
@@ -166,8 +166,8 @@ class DecodeLoop:
                 upto = min(at + LOGITS, end)
                 logits_NV = self.executor.logits(forward.hidden_TD[start + at : start + upto])
                 for logits_V, token in zip(logits_NV, request.tokens[at + 1 : upto + 1], strict=True):
-                    found = logprob_of(logits_V, token, wanted)
-                    request.prompt_logprobs.append(TokenLogprob(token, found.chosen, found.top))
+                    logprob = logprob_of(logits_V, token, wanted)
+                    request.prompt_logprobs.append(TokenLogprob(token, logprob.chosen, logprob.top))
 
     def _check_prefills(self, rows: Sequence[ScheduledRequest], forward: Forward) -> None:
         """Record whether the last hidden state of a prefill-only request is finite."""
@@ -237,13 +237,13 @@ class DecodeLoop:
                 if row.request.is_prefill_only and not row.request.has_prefilled:
                     self.scheduler.connector.request_computed(row.request)
         lengths = [len(row.request.tokens) for row in result.rows] if self.observers else []
-        ended = [own for i in range(len(result.rows)) if (own := self._emit(result, i))]
+        ended = [item for i in range(len(result.rows)) if (item := self._emit(result, i))]
         if self.observers:
             finished = [request for request, _ in ended]
-            taken = [
+            num_accepted = [
                 len(row.request.tokens) - before for row, before in zip(result.rows, lengths, strict=True)
             ]
-            report = StepReport(result, taken, finished)
+            report = StepReport(result, num_accepted, finished)
             for observe in self.observers:
                 observe(report)
         self._finish(ended, result)

@@ -188,20 +188,22 @@ class Delta:
     @property
     def num_reported(self) -> int:
         """Return the number of tokens it reports: its own, their alternatives, and those of drafts."""
-        ranked = [own for own in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if own]
+        ranked = [logprob for logprob in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if logprob]
         drafted = sum(len(draft.tokens) for draft in self.drafts)
-        return len(self.token_ids) + drafted + sum(1 + len(own.top) for own in ranked)
+        return len(self.token_ids) + drafted + sum(1 + len(logprob.top) for logprob in ranked)
 
     def decoded(self, tokenizer: Tokenizer | None) -> "Delta":
         """Return it with the texts of tokens that have log-probabilities."""
         if tokenizer is None or (self.logprobs is None and self.prompt_logprobs is None):
             return self
         spell = cache(tokenizer.spell)  # a prompt's alternatives repeat a few tokens
-        own, prompts = self.logprobs, self.prompt_logprobs
+        logprobs, prompt_logprobs = self.logprobs, self.prompt_logprobs
         return replace(
             self,
-            logprobs=None if own is None else tuple(each.decoded(spell) for each in own),
-            prompt_logprobs=None if prompts is None else tuple(x and x.decoded(spell) for x in prompts),
+            logprobs=None if logprobs is None else tuple(x.decoded(spell) for x in logprobs),
+            prompt_logprobs=None
+            if prompt_logprobs is None
+            else tuple(x and x.decoded(spell) for x in prompt_logprobs),
         )
 
     @classmethod
@@ -316,7 +318,7 @@ class Completion:
     @property
     def cumulative_logprob(self) -> float | None:
         """Sum of its tokens' log-probabilities, if requested."""
-        return None if self.logprobs is None else sum(own.logprob for own in self.logprobs)
+        return None if self.logprobs is None else sum(item.logprob for item in self.logprobs)
 
     @classmethod
     def of(
@@ -346,7 +348,7 @@ class Completion:
 
 
 def collect(
-    asked: Sequence[tuple[Sequence[int], int]],
+    requested: Sequence[tuple[Sequence[int], int]],
     inbox: "SimpleQueue[tuple[int, Delta | SpecdecError]]",
     tokenizer: Tokenizer | None,
     *,
@@ -356,23 +358,23 @@ def collect(
 
     The error is that of the first failed prompt, and carries all completions.
     """
-    said: list[list[list[Delta]]] = [[[] for _ in range(choices)] for _, choices in asked]
-    errors: list[SpecdecError | None] = [None for _ in asked]
-    unfinished = sum(choices for _, choices in asked)
+    deltas_of: list[list[list[Delta]]] = [[[] for _ in range(choices)] for _, choices in requested]
+    errors: list[SpecdecError | None] = [None for _ in requested]
+    unfinished = sum(choices for _, choices in requested)
     with tqdm(total=unfinished, desc="completions", unit="choice", disable=not use_tqdm) as bar:
         while unfinished:
             index, item = inbox.get()
             if isinstance(item, SpecdecError):
                 errors[index] = item
             else:
-                said[index][item.index].append(item.decoded(tokenizer))
+                deltas_of[index][item.index].append(item.decoded(tokenizer))
                 if item.finish_reason is None:
                     continue
             unfinished -= 1
             bar.update()
     done = [
         Completion.of(prompt, choice, deltas, error)
-        for (prompt, _), choices, error in zip(asked, said, errors, strict=True)
+        for (prompt, _), choices, error in zip(requested, deltas_of, errors, strict=True)
         for choice, deltas in enumerate(choices)
     ]
     if failed := next(filter(None, errors), None):

@@ -53,8 +53,8 @@ class PreparedPrompt(NamedTuple):
 
 def find_stops(params: SamplingParams, eos: Collection[int]) -> dict[int, int | None]:
     """Return the end tokens; one that is also the model's own has no reason."""
-    asked = {token: token for token in params.stop_token_ids or ()}
-    return {**asked, **({} if params.ignore_eos else dict.fromkeys(eos))}
+    stop_ids = {token: token for token in params.stop_token_ids or ()}
+    return {**stop_ids, **({} if params.ignore_eos else dict.fromkeys(eos))}
 
 
 def make_limits(
@@ -94,10 +94,10 @@ def check_ids(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) -
 
 def _spelled(words: Sequence[str], tokenizer: Tokenizer | None, vocab: int) -> frozenset[tuple[int, ...]]:
     """Return the token sequences of words, in each spelling the model can generate."""
-    found = {ids for word in words for ids in (tokenizer.spellings(word) if tokenizer else ())}
-    if (longest := max(map(len, found), default=0)) > MAX_WORD_TOKENS:
+    spellings = {ids for word in words for ids in (tokenizer.spellings(word) if tokenizer else ())}
+    if (longest := max(map(len, spellings), default=0)) > MAX_WORD_TOKENS:
         raise RequestError(
             f"bad_words: one has {longest} tokens and may have {MAX_WORD_TOKENS}; give shorter ones.",
             field="bad_words",
         )
-    return frozenset(ids for ids in found if max(ids) < vocab)
+    return frozenset(ids for ids in spellings if max(ids) < vocab)

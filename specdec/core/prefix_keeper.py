@@ -58,14 +58,14 @@ class PrefixKeeper:
             return
         work = self.cache.score.work
         read = ((row.request.num_computed_tokens, row.num_tokens) for row in rows)
-        self.cache.rates.observe_reading(sum(work(end) - work(end - own) for end, own in read), seconds)
+        self.cache.rates.observe_reading(sum(work(end) - work(end - count) for end, count in read), seconds)
 
     def keep(self, ended: Sequence[Request], ahead: InFlightSteps | None) -> None:
         """Cache ended requests' tokens and states for later requests."""
         done = [self._left(r, ahead) for r in ended if r.lease and r.finish_reason]
         self._keep(done, ahead)
-        for left in done:
-            self._learn(left.request)
+        for prefix in done:
+            self._learn(prefix.request)
 
     def keep_running(self, running: Sequence[Request]) -> None:
         """Cache tokens and states of requests about to be preempted or dropped.
@@ -77,22 +77,22 @@ class PrefixKeeper:
 
     def _keep(self, done: list["FinishedPrefix"], ahead: InFlightSteps | None) -> None:
         # A node without a state is extended by a text that continues it, so the longest comes first.
-        done.sort(key=lambda left: -left.length)
+        done.sort(key=lambda prefix: -prefix.length)
         if ahead is None:
             # Later requests share these blocks, so the head must have processed them too.
-            read = self.head_state.read_ended([(left.request, left.skipped) for left in done])
-            done = [left for left in done if left.request.number in read]
-        nodes = [self._share(left.request, left.length) for left in done]
+            read = self.head_state.read_ended([(prefix.request, prefix.skipped) for prefix in done])
+            done = [prefix for prefix in done if prefix.request.number in read]
+        nodes = [self._share(prefix.request, prefix.length) for prefix in done]
         kept = [
-            (left, left.committed, node)
-            for left, node in zip(done, nodes, strict=True)
-            if left.committed and node.state is None and left.skipped <= len(left.committed.path)
+            (prefix, prefix.committed, node)
+            for prefix, node in zip(done, nodes, strict=True)
+            if prefix.committed and node.state is None and prefix.skipped <= len(prefix.committed.path)
         ]
-        accepted = [CommittedState(c.state, c.path[: len(c.path) - left.skipped]) for left, c, _ in kept]
-        self._fold([own for own in accepted if own.path])
-        for left, committed, node in kept:
-            hidden_1D = self.head_state.last_hidden(left.request) if ahead is None else None
-            self.cache.keep(node, left.request.number, committed.state, hidden_1D)
+        accepted = [CommittedState(c.state, c.path[: len(c.path) - prefix.skipped]) for prefix, c, _ in kept]
+        self._fold([item for item in accepted if item.path])
+        for prefix, committed, node in kept:
+            hidden_1D = self.head_state.last_hidden(prefix.request) if ahead is None else None
+            self.cache.keep(node, prefix.request.number, committed.state, hidden_1D)
 
     def _left(self, request: Request, ahead: InFlightSteps | None) -> "FinishedPrefix":
         """Return an ended request's computed tokens and state, once steps in flight have run.

@@ -21,23 +21,23 @@ class Ranker:
 
     def rank(self, logits_NV: Tensor, at: Sequence[DraftPosition], count: int) -> list[Ranked]:
         """Return the best tokens of each position, and their probabilities."""
-        nodes = [_node(place.want, place.path) for place in at]
+        nodes = [_node(position.want, position.path) for position in at]
         return rank(logits_NV, nodes, self.kernels, count, noise=self.noise)
 
-    def goes_straight(self, want: DraftRequest) -> bool:
+    def goes_straight(self, request: DraftRequest) -> bool:
         """Return whether a request's chains can be drafted in one pass, independent of earlier guesses.
 
         Without noise, a guess's probability must follow the request's whole rule, as in trees.
         """
-        chooser = _node(want).chooser
+        chooser = _node(request).chooser
         return chooser.ignores_history and (self.noise or chooser.is_greedy_plain)
 
-    def rules(self, wants: Sequence[DraftRequest], device: torch.device) -> tuple[Rules, Tensor]:
+    def rules(self, requests: Sequence[DraftRequest], device: torch.device) -> tuple[Rules, Tensor]:
         """Return the sampling rules of requests that `goes_straight`, and their seeds."""
-        rules, seed_N, _ = places(device, [_node(want) for want in wants])
+        rules, seed_N, _ = places(device, [_node(request) for request in requests])
         return rules, seed_N
 
 
-def _node(want: DraftRequest, path: tuple[int, ...] = ()) -> SamplingNode:
-    assert isinstance(want.sampler, TokenSampler)
-    return SamplingNode(want.sampler, len(want.tokens) + len(path), path)
+def _node(request: DraftRequest, path: tuple[int, ...] = ()) -> SamplingNode:
+    assert isinstance(request.sampler, TokenSampler)
+    return SamplingNode(request.sampler, len(request.tokens) + len(path), path)

@@ -168,18 +168,18 @@ class Request:
             # Only a prefill was requested; sampled tokens are dropped.
             self.finish_reason = "length"
             return 0
-        for said in chosen:
-            self.tokens.append(said.token)
-            self._unsent.append(said)
-            self.chooser.observe(said.token)
+        for token in chosen:
+            self.tokens.append(token.token)
+            self._unsent.append(token)
+            self.chooser.observe(token.token)
             if self.chooser.fault:
                 break
-            if said.token in self.stop_ids:
-                self.finish_reason, self.stop_reason = "stop", self.stop_ids[said.token]
+            if token.token in self.stop_ids:
+                self.finish_reason, self.stop_reason = "stop", self.stop_ids[token.token]
                 if self.params.include_stop_str_in_output:
-                    self._write(said, may_stop=False)
+                    self._write(token, may_stop=False)
             else:
-                self._write(said, may_stop=self.output_length > self.params.min_tokens)
+                self._write(token, may_stop=self.output_length > self.params.min_tokens)
             if self.finish_reason is None and self.chooser.is_over:
                 self.finish_reason = "stop"
             # A grammar mask may still be missing; then `check_finished` decides later.
@@ -194,12 +194,12 @@ class Request:
         self.first_token_s = time.perf_counter() - self.arrived_s
         self.finish_reason = "length"
 
-    def _write(self, said: OutputToken, *, may_stop: bool) -> None:
+    def _write(self, token: OutputToken, *, may_stop: bool) -> None:
         """Append a token's text to the unsent text; a stop string in it ends the request."""
         if self.text is None:
             return
-        self._unsent_text += self.text.push(said.token, may_stop=may_stop)
-        self._cutter.note(self.text.length, said.origin)
+        self._unsent_text += self.text.push(token.token, may_stop=may_stop)
+        self._cutter.note(self.text.length, token.origin)
         if self.text.stopped:
             self.finish_reason, self.stop_reason = "stop", self.text.stop
 
@@ -233,17 +233,17 @@ class Request:
         if self.finish_reason:
             text += self.text.finish() if self.text else ""
             stats = self._stats()
-        logprobs = tuple(said.logprob for said in kept if said.logprob)
+        logprobs = tuple(token.logprob for token in kept if token.logprob)
         return Delta(
             text=text,
-            token_ids=tuple(said.token for said in kept),
+            token_ids=tuple(token.token for token in kept),
             index=self.index,
             logprobs=logprobs if self.params.logprobs is not None else None,
             prompt_logprobs=self._take_prompt_logprobs(),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             stats=stats,
-            origins=tuple(said.origin for said in kept),
+            origins=tuple(token.origin for token in kept),
             pieces=self._cutter.cut(text),
             drafts=tuple(drafts),
         )

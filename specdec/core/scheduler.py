@@ -159,8 +159,8 @@ class Scheduler:
         """Update `is_catching_up`; requests that lack memory do not count."""
         waits = self._last_limit in ("", CHUNK, PREFIXES)
         self.is_catching_up = any(
-            own.finish_reason is None and not own.is_decoding and (waits or own in self.running)
-            for own in self._paused
+            request.finish_reason is None and not request.is_decoding and (waits or request in self.running)
+            for request in self._paused
         )
         if not self.is_catching_up:
             self._paused = []
@@ -200,12 +200,14 @@ class Scheduler:
             count = self.work.take(request.tenant.flow[0], count, request.num_computed_tokens)
             if count:
                 counts[request], request.last_step = count, self._steps
-        return tuple(ScheduledRequest.of(own, counts[own]) for own in self.running if own in counts)
+        return tuple(
+            ScheduledRequest.of(request, counts[request]) for request in self.running if request in counts
+        )
 
     def _in_turn(self) -> Iterable[Request]:
         """Return running requests, callers alternating by weight, each caller's least recent first."""
         turns, counts = dict[Request, float](), Counter[str]()
-        for request in sorted(self.running, key=lambda own: own.last_step):
+        for request in sorted(self.running, key=lambda item: item.last_step):
             caller = request.tenant.flow[0]
             counts[caller] += 1
             turns[request] = counts[caller] / self.waiting.weight(caller)
@@ -242,13 +244,13 @@ class Scheduler:
         released elsewhere. The other waiting requests own no memory and are unaffected.
         """
         self._events = SchedulerEvents()
-        spoilt, self.running = self.running, []
-        if not spoilt and self.waiting:
+        failed, self.running = self.running, []
+        if not failed and self.waiting:
             first = self.waiting.first()
             assert first
             self.waiting.remove(first)
-            spoilt = [first]
-        return spoilt
+            failed = [first]
+        return failed
 
     def reserve(self, request: Request, positions: int) -> bool:
         """Take the blocks of `positions` for a draft if they are free; return whether they were."""
@@ -342,11 +344,11 @@ class Scheduler:
         if not self.waiting or self.is_paused:
             return False
         pending: Counter[str] = Counter()
-        for own in self.running:
-            pending[own.tenant.flow[0]] += own.num_uncomputed_tokens - own.is_decoding
+        for running in self.running:
+            pending[running.tenant.flow[0]] += running.num_uncomputed_tokens - running.is_decoding
         self._known.clear()
         is_blocked = False
-        for place, request in enumerate(self.waiting.heads(pending, self._shares(RUNNING))):
+        for i, request in enumerate(self.waiting.heads(pending, self._shares(RUNNING))):
             if is_blocked and not self._shares(BLOCKS).fits(request.tenant, self._num_bytes(request)):
                 continue
             lease, limit = self._claim_room(request)
@@ -357,7 +359,7 @@ class Scheduler:
             if not self.running and not self._waits_for_others:
                 self._refuse(request, limit)
                 return False
-            if place == 0:
+            if i == 0:
                 self._note_limit(request, limit)
             if limit == CHUNK:  # later requests have no step budget either
                 return False
@@ -419,7 +421,9 @@ class Scheduler:
         """Return whether a waiting request is entitled to the slot of a running one."""
         self._known.clear()
         shares = self._shares(RUNNING)
-        return bool(shares.above) and any(shares.is_entitled(own.tenant, 1) for own in self.waiting.heads())
+        return bool(shares.above) and any(
+            shares.is_entitled(request.tenant, 1) for request in self.waiting.heads()
+        )
 
     def _victim(self, request: Request, limit: str) -> Request | None:
         """Return the request to preempt for one that is entitled to the resource it lacks, or None."""
@@ -441,8 +445,8 @@ class Scheduler:
         if now_s < request.since_s + TURN_S or self._shares(RUNNING).held.get(caller):
             return None
         rank = self.waiting.rank
-        others = [own for own in self.running if own.is_decoding and own.turn_until_s <= now_s]
-        victim = max(others, key=lambda own: rank(own.tenant), default=None)
+        others = [other for other in self.running if other.is_decoding and other.turn_until_s <= now_s]
+        victim = max(others, key=lambda other: rank(other.tenant), default=None)
         return victim if victim and rank(victim.tenant) > rank(request.tenant) else None
 
     def _shares(self, limit: str) -> FairShares:
@@ -463,8 +467,12 @@ class Scheduler:
         if caller is None:
             return None
         new = [request for request, _ in self._events.admitted]
-        own = [own for own in reversed(self.running) if own.tenant.flow[0] == caller and own not in new]
-        return min(own, key=lambda request: request.preemptions, default=None)
+        candidates = [
+            request
+            for request in reversed(self.running)
+            if request.tenant.flow[0] == caller and request not in new
+        ]
+        return min(candidates, key=lambda request: request.preemptions, default=None)
 
     def _num_bytes(self, request: Request) -> int:
         """Return a request's bytes, without those shared with a cached prefix."""
@@ -481,8 +489,8 @@ class Scheduler:
     def _chunk_is_full(self, request: Request) -> bool:
         """Return whether earlier prefills use all of `chunk_tokens`."""
         rank = self.waiting.rank(request.tenant)
-        before = (own for own in self._prefills() if self.waiting.rank(own.tenant) <= rank)
-        return sum(own.num_schedulable_tokens for own in before) >= self.chunk_tokens
+        before = (item for item in self._prefills() if self.waiting.rank(item.tenant) <= rank)
+        return sum(item.num_schedulable_tokens for item in before) >= self.chunk_tokens
 
     def _is_being_read(self, request: Request, lease: PrefixLease) -> bool:
         """Return whether another request is computing a long shared prefix; cache its state at the fork.
@@ -494,9 +502,9 @@ class Scheduler:
                 continue
             if other.tokens[:WORTH_WAITING] != request.tokens[:WORTH_WAITING]:
                 continue
-            alike = min(common(as_ids(other.tokens), as_ids(request.tokens)), len(request.tokens) - 1)
-            if other.num_computed_tokens < alike and alike - lease.length >= WORTH_WAITING:
-                other.lease.stop_at(alike)
+            num_shared = min(common(as_ids(other.tokens), as_ids(request.tokens)), len(request.tokens) - 1)
+            if other.num_computed_tokens < num_shared and num_shared - lease.length >= WORTH_WAITING:
+                other.lease.stop_at(num_shared)
                 return True
         return False
 
@@ -508,8 +516,8 @@ class Scheduler:
         if limit and self.cache and lease and not self.running:
             # The cached prefix itself may occupy the memory: compute all tokens instead.
             self.cache.leave(lease)
-            asked, lease = lease.asked, self.cache.lease(request.tokens[:1], lease.tenant)
-            lease.asked = asked
+            requested, lease = lease.asked, self.cache.lease(request.tokens[:1], lease.tenant)
+            lease.asked = requested
             limit = self._limit(request, lease)
         return lease, limit
 

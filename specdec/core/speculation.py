@@ -133,11 +133,11 @@ class Speculation:
             return False
         if self.policy.scans and self.looks:
             spare = MOST_INDEXED
-            for own in requests:
+            for request in requests:
                 # In repeated text a look-up finds a continuation.
-                echo = self._echoes.setdefault(own.number, RepetitionIndex())
+                echo = self._echoes.setdefault(request.number, RepetitionIndex())
                 before = echo.indexed
-                if echo.repeats(own.tokens, spare):
+                if echo.repeats(request.tokens, spare):
                     self.policy.request_plan()
                 spare -= echo.indexed - before
         if not self.policy.skips_plan():
@@ -166,7 +166,7 @@ class Speculation:
 
         grows = self.planned is not None
         planned = self.policy.plan(batch, tracks, rooms, look_up if self.looks else None, grows=grows)
-        if not any(planned) and not any(proposal.num_drafted for own in answers for _, proposal in own):
+        if not any(planned) and not any(proposal.num_drafted for answer in answers for _, proposal in answer):
             # The common case while drafting does not pay; the code below would take longer than the plan.
             self.head_state.catch_up([row.request for row in rows])
             self.policy.cut(batch, [])
@@ -175,7 +175,7 @@ class Speculation:
         shapes = self._fitting(requests, planned, wanted, lends=lend is not None)
         self.head_state.catch_up([row.request for row in rows if not row.is_decode])
         self._run_drafters(
-            requests, [own and shape for own, shape in zip(planned, shapes, strict=True)], answers
+            requests, [plan and shape for plan, shape in zip(planned, shapes, strict=True)], answers
         )
         wholes = self._merge(requests, planned, shapes, answers)
         for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
@@ -201,19 +201,19 @@ class Speculation:
         """Run the look-up drafters, to the maximum depth that can be verified: they are cheap."""
         tokens, topk = self.policy.bounds.num_draft_tokens, self.policy.bounds.topk
         depths = [min(tokens - 1, room) for room in rooms]
-        if len(requests) > MOST_LOOKED_UP and len({own.tenant.flow[0] for own in requests}) > 1:
+        if len(requests) > MOST_LOOKED_UP and len({request.tenant.flow[0] for request in requests}) > 1:
             self._looked_up += MOST_LOOKED_UP
             first = self._looked_up % len(requests)
-            taken = {(first + i) % len(requests) for i in range(MOST_LOOKED_UP)}
-            depths = [depth if i in taken else 0 for i, depth in enumerate(depths)]
-        wants = [
+            selected = {(first + i) % len(requests) for i in range(MOST_LOOKED_UP)}
+            depths = [depth if i in selected else 0 for i, depth in enumerate(depths)]
+        draft_requests = [
             want_of(request, DraftShape(depth, topk, tokens) if depth > 0 else None)
             for request, depth in zip(requests, depths, strict=True)
         ]
         for drafter in self.drafters:
             if drafter is not self.planned:
-                for own, proposal in zip(answers, drafter.propose(wants), strict=True):
-                    own.append((drafter, proposal))
+                for answer, proposal in zip(answers, drafter.propose(draft_requests), strict=True):
+                    answer.append((drafter, proposal))
 
     def _run_drafters(
         self,
@@ -225,23 +225,26 @@ class Speculation:
         wanted = [i for i, shape in enumerate(shapes) if shape or self.head_state.is_full(requests[i])]
         if not wanted:
             return
-        wants = [want_of(requests[i], shapes[i]) for i in wanted]
-        lengths = {requests[i].number: len(want.tokens) for i, want in zip(wanted, wants, strict=True)}
+        draft_requests = [want_of(requests[i], shapes[i]) for i in wanted]
+        lengths = {
+            requests[i].number: len(draft_request.tokens)
+            for i, draft_request in zip(wanted, draft_requests, strict=True)
+        }
         caught_up = self.planned is not self.head  # drafters on the sequence's own memory never fall behind
-        behind = (
+        backlog = (
             0 if caught_up else max(length - self._told.get(number, 0) for number, length in lengths.items())
         )
         self._told |= lengths
         silent = [drafter for drafter in self.drafters if drafter is self.planned or not any(answers)]
         start_s, first_passes = self.clock(), self.backing.arena.first_passes
         for drafter in silent:
-            for i, proposal in zip(wanted, drafter.propose(wants), strict=True):
+            for i, proposal in zip(wanted, drafter.propose(draft_requests), strict=True):
                 answers[i].append((drafter, proposal))
         took_s = self.clock() - start_s
-        asked = [shapes[i] for i in wanted]
-        alike = len({shape and (shape.topk, shape.num_steps) for shape in asked}) == 1
+        requested = [shapes[i] for i in wanted]
+        is_uniform = len({shape and (shape.topk, shape.num_steps) for shape in requested}) == 1
         is_known = self.backing.arena.first_passes == first_passes
-        shape = asked[0] if alike and behind <= CLOSE and is_known else None
+        shape = requested[0] if is_uniform and backlog <= CLOSE and is_known else None
         self.policy.observe_draft(shape, len(wanted), took_s)
 
     def _merge(
@@ -253,12 +256,14 @@ class Speculation:
     ) -> list[Proposal]:
         """Merge each request's proposals, cut to its shape."""
         wholes = []
-        for request, plan, shape, own in zip(requests, planned, shapes, answers, strict=True):
+        for request, plan, shape, answer in zip(requests, planned, shapes, answers, strict=True):
             proposal = (
-                merged(request, own, shape.num_draft_tokens) if shape else Proposal.bare(request.tokens[-1])
+                merged(request, answer, shape.num_draft_tokens)
+                if shape
+                else Proposal.bare(request.tokens[-1])
             )
-            if shape and own:
-                self.acceptance.note(request, DraftRecord(plan, tuple(own), proposal))
+            if shape and answer:
+                self.acceptance.note(request, DraftRecord(plan, tuple(answer), proposal))
             wholes.append(proposal)
         return wholes
 
@@ -321,8 +326,8 @@ class Speculation:
 
     def forget_requests(self) -> None:
         """Drop all requests, including unfinished ones; live ones are drafted from scratch."""
-        for known in (self._told, self._skips_draft, self._echoes):
-            known.clear()
+        for table in (self._told, self._skips_draft, self._echoes):
+            table.clear()
         self.acceptance.forget_requests()
         for drafter in self.drafters:
             drafter.forget()

@@ -91,7 +91,7 @@ class SpeculationCounts(StepSums):
 
     def by_context(self) -> dict[int, StepSums]:
         """Return a copy of the sums by context, shortest first; callable from any thread."""
-        return {bound: replace(own) for bound, own in sorted(self.contexts.copy().items())}
+        return {bound: replace(sums) for bound, sums in sorted(self.contexts.copy().items())}
 
     @property
     def per_depth(self) -> tuple[float, ...]:

@@ -45,16 +45,16 @@ class ThinkingMarks:
     def _continuations(self) -> dict[str, int]:
         """Return them from the marker's own tokens, and re-encode the rest after any other split."""
         spelled = [self.tokenizer.spell(token) for token in self.ending]
-        at, found = -"".join(spelled).index(self.end), dict[str, int]()
+        at, tokens = -"".join(spelled).index(self.end), dict[str, int]()
         for token, text in zip(self.ending, spelled, strict=True):
-            found.setdefault(self.end[: max(at, 0)], token)
+            tokens.setdefault(self.end[: max(at, 0)], token)
             at += len(text)
         for at in range(1, len(self.end)):
             rest = self.tokenizer.encode(self.end[at:], special=False)
             text = self.tokenizer.spell(rest[0]) if rest else ""
             fits = text and self.end.startswith(text, at)
-            found.setdefault(self.end[:at], rest[0] if fits else self.ending[0])
-        return {begun: found[begun] for begun in sorted(found, key=len, reverse=True)}
+            tokens.setdefault(self.end[:at], rest[0] if fits else self.ending[0])
+        return {written: tokens[written] for written in sorted(tokens, key=len, reverse=True)}
 
     @cached_property
     def overruns(self) -> Mapping[str, Collection[int]]:
@@ -73,11 +73,11 @@ class ThinkingRule:
         self.budget = span.budget
         self.start = marks.opening
         self.start_bits = set_of([] if self.start is None else [self.start], vocab)
-        self.end_bits = {begun: set_of([token], vocab) for begun, token in marks.continuations.items()}
+        self.end_bits = {written: set_of([token], vocab) for written, token in marks.continuations.items()}
         """Allowed tokens once the budget is spent, by the generated part of the end marker, longest first."""
         self.thinking_bits = all_but({*ends, *runs.get("", ())}, vocab)
         """Allowed tokens within thinking before a grammar."""
-        self.begun_bits = {begun: all_but(tokens, vocab) for begun, tokens in runs.items() if begun}
+        self.begun_bits = {written: all_but(tokens, vocab) for written, tokens in runs.items() if written}
         """Allowed tokens after a part of the end marker, before a grammar."""
         if self.budget is not None and any(
             token in tokens for tokens in runs.values() for token in marks.continuations.values()
@@ -95,14 +95,14 @@ class ThinkingRule:
     def thinking_words(self, tail: str) -> Tensor:
         """Return allowed tokens within thinking, such that the grammar sees all text after the end marker."""
         words_W = words_of(self.thinking_bits)
-        for begun, bits in self.begun_bits.items():
-            if tail.endswith(begun):
+        for written, bits in self.begun_bits.items():
+            if tail.endswith(written):
                 words_W = words_W & words_of(bits)
         return words_W
 
     def ending_words(self, tail: str) -> Tensor:
         """Return the end marker's next token, continuing a part already generated."""
-        return next(words_of(bits) for begun, bits in self.end_bits.items() if tail.endswith(begun))
+        return next(words_of(bits) for written, bits in self.end_bits.items() if tail.endswith(written))
 
 
 class ThinkingLimit:
@@ -132,26 +132,26 @@ class ThinkingLimit:
 
     def ask(self, paths: Collection[Path]) -> None:
         if self._form:
-            self._form.ask([own for path in paths if (own := self._follow(path)[1]) is not None])
+            self._form.ask([rest for path in paths if (rest := self._follow(path)[1]) is not None])
 
     def wait(self, until_s: float, *, always: bool) -> None:
         if self._form:
             self._form.wait(until_s, always=always)
 
     def knows(self, path: Path) -> bool:
-        own = self._follow(path)[1] if self._form else None
-        return self._form is None or own is None or self._form.knows(own)
+        rest = self._follow(path)[1] if self._form else None
+        return self._form is None or rest is None or self._form.knows(rest)
 
     def words(self, path: Path) -> Tensor | None:
-        place, own = self._follow(path)
+        state, rest = self._follow(path)
         terms, form = self._terms, self._form
-        if place.phase == ThinkingPhase.THINKING:
-            tail = "".join(place.tail)
-            if terms.budget is not None and place.spent >= terms.budget:
+        if state.phase == ThinkingPhase.THINKING:
+            tail = "".join(state.tail)
+            if terms.budget is not None and state.spent >= terms.budget:
                 return terms.ending_words(tail)
             return terms.thinking_words(tail) if form else None
-        words_W = form.words(own) if form and own is not None else None
-        if place.phase == ThinkingPhase.MAY_BEGIN and words_W is not None:
+        words_W = form.words(rest) if form and rest is not None else None
+        if state.phase == ThinkingPhase.MAY_BEGIN and words_W is not None:
             return words_W | words_of(terms.start_bits)
         return words_W
 
@@ -163,16 +163,16 @@ class ThinkingLimit:
             return self._form.observe(token)
         return True
 
-    def _next(self, place: ThinkingState, token: int) -> ThinkingState:
-        if self._form and place.phase == ThinkingPhase.MAY_BEGIN:
+    def _next(self, state: ThinkingState, token: int) -> ThinkingState:
+        if self._form and state.phase == ThinkingPhase.MAY_BEGIN:
             return ThinkingState(ThinkingPhase.THINKING) if token == self._terms.start else OVER
-        return self._terms.track.after(place, token)
+        return self._terms.track.after(state, token)
 
     def _follow(self, path: Path) -> tuple[ThinkingState, Path | None]:
         """Return a path's phase, and the part the grammar judges; None: it is all thinking."""
-        place = self._place
+        state = self._place
         for at, token in enumerate(path):
-            before, place = place, self._next(place, token)
-            if place.phase == ThinkingPhase.OVER:
-                return place, path[at + (before.phase == ThinkingPhase.THINKING) :]
-        return place, None if place.phase == ThinkingPhase.THINKING else ()
+            before, state = state, self._next(state, token)
+            if state.phase == ThinkingPhase.OVER:
+                return state, path[at + (before.phase == ThinkingPhase.THINKING) :]
+        return state, None if state.phase == ThinkingPhase.THINKING else ()

@@ -39,9 +39,9 @@ class WorkBudget:
         """
         each = self._each(context)
         fitting = max(int(self._room(caller) / each), int(not self._held[caller]))
-        taken = min(tokens, fitting)
-        self._add(caller, taken * each)
-        return taken
+        count = min(tokens, fitting)
+        self._add(caller, count * each)
+        return count
 
     def fits(self, caller: str, tokens: int, context: int) -> bool:
         """Charge a draft's tokens if they fit; return whether they did."""

@@ -71,10 +71,10 @@ class Acceptance:
         start = self.start
         base = start.rates if isinstance(start, Acceptance) else [start] * DEEPEST
         rates, lift = [], 1.0
-        for accepted, reached, elsewhere in zip(self._accepted, self._reached, base, strict=True):
-            expected = min(elsewhere * lift, SURE)
+        for accepted, reached, prior in zip(self._accepted, self._reached, base, strict=True):
+            expected = min(prior * lift, SURE)
             rates.append((accepted + self._prior * expected) / (reached + self._prior))
-            lift = rates[-1] / elsewhere
+            lift = rates[-1] / prior
         return rates
 
     def expected(self, depth: int) -> float:

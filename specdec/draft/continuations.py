@@ -29,7 +29,7 @@ def grow_tree(
     node that only these pass through is marked.
     """
     num_own = len(continuations) - shared
-    tokens, parents, scores, beliefs, found, depths = [root], [-1], [1.0], [1.0], [False], [0]
+    tokens, parents, scores, beliefs, from_others, depths = [root], [-1], [1.0], [1.0], [False], [0]
     # Ties are broken by the unique serial number: the node pushed first wins, and later fields are never
     # compared.
     heap: list[tuple[float, int, int, int, float, Sequence[int]]] = []
@@ -58,8 +58,8 @@ def grow_tree(
         parents.append(parent)
         scores.append(-negative)
         beliefs.append(belief)
-        found.append(passing[0] >= num_own)
+        from_others.append(passing[0] >= num_own)
         depths.append(depths[parent] + 1)
         open_node(len(tokens) - 1, -negative, depths[-1], passing)
-    tree, marked = TokenTree(tuple(tokens), tuple(parents)), tuple(found) if shared else ()
+    tree, marked = TokenTree(tuple(tokens), tuple(parents)), tuple(from_others) if shared else ()
     return Proposal(tree, tuple(scores), tuple(beliefs), marked)

@@ -72,8 +72,8 @@ class Costs:
         """Record a measured time by rows, width and number of width groups."""
         line = self._lines.setdefault((bucket(rows), groups), CostCurve())
         seconds = max(seconds, TICK_S)
-        if known := line.settled(width):
-            self._ratios.append(seconds / known)
+        if usual_s := line.settled(width):
+            self._ratios.append(seconds / usual_s)
             self.pace = quiet(self._ratios)
         line.add(width, self._work(width), seconds / self.pace)
 
@@ -93,7 +93,7 @@ class Costs:
             scale *= (1 + GROUP) ** (groups - nearest[1])
         slope = line.slope
         if slope is None:
-            sloped = {own: other.slope for own, other in self._lines.items() if other.slope is not None}
+            sloped = {key: other.slope for key, other in self._lines.items() if other.slope is not None}
             slope = sloped[_nearest(sloped, key)] if sloped else 0.0
         at, work = line.at, self._work
         return lambda width: scale * at(work(width), slope)
@@ -104,9 +104,9 @@ class Costs:
         return line is not None and line.settled(width) is not None
 
 
-def _nearest(known: Collection[tuple[int, int]], key: tuple[int, int]) -> tuple[int, int]:
+def _nearest(keys: Collection[tuple[int, int]], key: tuple[int, int]) -> tuple[int, int]:
     """Return the key with the nearest row bucket, ties broken by the nearest number of groups."""
-    return min(known, key=lambda own: (abs(own[0] - key[0]), abs(own[1] - key[1])))
+    return min(keys, key=lambda other: (abs(other[0] - key[0]), abs(other[1] - key[1])))
 
 
 class CostCurve:
@@ -130,8 +130,8 @@ class CostCurve:
             self._found.insert(i, (work, time))
         kept = self._kept[i]
         kept.append((work, time))
-        middle = median(own for own, _ in kept) if key > EXACT else work
-        self._found[i] = middle, quiet([own for _, own in kept])
+        middle = median(time for time, _ in kept) if key > EXACT else work
+        self._found[i] = middle, quiet([time for _, time in kept])
         self._points = self._rising()
 
     def _rising(self) -> list[tuple[float, float]]:
@@ -140,9 +140,9 @@ class CostCurve:
         for (_, time), kept in zip(self._found, self._kept, strict=True):
             weight, points = len(kept), 1
             while pools and pools[-1][0] > time:
-                before, own, count = pools.pop()
-                time = (before * own + time * weight) / (own + weight)
-                weight, points = own + weight, points + count
+                before, size, count = pools.pop()
+                time = (before * size + time * weight) / (size + weight)
+                weight, points = size + weight, points + count
             pools.append((time, weight, points))
         times = [time for time, _, points in pools for _ in range(points)]
         return [(work, time) for (work, _), time in zip(self._found, times, strict=True)]
@@ -151,8 +151,8 @@ class CostCurve:
         """Return the time at a width with enough samples, or None."""
         key = _width_key(width)
         i = bisect_left(self._keys, key)
-        known = i < len(self._keys) and self._keys[i] == key and len(self._kept[i]) > KEPT // 2
-        return self._found[i][1] if known else None
+        is_settled = i < len(self._keys) and self._keys[i] == key and len(self._kept[i]) > KEPT // 2
+        return self._found[i][1] if is_settled else None
 
     @property
     def slope(self) -> float | None:

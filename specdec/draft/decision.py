@@ -34,8 +34,8 @@ class DraftDecision:
         gain = f"{self.tokens:.2f} tokens per step, at {self.cost:.2f} x the time of a step without drafts"
         if self.drafts:
             return f"{self._what} is expected to give {gain}"
-        why = "" if self.tokens < self.cost or self.active else "; similar estimates were too high recently"
-        return f"drafting is off: {self._what} would give {gain}{why}"
+        note = "" if self.tokens < self.cost or self.active else "; similar estimates were too high recently"
+        return f"drafting is off: {self._what} would give {gain}{note}"
 
     @property
     def _what(self) -> str:

@@ -42,7 +42,7 @@ class DraftRequest:
 class Drafter(Protocol):
     calibrator: Calibrator
 
-    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Return one proposal per sequence."""
         ...
 

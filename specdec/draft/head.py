@@ -147,15 +147,15 @@ class HeadDrafter:
         return unread.count >= self.chunk_tokens or unread.count * unread.hidden[-1][0].nbytes > MOST_UNREAD
 
     @torch.inference_mode()
-    def catch_up_to(self, wants: Sequence[DraftRequest], *, most: int) -> bool:
+    def catch_up_to(self, requests: Sequence[DraftRequest], *, most: int) -> bool:
         """Catch up sequences with more than `most` pending hidden states; return whether all fit now.
 
         The last hidden state of each stays pending.
         """
-        behind = [want for want in wants if self._unread[want.key].count > most]
-        if behind:
-            self._catch_up(behind, keep=1)
-        return all(self._unread[want.key].count <= most for want in behind)
+        lagging = [request for request in requests if self._unread[request.key].count > most]
+        if lagging:
+            self._catch_up(lagging, keep=1)
+        return all(self._unread[request.key].count <= most for request in lagging)
 
     def take_pending(self, key: RequestId) -> tuple[int, Tensor]:
         """Remove and return the first pending position and the hidden states, for the device to process."""
@@ -198,12 +198,12 @@ class HeadDrafter:
         self._unread.clear()
 
     @torch.inference_mode()
-    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Catch up every sequence, then grow all drafts, in one pass where possible, else level by level."""
-        last = self._catch_up(wants)
+        last = self._catch_up(requests)
         grown = [
-            self._begin(want, *at_root) if want.shape and at_root else None
-            for want, at_root in zip(wants, last, strict=True)
+            self._begin(request, *at_root) if request.shape and at_root else None
+            for request, at_root in zip(requests, last, strict=True)
         ]
         drafts = [growth for growth in grown if growth]
         if self.straight:
@@ -214,17 +214,17 @@ class HeadDrafter:
                 self._run(growing)
             expand(growing, self.head.logits, self.rank)
         return [
-            growth.grower.finish() if growth else Proposal.bare(want.tokens[-1])
-            for want, growth in zip(wants, grown, strict=True)
+            growth.grower.finish() if growth else Proposal.bare(request.tokens[-1])
+            for request, growth in zip(requests, grown, strict=True)
         ]
 
-    def _begin(self, want: DraftRequest, root_D: Tensor, after_D: Tensor) -> HeadGrowth:
-        assert want.shape
-        grower = Grower(want.tokens[-1], want.shape, self.calibrator)
-        return HeadGrowth(want=want, grower=grower, after={0: after_D}, root_D=root_D)
+    def _begin(self, request: DraftRequest, root_D: Tensor, after_D: Tensor) -> HeadGrowth:
+        assert request.shape
+        grower = Grower(request.tokens[-1], request.shape, self.calibrator)
+        return HeadGrowth(want=request, grower=grower, after={0: after_D}, root_D=root_D)
 
     def _catch_up(
-        self, wants: Sequence[DraftRequest], *, keep: int = 0
+        self, requests: Sequence[DraftRequest], *, keep: int = 0
     ) -> list[tuple[Tensor, Tensor] | None]:
         """Catch up each sequence to its root; return the root's input hidden state and the head's output.
 
@@ -233,36 +233,37 @@ class HeadDrafter:
         """
         spare = self.chunk_tokens
         rows, inputs, reached = [], [], {}
-        for i in sorted(range(len(wants)), key=lambda i: self._unread[wants[i].key].count):
-            want, unread = wants[i], self._unread[wants[i].key]
+        for i in sorted(range(len(requests)), key=lambda i: self._unread[requests[i].key].count):
+            request, unread = requests[i], self._unread[requests[i].key]
             # With `keep`, the token after the last hidden state may not be known yet.
-            assert unread.count and unread.read + unread.count - len(want.tokens) + 1 in (0, keep)
+            assert unread.count and unread.read + unread.count - len(request.tokens) + 1 in (0, keep)
             count, start = min(unread.count - keep, max(spare, 1)), unread.read
             spare -= count
-            rows.append(self._row(TokenTree.chain(want.tokens[start + 1 :][:count]), start, want))
+            rows.append(self._row(TokenTree.chain(request.tokens[start + 1 :][:count]), start, request))
             inputs.append(unread.take(count))
             if not unread.count:
                 reached[i] = len(rows) - 1
         outputs = self._forward(rows, inputs)
         return [
             (inputs[reached[i]][-1], outputs[reached[i]][-1]) if i in reached else None
-            for i in range(len(wants))
+            for i in range(len(requests))
         ]
 
-    def _go_straight(self, how: UnrolledDrafting, drafts: Sequence[HeadGrowth]) -> None:
+    def _go_straight(self, unrolled: UnrolledDrafting, drafts: Sequence[HeadGrowth]) -> None:
         """Draft the chains of each depth in one pass, for rows that `how.takes`."""
-        chains = [own for own in drafts if own.grower.shape.topk == 1 and how.takes(own.want)]
+        chains = [chain for chain in drafts if chain.grower.shape.topk == 1 and unrolled.takes(chain.want)]
         for levels in {chain.grower.shape.num_steps for chain in chains}:
-            alike = [chain for chain in chains if chain.grower.shape.num_steps == levels]
-            wants = [chain.want for chain in alike]
+            group = [chain for chain in chains if chain.grower.shape.num_steps == levels]
+            requests = [chain.want for chain in group]
             rows = [
-                self._row(TokenTree.chain(want.tokens[-1:]), len(want.tokens) - 1, want) for want in wants
+                self._row(TokenTree.chain(request.tokens[-1:]), len(request.tokens) - 1, request)
+                for request in requests
             ]
             window = build_window(rows, 1, self.device)
-            after_BD = torch.stack([chain.after[0] for chain in alike])
-            asked = how.rules(wants, self.device)
-            guesses = how.unrolled(window, self.arena, after_BD, *asked, levels)
-            for chain, *guessed in zip(alike, *(part_BL.tolist() for part_BL in guesses), strict=True):
+            after_BD = torch.stack([chain.after[0] for chain in group])
+            sampling = unrolled.rules(requests, self.device)
+            guesses = unrolled.unrolled(window, self.arena, after_BD, *sampling, levels)
+            for chain, *guessed in zip(group, *(part_BL.tolist() for part_BL in guesses), strict=True):
                 for token, share in zip(*guessed, strict=True):
                     chain.grower.add(chain.grower.frontier[0], [token], [share])
 
@@ -273,24 +274,24 @@ class HeadDrafter:
             grower, start = draft.grower, len(draft.want.tokens) - 2
             draft.ran += grower.frontier
             ran = draft.ran if draft.grower.shape.topk > 1 else draft.ran[-1:]
-            place = {node: i for i, node in enumerate(ran)}
+            index = {node: i for i, node in enumerate(ran)}
             tree = TokenTree(
                 tuple(grower.tokens[node] for node in ran),
-                tuple(-1 if i == 0 else place[grower.parents[node]] for i, node in enumerate(ran)),
+                tuple(-1 if i == 0 else index[grower.parents[node]] for i, node in enumerate(ran)),
             )
             skipped = len(draft.ran) - len(ran)
             rows.append(self._row(tree, start + skipped, draft.want))
-            own = [draft.after[grower.parents[node]] if node else draft.root_D for node in ran]
-            inputs.append(torch.stack(own))
+            hidden = [draft.after[grower.parents[node]] if node else draft.root_D for node in ran]
+            inputs.append(torch.stack(hidden))
             nodes.append(ran)
         for draft, ran, out_MD in zip(drafts, nodes, self._forward(rows, inputs), strict=True):
             draft.after.update(zip(ran, out_MD, strict=True))
 
-    def _row(self, tree: TokenTree, start: int, want: DraftRequest) -> Row:
+    def _row(self, tree: TokenTree, start: int, request: DraftRequest) -> Row:
         """Build a window row of tokens at a position, with the blocks inside the attention window."""
         size = self.arena.layout.block_tokens
         first = 0 if self.window is None else max(start - self.window, 0) // size
-        return Row(tree, start - first * size, want.table_N[first:], 0, skipped=first * size)
+        return Row(tree, start - first * size, request.table_N[first:], 0, skipped=first * size)
 
     def _forward(self, rows: Sequence[Row], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the head over rows and their input hidden states; return its hidden states, row by row."""

@@ -119,15 +119,15 @@ class TokenHistory:
         """
         for table in self.tables:
             if table.length <= len(context):
-                length, places = self._follow(table, context[-self.depth :], most)
-                if places:
-                    return length, places[:most]
+                length, positions = self._follow(table, context[-self.depth :], most)
+                if positions:
+                    return length, positions[:most]
         return 0, []
 
-    def _follow(self, table: NgramTable, context: Sequence[int], most: int) -> tuple[int, list[int]]:
+    def _follow(self, table: NgramTable, context: Sequence[int], limit: int) -> tuple[int, list[int]]:
         """Follow the chain of the last n-gram of `context`; return the longest match and its places."""
         tokens, first = self.tokens, self.first
-        length, places = table.length, list[int]()
+        length, positions = table.length, list[int]()
         wanted = list(context[-length:])
         position = table.latest(wanted)
         for _ in range(MAX_STEPS):
@@ -139,26 +139,26 @@ class TokenHistory:
                 longer = self._extend_match(context, next_, length)
                 if longer > length:
                     length, wanted = longer, list(context[-longer:])
-                    places.clear()
-                places.append(next_)
-                if length == len(context) and len(places) == most:
+                    positions.clear()
+                positions.append(next_)
+                if length == len(context) and len(positions) == limit:
                     break
             position = table.earlier[position - first]
-        return length, places
+        return length, positions
 
     def _extend_match(self, context: Sequence[int], next_: int, length: int) -> int:
-        most = min(len(context), next_)
-        while length < most and self.tokens[next_ - length - 1] == context[-length - 1]:
+        longest = min(len(context), next_)
+        while length < longest and self.tokens[next_ - length - 1] == context[-length - 1]:
             length += 1
         return length
 
-    def continuation(self, place: int, limit: int) -> list[int]:
+    def continuation(self, start: int, limit: int) -> list[int]:
         """Return at most `limit` tokens from index `place` on, within the same text.
 
         If the history ends first, the tokens from `place` to its end repeat, as in a copy that overlaps its
         source.
         """
-        found = self.tokens[place : place + limit]
-        if END in found:
-            return found[: found.index(END)]
-        return [found[i % len(found)] for i in range(limit)] if len(found) < limit else found
+        tokens = self.tokens[start : start + limit]
+        if END in tokens:
+            return tokens[: tokens.index(END)]
+        return [tokens[i % len(tokens)] for i in range(limit)] if len(tokens) < limit else tokens

@@ -43,7 +43,7 @@ def expand(drafts: Sequence[DraftGrowth], logits: Callable[[Tensor], Tensor], ra
     at = [(draft, node) for draft in drafts for node in draft.grower.frontier]
     logits_NV = logits(torch.stack([draft.after[node] for draft, node in at]))
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    places = [DraftPosition(draft.want, draft.path(node)) for draft, node in at]
+    positions = [DraftPosition(draft.want, draft.path(node)) for draft, node in at]
     topk = max(draft.grower.shape.topk for draft in drafts)
-    for (draft, node), (tokens, shares) in zip(at, rank(logits_NV, places, topk), strict=True):
+    for (draft, node), (tokens, shares) in zip(at, rank(logits_NV, positions, topk), strict=True):
         draft.grower.add(node, tokens, shares)

@@ -27,24 +27,24 @@ class LookupDrafter(StatelessDrafter, ABC):
     def continue_text(self, text: TokenHistory, shape: DraftShape, tenant: Tenant) -> Proposal:
         """Propose continuations of a sequence's text, whose last token is the root."""
 
-    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Return one proposal per sequence; a long text is indexed over several steps before it gets one."""
-        found, spare = [], MOST_INDEXED
-        for want in wants:
+        proposals, spare = [], MOST_INDEXED
+        for request in requests:
             proposal = None
-            if want.shape:
-                spare -= self._feed(want, spare)
-                if want.key in self._texts and len(self._texts[want.key]) == len(want.tokens):
-                    proposal = self.look_up(want.key, want.shape, want.tenant)
-            found.append(proposal or Proposal.bare(want.tokens[-1]))
-        return found
+            if request.shape:
+                spare -= self._feed(request, spare)
+                if request.key in self._texts and len(self._texts[request.key]) == len(request.tokens):
+                    proposal = self.look_up(request.key, request.shape, request.tenant)
+            proposals.append(proposal or Proposal.bare(request.tokens[-1]))
+        return proposals
 
-    def _feed(self, want: DraftRequest, most: int) -> int:
+    def _feed(self, request: DraftRequest, limit: int) -> int:
         """Index at most `most` further tokens of a sequence; return how many."""
-        before = len(self._texts[want.key]) if want.key in self._texts else 0
-        new = want.tokens[before : before + most]
+        before = len(self._texts[request.key]) if request.key in self._texts else 0
+        new = request.tokens[before : before + limit]
         if new:
-            self.extend(want.key, new)
+            self.extend(request.key, new)
         return len(new)
 
     def extend(self, key: RequestId, tokens: Sequence[int]) -> None:

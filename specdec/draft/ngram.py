@@ -30,10 +30,10 @@ class NgramDrafter(LookupDrafter):
     def continue_text(self, text: TokenHistory, shape: DraftShape, tenant: Tenant) -> Proposal:
         """Propose what followed the latest occurrence, and branches from older ones if `topk` is above 1."""
         context = text.tokens[-text.depth :]
-        length, places = text.search(context, most=1 if shape.topk == 1 else MAX_PLACES)
+        length, starts = text.search(context, most=1 if shape.topk == 1 else MAX_PLACES)
         return grow_tree(
             context[-1],
-            [text.continuation(place, shape.num_steps) for place in places],
+            [text.continuation(start, shape.num_steps) for start in starts],
             matched=length,
             shape=shape,
             believe=believe_the_latest,

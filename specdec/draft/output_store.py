@@ -73,14 +73,14 @@ class OutputStore:
 
     def flush(self, caller: str | None = None) -> None:
         """Drop all outputs, or one caller's."""
-        for own in list(self._shares) if caller is None else [caller]:
-            while own in self._shares:
-                self._evict(own)
+        for name in list(self._shares) if caller is None else [caller]:
+            while name in self._shares:
+                self._evict(name)
 
     def _largest(self, size: Callable[[CallerOutputs], int]) -> str:
         """Return the caller with the largest size; ties go to the one with the oldest output."""
         return max(
-            self._shares, key=lambda own: (size(self._shares[own]), -self._shares[own].outputs[0].number)
+            self._shares, key=lambda name: (size(self._shares[name]), -self._shares[name].outputs[0].number)
         )
 
     def _evict(self, caller: str) -> None:

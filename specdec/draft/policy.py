@@ -227,12 +227,12 @@ class Policy:
         if plain_s <= 0:  # a line fitted to few samples may fall to zero
             return
         used = (drafting_s - plan.behind_s + self._noting_s) / plain_s
-        drafts, behind, longer = plan.draft_s / plain_s, plan.behind_s / plain_s, seconds / plain_s - 1
+        drafts, backlog, longer = plan.draft_s / plain_s, plan.behind_s / plain_s, seconds / plain_s - 1
         is_probe = plan.probe == 1 or plan.tries
         if self.worth.active and is_probe:
             # Probes have their own budget, and are no evidence about regular drafts.
             self.worth.note(drafts - used)
-            self.probe_budget.spend(behind + plan.probe * drafts + max(longer, 0.0) * plan.tries)
+            self.probe_budget.spend(backlog + plan.probe * drafts + max(longer, 0.0) * plan.tries)
         elif self.worth.active:
             net = gained / batch.rows - used + plan.probe * drafts - longer
             self.worth.note(net)
@@ -241,7 +241,7 @@ class Policy:
         else:
             net = gained / batch.rows - used - longer
             self.worth.note(net)
-            (self.probe_budget if is_probe else self.lookup_budget).spend(behind + max(-net, 0.0))
+            (self.probe_budget if is_probe else self.lookup_budget).spend(backlog + max(-net, 0.0))
         waits = [budget.wait() for budget in plan.used]
         self._skipped, self._to_skip = 0, min(waits, default=1) - 1
 
@@ -278,23 +278,23 @@ class Policy:
         plan.used = (*([self.lookup_budget] if look_up else []), *([self.probe_budget] if grows else []))
         for budget in (self.lookup_budget, self.probe_budget, self.trial_budget):
             budget.earn(passed)
-        found = [[0.0]] * len(room)
+        lookups = [[0.0]] * len(room)
         if look_up and (self.worth.active or was_requested or self.lookup_budget.is_open):
-            found = [gains(proposal) for proposal in look_up()]
-        alone = self._best_cut(batch, found)
+            lookups = [gains(proposal) for proposal in look_up()]
+        lookup_cut = self._best_cut(batch, lookups)
         drafting, plan.shape = set[int](), self.shapes[0]
         pick: ShapePick | None = None
         if grows and (self.worth.active or self.probe_budget.is_open):
-            pick = self._best(batch, rows, room, found, alone)
+            pick = self._best(batch, rows, room, lookups, lookup_cut)
             drafting, plan.shape = (pick.rows if self.worth.active else set()), pick.shape
-            free = [0 if width else deep for width, deep in zip(alone.widths, room, strict=True)]
+            free = [0 if width else deep for width, deep in zip(lookup_cut.widths, room, strict=True)]
             self._probe(plan, drafting, rows, free)
         for i, row in enumerate(rows):
             if i in drafting:
                 row.planned = self._plans
             else:
                 row.decay(passed)
-        self._note_outlook(batch, none_s, alone, pick)
+        self._note_outlook(batch, none_s, lookup_cut, pick)
         plan.batch = batch if none_s else None
         return [_within(plan.shape, deep) if i in drafting else None for i, deep in enumerate(room)]
 
@@ -317,8 +317,8 @@ class Policy:
 
     def _note_outlook(self, batch: StepBatch, none_s: float, alone: WidthCut, pick: ShapePick | None) -> None:
         """Store the result of this plan for statistics."""
-        active, found = self.worth.active, alone.nodes > 0
-        if pick and (pick.rows or not found):
+        active, pays = self.worth.active, alone.nodes > 0
+        if pick and (pick.rows or not pays):
             tokens = pick.tokens / batch.rows
             self.outlook = DraftDecision(
                 bool(pick.rows) and active,
@@ -328,10 +328,10 @@ class Policy:
                 active,
                 found,
             )
-        elif found or not self.outlook or not self.outlook.shape:
+        elif pays or not self.outlook or not self.outlook.shape:
             tokens = alone.rate * alone.seconds / batch.rows
             self.outlook = DraftDecision(
-                found and active, None, tokens, alone.seconds / max(none_s, 1e-9), active
+                pays and active, None, tokens, alone.seconds / max(none_s, 1e-9), active
             )
 
     def _best(
@@ -339,48 +339,48 @@ class Policy:
         batch: StepBatch,
         rows: Sequence[TrackRecord],
         room: Sequence[int],
-        found: Sequence[Sequence[float]],
+        lookups: Sequence[Sequence[float]],
         alone: WidthCut,
     ) -> ShapePick:
         """Return the best shape and rows to draft, given the look-up results."""
-        sure = [own[min(width, len(own) - 1)] for own, width in zip(found, alone.widths, strict=True)]
+        sure = [row[min(width, len(row) - 1)] for row, width in zip(lookups, alone.widths, strict=True)]
         tokens, worth = batch.tokens + alone.nodes, batch.rows + sum(sure)
-        some, every = (self.steps.curve(batch.rows, alone.groups + more) for more in (1, 0))
+        some_rows, all_rows = (self.steps.curve(batch.rows, alone.groups + more) for more in (1, 0))
         best, chosen, top = 0.0, 0, ShapePick(set(), self.shapes[0], 0.0, 0.0)
         for candidate in self.shapes:
-            expected = list(accumulate(sorted(_gains(candidate, rows, room, found, sure), reverse=True)))
+            expected = list(accumulate(sorted(_gains(candidate, rows, room, lookups, sure), reverse=True)))
             for count in counts(len(expected)):
                 width, gain = tokens + count * (candidate.num_draft_tokens - 1), expected[count - 1]
-                verify = every if count == len(expected) else some
+                verify = all_rows if count == len(expected) else some_rows
                 seconds = verify(width) + self._drafting_s(candidate, count)
-                if (own := rate(worth + gain, seconds)) > best:
-                    best, chosen = own, count
+                if (pace := rate(worth + gain, seconds)) > best:
+                    best, chosen = pace, count
                     top = ShapePick(set(), candidate, worth + gain, seconds)
         if best <= MARGIN * alone.rate:
             return top
-        return replace(top, rows=highest(_gains(top.shape, rows, room, found, sure), chosen))
+        return replace(top, rows=highest(_gains(top.shape, rows, room, lookups, sure), chosen))
 
     def cut(self, batch: StepBatch, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Cut proposals to the nodes worth verifying: the best of each row, in few widths."""
-        if not self.adaptive or not any(own.num_drafted for own in proposals):
+        if not self.adaptive or not any(p.num_drafted for p in proposals):
             self._drafted = self._drafted if self._drafted >= REFRESH else 0
             return list(proposals)
         plan = self.current
         sums = [[0.0] if i == plan.probed_row else gains(p) for i, p in enumerate(proposals)]
         widths = self._best_cut(batch, sums).widths
         if not any(widths) and (plan.probe or self.probe_budget.is_open):
-            most, plan.tries = min(max(own.num_drafted for own in proposals), 3), True
-            (tried,) = highest([own[min(most, len(own) - 1)] for own in sums], 1)
-            widths = tuple(most * (i == tried) for i in range(len(sums)))
+            width, plan.tries = min(max(p.num_drafted for p in proposals), 3), True
+            (tried,) = highest([row[min(width, len(row) - 1)] for row in sums], 1)
+            widths = tuple(width * (i == tried) for i in range(len(sums)))
         self._drafted = self._drafted + 1 if any(widths) else 0
-        return [own.best(1 + width) for own, width in zip(proposals, widths, strict=True)]
+        return [proposal.best(1 + width) for proposal, width in zip(proposals, widths, strict=True)]
 
     def _best_cut(self, batch: StepBatch, sums: Sequence[Sequence[float]]) -> WidthCut:
         """Return the cut that maximises tokens per second."""
 
         def curve(groups: int) -> Curve:
-            known = self.steps.curve(batch.rows, groups)
-            return lambda nodes: known(batch.tokens + nodes)
+            predict = self.steps.curve(batch.rows, groups)
+            return lambda nodes: predict(batch.tokens + nodes)
 
         return best_cut(sums, curve, mixed=self.mixed)
 
@@ -399,11 +399,11 @@ def _gains(
     shape: DraftShape,
     rows: Sequence[TrackRecord],
     room: Sequence[int],
-    found: Sequence[Sequence[float]],
+    lookups: Sequence[Sequence[float]],
     sure: Sequence[float],
 ) -> list[float]:
     """Return each row's expected gain of this shape over its look-up result."""
     return [
-        max(row.expected(shape, min(shape.num_steps, deep)), own[-1]) - known if deep > 0 else 0.0
-        for row, deep, own, known in zip(rows, room, found, sure, strict=True)
+        max(row.expected(shape, min(shape.num_steps, deep)), lookup[-1]) - gain if deep > 0 else 0.0
+        for row, deep, lookup, gain in zip(rows, room, lookups, sure, strict=True)
     ]

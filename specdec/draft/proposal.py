@@ -82,7 +82,7 @@ class Proposal:
 
     def above(self, depth: int) -> "Proposal":
         """Return the nodes down to a depth."""
-        return self._take([node for node, own in enumerate(self.tree.depths) if own <= depth])
+        return self._take([node for node, d in enumerate(self.tree.depths) if d <= depth])
 
     def _take(self, kept: Sequence[int]) -> "Proposal":
         """Return these nodes, whose parents must be among them."""
@@ -111,15 +111,15 @@ def merge(root: int, proposals: Sequence[Proposal], limit: int | None = None) ->
     tokens, parents, scores = [root], [-1], [1.0]
     nodes: dict[tuple[int, int], int] = {}
     for proposal in proposals:
-        place = [0]
+        index = [0]
         edges = zip(proposal.tree.tokens[1:], proposal.tree.parents[1:], proposal.scores[1:], strict=True)
         for token, parent, score in edges:
-            node = nodes.setdefault((place[parent], token), len(tokens))
+            node = nodes.setdefault((index[parent], token), len(tokens))
             if node == len(tokens):
                 tokens.append(token)
-                parents.append(place[parent])
+                parents.append(index[parent])
                 scores.append(score)
-            place.append(node)
+            index.append(node)
             scores[node] = max(scores[node], score)
     merged = Proposal(TokenTree(tuple(tokens), tuple(parents)), tuple(scores))
     return merged if limit is None else merged.best(limit)

@@ -14,9 +14,9 @@ class RepetitionIndex:
         self.indexed = 0
         """Number of tokens in the index."""
 
-    def repeats(self, tokens: Sequence[int], most: int) -> bool:
+    def repeats(self, tokens: Sequence[int], limit: int) -> bool:
         """Index at most `most` further tokens; return whether the last `LENGTH` tokens occurred before."""
-        end = min(len(tokens), self.indexed + most)
+        end = min(len(tokens), self.indexed + limit)
         new = tokens[max(self.indexed - LENGTH + 1, 0) : end]
         gained, self.indexed = end - self.indexed, end
         if len(new) < LENGTH or not gained:

@@ -59,9 +59,9 @@ class RoundedDrafter(StatelessDrafter):
         self.calibrator = Calibrator()
 
     @torch.inference_mode()
-    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Grow all drafts together; a sequence gets an empty one if no state slot is free."""
-        grown = [self._begin(want) for want in wants]
+        grown = [self._begin(request) for request in requests]
         drafts = [growth for growth in grown if growth]
         growing = drafts
         while growing := [draft for draft in growing if draft.grower.frontier]:
@@ -71,24 +71,24 @@ class RoundedDrafter(StatelessDrafter):
             if self.arena.layout.states:
                 self.arena.release_state(draft.want.key, draft.held.state)
         return [
-            growth.grower.finish() if growth else Proposal.bare(want.tokens[-1])
-            for want, growth in zip(wants, grown, strict=True)
+            growth.grower.finish() if growth else Proposal.bare(request.tokens[-1])
+            for request, growth in zip(requests, grown, strict=True)
         ]
 
-    def _begin(self, want: DraftRequest) -> ChainContinuation | None:
+    def _begin(self, request: DraftRequest) -> ChainContinuation | None:
         """Start a draft on a copy of the sequence's state; None without a shape or a free slot."""
-        if want.shape is None:
+        if request.shape is None:
             return None
-        assert want.memory is not None
+        assert request.memory is not None
         held = CommittedState(0)
-        if committed := want.memory.committed:
-            slots = self.arena.take_snapshots(want.key, 1)
+        if committed := request.memory.committed:
+            slots = self.arena.take_snapshots(request.key, 1)
             if slots is None:
                 return None
             held = replace(committed, state=slots[0])
             self.arena.state_bytes_X(held.state).copy_(self.arena.state_bytes_X(committed.state))
-        grower = Grower(want.tokens[-1], want.shape, self.calibrator)
-        return ChainContinuation(want=want, grower=grower, memory=want.memory, held=held)
+        grower = Grower(request.tokens[-1], request.shape, self.calibrator)
+        return ChainContinuation(want=request, grower=grower, memory=request.memory, held=held)
 
     def _run(self, drafts: Sequence[ChainContinuation]) -> None:
         """Process the last token of each chain."""

@@ -66,18 +66,18 @@ class SuffixDrafter(LookupDrafter):
         """Propose the likeliest continuations of the longest match in this text or the tenant's outputs."""
         context = text.tokens[-text.depth :]
         texts = (text, *self._outputs.of(tenant))
-        found = [(each, *each.search(context, MAX_PLACES)) for each in texts]
-        matched = max(length for _, length, _ in found)
+        matches = [(history, *history.search(context, MAX_PLACES)) for history in texts]
+        matched = max(length for _, length, _ in matches)
         num_steps = min(shape.num_steps, max(int(self.length_factor * matched), 1))
-        longest = [(each, places) for each, length, places in found if length == matched]
+        longest = [(history, starts) for history, length, starts in matches if length == matched]
         return grow_tree(
             context[-1],
-            [each.continuation(place, num_steps) for each, places in longest for place in places],
+            [history.continuation(start, num_steps) for history, starts in longest for start in starts],
             matched=matched,
             shape=shape,
             believe=believe_the_counts,
             calibrator=self.calibrator,
-            shared=sum(len(places) for each, places in longest if each is not text),
+            shared=sum(len(starts) for history, starts in longest if history is not text),
         )
 
 

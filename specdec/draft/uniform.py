@@ -95,8 +95,8 @@ class UniformPolicy:
 
         Until measured, the cost of also drafting them is an upper bound.
         """
-        known = self.costs.get((FOUND, shape, bucket(rows)))
-        return known or max(self.cost(shape, rows), self.cost(self.shapes[-1], rows))
+        cost = self.costs.get((FOUND, shape, bucket(rows)))
+        return cost or max(self.cost(shape, rows), self.cost(self.shapes[-1], rows))
 
     def choose(self, rows: Sequence[TrackRecord]) -> DraftShape | None:
         """Return the shape with the most expected tokens per second; a choice holds for several steps."""
@@ -159,10 +159,10 @@ class UniformPolicy:
 
     def _dearness(self, shape: DraftShape | None, key: int) -> float:
         """Return a shape's cost in cheapest steps; expensive shapes are tried less often."""
-        known = [self._cost(own, key) or 0.0 for own in self.shapes]
-        return (self._cost(shape, key) or 0.0) / max(min(known), 1e-9)
+        costs = [self._cost(other, key) or 0.0 for other in self.shapes]
+        return (self._cost(shape, key) or 0.0) / max(min(costs), 1e-9)
 
     def _cost(self, shape: DraftShape | None, key: int) -> float | None:
         """Return a shape's seconds at about this batch size, or None if unknown."""
-        near = min(self._measured.get(shape, ()), key=lambda own: abs(own - key), default=None)
+        near = min(self._measured.get(shape, ()), key=lambda other: abs(other - key), default=None)
         return None if near is None or abs(near - key) > NEAR else self.costs.get((shape, near))

@@ -49,23 +49,26 @@ def best_cut(sums: Sequence[Sequence[float]], curve: Callable[[int], Curve], *, 
     """
     curve = functools.cache(curve)
     none = _cut([0] * len(sums), float(len(sums)), curve)
-    lengths = [len(own) - 1 for own in sums]
+    lengths = [len(row_sums) - 1 for row_sums in sums]
     if not (longest := max(lengths)):
         return none
     # Pad: nodes beyond the draft add nothing.
-    padded = [[*own, *[own[-1]] * (longest - length)] for own, length in zip(sums, lengths, strict=True)]
+    padded = [
+        [*row_sums, *[row_sums[-1]] * (longest - length)]
+        for row_sums, length in zip(sums, lengths, strict=True)
+    ]
     levels = [*(nodes for nodes in WIDTHS if nodes < longest), longest]
     top, at, chosen = MARGIN * none.rate, 0, 0
     for i, level in enumerate(levels):
-        falling = sorted([own[level] for own in padded], reverse=True)
+        falling = sorted([row_sums[level] for row_sums in padded], reverse=True)
         tokens = list(accumulate(falling, initial=float(len(sums))))
         for count in counts(len(sums)):
-            found = rate(tokens[count], curve(1 + (count < len(sums)))(count * level))
-            if found > top:
-                top, at, chosen = found, i, count
+            pace = rate(tokens[count], curve(1 + (count < len(sums)))(count * level))
+            if pace > top:
+                top, at, chosen = pace, i, count
     if not chosen:
         return none
-    kept = highest([own[levels[at]] for own in padded], chosen)
+    kept = highest([row_sums[levels[at]] for row_sums in padded], chosen)
     widths = [min(levels[at], length) * (row in kept) for row, length in enumerate(lengths)]
     best = _cut(widths, len(sums) + sum(padded[row][levels[at]] for row in kept), curve)
     if mixed and len(sums) > 1:
@@ -83,22 +86,22 @@ def _spend(
 ) -> WidthCut:
     """Widen rows from level to level, those with the largest gain per node first, and return the best cut."""
     pieces = [
-        ((own[upto] - own[below]) / (min(upto, length) - below), min(upto, length) - below, row)
+        ((row_sums[upto] - row_sums[below]) / (min(upto, length) - below), min(upto, length) - below, row)
         for below, upto in pairwise((0, *levels))
-        for row, (own, length) in enumerate(zip(sums, lengths, strict=True))
+        for row, (row_sums, length) in enumerate(zip(sums, lengths, strict=True))
         if length > below
     ]
     pieces.sort(key=itemgetter(0), reverse=True)
-    widths, alike = [0] * len(sums), [0] * (levels[-1] + 1)
-    alike[0], groups, nodes, tokens = len(sums), 1, 0, float(len(sums))
+    widths, count_of = [0] * len(sums), [0] * (levels[-1] + 1)
+    count_of[0], groups, nodes, tokens = len(sums), 1, 0, float(len(sums))
     totals: list[tuple[float, int, int]] = []
-    for each, more, row in pieces:
+    for gain, more, row in pieces:
         width = widths[row]
-        alike[width] -= 1
-        groups += (not alike[width + more]) - (not alike[width])
+        count_of[width] -= 1
+        groups += (not count_of[width + more]) - (not count_of[width])
         widths[row] += more
-        alike[width + more] += 1
-        nodes, tokens = nodes + more, tokens + each * more
+        count_of[width + more] += 1
+        nodes, tokens = nodes + more, tokens + gain * more
         totals.append((tokens, nodes, groups))
 
     def rate_of(count: int) -> tuple[float, int]:
@@ -108,7 +111,7 @@ def _spend(
     best, count = max(map(rate_of, counts(len(pieces))))
     step = count // 2
     while step:
-        near = [own for own in (count - step, count + step) if own <= len(pieces)]
+        near = [n for n in (count - step, count + step) if n <= len(pieces)]
         best, count = max((best, count), *map(rate_of, near))
         step //= 2
     widths = [0] * len(sums)

@@ -30,9 +30,9 @@ class DraftWorth:
 
     def lend(self) -> float:
         """Raise the trust to `EACH` for a batch with new rows; return the increase."""
-        lent = max(EACH - self.trust, 0.0)
-        self.trust, self.active = self.trust + lent, True
-        return lent
+        increase = max(EACH - self.trust, 0.0)
+        self.trust, self.active = self.trust + increase, True
+        return increase
 
 
 @dataclass(slots=True)

@@ -76,8 +76,8 @@ class MinTokens(ImmediateLimit):
 
     field = "min_tokens"
 
-    def __init__(self, ends: Collection[int], least: int, vocab: int, *, yields: bool = False) -> None:
-        self.left = least
+    def __init__(self, ends: Collection[int], count: int, vocab: int, *, yields: bool = False) -> None:
+        self.left = count
         self._ends, self._yields = frozenset(ends), yields
         self._bits = all_but(self._ends, vocab)
 
@@ -134,24 +134,24 @@ class BadWords(ImmediateLimit):
         """Tokens forbidden after the output."""
 
     def words(self, path: tuple[int, ...]) -> Tensor | None:
-        here = self._forbidden((*self._said, *path)) if path else self._here
-        return words_of(self._bits if here is self._always else all_but(here, self._vocab))
+        forbidden = self._forbidden((*self._said, *path)) if path else self._here
+        return words_of(self._bits if forbidden is self._always else all_but(forbidden, self._vocab))
 
     def observe(self, token: int) -> bool:
         if token in self._here:
             self.fault = (
                 "nothing else could follow; forbid less, or leave out what bounds the output beside it"
             )
-        said = (*self._said, token)
-        self._said = said[max(len(said) - self._longest, 0) :]
+        output = (*self._said, token)
+        self._said = output[max(len(output) - self._longest, 0) :]
         self._here = self._forbidden(self._said)
         return True
 
-    def _forbidden(self, said: tuple[int, ...]) -> frozenset[int]:
-        lengths = self._lengths.get(said[-1], ()) if said else ()
-        looked_up = (self._lasts.get(said[-length:]) for length in lengths if length <= len(said))
-        found = [lasts for lasts in looked_up if lasts]
-        return self._always.union(*found) if found else self._always
+    def _forbidden(self, output: tuple[int, ...]) -> frozenset[int]:
+        lengths = self._lengths.get(output[-1], ()) if output else ()
+        looked_up = (self._lasts.get(output[-length:]) for length in lengths if length <= len(output))
+        matches = [lasts for lasts in looked_up if lasts]
+        return self._always.union(*matches) if matches else self._always
 
 
 def bounded_words(limits: Sequence[TokenLimit], path: tuple[int, ...]) -> Tensor | None:

@@ -62,14 +62,14 @@ def logprobs_of(logits_NV: Tensor, tokens: Sequence[int], wanted: Sequence[int])
     token_N1 = torch.tensor(tokens, device=logits_NV.device)[:, None]
     chosen: list[float] = logprobs_NV.gather(1, token_N1)[:, 0].tolist()
     if not any(wanted):
-        return [Logprob(own, ()) for own in chosen]
+        return [Logprob(logprob, ()) for logprob in chosen]
     value_NC, token_NC = ranked(logprobs_NV, max(wanted))
-    most, size = token_NC.shape[1], dtype.itemsize
+    width, size = token_NC.shape[1], dtype.itemsize
     ids = token_NC.int().cpu().numpy().tobytes()
     values = value_NC.cpu().numpy().tobytes()
-    found = []
-    for n, (own, count) in enumerate(zip(chosen, wanted, strict=True)):
-        first, last = n * most, n * most + min(count, most)
+    results = []
+    for n, (logprob, count) in enumerate(zip(chosen, wanted, strict=True)):
+        first, last = n * width, n * width + min(count, width)
         data = ids[ID_BYTES * first : ID_BYTES * last] + values[size * first : size * last]
-        found.append(Logprob(own, TopTokens(data, last - first) if count else ()))
-    return found
+        results.append(Logprob(logprob, TopTokens(data, last - first) if count else ()))
+    return results

@@ -13,17 +13,17 @@ class OutputCounts:
     __slots__ = ("_place", "counts", "tokens")
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self._place = {token: column for column, token in enumerate(dict.fromkeys(prompt))}
         self.tokens = array("i", self._place)
         self.counts = array("f", bytes(4 * len(self.tokens)))
 
     def observe(self, token: int) -> None:
         """Count an output token."""
-        place = self._place.setdefault(token, len(self.tokens))
-        if place == len(self.tokens):
+        column = self._place.setdefault(token, len(self.tokens))
+        if column == len(self.tokens):
             self.tokens.append(token)
             self.counts.append(0.0)
-        self.counts[place] += 1
+        self.counts[column] += 1
 
     def along(self, path: Sequence[int]) -> tuple["array[int]", "array[float]"]:
         """Return the columns as if the output continued along a path."""
@@ -32,11 +32,11 @@ class OutputCounts:
         tokens, counts = self.tokens[:], self.counts[:]
         new: dict[int, int] = {}
         for token in path:
-            place = self._place.get(token)
-            if place is None:
-                place = new.setdefault(token, len(tokens))
-            if place == len(tokens):
+            column = self._place.get(token)
+            if column is None:
+                column = new.setdefault(token, len(tokens))
+            if column == len(tokens):
                 tokens.append(token)
                 counts.append(0.0)
-            counts[place] += 1
+            counts[column] += 1
         return tokens, counts

@@ -24,8 +24,8 @@ def rank(
     choosers = [node.chooser for node in nodes]
     if (
         noise
-        and all(own.runs_on_device for own in choosers)
-        and not all(own.is_greedy_plain for own in choosers)
+        and all(chooser.runs_on_device for chooser in choosers)
+        and not all(chooser.is_greedy_plain for chooser in choosers)
     ):
         token_NK, share_NK = kernels.topk_with_noise(logits_NV, *places(logits_NV.device, nodes), count)
     else:

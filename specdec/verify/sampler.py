@@ -105,7 +105,7 @@ class TokenSampler:
         """Field and reason if a limit allows no token and the output may not end."""
         if not self.limits:
             return None
-        return next(((own.field, own.fault) for own in self.limits if own.fault), None)
+        return next(((limit.field, limit.fault) for limit in self.limits if limit.fault), None)
 
     @property
     def is_slow(self) -> bool:
@@ -236,7 +236,9 @@ def _bias(nodes: Sequence[SamplingNode], device: torch.device) -> Bias | None:
 
 def _penalties(nodes: Sequence[SamplingNode], device: torch.device) -> Penalties | None:
     """Return token counts of each penalised node: its request's tokens and its own path."""
-    kept = [(n, own.along(node.path)) for n, node in enumerate(nodes) if (own := node.chooser.history)]
+    kept = [
+        (n, history.along(node.path)) for n, node in enumerate(nodes) if (history := node.chooser.history)
+    ]
     if not kept:
         return None
     params = [nodes[n].chooser.params for n, _ in kept]
@@ -278,9 +280,9 @@ def ask(nodes: Iterable[SamplingNode]) -> list[TokenSampler]:
     for node in nodes:
         if node.chooser.limits:
             paths.setdefault(node.chooser, []).append(node.path)
-    for chooser, own in paths.items():
+    for chooser, node_paths in paths.items():
         for limit in chooser.limits:
-            limit.ask(own)
+            limit.ask(node_paths)
     return list(paths)
 
 
@@ -302,29 +304,29 @@ def _mask(nodes: Sequence[SamplingNode], device: torch.device) -> Mask | None:
         return None
     rows, words = zip(*kept, strict=True)
     # Nodes with identical masks share their memory.
-    places = {words_W.data_ptr(): words_W for words_W in words}
-    order = {place: k for k, place in enumerate(places)}
+    masks = {words_W.data_ptr(): words_W for words_W in words}
+    order = {pointer: k for k, pointer in enumerate(masks)}
     sets = [order[words_W.data_ptr()] for words_W in words]
     return Mask(
         torch.tensor(rows, device=device),
         torch.tensor(sets, device=device),
-        torch.stack(list(places.values())).to(device),
+        torch.stack(list(masks.values())).to(device),
     )
 
 
 def _logprobs(logits_NV: Tensor, nodes: Sequence[SamplingNode], tokens: Sequence[int]) -> dict[int, Logprob]:
     """Return the log-probabilities of nodes that request them and have a token."""
     wanted = {
-        n: own
+        n: count
         for n, node in enumerate(nodes)
-        if (own := node.chooser.params.logprobs) is not None and tokens[n] != NO_TOKEN
+        if (count := node.chooser.params.logprobs) is not None and tokens[n] != NO_TOKEN
     }
     if not wanted:
         return {}
     if len(wanted) < len(nodes):
         logits_NV = logits_NV[torch.tensor(list(wanted), device=logits_NV.device)]
-    found = logprobs_of(logits_NV, [tokens[n] for n in wanted], list(wanted.values()))
-    return dict(zip(wanted, found, strict=True))
+    logprobs = logprobs_of(logits_NV, [tokens[n] for n in wanted], list(wanted.values()))
+    return dict(zip(wanted, logprobs, strict=True))
 
 
 def logprob_of(logits_V: Tensor, token: int, wanted: int) -> Logprob:

@@ -26,5 +26,7 @@ def accept_at_rates(
 
     `position` is that of the token sampled at the root. The bonus token is still the target's choice.
     """
-    own, tokens = row.accept_at_rates(chosen, tree.tokens, tree.parents, rates, seed=seed, position=position)
-    return own, TokenTree(tuple(tokens), tree.parents)
+    accepted, tokens = row.accept_at_rates(
+        chosen, tree.tokens, tree.parents, rates, seed=seed, position=position
+    )
+    return accepted, TokenTree(tuple(tokens), tree.parents)

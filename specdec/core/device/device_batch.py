@@ -78,15 +78,15 @@ class DeviceBatch:
         Without `drafts`, no draft slots are borrowed, and windows hold one token until `end`.
         """
         self.reads, self.drafts = reads and self.head is not None, drafts
-        wants = [want_of(request, None) for request in requests] if self.reads else []
-        if wants and self.head and not self.head.catch_up_to(wants, most=self.extent.path):
+        draft_requests = [want_of(request, None) for request in requests] if self.reads else []
+        if draft_requests and self.head and not self.head.catch_up_to(draft_requests, most=self.extent.path):
             return False
         for request in requests:
             held = self._borrow(request) if drafts else RowSlots(request, (), ())
             if held is None or not self._reserve(request):
                 self.scheduler.limited_by[DEVICE_SLOTS] += 1
-                for own in (*self.held, *filter(None, [held])):
-                    self._release(own, ())
+                for slots in (*self.held, *filter(None, [held])):
+                    self._release(slots, ())
                 self.held.clear()
                 return False
             self.held.append(held)
@@ -104,7 +104,7 @@ class DeviceBatch:
         """Launch a step over the drafted windows or over `trees`; return False if blocks are missing."""
         assert key.nodes == 1 or self.drafts, "no slots were borrowed for drafts"
         self._drop_ended()
-        if not all(self._reserve(own.request) for own in self.held if not own.gone):
+        if not all(self._reserve(held.request) for held in self.held if not held.gone):
             return False
         load_blocks(self.rows, self.held)
         if any(trees):
@@ -127,21 +127,21 @@ class DeviceBatch:
             return None
         pending = self._pending.popleft()
         pending.wait()
-        wanted = [b for b, own in enumerate(self.held) if own.request.finish_reason is None]
-        outcomes = list(pending.outcomes(wanted))
+        running = [b for b, held in enumerate(self.held) if held.request.finish_reason is None]
+        outcomes = list(pending.outcomes(running))
         committed = [
             self._committed(self.held[b], pending.key, outcome)
-            for b, outcome in zip(wanted, outcomes, strict=True)
+            for b, outcome in zip(running, outcomes, strict=True)
         ]
-        requests = [self.held[b].request for b in wanted]
+        requests = [self.held[b].request for b in running]
         if self.head and not self.reads:
-            for b, request, outcome in zip(wanted, requests, outcomes, strict=True):
+            for b, request, outcome in zip(running, requests, outcomes, strict=True):
                 if outcome.nodes:
                     self.head.read(request.number, self.rows.hidden_BPD[b, : len(outcome.nodes)])
         ahead = None
         if self._pending or self.reads:
             # A step without drafts always processes exactly one token per row.
-            alone = all(own.key.nodes == 1 for own in self._pending)
+            alone = all(step.key.nodes == 1 for step in self._pending)
             ahead = InFlightSteps(len(self._pending), alone * len(self._pending))
         return BatchOutput(pending.key, pending.as_drafted, requests, outcomes, committed, ahead)
 
@@ -186,7 +186,7 @@ class DeviceBatch:
     def _drop_ended(self) -> None:
         """Turn rows of finished requests into padding: their memory may already belong to others."""
         over = [
-            b for b, own in enumerate(self.held) if not own.gone and own.request.finish_reason is not None
+            b for b, held in enumerate(self.held) if not held.gone and held.request.finish_reason is not None
         ]
         if over:
             self.rows.drop(ids(over, self.rows.length_B.device))
@@ -200,8 +200,8 @@ class DeviceBatch:
             return None
         state, path = before.state, tuple[RecordSlot, ...]()
         if key.nodes > 1 and held.sets:
-            own = held.sets[0]
-            path = tuple(own[node] for node in nodes)
+            slots = held.sets[0]
+            path = tuple(slots[node] for node in nodes)
             held.sets = held.sets[::-1]
         elif key.nodes > 1 and nodes:
             state, held.snapshots[nodes[-1]] = held.snapshots[nodes[-1]], state
@@ -220,9 +220,9 @@ class DeviceBatch:
 
     def _release(self, held: RowSlots, kept: Sequence[RecordSlot]) -> None:
         number = held.request.number
-        lent = [slot for own in held.sets for slot in own if slot not in kept]
-        if lent:
-            self.arena.release_records(number, lent)
+        released = [slot for slots in held.sets for slot in slots if slot not in kept]
+        if released:
+            self.arena.release_records(number, released)
         for state in held.snapshots:
             self.arena.release_state(number, state)
 

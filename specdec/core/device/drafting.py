@@ -58,13 +58,13 @@ class DeviceDrafter:
         self.table_3DR.copy_(torch.tensor(table, dtype=torch.float64))
 
     @torch.inference_mode()
-    def draft(self, rows: BatchRows, key: GraphKey, start_B: Tensor, count_B: Tensor, most: int) -> None:
+    def draft(self, rows: BatchRows, key: GraphKey, start_B: Tensor, count_B: Tensor, depth: int) -> None:
         """Catch up the head from position `start_B`, and draft the next windows.
 
         `count_B` is the number of pending hidden states, at most `most`. Where it is 0, as in a row with NaN,
         the draft is meaningless but harmless.
         """
-        hidden_BAD, token_BA = rows.hidden_BPD[:, :most], rows.follows_BP[:, :most]
+        hidden_BAD, token_BA = rows.hidden_BPD[:, :depth], rows.follows_BP[:, :depth]
         out_BAD = self._read(rows, token_BA, None, start_B, hidden_BAD)
         last_B1D = (count_B - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden_BAD.shape[-1])
         last_BD = hidden_BAD.gather(1, last_B1D)[:, 0]
@@ -128,9 +128,9 @@ class DeviceDrafter:
             part = rows.part(start, start + some)
             logits_NV = self.head.logits(after_BFD[start : start + some].flatten(0, 1))
             # Temperature does not change the order; at temperature 0 no noise is added.
-            own = Rules(repeat_rows(part.temperature_B if self.noise else 0 * part.temperature_B, f))
+            sampling = Rules(repeat_rows(part.temperature_B if self.noise else 0 * part.temperature_B, f))
             at_N = repeat_rows(part.seed_B, f), repeat_rows(part.length_B + depth, f)
-            token_NK, share_NK = self.kernels.topk_with_noise(logits_NV, own, *at_N, count)
+            token_NK, share_NK = self.kernels.topk_with_noise(logits_NV, sampling, *at_N, count)
             tokens.append(token_NK.view(-1, f, token_NK.shape[1]))
             shares.append(share_NK.view(-1, f, share_NK.shape[1]))
         return torch.cat(tokens), torch.cat(shares)

@@ -59,12 +59,12 @@ class Graphs(Steps):
         free, _ = torch.cuda.mem_get_info(device)
         ended, is_full = set[GraphKey](), False
         for size, key in tqdm(wanted, desc="Capturing graphs", unit="graph", leave=False, disable=None):
-            left, _ = torch.cuda.mem_get_info(device)
-            if not is_full and free - left > BUDGET * free:
+            free_now, _ = torch.cuda.mem_get_info(device)
+            if not is_full and free - free_now > BUDGET * free:
                 is_full = True
                 logger.warning(
                     "steps of %d rows and more run uncaptured: graphs took %d MiB, a tenth of what was free",
-                    *(size, (free - left) >> 20),
+                    *(size, (free - free_now) >> 20),
                 )
             try:
                 capturer.warm(partial(self.warm, scratch, key, size))
@@ -75,9 +75,9 @@ class Graphs(Steps):
                 if key not in ended:
                     logger.warning("%s of %d rows and more run uncaptured: %s", key, size, error)
                 ended.add(key)
-        left, _ = torch.cuda.mem_get_info(device)
-        taken = (free - left) >> 20
-        logger.info("captured %d of %d graphs in %d MiB", len(self._graphs), len(wanted), taken)
+        free_now, _ = torch.cuda.mem_get_info(device)
+        used_mib = (free - free_now) >> 20
+        logger.info("captured %d of %d graphs in %d MiB", len(self._graphs), len(wanted), used_mib)
 
     def warm(self, scratch: BatchRows, key: GraphKey, size: int) -> None:
         """Run a step over padding, which changes no live data.

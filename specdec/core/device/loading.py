@@ -42,7 +42,7 @@ def ids(values: Sequence[Any], device: torch.device) -> Tensor:
 
 def load(rows: BatchRows, extent: Extent, held: Sequence[RowSlots]) -> None:
     """Load every request into its row."""
-    requests = [own.request for own in held]
+    requests = [slots.request for slots in held]
     committed = [r.committed or CommittedState(0) for r in requests]
     fill(rows.length_B, [r.num_computed_tokens for r in requests])
     fill(rows.token_BM[:, 0], [r.tokens[-1] for r in requests])
@@ -50,42 +50,42 @@ def load(rows: BatchRows, extent: Extent, held: Sequence[RowSlots]) -> None:
     numbers = zip(*(r.chooser.rule for r in requests), strict=True)
     for column_B, values in zip(rows.rule_B, numbers, strict=True):
         fill(column_B, values)
-    fill(rows.state_B, [own.state for own in committed])
-    fill(rows.path_length_B, [len(own.path) for own in committed])
+    fill(rows.state_B, [c.state for c in committed])
+    fill(rows.path_length_B, [len(c.path) for c in committed])
     unused = [(0, 0)] * extent.nodes
-    paths = [[*own.path, *unused[: extent.path - len(own.path)]] for own in committed]
+    paths = [[*c.path, *unused[: extent.path - len(c.path)]] for c in committed]
     for i, path_BP in enumerate((rows.path_slab_BP, rows.path_place_BP)):
         fill(path_BP, [[slot[i] for slot in path] for path in paths])
-    if any(own.sets for own in held):
-        sets = [own.sets or (unused, unused) for own in held]
+    if any(slots.sets for slots in held):
+        sets = [slots.sets or (unused, unused) for slots in held]
         for i, set_B2M in enumerate((rows.slab_B2M, rows.place_B2M)):
-            fill(set_B2M, [[[slot[i] for slot in part] for part in own] for own in sets])
-    if any(own.snapshots for own in held):
-        fill(rows.snapshot_BM, [own.snapshots or [0] * extent.nodes for own in held])
+            fill(set_B2M, [[[slot[i] for slot in part] for part in slots] for slots in sets])
+    if any(slots.snapshots for slots in held):
+        fill(rows.snapshot_BM, [slots.snapshots or [0] * extent.nodes for slots in held])
 
 
 def load_blocks(rows: BatchRows, held: Sequence[RowSlots]) -> None:
     """Append new blocks to the device's block tables."""
     width = rows.table_BN.shape[1]
-    places: list[int] = []
+    indices: list[int] = []
     blocks: list[int] = []
-    for b, own in enumerate(held):
-        if not own.gone and len(own.request.table_N) > own.blocks:
-            table = own.request.table_N[own.blocks :].tolist()
-            places += range(b * width + own.blocks, b * width + own.blocks + len(table))
+    for b, slots in enumerate(held):
+        if not slots.gone and len(slots.request.table_N) > slots.blocks:
+            table = slots.request.table_N[slots.blocks :].tolist()
+            indices += range(b * width + slots.blocks, b * width + slots.blocks + len(table))
             blocks += table
-            own.blocks += len(table)
-    if places:
+            slots.blocks += len(table)
+    if indices:
         device = rows.table_BN.device
-        rows.table_BN.view(-1).index_copy_(0, ids(places, device), ids(blocks, device))
+        rows.table_BN.view(-1).index_copy_(0, ids(indices, device), ids(blocks, device))
 
 
 def load_trees(rows: BatchRows, trees: Sequence[TokenTree | None], nodes: int) -> None:
     """Write trees to the next windows, padded with chains of `NO_TOKEN`; rows without a tree keep theirs."""
-    given = [(b, tree) for b, tree in enumerate(trees) if tree]
-    tokens = [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for _, t in given]
-    parents = [[*t.parents, *range(len(t) - 1, nodes - 1)] for _, t in given]
-    row_R = ids([b for b, _ in given], rows.token_BM.device)
+    drafted = [(b, tree) for b, tree in enumerate(trees) if tree]
+    tokens = [[*t.tokens, *[NO_TOKEN] * (nodes - len(t))] for _, t in drafted]
+    parents = [[*t.parents, *range(len(t) - 1, nodes - 1)] for _, t in drafted]
+    row_R = ids([b for b, _ in drafted], rows.token_BM.device)
     for to_BM, values in ((rows.token_BM, tokens), (rows.parent_BM, parents)):
         to_BM[:, :nodes].index_copy_(0, row_R, ids(values, to_BM.device))
     for score_BM in (rows.score_BM, rows.belief_BM):  # these belong to the drafted windows

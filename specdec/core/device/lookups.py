@@ -30,11 +30,11 @@ class HostLookups:
         self._waited = 0
         answers = self.speculation.look_up(requests)
         proposals = [
-            merged(request, own, bounds.num_draft_tokens)
-            for request, own in zip(requests, answers, strict=True)
+            merged(request, answer, bounds.num_draft_tokens)
+            for request, answer in zip(requests, answers, strict=True)
         ]
         drafted = [self._expected(request, shape) for request in requests]
-        gains = [max(sum(own.scores[1:]), known) for own, known in zip(proposals, drafted, strict=True)]
+        gains = [max(sum(p.scores[1:]), gain) for p, gain in zip(proposals, drafted, strict=True)]
         rows = len(requests)
         before = (rows + sum(drafted)) / self.policy.cost(shape, rows)
         pays = (rows + sum(gains)) / self.policy.cost_of_found(shape, rows) > MARGIN * before
@@ -42,8 +42,8 @@ class HostLookups:
         if not pays:
             return nothing
         return [
-            DraftRecord(None, tuple(own), proposal) if sum(proposal.scores[1:]) > known else None
-            for own, proposal, known in zip(answers, proposals, drafted, strict=True)
+            DraftRecord(None, tuple(answer), proposal) if sum(proposal.scores[1:]) > gain else None
+            for answer, proposal, gain in zip(answers, proposals, drafted, strict=True)
         ]
 
     def _expected(self, request: Request, shape: DraftShape | None) -> float:

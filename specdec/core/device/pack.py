@@ -79,10 +79,10 @@ class Packer:
 
     def _near(self, table_BN: Tensor, length_B: Tensor, last: int, width: int) -> tuple[Tensor, Tensor]:
         """Return each row's block table cut to its last tokens and window, and the number of these tokens."""
-        size, most = self.block_tokens, table_BN.shape[1]
+        size, max_blocks = self.block_tokens, table_BN.shape[1]
         first_B = (length_B - last).clamp(min=0) // size
-        count = min(-(-(last + size - 1 + width) // size), most)
-        at_BN = (first_B[:, None] + torch.arange(count, device=table_BN.device)).clamp(max=most - 1)
+        count = min(-(-(last + size - 1 + width) // size), max_blocks)
+        at_BN = (first_B[:, None] + torch.arange(count, device=table_BN.device)).clamp(max=max_blocks - 1)
         return table_BN.gather(1, at_BN), length_B - first_B * size
 
 

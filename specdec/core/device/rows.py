@@ -94,9 +94,9 @@ class BatchRows:
 
     def clear(self) -> None:
         """Reset all rows to padding."""
-        for own in self._values():
-            if isinstance(own, Tensor):
-                own.zero_()
+        for value in self._values():
+            if isinstance(value, Tensor):
+                value.zero_()
         for x_B, off in zip(self.rule_B, RowRule(), strict=True):
             x_B.fill_(off)
         self.blank(0)
@@ -123,7 +123,8 @@ class BatchRows:
         """Return a view of some rows."""
         cut = slice(start, end)
         parts: Iterator[Any] = (
-            own[cut] if isinstance(own, Tensor) else tuple(x[cut] for x in own) for own in self._values()
+            value[cut] if isinstance(value, Tensor) else tuple(x[cut] for x in value)
+            for value in self._values()
         )
         return BatchRows(*parts)
 

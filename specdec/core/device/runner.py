@@ -145,7 +145,7 @@ class Runner(ABC):
         if first:
             self._start()
         advanced = not self._over and self._advance()
-        self._over |= self.batch.steps.refusal([own.request for own in self.batch.held]) is not None
+        self._over |= self.batch.steps.refusal([held.request for held in self.batch.held]) is not None
         if self._over or not advanced or len(self.batch.requests) <= FEWEST * len(self.batch.held):
             self.stop()
         return advanced
@@ -156,7 +156,7 @@ class Runner(ABC):
             drafts = self.batch.drafts
         else:
             drafts = len(requests) == 1 or self.batch.steps.pads or not self.host.speculation.drafters
-        return not drafts and any(own.params.speculate for own in requests)
+        return not drafts and any(request.params.speculate for request in requests)
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Return why the host must run this step, or None."""
@@ -164,7 +164,7 @@ class Runner(ABC):
             return PLANNED
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
             return "prefill"
-        if not all(own.chooser.runs_on_device for own in requests):
+        if not all(request.chooser.runs_on_device for request in requests):
             return "penalties, biases, structured output or log-probabilities"
         if any(map(self.host.speculation.skips_draft, requests)):
             return "a token retried without a draft"
@@ -174,17 +174,17 @@ class Runner(ABC):
         """Return whether a request can be admitted now, or one was cancelled."""
         scheduler = self.host.scheduler
         has_room = len(scheduler.running) < scheduler.max_running and not (self._was_full and self._waiting)
-        came = len(scheduler.waiting) != self._waiting and (has_room or scheduler.may_preempt())
+        has_arrived = len(scheduler.waiting) != self._waiting and (has_room or scheduler.may_preempt())
         if scheduler.waiting and (now_s := time.monotonic()) >= self._next_turn_s:
             self._next_turn_s = now_s + PATIENCE_S
-            came = came or scheduler.may_take_turn()
-        return came or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
+            has_arrived = has_arrived or scheduler.may_take_turn()
+        return has_arrived or any(r.cancelled for r in (*scheduler.running, *scheduler.waiting))
 
     def _commit(self, read: BatchOutput, seconds: dict[str, float]) -> None:
         self.steps += 1
         self.host.counts().spend(seconds)
-        rows = [_row(*own) for own in zip(read.requests, read.outcomes, strict=True)]
-        paths = [self._path(*own, read.key) for own in zip(read.requests, read.outcomes, strict=True)]
+        rows = [_row(*row) for row in zip(read.requests, read.outcomes, strict=True)]
+        paths = [self._path(*row, read.key) for row in zip(read.requests, read.outcomes, strict=True)]
         result = StepResult(rows, paths, read.committed, seconds, ahead=read.ahead)
         self.host.commit(result)
         self._note_free_rows(seconds.get("whole", 0.0))
@@ -245,7 +245,7 @@ class DeviceDraftRunner(Runner):
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Refuse batches in which only some rows may draft."""
-        if self.policy.bounds and len({own.params.speculate for own in requests}) > 1:
+        if self.policy.bounds and len({request.params.speculate for request in requests}) > 1:
             return "rows with and without drafts in one batch"
         return super()._refusal(requests)
 
@@ -284,9 +284,9 @@ class DeviceDraftRunner(Runner):
         self.batch.prefill_drafter(self._key(self._shape))
 
     def _choose(self, requests: Sequence[Request]) -> DraftShape | None:
-        if self._drafts_on_host(requests) or not all(own.params.speculate for own in requests):
+        if self._drafts_on_host(requests) or not all(request.params.speculate for request in requests):
             return None
-        return self.policy.choose([self.host.speculation.acceptance.of(own) for own in requests])
+        return self.policy.choose([self.host.speculation.acceptance.of(request) for request in requests])
 
     def _advance(self) -> bool:
         requests = self.batch.requests
@@ -315,18 +315,18 @@ class DeviceDraftRunner(Runner):
         if (
             self.look_ups is None
             or self._drafts_on_host(requests)
-            or not all(own.params.speculate for own in requests)
+            or not all(request.params.speculate for request in requests)
         ):
             return []
-        found = zip(requests, self.look_ups.find(requests, self._shape), strict=True)
-        self._found = {request: record for request, record in found if record}
+        records = zip(requests, self.look_ups.find(requests, self._shape), strict=True)
+        self._found = {request: record for request, record in records if record}
         # Without drafting, windows still hold the previous look-up, so other rows are reset to their root.
         bare = None if self._shape else TokenTree((0,), (-1,))
         trees = [bare] * len(self.batch.held)
-        for b, own in enumerate(self.batch.held):
-            if self._found and own.request in requests:
-                record = self._found.get(own.request)
-                root = TokenTree.chain(own.request.tokens[-1:])
+        for b, held in enumerate(self.batch.held):
+            if self._found and held.request in requests:
+                record = self._found.get(held.request)
+                root = TokenTree.chain(held.request.tokens[-1:])
                 trees[b] = record.merged.tree if record else bare and root
         return trees if self._found else []
 
@@ -400,9 +400,9 @@ class HostDraftRunner(Runner):
             rows = [ScheduledRequest.of(request, 1) for request in requests]
             drafts = speculation.draft(rows, lend=lambda *_: ())
             rows = [row.with_draft(draft) for row, draft in zip(rows, drafts, strict=True)]
-            known = {row.request: row.tree for row in rows}
+            tree_of = {row.request: row.tree for row in rows}
             padding = TokenTree((0,), (-1,))
-            trees = [known.get(held.request, padding) for held in self.batch.held]
+            trees = [tree_of.get(held.request, padding) for held in self.batch.held]
             nodes = self._sizes[bisect_left(self._sizes, max(map(len, trees)))]
         clock.lap("draft")
         if not self.batch.launch(GraphKey.given(nodes, filtered=self.batch.filtered), trees=trees):

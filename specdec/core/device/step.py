@@ -99,8 +99,8 @@ class DeviceStep:
             part = rows.part(start, start + some)
             logits_NV = self.network.project(hidden_BMD[start : start + some].flatten(0, 1))
             at_N = position_BM[start : start + some].flatten()
-            own = rules(part, key.nodes, filtered=key.filtered)
-            chosen.append(self.kernels.sample(logits_NV, own, repeat_rows(part.seed_B, key.nodes), at_N))
+            sampling = rules(part, key.nodes, filtered=key.filtered)
+            chosen.append(self.kernels.sample(logits_NV, sampling, repeat_rows(part.seed_B, key.nodes), at_N))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def _walk(
@@ -120,9 +120,9 @@ class DeviceStep:
     def _commit(self, rows: BatchRows, slots: WindowSlots | None, node_BM: Tensor, count_B: Tensor) -> None:
         """Promote each accepted path: its records become the row's path, or a snapshot the row's state."""
         if slots and slots.record:
-            most = min(node_BM.shape[1], rows.path_slab_BP.shape[1])
-            path = RecordIds(rows.path_slab_BP[:, :most], rows.path_place_BP[:, :most])
-            kept = node_BM[:, :most], count_B, slots.record, path
+            depth = min(node_BM.shape[1], rows.path_slab_BP.shape[1])
+            path = RecordIds(rows.path_slab_BP[:, :depth], rows.path_place_BP[:, :depth])
+            kept = node_BM[:, :depth], count_B, slots.record, path
             self.kernels.promote(*kept, rows.path_length_B, rows.length_B)
             # The next window writes the other set while it folds this path.
             rows.slab_B2M.copy_(rows.slab_B2M.flip(1))

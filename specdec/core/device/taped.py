@@ -60,11 +60,11 @@ class TapedSteps(Steps):
         """
         if listening.recorder:
             return run()
-        known = self._tapes.of(form)
-        if isinstance(known, TapedStep):
-            known.tape.play()
-            return known.result_BX
-        if known is REFUSED:
+        step = self._tapes.of(form)
+        if isinstance(step, TapedStep):
+            step.tape.play()
+            return step.result_BX
+        if step is REFUSED:
             return run()
         self.step.arena.first_passes += 1
         with Tape() as tape:
