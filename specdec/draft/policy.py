@@ -326,7 +326,7 @@ class Policy:
                 tokens,
                 pick.seconds / max(none_s, 1e-9),
                 active,
-                found,
+                pays,
             )
         elif pays or not self.outlook or not self.outlook.shape:
             tokens = alone.rate * alone.seconds / batch.rows
