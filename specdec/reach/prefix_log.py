@@ -23,7 +23,7 @@ CachedPrefix = tuple[int, int]
 MOST_CHANGES = 1 << 14
 """Maximum log entries; a router further behind gets a full answer."""
 MOST_TOLD = 1 << 16
-"""Maximum entries of an answer, some 30 bytes each, within the limit of `ToolCallReader`."""
+"""Maximum entries of an answer, some 30 bytes each, within the limit of `PeerClient`."""
 MOST_HASHED, NODE = 1 << 20, 1 << 10
 """Maximum tokens of new states hashed per update, and the cost of a state in tokens: some 40 ms between two
 steps. Later updates hash the rest: hashing 80,000 prefixes of 1,000 tokens stopped an engine for 3 s."""

@@ -123,7 +123,7 @@ class Arena:
         self._tables: BlockTables | None = None
         self.moved_blocks = 0
         self.first_passes = 0
-        """Number of forward passes with one-time costs, as in `Memory`."""
+        """Number of forward passes with one-time costs, as in `ArenaViews`."""
 
     def attach_evictor(self, evictor: Evictor) -> None:
         """Attach the evictor that is called when memory is short."""

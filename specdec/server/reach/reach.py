@@ -1,4 +1,4 @@
-"""A server's lending and fetching; `State` has one of these, or None."""
+"""A server's lending and fetching; `ServerState` has one of these, or None."""
 
 import asyncio
 import contextlib
