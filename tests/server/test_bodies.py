@@ -359,25 +359,6 @@ def test_an_echo_has_one_number_of_alternatives() -> None:
     assert caught.value.param == "prompt_logprobs"
 
 
-@pytest.mark.parametrize(("kind", "least"), BODIES)
-def test_a_form_that_is_read_over_names_the_field_that_asks_for_it(
-    kind: type[RequestBody], least: Mapping[str, Any]
-) -> None:
-    schema = {"type": "object", "properties": {"tags": {"type": "array", "items": {}, "uniqueItems": True}}}
-    named = {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}
-    for field, form, place in (
-        ("response_format", named, "response_format.json_schema.schema"),
-        ("structured_outputs", {"json": schema}, "structured_outputs.json"),
-        ("structured_outputs", {"json": json.dumps(schema)}, "structured_outputs.json"),
-    ):
-        body = read(kind, least, **{field: form})
-        with pytest.raises(Failure) as caught:
-            body.params()
-        assert (caught.value.status, caught.value.param) == (400, field)
-        assert str(caught.value).startswith(f"{place}: unsupported: uniqueItems")
-        assert "#/properties/tags" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

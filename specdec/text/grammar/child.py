@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path as File
 from typing import IO, NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
 
 from specdec.text.grammar.lark import HARMLESS, to_llguidance
 from specdec.text.grammar.wire import COST, DONE, FAILED, HEAD, Job, Kind, Path, framed
@@ -60,6 +61,27 @@ class Vocabulary(NamedTuple):
     eos: tuple[int, ...]
 
 
+class PlainText:
+    """Tokenize text that a grammar forces: names of special tokens in it are text.
+
+    llguidance allows only the first of these tokens, and would take the special token that it then refuses.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, source: str, inner: LLTokenizer) -> None:
+        self._inner, self._tokenizer = inner, Tokenizer.from_str(source)
+        self._tokenizer.encode_special_tokens = True
+        self.eos_token_id = inner.eos_token
+        self.tokens = [inner.decode_bytes([token]) for token in range(inner.vocab_size)]
+        self.special_token_ids = [token for token in range(inner.vocab_size) if inner.is_special_token(token)]
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        is_exact = b"".join(self.tokens[token] for token in ids) == text.encode()
+        return ids if is_exact else self._inner.greedy_tokenize(text)  # SentencePiece adds a space
+
+
 def main() -> None:
     """Load the vocabulary, then fork this process for each byte received."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -68,6 +90,8 @@ def main() -> None:
         with control.makefile("rb") as frames:
             tokenizer, size, vocab, eos = json.loads(receive(frames))
         inner = LLTokenizer(tokenizer, n_vocab=size, eos_token=eos or None)
+        plain = TokenizerWrapper(PlainText(tokenizer, inner))
+        inner = LLTokenizer(plain, n_vocab=size, eos_token=eos or None)
         vocabulary = Vocabulary(inner, -(-vocab // 32) * 4, tuple(eos))
         control.sendall(framed(DONE))
         while control.recv(1):
@@ -223,7 +247,7 @@ def compile_grammar(vocabulary: Vocabulary, kind: str, source: str) -> Follower:
             raise ValueError(matcher.get_error())
         warnings = matcher.get_grammar_warnings()
         if unread := next((own for own in warnings if not own.startswith(HARMLESS)), None):
-            raise ValueError(f"unsupported: {unread}; write the schema without it")
+            raise ValueError(f"unsupported: {unread.removeprefix('Unimplemented keys: ')}")
         follower = Follower(matcher, vocabulary)
     signal.setitimer(signal.ITIMER_REAL, 0)
     slow.cancel()

@@ -34,7 +34,10 @@ TEMPLATE = (
 )
 SCHEMA: Json = {
     "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["city"],
     "additionalProperties": False,
 }
@@ -459,8 +462,8 @@ def test_what_is_refused_is_named_in_the_form_of_the_api(
     [
         (None, "it is required"),
         (5, "give an object"),
-        ({"type": "odd"}, "Unsupported type"),
-        ({"type": "array", "items": {}, "uniqueItems": True}, "unsupported: uniqueItems"),
+        ({"type": "odd"}, "Invalid type: odd"),
+        ({"type": "array", "items": {}, "uniqueItems": True}, 'unsupported: ["uniqueItems"]'),
     ],
 )
 def test_a_schema_that_is_none_is_named_as_each_api_does(live: Live, schema: Any, says: str) -> None:
