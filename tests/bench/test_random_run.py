@@ -184,7 +184,7 @@ def test_profile_names_what_took_the_time(graphs: bool) -> None:
     shares = [own["share"] for own in found["kernels"]]
     assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1 + 1e-9
     assert any("mm" in own["name"] or "linear" in own["name"] for own in found["kernels"])
-    assert "tapes are off while it is watched" in render(found)
+    assert "profiled steps run without tapes" in render(found)
     model.loop.arena.check_integrity()
 
 

@@ -126,7 +126,7 @@ def test_commonest_tokens_that_a_head_cannot_say_are_refused(known: Known) -> No
     before = (folder / COUNTS).read_text()
     (folder / COUNTS).write_text(json.dumps({"counts": [int(token == 1) for token in range(VOCAB)]}))
     try:
-        with pytest.raises(ConfigError, match="the head can say none") as caught:
+        with pytest.raises(ConfigError, match="the head can draft none") as caught:
             SpecEngine(folder, draft="eagle", draft_vocab=1)
     finally:
         (folder / COUNTS).write_text(before)
