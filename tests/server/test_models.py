@@ -648,7 +648,10 @@ def test_over_http_a_request_says_how_long_its_model_is_kept(
     assert info["models"]["berta"] == "unloaded" and "steps" not in info
     assert live.ask("/health").status == 200
     assert complete(live, "berta").status == 200 and states(live)["berta"] == "warm"
-    for name, code, says in (("berta", 2, "'berta' is unloaded"), ("doris", 2, "no model 'doris'")):
+    for name, code, says in (
+        ("berta", 2, "'berta' is unloaded"),
+        ("doris", 2, "it does not serve the model 'doris'"),
+    ):
         unloaded(live, "berta")
         assert main(["top", live.url, "--model", name, "--once"]) == code
         assert says in capsys.readouterr().err
