@@ -7,8 +7,8 @@ from tests.server.attack import FIXED, KEYS, SECRETS, attack
 from tests.server.live import Live
 
 SEEN = len(SECRETS) - 1
-"""Secrets that the attack finds without isolation. A grammar allows only one tokenization of a forced text, which
-for one secret differs from that in which it was written."""
+"""Secrets that the attack finds without isolation. A grammar allows only one tokenization of a forced text,
+which for one secret differs from that in which it was written."""
 
 
 @EXHAUSTIVE

@@ -230,6 +230,8 @@ class Tags:
             return f"%json {json.dumps(prepared(schema))}"
         if style not in XML:
             raise ValueError(f"unsupported: style {style!r:.40}; use json or one of {', '.join(XML)}")
+        if schema.get("type", "object") != "object":
+            raise ValueError(f"Invalid type: {schema['type']!r:.40}; only an object has parameters")
         text, other, end = XML[style]
         required = schema.get("required", ())
         behind, first = '""', '""'
