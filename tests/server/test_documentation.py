@@ -74,8 +74,8 @@ def test_both_official_clients_get_the_forced_calls_of_the_page() -> None:
     with Live(*options[1].split()) as live:
         run = [sys.executable, "-c", block[1].replace(ADDRESS, live.url)]
         said = subprocess.run(run, capture_output=True, check=True, timeout=120, text=True).stdout
-    openais, anthropics = said.splitlines()  # unseeded, so each may make several calls
-    assert "name='read_file'" in openais and "name='read_file'" in anthropics and "ToolUseBlock(" in anthropics
+    ours, theirs = said.splitlines()  # unseeded, so each may make several calls
+    assert "name='read_file'" in ours and "name='read_file'" in theirs and "ToolUseBlock(" in theirs
 
 
 def test_the_page_begins_with_both() -> None:
