@@ -36,10 +36,10 @@ LIMITS = LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-"""A step within them takes about 25 ms at most, and a lexer of so many states 100 MB."""
+"""A step within these limits takes about 25 ms at most, and a lexer with the most states 100 MB."""
 MOST_BYTES, TOKEN_BYTES, TOKENS_AHEAD = 256 << 20, 1 << 10, 4096
 """Memory limit in bytes: of a grammar's process, and more for each token of its outputs (200 are used),
-raised by so many tokens at once."""
+raised for this number of tokens at a time."""
 COMPILE_S, FOLLOW_S = 20.0, 0.05
 """Limits of CPU time: to compile a grammar, and for one token or mask. Simple grammars take a thousandth."""
 LATEST_S = 60.0
