@@ -391,7 +391,7 @@ def test_a_mask_of_other_tokens_is_told_of_and_not_read(
         published(made, target, Published("eagle3", TAPS, lambda t, m=mask: t | {"t2d": m(t["t2d"])}))
         caplog.clear()
         read_head(made, read_network(Checkpoint(target)))
-        assert ("t2d marks other tokens" in caplog.text) == is_odd
+        assert ("t2d disagrees with d2t" in caplog.text) == is_odd
 
 
 def test_a_head_of_another_verifier_is_warned_about(

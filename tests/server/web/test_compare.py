@@ -51,7 +51,7 @@ def test_speculation_off_and_compared(tab: Tab) -> None:
     assert said(tab, "drafts-none").startswith("Compare records no draft trees")
     tops = "['verdict', 'scroll'].map(e => document.getElementById(e).getBoundingClientRect().top)"
     top, above = tab.look(tops)
-    assert 0 <= top - above < 200
+    assert 0 <= top - above < 300  # in view; how many lines of text are above it depends on the fonts
     compared = [own["cache_salt"] for own in asked(tab)[-2:]]
     assert len(set(compared)) == 2 and "cache_salt" not in asked(tab)[0]
     # It belongs to this view, joins no chat, and disappears with the next question.
@@ -118,11 +118,11 @@ def test_a_server_without_drafters_says_so(fresh: Tab, hybrid: Path) -> None:
         assert "Speedup" not in verdict and "looked" not in verdict
 
 
-def test_what_the_server_has_decided_on_is_told_behind_the_end(fresh: Tab) -> None:
+def test_the_draft_decision_is_shown_below_the_answer(fresh: Tab) -> None:
     with Live() as live:
         fresh.open(f"{live.url}/")
         fresh.look("document.getElementById('view').click()")
-        send(fresh, "import os", max_tokens=48)
+        send(fresh, "import os", max_tokens=300)  # each shape is tried first
         fresh.wait(f"{ENDED} && document.getElementById('outlook').textContent.includes('Adaptive')")
         reason = live.ask("/server_info").json["speculation"]["reason"]
         assert said(fresh, "outlook") == f"Adaptive drafting: {reason}."
