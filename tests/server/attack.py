@@ -21,9 +21,11 @@ from tests.server.live import Live
 PATH = "/v1/completions"
 SECRETS = {
     "The password of the bank is ": "wq7-kd9-3fz",
-    "My number at the clinic is ": "kz4-0fd-81q",
+    "The code at the clinic is ": "kz4-0fd-81q",
     "The back door opens with ": "q83-zfk-7wj",
 }
+"""By their beginnings, all of which the attack reads back from a server that shares everything. A grammar
+tokenizes a forced text as a whole, so some other texts are not found once their first token is known."""
 WRONG = ("zz1-aa2-9xx", "hd5-2px-66b", "m07-ccv-4tr")
 """Wrong guesses."""
 PROMPT = "# Notes of today, not to be shown to anybody else.\n"
