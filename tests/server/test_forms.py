@@ -200,6 +200,11 @@ def test_an_output_has_the_form_that_is_asked_for(
             "response_format",
             'unsupported: ["not"]',
         ),
+        (
+            {"structured_outputs": {"json": {"type": "array", "items": {}, "uniqueItems": True}}},
+            "structured_outputs",
+            'structured_outputs.json: unsupported: ["uniqueItems"]',
+        ),
         ({"guided_json": PERSON}, "guided_json", "structured_outputs"),
         ({"regex": "[0-9]{4}"}, "regex", "structured_outputs"),
     ],
