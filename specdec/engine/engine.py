@@ -185,7 +185,7 @@ class SpecEngine:
         return PreparedPrompt(tuple(ids), terms)
 
     def prepare_forms(self) -> None:
-        """Start the grammar compiler process without waiting; it takes about two seconds."""
+        """Start the grammar compiler process without waiting."""
         self._grammars.prepare()
 
     def release_forms(self) -> None:
