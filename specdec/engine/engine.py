@@ -69,20 +69,20 @@ class SpecEngine:
         as `completions`. `use_tqdm` shows a progress bar on stderr.
         """
         batch = as_batch(prompts)
-        each = broadcast(params, len(batch))
-        known: dict[int, ValidatedParams] = {}
+        params_list = broadcast(params, len(batch))
+        validated: dict[int, ValidatedParams] = {}
         prepared = []
-        for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
+        for index, (prompt, sampling) in enumerate(zip(batch, params_list, strict=True)):
             try:
-                terms = known[id(own)] = known.get(id(own)) or self.read_terms(own)
+                terms = validated[id(sampling)] = validated.get(id(sampling)) or self.read_terms(sampling)
                 prepared.append(self.read_prompt(prompt, terms))
             except RequestError as error:
                 raise error if len(batch) == 1 else of_prompt(index, error) from None
         inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()
-        ticket = self.submit(prepared, lambda *said: inbox.put(said))
+        ticket = self.submit(prepared, lambda *item: inbox.put(item))
         try:
-            asked = [(own.ids, own.params.n) for own in prepared]
-            return collect(asked, inbox, self.tokenizer, use_tqdm=use_tqdm)
+            choices = [(prompt.ids, prompt.params.n) for prompt in prepared]
+            return collect(choices, inbox, self.tokenizer, use_tqdm=use_tqdm)
         except BaseException:
             ticket.cancel()
             raise
@@ -107,9 +107,9 @@ class SpecEngine:
                     raise delta
                 unfinished -= delta.finish_reason is not None
                 # Decoding a prompt's log-probabilities takes long, so it runs in another thread.
-                spells = delta.prompt_logprobs is not None
+                has_logprobs = delta.prompt_logprobs is not None
                 decode = partial(delta.decoded, self.tokenizer)
-                yield await asyncio.to_thread(decode) if spells else decode()
+                yield await asyncio.to_thread(decode) if has_logprobs else decode()
         except BaseException:
             ticket.cancel()
             raise
@@ -161,18 +161,18 @@ class SpecEngine:
                 ids = self._tokenize(prompt)
         else:
             ids = as_ids(prompt)
-        vocab, longest = self.model.network.spec.vocab, self.model.settings.max_model_len
+        vocab, max_model_len = self.model.network.spec.vocab, self.model.settings.max_model_len
         if not ids:
             raise RequestError("prompt: it is empty; give at least one token.", field="prompt")
-        wrong = [i for i in ids if not 0 <= i < vocab]
-        if wrong:
+        invalid = [i for i in ids if not 0 <= i < vocab]
+        if invalid:
             raise RequestError(
-                f"prompt: token id {wrong[0]!r} is outside the vocabulary; use integers below {vocab}.",
+                f"prompt: token id {invalid[0]!r} is outside the vocabulary; use integers below {vocab}.",
                 field="prompt",
             )
-        if len(ids) >= longest:
+        if len(ids) >= max_model_len:
             raise RequestError(
-                f"prompt: it has {len(ids)} tokens and max_model_len is {longest}, which includes the "
+                f"prompt: it has {len(ids)} tokens and max_model_len is {max_model_len}, which includes the "
                 f"output; {self._longer()}.",
                 field="prompt",
             )
@@ -200,11 +200,11 @@ class SpecEngine:
 
     def check_length(self, text: str) -> None:
         """Raise for a text too long for any tokenisation, before spending time on it."""
-        most = self.model.settings.max_model_len
-        if self.tokenizer and len(text) > most * self.tokenizer.longest:
+        max_tokens = self.model.settings.max_model_len
+        if self.tokenizer and len(text) > max_tokens * self.tokenizer.longest:
             raise RequestError(
-                f"prompt: it has {len(text):,} characters, which {most} tokens, the max_model_len, cannot "
-                f"hold; {self._longer()}.",
+                f"prompt: it has {len(text):,} characters, which "
+                f"{max_tokens} tokens, the max_model_len, cannot hold; {self._longer()}.",
                 field="prompt",
             )
 
@@ -310,11 +310,11 @@ class SpecEngine:
 
     def _longer(self) -> str:
         """Return a hint how to admit a longer prompt: the model, a setting or the memory limits it."""
-        settings, most = self.model.settings, self.model.network.spec.max_length
-        if settings.max_model_len == most:
+        settings, supported = self.model.settings, self.model.network.spec.max_length
+        if settings.max_model_len == supported:
             return "the model supports no more: shorten the prompt"
         if self.config.max_model_len is not None:
-            return f"shorten the prompt or raise max_model_len, up to {most}"
+            return f"shorten the prompt or raise max_model_len, up to {supported}"
         return (
             f"the {settings.memory_bytes:,} bytes of memory_bytes hold no more: shorten the prompt or raise "
             "memory_bytes"
@@ -340,22 +340,22 @@ class SpecEngine:
         """
         requests = [
             request
-            for index, own in enumerate(prepared)
-            for request in self._requests(own, partial(emit, index))
+            for index, prompt in enumerate(prepared)
+            for request in self._requests(prompt, partial(emit, index))
         ]
-        numbers = [request.number for request in requests]
+        ids = [request.number for request in requests]
         try:
             self._worker.submit(requests)
         except BaseException:
             requests.clear()  # the error's traceback keeps the list
             raise
-        return numbers
+        return ids
 
     def _requests(self, prepared: PreparedPrompt, emit: Emit) -> list[Request]:
         """Build one request per choice, each with its own seed."""
         prompt, params, terms = prepared.ids, prepared.params, prepared.terms
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        stops, turns = StopNode.of(params.stop), self.model.core.turns_of(prompt)
+        stops, turn_starts = StopNode.of(params.stop), self.model.core.turns_of(prompt)
         return [
             self.model.core.new_request(
                 prompt,
@@ -367,7 +367,7 @@ class SpecEngine:
                 stop_ids=terms.stop_ids,
                 index=index,
                 tenant=terms.tenant,
-                turns=turns,
+                turns=turn_starts,
             )
             for index in range(params.n)
         ]

@@ -25,9 +25,9 @@ class IncomingPrefix(FixedOwner):
     External writers of its blocks and state must have finished before it is landed or dropped.
     """
 
-    def __init__(self, tenant: Tenant, ids: Ids, shared: Sequence[int], have: int) -> None:
+    def __init__(self, tenant: Tenant, ids: Ids, shared: Sequence[int], num_cached: int) -> None:
         self.tenant, self.ids = tenant, ids
-        self.shared, self.have = tuple(shared), have
+        self.shared, self.have = tuple(shared), num_cached
         """Blocks already cached, and their number of tokens."""
         self.blocks: tuple[int, ...] = ()
         """Blocks to be fetched."""
@@ -78,7 +78,7 @@ class WaitingPrefix(NamedTuple):
 
     tenant: Tenant
     ids: Ids
-    found: "Future[IncomingPrefix | None]"
+    future: "Future[IncomingPrefix | None]"
     arrived_s: float
 
 
@@ -93,12 +93,12 @@ class IncomingPrefixes:
         self.waiting: list[WaitingPrefix] = []
         self.is_closed = False
 
-    def begin(self, tenant: Tenant, ids: Sequence[int], found: "Future[IncomingPrefix | None]") -> None:
+    def begin(self, tenant: Tenant, ids: Sequence[int], future: "Future[IncomingPrefix | None]") -> None:
         """Allocate memory for a prefix when available; None: not worth fetching.
 
         Until then the future can be cancelled.
         """
-        self.waiting.append(WaitingPrefix(tenant, as_ids(ids), found, time.perf_counter()))
+        self.waiting.append(WaitingPrefix(tenant, as_ids(ids), future, time.perf_counter()))
         if self.is_closed:
             self.close()
         else:
@@ -107,16 +107,16 @@ class IncomingPrefixes:
     def advance(self) -> None:
         """Allocate memory for waiting prefixes, in order."""
         while self.waiting:
-            first = min(self.waiting, key=lambda own: (self.requests.rank(own.tenant), own.arrived_s))
-            tenant, ids, found, arrived_s = first
+            head = min(self.waiting, key=lambda entry: (self.requests.rank(entry.tenant), entry.arrived_s))
+            tenant, ids, future, arrived_s = head
             landing = None
-            if not found.cancelled() and self._is_worth(tenant, ids):
+            if not future.cancelled() and self._is_worth(tenant, ids):
                 landing = self._equipped(tenant, ids) if self._is_next(tenant, arrived_s) else None
                 if landing is None and (self.requests.running or self.requests.waiting or self.live):
                     return
-            self.waiting = [own for own in self.waiting if own is not first]
-            if found.set_running_or_notify_cancel():
-                found.set_result(landing)
+            self.waiting = [entry for entry in self.waiting if entry is not head]
+            if future.set_running_or_notify_cancel():
+                future.set_result(landing)
             elif landing:
                 self._free(landing)
 
@@ -150,9 +150,9 @@ class IncomingPrefixes:
         """Resolve all waiting with None, including later requests."""
         self.is_closed = True
         while self.waiting:
-            found = self.waiting.pop().found
-            if found.set_running_or_notify_cancel():
-                found.set_result(None)
+            future = self.waiting.pop().future
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
 
     def _is_next(self, tenant: Tenant, arrived_s: float) -> bool:
         """Return whether its request would be admitted next; memory taken earlier might be evicted unused."""
@@ -163,28 +163,28 @@ class IncomingPrefixes:
 
     def _is_worth(self, tenant: Tenant, ids: Ids) -> bool:
         """Return whether fetching is faster than computing the missing part."""
-        length, known = len(ids), self.cache.longest(tenant, ids)
+        length, cached = len(ids), self.cache.longest(tenant, ids)
         work, layout = self.cache.score.work, self.arena.layout
-        fetched = layout.state_bytes + layout.blocks_for(length - known) * layout.block_bytes
+        num_bytes = layout.state_bytes + layout.blocks_for(length - cached) * layout.block_bytes
         self.rates.read_s = self.cache.rates.read_s
-        if length - known < WORTH_FETCHING:
+        if length - cached < WORTH_FETCHING:
             return False
-        pays = self.rates.pays(fetched, work(length) - work(known))
-        if not pays:
+        is_faster = self.rates.pays(num_bytes, work(length) - work(cached))
+        if not is_faster:
             self.rates.doubt()
-        return pays
+        return is_faster
 
     def _equipped(self, tenant: Tenant, ids: Ids) -> IncomingPrefix | None:
         """Share cached blocks and allocate the rest; None if memory is short."""
         tree, layout = self.cache.tree, self.arena.layout
-        deepest, known = tree.walk(tenant, ids)
-        shared = tree.table(deepest, known)[: tree.first(known)] if tree.pages else []
+        node, cached = tree.walk(tenant, ids)
+        shared = tree.table(node, cached)[: tree.first(cached)] if tree.pages else []
         landing = IncomingPrefix(tenant, ids, shared, len(shared) * layout.block_tokens)
         for block in shared:
             self.arena.share_block(landing, block)
         # The request will copy blocks it writes; one spare block per running request lets those grow.
-        spare = 2 + len(self.requests.running) if layout.kv else 0
-        blocks = layout.blocks_for(len(ids)) - len(shared) + spare
+        headroom = 2 + len(self.requests.running) if layout.kv else 0
+        blocks = layout.blocks_for(len(ids)) - len(shared) + headroom
         if self.arena.can_take(blocks=blocks, states=2 * layout.states_per_slab):
             landing.equip(self.arena)
             self.live.add(landing)

@@ -42,16 +42,16 @@ class LentPrefix(FixedOwner):
     @property
     def ready(self) -> int:
         """Return the number of tokens whose memory is written and final."""
-        return next(tokens for tokens, moment in reversed(self._published) if moment.passed())
+        return next(tokens for tokens, in_flight in reversed(self._published) if in_flight.passed())
 
     @property
     def is_whole(self) -> bool:
         """Whether all of it is ready, including the state."""
         return self.ready == self.length
 
-    def publish(self, tokens: int, moment: TimeMark) -> None:
+    def publish(self, tokens: int, in_flight: TimeMark) -> None:
         """Publish this many tokens once the device has passed an event."""
-        self._published += ((tokens, moment),)
+        self._published += ((tokens, in_flight),)
         if self.on_change:
             self.on_change(self)
 
@@ -72,7 +72,7 @@ class KVTransfer(KVConnector):
         self.landings = IncomingPrefixes(arena, cache, scheduler)
         self._by_request: dict[int, LentPrefix] = {}
         """Lent prefixes by the number of their prefill-only request."""
-        self._held: set[LentPrefix] = set()
+        self._active: set[LentPrefix] = set()
 
     def lend(self, number: int, lent: LentPrefix) -> None:
         """Register what a request will lend, before it is submitted."""
@@ -80,7 +80,7 @@ class KVTransfer(KVConnector):
 
     @property
     def owners(self) -> Collection[FixedOwner]:
-        return [*self._held, *self.landings.live]
+        return [*self._active, *self.landings.live]
 
     @property
     def is_receiving(self) -> bool:
@@ -99,10 +99,10 @@ class KVTransfer(KVConnector):
         lent, size = self._by_request.get(request.number), self.arena.layout.block_tokens
         if lent is None:  # it was given back
             return
-        full = max(request.num_computed_tokens - self.cache.has_head, 0) // size
-        if len(lent.blocks) < full < -(-lent.length // size):
-            self._share(lent, request.table_N[:full].tolist())
-            lent.publish(full * size, mark(self.arena))
+        num_full = max(request.num_computed_tokens - self.cache.has_head, 0) // size
+        if len(lent.blocks) < num_full < -(-lent.length // size):
+            self._share(lent, request.table_N[:num_full].tolist())
+            lent.publish(num_full * size, mark(self.arena))
 
     def request_finished(self, request: Request, hidden_1D: Tensor | None) -> None:
         """Lend the last block and the state."""
@@ -119,7 +119,7 @@ class KVTransfer(KVConnector):
 
     def request_preempted(self, request: Request) -> None:
         lent = self._by_request.get(request.number)
-        if lent and lent in self._held:
+        if lent and lent in self._active:
             self._release(lent)
             lent.withdraw()
 
@@ -128,18 +128,18 @@ class KVTransfer(KVConnector):
         lent = self._by_request.pop(number, None)
         if lent:
             lent.intact = False
-            if lent in self._held:
+            if lent in self._active:
                 self._release(lent)
 
     def withdraw_all(self) -> None:
-        for lent in list(self._held):
+        for lent in list(self._active):
             lent.intact = False
             self._release(lent)
 
     def reset(self) -> Collection[FixedOwner]:
-        for lent in self._held:
+        for lent in self._active:
             lent.intact = False
-        self._held.clear()
+        self._active.clear()
         # Another process may still write to landing memory, so it stays allocated.
         return self.landings.begin_afresh()
 
@@ -147,17 +147,17 @@ class KVTransfer(KVConnector):
         self.landings.close()
 
     def _release(self, lent: LentPrefix) -> None:
-        self._held.remove(lent)
+        self._active.remove(lent)
         self.arena.release_owner(lent)
 
     def _share(self, lent: LentPrefix, table: Sequence[int]) -> None:
         """Share the new blocks of a table."""
-        self._held.add(lent)
-        new = table[len(lent.blocks) :]
-        for block in new:
+        self._active.add(lent)
+        added = table[len(lent.blocks) :]
+        for block in added:
             self.arena.share_block(lent, block)
-        lent.generations += tuple(self.arena.generation(SlabKind.BLOCK, block) for block in new)
-        lent.blocks += tuple(new)
+        lent.generations += tuple(self.arena.generation(SlabKind.BLOCK, block) for block in added)
+        lent.blocks += tuple(added)
 
 
 def build_connected(folder: str | Path, config: EngineConfig) -> LoadedModel:

@@ -60,15 +60,15 @@ def _no_prompt(prompt: object) -> RequestError:
 def broadcast(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    each = list(params) if isinstance(params, Sequence) else [params]
-    if wrong := [own for own in each if not isinstance(own, SamplingParams)]:
+    params_list = list(params) if isinstance(params, Sequence) else [params]
+    if invalid := [item for item in params_list if not isinstance(item, SamplingParams)]:
         raise RequestError(
-            f"params: {reprlib.repr(wrong[0])} is not SamplingParams; write SamplingParams(max_tokens=…).",
+            f"params: {reprlib.repr(invalid[0])} is not SamplingParams; write SamplingParams(max_tokens=…).",
             field="params",
         )
-    if len(each) != count:
+    if len(params_list) != count:
         raise RequestError(
-            f"params: {len(each)} were given for {count} prompts; give one, or one for each prompt.",
+            f"params: {len(params_list)} were given for {count} prompts; give one, or one for each prompt.",
             field="params",
         )
-    return each
+    return params_list

@@ -50,7 +50,7 @@ class Worker:
     helpers, all helpers sleep after every operation, and waking them takes longer than most operations.
     """
 
-    def __init__(self, make: Callable[[], LoadedModel]) -> None:
+    def __init__(self, build: Callable[[], LoadedModel]) -> None:
         """Block until the model is built; raises if the build fails."""
         built: Future[LoadedModel] = Future()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -70,7 +70,7 @@ class Worker:
         # Context variables of the builder, such as a name in log lines, also hold in the thread.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
-            target=context.run, args=(self._work, make, built), name="specdec-engine", daemon=True
+            target=context.run, args=(self._work, build, built), name="specdec-engine", daemon=True
         )
         try:
             self._thread.start()
@@ -220,26 +220,26 @@ class Worker:
         if not self._thread.is_alive():
             atexit.unregister(self._thread.join)
 
-    def _work(self, make: Callable[[], LoadedModel], built: "Future[LoadedModel]") -> None:
+    def _work(self, build: Callable[[], LoadedModel], built: "Future[LoadedModel]") -> None:
         with contextlib.suppress(GivenUp):
             try:
                 if not built.set_running_or_notify_cancel():
                     return  # abandoned before it began
                 try:
-                    model = make()
+                    model = build()
                 except BaseException as error:
                     built.set_exception(error)
                     return
                 self._core = model.core
                 built.set_result(model)
-                del model, built, make
+                del model, built, build
                 self._run()
             finally:
                 with self._ending:
                     self._builds = False
 
     def _run(self) -> None:
-        why = "The engine was closed while this request ran."
+        reason = "The engine was closed while this request ran."
         device = self._core.loop.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels run on the thread's current device, not the tensors'
@@ -248,8 +248,8 @@ class Worker:
             while not self.fault:
                 idle = not self._core.has_work
                 quiet_s = max(QUIET_S, QUIET_SLOT_S * self._core.loop.arena.held)
-                came = self._receive(wait=idle, limit_s=None if is_proved else quiet_s)
-                if came:
+                received = self._receive(wait=idle, limit_s=None if is_proved else quiet_s)
+                if received:
                     self._attempt(self._core.step)
                     is_proved = False
                 elif not self._attempt(self._core.prepare):
@@ -257,13 +257,13 @@ class Worker:
         except GivenUp:
             raise  # the build ended at the moment of the interrupt
         except BaseException as failure:
-            why = f"The engine stopped: {failure!r}."
-            self._stop(why)
+            reason = f"The engine stopped: {failure!r}."
+            self._stop(reason)
             logger.critical("the engine has stopped", exc_info=failure)
         finally:
             self._core.close()
             self._receive(wait=False)
-            for fault in self._core.end_all(why):
+            for fault in self._core.end_all(reason):
                 logger.error("a request could not be released", exc_info=fault)
 
     def _attempt(self, step: Callable[[], bool | None]) -> bool:
@@ -287,13 +287,13 @@ class Worker:
         """
         if wait and self._inbox.empty():
             dismiss_helpers()
-        came = not wait
+        received = not wait
         while True:
             try:
-                work = self._inbox.get(block=not came, timeout=limit_s)
+                work = self._inbox.get(block=not received, timeout=limit_s)
             except queue.Empty:
-                return came
-            came = True
+                return received
+            received = True
             work()
 
     def _begin(self, requests: Sequence[Request]) -> None:

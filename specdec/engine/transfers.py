@@ -96,14 +96,14 @@ class Transfers:
 
         Until memory is available the future can be cancelled. Its result must be landed or dropped.
         """
-        landings, found = self._transfer().landings, Future[IncomingPrefix | None]()
+        landings, future = self._transfer().landings, Future[IncomingPrefix | None]()
 
-        def tell(begun: "Future[None]") -> None:
-            if (error := begun.exception()) and not found.done() and found.set_running_or_notify_cancel():
-                found.set_exception(error)
+        def forward(started: "Future[None]") -> None:
+            if (error := started.exception()) and not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
-        self._worker.between_steps(lambda: landings.begin(tenant, ids, found)).add_done_callback(tell)
-        return found
+        self._worker.between_steps(lambda: landings.begin(tenant, ids, future)).add_done_callback(forward)
+        return future
 
     def land(
         self, landing: IncomingPrefix, hidden_1D: Tensor | None, *, seconds: float | None = None

@@ -88,7 +88,7 @@ class LeaseLost(Exception):
 class InFlightFetch:
     """A fetch in flight."""
 
-    found: "Future[IncomingPrefix | None]"
+    future: "Future[IncomingPrefix | None]"
     reads: list[KVRead] = field(default_factory=list)
     num_bytes: int = 0
     came: int = 0
@@ -183,7 +183,7 @@ class Fetcher:
         opened = await self._open_room(hold, tenant) if isinstance(hold.reference, RoomReference) else None
         arrival = InFlightFetch(self._transfers.begin_landing(ids, tenant))
         try:
-            landing = await _unless_lost(hold, asyncio.wrap_future(arrival.found))
+            landing = await _unless_lost(hold, asyncio.wrap_future(arrival.future))
             if landing is None:
                 return Fetched("not_needed")
             while not landing.is_clear:
@@ -297,8 +297,8 @@ class Fetcher:
         """Release memory that was not landed, once nothing can write to it."""
         for read in arrival.reads:
             self._carrier.give_up(read)
-        if not arrival.found.cancel():
-            self._drop_behind(arrival.found, [read.over for read in arrival.reads])
+        if not arrival.future.cancel():
+            self._drop_behind(arrival.future, [read.over for read in arrival.reads])
 
     def _drop_behind(self, found: "Future[IncomingPrefix | None]", pending: "list[Future[None]]") -> None:
         """Drop the landing after all pending reads; callable from any thread."""
