@@ -100,9 +100,11 @@ class Access:
     def _check_key(self, authorization: str, bare: str) -> Tenant:
         """Return the tenant of a valid key. All keys are compared, each in constant time."""
         kind, _, bearer = authorization.partition(" ")
-        given = [bearer] if kind.lower() == "bearer" else []
-        mine = [self._caller(key.strip().encode(errors="surrogateescape")) for key in (*given, bare)]
-        matches = [name for own in mine for name in self._keys if hmac.compare_digest(own, name)]
+        tokens = [bearer] if kind.lower() == "bearer" else []
+        candidates = [self._caller(key.strip().encode(errors="surrogateescape")) for key in (*tokens, bare)]
+        matches = [
+            name for candidate in candidates for name in self._keys if hmac.compare_digest(candidate, name)
+        ]
         if not matches:
             raise Failure(
                 401,
@@ -125,33 +127,33 @@ def _connection(request: web.Request) -> str:
 
 def read_keys(config: ServerConfig) -> dict[str, Grant]:
     """Return the keys of the settings, the environment and the key file."""
-    given: list[tuple[str, Sequence[tuple[str, str]]]] = []
+    sources: list[tuple[str, Sequence[tuple[str, str]]]] = []
     if config.api_key is not None:
-        given.append(("api_key", [("api_key", key) for key in config.api_key]))
-    if (own := os.environ.get(VARIABLE)) is not None:
-        given.append((VARIABLE, [(VARIABLE, own)]))
+        sources.append(("api_key", [("api_key", key) for key in config.api_key]))
+    if (value := os.environ.get(VARIABLE)) is not None:
+        sources.append((VARIABLE, [(VARIABLE, value)]))
     if path := config.api_key_file:
-        given.append((f"api_key_file: {path}", _lines(path)))
-    found: dict[str, Grant] = {}
-    for source, lines in given:
+        sources.append((f"api_key_file: {path}", _lines(path)))
+    grants: dict[str, Grant] = {}
+    for source, lines in sources:
         if not lines or not all(line.strip() for _, line in lines):
             raise _wrong(source, "it has no key, so every client would be admitted; give one, or omit it.")
         for where, line in lines:
             key, grant = _read_key(line, where)
-            if found.setdefault(key, grant) != grant:
+            if grants.setdefault(key, grant) != grant:
                 raise _wrong(where, "this key is given twice, with different options; remove one.")
-    return found
+    return grants
 
 
-def _read_key(given: str, where: str) -> tuple[str, Grant]:
-    key, *options = given.split()
-    found = {name: value for name, _, value in (option.partition("=") for option in options)}
+def _read_key(entry: str, where: str) -> tuple[str, Grant]:
+    key, *options = entry.split()
+    values = {name: value for name, _, value in (option.partition("=") for option in options)}
     try:
-        if found.keys() - OPTIONS or len(found) < len(options) or key.partition("=")[0] in OPTIONS:
+        if values.keys() - OPTIONS or len(values) < len(options) or key.partition("=")[0] in OPTIONS:
             raise ValueError
-        most = int(found["max_queued"]) if "max_queued" in found else None
-        weight = float(found.get("weight", 1))
-        if not (0.01 <= weight <= 100 and (most is None or most > 0)):
+        max_queued = int(values["max_queued"]) if "max_queued" in values else None
+        weight = float(values.get("weight", 1))
+        if not (0.01 <= weight <= 100 and (max_queued is None or max_queued > 0)):
             raise ValueError
     except ValueError:
         raise _wrong(
@@ -160,11 +162,11 @@ def _read_key(given: str, where: str) -> tuple[str, Grant]:
             "is the key's share of the engine, max_queued the most choices it may have in flight; a KEY has "
             "no spaces.",
         ) from None
-    return key, Grant(weight, most)
+    return key, Grant(weight, max_queued)
 
 
-def _wrong(where: str, why: str) -> ConfigError:
-    return ConfigError(f"{where}: {why}", field=where.partition(":")[0])
+def _wrong(where: str, reason: str) -> ConfigError:
+    return ConfigError(f"{where}: {reason}", field=where.partition(":")[0])
 
 
 def _lines(path: str) -> list[tuple[str, str]]:
@@ -172,9 +174,10 @@ def _lines(path: str) -> list[tuple[str, str]]:
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"api_key_file: {short(path)} cannot be read ({why}); give a text file with a key on each line.",
+            f"api_key_file: {short(path)} cannot be read ({reason}); give a text file "
+            "with a key on each line.",
             field="api_key_file",
         ) from error
     return [

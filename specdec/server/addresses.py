@@ -26,12 +26,12 @@ async def name_address(
 
 
 def _nothing_at(path: str, headers: Mapping[str, str]) -> str:
-    found = MISPLACED.fullmatch(path)
-    meant = found and f"/v1{re.sub('completion$', 'completions', found['call'])}"
-    if found is None or path.startswith(f"{meant}/") or path == meant:
+    match = MISPLACED.fullmatch(path)
+    suggestion = match and f"/v1{re.sub('completion$', 'completions', match['call'])}"
+    if match is None or path.startswith(f"{suggestion}/") or path == suggestion:
         return "There is nothing at this address; /openapi.json lists the addresses."
-    if meant == PATH or speaks_anthropic(path, headers):
+    if suggestion == PATH or speaks_anthropic(path, headers):
         base = "The base URL of Anthropic's clients is without /v1"
     else:
         base = "The base URL of OpenAI's clients ends with /v1"
-    return f"There is nothing at this address; did you mean {meant}? {base}."
+    return f"There is nothing at this address; did you mean {suggestion}? {base}."

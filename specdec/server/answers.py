@@ -46,7 +46,7 @@ class RequestDeadline:
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """Bound the time spent in the block by the deadline."""
-        late = Failure(504, f"The answer took longer than {self.seconds:g} s.", code="timeout")
+        timeout = Failure(504, f"The answer took longer than {self.seconds:g} s.", code="timeout")
         if self._failure:
             raise self._failure
         self._waits = task = asyncio.current_task()
@@ -56,7 +56,7 @@ class RequestDeadline:
         except TimeoutError:
             if not bound.expired():
                 raise  # not this deadline
-            raise late from None
+            raise timeout from None
         except asyncio.CancelledError:
             if self._failure is None or task is None:
                 raise
@@ -65,7 +65,7 @@ class RequestDeadline:
         finally:
             self._waits = None
         if asyncio.get_running_loop().time() >= self._at_s:
-            raise late  # a block that never waits would not notice
+            raise timeout  # a block that never waits would not notice
 
 
 class NewOutput(NamedTuple):
@@ -103,18 +103,18 @@ def check_size(prepared: Sequence[PreparedPrompt], longest: int, most: int, *, t
     `longest` bounds a sequence; `top` is the field that requests log-probabilities.
     """
     params = prepared[0].params
-    beside = (params.logprobs or 0) + (MAX_WINDOW if params.trees else 0)
-    lengths = [len(own.ids) for own in prepared]
+    alternatives = (params.logprobs or 0) + (MAX_WINDOW if params.trees else 0)
+    lengths = [len(prompt.ids) for prompt in prepared]
     tokens = sum(min(params.max_tokens, longest - length) for length in lengths)
-    written = params.n * tokens * (1 + beside)
+    generated = params.n * tokens * (1 + alternatives)
     scored = 0 if params.prompt_logprobs is None else params.n * sum(lengths) * (1 + params.prompt_logprobs)
-    if written + scored <= most:
+    if generated + scored <= most:
         return
-    field = "max_tokens" if written >= scored else "prompt_logprobs"
+    field = "max_tokens" if generated >= scored else "prompt_logprobs"
     raise Failure(
         400,
-        f"{field}: the answer might hold {written + scored:,} values, more than {most:,} "
-        f"(max_answer_values): n times max_tokens times one more than {top} ({1 + beside}), and what "
+        f"{field}: the answer might hold {generated + scored:,} values, more than {most:,} "
+        f"(max_answer_values): n times max_tokens times one more than {top} ({1 + alternatives}), and what "
         f"prompt_logprobs asks for; lower one of them.",
         param=field,
     )
@@ -174,10 +174,10 @@ class Answers:
         prepared: Sequence[PreparedPrompt],
         *,
         streams: bool,
-        until: RequestDeadline,
+        deadline: RequestDeadline,
         on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        self.bell, self.prepared, self.until = bell, prepared, until
+        self.bell, self.prepared, self.until = bell, prepared, deadline
         self.streams = streams
         """Whether deltas are streamed as they arrive."""
         self._engine: SpecEngine | None = engine
@@ -185,7 +185,7 @@ class Answers:
         self._on_over = on_over
         """Called once in the event loop when the engine has finished with it."""
         self.n = prepared[0].params.n
-        self.left = sum(own.params.n for own in prepared)
+        self.left = sum(prompt.params.n for prompt in prepared)
         """Number of choices whose last delta has not been yielded."""
         self._streamed = self.left if streams else 0
         self.came = asyncio.Event()
@@ -257,10 +257,10 @@ class Answers:
                 raise self._error
             with self._lock:
                 pending, self._pending = self._pending, {}
-            if any(own.said.finish_reason == "abort" for own in pending.values()):
+            if any(output.said.finish_reason == "abort" for output in pending.values()):
                 # No API has a finish reason for a cancelled answer.
                 raise Failure(503, "The answer was cancelled before its end.", code="cancelled")
             for choice in list(pending):
-                own = pending.pop(choice)
-                self.left -= own.said.finish_reason is not None
-                yield NewOutput(choice, own.said.delta(), own.steps())
+                output = pending.pop(choice)
+                self.left -= output.said.finish_reason is not None
+                yield NewOutput(choice, output.said.delta(), output.steps())

@@ -80,8 +80,8 @@ def build_app(state: ServerState) -> web.Application:
     ]
     pages = [("GET", path, page) for path, page in PAGES.items()]
     for method, path, handler in [*((a, b, _with_state(c)) for a, b, c in routes), *pages]:
-        for own in (method, "HEAD") if method == "GET" else (method,):
-            app.router.add_route(own, path, handler, expect_handler=expect_later)
+        for verb in (method, "HEAD") if method == "GET" else (method,):
+            app.router.add_route(verb, path, handler, expect_handler=expect_later)
     return app
 
 
@@ -110,7 +110,7 @@ async def _pass(
     if is_anthropic:
         request["headers"]["request-id"] = number
     start_s, state = time.perf_counter(), request.app[STATE]
-    level, why = logging.DEBUG if request.path in POLLED else logging.INFO, {}
+    level, reason = logging.DEBUG if request.path in POLLED else logging.INFO, {}
     try:
         if is_preflight(request):
             await state.turns.wait("")
@@ -124,30 +124,30 @@ async def _pass(
                     if isinstance(response, web.Response):
                         await send_whole(request, response, state.config.stall_timeout)
     except asyncio.CancelledError:
-        about = _about(request, GONE, start_s)
-        says = "%(request_id)s %(path)s: client disconnected after %(ms).0f ms"
-        logger.log(level, says, about, extra=about)
+        fields = _about(request, GONE, start_s)
+        message = "%(request_id)s %(path)s: client disconnected after %(ms).0f ms"
+        logger.log(level, message, fields, extra=fields)
         raise
     except ConnectionError as error:
-        about = _about(request, GONE, start_s) | {"reason": str(error) or type(error).__name__}
-        logger.log(level, "%(request_id)s %(path)s: client disconnected (%(reason)s)", about, extra=about)
+        fields = _about(request, GONE, start_s) | {"reason": str(error) or type(error).__name__}
+        logger.log(level, "%(request_id)s %(path)s: client disconnected (%(reason)s)", fields, extra=fields)
         return web.Response(status=GONE)  # the client has disconnected
     except Exception as error:
         failure = failure_of(error)
-        why = failure.reason(in_full=state.config.log_prompts)
+        reason = failure.reason(in_full=state.config.log_prompts)
         if failure.status == 500:
-            about = _about(request, failure.status, start_s) | {"reason": str(failure)}
-            says = "%(request_id)s %(path)s failed: %(reason)s"
-            logger.error(says, about, exc_info=failure.trace, extra=about)
+            fields = _about(request, failure.status, start_s) | {"reason": str(failure)}
+            message = "%(request_id)s %(path)s failed: %(reason)s"
+            logger.error(message, fields, exc_info=failure.trace, extra=fields)
         response = failure.response(error_body(failure) if is_anthropic else None)
         release_frames(error)
     resource = request.match_info.route.resource
     if resource:  # unknown paths could be any text
         state.metrics.answered(resource.canonical, request.method, response.status)
-    about = _about(request, response.status, start_s) | why
-    says = "%(request_id)s %(method)s %(path)s %(status)d in %(ms).0f ms"
-    says += "".join(f"; {name} %({name})s" for name in why)
-    logger.log(level, says, about, extra=about)
+    fields = _about(request, response.status, start_s) | reason
+    message = "%(request_id)s %(method)s %(path)s %(status)d in %(ms).0f ms"
+    message += "".join(f"; {name} %({name})s" for name in reason)
+    logger.log(level, message, fields, extra=fields)
     return response
 
 
@@ -179,9 +179,9 @@ def _about(request: web.Request, status: int, start_s: float) -> dict[str, Any]:
     }
 
 
-def _request_id(given: str | None) -> str:
+def _request_id(header: str | None) -> str:
     """Use the client's request id if it is safe in a header and a log; else create one."""
-    return given if given and re.fullmatch(r"[\w.:\-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+    return header if header and re.fullmatch(r"[\w.:\-]{1,128}", header, re.ASCII) else uuid.uuid4().hex
 
 
 async def _embeddings(request: web.Request, state: ServerState) -> web.Response:
@@ -189,7 +189,7 @@ async def _embeddings(request: web.Request, state: ServerState) -> web.Response:
 
 
 async def _models(request: web.Request, state: ServerState) -> web.Response:
-    cards = [_card(own, name) for own in state.served for name in own.names]
+    cards = [_card(model, name) for model in state.served for name in model.names]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
     return web.json_response({"object": "list", "data": cards, **ends})
 
@@ -241,20 +241,20 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def _tokenize(request: web.Request, state: ServerState) -> web.Response:
-    until = RequestDeadline(state.config.request_timeout)
-    body = await state.read(request, until, partial(read_plain, TokenizeBody))
+    deadline = RequestDeadline(state.config.request_timeout)
+    body = await state.read(request, deadline, partial(read_plain, TokenizeBody))
     served = state.named(body.model)
-    unmet = [
+    unsupported = [
         *untold(body.tools, None, told=served.told),
         *unread(body.chat_template_kwargs or {}, served.template),
     ]
-    request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
-    with state.under_way(served, 1, until, caller=request["caller"]):
-        async with until.held():
+    request["headers"] |= state.ignored.headers([*unsupported, *body.ignored])
+    with state.under_way(served, 1, deadline, caller=request["caller"]):
+        async with deadline.held():
             await served.ready()
             ids = await _tokens(body, served, request["turn"])
-        found = {"tokens": ids, "count": len(ids), "max_model_len": served.max_model_len}
-        return await send_whole(request, web.json_response(found), state.config.stall_timeout)
+        result = {"tokens": ids, "count": len(ids), "max_model_len": served.max_model_len}
+        return await send_whole(request, web.json_response(result), state.config.stall_timeout)
 
 
 async def _tokens(body: TokenizeBody, served: ServedModel, caller: str) -> list[int]:
@@ -262,8 +262,8 @@ async def _tokens(body: TokenizeBody, served: ServedModel, caller: str) -> list[
         raise Failure(400, "prompt: give either a prompt or messages.", param="prompt")
     if body.messages is not None:
         offer = make_offer(body.tools, None, parallel=True, form=served.calls, told=served.told)
-        own = {**served.template_kwargs, **(body.chat_template_kwargs or {})}
-        variables = {**own, **({"tools": offer.plain} if offer else {})}
+        options = {**served.template_kwargs, **(body.chat_template_kwargs or {})}
+        variables = {**options, **({"tools": offer.plain} if offer else {})}
         chat = await served.encode_chat(body.messages, variables, caller, answer=body.add_generation_prompt)
         return chat.ids
     assert body.prompt is not None
@@ -272,12 +272,12 @@ async def _tokens(body: TokenizeBody, served: ServedModel, caller: str) -> list[
 
 
 async def _detokenize(request: web.Request, state: ServerState) -> web.Response:
-    until = RequestDeadline(state.config.request_timeout)
-    body = await state.read(request, until, partial(read_plain, DetokenizeBody))
+    deadline = RequestDeadline(state.config.request_timeout)
+    body = await state.read(request, deadline, partial(read_plain, DetokenizeBody))
     served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
-    with state.under_way(served, 1, until, caller=request["caller"]):
-        async with until.held():
+    with state.under_way(served, 1, deadline, caller=request["caller"]):
+        async with deadline.held():
             await served.ready()
             return web.json_response({"prompt": await _text(body, served, request["turn"])})
 
@@ -286,9 +286,11 @@ async def _text(body: DetokenizeBody, served: ServedModel, caller: str) -> str:
     tokenizer, vocab = served.engine.tokenizer, served.engine.model.network.spec.vocab
     if tokenizer is None:
         raise Failure(400, "tokens: the model has no tokenizer, so they have no text.", param="tokens")
-    if len(body.tokens) > (most := served.engine.model.settings.max_model_len):
+    if len(body.tokens) > (max_model_len := served.engine.model.settings.max_model_len):
         raise Failure(
-            400, f"tokens: {len(body.tokens):,} are more than {most:,}, the max_model_len.", param="tokens"
+            400,
+            f"tokens: {len(body.tokens):,} are more than {max_model_len:,}, the max_model_len.",
+            param="tokens",
         )
     if any(not 0 <= token < vocab for token in body.tokens):
         raise Failure(400, f"tokens: token ids are integers from 0 to {vocab - 1}.", param="tokens")
@@ -319,12 +321,12 @@ async def _server_info(request: web.Request, state: ServerState) -> web.Response
     """Return a model's resolved settings and counters, without keys or prompts."""
     served = state.named(request.query.get("model"))
     resident = served.resident
-    shown = {
+    info = {
         "version": __version__,
         "model": served.name,
         "served_model_name": served.name,
         **_reach_info(state),
-        "models": {own.name: own.resident.status for own in state.served},
+        "models": {model.name: model.resident.status for model in state.served},
         "chat_template": not served.template.is_plain,
         "tools": served.told and served.calls is not None,
         **served.parsers,
@@ -332,7 +334,7 @@ async def _server_info(request: web.Request, state: ServerState) -> web.Response
         "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
         **(_engine_info(served) if resident.engine and not resident.is_unloading else {}),
     }
-    return web.Response(text=json.dumps(shown), content_type="application/json")
+    return web.Response(text=json.dumps(info), content_type="application/json")
 
 
 async def _model_info(request: web.Request, state: ServerState) -> web.Response:
@@ -365,8 +367,8 @@ def _engine_info(served: ServedModel) -> dict[str, Any]:
         "acceptance_length": stats.acceptance_length,
         "acceptance_by_depth": list(stats.per_depth),
         "acceptance_by_context": {
-            str(bound): {**asdict(own), "acceptance_length": own.acceptance_length}
-            for bound, own in stats.by_context.items()
+            str(bound): {**asdict(counts), "acceptance_length": counts.acceptance_length}
+            for bound, counts in stats.by_context.items()
         },
         "running": stats.running,
         "waiting": stats.waiting,
@@ -383,23 +385,23 @@ def _engine_info(served: ServedModel) -> dict[str, Any]:
 
 def _speculation(stats: EngineStats) -> dict[str, Any] | None:
     """Return the current draft shape and the reason; both figures are null if it is fixed."""
-    outlook = stats.speculation
-    if outlook is None:
+    state = stats.speculation
+    if state is None:
         return None
     return {
-        "name": outlook.name,
-        "reason": outlook.reason,
-        "expected_tokens": outlook.tokens,
-        "cost": outlook.cost,
+        "name": state.name,
+        "reason": state.reason,
+        "expected_tokens": state.tokens,
+        "cost": state.cost,
     }
 
 
 def _resolved_settings(settings: Resolved) -> dict[str, Any]:
     """Return the resolved settings, the largest draft and the memory layout."""
-    named = settings.named()
-    bounds, layout = named.pop("bounds"), named.pop("layout")
+    values = settings.named()
+    bounds, layout = values.pop("bounds"), values.pop("layout")
     return {
-        **named,
+        **values,
         "device": str(settings.device),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "kv_dtype": str(layout.page_dtype).removeprefix("torch."),

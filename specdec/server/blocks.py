@@ -42,7 +42,7 @@ class BlockWriter(ABC):
 
     def push(self, delta: Delta) -> list[Json]:
         """Return the events for a delta."""
-        events = [own for event in self._events.push(delta) for own in self._take(event)]
+        events = [item for event in self._events.push(delta) for item in self._take(event)]
         if delta.finish_reason:
             self.delta = delta
             events += self._close(is_cut=delta.finish_reason != "stop")
@@ -58,14 +58,14 @@ class BlockWriter(ABC):
             case CallStart(name):
                 return [*self._close(), *self._begin("call", name)]
             case ThinkingDelta():
-                before = self._in("thinking")
+                opening = self._in("thinking")
             case TextDelta():
-                before = self._in("text")
+                opening = self._in("text")
             case _:
-                before = []  # arguments belong to the current call
+                opening = []  # arguments belong to the current call
         assert self._open
         self._open.pieces.append(event.text)
-        return [*before, *self.added(self._open, event.text)]
+        return [*opening, *self.added(self._open, event.text)]
 
     def _in(self, kind: Kind) -> list[Json]:
         if self._open and self._open.kind == kind:

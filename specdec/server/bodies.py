@@ -75,13 +75,15 @@ class StructuredOutputs(BaseModel):
 
     @property
     def structure(self) -> Structure:
-        named = {"json_schema" if name == "json_" else name: value for name, value in self}
-        given = {name: value for name, value in named.items() if value not in (None, False)}
-        if len(given) != 1:
-            what = f"{len(given)} are given; leave" if given else "none is given; give"
-            names = ", ".join(given or named).replace("json_schema", "json", 1)
-            raise Failure(400, f"{FORMS}: give exactly one constraint: {what} one of {names}.", param=FORMS)
-        return Structure(**given)
+        fields = {"json_schema" if name == "json_" else name: value for name, value in self}
+        constraints = {name: value for name, value in fields.items() if value not in (None, False)}
+        if len(constraints) != 1:
+            problem = f"{len(constraints)} are given; leave" if constraints else "none is given; give"
+            names = ", ".join(constraints or fields).replace("json_schema", "json", 1)
+            raise Failure(
+                400, f"{FORMS}: give exactly one constraint: {problem} one of {names}.", param=FORMS
+            )
+        return Structure(**constraints)
 
 
 class NamedSchema(BaseModel):
@@ -204,11 +206,11 @@ class RequestBody(BaseModel):
                         param="bootstrap_room",
                     )
             return None
-        each = partial(each_of, prompts=prompts, n=self.n or 1)
-        rooms = each("bootstrap_room", self.bootstrap_room)
-        hosts = each("bootstrap_host", self.bootstrap_host) if self.bootstrap_host else [None] * prompts
-        ports = each("bootstrap_port", self.bootstrap_port) if self.bootstrap_port else [None] * prompts
-        return [BootstrapFields(*own) for own in zip(hosts, ports, rooms, strict=True)]
+        per_prompt = partial(each_of, prompts=prompts, n=self.n or 1)
+        rooms = per_prompt("bootstrap_room", self.bootstrap_room)
+        hosts = per_prompt("bootstrap_host", self.bootstrap_host) if self.bootstrap_host else [None] * prompts
+        ports = per_prompt("bootstrap_port", self.bootstrap_port) if self.bootstrap_port else [None] * prompts
+        return [BootstrapFields(*values) for values in zip(hosts, ports, rooms, strict=True)]
 
     @property
     def ignored(self) -> list[str]:
@@ -224,44 +226,44 @@ class RequestBody(BaseModel):
     def params(self, **own: Any) -> SamplingParams:
         """Return the sampling parameters; the engine validates every value."""
         shared = SamplingParams.model_fields.keys() & RequestBody.model_fields.keys() - {"structured_outputs"}
-        given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        fields = {name: value for name in shared if (value := getattr(self, name)) is not None}
         own = {"structured_outputs": self.structure, **own}
-        given["trees"] = self.return_drafts
-        return SamplingParams(**given | {name: value for name, value in own.items() if value is not None})
+        fields["trees"] = self.return_drafts
+        return SamplingParams(**fields | {name: value for name, value in own.items() if value is not None})
 
     @cached_property
     def structure(self) -> Structure | None:
         """Return the required output structure, from either field."""
-        given = []
-        for name, own in (
+        structures = []
+        for name, source in (
             ("response_format", self.response_format),
             ("structured_outputs", self.structured_outputs),
         ):
             try:
-                given += [structure] if own and (structure := own.structure) else []
+                structures += [structure] if source and (structure := source.structure) else []
             except ConfigError as error:
                 message = f"{FORMS}.{str(error).removeprefix('Structure.')}"
                 raise renamed(Failure(400, message, param=FORMS), ASKED[name]) from None
-        if len(given) > 1:
+        if len(structures) > 1:
             raise Failure(
                 400,
                 "structured_outputs: response_format is given too; leave one out.",
                 param="structured_outputs",
             )
-        return given[0] if given else None
+        return structures[0] if structures else None
 
     @property
     def keep_alive_s(self) -> float | None:
         """Seconds to keep the model loaded after this request; None: not given."""
-        given = self.keep_alive
-        if given is None:
+        value = self.keep_alive
+        if value is None:
             return None
-        found = DURATION.fullmatch(str(given))
-        seconds = float(found["number"]) * SECONDS[found["unit"] or "s"] if found else -math.inf
+        match = DURATION.fullmatch(str(value))
+        seconds = float(match["number"]) * SECONDS[match["unit"] or "s"] if match else -math.inf
         if seconds < 0 and seconds != -1:
             raise Failure(
                 400,
-                f"keep_alive: {given!r:.40} is not a duration; {SEVERAL['keep_alive']}.",
+                f"keep_alive: {value!r:.40} is not a duration; {SEVERAL['keep_alive']}.",
                 param="keep_alive",
             )
         return seconds
@@ -291,8 +293,8 @@ class CompletionBody(RequestBody):
                 f"prompt_logprobs: echo returns as many as logprobs, {echoed}; leave it out.",
                 param="prompt_logprobs",
             )
-        least = 0 if self.echo and self.max_tokens == 0 else None
-        return next((own for own in (echoed, self.prompt_logprobs, least) if own is not None), None)
+        minimum = 0 if self.echo and self.max_tokens == 0 else None
+        return next((count for count in (echoed, self.prompt_logprobs, minimum) if count is not None), None)
 
     @property
     def prompts(self) -> list[str | Ids]:
@@ -347,11 +349,11 @@ class ChatBody(RequestBody):
     @property
     def budget(self) -> tuple[str, int] | None:
         """Return the field that limits thinking, and its limit in tokens."""
-        given = {name: value for name in BUDGETS if (value := getattr(self, name)) is not None}
-        if len({*given.values()}) > 1:
-            name = list(given)[-1]
-            raise Failure(400, f"{name}: {' and '.join(given)} differ; give one.", param=name)
-        return next(iter(given.items()), None)
+        budgets = {name: value for name in BUDGETS if (value := getattr(self, name)) is not None}
+        if len({*budgets.values()}) > 1:
+            name = list(budgets)[-1]
+            raise Failure(400, f"{name}: {' and '.join(budgets)} differ; give one.", param=name)
+        return next(iter(budgets.items()), None)
 
     @property
     def shown(self) -> int | None:

@@ -33,10 +33,10 @@ class ChatAnswer:
                     calls.append({name: call[name] for name in ("id", "type", "function")})
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-        thought = {name: texts[name] for name in THOUGHT if texts[name]}
+        reasoning = {name: texts[name] for name in THOUGHT if texts[name]}
         is_silent = not texts["content"] and (calls or self._events.has_thought)
         content = None if is_silent else texts["content"]
-        message: Json = {"role": "assistant", "content": content, **thought}
+        message: Json = {"role": "assistant", "content": content, **reasoning}
         return message | ({"tool_calls": calls} if calls else {})
 
     def _part(self, event: Event) -> Json:
@@ -47,5 +47,5 @@ class ChatAnswer:
         if isinstance(event, ArgumentsDelta):
             return {"tool_calls": [{"index": self._index, "function": {"arguments": event.text}}]}
         self._index += 1
-        begun = {"index": self._index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-        return {"tool_calls": [begun | {"function": {"name": event.name, "arguments": ""}}]}
+        header = {"index": self._index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        return {"tool_calls": [header | {"function": {"name": event.name, "arguments": ""}}]}

@@ -34,29 +34,29 @@ class Chunks:
             "model": model,
         }
 
-    def add_fields(self, beside: Json) -> None:
+    def add_fields(self, fields: Json) -> None:
         """Add fields next to the choices of the last chunk or the whole response."""
-        self._beside |= beside
+        self._beside |= fields
 
-    def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
+    def whole(self, outputs: Mapping[int, Delta]) -> Iterator[str]:
         """Yield the response's JSON choice by choice: encoding blocks all other requests."""
         head = json.dumps({**self._head, "object": self._form.whole})
         yield f'{head[:-1]}, "choices": ['
-        for place, choice in enumerate(sorted(said)):
-            yield ", " if place else ""
-            yield from written(self._form.said(choice, said[choice]) | self._prompt_of(choice))
+        for position, choice in enumerate(sorted(outputs)):
+            yield ", " if position else ""
+            yield from written(self._form.said(choice, outputs[choice]) | self._prompt_of(choice))
         extra = {"metrics": self.usage.metrics()} if self._body.return_metrics else {}
-        rest = json.dumps({"usage": self.usage.as_json()} | extra | self._beside)
-        yield f"], {rest[1:]}"
+        tail = json.dumps({"usage": self.usage.as_json()} | extra | self._beside)
+        yield f"], {tail[1:]}"
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
-        parts = self._form.parts(choice, delta)
+        choices = self._form.parts(choice, delta)
         if choice not in self._opened:
             self._opened.add(choice)
             opening = self._form.first(choice)
-            parts = [opening, *parts] if opening else parts
-            parts[:1] = [part | self._prompt_of(choice) for part in parts[:1]]
-        return [self._with_usage({**self._head, "choices": [part]}) for part in parts]
+            choices = [opening, *choices] if opening else choices
+            choices[:1] = [entry | self._prompt_of(choice) for entry in choices[:1]]
+        return [self._with_usage({**self._head, "choices": [entry]}) for entry in choices]
 
     def end(self) -> list[Json]:
         body, last = self._body, {**self._head, "choices": []}

@@ -26,7 +26,7 @@ def _serve(args: argparse.Namespace) -> Run:
         if len(args.model) > 1:
             handler.addFilter(NamingFilter())
     logging.getLogger("specdec").setLevel(logging.DEBUG if args.verbose else logging.INFO)
-    found = [find_models(model, engine_config) for model in args.model]
+    models = [find_models(model, engine_config) for model in args.model]
     # Imported here, since no other command needs a web server.
     from specdec.server.listen import bind
 
@@ -35,6 +35,6 @@ def _serve(args: argparse.Namespace) -> Run:
 
     def start() -> None:
         with sock:
-            run([folder for folder, _ in found], found[0][1], config, sock)
+            run([folder for folder, _ in models], models[0][1], config, sock)
 
     return start

@@ -34,7 +34,7 @@ class Connections:
     def factory(self, server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
         """Return the protocol factory; at the limit it closes an idle connection for the new one."""
 
-        def new() -> Connection:
+        def protocol() -> Connection:
             return ApiConnection(
                 server,
                 loop=asyncio.get_running_loop(),
@@ -45,7 +45,7 @@ class Connections:
                 auto_decompress=False,  # `read_body` decompresses what a handler reads
             )
 
-        return limited(server, self.most, new, self._busy.__contains__)
+        return limited(server, self.most, protocol, self._busy.__contains__)
 
     @contextlib.contextmanager
     def busy(self, connection: RequestHandler) -> Iterator[None]:
@@ -60,9 +60,9 @@ class Connections:
 def _raise_limit() -> int:
     """Raise the limit of open files as far as allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    target = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= target:
         return MOST_FILES if soft == resource.RLIM_INFINITY else soft
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -66,8 +66,8 @@ class Dialect(BaseModel):
     def as_chat(self, messages: Sequence[ChatMessage], **own: Any) -> ChatBody:
         """Return a chat of these messages, with the shared fields and `own`."""
         shared = {name: getattr(self, name) for name in SHARED}
-        given = {name: value for name, value in {**shared, **own}.items() if value is not None}
+        fields = {name: value for name, value in {**shared, **own}.items() if value is not None}
         try:
-            return ChatBody(messages=list(messages), **given)
+            return ChatBody(messages=list(messages), **fields)
         except ValidationError as error:
             raise validation_failure(error) from None

@@ -48,11 +48,11 @@ class EngineFigures(Collector):
         """Yield every family once, with the series of all models."""
         families: dict[str, Metric] = {}
         for resident, labels in self.residents:
-            for own in OneModel(resident, labels).collect():
-                if own.name in families:
-                    families[own.name].samples += own.samples
+            for family in OneModel(resident, labels).collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
                 else:
-                    families[own.name] = own
+                    families[family.name] = family
         return families.values()
 
 
@@ -64,7 +64,7 @@ class OneModel:
 
     def collect(self) -> Iterator[Metric]:
         status, resident = self.resident.status, self.resident
-        states = {str(own): int(own is status) for own in ModelStatus}
+        states = {str(state): int(state is status) for state in ModelStatus}
         family = GaugeMetricFamily(
             "specdec:model_state", "1 where the model is.", labels=[*self.labels, "state"]
         )
@@ -94,34 +94,34 @@ class OneModel:
         yield self._counter("specdec:steps", "Verify steps, summed over rows.", counts.steps)
         yield self._counter("specdec:step_tokens", "Tokens that verify steps emitted.", counts.tokens)
         yield self._by("specdec:step_seconds", "Seconds of verify steps by phase.", "phase", counts.seconds)
-        every = {**dict.fromkeys(RESOURCES, 0), **stats.limited_by}
+        resources = {**dict.fromkeys(RESOURCES, 0), **stats.limited_by}
         limited = "Steps that a resource limited, by resource."
-        yield self._by("specdec:limited", limited, "what", every)
+        yield self._by("specdec:limited", limited, "what", resources)
 
-    def _gauge(self, name: str, says: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, says, labels=list(self.labels))
+    def _gauge(self, name: str, description: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, description, labels=list(self.labels))
         family.add_metric(list(self.labels.values()), value)
         return family
 
-    def _counter(self, name: str, says: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, says, labels=list(self.labels))
+    def _counter(self, name: str, description: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, description, labels=list(self.labels))
         family.add_metric(list(self.labels.values()), float(value))
         return family
 
-    def _by(self, name: str, says: str, label: str, counts: Mapping[str, float]) -> Metric:
+    def _by(self, name: str, description: str, label: str, counts: Mapping[str, float]) -> Metric:
         """Return a counter with a further label."""
-        family = CounterMetricFamily(name, says, labels=[*self.labels, label])
+        family = CounterMetricFamily(name, description, labels=[*self.labels, label])
         for key, value in dict(counts).items():
             family.add_metric([*self.labels.values(), key], float(value))
         return family
 
     def _memory(self, stats: EngineStats) -> Iterator[Metric]:
         arena = stats.arena
-        share = arena.used_bytes / arena.capacity_bytes
+        usage = arena.used_bytes / arena.capacity_bytes
         yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of the KV cache and state memory that requests use.", share
+            "vllm:kv_cache_usage_perc", "Share of the KV cache and state memory that requests use.", usage
         )
-        held = {
+        used_bytes = {
             "kv": arena.block_bytes,
             "state": arena.state_bytes,
             "draft": arena.record_bytes,
@@ -131,7 +131,7 @@ class OneModel:
         family = GaugeMetricFamily(
             "specdec:arena_bytes", "Bytes in use by kind.", labels=[*self.labels, "kind"]
         )
-        for kind, used in held.items():
+        for kind, used in used_bytes.items():
             family.add_metric([*self.labels.values(), kind], used)
         yield family
         yield self._counter("vllm:num_preemptions", "Preemptions of sequences.", stats.preemptions)
@@ -148,10 +148,10 @@ class OneModel:
             {str(depth): count for depth, count in enumerate(counts.followed)},
         )
 
-        contexts = {str(bound): own for bound, own in counts.by_context().items()}
-        for name, says in CONTEXT.items():
-            found = {bound: getattr(own, name) for bound, own in contexts.items()}
-            yield self._by(f"specdec:context_{name}", says, "context", found)
+        contexts = {str(bound): totals for bound, totals in counts.by_context().items()}
+        for name, description in CONTEXT.items():
+            values = {bound: getattr(totals, name) for bound, totals in contexts.items()}
+            yield self._by(f"specdec:context_{name}", description, "context", values)
 
     def _health(self, stats: EngineStats) -> Iterator[Metric]:
         failed = "Failed engine steps."
@@ -170,18 +170,18 @@ class OneModel:
         yield self._counter(
             "specdec:prefix_fetched", "Cache hits fetched from the host's memory.", stats.fetched
         )
-        held = "Bytes of the arena that cached prefixes hold; evicted on demand."
-        yield self._gauge("specdec:prefix_bytes", held, stats.cached_bytes)
+        cached_help = "Bytes of the arena that cached prefixes hold; evicted on demand."
+        yield self._gauge("specdec:prefix_bytes", cached_help, stats.cached_bytes)
         yield self._gauge(
             "specdec:prefix_alpha", "Weight of saved work against recency in the eviction score.", stats.alpha
         )
         evicted = {"state": stats.states_evicted, "kv": stats.blocks_evicted}
-        says = "States and KV blocks that were evicted or flushed."
-        yield self._by("specdec:prefix_evicted", says, "kind", evicted)
+        evicted_help = "States and KV blocks that were evicted or flushed."
+        yield self._by("specdec:prefix_evicted", evicted_help, "kind", evicted)
 
     def _state(self, settings: Resolved, waiting: int, *, is_awake: bool) -> Iterator[Metric]:
         """Yield the engine's state as in vLLM: awake or not, waiting only for capacity."""
-        for name, says, label, values in (
+        for name, description, label, values in (
             (
                 "num_requests_waiting_by_reason",
                 "Waiting sequences by reason.",
@@ -190,21 +190,21 @@ class OneModel:
             ),
             ("engine_sleep_state", "1: the engine is awake.", "sleep_state", {"awake": int(is_awake)}),
         ):
-            family = GaugeMetricFamily(f"vllm:{name}", says, labels=[*self.labels, label])
+            family = GaugeMetricFamily(f"vllm:{name}", description, labels=[*self.labels, label])
             for key, value in values.items():
                 family.add_metric([*self.labels.values(), key], value)
             yield family
         layout = settings.layout
-        told = {
+        cache_config = {
             "block_size": layout.block_tokens,
             "cache_dtype": str(layout.page_dtype).removeprefix("torch."),
             "enable_prefix_caching": settings.config.prefix_cache,
             "num_gpu_blocks": settings.memory_bytes // layout.slab_bytes * layout.blocks_per_slab,
         }
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Configuration of the cache.", labels=[*self.labels, *told]
+            "vllm:cache_config_info", "Configuration of the cache.", labels=[*self.labels, *cache_config]
         )
-        info.add_metric([*self.labels.values(), *map(str, told.values())], 1)
+        info.add_metric([*self.labels.values(), *map(str, cache_config.values())], 1)
         yield info
 
     def _sizes(self, sizes: Counter[int]) -> Metric:
@@ -212,19 +212,21 @@ class OneModel:
         family = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens processed in a step.", labels=list(self.labels)
         )
-        whole = sum(size * count for size, count in sizes.items())
-        family.add_metric(list(self.labels.values()), [*buckets, ("+Inf", sizes.total())], whole)
+        total = sum(size * count for size, count in sizes.items())
+        family.add_metric(list(self.labels.values()), [*buckets, ("+Inf", sizes.total())], total)
         return family
 
 
 def renamed(text: bytes) -> bytes:
     """Append the metrics in `OLDER` under their old names."""
     lines = text.split(b"\n")
-    again = []
-    for name, older in OLDER.items():
+    aliases = []
+    for name, alias in OLDER.items():
         # The suffix decides: a histogram has three series, a counter one that ends with _total.
-        own = re.compile(
+        pattern = re.compile(
             rb"(# (?:HELP|TYPE) )?" + name.encode() + rb"(?=[ {]|_bucket|_sum|_count|_total|_created)"
         )
-        again += [own.sub(rb"\1" + older.encode(), line, count=1) for line in lines if own.match(line)]
-    return b"\n".join([*lines[:-1], *again, b""])
+        aliases += [
+            pattern.sub(rb"\1" + alias.encode(), line, count=1) for line in lines if pattern.match(line)
+        ]
+    return b"\n".join([*lines[:-1], *aliases, b""])

@@ -41,9 +41,9 @@ class AnswerEvents:
             events += self._reader.finish(cut=delta.finish_reason != "stop")
         return [event for event in events if self._shows(event)]
 
-    def finish_reason(self, why: str | None) -> str | None:
+    def finish_reason(self, reason: str | None) -> str | None:
         """Return the finish reason in OpenAI's terms: tool_calls if it has calls and was not cut off."""
-        return "tool_calls" if why == "stop" and self._calls else why
+        return "tool_calls" if reason == "stop" and self._calls else reason
 
     def _shows(self, event: Event) -> bool:
         self._calls += isinstance(event, CallStart)

@@ -75,8 +75,8 @@ class Failure(Exception):
 
     def reason(self, *, in_full: bool) -> dict[str, str]:
         """Return log fields; the message, which may repeat the request, only with `in_full`."""
-        found = {"code": self.code, "param": self.param, "reason": repr(str(self)) if in_full else None}
-        return {name: value for name, value in found.items() if value}
+        fields = {"code": self.code, "param": self.param, "reason": repr(str(self)) if in_full else None}
+        return {name: value for name, value in fields.items() if value}
 
     def response(self, body: Mapping[str, Any] | None = None) -> web.Response:
         """Return it as a response, optionally with another API's body."""
@@ -155,8 +155,8 @@ def _malformed_http(error: HttpProcessingError) -> Failure:
             return Failure(400, "The address in the first line cannot be read.")
         case _:
             # After the first line aiohttp shows the data it parsed.
-            why = error.message.partition("\n")[0].partition(": ")[0].rstrip(":.")
-            return Failure(400, f"This is not a valid HTTP request: {why}.")
+            reason = error.message.partition("\n")[0].partition(": ")[0].rstrip(":.")
+            return Failure(400, f"This is not a valid HTTP request: {reason}.")
 
 
 Names = Mapping[str, str]
@@ -170,19 +170,19 @@ SAME: Names = {}
 def renamed(error: Exception, names: Names) -> Failure:
     """Rename an error's fields to the client's names, including parts of a field."""
     failure = failure_of(error)
-    param, said = failure.param, str(failure)
+    param, text = failure.param, str(failure)
     if param is None:
         return failure
-    named = [name for name in names if name in said and f"{name}.".startswith(f"{param}.")]
-    place = max(named, key=len, default=param)
-    said = said.replace(place, names.get(place, place), 1)
+    matches = [name for name in names if name in text and f"{name}.".startswith(f"{param}.")]
+    field = max(matches, key=len, default=param)
+    text = text.replace(field, names.get(field, field), 1)
     param = names.get(param, param)
-    return Failure(failure.status, said, param=param, code=failure.code, headers=failure.headers)
+    return Failure(failure.status, text, param=param, code=failure.code, headers=failure.headers)
 
 
-def chained(first: Names, then: Names) -> Names:
+def chained(inner: Names, outer: Names) -> Names:
     """Return the composition of two renamings."""
-    return {**then, **{name: then.get(own, own) for name, own in first.items()}}
+    return {**outer, **{name: outer.get(target, target) for name, target in inner.items()}}
 
 
 @contextlib.contextmanager
@@ -196,14 +196,14 @@ def naming(names: Names) -> Iterator[None]:
 
 def without_inside(error: EngineError | str) -> str:
     """Hide an internal error's message: it may contain paths and texts, and is in the log."""
-    said, colon, _ = str(error).partition(": ")
-    return f"{said}; see the server's log." if colon else said
+    summary, colon, _ = str(error).partition(": ")
+    return f"{summary}; see the server's log." if colon else summary
 
 
 def validation_failure(error: ValidationError) -> Failure:
     """Return an error that names the first invalid field and the expected value."""
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(
+    location = ".".join(
         str(part)
         for part in first["loc"]
         if isinstance(part, int) or (part.isidentifier() and part not in KINDS_OF_VALUE)
@@ -211,7 +211,7 @@ def validation_failure(error: ValidationError) -> Failure:
     field = str(first["loc"][0]) if first["loc"] else None
     if field in SEVERAL:
         return Failure(400, f"{field}: {SEVERAL[field]}.", param=field)
-    return Failure(400, f"{where or 'the body'}: {remedy(first)}.", param=field)
+    return Failure(400, f"{location or 'the body'}: {remedy(first)}.", param=field)
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

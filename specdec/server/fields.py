@@ -105,41 +105,43 @@ INSTEAD: Mapping[str, str] = {
 def given_fields(data: bytes) -> dict[str, Any]:
     """Parse a body into its fields."""
     try:
-        given = parse(data)
+        fields = parse(data)
     except RecursionError:  # the parser's own limit is above ours
         raise _too_deep() from None
     except ValueError:
         raise Failure(400, "the body is not JSON; send one object, as UTF-8.", code="invalid_json") from None
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise Failure(400, "the body is not a JSON object; send one with the fields of the request.")
-    _check_shape(given)
-    return {name: value for name, value in given.items() if value is not None}
+    _check_shape(fields)
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _too_deep() -> Failure:
     return Failure(400, f"the body nests more than {MOST_LEVELS} levels; send fewer.")
 
 
-def _check_shape(given: dict[str, Any]) -> None:
+def _check_shape(body: dict[str, Any]) -> None:
     """Raise for a body that nests too deep for recursive parsers, or has too many parts."""
-    level: list[Any] = [given]
+    level: list[Any] = [body]
     levels = parts = 0
     while level:
         levels += 1
-        parts += sum(1 + len(own) if type(own) is dict else 1 for own in level)
+        parts += sum(1 + len(value) if type(value) is dict else 1 for value in level)
         if levels > MOST_LEVELS:
             raise _too_deep()
         check_parts(parts)
-        inside = itertools.chain.from_iterable(own.values() if type(own) is dict else own for own in level)
-        level = [own for own in inside if type(own) is dict or type(own) is list]
+        inside = itertools.chain.from_iterable(
+            value.values() if type(value) is dict else value for value in level
+        )
+        level = [value for value in inside if type(value) is dict or type(value) is list]
 
 
-def refuse(extra: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """Raise for fields that request something unsupported; the values in `said` are harmless."""
+def refuse(extra: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise for fields that request something unsupported; the values in `defaults` are harmless."""
     for name, value in extra.items():
-        if name in REFUSED and value not in (*REFUSED[name], said.get(name)):
-            instead = INSTEAD.get(name, "leave it out")
-            raise Failure(400, f"{name}: this server does not support it; {instead}.", param=name)
+        if name in REFUSED and value not in (*REFUSED[name], defaults.get(name)):
+            remedy = INSTEAD.get(name, "leave it out")
+            raise Failure(400, f"{name}: this server does not support it; {remedy}.", param=name)
 
 
 def unknown(extra: Iterable[str]) -> list[str]:
@@ -157,11 +159,11 @@ class IgnoredFields:
         """Return the header that lists them, restricted to valid header characters."""
         if not names:
             return {}
-        cut = [name[:LONGEST_NAME] for name in names[:MOST_NAMES]]
-        shown = [re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII) for name in cut]
-        for name in shown:
+        shortened = [name[:LONGEST_NAME] for name in names[:MOST_NAMES]]
+        safe = [re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII) for name in shortened]
+        for name in safe:
             if name not in self._logged and len(self._logged) < MOST_LOGGED:
                 self._logged.add(name)
                 logger.info("ignoring the request field %s (logged once)", name)
         more = [f"+{len(names) - MOST_NAMES}"] if len(names) > MOST_NAMES else []
-        return {IGNORED: ", ".join([*shown, *more])}
+        return {IGNORED: ", ".join([*safe, *more])}

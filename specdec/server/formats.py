@@ -25,8 +25,8 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 class LazyJsonList:
     """A JSON list whose elements, which take much memory, are built while writing."""
 
-    def __init__(self, rows: Sequence[Any], make: Callable[[Any], Any]) -> None:
-        self._rows, self._make = rows, make
+    def __init__(self, rows: Sequence[Any], convert: Callable[[Any], Any]) -> None:
+        self._rows, self._make = rows, convert
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._make, self._rows)
@@ -36,15 +36,15 @@ def written(value: Any) -> Iterator[str]:
     """Yield JSON in pieces, long lists a few elements at a time."""
     if isinstance(value, LazyJsonList):
         rows, comma = iter(value), "["
-        while some := list(islice(rows, AT_ONCE)):
-            yield comma + json.dumps(some)[1:-1]
+        while batch := list(islice(rows, AT_ONCE)):
+            yield comma + json.dumps(batch)[1:-1]
             comma = ", "
         yield "]" if comma == ", " else "[]"
     elif isinstance(value, dict):
         comma = "{"
-        for name, own in value.items():
+        for name, item in value.items():
             yield f"{comma}{json.dumps(name)}: "
-            yield from written(own)
+            yield from written(item)
             comma = ", "
         yield "}" if value else "{}"
     else:
@@ -69,7 +69,7 @@ class Usage:
 
     @classmethod
     def of(cls, prepared: Sequence[PreparedPrompt]) -> Self:
-        return cls(sum(len(own.ids) for own in prepared), prepared[0].params.n)
+        return cls(sum(len(prompt.ids) for prompt in prepared), prepared[0].params.n)
 
     def add(self, choice: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
@@ -108,7 +108,7 @@ class Usage:
             "steps": steps,
             "drafted_tokens": sum(stats.drafted for stats in self.ended),
             "accepted_tokens": sum(stats.accepted for stats in self.ended),
-            "acceptance_length": sum(s.verified_tokens for s in self.ended) / steps if steps else 1.0,
+            "acceptance_length": sum(stats.verified_tokens for stats in self.ended) / steps if steps else 1.0,
             "steps_by_accepted": {str(accepted): histogram[accepted] for accepted in sorted(histogram)},
             "acceptance_by_depth": [list(stats.per_depth) for stats in self.ended],
         }
@@ -136,7 +136,7 @@ class AnswerWriter(Protocol):
     is_typed: bool
     """Whether events are named by their `type`; others end with `[DONE]`."""
 
-    def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
+    def whole(self, outputs: Mapping[int, Delta]) -> Iterator[str]:
         """Yield the whole response in pieces, from each choice's output."""
         ...
 
@@ -224,7 +224,7 @@ class CompletionFormat:
         prompts = filter(None, delta.prompt_logprobs or ())
         logprobs = [*prompts, *(delta.logprobs or ())]
         first = [echo.first] if echo else []
-        ids = [*first, *(own.token_id for own in logprobs)]
+        ids = [*first, *(logprob.token_id for logprob in logprobs)]
         tokens, offsets = [self._named(token) for token in ids], []
         decoder = self._decoders.setdefault(choice, UTF8("replace"))
         for token in ids:
@@ -232,26 +232,26 @@ class CompletionFormat:
             self._offsets[choice] = offsets[-1] + len(decoder.decode(self._bytes(token)))
         return {
             "text_offset": offsets,
-            "token_logprobs": [*(None for _ in first), *(own.logprob for own in logprobs)],
+            "token_logprobs": [*(None for _ in first), *(logprob.logprob for logprob in logprobs)],
             "tokens": tokens,
             "top_logprobs": LazyJsonList([*(None for _ in first), *logprobs], self._top),
         }
 
-    def _top(self, own: TokenLogprob | None) -> Json | None:
-        if own is None:
+    def _top(self, chosen: TokenLogprob | None) -> Json | None:
+        if chosen is None:
             return None
-        return {self._named(token): logprob for token, logprob in reversed(_with_chosen(own))}
+        return {self._named(token): logprob for token, logprob in reversed(_with_chosen(chosen))}
 
     def _bytes(self, token: int) -> bytes:
         return self.tokenizer.bytes_of(token) if self.tokenizer else spell(None, token).encode()
 
     def _named(self, token: int) -> str:
         """Return a token's text, or its bytes in OpenAI's notation if it is part of a character."""
-        own = self._bytes(token)
+        data = self._bytes(token)
         try:
-            return own.decode()
+            return data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class ChatFormat:
@@ -271,13 +271,13 @@ class ChatFormat:
 
     def parts(self, choice: int, delta: Delta) -> list[Json]:
         """Return one chunk per message part; the other fields go into the last."""
-        own = self._answer(choice).parts(delta)
-        if not own and not (
+        messages = self._answer(choice).parts(delta)
+        if not messages and not (
             delta.finish_reason or delta.logprobs or beside(delta, self.shown, self.tokenizer)
         ):
             return []
-        *before, last = own or [{}]
-        chunks = [self._choice(choice, "delta", part, None, None) for part in before]
+        *earlier, last = messages or [{}]
+        chunks = [self._choice(choice, "delta", message, None, None) for message in earlier]
         return [*chunks, self._choice_json(choice, "delta", last, delta)]
 
     def _answer(self, choice: int) -> ChatAnswer:
@@ -286,26 +286,30 @@ class ChatFormat:
         return self._answers[choice]
 
     def _choice_json(self, choice: int, name: str, message: Json, delta: Delta) -> Json:
-        logprobs, why = None, delta.finish_reason
+        logprobs, reason = None, delta.finish_reason
         if delta.logprobs is not None:
             logprobs = {"content": LazyJsonList(delta.logprobs, self._logprob), "refusal": None}
-        told = self._choice(choice, name, message, logprobs, self._answer(choice).finish_reason(why))
-        return told | {"stop_reason": delta.stop_reason} | beside(delta, self.shown, self.tokenizer)
+        choice_json = self._choice(
+            choice, name, message, logprobs, self._answer(choice).finish_reason(reason)
+        )
+        return choice_json | {"stop_reason": delta.stop_reason} | beside(delta, self.shown, self.tokenizer)
 
-    def _choice(self, index: int, name: str, message: Json, logprobs: Json | None, why: str | None) -> Json:
-        return {"index": index, name: message, "logprobs": logprobs, "finish_reason": why}
+    def _choice(
+        self, index: int, name: str, message: Json, logprobs: Json | None, finish_reason: str | None
+    ) -> Json:
+        return {"index": index, name: message, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprob(self, own: TokenLogprob) -> Json:
-        top = [self._token(token, logprob) for token, logprob in own.top]
-        return self._token(own.token_id, own.logprob) | {"top_logprobs": top}
+    def _logprob(self, chosen: TokenLogprob) -> Json:
+        top = [self._token(token, logprob) for token, logprob in chosen.top]
+        return self._token(chosen.token_id, chosen.logprob) | {"top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> Json:
         if token not in self._spelt:
             text = spell(self.tokenizer, token)
-            own = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
-            self._spelt[token] = text, list(own)
-        text, numbers = self._spelt[token]
-        return {"token": text, "logprob": logprob, "bytes": numbers}
+            data = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
+            self._spelt[token] = text, list(data)
+        text, byte_values = self._spelt[token]
+        return {"token": text, "logprob": logprob, "bytes": byte_values}
 
 
 def _has_output(delta: Delta) -> bool:
@@ -314,27 +318,27 @@ def _has_output(delta: Delta) -> bool:
 
 def beside(delta: Delta, shown: ShownFields, tokenizer: Tokenizer | None) -> Json:
     """Return requested fields next to the text."""
-    own: Json = {}
+    fields: Json = {}
     if shown.token_ids:
-        own["token_ids"] = list(delta.token_ids)
+        fields["token_ids"] = list(delta.token_ids)
     if shown.origins:
-        own["origins"] = list(delta.origins)
-        own["pieces"] = [list(piece) for piece in delta.pieces]
+        fields["origins"] = list(delta.origins)
+        fields["pieces"] = [list(piece) for piece in delta.pieces]
     if shown.drafts:
-        own["drafts"] = [_draft(draft, tokenizer) for draft in delta.drafts]
+        fields["drafts"] = [_draft(draft, tokenizer) for draft in delta.drafts]
     if shown.prompt_logprobs and delta.prompt_logprobs is not None:
-        own["prompt_logprobs"] = LazyJsonList(
-            delta.prompt_logprobs, lambda each: each and _ranked(each, tokenizer)
+        fields["prompt_logprobs"] = LazyJsonList(
+            delta.prompt_logprobs, lambda logprob: logprob and _ranked(logprob, tokenizer)
         )
-    return own
+    return fields
 
 
-def _ranked(own: TokenLogprob, tokenizer: Tokenizer | None) -> Json:
+def _ranked(chosen: TokenLogprob, tokenizer: Tokenizer | None) -> Json:
     """Return a prompt token's alternatives in vLLM's format; only the likeliest have a known rank."""
-    ranks = {token: rank for rank, (token, _) in enumerate(own.top, 1)}
+    ranks = {token: rank for rank, (token, _) in enumerate(chosen.top, 1)}
     return {
         str(token): {"logprob": logprob, "rank": ranks.get(token), "decoded_token": spell(tokenizer, token)}
-        for token, logprob in _with_chosen(own)
+        for token, logprob in _with_chosen(chosen)
     }
 
 
@@ -355,7 +359,7 @@ def spell(tokenizer: Tokenizer | None, token: int) -> str:
     return tokenizer.spell(token) if tokenizer else f"token_id:{token}"
 
 
-def _with_chosen(own: TokenLogprob) -> list[tuple[int, float]]:
+def _with_chosen(chosen: TokenLogprob) -> list[tuple[int, float]]:
     """Append the chosen token to the top ones, if it is not among them."""
-    known = any(token == own.token_id for token, _ in own.top)
-    return [*own.top] if known else [*own.top, (own.token_id, own.logprob)]
+    is_listed = any(token == chosen.token_id for token, _ in chosen.top)
+    return [*chosen.top] if is_listed else [*chosen.top, (chosen.token_id, chosen.logprob)]

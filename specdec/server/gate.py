@@ -40,12 +40,12 @@ class Gate:
     @property
     def running(self) -> int:
         """Number of answers the engine has not finished, which need an arena."""
-        return sum(not own.is_over for own in self._answers)
+        return sum(not answer.is_over for answer in self._answers)
 
     @property
     def inside(self) -> int:
         """Number of requests that use the engine or are about to, without those only being read."""
-        return self.users - self.waiting - sum(own.is_over for own in self._answers)
+        return self.users - self.waiting - sum(answer.is_over for answer in self._answers)
 
     async def wait(self) -> SpecEngine:
         """Wait until the gate opens; raise if it is refused."""

@@ -38,28 +38,30 @@ MakeWriter = Callable[[ExpectedContent, Sequence[PreparedPrompt]], AnswerWriter]
 
 async def complete(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer /v1/completions."""
-    until = RequestDeadline(state.config.request_timeout)
-    body = await state.read(request, until, CompletionBody.read)
+    deadline = RequestDeadline(state.config.request_timeout)
+    body = await state.read(request, deadline, CompletionBody.read)
     served = state.named(body.model)
     request["headers"] |= state.ignored.headers(body.ignored)
     if len(body.prompts) > state.config.max_prompts:
-        most = state.config.max_prompts
+        max_prompts = state.config.max_prompts
         raise Failure(
-            400, f"prompt: {len(body.prompts)} prompts are more than the {most} of a request.", param="prompt"
+            400,
+            f"prompt: {len(body.prompts)} prompts are more than the {max_prompts} of a request.",
+            param="prompt",
         )
-    asked = body.asked(state.role, len(body.prompts))
-    lends = isinstance(asked, LendFields)
+    transfer = body.asked(state.role, len(body.prompts))
+    is_lending = isinstance(transfer, LendFields)
 
     def read() -> SamplingParams:
-        if lends:
+        if is_lending:
             return lending_params(body)
         return body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
 
-    params = await state.run_by_size(request, until, read)
+    params = await state.run_by_size(request, deadline, read)
 
     def echo(prepared: Sequence[PreparedPrompt]) -> list[PromptEcho]:
         return [
-            PromptEcho.of(*each, served.engine.tokenizer) for each in zip(body.prompts, prepared, strict=True)
+            PromptEcho.of(*pair, served.engine.tokenizer) for pair in zip(body.prompts, prepared, strict=True)
         ]
 
     names = ASKED["response_format" if body.response_format else "structured_outputs"]
@@ -67,36 +69,36 @@ async def complete(request: web.Request, state: ServerState) -> web.StreamRespon
     caller, kept_s = request["caller"], body.keep_alive_s
     with (
         naming(names),
-        _notifying_readers(state, asked),
-        state.under_way(served, choices, until, caller=caller, field=field, keep_alive_s=kept_s) as places,
+        _notifying_readers(state, transfer),
+        state.under_way(served, choices, deadline, caller=caller, field=field, keep_alive_s=kept_s) as places,
     ):
-        async with until.held():
+        async with deadline.held():
             await served.ready()
             prepared = await served.prepare(body.prompts, params, request["tenant"])
-            ids = sum(len(own.ids) for own in prepared)
+            ids = sum(len(prompt.ids) for prompt in prepared)
             echoes = []
-            if body.echo and not lends:
+            if body.echo and not is_lending:
                 echoes = await served.work(ids * SPELLING, partial(echo, prepared), request["turn"])
             _check_size(state, served, prepared, "logprobs")
-            await _fetch(state, prepared, asked)
-        form = CompletionFormat(served.engine.tokenizer, _shown(body), echoes, params.n)
-        writer = Chunks(form, body, body.model or served.name, prepared)
+            await _fetch(state, prepared, transfer)
+        answer_format = CompletionFormat(served.engine.tokenizer, _shown(body), echoes, params.n)
+        writer = Chunks(answer_format, body, body.model or served.name, prepared)
         return await _answer(
-            request, state, served, prepared, writer, until, places, names, asked, streams=body.stream
+            request, state, served, prepared, writer, deadline, places, names, transfer, streams=body.stream
         )
 
 
 async def chat(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer /v1/chat/completions."""
-    until = RequestDeadline(state.config.request_timeout)
-    body = await state.read(request, until, ChatBody.read)
+    deadline = RequestDeadline(state.config.request_timeout)
+    body = await state.read(request, deadline, ChatBody.read)
     served = state.named(body.model)
 
     def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> AnswerWriter:
-        form = ChatFormat(served.engine.tokenizer, _shown(body), expected)
-        return Chunks(form, body, body.model or served.name, prepared)
+        answer_format = ChatFormat(served.engine.tokenizer, _shown(body), expected)
+        return Chunks(answer_format, body, body.model or served.name, prepared)
 
-    return await answer_chat(request, state, served, body, until, write)
+    return await answer_chat(request, state, served, body, deadline, write)
 
 
 async def answer_chat(
@@ -104,7 +106,7 @@ async def answer_chat(
     state: ServerState,
     served: ServedModel,
     body: ChatBody,
-    until: RequestDeadline,
+    deadline: RequestDeadline,
     write: MakeWriter,
     *,
     ignored: Sequence[str] = (),
@@ -115,54 +117,56 @@ async def answer_chat(
         served.check_turns(len(body.messages))
         most_asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         default, budget = max(served.default_max_tokens, body.min_tokens or 0), body.budget
-        asked = body.asked(state.role)
-        lends = isinstance(asked, LendFields)
+        transfer = body.asked(state.role)
+        is_lending = isinstance(transfer, LendFields)
 
         def resolve() -> tuple[ToolOffer | None, dict[str, Any], list[str], SamplingParams]:
             offer = body.offer(served.calls, told=served.told)
-            variables, unmet = template_settings(body, offer, served)
-            if lends:
-                return offer, variables, unmet, lending_params(body)
+            variables, unsupported = template_settings(body, offer, served)
+            if is_lending:
+                return offer, variables, unsupported, lending_params(body)
             forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
             most = default if most_asked is None else most_asked
             params = body.params(logprobs=body.shown, max_tokens=most, **forced)
-            return offer, variables, unmet, params
+            return offer, variables, unsupported, params
 
-        offer, variables, unmet, params = await state.run_by_size(request, until, resolve)
-        unmet += untold(body.tools, body.tool_choice, told=served.told)
-        ignored = [*(names.get(name, name) for name in unmet), *body.ignored, *ignored]
+        offer, variables, unsupported, params = await state.run_by_size(request, deadline, resolve)
+        unsupported += untold(body.tools, body.tool_choice, told=served.told)
+        ignored = [*(names.get(name, name) for name in unsupported), *body.ignored, *ignored]
         request["headers"] |= state.ignored.headers(ignored)
         forced = offer and offer.structure
-        asker = "tools" if forced else "response_format" if body.response_format else "structured_outputs"
-        names = chained({"prompt": "messages", **ASKED[asker]}, names)
+        constraint = (
+            "tools" if forced else "response_format" if body.response_format else "structured_outputs"
+        )
+        names = chained({"prompt": "messages", **ASKED[constraint]}, names)
     caller, kept_s = request["caller"], body.keep_alive_s
     with (
         naming(names),
-        _notifying_readers(state, asked),
-        state.under_way(served, params.n, until, caller=caller, keep_alive_s=kept_s) as places,
+        _notifying_readers(state, transfer),
+        state.under_way(served, params.n, deadline, caller=caller, keep_alive_s=kept_s) as places,
     ):
-        async with until.held():
+        async with deadline.held():
             await served.ready()
             messages, opened = body.messages, body.add_generation_prompt
             ids, thinking = await served.encode_chat(messages, variables, request["turn"], answer=opened)
             marks = await served.marks(ids, messages, variables, request["turn"])
-            own: dict[str, Any] = {"cache_marks": marks or None}
-            if thinking and not lends and (budget or params.structured_outputs):
-                own["thinking"] = span_of(thinking, budget[1] if budget else None)
+            updates: dict[str, Any] = {"cache_marks": marks or None}
+            if thinking and not is_lending and (budget or params.structured_outputs):
+                updates["thinking"] = span_of(thinking, budget[1] if budget else None)
             elif budget and not thinking:
                 request["headers"] |= state.ignored.headers([names.get(budget[0], budget[0]), *ignored])
-            if most_asked is None and not lends:
+            if most_asked is None and not is_lending:
                 most = served.engine.model.settings.max_model_len
-                own["max_tokens"] = max(min(default, most - len(ids)), 1)
-            params = params.model_copy(update=own)
+                updates["max_tokens"] = max(min(default, most - len(ids)), 1)
+            params = params.model_copy(update=updates)
             prepared = await served.prepare([ids], params, request["tenant"])
             _check_size(state, served, prepared, "top_logprobs")
-            await _fetch(state, prepared, asked)
+            await _fetch(state, prepared, transfer)
         writer = write(ExpectedContent(thinking, offer, body.include_reasoning), prepared)
         if thinking and (tokenizer := served.engine.tokenizer):
             writer.usage.thinking = ThinkingTokens(thinking, tokenizer)
         return await _answer(
-            request, state, served, prepared, writer, until, places, names, asked, streams=body.stream
+            request, state, served, prepared, writer, deadline, places, names, transfer, streams=body.stream
         )
 
 
@@ -170,27 +174,27 @@ def template_settings(
     body: ChatBody, offer: ToolOffer | None, served: ServedModel
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the template's variables besides the messages, and fields that it has no variables for."""
-    variables, unmet = template_variables(body, served.template, served.template_kwargs)
-    return variables | ({"tools": offer.plain} if offer else {}), unmet
+    variables, unsupported = template_variables(body, served.template, served.template_kwargs)
+    return variables | ({"tools": offer.plain} if offer else {}), unsupported
 
 
-def _notifying_readers(state: ServerState, asked: Asked | None) -> AbstractContextManager[None]:
+def _notifying_readers(state: ServerState, transfer: Asked | None) -> AbstractContextManager[None]:
     """Notify a server waiting for this prompt at once if it is not prefilled."""
-    return state.reach.lender.notifying_readers(asked) if state.reach else nullcontext()
+    return state.reach.lender.notifying_readers(transfer) if state.reach else nullcontext()
 
 
-async def _fetch(state: ServerState, prepared: Sequence[PreparedPrompt], asked: Asked | None) -> None:
+async def _fetch(state: ServerState, prepared: Sequence[PreparedPrompt], transfer: Asked | None) -> None:
     """Fetch prefixes prefilled by another server, if requested; they become cached prefixes here."""
-    if asked is not None:
+    if transfer is not None:
         assert state.reach
-        await state.reach.fetch(prepared, asked)
+        await state.reach.fetch(prepared, transfer)
 
 
 def _check_size(
     state: ServerState, served: ServedModel, prepared: Sequence[PreparedPrompt], top: str
 ) -> None:
-    longest = served.engine.model.settings.max_model_len
-    check_size(prepared, longest, state.config.max_answer_values, top=top)
+    max_model_len = served.engine.model.settings.max_model_len
+    check_size(prepared, max_model_len, state.config.max_answer_values, top=top)
 
 
 async def _answer(
@@ -199,7 +203,7 @@ async def _answer(
     served: ServedModel,
     prepared: Sequence[PreparedPrompt],
     writer: AnswerWriter,
-    until: RequestDeadline,
+    deadline: RequestDeadline,
     places: QueueSlots,
     names: Names,
     asked: Asked | None,
@@ -207,31 +211,33 @@ async def _answer(
     streams: bool,
 ) -> web.StreamResponse:
     stall_s, metrics, resident = state.config.stall_timeout, served.metrics, served.resident
-    room = served.engine.model.settings.max_model_len - max(len(own.ids) for own in prepared)
-    request["headers"][MAX_TOKENS] = str(min(prepared[0].params.max_tokens, room))
+    available = served.engine.model.settings.max_model_len - max(len(prompt.ids) for prompt in prepared)
+    request["headers"][MAX_TOKENS] = str(min(prepared[0].params.max_tokens, available))
     answers: Answers | Lending
     if isinstance(asked, LendFields):
         assert state.reach
         assert isinstance(writer, Chunks), "other APIs do not report this"
-        answers = Lending(state.reach.lender, prepared, asked, until, writer)
+        answers = Lending(state.reach.lender, prepared, asked, deadline, writer)
     else:
 
         def over() -> None:
             resident.note_over()
             places.let_go()
 
-        answers = Answers(served.engine, state.bell, prepared, streams=streams, until=until, on_over=over)
+        answers = Answers(
+            served.engine, state.bell, prepared, streams=streams, deadline=deadline, on_over=over
+        )
     work: Work = partial(served.work, caller=request["turn"])
     with resident.answering(answers):
-        with metrics.request(prepared, until.start_s) as watch, answers:
+        with metrics.request(prepared, deadline.start_s) as watch, answers:
             if isinstance(answers, Answers):
                 places.hold()
             if streams:
                 stream = EventStream(request, stall_s, is_typed=writer.is_typed)
                 return await _stream(answers, writer, watch, stream, names, work)
-            said = await _gather(answers, writer, watch)
-        beside = partial(work, LONG + 1) if said.size * SPELLING > LONG else None
-        return await send_pieces(request, writer.whole(said), stall_s, beside)
+            outputs = await _gather(answers, writer, watch)
+        encode = partial(work, LONG + 1) if outputs.size * SPELLING > LONG else None
+        return await send_pieces(request, writer.whole(outputs), stall_s, encode)
 
 
 class OutputCollector(Mapping[int, Delta]):
@@ -258,13 +264,13 @@ class OutputCollector(Mapping[int, Delta]):
 
 
 async def _gather(answers: Answers | Lending, writer: AnswerWriter, watch: RequestTracker) -> OutputCollector:
-    said = OutputCollector()
-    async for own in answers:
-        writer.usage.add(own.choice, own.delta)
-        watch.said(own)
-        said.add(own.choice, own.delta)
+    outputs = OutputCollector()
+    async for output in answers:
+        writer.usage.add(output.choice, output.delta)
+        watch.said(output)
+        outputs.add(output.choice, output.delta)
         await asyncio.sleep(0)  # all choices may have arrived at once
-    return said
+    return outputs
 
 
 async def _stream(
@@ -277,10 +283,10 @@ async def _stream(
 ) -> web.StreamResponse:
     """Stream the deltas. After the first event an error becomes an event, as the status has been sent."""
     try:
-        async for own in answers:
-            choice, delta, _ = own
+        async for output in answers:
+            choice, delta, _ = output
             writer.usage.add(choice, delta)
-            watch.said(own)
+            watch.said(output)
 
             def frame(choice: int = choice, delta: Delta = delta) -> bytes:
                 return stream.framed(writer.events(choice, delta))

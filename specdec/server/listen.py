@@ -62,17 +62,17 @@ def say(line: str) -> None:
 def bind(host: str, port: int, prefix: str = "") -> socket.socket:
     """Bind the address; connections are accepted later, by `listen`. `prefix` begins the settings' names."""
     sock = None
-    give = "give one of its addresses" if prefix else "give 127.0.0.1, or 0.0.0.0 for all of its addresses"
+    remedy = "give one of its addresses" if prefix else "give 127.0.0.1, or 0.0.0.0 for all of its addresses"
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)  # accepted connections inherit it
         sock.bind(address)
     except socket.gaierror as error:
         raise ConfigError(
-            f"{prefix}host: {host!r} is neither an address nor a known name ({error.strerror}); {give}.",
+            f"{prefix}host: {host!r} is neither an address nor a known name ({error.strerror}); {remedy}.",
             field=f"{prefix}host",
         ) from error
     except OSError as error:
@@ -80,7 +80,7 @@ def bind(host: str, port: int, prefix: str = "") -> socket.socket:
             sock.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
-                f"{prefix}host: {host} is not an address of this machine; {give}.", field=f"{prefix}host"
+                f"{prefix}host: {host} is not an address of this machine; {remedy}.", field=f"{prefix}host"
             ) from error
         if error.errno == errno.EADDRINUSE:
             option = f"--{prefix}port".replace("_", "-")

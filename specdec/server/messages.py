@@ -72,13 +72,13 @@ class TextOnly(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_media(cls, given: Any) -> Any:
-        if isinstance(given, dict) and (
-            found := sorted(name for name in MEDIA & given.keys() if given[name])
+    def _refuse_media(cls, value: Any) -> Any:
+        if isinstance(value, dict) and (
+            media := sorted(name for name in MEDIA & value.keys() if value[name])
         ):
-            said = "{name} is not supported: this engine takes text only; leave it out"
-            raise PydanticCustomError("media", said, {"name": found[0]})
-        return given
+            message = "{name} is not supported: this engine takes text only; leave it out"
+            raise PydanticCustomError("media", message, {"name": media[0]})
+        return value
 
 
 CacheControl = Annotated[CacheBreakpoint, WrapValidator(_whole_mark)]
@@ -108,17 +108,17 @@ class ChatMessage(TextOnly):
     def plain(self, index: int) -> dict[str, Any]:
         """Return it in the template's format, with parts joined; `index` is its position."""
         calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
-        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        own = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE, *THOUGHT})
-        own |= {THOUGHT[0]: thought} if thought else {}
-        return {**own, "content": _text(self.content, index), **calls}
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        fields = self.model_dump(exclude_none=True, exclude={"content", "tool_calls", CACHE, *THOUGHT})
+        fields |= {THOUGHT[0]: reasoning} if reasoning else {}
+        return {**fields, "content": _text(self.content, index), **calls}
 
     @property
     def marks(self) -> list[int]:
         """Return the numbers of parts before each cache mark."""
         parts = self.content if isinstance(self.content, list) else [MessagePart()]
-        found = [i + 1 for i, part in enumerate(parts) if part.cache_control]
-        return [*found, len(parts)] if self.cache_control else found
+        indices = [i + 1 for i, part in enumerate(parts) if part.cache_control]
+        return [*indices, len(parts)] if self.cache_control else indices
 
     def until(self, mark: int) -> str:
         """Return its text up to a mark."""
@@ -144,8 +144,8 @@ def beginnings(messages: Sequence[ChatMessage]) -> list[list[dict[str, Any]]]:
         raise Failure(
             400, f"{CACHE}: {len(marks)} marks are more than {MOST_MARKS}; leave some out.", param=CACHE
         )
-    read = as_read(messages) if marks else []
-    return [[*read[:i], {**read[i], "content": messages[i].until(mark)}] for i, mark in marks]
+    plain = as_read(messages) if marks else []
+    return [[*plain[:i], {**plain[i], "content": messages[i].until(mark)}] for i, mark in marks]
 
 
 def _text(content: str | list[MessagePart] | None, index: int) -> str:

@@ -76,7 +76,9 @@ class Metrics:
 
     def __init__(self, residents: Sequence[Resident]) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        self.registry.register(EngineFigures([(own, labels_of(own.name)) for own in residents]))
+        self.registry.register(
+            EngineFigures([(resident, labels_of(resident.name)) for resident in residents])
+        )
         ProcessCollector(registry=self.registry)
         self.answers = Counter(
             "http_requests",
@@ -92,21 +94,21 @@ class Metrics:
         """Return a model's metrics."""
         return ModelMetrics(self, labels_of(model))
 
-    def histogram(self, name: str, says: str, buckets: tuple[float, ...], labels: Labels) -> Histogram:
+    def histogram(self, name: str, description: str, buckets: tuple[float, ...], labels: Labels) -> Histogram:
         """Return a model's histogram, creating its family if needed."""
         if name not in self._families:
             self._families[name] = Histogram(
-                name, says, list(labels), buckets=buckets, registry=self.registry
+                name, description, list(labels), buckets=buckets, registry=self.registry
             )
-        found: Histogram = self._families[name].labels(**labels)
-        return found
+        histogram: Histogram = self._families[name].labels(**labels)
+        return histogram
 
-    def counter(self, name: str, says: str, labels: Labels) -> Counter:
+    def counter(self, name: str, description: str, labels: Labels) -> Counter:
         """Return a model's counter, creating its family if needed."""
         if name not in self._families:
-            self._families[name] = Counter(name, says, list(labels), registry=self.registry)
-        found: Counter = self._families[name].labels(**labels)
-        return found
+            self._families[name] = Counter(name, description, list(labels), registry=self.registry)
+        counter: Counter = self._families[name].labels(**labels)
+        return counter
 
     def answered(self, path: str, method: str, status: int) -> None:
         """Count a response of a route."""
@@ -142,17 +144,19 @@ class ModelMetrics:
         self.shared, self._labels = metrics, labels
         self._add_times()
         self._add_tokens()
-        says = "Finished requests by reason: abort is external, error a failure."
+        description = "Finished requests by reason: abort is external, error a failure."
         self.ended = {
-            why: metrics.counter("vllm:request_success", says, {**labels, "finished_reason": why})
-            for why in REASONS
+            reason: metrics.counter(
+                "vllm:request_success", description, {**labels, "finished_reason": reason}
+            )
+            for reason in REASONS
         }
 
-    def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-        return self.shared.histogram(f"vllm:{name}", says, buckets, self._labels)
+    def _histogram(self, name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
+        return self.shared.histogram(f"vllm:{name}", description, buckets, self._labels)
 
-    def _counter(self, name: str, says: str) -> Counter:
-        return self.shared.counter(f"vllm:{name}", says, self._labels)
+    def _counter(self, name: str, description: str) -> Counter:
+        return self.shared.counter(f"vllm:{name}", description, self._labels)
 
     def _add_times(self) -> None:
         self.first_s = self._histogram(
@@ -225,9 +229,9 @@ class RequestTracker:
         self._ended: list[list[int]] = [[] for _ in prepared]
         """Per prompt: token counts of its finished choices."""
 
-    def said(self, said: NewOutput) -> None:
+    def said(self, output: NewOutput) -> None:
         """Record a choice's delta at the time the engine produced it."""
-        choice, delta, steps = said
+        choice, delta, steps = output
         prompt = choice // self.prepared[0].params.n
         self.metrics.written_total.inc(len(delta.token_ids))
         for at_s, count in steps:
@@ -273,6 +277,8 @@ class RequestTracker:
 
     def close(self) -> None:
         """Count the choices that were ended from outside, by reason."""
-        left = sum(own.params.n - len(ended) for own, ended in zip(self.prepared, self._ended, strict=True))
-        if left:
-            self.metrics.ended[self._why].inc(left)
+        unfinished = sum(
+            prompt.params.n - len(ended) for prompt, ended in zip(self.prepared, self._ended, strict=True)
+        )
+        if unfinished:
+            self.metrics.ended[self._why].inc(unfinished)

@@ -59,18 +59,22 @@ REFS = "#/components/schemas/{model}"
 
 def describe() -> dict[str, Any]:
     """Return the description, in OpenAPI 3.1."""
-    _, found = models_json_schema([(body, "validation") for body, _ in BODIES.values()], ref_template=REFS)
-    schemas = found["$defs"] | {"Error": _error()}
-    paths: dict[str, Any] = {path: {"get": _operation(says)} for path, says in PLAIN.items()}
-    paths |= {path: {"post": _operation(says)} for path, says in ORDERS.items()}
+    _, definitions = models_json_schema(
+        [(body, "validation") for body, _ in BODIES.values()], ref_template=REFS
+    )
+    schemas = definitions["$defs"] | {"Error": _error()}
+    paths: dict[str, Any] = {path: {"get": _operation(description)} for path, description in PLAIN.items()}
+    paths |= {path: {"post": _operation(description)} for path, description in ORDERS.items()}
     paths["/v1/responses/{name}"]["delete"] = _operation("Delete a stored response")
-    named = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     for path in (path for path in paths if "{name}" in path):
         for operation in paths[path].values():
-            operation["parameters"] = [named]
-    for path, (body, says) in BODIES.items():
+            operation["parameters"] = [parameter]
+    for path, (body, description) in BODIES.items():
         content = {"application/json": {"schema": {"$ref": REFS.format(model=body.__name__)}}}
-        paths[path] = {"post": _operation(says) | {"requestBody": {"required": True, "content": content}}}
+        paths[path] = {
+            "post": _operation(description) | {"requestBody": {"required": True, "content": content}}
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "specdec", "version": __version__, "license": {"name": "Apache-2.0"}},
@@ -95,27 +99,27 @@ def described() -> str:
 @cache
 def documented() -> str:
     """Return the description as an HTML page without scripts or styles, which the page's policy allows."""
-    found = describe()
+    document = describe()
     rows = "".join(
-        f"<tr><td>{method.upper()}</td><td><code>{escape(path)}</code></td><td>{escape(own['summary'])}</td></tr>"
-        for path, methods in found["paths"].items()
-        for method, own in methods.items()
+        f"<tr><td>{method.upper()}</td><td><code>{escape(path)}</code></td><td>{escape(operation['summary'])}</td></tr>"
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
     )
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>specdec API</title>'
-        f"<h1>specdec {escape(found['info']['version'])}</h1>"
+        f"<h1>specdec {escape(document['info']['version'])}</h1>"
         '<p>Request and response fields: <a href="/openapi.json">openapi.json</a>.</p>'
         f"<table><tr><th>Method</th><th>Path</th><th>Summary</th></tr>{rows}</table></html>"
     )
 
 
-def _operation(says: str) -> dict[str, Any]:
+def _operation(description: str) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": REFS.format(model="Error")}}}
-    refused = {status: {"description": why, "content": error} for status, why in ERRORS.items()}
-    return {"summary": says, "responses": {"200": {"description": says}, **refused}}
+    refused = {status: {"description": reason, "content": error} for status, reason in ERRORS.items()}
+    return {"summary": description, "responses": {"200": {"description": description}, **refused}}
 
 
 def _error() -> dict[str, Any]:
     texts = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
-    inner = {"type": "object", "properties": texts, "required": list(texts)}
-    return {"type": "object", "properties": {"error": inner}, "required": ["error"]}
+    error = {"type": "object", "properties": texts, "required": list(texts)}
+    return {"type": "object", "properties": {"error": error}, "required": ["error"]}

@@ -47,10 +47,10 @@ class Origins:
             return {}
         if self.takes_any:
             return {"Access-Control-Allow-Origin": ANY, "Access-Control-Expose-Headers": EXPOSED}
-        own = {"Vary": "Origin"}  # caches must not serve one origin's response to another
+        headers = {"Vary": "Origin"}  # caches must not serve one origin's response to another
         if origin is not None and self.allow(origin):
-            own |= {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
-        return own
+            headers |= {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
+        return headers
 
 
 class PageGuard:
@@ -66,10 +66,10 @@ class PageGuard:
     def refuse(self, host: str, origin: str | None) -> None:
         """Raise a `Failure` if the Origin is foreign, or the Host is not this machine."""
         try:
-            name, own = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
+            name, origin_host = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
         except ValueError:
             raise Failure(400, "Host or Origin: it is not an address.") from None
-        if origin is not None and own.lower() != host.lower() and not self._origins.allow(origin):
+        if origin is not None and origin_host.lower() != host.lower() and not self._origins.allow(origin):
             raise foreign(origin)
         if host and self._is_local and not is_local(name) and not self._origins.name_host(host):
             raise Failure(
@@ -101,29 +101,29 @@ def is_local(host: str) -> bool:
 
 def is_preflight(request: web.Request) -> bool:
     """Return whether a request is a CORS preflight, which carries no key."""
-    asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
-    return request.method == "OPTIONS" and asks
+    has_headers = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
+    return request.method == "OPTIONS" and has_headers
 
 
 def let_through(request: web.Request) -> web.Response:
     """Answer a preflight, allowing the headers it names."""
-    own = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": KEPT_S}
+    headers = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": KEPT_S}
     names = request.headers.get("Access-Control-Request-Headers", "")
     if NAMES.fullmatch(names):  # clients send many custom headers; the key decides what they may do
-        own["Access-Control-Allow-Headers"] = names
+        headers["Access-Control-Allow-Headers"] = names
     if request.headers.get("Access-Control-Request-Private-Network") == "true":
-        own["Access-Control-Allow-Private-Network"] = "true"
-    return web.Response(status=204, headers=own)
+        headers["Access-Control-Allow-Private-Network"] = "true"
+    return web.Response(status=204, headers=headers)
 
 
-def _read(given: str) -> str:
+def _read(value: str) -> str:
     """Normalise an origin as browsers write it."""
-    origin = given.strip().lower()
-    found = ORIGIN.fullmatch(origin)
-    if origin != ANY and not found:
+    origin = value.strip().lower()
+    match = ORIGIN.fullmatch(origin)
+    if origin != ANY and not match:
         raise ConfigError(
-            f"allowed_origins: {given!r:.80} is not an origin; give scheme, host and port such as "
+            f"allowed_origins: {value!r:.80} is not an origin; give scheme, host and port such as "
             "https://app.example:8443, without a path, or * for all.",
             field="allowed_origins",
         )
-    return origin.removesuffix(PORTS.get(found[1], "\0")) if found else origin
+    return origin.removesuffix(PORTS.get(match[1], "\0")) if match else origin

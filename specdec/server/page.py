@@ -60,8 +60,8 @@ def _answering(data: bytes, kind: str) -> Answer:
     etag = hashlib.sha256(data).hexdigest()[:32]
 
     async def answer(request: web.Request) -> web.Response:
-        known = request.if_none_match and any(own.value == etag for own in request.if_none_match)
-        if known:
+        is_cached = request.if_none_match and any(tag.value == etag for tag in request.if_none_match)
+        if is_cached:
             response = web.Response(status=304, headers=HEADERS)
         else:
             response = web.Response(body=data, content_type=kind, charset="utf-8", headers=HEADERS)

@@ -35,11 +35,11 @@ class _Counting(json.JSONDecoder):
         return array
 
     def _object(
-        self, text_and_start: tuple[str, int], strict: bool, _: object, *named: Any
+        self, text_and_start: tuple[str, int], strict: bool, _: object, *args: Any
     ) -> tuple[dict[str, Any], int]:
         self._count_part()
-        found: tuple[dict[str, Any], int] = JSONObject(text_and_start, strict, self._field, *named)
-        return found
+        result: tuple[dict[str, Any], int] = JSONObject(text_and_start, strict, self._field, *args)
+        return result
 
     def _field(self, text: str, start: int) -> tuple[Any, int]:
         self._count_part()

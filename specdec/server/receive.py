@@ -54,8 +54,8 @@ class BodyBudget:
 
     def admit(self, body: "HeldBody", num_bytes: int) -> None:
         """Count more bytes of a body, or raise."""
-        after = body.num_bytes + self._held[body.caller] + self.held_bytes + 3 * num_bytes
-        if after > self.most:
+        total = body.num_bytes + self._held[body.caller] + self.held_bytes + 3 * num_bytes
+        if total > self.most:
             raise Failure(
                 429,
                 f"Request bodies take {self.held_bytes:,} of {self.most:,} bytes, and yours too large a "
@@ -124,19 +124,19 @@ class ReceivedBody(NamedTuple):
         return unpacked
 
 
-async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> ReceivedBody:
+async def read_body(request: web.Request, body: HeldBody, limit_s: float) -> ReceivedBody:
     """Receive a body; raise if it is too slow, or too large alone or together with others."""
-    most = request.client_max_size
-    if (request.content_length or 0) > most:
+    max_bytes = request.client_max_size
+    if (request.content_length or 0) > max_bytes:
         raise Failure(
             413,
             f"The body has {request.content_length:,} bytes, and max_body_bytes, a setting of the server, "
-            f"allows {most:,}.",
+            f"allows {max_bytes:,}.",
         )
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in ENCODINGS:
         raise Failure(415, UNKNOWN_ENCODING)
-    pieces, piece, count = list[bytes](), bytearray(), 0
+    chunks, chunk, count = list[bytes](), bytearray(), 0
     try:
         async with asyncio.timeout(limit_s):
             if _waits(request) and request.version >= (1, 1):
@@ -144,21 +144,21 @@ async def read_body(request: web.Request, held: HeldBody, limit_s: float) -> Rec
                 request.writer.output_size = 0  # not part of the response
             while request.can_read_body:  # aiohttp's shared reader of empty bodies ends only once
                 data, is_chunk_end = await request.content.readchunk()
-                held.add(len(data))
+                body.add(len(data))
                 count += is_chunk_end
-                if is_shredded(count, held.num_bytes):
+                if is_shredded(count, body.num_bytes):
                     raise Failure(400, f"The body has {count:,} small chunks; send larger ones.")
-                if held.num_bytes > most:
-                    raise web.HTTPRequestEntityTooLarge(most)
-                piece += data
-                if len(piece) >= PIECE_BYTES:
-                    pieces.append(bytes(piece))
-                    piece.clear()
+                if body.num_bytes > max_bytes:
+                    raise web.HTTPRequestEntityTooLarge(max_bytes)
+                chunk += data
+                if len(chunk) >= PIECE_BYTES:
+                    chunks.append(bytes(chunk))
+                    chunk.clear()
     except TimeoutError:
         raise Failure(408, f"The body did not arrive within {limit_s:g} s.", code="body_timeout") from None
     except web.RequestPayloadError:
         raise _unreadable() from None
-    return ReceivedBody(b"".join((*pieces, piece)), ENCODINGS[encoding], most)
+    return ReceivedBody(b"".join((*chunks, chunk)), ENCODINGS[encoding], max_bytes)
 
 
 def is_shredded(count: int, num_bytes: int) -> bool:

@@ -38,8 +38,8 @@ FITS = {
 def remedy(error: ErrorDetails) -> str:
     """Return the remedy without a period; our own errors contain it."""
     kind = error["type"]
-    form = FITS.get(kind) or FITS.get(kind.partition("_")[0])
-    return form.format_map(_plain(error.get("ctx", {}))) if form else error["msg"]
+    template = FITS.get(kind) or FITS.get(kind.partition("_")[0])
+    return template.format_map(_plain(error.get("ctx", {}))) if template else error["msg"]
 
 
 def _plain(context: Mapping[str, Any]) -> dict[str, Any]:

@@ -187,12 +187,12 @@ class Resident:
         if self._unrested and self.engine:
             raise self._unloadable()
 
-    def block(self, why: str | None) -> None:
+    def block(self, reason: str | None) -> None:
         """Set why it gets no memory; waiting requests end with this error."""
-        if self.blocked == why:
+        if self.blocked == reason:
             return
-        self.blocked = why
-        if why:
+        self.blocked = reason
+        if reason:
             logger.error("%s", self._blocked())
             self.gate.end_all(self._blocked)
 
@@ -254,8 +254,8 @@ class Resident:
 
     def note_failure(self, error: Exception | str) -> None:
         """Record a failed load; waiting requests get the error."""
-        told = (str(error) or repr(error)).replace(str(self.folder), self.name)  # hide the path
-        self.failure, self._failed_s = told, time.monotonic()
+        message = (str(error) or repr(error)).replace(str(self.folder), self.name)  # hide the path
+        self.failure, self._failed_s = message, time.monotonic()
         self.gate.refuse(self._unloadable)
 
     def install(self, engine: SpecEngine, *, is_resting: bool = False) -> None:
@@ -276,10 +276,10 @@ class Resident:
         try:
             engine = await run_in_thread(self.build, "load")
             await run_in_thread(collect_garbage, "load")
-            rests = not has_room()
-            if rests:
+            is_resting = not has_room()
+            if is_resting:
                 await self._done(engine, engine.begin_rest)
-            self.install(engine, is_resting=rests and engine.fault is None)
+            self.install(engine, is_resting=is_resting and engine.fault is None)
         except SpecdecError as error:
             logger.error("%s cannot be loaded: %s", self.name, error)
             self.note_failure(error)
@@ -360,18 +360,18 @@ class Resident:
     async def _done(self, engine: SpecEngine, begin: Callable[[], "Future[None]"]) -> None:
         """Wait for an engine operation between two steps; returns early if the engine has failed."""
         try:
-            doing = asyncio.wrap_future(begin())
-            while not engine.fault and not doing.done():
-                await asyncio.wait([doing], timeout=POLL_S)
-            if doing.done():
-                doing.result()
+            future = asyncio.wrap_future(begin())
+            while not engine.fault and not future.done():
+                await asyncio.wait([future], timeout=POLL_S)
+            if future.done():
+                future.result()
         except EngineError:
             pass  # it failed or was closed, which its requests report
         except (OSError, MemoryError) as error:
             # The system refused memory. The arena is empty by then: closing the engine frees it.
             logger.exception("%s is closed: its memory could not be handed over", self.name)
-            why = error.strerror if isinstance(error, OSError) else None
-            self._unrested = f"its memory could not be handed over ({why or 'no memory is left'})"
+            reason = error.strerror if isinstance(error, OSError) else None
+            self._unrested = f"its memory could not be handed over ({reason or 'no memory is left'})"
             engine.abandon(f"The engine of {self.name!r} was closed, as {self._unrested}.")
         except Exception as error:
             engine.abandon(f"The engine could not hand its memory over: {error!r}.")

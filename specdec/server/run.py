@@ -60,7 +60,7 @@ def run(
     Errors in the server's settings are raised before loading.
     """
     access, tls = Access(config), tls_context(config)
-    part = resolve_role(config, engine_config, len(folders))
+    role = resolve_role(config, engine_config, len(folders))
     sys.setswitchinterval(SWITCH_S)
     if access.is_open:
         logger.warning(
@@ -71,15 +71,15 @@ def run(
         logger.warning(
             "no API key is required: every page open in a browser here may send requests; give --api-key"
         )
-    if part:
+    if role:
         bind(config.reach_host, config.reach_port, prefix="reach_").close()  # before anything is loaded
     switcher = open_models(folders, engine_config, config)
     with contextlib.closing(switcher):
         switcher.start()
-        fault = asyncio.run(serve(switcher, config, sock, tls, part))
+        fault = asyncio.run(serve(switcher, config, sock, tls, role))
         failed = fault is not None
-        ended = switcher.close(0 if failed else GRACE_S)
-        if failed or not ended:
+        is_closed = switcher.close(0 if failed else GRACE_S)
+        if failed or not is_closed:
             logger.critical("ending the process: %s", fault or "a step does not end")
         else:
             logger.info("stopped")
@@ -94,19 +94,19 @@ async def serve(
     config: ServerConfig,
     sock: socket.socket,
     tls: ssl.SSLContext | None,
-    part: ServerRole | None = None,
+    role: ServerRole | None = None,
 ) -> str | None:
     """Serve until SIGTERM or SIGINT; then refuse new requests and drain running ones.
 
     A second signal stops without waiting. A permanent engine failure counts as a first signal, a failed
     server task as both. Return the failure, or None.
     """
-    if part is None:
+    if role is None:
         return await _serve(ServerState(switcher, config), sock, tls)
     resident = switcher.residents[0]
     assert resident.engine
     access = Access(config)
-    async with opened(part, resident.engine, resident.folder, config, access.share) as reach:
+    async with opened(role, resident.engine, resident.folder, config, access.share) as reach:
         return await _serve(ServerState(switcher, config, reach, access), sock, tls)
 
 
@@ -117,34 +117,34 @@ async def _serve(state: ServerState, sock: socket.socket, tls: ssl.SSLContext | 
     await runner.setup()
     assert runner.server
     listener = None
-    told, hurried, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+    stopping, force_stop, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
-        (hurried if told.is_set() else told).set()
+        (force_stop if stopping.is_set() else stopping).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
         listener, address = await listen(state.connections.factory(runner.server), sock, tls)
-        names = ", ".join(own.name for own in state.served)
+        names = ", ".join(item.name for item in state.served)
         say(
             f"serving {names} at {address}/v1 (playground: {address}/, health: {address}/health, "
             f"metrics: {address}/metrics); Ctrl-C stops it"
         )
         tell_supervisor(READY)
-        reports = [asyncio.create_task(_report(state, own)) for own in state.served]
-        reports += [asyncio.create_task(_keep_forms(own)) for own in state.served]
+        reports = [asyncio.create_task(_report(state, item)) for item in state.served]
+        reports += [asyncio.create_task(_keep_forms(item)) for item in state.served]
         for task in reports:
             task.add_done_callback(_log_if_failed)
         switching = switcher.run(state.access.weight)
-        tasks = [asyncio.create_task(own) for own in (_watch(state, told), switching)]
+        tasks = [asyncio.create_task(item) for item in (_watch(state, stopping), switching)]
         for task in tasks:
-            task.add_done_callback(partial(_stop_if_failed, told, hurried))
-        await told.wait()
+            task.add_done_callback(partial(_stop_if_failed, stopping, force_stop))
+        await stopping.wait()
         tell_supervisor(STOPPING)
         for task in reports:
             task.cancel()
-        await _drain(state, hurried)
+        await _drain(state, force_stop)
         broken = any(task.done() and task.exception() for task in tasks)
         for task in tasks:
             task.cancel()
@@ -172,13 +172,13 @@ def _answers(count: int) -> str:
     return f"{count} answer{'' if count == 1 else 's'}"
 
 
-async def _drain(state: ServerState, hurried: asyncio.Event) -> None:
+async def _drain(state: ServerState, force_stop: asyncio.Event) -> None:
     """Drain running requests within the limit."""
     state.drain()
     seconds, start_s = state.config.drain_seconds, time.monotonic()
     if state.choices:
         logger.info("stopping: %g s for %s; a second signal ends at once", seconds, _answers(state.choices))
-    waits = [asyncio.create_task(own) for own in (_idle(state), hurried.wait())]
+    waits = [asyncio.create_task(awaitable) for awaitable in (_idle(state), force_stop.wait())]
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
@@ -198,12 +198,12 @@ async def _idle(state: ServerState) -> None:
         await state.reach.idle()
 
 
-def _stop_if_failed(told: asyncio.Event, hurried: asyncio.Event, task: "asyncio.Task[None]") -> None:
+def _stop_if_failed(stopping: asyncio.Event, force_stop: asyncio.Event, task: "asyncio.Task[None]") -> None:
     """Stop the server if one of its own tasks has failed, since its clients would wait forever."""
     if not task.cancelled() and (error := task.exception()):
         logger.critical("a task of the server has failed", exc_info=error)
-        told.set()
-        hurried.set()
+        stopping.set()
+        force_stop.set()
 
 
 def _log_if_failed(task: "asyncio.Task[None]") -> None:
@@ -212,7 +212,7 @@ def _log_if_failed(task: "asyncio.Task[None]") -> None:
         logger.error("%s has failed and is no longer done", task.get_name(), exc_info=error)
 
 
-async def _watch(state: ServerState, told: asyncio.Event) -> None:
+async def _watch(state: ServerState, stopping: asyncio.Event) -> None:
     """Watch the engines: fail requests of a hanging step, and stop the server when an engine fails.
 
     The process also exits if this task stops running because something blocks the interpreter.
@@ -224,7 +224,7 @@ async def _watch(state: ServerState, told: asyncio.Event) -> None:
         await asyncio.sleep(min(WATCH_S, limit_s / 4))
         _abandon_hung(state.engines, limit_s)
     faulthandler.cancel_dump_traceback_later()
-    told.set()
+    stopping.set()
 
 
 def _abandon_hung(engines: Sequence[SpecEngine], limit_s: float) -> None:
@@ -250,12 +250,12 @@ async def _keep_forms(served: ServedModel) -> None:
 
 async def _report(state: ServerState, served: ServedModel) -> None:
     """Log a model's activity since the last line, if any."""
-    named = f"{served.name}: " if len(state.served) > 1 else ""
-    before = ServingTotals.of(None)
+    prefix = f"{served.name}: " if len(state.served) > 1 else ""
+    previous = ServingTotals.of(None)
     while True:
         await asyncio.sleep(REPORT_S)
         # Keep no reference to the engine, so that it can be unloaded meanwhile.
-        before = _report_since(before, served.resident.engine, named)
+        previous = _report_since(previous, served.resident.engine, prefix)
 
 
 class ServingTotals(NamedTuple):
@@ -270,25 +270,25 @@ class ServingTotals(NamedTuple):
 
     @classmethod
     def of(cls, counts: SpeculationCounts | None) -> "ServingTotals":
-        own = (counts.steps, counts.tokens, counts.drafted, counts.accepted) if counts else (0, 0, 0, 0)
-        return cls(*own, time.monotonic(), counts)
+        totals = (counts.steps, counts.tokens, counts.drafted, counts.accepted) if counts else (0, 0, 0, 0)
+        return cls(*totals, time.monotonic(), counts)
 
 
-def _report_since(before: ServingTotals, engine: SpecEngine | None, named: str) -> ServingTotals:
+def _report_since(previous: ServingTotals, engine: SpecEngine | None, prefix: str) -> ServingTotals:
     """Log an engine's activity since a tally, if any; return the next tally."""
     if engine is None:
         return ServingTotals.of(None)
-    now = ServingTotals.of(engine.model.loop.counts)
-    since = (
-        before if before.counts is now.counts else ServingTotals(0, 0, 0, 0, before.at_s, None)
+    current = ServingTotals.of(engine.model.loop.counts)
+    base = (
+        previous if previous.counts is current.counts else ServingTotals(0, 0, 0, 0, previous.at_s, None)
     )  # reloaded
-    steps, tokens = now.steps - since.steps, now.tokens - since.tokens
-    drafted, accepted = now.drafted - since.drafted, now.accepted - since.accepted
+    steps, tokens = current.steps - base.steps, current.tokens - base.tokens
+    drafted, accepted = current.drafted - base.drafted, current.accepted - base.accepted
     if steps:
         stats = engine.stats()
         logger.info(
             "%srunning %d, waiting %d; %.1f tokens/s; acceptance length %.2f, %d of %d accepted (%.0f %%)",
-            *(named, stats.running, stats.waiting, tokens / (now.at_s - since.at_s), tokens / steps),
+            *(prefix, stats.running, stats.waiting, tokens / (current.at_s - base.at_s), tokens / steps),
             *(accepted, drafted, 100 * accepted / drafted if drafted else 0.0),
         )
-    return now
+    return current

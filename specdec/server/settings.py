@@ -218,12 +218,12 @@ class ServerConfig(Settings):
     @classmethod
     def _check_kwargs(cls, value: str | None) -> str | None:
         try:
-            given = json.loads(value or "{}")
+            variables = json.loads(value or "{}")
         except RecursionError:
             raise ValueError from None
-        if not isinstance(given, dict):
+        if not isinstance(variables, dict):
             raise ValueError
-        check_variables(given)
+        check_variables(variables)
         return value
 
     @property

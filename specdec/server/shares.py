@@ -27,11 +27,11 @@ def open_models(models: Sequence[str | Path], engine_config: EngineConfig, confi
     `memory_bytes` is divided by the number of models that run at once, `host_cache_bytes` by the number of
     models.
     """
-    found = [find_folder(model) for model in models]
-    folders = [folder.resolve() for folder in found]
-    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
-        raise ConfigError(f"model: {twice} was given twice; give each model once.", field="model")
-    names, arenas = _names(found, config), _arenas(len(folders), engine_config, config)
+    paths = [find_folder(model) for model in models]
+    folders = [folder.resolve() for folder in paths]
+    if duplicate := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise ConfigError(f"model: {duplicate} was given twice; give each model once.", field="model")
+    names, arenas = _names(paths, config), _arenas(len(folders), engine_config, config)
     weights_bytes = config.weights_bytes
     if len(folders) == 1 and weights_bytes is None:
         return Switcher([_resident(folders[0], names[0], engine_config, config)])
@@ -39,24 +39,24 @@ def open_models(models: Sequence[str | Path], engine_config: EngineConfig, confi
     free_bytes = free_memory(pick_device(engine_config.device))
     if weights_bytes is None and _can_rest(engine_config):
         weights_bytes = int(WEIGHTS_SHARE * free_bytes)
-    held = sum(own.weight_bytes for own in opened if isinstance(own, Resolved))
-    left_bytes = free_bytes - (held if weights_bytes is None else min(held, weights_bytes))
+    reserved = sum(resolved.weight_bytes for resolved in opened if isinstance(resolved, Resolved))
+    left_bytes = free_bytes - (reserved if weights_bytes is None else min(reserved, weights_bytes))
     residents = []
-    for folder, own_names, own in zip(folders, names, opened, strict=True):
+    for folder, own_names, resolved in zip(folders, names, opened, strict=True):
         resident = _resident(folder, own_names, engine_config, config)
         residents.append(resident)
-        if isinstance(own, SpecdecError):
-            resident.refusal = own
+        if isinstance(resolved, SpecdecError):
+            resident.refusal = resolved
             continue
-        resident.weight_bytes = own.weight_bytes
-        if weights_bytes is not None and own.weight_bytes > weights_bytes:
+        resident.weight_bytes = resolved.weight_bytes
+        if weights_bytes is not None and resolved.weight_bytes > weights_bytes:
             resident.refusal = CapacityError(
-                f"weights_bytes: the weights of {resident.name} take {own.weight_bytes:,} bytes, and those "
-                f"of all models may take {weights_bytes:,}; raise it.",
+                f"weights_bytes: the weights of {resident.name} take {resolved.weight_bytes:,} bytes, and "
+                f"those of all models may take {weights_bytes:,}; raise it.",
                 field="weights_bytes",
             )
         if len(folders) > 1:
-            resident.config = _share(own, left_bytes, arenas=arenas, models=len(folders))
+            resident.config = _share(resolved, left_bytes, arenas=arenas, models=len(folders))
     return Switcher(residents, arenas=arenas, weights_bytes=weights_bytes, switch_after_s=config.switch_after)
 
 
@@ -65,19 +65,19 @@ def _names(folders: Sequence[Path], config: ServerConfig) -> list[list[str]]:
 
     A link counts by its own name.
     """
-    given = config.served_model_name
-    if given and len(folders) == 1:
-        return [given]
-    if given and len(given) != len(folders):
+    served_names = config.served_model_name
+    if served_names and len(folders) == 1:
+        return [served_names]
+    if served_names and len(served_names) != len(folders):
         raise ConfigError(
-            f"served_model_name: {len(given)} names were given for {len(folders)} models; give one for each, "
-            "in their order.",
+            f"served_model_name: {len(served_names)} names were given for {len(folders)} models; give one "
+            "for each, in their order.",
             field="served_model_name",
         )
-    names = given or [model_name(Path(os.path.abspath(folder))) for folder in folders]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    names = served_names or [model_name(Path(os.path.abspath(folder))) for folder in folders]
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(
-            f"served_model_name: two models would be called {twice!r}; give each a name of its own.",
+            f"served_model_name: two models would be called {duplicate!r}; give each a name of its own.",
             field="served_model_name",
         )
     return [[name] for name in names]
@@ -120,12 +120,12 @@ def _open(folder: Path, engine_config: EngineConfig) -> Resolved | SpecdecError:
         return error
 
 
-def _share(own: Resolved, left_bytes: int, *, arenas: int, models: int) -> EngineConfig:
+def _share(resolved: Resolved, left_bytes: int, *, arenas: int, models: int) -> EngineConfig:
     """Return a model's own configuration, with its share of given memory, or of what the weights leave."""
-    given, device = own.config, own.device.type
-    whole = given.memory_bytes or int(AUTO_MEMORY_SHARE[device] * max(left_bytes, 0))
-    memory_bytes = whole // arenas if given.memory_bytes else min(whole // arenas, own.memory_bytes)
+    config, device = resolved.config, resolved.device.type
+    total = config.memory_bytes or int(AUTO_MEMORY_SHARE[device] * max(left_bytes, 0))
+    memory_bytes = total // arenas if config.memory_bytes else min(total // arenas, resolved.memory_bytes)
     changes: dict[str, object] = {"memory_bytes": max(memory_bytes, 1)}
-    if given.host_cache_bytes:
-        changes["host_cache_bytes"] = max(given.host_cache_bytes // models, 1)
-    return EngineConfig.of(given, changes)
+    if config.host_cache_bytes:
+        changes["host_cache_bytes"] = max(config.host_cache_bytes // models, 1)
+    return EngineConfig.of(config, changes)

@@ -81,9 +81,10 @@ class ServerState:
         if reach:
             self.metrics.registry.register(ReachFigures(reach, labels_of(switcher.residents[0].name)))
         self.access = access or Access(config)
-        rests = not self.access.is_for_one
+        pauses = not self.access.is_for_one
         self.served = [
-            ServedModel(own, config, self.metrics.of(own.name), rests=rests) for own in switcher.residents
+            ServedModel(resident, config, self.metrics.of(resident.name), pauses=pauses)
+            for resident in switcher.residents
         ]
         """The models; requests without a name use the first."""
         self.ignored = IgnoredFields()
@@ -96,7 +97,7 @@ class ServerState:
         self.responses = ResponseStore(
             config.max_stored_responses, config.stored_responses_bytes, config.stored_responses_seconds
         )
-        self._readers = ThreadPool("reading", config.max_queued, rests=rests)
+        self._readers = ThreadPool("reading", config.max_queued, pauses=pauses)
         self.draining = False
         self._under_way: set[RequestDeadline] = set()
         self._read: set[RequestDeadline] = set()
@@ -110,25 +111,25 @@ class ServerState:
 
     @property
     def names(self) -> list[str]:
-        return [name for own in self.served for name in own.names]
+        return [name for model in self.served for name in model.names]
 
     @property
     def choices(self) -> int:
         """Number of choices in progress, over all models."""
-        return sum(own.num_choices for own in self.served)
+        return sum(model.num_choices for model in self.served)
 
     @property
     def engines(self) -> list[SpecEngine]:
         """Engines of the loaded models."""
-        return [own.engine for own in self.switcher.residents if own.engine]
+        return [resident.engine for resident in self.switcher.residents if resident.engine]
 
     def named(self, name: str | None) -> "ServedModel":
         """Return the model of this name, the first one if None; raise if unknown."""
         if name is None:
             return self.served[0]
-        for own in self.served:
-            if name in own.names:
-                return own
+        for model in self.served:
+            if name in model.names:
+                return model
         raise Failure(
             404,
             f"model: {name!r:.80} is not served here; use {' or '.join(map(repr, self.names))}.",
@@ -136,10 +137,10 @@ class ServerState:
             code="model_not_found",
         )
 
-    async def read(self, request: web.Request, until: RequestDeadline, read: Callable[[bytes], T]) -> T:
+    async def read(self, request: web.Request, deadline: RequestDeadline, read: Callable[[bytes], T]) -> T:
         """Receive and parse a request's body, in a thread if large."""
-        with self.arriving.holding(request["kept"].caller) as held:
-            body = await read_body(request, held, self.config.body_timeout)
+        with self.arriving.holding(request["kept"].caller) as budget:
+            body = await read_body(request, budget, self.config.body_timeout)
 
             def parse() -> tuple[T, int]:
                 data = body.unpack()
@@ -147,31 +148,31 @@ class ServerState:
 
             request["body_bytes"] = len(body.data)
             more_bytes = LARGE if body.is_packed else 0
-            parsed, request["body_bytes"] = await self.run_by_size(request, until, parse, more_bytes)
+            parsed, request["body_bytes"] = await self.run_by_size(request, deadline, parse, more_bytes)
         request["kept"].add(request["body_bytes"])
         return parsed
 
     async def run_by_size(
-        self, request: web.Request, until: RequestDeadline, work: Callable[[], T], more_bytes: int = 0
+        self, request: web.Request, deadline: RequestDeadline, work: Callable[[], T], more_bytes: int = 0
     ) -> T:
         """Run work whose cost depends on the body's size, in the caller's turn and in a thread if large."""
         if request["body_bytes"] + more_bytes <= LARGE:
             return work()
-        if self.draining and until not in self._under_way:
+        if self.draining and deadline not in self._under_way:
             raise _stopping()  # it would be refused after parsing
-        self._read.add(until)
+        self._read.add(deadline)
         try:
-            async with until.held():
+            async with deadline.held():
                 return await self._readers.do(work, request["turn"])
         finally:
-            self._read.discard(until)
+            self._read.discard(deadline)
 
     @contextlib.contextmanager
     def under_way(
         self,
         served: "ServedModel",
         choices: int,
-        until: RequestDeadline,
+        deadline: RequestDeadline,
         *,
         caller: str,
         field: str = "n",
@@ -181,17 +182,17 @@ class ServerState:
         if self.draining:
             raise _stopping()
         most = self.config.max_queued
-        if choices > (mine := self.access.max_choices(caller, most)):
+        if choices > (allowed := self.access.max_choices(caller, most)):
             raise Failure(
                 400,
-                f"{field}: {choices} choices are more than the {mine} that "
+                f"{field}: {choices} choices are more than the {allowed} that "
                 f"{'this key' if caller else 'requests'} may have in flight; ask for fewer.",
                 param=field,
             )
-        own = served.choices[caller]
-        mine = self.access.max_choices(caller, most - (served.num_choices - own))
-        if served.num_choices + choices > most or own + choices > mine:
-            key = f"; {own} of them are this key's, which may have {mine} now" if caller else ""
+        in_flight = served.choices[caller]
+        allowed = self.access.max_choices(caller, most - (served.num_choices - in_flight))
+        if served.num_choices + choices > most or in_flight + choices > allowed:
+            key = f"; {in_flight} of them are this key's, which may have {allowed} now" if caller else ""
             raise Failure(
                 429,
                 f"{served.num_choices} of at most {most} choices of {served.name} are in flight{key}; try "
@@ -208,7 +209,7 @@ class ServerState:
         served.resident.enter(keep_alive_s, caller)
         served.choices[caller] += choices
         self.idle.clear()
-        self._under_way.add(until)
+        self._under_way.add(deadline)
 
         def release() -> None:
             served.choices -= Counter({caller: choices})
@@ -220,19 +221,19 @@ class ServerState:
             yield places
         finally:
             served.resident.leave(keep_alive_s, caller)
-            self._under_way.discard(until)
+            self._under_way.discard(deadline)
             places.let_go()
 
     def drain(self) -> None:
         """Refuse new requests, including those still being parsed."""
         self.draining = True
-        for until in self._read - self._under_way:
-            until.end(_stopping())
+        for deadline in self._read - self._under_way:
+            deadline.end(_stopping())
 
     def end_all(self) -> None:
         """Fail all requests in progress, for shutdown."""
-        for until in list(self._under_way):
-            until.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
+        for deadline in list(self._under_way):
+            deadline.end(Failure(503, "The server is stopping.", code="stopping", headers=STOPPING))
 
 
 def _stopping() -> Failure:
@@ -263,9 +264,9 @@ class ServedModel:
     """One model for requests: engine, names, template and metrics."""
 
     def __init__(
-        self, resident: Resident, config: ServerConfig, metrics: ModelMetrics, *, rests: bool
+        self, resident: Resident, config: ServerConfig, metrics: ModelMetrics, *, pauses: bool
     ) -> None:
-        """With `rests`, callers pause after long work."""
+        """With `pauses`, callers pause after long work."""
         self.resident, self.config, self.metrics = resident, config, metrics
         self.names, folder = resident.names, resident.folder
         self.choices = Counter[str]()
@@ -278,15 +279,15 @@ class ServedModel:
         self.told = config.tool_call_parser == "none" or self.template.takes("tools")
         """Whether the template takes tools, or all are refused; otherwise chats ignore them."""
         parsers = ", ".join(f"{kind}: {name or 'none'}" for kind, name in self.parsers.items())
-        remark = "" if self.told else "; chats ignore tools, as the chat template has none"
-        logger.info("%s: %s%s", self.name, parsers, remark)
+        note = "" if self.told else "; chats ignore tools, as the chat template has none"
+        logger.info("%s: %s%s", self.name, parsers, note)
         self.template_kwargs = config.template_kwargs
-        is_shipped = folder in {own.resolve() for own in SHIPPED.values()}
+        is_shipped = folder in {path.resolve() for path in SHIPPED.values()}
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """The playground's default mode; `tiny` has a chat template but only completes code."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
-        self._templates = ThreadPool("template", config.max_queued, rests=rests)
-        self._workers = ThreadPool("text", config.max_queued, rests=rests)
+        self._templates = ThreadPool("template", config.max_queued, pauses=pauses)
+        self._workers = ThreadPool("text", config.max_queued, pauses=pauses)
         self._is_slow = False
         """Whether a short text took long to tokenise."""
         self._marks_refused = False
@@ -299,8 +300,8 @@ class ServedModel:
     @property
     def parsers(self) -> dict[str, str | None]:
         """Return the names of the formats in use of tool calls and thinking, by setting."""
-        calls = next((name for name, own in CALL_FORMATS.items() if own is self.calls), None)
-        thinking = next((name for name, own in THINKING_FORMATS.items() if own == self.thinking), None)
+        calls = next((name for name, format in CALL_FORMATS.items() if format is self.calls), None)
+        thinking = next((name for name, format in THINKING_FORMATS.items() if format == self.thinking), None)
         return {"tool_call_parser": calls, "reasoning_parser": thinking}
 
     @property
@@ -395,11 +396,12 @@ class ServedModel:
 
     def check_turns(self, count: int, field: str = "messages") -> None:
         """Raise for more turns than the context has tokens, before converting and rendering them."""
-        most = self.resident.max_model_len
-        if most and count > most:
+        max_model_len = self.resident.max_model_len
+        if max_model_len and count > max_model_len:
             raise Failure(
                 400,
-                f"{field}: {count:,} turns do not fit into {most:,} tokens, the max_model_len; give fewer.",
+                f"{field}: {count:,} turns do not fit into {max_model_len:,} tokens, the max_model_len; "
+                "give fewer.",
                 param=field,
                 code="context_length_exceeded",
             )
@@ -428,12 +430,14 @@ class ServedModel:
             texts = (self._begun(plain, variables) for plain in beginnings(messages))
             return [text for text in texts if text is not None]
 
-        found = []
+        lengths = []
         for text in await self._templates.do(render, caller):
-            own = await self.encode(text, caller, special=self.template.is_plain)
-            pairs = zip(own, ids, strict=False)
-            found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(ids))))
-        return [mark for mark in found if mark]
+            prefix_ids = await self.encode(text, caller, special=self.template.is_plain)
+            pairs = zip(prefix_ids, ids, strict=False)
+            lengths.append(
+                next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prefix_ids), len(ids)))
+            )
+        return [mark for mark in lengths if mark]
 
     def _begun(self, plain: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str | None:
         """Render a chat prefix; None: some templates refuse partial chats."""
@@ -451,8 +455,8 @@ class ServedModel:
 def _size(params: SamplingParams) -> int:
     """Return the number of ids and characters in the parameters, without prompts."""
     ids = len(params.allowed_token_ids or ()) + len(params.stop_token_ids or ())
-    form = len(params.structured_outputs.source) if params.structured_outputs else 0
-    return ids + form + sum(map(len, params.bad_words or ()))
+    grammar = len(params.structured_outputs.source) if params.structured_outputs else 0
+    return ids + grammar + sum(map(len, params.bad_words or ()))
 
 
 @contextlib.contextmanager

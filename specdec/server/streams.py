@@ -94,17 +94,17 @@ def _check_client(transport: asyncio.Transport | None) -> None:
 
 
 async def send_pieces(
-    request: web.Request, pieces: Iterator[str], stall_s: float, beside: Beside | None
+    request: web.Request, pieces: Iterator[str], stall_s: float, encode: Beside | None
 ) -> web.StreamResponse:
-    """Send a JSON document in pieces, each encoded with `beside`; None: it is short.
+    """Send a JSON document in pieces, each encoded with `encode`; None: it is short.
 
     A short one has a Content-Length. A long one is encoded as the client reads.
     """
-    if beside is None:
-        whole = web.Response(text="".join(pieces), content_type="application/json")
-        return await send_whole(request, whole, stall_s)
+    if encode is None:
+        short = web.Response(text="".join(pieces), content_type="application/json")
+        return await send_whole(request, short, stall_s)
     response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
-    while data := await beside(partial(_next, pieces)):
+    while data := await encode(partial(_next, pieces)):
         async with read_within(request, stall_s):
             if not response.prepared:
                 await response.prepare(request)
@@ -117,8 +117,8 @@ async def send_pieces(
 def _next(pieces: Iterator[str]) -> bytes:
     """Encode the next pieces, enough for a turn of a thread; empty at the end."""
     data = bytearray()
-    for piece in pieces:
-        data += piece.encode()
+    for text in pieces:
+        data += text.encode()
         if len(data) >= AT_A_TIME:
             break
     return bytes(data)

@@ -40,39 +40,39 @@ class Switcher:
         self._weight: Callable[[str], float] = lambda _: 1.0
         """Weight of a caller's share; set by `run`."""
         self.changed = asyncio.Event()
-        for own in self.residents:
-            own.changed = self.changed
+        for resident in self.residents:
+            resident.changed = self.changed
 
     def start(self) -> None:
         """Load the models that fit, before serving; raise if none can be loaded."""
         faults: list[Exception] = []
-        for own in self.residents:
-            if not (own.refusal or self._left_bytes(own) >= 0):
+        for resident in self.residents:
+            if not (resident.refusal or self._left_bytes(resident) >= 0):
                 continue
             try:
-                engine = own.build()
+                engine = resident.build()
             except Exception as error:
-                own.note_failure(error)
+                resident.note_failure(error)
                 faults.append(error)
                 if len(self.residents) > 1:
-                    logger.error("%s cannot be loaded: %s", own.name, error)
+                    logger.error("%s cannot be loaded: %s", resident.name, error)
                 continue
-            rests = not self._has_room()
-            if rests:
+            is_resting = not self._has_room()
+            if is_resting:
                 engine.rest()
-            own.install(engine, is_resting=rests)
+            resident.install(engine, is_resting=is_resting)
         if len(faults) == len(self.residents):
             raise faults[0]
         collect_garbage()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Close all engines; return whether their threads have ended."""
-        return all([own.engine.close(timeout_s) for own in self.residents if own.engine])
+        return all([resident.engine.close(timeout_s) for resident in self.residents if resident.engine])
 
     @property
     def fault(self) -> str | None:
         """Reason of a permanent engine failure, if any."""
-        return next((own.fault for own in self.residents if own.fault), None)
+        return next((resident.fault for resident in self.residents if resident.fault), None)
 
     async def run(self, weight: Callable[[str], float]) -> None:
         """Reassign memory as requests arrive and end, until cancelled; `weight` returns a caller's weight."""
@@ -90,133 +90,149 @@ class Switcher:
 
         None: wait for a change. Requests for other models continue meanwhile.
         """
-        waits_s = [self._end(own, changes) for own in self.residents if not own.is_changing]
-        for own in self.residents:
-            own.block(self._why_blocked(own))
+        waits_s = [self._end(resident, changes) for resident in self.residents if not resident.is_changing]
+        for resident in self.residents:
+            resident.block(self._why_blocked(resident))
         self._load(changes)
         waits_s.append(self._hand_over(changes))
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
-    def _begin(self, own: Resident, change: Coroutine[None, None, None], changes: asyncio.TaskGroup) -> None:
+    def _begin(
+        self, resident: Resident, change: Coroutine[None, None, None], changes: asyncio.TaskGroup
+    ) -> None:
         """Start a change of a model, which excludes other changes of it."""
 
         async def changing() -> None:
             try:
                 await change
             finally:
-                own.is_changing = False
-                own.look()
+                resident.is_changing = False
+                resident.look()
 
-        own.is_changing = True
+        resident.is_changing = True
         changes.create_task(changing())
 
-    def _end(self, own: Resident, changes: asyncio.TaskGroup) -> float | None:
+    def _end(self, resident: Resident, changes: asyncio.TaskGroup) -> float | None:
         """Drop a failed engine, or unload an expired model; return its remaining keep-alive seconds."""
-        if own.engine and own.engine.fault:
-            if not own.gate.inside:
-                self._begin(own, own.let_go(), changes)
+        if resident.engine and resident.engine.fault:
+            if not resident.gate.inside:
+                self._begin(resident, resident.let_go(), changes)
             return None
-        kept_s = own.seconds_kept(time.monotonic())
-        if own.engine and (kept_s == 0 or (own.is_draining and not own.gate.inside)):
-            own.is_draining = True  # set now, so that requests arriving before the task starts also wait
-            self._begin(own, self._unload(own), changes)
+        kept_s = resident.seconds_kept(time.monotonic())
+        if resident.engine and (kept_s == 0 or (resident.is_draining and not resident.gate.inside)):
+            resident.is_draining = True  # set now, so that requests arriving before the task starts also wait
+            self._begin(resident, self._unload(resident), changes)
             return None
         return kept_s
 
     def _load(self, changes: asyncio.TaskGroup) -> None:
         """Load a requested model; the longest waiting gets memory first."""
         waiting = [
-            own
-            for own in self.residents
-            if own.engine is None and own.gate.waiting and own.may_load and not own.is_changing
+            resident
+            for resident in self.residents
+            if resident.engine is None
+            and resident.gate.waiting
+            and resident.may_load
+            and not resident.is_changing
         ]
         if not waiting:  # the model they drained for was given up
-            for own in self.residents:
-                if own.is_draining and not own.is_changing:
-                    own.stay()
-        if not waiting or any(own.is_loading for own in self.residents):
+            for resident in self.residents:
+                if resident.is_draining and not resident.is_changing:
+                    resident.stay()
+        if not waiting or any(resident.is_loading for resident in self.residents):
             return  # one at a time: start-up measurements use an arena beyond the budget
-        own = min(waiting, key=self._order)
-        if self._left_bytes(own) < 0:
-            self._free_weights(own, changes)
+        resident = min(waiting, key=self._order)
+        if self._left_bytes(resident) < 0:
+            self._free_weights(resident, changes)
             return
-        self._begin(own, self._loaded(own), changes)
-        own.is_loading = True
+        self._begin(resident, self._loaded(resident), changes)
+        resident.is_loading = True
 
     def _hand_over(self, changes: asyncio.TaskGroup) -> float | None:
         """Assign arenas to waiting models, draining ones first; return how long the next one waits."""
         waiting = [
-            own
-            for own in self.residents
-            if own.is_sound and own.is_resting and own.gate.running and not own.is_changing
+            resident
+            for resident in self.residents
+            if resident.is_sound
+            and resident.is_resting
+            and resident.gate.running
+            and not resident.is_changing
         ]
-        for own in sorted(waiting, key=lambda own: (not own.is_draining, self._order(own))):
+        for resident in sorted(
+            waiting, key=lambda resident: (not resident.is_draining, self._order(resident))
+        ):
             if self._has_room():
-                own.is_waking = True
-                self._begin(own, self._wake(own), changes)
+                resident.is_waking = True
+                self._begin(resident, self._wake(resident), changes)
                 continue
             warm = [other for other in self.residents if other.is_warm and not other.is_changing]
             idle = [other for other in warm if not other.gate.running]
             if idle:
-                before, left_s = min(idle, key=lambda other: other.used_s), 0.0
+                previous, left_s = min(idle, key=lambda other: other.used_s), 0.0
             elif warm:
-                left_s, before = min(
+                left_s, previous = min(
                     ((self._turn_left(other), other) for other in warm), key=lambda pair: pair[0]
                 )
             else:
                 return None
             if left_s:
                 return left_s if math.isfinite(left_s) else None
-            before.is_changing = True
-            self._begin(own, self._wake(own, before), changes)
+            previous.is_changing = True
+            self._begin(resident, self._wake(resident, previous), changes)
         return None
 
-    def _order(self, own: Resident) -> tuple[float, float]:
+    def _order(self, resident: Resident) -> tuple[float, float]:
         """Return a waiting model's sort key: callers take turns, however many models each uses."""
-        return min((self._served_s.get(name, 0.0) for name in own.callers), default=0.0), own.wanted_s or 0.0
+        return min(
+            (self._served_s.get(name, 0.0) for name in resident.callers), default=0.0
+        ), resident.wanted_s or 0.0
 
     def _has_room(self) -> bool:
         """Return whether an arena is free."""
-        return sum(own.holds_arena for own in self.residents) < self.arenas
+        return sum(resident.holds_arena for resident in self.residents) < self.arenas
 
-    def _turn_left(self, own: Resident) -> float:
+    def _turn_left(self, resident: Resident) -> float:
         """Return the remaining seconds of a model's turn while others wait.
 
         A turn starts when requests preempted at the end of the last one have been recomputed; otherwise
         requests whose recomputation exceeds a turn would never progress.
         """
-        if own.is_draining:
+        if resident.is_draining:
             return math.inf
         now_s = time.monotonic()
-        if own.engine and own.engine.is_catching_up:
-            own.turn_s = now_s
+        if resident.engine and resident.engine.is_catching_up:
+            resident.turn_s = now_s
             return LOOK_S
-        return max(own.turn_s + self._turn_length(own) - now_s, 0.0)
+        return max(resident.turn_s + self._turn_length(resident) - now_s, 0.0)
 
-    def _turn_length(self, own: Resident) -> float:
+    def _turn_length(self, resident: Resident) -> float:
         """Return the length of a model's turn, in proportion to the largest weight of its callers.
 
         The turns of all competing models average `switch_after_s`, whatever the weights.
         """
-        competing = [other for other in self.residents if other.gate.running or other is own]
+        competing = [other for other in self.residents if other.gate.running or other is resident]
         weights = [max(map(self._weight, other.callers), default=1.0) for other in competing]
-        return self.switch_after_s * weights[competing.index(own)] / fmean(weights)
+        return self.switch_after_s * weights[competing.index(resident)] / fmean(weights)
 
-    def _left_bytes(self, own: Resident) -> float:
+    def _left_bytes(self, resident: Resident) -> float:
         """Return the bytes left for weights after loading this model."""
         if self.weights_bytes is None:
             return math.inf
-        held = sum(other.weight_bytes for other in self.residents if other.holds_weights and other is not own)
-        return self.weights_bytes - held - own.weight_bytes
+        held_bytes = sum(
+            other.weight_bytes for other in self.residents if other.holds_weights and other is not resident
+        )
+        return self.weights_bytes - held_bytes - resident.weight_bytes
 
-    def _free_weights(self, own: Resident, changes: asyncio.TaskGroup) -> None:
+    def _free_weights(self, resident: Resident, changes: asyncio.TaskGroup) -> None:
         """Unload unused models until this one's weights fit; drain others if that is not enough."""
         others = [
-            other for other in self.residents if other is not own and (other.is_sound or other.is_unloading)
+            other
+            for other in self.residents
+            if other is not resident and (other.is_sound or other.is_unloading)
         ]
         leaving = [other for other in others if other.is_draining]
         staying = [other for other in others if not (other.is_draining or other.is_changing)]
-        left_bytes = self._left_bytes(own) + sum(other.weight_bytes for other in leaving)
+        left_bytes = self._left_bytes(resident) + sum(other.weight_bytes for other in leaving)
         if left_bytes + sum(other.weight_bytes for other in staying) < 0:
             return  # wait until a model being loaded can be unloaded again
         for other in sorted(staying, key=self._unload_order):
@@ -228,54 +244,54 @@ class Switcher:
             other.is_draining = True
 
     @staticmethod
-    def _unload_order(own: Resident) -> tuple[bool, float]:
+    def _unload_order(resident: Resident) -> tuple[bool, float]:
         """Return the unload order: unused models first, then by start of turn."""
-        return not own.is_unused, own.used_s if own.is_unused else own.turn_s
+        return not resident.is_unused, resident.used_s if resident.is_unused else resident.turn_s
 
-    def _why_blocked(self, own: Resident) -> str | None:
+    def _why_blocked(self, resident: Resident) -> str | None:
         """Return why a model gets no memory until the process is restarted, or None."""
-        stuck = [other for other in self.residents if other.is_stuck and other is not own]
-        if not stuck or own.is_warm or own.is_changing:
+        stuck = [other for other in self.residents if other.is_stuck and other is not resident]
+        if not stuck or resident.is_warm or resident.is_changing:
             return None
         names = " and ".join(repr(other.name) for other in stuck)
-        why = f"cannot run: its memory is held by {names}, whose engine has failed and does not stop; "
+        message = f"cannot run: its memory is held by {names}, whose engine has failed and does not stop; "
         if sum(other.holds_arena for other in stuck) >= self.arenas:
-            return why + "restart the server, or let more models run at once (arenas)."
-        held = sum(other.weight_bytes for other in stuck)
-        if own.engine is None and held + own.weight_bytes > (self.weights_bytes or math.inf):
-            return why + "restart the server, or raise weights_bytes."
+            return message + "restart the server, or let more models run at once (arenas)."
+        held_bytes = sum(other.weight_bytes for other in stuck)
+        if resident.engine is None and held_bytes + resident.weight_bytes > (self.weights_bytes or math.inf):
+            return message + "restart the server, or raise weights_bytes."
         return None
 
-    async def _loaded(self, own: Resident) -> None:
+    async def _loaded(self, resident: Resident) -> None:
         start_s = time.monotonic()
-        await own.load(self._has_room)
-        if own.is_sound and own.engine:
-            took_s, size = self._count(own, "load", start_s), own.engine.model.settings.weight_bytes
-            logger.info("loaded %s in %.2f s: weights of %s bytes", own.name, took_s, f"{size:,}")
+        await resident.load(self._has_room)
+        if resident.is_sound and resident.engine:
+            took_s, size = self._count(resident, "load", start_s), resident.engine.model.settings.weight_bytes
+            logger.info("loaded %s in %.2f s: weights of %s bytes", resident.name, took_s, f"{size:,}")
 
-    async def _wake(self, own: Resident, before: Resident | None = None) -> None:
+    async def _wake(self, resident: Resident, previous: Resident | None = None) -> None:
         """Give a model a free arena, or that of another, which then rests."""
         start_s = time.monotonic()
-        self._served_s |= dict.fromkeys(own.callers, start_s)
-        if before:
+        self._served_s |= dict.fromkeys(resident.callers, start_s)
+        if previous:
             try:
-                await before.rest()
+                await previous.rest()
             finally:
-                before.is_changing = False
-                before.look()
-            if not (before.is_resting and own.is_sound):
+                previous.is_changing = False
+                previous.look()
+            if not (previous.is_resting and resident.is_sound):
                 return  # it failed and keeps its arena
-        await own.wake()
-        if own.is_warm and own.engine:
-            took_s, size = self._count(own, "wake", start_s), own.engine.model.settings.memory_bytes
-            logger.info("woke %s in %.0f ms: an arena of %s bytes", own.name, took_s * 1e3, f"{size:,}")
+        await resident.wake()
+        if resident.is_warm and resident.engine:
+            took_s, size = self._count(resident, "wake", start_s), resident.engine.model.settings.memory_bytes
+            logger.info("woke %s in %.0f ms: an arena of %s bytes", resident.name, took_s * 1e3, f"{size:,}")
 
-    def _count(self, own: Resident, kind: str, start_s: float) -> float:
+    def _count(self, resident: Resident, kind: str, start_s: float) -> float:
         took_s = time.monotonic() - start_s
-        own.switches[kind] += 1
-        own.switch_seconds[kind] += took_s
+        resident.switches[kind] += 1
+        resident.switch_seconds[kind] += took_s
         return took_s
 
-    async def _unload(self, own: Resident) -> None:
-        if await own.unload():
-            logger.info("unloaded %s", own.name)
+    async def _unload(self, resident: Resident) -> None:
+        if await resident.unload():
+            logger.info("unloaded %s", resident.name)

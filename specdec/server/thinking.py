@@ -20,16 +20,16 @@ def template_variables(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the template variables of a chat, and the fields without a variable."""
     switches, effort = [name for name in THINKING_SWITCHES if template.takes(name)], body.reasoning_effort
-    own, ignored = dict[str, Any](), list[str]()
+    variables, ignored = dict[str, Any](), list[str]()
     if effort is not None:
-        own = {EFFORT: effort} if template.takes(EFFORT) else {}
-        own |= dict.fromkeys(switches, effort not in LITTLE)
-        ignored += [] if own else [EFFORT]
+        variables = {EFFORT: effort} if template.takes(EFFORT) else {}
+        variables |= dict.fromkeys(switches, effort not in LITTLE)
+        ignored += [] if variables else [EFFORT]
     if body.enable_thinking is not None:
-        own |= dict.fromkeys(switches, body.enable_thinking)
+        variables |= dict.fromkeys(switches, body.enable_thinking)
         ignored += [] if switches else [THINKING_SWITCHES[0]]
-    given = body.chat_template_kwargs or {}
-    return {**defaults, **own, **given}, [*ignored, *unread(given, template)]
+    request_variables = body.chat_template_kwargs or {}
+    return {**defaults, **variables, **request_variables}, [*ignored, *unread(request_variables, template)]
 
 
 def unread(variables: Iterable[str], template: ChatTemplate) -> list[str]:
@@ -51,11 +51,11 @@ class ThinkingTokens:
 
     def add(self, choice: int, ids: Sequence[int]) -> None:
         """Process a choice's next tokens."""
-        place = self._places.get(choice, self._track.first)
+        state = self._places.get(choice, self._track.first)
         for token in ids:
-            place = self._track.after(place, token)
-        self._places[choice] = place
+            state = self._track.after(state, token)
+        self._places[choice] = state
 
     @property
     def total(self) -> int:
-        return sum(place.spent for place in self._places.values())
+        return sum(state.spent for state in self._places.values())

@@ -21,23 +21,23 @@ REST = 3.0
 
 async def run_in_thread(work: Callable[[], T], name: str) -> T:
     """Run work that may hang or take minutes in a daemon thread; cancelling stops the wait only."""
-    doing: Future[T] = Future()
-    doing.set_running_or_notify_cancel()
-    _start(lambda: _do(doing, work), name)
-    return await asyncio.wrap_future(doing)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    _start(lambda: _do(future, work), name)
+    return await asyncio.wrap_future(future)
 
 
 class ThreadPool:
     """At most `COUNT` daemon threads for client work, with a bounded queue. Owned by the event loop.
 
-    Callers take turns, so one caller's queue only delays others by the work in progress. With `rests`, a
+    Callers take turns, so one caller's queue only delays others by the work in progress. With `pauses`, a
     caller pauses after long work in proportion, so that streams continue in between.
 
     Cancelled work is dropped from the queue. A thread ends when the queue is empty.
     """
 
-    def __init__(self, name: str, most: int, *, rests: bool = False) -> None:
-        self.name, self.most, self._rests = name, most, rests
+    def __init__(self, name: str, max_threads: int, *, pauses: bool = False) -> None:
+        self.name, self.most, self._pauses = name, max_threads, pauses
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
         """Non-empty queues by caller, in turn order."""
         self._resting: dict[str, float] = {}
@@ -50,11 +50,11 @@ class ThreadPool:
 
     async def do(self, work: Callable[[], T], caller: str = "") -> T:
         """Run a caller's work in its turn; raise if the queue is full."""
-        doing: Future[T] = Future()
+        future: Future[T] = Future()
 
         def run() -> None:
-            if doing.set_running_or_notify_cancel():
-                _do(doing, lambda: self._timed(work, caller))
+            if future.set_running_or_notify_cancel():
+                _do(future, lambda: self._timed(work, caller))
 
         with self._lock:
             if self._held >= COUNT + self.most:
@@ -71,7 +71,7 @@ class ThreadPool:
             self._waiting.setdefault(caller, deque()).append(run)
             self._lock.notify()
         try:
-            return await asyncio.wrap_future(doing)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             with self._lock:
                 if run in self._waiting.get(caller, ()):
@@ -93,7 +93,7 @@ class ThreadPool:
             return work()
         finally:
             used_s = time.thread_time() - start_s
-            if self._rests and used_s > LONG_S:
+            if self._pauses and used_s > LONG_S:
                 with self._lock:
                     begins_s = max(self._resting.get(caller, 0.0), time.monotonic())
                     self._resting[caller] = begins_s + REST * used_s
@@ -104,9 +104,9 @@ class ThreadPool:
             while self._waiting:
                 now_s = time.monotonic()
                 self._resting = {caller: until for caller, until in self._resting.items() if until > now_s}
-                for caller, own in self._waiting.items():
+                for caller, calls in self._waiting.items():
                     if caller not in self._resting:
-                        run = own[0]
+                        run = calls[0]
                         self._take(caller, run)
                         return run
                 self._lock.wait(min(self._resting[caller] for caller in self._waiting) - now_s)
@@ -115,19 +115,19 @@ class ThreadPool:
 
     def _take(self, caller: str, run: Callable[[], None]) -> None:
         """Remove work from the queue, and move its caller to the end."""
-        own = self._waiting.pop(caller)
-        own.remove(run)
-        if own:
-            self._waiting[caller] = own
+        calls = self._waiting.pop(caller)
+        calls.remove(run)
+        if calls:
+            self._waiting[caller] = calls
 
 
-def _do(doing: "Future[T]", work: Callable[[], T]) -> None:
+def _do(future: "Future[T]", work: Callable[[], T]) -> None:
     try:
         done = work()
     except BaseException as error:
-        doing.set_exception(error)
+        future.set_exception(error)
     else:
-        doing.set_result(done)
+        future.set_result(done)
 
 
 def _start(run: Callable[[], None], name: str) -> None:

@@ -51,18 +51,18 @@ def tls_context(config: TlsFiles) -> ssl.SSLContext | None:
         return None
     for field in ("ssl_certfile", "ssl_keyfile"):
         _check_readable(field, getattr(config, field))
-    asked: list[str] = []
+    passwords: list[str] = []
 
     def password() -> str:
         # Without this, OpenSSL would prompt at the terminal.
-        asked.append(config.ssl_keyfile_password or "")
-        return asked[-1]
+        passwords.append(config.ssl_keyfile_password or "")
+        return passwords[-1]
 
     context = _TlsContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password)
     except (ssl.SSLError, ValueError) as error:
-        raise _refusal(config, error, is_encrypted=bool(asked)) from None
+        raise _refusal(config, error, is_encrypted=bool(passwords)) from None
     return context
 
 
@@ -95,27 +95,27 @@ class _TlsSession(ssl.SSLObject):
 
     def read(self, *args: Any) -> Any:
         """Decrypt data. asyncio calls it until none is left, so each piece is timed completely."""
-        found = self._feed(partial(super().read, *args), self._take_time)
-        size = found if isinstance(found, int) else len(found)
+        result = self._feed(partial(super().read, *args), self._take_time)
+        size = result if isinstance(result, int) else len(result)
         self.left_s += size * ALLOWED_PER_BYTE_S
-        return found
+        return result
 
     def unwrap(self) -> Any:
         """Continue the shutdown."""
         return self._feed(super().unwrap, self._take_time)
 
-    def _feed(self, act: Callable[[], T], account: Callable[[], None] = lambda: None) -> T:
+    def _feed(self, operation: Callable[[], T], account: Callable[[], None] = lambda: None) -> T:
         """Run an operation that consumes records, feeding it in pieces."""
         while True:
             try:
-                return act()
+                return operation()
             except ssl.SSLWantReadError:
                 account()
-                piece = self.incoming.read(PIECE_BYTES)
-                self.since_s = time.thread_time() if piece else 0.0
-                if not piece:
+                chunk = self.incoming.read(PIECE_BYTES)
+                self.since_s = time.thread_time() if chunk else 0.0
+                if not chunk:
                     raise
-                self.fed.write(piece)
+                self.fed.write(chunk)
 
     def _take_time(self) -> None:
         """Charge the CPU time of the last piece."""
@@ -148,16 +148,16 @@ def _check_readable(field: str, path: str | None) -> None:
     try:
         Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise _config_error(field, f"{short(path)} cannot be read ({why}); give a file in PEM") from None
+        reason = getattr(error, "strerror", None) or error
+        raise _config_error(field, f"{short(path)} cannot be read ({reason}); give a file in PEM") from None
 
 
 def _refusal(config: TlsFiles, error: Exception, *, is_encrypted: bool) -> ConfigError:
     """Return the error that names the wrong file, and the remedy."""
     if is_encrypted:
-        wrong = "does not open" if config.ssl_keyfile_password else "is missing for"
+        problem = "does not open" if config.ssl_keyfile_password else "is missing for"
         return _config_error(
-            "ssl_keyfile_password", f"it {wrong} the key, which is encrypted; give the key's own"
+            "ssl_keyfile_password", f"it {problem} the key, which is encrypted; give the key's own"
         )
     if getattr(error, "reason", None) == MISMATCH:
         return _config_error(
@@ -173,5 +173,5 @@ def _refusal(config: TlsFiles, error: Exception, *, is_encrypted: bool) -> Confi
     return _config_error("ssl_keyfile", f"{key} has no private key in PEM; give the file that has it")
 
 
-def _config_error(field: str, why: str) -> ConfigError:
-    return ConfigError(f"{field}: {why}.", field=field)
+def _config_error(field: str, reason: str) -> ConfigError:
+    return ConfigError(f"{field}: {reason}.", field=field)

@@ -42,10 +42,10 @@ class Turns:
         self._begun = 0
         while self._waiting and self._begun < MOST:
             caller = next(iter(self._waiting))
-            own = self._waiting.pop(caller)
-            turn = own.popleft()
-            if own:
-                self._waiting[caller] = own
+            waiters = self._waiting.pop(caller)
+            turn = waiters.popleft()
+            if waiters:
+                self._waiting[caller] = waiters
             if not turn.done():
                 turn.set_result(None)
                 self._begun += 1

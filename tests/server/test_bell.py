@@ -45,7 +45,11 @@ async def asked(
     prepared = [PreparedPrompt((1,), ValidatedParams(SamplingParams(n=choices)))]
     engine = Spoken(speak)
     answers = Answers(
-        engine, StreamWaker(asyncio.get_running_loop()), prepared, streams=streams, until=RequestDeadline(30)
+        engine,
+        StreamWaker(asyncio.get_running_loop()),
+        prepared,
+        streams=streams,
+        deadline=RequestDeadline(30),
     )  # type: ignore[arg-type]
     with answers:
         yield aiter(answers)
@@ -312,7 +316,7 @@ def test_places_are_held_until_the_engine_has_dropped_every_choice() -> None:
             bell,
             prepared,
             streams=True,
-            until=RequestDeadline(30),
+            deadline=RequestDeadline(30),
             on_over=places.let_go,
         )
         with answers:

@@ -104,7 +104,7 @@ async def ask(
             RequestDeadline(60.0),
         )
         prepared = [engine.prepare(prompt, params)]
-        answers = Answers(engine, bell, prepared, streams=True, until=until, on_over=own.note_over)
+        answers = Answers(engine, bell, prepared, streams=True, deadline=until, on_over=own.note_over)
         with own.answering(answers), answers:
             deltas = [said.delta async for said in answers]
             await asyncio.sleep(slow_s)

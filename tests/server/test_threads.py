@@ -84,7 +84,7 @@ def test_a_caller_rests_after_long_work_and_others_do_not(monkeypatch: pytest.Mo
         clock.used_s += 10.0
 
     async def main() -> None:
-        pool = ThreadPool("test", 8, rests=True)
+        pool = ThreadPool("test", 8, pauses=True)
         await pool.do(work_long, "alice")
         rests = asyncio.create_task(pool.do(lambda: 1, "alice"))
         assert await pool.do(lambda: 2, "bob") == 2

@@ -59,8 +59,8 @@ class ToolUseBlock(CacheableBlock):
 
 def _type(block: Any) -> str | None:
     """Return a block's tag. It differs from all field names, which keeps it out of error locations."""
-    found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return f"{found} block" if isinstance(found, str) else None
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return f"{kind} block" if isinstance(kind, str) else None
 
 
 class AnyBlock(CacheableBlock):
@@ -192,8 +192,8 @@ class CountBody(Dialect):
 
     @property
     def ignored(self) -> list[str]:
-        theirs = [tool.type for tool in self.tools or () if tool.type and not tool.is_own]
-        return [*dict.fromkeys(f"tools.{kind}" for kind in theirs), *super().ignored]
+        unsupported = [tool.type for tool in self.tools or () if tool.type and not tool.is_own]
+        return [*dict.fromkeys(f"tools.{kind}" for kind in unsupported), *super().ignored]
 
     def chat(self) -> ChatBody:
         """Return the equivalent chat."""
@@ -206,20 +206,20 @@ class CountBody(Dialect):
             )
         if self.cache_control:
             messages[-1].cache_control = CacheBreakpoint(type="ephemeral")
-        own: dict[str, Any] = {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+        fields: dict[str, Any] = {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
         config = self.output_config or OutputConfig()
-        if form := config.format or self.output_format:
-            named = NamedSchema(schema=form.schema_)
-            own["response_format"] = ResponseFormat(type="json_schema", json_schema=named)
-        own["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools or ()) if tool.is_own] or None
+        if output := config.format or self.output_format:
+            schema = NamedSchema(schema=output.schema_)
+            fields["response_format"] = ResponseFormat(type="json_schema", json_schema=schema)
+        fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools or ()) if tool.is_own] or None
         if self.tool_choice:
-            own["tool_choice"] = self.tool_choice.plain
-            own["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        own["reasoning_effort"] = config.effort
+            fields["tool_choice"] = self.tool_choice.plain
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        fields["reasoning_effort"] = config.effort
         if self.thinking:
-            own["enable_thinking"] = self.thinking.type != "disabled"
-            own["thinking_token_budget"] = self.thinking.budget_tokens
-        return self.as_chat(messages, **own)
+            fields["enable_thinking"] = self.thinking.type != "disabled"
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
+        return self.as_chat(messages, **fields)
 
 
 class MessageBody(CountBody):
@@ -227,9 +227,9 @@ class MessageBody(CountBody):
 
 
 def _tool(tool: AnyTool, index: int) -> Tool:
-    own = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    fields = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     try:
-        function = Function(**{name: value for name, value in own.items() if value is not None})
+        function = Function(**{name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         failure = validation_failure(error)
         raise Failure(400, f"tools.{index}.{failure}", param="tools") from None
@@ -238,8 +238,8 @@ def _tool(tool: AnyTool, index: int) -> Tool:
 
 def _system(content: str | list[AnyBlock] | None) -> list[ChatMessage]:
     blocks = [AnyBlock(type="text", text=content)] if isinstance(content, str) else content or []
-    own = [block for block in blocks if not (block.text or "").startswith(BILLING)]
-    return [ChatMessage(role="system", content=_parts(own, "system"))] if own else []
+    kept = [block for block in blocks if not (block.text or "").startswith(BILLING)]
+    return [ChatMessage(role="system", content=_parts(kept, "system"))] if kept else []
 
 
 def _messages(turns: Sequence[AnthropicMessage]) -> Iterator[ChatMessage]:
@@ -249,8 +249,8 @@ def _messages(turns: Sequence[AnthropicMessage]) -> Iterator[ChatMessage]:
     """
     calls: set[str] = set()
     for index, turn in enumerate(turns):
-        given = turn.content
-        blocks = [TextBlock(type="text", text=given)] if isinstance(given, str) else given
+        content = turn.content
+        blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
         if turn.role == "assistant":
             calls |= {block.id for block in blocks if isinstance(block, ToolUseBlock)}
             yield _answer(blocks, index)
@@ -276,7 +276,7 @@ def _messages(turns: Sequence[AnthropicMessage]) -> Iterator[ChatMessage]:
 def _answer(blocks: Sequence[Block], index: int) -> ChatMessage:
     """Return an assistant's message."""
     texts = [block for block in blocks if isinstance(block, TextBlock)]
-    own: dict[str, Any] = {"role": "assistant", "content": _parts(texts, "")}
+    fields: dict[str, Any] = {"role": "assistant", "content": _parts(texts, "")}
     calls: list[ToolCall] = []
     thoughts: list[str] = []
     for block in blocks:
@@ -286,18 +286,18 @@ def _answer(blocks: Sequence[Block], index: int) -> ChatMessage:
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append(ToolCall(**{"id": block.id, "type": "function", "function": function}))
-                own |= {"cache_control": block.mark} if block.mark else {}
+                fields |= {"cache_control": block.mark} if block.mark else {}
             case ToolResultBlock():
                 raise _misplaced(index, block.type, "assistant")
-    own |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-    return ChatMessage(**own, **({"tool_calls": calls} if calls else {}))
+    fields |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    return ChatMessage(**fields, **({"tool_calls": calls} if calls else {}))
 
 
 def _result(block: ToolResultBlock, index: int) -> ChatMessage:
-    given = block.content
-    content = given if isinstance(given, str) else _parts(given, f"messages.{index}.content")
-    own: dict[str, Any] = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    return ChatMessage(**own, cache_control=block.mark)
+    body = block.content
+    content = body if isinstance(body, str) else _parts(body, f"messages.{index}.content")
+    fields: dict[str, Any] = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    return ChatMessage(**fields, cache_control=block.mark)
 
 
 def _parts(blocks: Sequence[TextBlock | AnyBlock], where: str) -> list[MessagePart]:

@@ -21,8 +21,8 @@ KINDS = {
 
 
 def error_body(failure: Failure) -> dict[str, Any]:
-    other = "invalid_request_error" if failure.status < 500 else "api_error"
-    return {"type": "error", "error": {"type": KINDS.get(failure.status, other), "message": str(failure)}}
+    default = "invalid_request_error" if failure.status < 500 else "api_error"
+    return {"type": "error", "error": {"type": KINDS.get(failure.status, default), "message": str(failure)}}
 
 
 def speaks_anthropic(path: str, headers: Mapping[str, str]) -> bool:

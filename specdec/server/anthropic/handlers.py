@@ -19,37 +19,37 @@ from specdec.server.state import ServerState
 
 async def message(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer /v1/messages."""
-    until = RequestDeadline(state.config.request_timeout)
-    body = await state.read(request, until, MessageBody.read)
+    deadline = RequestDeadline(state.config.request_timeout)
+    body = await state.read(request, deadline, MessageBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))
     with naming(body.names):
-        asked = await state.run_by_size(request, until, body.chat)
+        chat = await state.run_by_size(request, deadline, body.chat)
 
     def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> MessageWriter:
         return MessageWriter(expected, Usage.of(prepared), body.model or served.name)
 
     return await answer_chat(
-        request, state, served, asked, until, write, ignored=body.ignored, names=body.names
+        request, state, served, chat, deadline, write, ignored=body.ignored, names=body.names
     )
 
 
 async def count_tokens(request: web.Request, state: ServerState) -> web.Response:
     """Count the tokens of a prompt."""
-    until = RequestDeadline(state.config.request_timeout)
-    body = await state.read(request, until, CountBody.read)
+    deadline = RequestDeadline(state.config.request_timeout)
+    body = await state.read(request, deadline, CountBody.read)
     served = state.named(body.model)
     served.check_turns(len(body.messages))
-    with naming(body.names), state.under_way(served, 1, until, caller=request["caller"]):
+    with naming(body.names), state.under_way(served, 1, deadline, caller=request["caller"]):
 
         def resolve() -> tuple[ChatBody, dict[str, Any], list[str]]:
-            asked = body.chat()
-            return asked, *template_settings(asked, asked.offer(served.calls, told=served.told), served)
+            chat = body.chat()
+            return chat, *template_settings(chat, chat.offer(served.calls, told=served.told), served)
 
-        asked, variables, unmet = await state.run_by_size(request, until, resolve)
-        unmet = [body.names.get(name, name) for name in unmet]
-        request["headers"] |= state.ignored.headers([*unmet, *body.ignored])
-        async with until.held():
+        chat, variables, unsupported = await state.run_by_size(request, deadline, resolve)
+        unsupported = [body.names.get(name, name) for name in unsupported]
+        request["headers"] |= state.ignored.headers([*unsupported, *body.ignored])
+        async with deadline.held():
             await served.ready()
-            ids, _ = await served.encode_chat(asked.messages, variables, request["turn"], answer=True)
+            ids, _ = await served.encode_chat(chat.messages, variables, request["turn"], answer=True)
     return web.json_response({"input_tokens": len(ids)})

@@ -59,16 +59,16 @@ class MessageWriter(BlockWriter):
 
     def closed(self, block: AnswerBlock, *, is_cut: bool) -> list[Json]:
         self._content.append(_content(block))
-        signed = [_delta(block, {"type": "signature_delta", "signature": SIGNATURE})]
+        signature = [_delta(block, {"type": "signature_delta", "signature": SIGNATURE})]
         stop = {"type": "content_block_stop", "index": block.index}
-        return [*(signed if block.kind == "thinking" else []), stop]
+        return [*(signature if block.kind == "thinking" else []), stop]
 
     def _begin_stream(self) -> list[Json]:
         if self._begun:
             return []
         self._begun = True
-        own: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        return [{"type": "message_start", "message": self._head | own}, {"type": "ping"}]
+        fields: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return [{"type": "message_start", "message": self._head | fields}, {"type": "ping"}]
 
     def _why(self) -> Json:
         """Return the stop reason."""
@@ -80,15 +80,15 @@ class MessageWriter(BlockWriter):
         return {"stop_reason": REASONS[self.delta.finish_reason], "stop_sequence": None}
 
     def _usage(self) -> Json:
-        own = self.usage.as_json()
-        cached = own["prompt_tokens_details"]["cached_tokens"]
+        usage = self.usage.as_json()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": own["prompt_tokens"] - cached,
+            "input_tokens": usage["prompt_tokens"] - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": own["completion_tokens"],
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
-                "thinking_tokens": own["completion_tokens_details"]["reasoning_tokens"],
+                "thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"],
             },
         }
 
@@ -108,7 +108,7 @@ def _content(block: AnswerBlock) -> Json:
 
 def _input(arguments: str) -> Json:
     try:
-        found = json.loads(arguments or "{}")
+        value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {BROKEN: arguments}
+        value = None
+    return value if isinstance(value, dict) else {BROKEN: arguments}

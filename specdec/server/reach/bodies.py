@@ -121,10 +121,10 @@ def _by_rooms(rooms: Sequence[BootstrapFields], role: Role) -> Asked:
             param="bootstrap_room",
         )
     if role == "prefill":
-        return LendFields(tuple(own.room for own in rooms))
+        return LendFields(tuple(fields.room for fields in rooms))
     for name, values in (
-        ("bootstrap_host", [own.host for own in rooms]),
-        ("bootstrap_port", [own.port for own in rooms]),
+        ("bootstrap_host", [fields.host for fields in rooms]),
+        ("bootstrap_port", [fields.port for fields in rooms]),
     ):
         if None in values:
             raise Failure(
@@ -135,8 +135,8 @@ def _by_rooms(rooms: Sequence[BootstrapFields], role: Role) -> Asked:
 
 def _by_params(params: TransferParams, role: Role) -> Asked | None:
     lends, fetches = bool(params.do_remote_decode), bool(params.do_remote_prefill)
-    own = params.specdec
-    cached_only = bool(own and own.cached_only)
+    extension = params.specdec
+    cached_only = bool(extension and extension.cached_only)
     if cached_only and (fetches or not lends):
         raise Failure(
             400,
@@ -144,17 +144,17 @@ def _by_params(params: TransferParams, role: Role) -> Asked | None:
             "do_remote_prefill false; set them, or leave it out.",
             param="kv_transfer_params",
         )
-    if fetches and own and own.leases is None:
+    if fetches and extension and extension.leases is None:
         raise Failure(
             400,
             "kv_transfer_params.specdec.leases: it is missing; pass on what the prefill instance returned.",
             param="kv_transfer_params",
         )
     if (lends and role == "decode") or (fetches and role == "prefill"):
-        name, does = ("do_remote_decode", "lends") if role == "decode" else ("do_remote_prefill", "fetches")
+        name, verb = ("do_remote_decode", "lends") if role == "decode" else ("do_remote_prefill", "fetches")
         raise Failure(
             400,
-            f"kv_transfer_params.{name}: this server's role is {role}, so it {does} no prompts; send "
+            f"kv_transfer_params.{name}: this server's role is {role}, so it {verb} no prompts; send "
             "the request to another server, or start this one with --role both.",
             param="kv_transfer_params",
         )
@@ -162,9 +162,9 @@ def _by_params(params: TransferParams, role: Role) -> Asked | None:
     return LendFields(None, fetch, cached_only) if lends else fetch
 
 
-def each_of(field: str, given: Any, prompts: int, n: int) -> list[Any]:
+def each_of(field: str, value: Any, prompts: int, n: int) -> list[Any]:
     """Return a field's value per prompt; a single prompt may also have one per choice."""
-    values = given if isinstance(given, list) else [given]
+    values = value if isinstance(value, list) else [value]
     if prompts == 1 and len(values) == n:
         return values[:1]  # sglang-router, like SGLang, sends one per choice; the choices share one prefill
     if len(values) != prompts:

@@ -27,67 +27,75 @@ class ReachFigures(Collector):
         yield from self._peers(self.reach.peers.figures)
         yield from self._carrier(self.reach.carrier.figures)
 
-    def _lending(self, own: LeaseFigures) -> Iterator[Metric]:
-        yield self._gauge("leases", "Prompts in prefill or held for other servers.", own.held)
+    def _lending(self, figures: LeaseFigures) -> Iterator[Metric]:
+        yield self._gauge("leases", "Prompts in prefill or held for other servers.", figures.held)
         yield self._gauge(
             "leased_bytes",
             "Bytes of the arena for these; a small prompt counts as 1/1024 of the limit.",
-            own.held_bytes,
+            figures.held_bytes,
         )
-        yield self._gauge("rooms_waiting", "Requests waiting for rooms.", own.rooms_waiting)
-        yield self._counter("lent", "Prompts to prefill for other servers.", own.lent)
-        ended: dict[str, int] = {
-            "read": own.closed_intact,
-            "not_intact": own.closed_not_intact,
-            "not_wanted": own.closed_unread,
-            **plain(own.ended),
+        yield self._gauge("rooms_waiting", "Requests waiting for rooms.", figures.rooms_waiting)
+        yield self._counter("lent", "Prompts to prefill for other servers.", figures.lent)
+        outcomes: dict[str, int] = {
+            "read": figures.closed_intact,
+            "not_intact": figures.closed_not_intact,
+            "not_wanted": figures.closed_unread,
+            **plain(figures.ended),
         }
-        says = "Ended leases, by outcome."
-        yield self._counter("leases_ended", says, ended, "how")
-        yield self._counter("refused", "Refused requests of the side channel.", plain(own.refused), "reason")
+        description = "Ended leases, by outcome."
+        yield self._counter("leases_ended", description, outcomes, "how")
+        yield self._counter(
+            "refused", "Refused requests of the side channel.", plain(figures.refused), "reason"
+        )
 
-    def _fetching(self, own: FetchFigures, unasked: Mapping[str, int]) -> Iterator[Metric]:
-        says = "Prompts to fetch, by outcome; those not fetched are prefilled here."
-        yield self._counter("fetches", says, plain(own.outcomes) | plain(unasked), "outcome")
-        yield self._gauge("fetching", "Fetches in flight.", own.under_way)
-        yield self._counter("fetched_tokens", "Fetched prompt tokens.", own.tokens)
-        yield self._counter("fetched_bytes", "Bytes that these had.", own.num_bytes)
-        yield self._counter("fetch_seconds", "Seconds of fetches; they overlap.", own.seconds)
+    def _fetching(self, figures: FetchFigures, skipped: Mapping[str, int]) -> Iterator[Metric]:
+        description = "Prompts to fetch, by outcome; those not fetched are prefilled here."
+        yield self._counter("fetches", description, plain(figures.outcomes) | plain(skipped), "outcome")
+        yield self._gauge("fetching", "Fetches in flight.", figures.under_way)
+        yield self._counter("fetched_tokens", "Fetched prompt tokens.", figures.tokens)
+        yield self._counter("fetched_bytes", "Bytes that these had.", figures.num_bytes)
+        yield self._counter("fetch_seconds", "Seconds of fetches; they overlap.", figures.seconds)
 
-    def _peers(self, own: PeersFigures) -> Iterator[Metric]:
-        known: Mapping[str, int] = {"up": own.up, "refused": own.refused_peers}
-        says = "Servers to fetch from, and those with another model or version."
-        yield self._gauge("peers", says, known, "state")
-        yield self._gauge("holds", "Prompts held elsewhere for requests here.", own.held)
-        yield self._counter("handshakes", "Handshakes with other servers.", own.handshakes)
-        yield self._counter("beats", "Beats that keep leases alive.", own.beats)
-        yield self._counter("failures", "Calls of other servers that failed.", plain(own.failures), "reason")
+    def _peers(self, figures: PeersFigures) -> Iterator[Metric]:
+        counts: Mapping[str, int] = {"up": figures.up, "refused": figures.refused_peers}
+        description = "Servers to fetch from, and those with another model or version."
+        yield self._gauge("peers", description, counts, "state")
+        yield self._gauge("holds", "Prompts held elsewhere for requests here.", figures.held)
+        yield self._counter("handshakes", "Handshakes with other servers.", figures.handshakes)
+        yield self._counter("beats", "Beats that keep leases alive.", figures.beats)
+        yield self._counter(
+            "failures", "Calls of other servers that failed.", plain(figures.failures), "reason"
+        )
 
-    def _carrier(self, own: CarrierFigures) -> Iterator[Metric]:
-        yield self._counter("reads", "Completed memory transfers.", own.reads)
-        yield self._counter("read_bytes", "Bytes that they had.", own.bytes)
-        yield self._counter("read_seconds", "Seconds of transfers; they overlap.", own.seconds)
-        yield self._counter("reads_lost", "Failed or abandoned transfers.", own.lost)
-        yield self._gauge("quarantined", "Lost transfers whose bytes may still arrive.", own.quarantined)
-        yield self._gauge("quarantined_bytes", "Bytes quarantined for these.", own.quarantined_bytes)
-        yield self._counter("agents_renewed", "Quarantines ended by a new agent.", own.agents)
+    def _carrier(self, figures: CarrierFigures) -> Iterator[Metric]:
+        yield self._counter("reads", "Completed memory transfers.", figures.reads)
+        yield self._counter("read_bytes", "Bytes that they had.", figures.bytes)
+        yield self._counter("read_seconds", "Seconds of transfers; they overlap.", figures.seconds)
+        yield self._counter("reads_lost", "Failed or abandoned transfers.", figures.lost)
+        yield self._gauge("quarantined", "Lost transfers whose bytes may still arrive.", figures.quarantined)
+        yield self._gauge("quarantined_bytes", "Bytes quarantined for these.", figures.quarantined_bytes)
+        yield self._counter("agents_renewed", "Quarantines ended by a new agent.", figures.agents)
 
-    def _gauge(self, name: str, says: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-        return self._filled(GaugeMetricFamily(*self._head(name, says, label)), value)
+    def _gauge(
+        self, name: str, description: str, value: float | Mapping[str, float], label: str = ""
+    ) -> Metric:
+        return self._filled(GaugeMetricFamily(*self._head(name, description, label)), value)
 
-    def _counter(self, name: str, says: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-        return self._filled(CounterMetricFamily(*self._head(name, says, label)), value)
+    def _counter(
+        self, name: str, description: str, value: float | Mapping[str, float], label: str = ""
+    ) -> Metric:
+        return self._filled(CounterMetricFamily(*self._head(name, description, label)), value)
 
-    def _head(self, name: str, says: str, label: str) -> tuple[str, str, None, list[str]]:
-        return f"specdec:reach_{name}", says, None, [*self.labels, *([label] if label else [])]
+    def _head(self, name: str, description: str, label: str) -> tuple[str, str, None, list[str]]:
+        return f"specdec:reach_{name}", description, None, [*self.labels, *([label] if label else [])]
 
     def _filled(
         self, family: CounterMetricFamily | GaugeMetricFamily, value: float | Mapping[str, float]
     ) -> Metric:
         values = self.labels.values()
         if isinstance(value, Mapping):
-            for key, own in dict(value).items():
-                family.add_metric([*values, key], float(own))
+            for key, number in dict(value).items():
+                family.add_metric([*values, key], float(number))
         else:
             family.add_metric(list(values), float(value))
         return family

@@ -27,12 +27,12 @@ class PromptLoan:
 
     def __init__(
         self,
-        book: LeaseTable,
+        leases: LeaseTable,
         prepared: PreparedPrompt,
         lease: TransferLease | None = None,
         loan: PrefixLoan | None = None,
     ) -> None:
-        self._book, self._prepared, self._loan = book, prepared, loan
+        self._book, self._prepared, self._loan = leases, prepared, loan
         self.lease = lease
 
     async def read(self) -> RequestStats:
@@ -56,7 +56,7 @@ class Lender:
         self,
         secret: Secret,
         transfers: Transfers,
-        book: LeaseTable,
+        leases: LeaseTable,
         host: str,
         port: int,
         *,
@@ -68,7 +68,7 @@ class Lender:
         self._host, self._port, self._most_bytes, self._share = host, port, most_bytes, share
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by caller, held by its request that waits for memory; its later requests queue."""
-        self.book = book
+        self.book = leases
 
     async def lend(self, prepared: Sequence[PreparedPrompt], rooms: Sequence[int] | None) -> list[PromptLoan]:
         """Prefill prompts for another server, which finds them by rooms or `transfer_params`.
@@ -78,7 +78,7 @@ class Lender:
         readers would leave too. Requests of one caller queue behind each other, not before those of others.
         """
         caller = prepared[0].terms.tenant.caller
-        turn = self._turns.setdefault(caller, asyncio.Lock())
+        lock = self._turns.setdefault(caller, asyncio.Lock())
         needed = sum(map(self._bytes_of, prepared))
         if needed > (most_bytes := self._most_of(caller)):
             raise Failure(
@@ -89,24 +89,24 @@ class Lender:
                 code="capacity",
             )
         with self.book.rooms.expecting(rooms or ()):
-            async with turn:
+            async with lock:
                 while not (self._has_room(needed, caller) or self._are_left(rooms)):
                     await asyncio.sleep(POLL_S)
             if rooms and self._are_left(rooms):
                 self.refuse(rooms)
-                return [PromptLoan(self.book, own) for own in prepared]
+                return [PromptLoan(self.book, prompt) for prompt in prepared]
         return self._begin(prepared, rooms)
 
     async def lend_cached(self, prepared: Sequence[PreparedPrompt]) -> list[PromptLoan]:
         """Lend the cached prefixes that are worth fetching, without prefill or waiting."""
-        cached = [asyncio.wrap_future(self._transfers.cached(own)) for own in prepared]
+        cached = [asyncio.wrap_future(self._transfers.cached(prompt)) for prompt in prepared]
         lengths = [length if length >= WORTH_FETCHING else 0 for length in await asyncio.gather(*cached)]
-        known = [_begun(own, length) for own, length in zip(prepared, lengths, strict=True)]
-        is_awaited = any(turn.locked() for turn in self._turns.values())
+        cached_prompts = [_begun(prompt, length) for prompt, length in zip(prepared, lengths, strict=True)]
+        is_awaited = any(lock.locked() for lock in self._turns.values())
         caller = prepared[0].terms.tenant.caller
-        if is_awaited or not self._has_room(sum(map(self._bytes_of, known)), caller):
-            known = [_begun(own, 0) for own in prepared]
-        return self._begin(known)
+        if is_awaited or not self._has_room(sum(map(self._bytes_of, cached_prompts)), caller):
+            cached_prompts = [_begun(prompt, 0) for prompt in prepared]
+        return self._begin(cached_prompts)
 
     def _bytes_of(self, prepared: PreparedPrompt) -> int:
         return self.book.charge(self._transfers.arena.layout.sequence_bytes(len(prepared.ids) - 1))
@@ -129,11 +129,11 @@ class Lender:
         places: Sequence[int | None] = rooms or [None] * len(prepared)
         loaned: list[PromptLoan] = []
         try:
-            for own, room in zip(prepared, places, strict=True):
-                loaned.append(self._lend(own, room))
+            for prompt, room in zip(prepared, places, strict=True):
+                loaned.append(self._lend(prompt, room))
         except BaseException:
-            for begun in loaned:
-                begun.give_up()
+            for loan in loaned:
+                loan.give_up()
             raise
         return loaned
 
@@ -144,8 +144,8 @@ class Lender:
             return PromptLoan(self.book, prepared)
         loans: list[PrefixLoan] = []
 
-        def submit(changed: Callable[[LentPrefix], None]) -> PrefixLoan:
-            loans.append(self._transfers.lend(prepared, changed))
+        def submit(on_change: Callable[[LentPrefix], None]) -> PrefixLoan:
+            loans.append(self._transfers.lend(prepared, on_change))
             return loans[0]
 
         caller, num_bytes = prepared.terms.tenant.caller, self._bytes_of(prepared)
@@ -155,22 +155,22 @@ class Lender:
 
     def transfer_params(self, loaned: Sequence[PromptLoan]) -> dict[str, Any]:
         """Return `kv_transfer_params` for the router, signed by this server."""
-        held = [own.lease for own in loaned if own.lease]
+        leases = [loan.lease for loan in loaned if loan.lease]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.book.engine,
-            "remote_request_id": held[0].id if held else None,
+            "remote_request_id": leases[0].id if leases else None,
             "remote_host": self._host,
             "remote_port": self._port,
             "remote_block_ids": [],
             "tp_size": 1,
-            "remote_num_tokens": held[0].prompt.length if held else 0,
+            "remote_num_tokens": leases[0].prompt.length if leases else 0,
             "transfer_mode": "pull",
             "specdec": {
                 "v": VERSION,
-                "leases": [own.lease and self._signed(own.lease) for own in loaned],
-                "expires_in": min(map(self.book.expires_in, held), default=0.0),
+                "leases": [loan.lease and self._signed(loan.lease) for loan in loaned],
+                "expires_in": min(map(self.book.expires_in, leases), default=0.0),
             },
         }
 
@@ -185,13 +185,13 @@ class Lender:
                 self.book.rooms.fail(room)
 
     @contextlib.contextmanager
-    def notifying_readers(self, asked: Asked | None) -> Iterator[None]:
+    def notifying_readers(self, transfer: Asked | None) -> Iterator[None]:
         """If the context raises, notify readers waiting for the request's rooms."""
         try:
             yield
         except BaseException:
-            if isinstance(asked, LendFields):
-                self.refuse(asked.rooms or ())
+            if isinstance(transfer, LendFields):
+                self.refuse(transfer.rooms or ())
             raise
 
 

@@ -29,12 +29,12 @@ class Lending:
         self,
         lender: Lender,
         prepared: Sequence[PreparedPrompt],
-        asked: LendFields,
-        until: RequestDeadline,
+        fields: LendFields,
+        deadline: RequestDeadline,
         writer: Chunks,
     ) -> None:
-        self._lender, self._prepared, self._asked = lender, prepared, asked
-        self._until, self._writer = until, writer
+        self._lender, self._prepared, self._asked = lender, prepared, fields
+        self._until, self._writer = deadline, writer
         self._loaned: list[PromptLoan] = []
         self.is_over = False
 
@@ -72,7 +72,7 @@ class Lending:
         """Keep the first leases of a long list alive while the last ones are prefilled."""
         while self._asked.rooms is None:
             await asyncio.sleep(BEAT_S)
-            self._lender.book.restart_timeouts(own.lease for own in self._loaned if own.lease)
+            self._lender.book.restart_timeouts(loan.lease for loan in self._loaned if loan.lease)
 
     async def _lend(self) -> list[PromptLoan]:
         if self._asked.cached_only:

@@ -68,18 +68,18 @@ class Reach:
     def fetched(self) -> FetchFigures:
         return self._fetcher.figures
 
-    async def fetch(self, prepared: Sequence[PreparedPrompt], asked: Asked) -> None:
+    async def fetch(self, prepared: Sequence[PreparedPrompt], fields: Asked) -> None:
         """Fetch prefixes from another server; what cannot be fetched is prefilled, or an error per settings.
 
         A server that lends always prefills: that is the request.
         """
-        fetch = asked.fetch if isinstance(asked, LendFields) else asked
+        fetch = fields.fetch if isinstance(fields, LendFields) else fields
         if fetch is None:
             return
         references = references_of(fetch, len(prepared))
-        found = await asyncio.gather(*map(self._fetch, prepared, references))
-        lost = [why for why in found if why not in UNLOST]
-        if lost and fetch is asked and self._config.reach_on_failure == "fail":
+        outcomes = await asyncio.gather(*map(self._fetch, prepared, references))
+        lost = [outcome for outcome in outcomes if outcome not in UNLOST]
+        if lost and fetch is fields and self._config.reach_on_failure == "fail":
             raise Failure(
                 503,
                 f"The prompt could not be fetched from the prefill instance ({lost[0]}).",
@@ -99,9 +99,9 @@ class Reach:
             declining = asyncio.create_task(self._fetcher.decline(ids, tenant, reference))
             self._declining.add(declining)
             declining.add_done_callback(self._declining.discard)
-        why = "scored" if is_scored else "no_lease"
-        self.unasked[why] += 1
-        return why
+        outcome = "scored" if is_scored else "no_lease"
+        self.unasked[outcome] += 1
+        return outcome
 
     async def stop(self) -> None:
         """Cancel declines; leases held for this server expire."""
@@ -117,7 +117,7 @@ class Reach:
 
 @contextlib.asynccontextmanager
 async def opened(
-    part: ServerRole, engine: SpecEngine, folder: Path, config: ServerConfig, share: Callable[[str], float]
+    role: ServerRole, engine: SpecEngine, folder: Path, config: ServerConfig, share: Callable[[str], float]
 ) -> AsyncIterator[Reach]:
     """Register the arena and serve the side channel within the context.
 
@@ -126,8 +126,8 @@ async def opened(
     transfers, settings = engine.transfers, engine.model.settings
     facts = await run_in_thread(lambda: facts_of(folder, engine.model.network.spec, settings), "facts")
     name = new_id()
-    most_bytes = int(settings.memory_bytes * LENT_SHARE[part.role])
-    book = LeaseTable(
+    most_bytes = int(settings.memory_bytes * LENT_SHARE[role.role])
+    leases = LeaseTable(
         name,
         block_tokens=settings.layout.block_tokens,
         most_bytes=most_bytes,
@@ -137,43 +137,44 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
         carrier = await run_in_thread(lambda: Nixl(transfers.arena), "carrier")
         stack.push_async_callback(run_in_thread, carrier.close, "carrier")
-        meeting = ArenaHandshake(name, facts, transfers.arena, carrier)
+        handshake = ArenaHandshake(name, facts, transfers.arena, carrier)
         peers = Peers(
-            part.secret,
-            part.allowed,
-            fingerprint=meeting.fingerprint,
-            facts=meeting.facts,
-            attach=meeting.attach,
+            role.secret,
+            role.allowed,
+            fingerprint=handshake.fingerprint,
+            facts=handshake.facts,
+            attach=handshake.attach,
             detach=carrier.detach,
         )
         stack.push_async_callback(peers.stop)
-        kept = CachedPrefixLog(CachedPrefixHashes(transfers).now, epoch=name)
-        channel = Channel(book, channel_app(book, part.secret, agents=meeting.agents, kept=kept))
+        prefix_log = CachedPrefixLog(CachedPrefixHashes(transfers).now, epoch=name)
+        channel = Channel(leases, channel_app(leases, role.secret, agents=handshake.agents, kept=prefix_log))
         stack.push_async_callback(channel.stop)
         host, port = config.reach_host, (await channel.start(config.reach_host, config.reach_port)).port
-        logger.info("role %s: other servers reach this one at %s port %d", part.role, host, port)
-        lender = Lender(part.secret, transfers, book, host, port, most_bytes=most_bytes, share=share)
+        logger.info("role %s: other servers reach this one at %s port %d", role.role, host, port)
+        lender = Lender(role.secret, transfers, leases, host, port, most_bytes=most_bytes, share=share)
         limit_s, check = config.request_timeout, config.reach_check
         fetcher = Fetcher(transfers, carrier, peers, limit_s=limit_s, check=check)
-        reach = Reach(part.role, engine, lender, peers, fetcher, carrier, config, port)
+        reach = Reach(role.role, engine, lender, peers, fetcher, carrier, config, port)
         stack.push_async_callback(reach.stop)
         yield reach
 
 
-def references_of(asked: FetchFields, prompts: int) -> list[Reference | None]:
+def references_of(fields: FetchFields, prompts: int) -> list[Reference | None]:
     """Return each prompt's reference; None if the request's fields do not suffice."""
-    if asked.params is None:
+    if fields.params is None:
         return [
-            RoomReference(own.host, own.port, own.room) if own.host and own.port else None
-            for own in asked.rooms
+            RoomReference(peer.host, peer.port, peer.room) if peer.host and peer.port else None
+            for peer in fields.rooms
         ]
-    params, signed = asked.params, asked.params.specdec
+    params, signed = fields.params, fields.params.specdec
     host, port, engine = params.remote_host, params.remote_port, params.remote_engine_id
     leases = signed.leases if signed and signed.v == VERSION else None
     if leases is None or len(leases) != prompts or not (host and port and engine):
         return [None] * prompts
     return [
-        LeaseReference(host, port, engine, own.lease, own.mac, own.tokens) if own else None for own in leases
+        LeaseReference(host, port, engine, peer.lease, peer.mac, peer.tokens) if peer else None
+        for peer in leases
     ]
 
 

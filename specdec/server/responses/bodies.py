@@ -146,19 +146,19 @@ class ResponseBody(Dialect):
         """Return request fields repeated by the response, as given."""
         return self.model_dump(exclude_unset=True, mode="json", by_alias=True, include=REPEATED)
 
-    def chat(self, before: Sequence[Item], toolbox: Toolbox) -> ChatBody:
+    def chat(self, history: Sequence[Item], toolbox: Toolbox) -> ChatBody:
         """Return the equivalent chat, after the stored conversation."""
-        own: dict[str, Any] = {"max_tokens": self.max_output_tokens}
-        own |= {name: getattr(self, name) for name in BUDGETS}
+        fields: dict[str, Any] = {"max_tokens": self.max_output_tokens}
+        fields |= {name: getattr(self, name) for name in BUDGETS}
         if self.text and self.text.format:
-            own["response_format"] = self.text.format.response_format
+            fields["response_format"] = self.text.format.response_format
         if toolbox.tools:
-            own["tools"] = toolbox.tools
-        own["tool_choice"] = toolbox.choice(self.tool_choice)
-        own["parallel_tool_calls"] = self.parallel_tool_calls
+            fields["tools"] = toolbox.tools
+        fields["tool_choice"] = toolbox.choice(self.tool_choice)
+        fields["parallel_tool_calls"] = self.parallel_tool_calls
         if self.reasoning:
-            own["reasoning_effort"] = self.reasoning.effort
-        messages = as_messages(self.instructions, [*before, *self.items], first=-len(before))
+            fields["reasoning_effort"] = self.reasoning.effort
+        messages = as_messages(self.instructions, [*history, *self.items], first=-len(history))
         if messages:  # the conversation's next request starts with all of this one
             messages[-1].cache_control = CacheBreakpoint(type="ephemeral")
-        return self.as_chat(messages, **own)
+        return self.as_chat(messages, **fields)

@@ -27,13 +27,13 @@ ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 async def respond(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer /v1/responses."""
-    until = RequestDeadline(state.config.request_timeout)
-    body = await state.read(request, until, ResponseBody.read)
+    deadline = RequestDeadline(state.config.request_timeout)
+    body = await state.read(request, deadline, ResponseBody.read)
     served = state.named(body.model)
     caller, responses = request["caller"], state.responses
     body.store = body.store and responses.most > 0
     history = responses.history(caller, body.previous_response_id)
-    if sum(own.num_items for own in history) + len(body.items) > MOST_PARTS:
+    if sum(response.num_items for response in history) + len(body.items) > MOST_PARTS:
         raise Failure(
             400,
             f"previous_response_id: the conversation has more than {MOST_PARTS:,} items; start a new one.",
@@ -42,18 +42,18 @@ async def respond(request: web.Request, state: ServerState) -> web.StreamRespons
 
     def convert() -> tuple[Toolbox, ChatBody, list[Any]]:
         toolbox = Toolbox(body.tools or ())
-        asked = body.chat(_items(history), toolbox)
-        return toolbox, asked, ITEMS.dump_python(body.items) if body.store else []
+        chat = body.chat(_items(history), toolbox)
+        return toolbox, chat, ITEMS.dump_python(body.items) if body.store else []
 
     with naming(body.names):
-        kept_bytes = sum(own.size for own in history)
-        toolbox, asked, given = await state.run_by_size(request, until, convert, kept_bytes)
+        kept_bytes = sum(response.size for response in history)
+        toolbox, chat, new_items = await state.run_by_size(request, deadline, convert, kept_bytes)
 
     def keep(response: dict[str, Any]) -> None:
         if body.store:
-            own = [*given, *ITEMS.dump_python(ITEMS.validate_python(response["output"]))]
-            items, whole = (json.dumps(each).encode() for each in (own, response))
-            stored = StoredResponse(items, whole, body.previous_response_id, len(own))
+            all_items = [*new_items, *ITEMS.dump_python(ITEMS.validate_python(response["output"]))]
+            items, response_json = (json.dumps(value).encode() for value in (all_items, response))
+            stored = StoredResponse(items, response_json, body.previous_response_id, len(all_items))
             responses.put(caller, response["id"], stored)
 
     def write(expected: ExpectedContent, prepared: Sequence[PreparedPrompt]) -> ResponseWriter:
@@ -61,7 +61,7 @@ async def respond(request: web.Request, state: ServerState) -> web.StreamRespons
         return ResponseWriter(expected, Usage.of(prepared), body, toolbox, model, keep)
 
     ignored = [*toolbox.left_out, *body.ignored]
-    return await answer_chat(request, state, served, asked, until, write, ignored=ignored, names=body.names)
+    return await answer_chat(request, state, served, chat, deadline, write, ignored=ignored, names=body.names)
 
 
 def _items(history: Sequence[StoredResponse]) -> list[Item]:

@@ -99,9 +99,9 @@ class AssistantTurn:
 
     @property
     def message(self) -> ChatMessage:
-        own: dict[str, Any] = {"role": "assistant", "content": self.text or ""}
-        own |= {"reasoning_content": self.reasoning} if self.reasoning else {}
-        return ChatMessage(**own, **({"tool_calls": self.calls} if self.calls else {}))
+        fields: dict[str, Any] = {"role": "assistant", "content": self.text or ""}
+        fields |= {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return ChatMessage(**fields, **({"tool_calls": self.calls} if self.calls else {}))
 
 
 def as_messages(instructions: str | None, items: Iterable[Item], *, first: int = 0) -> list[ChatMessage]:

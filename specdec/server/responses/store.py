@@ -74,8 +74,8 @@ class ResponseStore:
             self._expire()
             while self.count > self.most or self.size > self.most_bytes:
                 by_count = self.count > self.most
-                most = max(self._shelves, key=lambda own: self._weight(own, by_count=by_count))
-                self._drop(most, next(iter(self._shelves[most].entries)))
+                largest = max(self._shelves, key=lambda key: self._weight(key, by_count=by_count))
+                self._drop(largest, next(iter(self._shelves[largest].entries)))
 
     def get(self, caller: str, name: str) -> StoredResponse:
         """Return a caller's response; raise if unknown, which includes those of others."""
@@ -88,10 +88,10 @@ class ResponseStore:
         self._expire()
         shelf = self._shelves.get(caller)
         if shelf is None or name not in shelf.entries:
-            why = "it may have been evicted" if self.most else "none are stored here"
+            reason = "it may have been evicted" if self.most else "none are stored here"
             raise Failure(
                 404,
-                f"{param or 'response'}: no response {name!r:.80} is stored for this key; {why}. Send the "
+                f"{param or 'response'}: no response {name!r:.80} is stored for this key; {reason}. Send the "
                 "conversation as input instead.",
                 param=param,
                 code="previous_response_not_found" if param else "not_found",
@@ -100,14 +100,14 @@ class ResponseStore:
 
     def history(self, caller: str, name: str | None) -> list[StoredResponse]:
         """Return the chain of responses that ends with this one, the first one first."""
-        found, last = list[StoredResponse](), name
+        history, last = list[StoredResponse](), name
         with self._lock:
             while name is not None:
-                found.append(self._find(caller, name, "previous_response_id"))
-                name = found[-1].previous
-            if found:
+                history.append(self._find(caller, name, "previous_response_id"))
+                name = history[-1].previous
+            if history:
                 self._use(self._shelves[caller], last)
-        return found[::-1]
+        return history[::-1]
 
     def delete(self, caller: str, name: str) -> None:
         with self._lock:

@@ -104,16 +104,16 @@ class ClientTool(NamedTuple):
 class Toolbox:
     """A request's tools in the chat API's format, and how to report calls of each."""
 
-    def __init__(self, given: Iterable[AnyTool]) -> None:
+    def __init__(self, tools: Iterable[AnyTool]) -> None:
         self.tools: list[Tool] = []
         self.known: dict[str, ClientTool] = {}
         """By the model's name."""
         self.left_out: dict[str, None] = {}
         """Unsupported tool types, each once."""
-        for tool in given:
+        for tool in tools:
             if isinstance(tool, ToolNamespace):
-                for own in tool.tools:
-                    self._add(own, tool.name)
+                for nested in tool.tools:
+                    self._add(nested, tool.name)
             else:
                 self._add(tool, None)
 
@@ -123,11 +123,13 @@ class Toolbox:
             return
         name = flat_name(tool.name, namespace)
         self.known[name] = ClientTool(tool.name, namespace, isinstance(tool, CustomTool))
-        own = tool.model_dump(exclude_unset=True, exclude={"type"})
+        fields = tool.model_dump(exclude_unset=True, exclude={"type"})
         if isinstance(tool, CustomTool):
-            own = {name: own[name] for name in ("name", "description") if name in own} | {"parameters": INPUT}
+            fields = {name: fields[name] for name in ("name", "description") if name in fields} | {
+                "parameters": INPUT
+            }
         try:
-            function = Function(**own | {"name": name})
+            function = Function(**fields | {"name": name})
         except ValidationError as error:  # the combined name may be too long
             raise Failure(
                 400, f"tools: {namespace!r:.80}: {validation_failure(error)}", param="tools"
@@ -138,20 +140,20 @@ class Toolbox:
         """Return the tool of a call; the model may call unknown ones."""
         return self.known.get(name) or ClientTool(name, None, False)
 
-    def choice(self, given: str | ChosenTool | None) -> Choice | None:
+    def choice(self, choice: str | ChosenTool | None) -> Choice | None:
         """Return the tool choice in the chat API's format."""
-        if not isinstance(given, ChosenTool):
-            return given  # type: ignore[return-value]
-        if given.type == "allowed_tools":
-            served = [named for own in given.tools if (named := own.named)]
+        if not isinstance(choice, ChosenTool):
+            return choice  # type: ignore[return-value]
+        if choice.type == "allowed_tools":
+            served = [name for entry in choice.tools if (name := entry.named)]
             return AllowedToolChoice(
-                type=given.type, allowed_tools=AllowedTools(mode=given.mode, tools=served)
+                type=choice.type, allowed_tools=AllowedTools(mode=choice.mode, tools=served)
             )
-        if named := given.named:
-            return named
+        if name := choice.named:
+            return name
         raise Failure(
             400,
-            f"tool_choice: {given.type!r:.40} is not supported; give auto, none, required, "
+            f"tool_choice: {choice.type!r:.40} is not supported; give auto, none, required, "
             '{"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}.',
             param="tool_choice",
         )

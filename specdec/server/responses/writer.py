@@ -53,8 +53,8 @@ class ResponseWriter(BlockWriter):
     def failed(self, failure: Failure) -> list[Json]:
         message = str(failure)
         error = {"code": CODES.get(failure.status, "server_error"), "message": message}
-        told = self._event("error", code=failure.code, message=message, param=failure.param)
-        return [told, self._event("response.failed", response=self._response("failed", error=error))]
+        event = self._event("error", code=failure.code, message=message, param=failure.param)
+        return [event, self._event("response.failed", response=self._response("failed", error=error))]
 
     def opened(self, block: AnswerBlock) -> list[Json]:
         item = self._item(block, "in_progress")
@@ -81,20 +81,20 @@ class ResponseWriter(BlockWriter):
         return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
 
     def _item(self, block: AnswerBlock, status: str, text: str = "") -> Json:
-        own: Json = {"id": self._id(block), "status": status}
+        fields: Json = {"id": self._id(block), "status": status}
         if block.kind == "text":
             content = [self._part(block, text)] if status != "in_progress" else []
-            return own | {"type": "message", "role": "assistant", "content": content}
+            return fields | {"type": "message", "role": "assistant", "content": content}
         if block.kind == "thinking":
             parts = [self._part(block, text)] if status != "in_progress" else []
-            thought = {"summary": parts} if self._as_summary else {"summary": [], "content": parts}
-            return own | {"type": "reasoning", **thought, "encrypted_content": None}
+            reasoning = {"summary": parts} if self._as_summary else {"summary": [], "content": parts}
+            return fields | {"type": "reasoning", **reasoning, "encrypted_content": None}
         tool = self._toolbox.called(block.name)
-        own |= {"call_id": f"call_{block.key}", "name": tool.name}
-        own |= {"namespace": tool.namespace} if tool.namespace else {}
+        fields |= {"call_id": f"call_{block.key}", "name": tool.name}
+        fields |= {"namespace": tool.namespace} if tool.namespace else {}
         if tool.is_custom:
-            return own | {"type": "custom_tool_call", "input": _input(text)}
-        return own | {"type": "function_call", "arguments": text}
+            return fields | {"type": "custom_tool_call", "input": _input(text)}
+        return fields | {"type": "function_call", "arguments": text}
 
     def _id(self, block: AnswerBlock) -> str:
         if block.kind == "call":
@@ -106,30 +106,30 @@ class ResponseWriter(BlockWriter):
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {"type": "summary_text" if self._as_summary else "reasoning_text", "text": text}
 
-    def _of_part(self, block: AnswerBlock, what: str, text: str) -> Json:
+    def _of_part(self, block: AnswerBlock, stage: str, text: str) -> Json:
         """Return the event of an item's part: one per item, none for a call."""
         is_summary = block.kind == "thinking" and self._as_summary
         name = "reasoning_summary_part" if is_summary else "content_part"
-        return self._of(block, f"response.{name}.{what}", part=self._part(block, text))
+        return self._of(block, f"response.{name}.{stage}", part=self._part(block, text))
 
-    def _of_text(self, block: AnswerBlock, what: str, **own: Any) -> Json:
+    def _of_text(self, block: AnswerBlock, stage: str, **fields: Any) -> Json:
         """Return the event of a text in an item."""
         if block.kind == "call":
             is_custom = self._toolbox.called(block.name).is_custom
             name = "custom_tool_call_input" if is_custom else "function_call_arguments"
         elif block.kind == "text":
-            name, own = "output_text", own | {"logprobs": []}
+            name, fields = "output_text", fields | {"logprobs": []}
         else:
             name = "reasoning_summary_text" if self._as_summary else "reasoning_text"
-        return self._of(block, f"response.{name}.{what}", **own)
+        return self._of(block, f"response.{name}.{stage}", **fields)
 
-    def _of(self, block: AnswerBlock, kind: str, **own: Any) -> Json:
+    def _of(self, block: AnswerBlock, kind: str, **fields: Any) -> Json:
         index = {"summary_index" if "summary" in kind else "content_index": 0}
-        where = {"item_id": self._id(block), "output_index": block.index}
-        return self._event(kind, **where, **({} if block.kind == "call" else index), **own)
+        location = {"item_id": self._id(block), "output_index": block.index}
+        return self._event(kind, **location, **({} if block.kind == "call" else index), **fields)
 
-    def _event(self, kind: str, **own: Any) -> Json:
-        event = {"type": kind, "sequence_number": self._number, **own}
+    def _event(self, kind: str, **fields: Any) -> Json:
+        event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
 
@@ -141,14 +141,14 @@ class ResponseWriter(BlockWriter):
         """Return the whole response, and store it."""
         assert self.delta and self.delta.finish_reason
         status, reason = ENDS[self.delta.finish_reason]
-        own: Json = {"incomplete_details": {"reason": reason}} if reason else {}
-        own |= {"usage": _usage(self.usage), "completed_at": None if reason else int(time.time())}
-        response = self._response(status, **own)
+        fields: Json = {"incomplete_details": {"reason": reason}} if reason else {}
+        fields |= {"usage": _usage(self.usage), "completed_at": None if reason else int(time.time())}
+        response = self._response(status, **fields)
         self._keep(response)
         return response
 
-    def _response(self, status: str, **own: Any) -> Json:
-        return {**self._head, "status": status, "output": list(self._output), **own}
+    def _response(self, status: str, **fields: Any) -> Json:
+        return {**self._head, "status": status, "output": list(self._output), **fields}
 
 
 ENDS = {"stop": ("completed", None), "length": ("incomplete", "max_output_tokens")}
@@ -159,7 +159,7 @@ CODES = {400: "invalid_prompt", 404: "invalid_prompt", 429: "rate_limit_exceeded
 
 def _head(body: ResponseBody, model: str) -> Json:
     """Return the response fields known from the request."""
-    given = body.repeated
+    fields = body.repeated
     effort, summary = (getattr(body.reasoning, name, None) for name in ("effort", "summary"))
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -180,9 +180,9 @@ def _head(body: ResponseBody, model: str) -> Json:
         "reasoning": {"effort": effort, "summary": summary},
         "store": body.store,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": {"type": "text"}, **(given.get("text") or {})},
-        "tool_choice": given.get("tool_choice", "auto"),
-        "tools": given.get("tools", []),
+        "text": {"format": {"type": "text"}, **(fields.get("text") or {})},
+        "tool_choice": fields.get("tool_choice", "auto"),
+        "tools": fields.get("tools", []),
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -190,24 +190,24 @@ def _head(body: ResponseBody, model: str) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
-    own = usage.as_json()
-    cached = own["prompt_tokens_details"]["cached_tokens"]
+    counts = usage.as_json()
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": own["prompt_tokens"],
+        "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": own["completion_tokens"],
+        "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {
-            "reasoning_tokens": own["completion_tokens_details"]["reasoning_tokens"],
+            "reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"],
         },
-        "total_tokens": own["total_tokens"],
+        "total_tokens": counts["total_tokens"],
     }
 
 
 def _input(arguments: str) -> str:
     """Return a custom tool's input; arguments without a valid input are returned as they are."""
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    text = found.get("input") if isinstance(found, dict) else None
+    text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

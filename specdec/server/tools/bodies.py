@@ -76,13 +76,13 @@ class ToolCall(BaseModel):
     @property
     def plain(self) -> dict[str, Any]:
         """Return it in the template's format, with arguments as an object where possible."""
-        own = self.model_dump(exclude_unset=True)
+        fields = self.model_dump(exclude_unset=True)
         arguments = self.function.arguments
         if isinstance(arguments, str):
             try:
-                found = json.loads(arguments or "{}") if len(arguments) <= LONGEST_READ else None
+                value = json.loads(arguments or "{}") if len(arguments) <= LONGEST_READ else None
             except (ValueError, RecursionError):
-                found = None
-            arguments = found if isinstance(found, dict) else arguments
-        own["function"]["arguments"] = {} if arguments is None else arguments
-        return own
+                value = None
+            arguments = value if isinstance(value, dict) else arguments
+        fields["function"]["arguments"] = {} if arguments is None else arguments
+        return fields

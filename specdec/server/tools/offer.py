@@ -52,8 +52,8 @@ class ToolOffer:
     @property
     def calls(self) -> ToolCallReader:
         """Return the calls an answer may contain."""
-        own = (tool.function for tool in self.tools)
-        return ToolCallReader(self.form, {function.name: function.parameters or {} for function in own})
+        functions = (tool.function for tool in self.tools)
+        return ToolCallReader(self.form, {function.name: function.parameters or {} for function in functions})
 
 
 def untold(tools: list[Tool] | None, choice: Choice | None, *, told: bool) -> list[str]:
@@ -99,9 +99,9 @@ def make_offer(
 
 def _named(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
     """Return the tools of these names in their own order; raise for an unknown name."""
-    known = {tool.function.name for tool in tools}
+    declared = {tool.function.name for tool in tools}
     for name in names:
-        if name not in known:
+        if name not in declared:
             raise Failure(400, f"tool_choice: none of the tools is named {name!r:.80}.", param="tool_choice")
     wanted = {*names}
     return [tool for tool in tools if tool.function.name in wanted]
@@ -114,10 +114,10 @@ FRAME = 130
 def _check_names(tools: Sequence[Tool]) -> None:
     """Raise for tools with equal names, whose calls would be ambiguous."""
     names = Counter(tool.function.name for tool in tools)
-    twice = next((name for name, count in names.items() if count > 1), None)
-    if twice is not None:
+    duplicate = next((name for name, count in names.items() if count > 1), None)
+    if duplicate is not None:
         raise Failure(
-            400, f"tools: more than one is named {twice!r:.80}; give each its own name.", param="tools"
+            400, f"tools: more than one is named {duplicate!r:.80}; give each its own name.", param="tools"
         )
 
 
@@ -140,6 +140,6 @@ def force(tools: Sequence[Tool], form: CallFormat, *, several: bool) -> Structur
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": form.between}
     calls |= {"at_least_one": True, "stop_after_first": not several}
-    around = [{"type": "const_string", "value": text} for text in (form.before, form.behind)]
-    whole = {"type": "sequence", "elements": [around[0], calls, around[1]]} if form.before else calls
-    return Structure(structural_tag={"type": "structural_tag", "format": whole})
+    literals = [{"type": "const_string", "value": text} for text in (form.before, form.behind)]
+    structure = {"type": "sequence", "elements": [literals[0], calls, literals[1]]} if form.before else calls
+    return Structure(structural_tag={"type": "structural_tag", "format": structure})
