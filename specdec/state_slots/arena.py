@@ -180,7 +180,7 @@ class Arena:
 
     def release_records(self, owner: Owner, records: Iterable[RecordSlot]) -> None:
         per_slab = self.layout.records_per_slab
-        self._records.release(owner, [slab * per_slab + place for slab, place in records])
+        self._records.release(owner, [slab * per_slab + index for slab, index in records])
 
     def release_owner(self, owner: Owner) -> None:
         """Release all slots of `owner`, if any."""
@@ -221,8 +221,8 @@ class Arena:
     def block_bytes_X(self, block: int) -> Tensor:
         """Return a view of all attention layers' keys and values of a block."""
         size = self.layout.block_bytes
-        slab, place = divmod(block, self.layout.blocks_per_slab)
-        return self._slab_bytes_SX[slab, place * size : (place + 1) * size]
+        slab, index = divmod(block, self.layout.blocks_per_slab)
+        return self._slab_bytes_SX[slab, index * size : (index + 1) * size]
 
     def can_take(self, *, blocks: int = 0, states: int = 0, records: int = 0) -> bool:
         """Return whether all of these can be allocated now, in any order; evicts until they can."""
@@ -258,11 +258,11 @@ class Arena:
         """Return whether evicting everything evictable would free enough memory."""
         pinned_blocks, pinned_states = self._evictor.pinned() if self._evictor else ((), ())
         slabs = self._records.new_slabs(records) + len(self._records.used)
-        for pool, pinned, wanted in (
+        for pool, pinned, needed in (
             (self._blocks, pinned_blocks, blocks),
             (self._states, pinned_states, states),
         ):
-            slabs += -(-(pool.in_use_with(pinned) + wanted) // (pool.per_slab or 1))
+            slabs += -(-(pool.in_use_with(pinned) + needed) // (pool.per_slab or 1))
         return slabs < len(self._slabs.kinds)
 
     def _fits(self, blocks: int, states: int, records: int) -> bool:
@@ -277,10 +277,10 @@ class Arena:
         """Raise IntegrityError unless the slot is still live in this generation."""
         flat = self._flat(kind, slot)
         if not self._pools[kind].is_current(flat, generation):
-            now = self._pools[kind].generations[flat]
+            current = self._pools[kind].generations[flat]
             live = "live" if flat in self._pools[kind].owners else "free"
             raise IntegrityError(
-                f"{kind} {slot} is stale: handle of generation {generation}, now {live} in {now}"
+                f"{kind} {slot} is stale: handle of generation {generation}, now {live} in {current}"
             )
 
     def usage(self) -> ArenaUsage:
@@ -306,10 +306,10 @@ class Arena:
     def check_owners(self, owners: Iterable[Owner] = ()) -> None:
         """Check integrity, and that no other owner holds anything."""
         self.check_integrity()
-        known = set(owners)
+        live_owners = set(owners)
         for pool in self._pools.values():
             for owner, held in pool.held.items():
-                if owner not in known:
+                if owner not in live_owners:
                     raise IntegrityError(f"owner {owner!r} is over but holds {len(held)} {pool.kind}s")
 
     def check_held(self, owner: Owner, blocks: Iterable[int], states: Iterable[int]) -> None:
@@ -326,11 +326,11 @@ class Arena:
 
         Owners in `keeping` retain only the slots that they do not share.
         """
-        kept = [(pool, owner, pool.alone(owner)) for owner in keeping for pool in self._pools.values()]
+        entries = [(pool, owner, pool.alone(owner)) for owner in keeping for pool in self._pools.values()]
         self._slabs.forget()
         for pool in self._pools.values():
             pool.forget()
-        for pool, owner, slots in kept:
+        for pool, owner, slots in entries:
             pool.hold_again(owner, slots)
 
     @property
@@ -351,5 +351,5 @@ class Arena:
             assert kind is not SlabKind.RECORD, f"a record is named by its slab and place, not by {slot}"
             return slot
         assert kind is SlabKind.RECORD, f"a {kind} is named by one number, not by {slot}"
-        slab, place = slot
-        return slab * self.layout.records_per_slab + place
+        slab, index = slot
+        return slab * self.layout.records_per_slab + index

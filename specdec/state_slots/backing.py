@@ -50,7 +50,7 @@ class Backing(Protocol):
         ...
 
     def promote(
-        self, owner: Owner, before: CommittedState, slots: Sequence[Any], nodes: Sequence[int]
+        self, owner: Owner, committed: CommittedState, slots: Sequence[Any], nodes: Sequence[int]
     ) -> CommittedState:
         """Keep the slots of accepted nodes, release the rest. `nodes` is a path from the root, or empty."""
         ...
@@ -79,12 +79,14 @@ class RecordBacking:
         return row.writing(records=slots) if slots else row
 
     def promote(
-        self, owner: Owner, before: CommittedState, slots: Sequence[RecordSlot], nodes: Sequence[int]
+        self, owner: Owner, committed: CommittedState, slots: Sequence[RecordSlot], nodes: Sequence[int]
     ) -> CommittedState:
         """Make the accepted records the path. The window that wrote them folded the previous path."""
-        kept = tuple(slots[node] for node in nodes) if slots else ()
-        self.arena.release_records(owner, [*before.path, *(slot for slot in slots if slot not in kept)])
-        return CommittedState(before.state, kept)
+        accepted = tuple(slots[node] for node in nodes) if slots else ()
+        self.arena.release_records(
+            owner, [*committed.path, *(slot for slot in slots if slot not in accepted)]
+        )
+        return CommittedState(committed.state, accepted)
 
 
 class SnapshotBacking:
@@ -110,22 +112,22 @@ class SnapshotBacking:
         return row.writing(snapshots=slots) if slots else row
 
     def promote(
-        self, owner: Owner, before: CommittedState, slots: Sequence[int], nodes: Sequence[int]
+        self, owner: Owner, committed: CommittedState, slots: Sequence[int], nodes: Sequence[int]
     ) -> CommittedState:
         """Replace the sequence's state by the last accepted node's."""
-        assert not before.path
-        last = slots[nodes[-1]] if slots and nodes else before.state
-        for slot in (before.state, *slots):
+        assert not committed.path
+        last = slots[nodes[-1]] if slots and nodes else committed.state
+        for slot in (committed.state, *slots):
             if slot != last:
                 self.arena.release_state(owner, slot)
         return CommittedState(last)
 
 
-def release_path(arena: Arena, owner: Owner, before: CommittedState) -> CommittedState:
+def release_path(arena: Arena, owner: Owner, committed: CommittedState) -> CommittedState:
     """Release a path's records once a prefill or a fold has updated the state."""
-    if before.path:
-        arena.release_records(owner, before.path)
-    return CommittedState(before.state)
+    if committed.path:
+        arena.release_records(owner, committed.path)
+    return CommittedState(committed.state)
 
 
 BACKINGS: dict[str, Callable[[Arena], Backing]] = {"record": RecordBacking, "snapshot": SnapshotBacking}

@@ -22,7 +22,7 @@ def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
         SlabKind.STATE: layout.state_bytes,
         SlabKind.RECORD: layout.record_bytes,
     }
-    serves: dict[int, SlabKind] = {}
+    kinds: dict[int, SlabKind] = {}
     for pool in pools:
         if pool.per_slab * sizes[pool.kind] > layout.slab_bytes:
             raise IntegrityError(f"{pool.per_slab} {pool.kind}s overrun a slab of {layout.slab_bytes} bytes")
@@ -30,12 +30,12 @@ def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
         _compare_owners(pool, holders)
         bitmaps = _bitmaps(pool, holders)
         for slab in bitmaps:
-            other = serves.setdefault(slab, pool.kind)
-            if other is not pool.kind:
-                raise IntegrityError(f"slab {slab} is in two classes: it holds {other}s and {pool.kind}s")
+            kind = kinds.setdefault(slab, pool.kind)
+            if kind is not pool.kind:
+                raise IntegrityError(f"slab {slab} is in two classes: it holds {kind}s and {pool.kind}s")
         _compare_bitmaps(pool, bitmaps)
         _compare_partial(pool, bitmaps)
-    _compare_slabs(slabs, serves)
+    _compare_slabs(slabs, kinds)
     _compare_free(slabs)
 
 
@@ -50,11 +50,11 @@ def _holders(pool: SlotPool, num_slabs: int) -> dict[int, list[Owner]]:
                 raise IntegrityError(
                     f"{pool.kind} {slot} of owner {owner!r} lies outside the arena or in its dummy slab"
                 )
-            now = pool.generations[slot]
-            if not 0 < generation == now:
+            current = pool.generations[slot]
+            if not 0 < generation == current:
                 raise IntegrityError(
                     f"{pool.kind} {slot} of owner {owner!r} is stale: held as generation {generation}, "
-                    f"handed out as {now}"
+                    f"handed out as {current}"
                 )
             holders.setdefault(slot, []).append(owner)
     total = sum(pool.generations)
@@ -68,15 +68,15 @@ def _holders(pool: SlotPool, num_slabs: int) -> dict[int, list[Owner]]:
 
 def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> None:
     for slot in holders.keys() | pool.owners.keys():
-        held_by, known = holders.get(slot, ()), pool.owners_of(slot) if slot in pool.owners else ()
-        if len(held_by) != len(known) or set(held_by) != set(known):
-            raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {list(known)}")
+        held_by, owners = holders.get(slot, ()), pool.owners_of(slot) if slot in pool.owners else ()
+        if len(held_by) != len(owners) or set(held_by) != set(owners):
+            raise IntegrityError(f"{pool.kind} {slot} is held by {held_by} but listed for {list(owners)}")
         # Cached states and lent ones are only read.
         are_readers = pool.kind is SlabKind.STATE and all(
-            isinstance(own, Evictable | FixedOwner) for own in known
+            isinstance(owner, Evictable | FixedOwner) for owner in owners
         )
-        if len(known) > 1 and pool.kind is not SlabKind.BLOCK and not are_readers:
-            raise IntegrityError(f"{pool.kind} {slot} has {len(known)} owners, and only blocks are shared")
+        if len(owners) > 1 and pool.kind is not SlabKind.BLOCK and not are_readers:
+            raise IntegrityError(f"{pool.kind} {slot} has {len(owners)} owners, and only blocks are shared")
     in_use = sum(any(not isinstance(owner, Evictable) for owner in owners) for owners in holders.values())
     if in_use != pool.in_use:
         raise IntegrityError(f"{in_use} {pool.kind}s are in use, but {pool.in_use} were counted")
@@ -85,17 +85,17 @@ def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> N
 def _bitmaps(pool: SlotPool, holders: Iterable[int]) -> dict[int, int]:
     bitmaps: dict[int, int] = {}
     for slot in holders:
-        slab, place = divmod(slot, pool.per_slab)
-        bitmaps[slab] = bitmaps.get(slab, 0) | 1 << place
+        slab, index = divmod(slot, pool.per_slab)
+        bitmaps[slab] = bitmaps.get(slab, 0) | 1 << index
     return bitmaps
 
 
 def _compare_bitmaps(pool: SlotPool, bitmaps: dict[int, int]) -> None:
     for slab in bitmaps.keys() | pool.used.keys():
-        live, kept = bitmaps.get(slab, 0), pool.used.get(slab, 0)
-        if live != kept or not live:
+        live, recorded = bitmaps.get(slab, 0), pool.used.get(slab, 0)
+        if live != recorded or not live:
             raise IntegrityError(
-                f"slab {slab}: owners hold {pool.kind}s {live:#x}, the bitmap says {kept:#x}"
+                f"slab {slab}: owners hold {pool.kind}s {live:#x}, the bitmap says {recorded:#x}"
             )
 
 
@@ -117,15 +117,15 @@ def _compare_partial(pool: SlotPool, bitmaps: dict[int, int]) -> None:
         raise IntegrityError(f"{spare} {pool.kind}s are spare in partly used slabs, counted {pool.spare}")
 
 
-def _compare_slabs(slabs: SlabList, serves: dict[int, SlabKind]) -> None:
+def _compare_slabs(slabs: SlabList, kinds: dict[int, SlabKind]) -> None:
     """Check that each slab except the dummy is free and listed once, or serves the class of its slots."""
     listed = Counter(slabs.free)
-    for slab, kept in enumerate(slabs.kinds):
-        kind = serves.get(slab)
+    for slab, marked in enumerate(slabs.kinds):
+        kind = kinds.get(slab)
         if kind is None and slab and not listed[slab]:
             raise IntegrityError(f"slab {slab} is leaked: nothing lives in it and it is not listed as free")
-        if kind is not kept:
-            raise IntegrityError(f"slab {slab} holds {kind or 'nothing'} but is marked as {kept or 'free'}")
+        if kind is not marked:
+            raise IntegrityError(f"slab {slab} holds {kind or 'nothing'} but is marked as {marked or 'free'}")
         if kind is not None and listed[slab]:
             raise IntegrityError(f"slab {slab} holds {kind}s and is listed as free")
         if listed[slab] > 1:

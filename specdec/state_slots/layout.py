@@ -149,9 +149,9 @@ class Layout:
 
     @cached_property
     def page_parts(self) -> PageParts:
-        layers = {shape: tuple(i for i, own in enumerate(self.kv) if own == shape) for shape in self.kv}
+        layers = {shape: tuple(i for i, kv in enumerate(self.kv) if kv == shape) for shape in self.kv}
         token = self.block_tokens * self.page_dtype.itemsize
-        heads = [token * shape.dim * shape.parts * len(own) for shape, own in layers.items()]
+        heads = [token * shape.dim * shape.parts * len(indices) for shape, indices in layers.items()]
         offsets, size = _place(shape.heads * head for shape, head in zip(layers, heads, strict=True))
         return PageParts(tuple(map(KVRegion, layers, layers.values(), offsets, heads)), size)
 

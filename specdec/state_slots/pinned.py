@@ -46,5 +46,5 @@ def sent(hidden_1D: Tensor | None, device: torch.device) -> Tensor | None:
     if hidden_1D is None or hidden_1D.device == device:
         return hidden_1D
     pinned = device.type == "cpu"
-    own_1D = torch.empty(hidden_1D.shape, dtype=hidden_1D.dtype, device=device, pin_memory=pinned)
-    return own_1D.copy_(hidden_1D, non_blocking=True)
+    copy_1D = torch.empty(hidden_1D.shape, dtype=hidden_1D.dtype, device=device, pin_memory=pinned)
+    return copy_1D.copy_(hidden_1D, non_blocking=True)

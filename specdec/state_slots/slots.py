@@ -104,9 +104,9 @@ class SlotPool:
     def hold_again(self, owner: Owner, slots: Sequence[int]) -> None:
         """Restore an owner's slots after `forget`, with the same generation."""
         for slot in slots:
-            slab, place = divmod(slot, self.per_slab)
+            slab, index = divmod(slot, self.per_slab)
             self.slabs.reopen(slab, self.kind)
-            self._file(slab, self.used.get(slab, 0) | 1 << place)
+            self._file(slab, self.used.get(slab, 0) | 1 << index)
             self.owners[slot] = owner
             self.held.setdefault(owner, {})[slot] = self.generations[slot]
             self.in_use += not isinstance(owner, Evictable)
@@ -148,11 +148,11 @@ class SlotPool:
         held[slot] = self.generations[slot]
         if not isinstance(owner, Evictable):
             self.in_use += not self._is_used(slot)
-        before = self.owners[slot]
-        if isinstance(before, SlotSharers):
-            before[owner] = None
+        previous = self.owners[slot]
+        if isinstance(previous, SlotSharers):
+            previous[owner] = None
         else:
-            self.owners[slot] = SlotSharers({before: None, owner: None})
+            self.owners[slot] = SlotSharers({previous: None, owner: None})
 
     def release(self, owner: Owner, slots: Sequence[int]) -> None:
         """Release slots; a slot is free without owners, a slab without live slots."""
@@ -173,10 +173,10 @@ class SlotPool:
             else:
                 del self.owners[slot]
                 self.in_use -= not isinstance(owner, Evictable)
-                slab, place = divmod(slot, self.per_slab)
-                freed[slab] = freed.get(slab, 0) | 1 << place
-        for slab, places in freed.items():
-            self._file(slab, self.used[slab] & ~places)
+                slab, index = divmod(slot, self.per_slab)
+                freed[slab] = freed.get(slab, 0) | 1 << index
+        for slab, bits in freed.items():
+            self._file(slab, self.used[slab] & ~bits)
         if not held:
             self.held.pop(owner, None)
 
@@ -203,20 +203,20 @@ class SlotPool:
         used, first = self.used[slab], slab * self.per_slab
         self._file(slab, 0)
         moved = {}
-        for slot in (first + place for place in range(self.per_slab) if used >> place & 1):
-            (new,) = self._occupy(self._choose_slab(1), 1)
-            moved[slot] = new
-            self.generations[new] += 1
-            self.owners[new] = self.owners.pop(slot)
-            for owner in self.owners_of(new):
+        for slot in (first + index for index in range(self.per_slab) if used >> index & 1):
+            (target,) = self._occupy(self._choose_slab(1), 1)
+            moved[slot] = target
+            self.generations[target] += 1
+            self.owners[target] = self.owners.pop(slot)
+            for owner in self.owners_of(target):
                 del self.held[owner][slot]
-                self.held[owner][new] = self.generations[new]
+                self.held[owner][target] = self.generations[target]
         self.handed_out += len(moved)
         return moved
 
     def _may_move(self, slab: int) -> bool:
         used, first = self.used[slab], slab * self.per_slab
-        slots = (first + place for place in range(self.per_slab) if used >> place & 1)
+        slots = (first + index for index in range(self.per_slab) if used >> index & 1)
         return not any(isinstance(owner, FixedOwner) for slot in slots for owner in self.owners_of(slot))
 
     @property
@@ -239,10 +239,10 @@ class SlotPool:
     def _is_used(self, slot: int) -> bool:
         return not all(isinstance(owner, Evictable) for owner in self.owners_of(slot))
 
-    def _choose_slab(self, room: int) -> int:
-        """Return the fullest slab with `room` free slots, else the fullest of several, else a new one."""
-        fits = self.fullness & ((2 << max(self.per_slab - room, 0)) - 1)
-        if not fits and room > self.spare:
+    def _choose_slab(self, wanted: int) -> int:
+        """Return the fullest slab with `wanted` free slots, else the fullest of several, else a new one."""
+        fits = self.fullness & ((2 << max(self.per_slab - wanted, 0)) - 1)
+        if not fits and wanted > self.spare:
             return self.slabs.open(self.kind)
         return next(iter(self.partial[(fits or self.fullness).bit_length() - 1]))
 
@@ -250,26 +250,26 @@ class SlotPool:
         """Mark up to `wanted` free slots of a slab as live and return their ids."""
         used = self.used.get(slab, 0)
         free = ~used & ((1 << self.per_slab) - 1)
-        places = _lowest(free, min(wanted, free.bit_count()))
-        for place in places:
-            used |= 1 << place
+        indices = _lowest(free, min(wanted, free.bit_count()))
+        for index in indices:
+            used |= 1 << index
         self._file(slab, used)
         first = slab * self.per_slab
-        return [first + place for place in places]
+        return [first + index for index in indices]
 
     def _file(self, slab: int, used: int) -> None:
         """Store a slab's new bitmap; free the slab if nothing in it is live."""
-        before, after = self.used.get(slab, 0).bit_count(), used.bit_count()
-        if 0 < before < self.per_slab:
-            self.partial[before].remove(slab)
-            self.spare -= self.per_slab - before
-            if not self.partial[before]:
-                self.fullness &= ~(1 << before)
-        if 0 < after < self.per_slab:
-            self.partial[after].add(slab)
-            self.spare += self.per_slab - after
-            self.fullness |= 1 << after
-        if after:
+        previous, live = self.used.get(slab, 0).bit_count(), used.bit_count()
+        if 0 < previous < self.per_slab:
+            self.partial[previous].remove(slab)
+            self.spare -= self.per_slab - previous
+            if not self.partial[previous]:
+                self.fullness &= ~(1 << previous)
+        if 0 < live < self.per_slab:
+            self.partial[live].add(slab)
+            self.spare += self.per_slab - live
+            self.fullness |= 1 << live
+        if live:
             self.used[slab] = used
         else:
             del self.used[slab]
@@ -286,9 +286,9 @@ def _lowest(free: int, n: int) -> Sequence[int]:
     if starts:
         first = (starts & -starts).bit_length() - 1
         return range(first, first + n)
-    places = []
+    indices = []
     for _ in range(n):
         lowest = free & -free
-        places.append(lowest.bit_length() - 1)
+        indices.append(lowest.bit_length() - 1)
         free ^= lowest
-    return places
+    return indices

@@ -66,9 +66,9 @@ class PrefixCache(Tier):
         if not self._states or not (self.arena.has_free_state or self.guesses.next()):
             return ()
         ends = [turn for turn in turns if turn < count]
-        near = [end for end in ends[-1:] if count - end <= APART]
+        last = [end for end in ends[-1:] if count - end <= APART]
         chosen: list[int] = []
-        for end in (*ends[:1], *near, count - 1):
+        for end in (*ends[:1], *last, count - 1):
             if end - (chosen[-1] if chosen else length) >= APART:
                 chosen.append(end)
         return tuple(chosen)
@@ -82,13 +82,13 @@ class PrefixCache(Tier):
             self.arena.share_block(owner, block)
         copies = self.arena.take_blocks(owner, len(sources))
         assert copies is not None, "a lease's blocks were counted"
-        there, here = store.arena, self.arena
-        with self.rates.copying(there, here) as pairs:
-            for source, own in zip(sources, copies, strict=True):
-                pairs.append((there.block_bytes_X(source), here.block_bytes_X(own)))
+        origin, target = store.arena, self.arena
+        with self.rates.copying(origin, target) as pairs:
+            for source, copy in zip(sources, copies, strict=True):
+                pairs.append((origin.block_bytes_X(source), target.block_bytes_X(copy)))
             if length and self._states:
                 assert lease.found.state is not None and state is not None
-                pairs.append((there.state_bytes_X(lease.found.state), here.state_bytes_X(state)))
+                pairs.append((origin.state_bytes_X(lease.found.state), target.state_bytes_X(state)))
         self._unpin(lease)
         lease.tip.locks += 1
         lease.lent = True
@@ -118,9 +118,9 @@ class PrefixCache(Tier):
 
     def note(self, lease: PrefixLease, tokens: Tokens, table: Sequence[int]) -> PrefixNode:
         """Insert a request's computed prefix; the tree shares its blocks from now on."""
-        node, known = self._insert(lease.tenant, as_ids(tokens), list(table))
-        if known < len(tokens) and lease.own is None:
-            lease.own = max(known, lease.length)
+        node, matched = self._insert(lease.tenant, as_ids(tokens), list(table))
+        if matched < len(tokens) and lease.own is None:
+            lease.own = max(matched, lease.length)
         lease.tip.locks -= 1
         node.locks += 1
         lease.tip = node

@@ -115,12 +115,12 @@ class TierRates:
         pairs: list[tuple[Tensor, Tensor]] = []
         yield pairs
         start = self._mark(source, to) if source is not to and pairs else None
-        for own_X, other_X in pairs:
-            other_X.copy_(own_X, non_blocking=True)
+        for target_X, source_X in pairs:
+            source_X.copy_(target_X, non_blocking=True)
         if start:
-            copied = sum(own_X.numel() for own_X, _ in pairs)
-            self._begun.append(TierCopy(start, self._mark(source, to), copied))
+            num_bytes = sum(target_X.numel() for target_X, _ in pairs)
+            self._begun.append(TierCopy(start, self._mark(source, to), num_bytes))
 
 
-def _mean(before: float | None, now: float) -> float:
-    return now if before is None else (1 - RECENT) * before + RECENT * now
+def _mean(mean: float | None, sample: float) -> float:
+    return sample if mean is None else (1 - RECENT) * mean + RECENT * sample

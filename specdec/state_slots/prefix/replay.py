@@ -57,35 +57,35 @@ class CacheReplay:
             cache.leave(lease)
             return None
         self._admitted += 1
-        number = self._admitted
-        state = arena.take_state(number) if states else None
-        hit = cache.lend(number, lease, state)
-        own = arena.take_blocks(number, blocks - len(hit.blocks))
-        assert own is not None, "they were counted"
-        return ReplayedRequest(number, lease, [*hit.blocks, *own], state, hit.length)
+        owner = self._admitted
+        state = arena.take_state(owner) if states else None
+        hit = cache.lend(owner, lease, state)
+        new_blocks = arena.take_blocks(owner, blocks - len(hit.blocks))
+        assert new_blocks is not None, "they were counted"
+        return ReplayedRequest(owner, lease, [*hit.blocks, *new_blocks], state, hit.length)
 
     def read(self, live: ReplayedRequest, prompt: Ids) -> None:
         """Prefill a prompt: share its blocks, and cache the requested states on the way."""
-        at = live.hit
-        while at < len(prompt):
-            count = min(self.chunk_tokens, len(prompt) - at)
-            at += min(count, live.lease.until_stop(at) or count)
-            node = self.cache.note(live.lease, prompt[:at], live.table)
+        position = live.hit
+        while position < len(prompt):
+            count = min(self.chunk_tokens, len(prompt) - position)
+            position += min(count, live.lease.until_stop(position) or count)
+            node = self.cache.note(live.lease, prompt[:position], live.table)
             self.cache.keep_chunk(live.lease, node, live.state, None)
 
-    def end(self, live: ReplayedRequest, whole: Ids) -> None:
+    def end(self, live: ReplayedRequest, ids: Ids) -> None:
         """End a request: cache its state and all its tokens except the last one."""
-        node = self.cache.note(live.lease, whole[:-1], live.table)
+        node = self.cache.note(live.lease, ids[:-1], live.table)
         if live.state is not None:
             self.cache.keep(node, live.number, live.state, None)
         self.arena.release_owner(live.number)
         self.cache.leave(live.lease)
 
-    def serve(self, prompt: Ids, whole: Ids, tenant: Tenant = SOLE) -> int:
+    def serve(self, prompt: Ids, ids: Ids, tenant: Tenant = SOLE) -> int:
         """Serve a request alone; return its cached tokens."""
-        live = self.admit(prompt, len(whole) - len(prompt), tenant)
+        live = self.admit(prompt, len(ids) - len(prompt), tenant)
         if live is None:
             return 0
         self.read(live, prompt)
-        self.end(live, whole)
+        self.end(live, ids)
         return live.hit

@@ -52,12 +52,12 @@ class Tier:
         """Nodes to evict, the next one last, each with its `used` when the order was made."""
         arena.attach_evictor(self)
 
-    def usable(self, node: PrefixNode, known: int) -> tuple[PrefixNode, int]:
+    def usable(self, node: PrefixNode, matched: int) -> tuple[PrefixNode, int]:
         """Return the longest prefix on a node's path that a request can continue, and its length."""
         if not self._states:
             # A draft head needs the last token's hidden state, which requires a forward pass of that token.
-            return node, max(known - self.has_head, 0)
-        if node.end > known:
+            return node, max(matched - self.has_head, 0)
+        if node.end > matched:
             assert node.parent
             node = node.parent
         while node.parent and node.state is None:
@@ -66,22 +66,22 @@ class Tier:
 
     def below(self, tenant: Tenant, ids: Ids, length: int, rates: TierRates) -> tuple[PrefixNode, int] | None:
         """Return a longer cache hit than `length`, if copying it takes less time than prefilling it."""
-        found, deeper = self.usable(*self.tree.walk(tenant, ids))
-        if deeper <= length:
+        node, cached = self.usable(*self.tree.walk(tenant, ids))
+        if cached <= length:
             return None
         layout, work = self.arena.layout, self.score.work
-        copied = layout.state_bytes + layout.blocks_for(deeper - length) * layout.block_bytes
-        return (found, deeper) if rates.pays(copied, work(deeper) - work(length)) else None
+        num_bytes = layout.state_bytes + layout.blocks_for(cached - length) * layout.block_bytes
+        return (node, cached) if rates.pays(num_bytes, work(cached) - work(length)) else None
 
     def _insert(self, tenant: Tenant, ids: Ids, table: list[int]) -> tuple[PrefixNode, int]:
         """Return the node of a prefix, created if needed, and how many of its tokens were cached before."""
         self.tree.root(tenant)
-        node, at = self.tree.walk(tenant, ids)
-        node = self.tree.reach(node, at)
-        if at < len(ids):
+        node, matched = self.tree.walk(tenant, ids)
+        node = self.tree.reach(node, matched)
+        if matched < len(ids):
             node = self.tree.grow(node, ids, table)
         self._touch(node)
-        return node, at
+        return node, matched
 
     def remove(self, tenant: Tenant, ids: Ids, since: int) -> None:
         """Remove the part of a prefix beyond a length, and every prefix that continues it, in all tiers."""
@@ -90,8 +90,8 @@ class Tier:
         if node:
             if node.start < since:
                 self.tree.reach(node, since)
-            for own in node.below():
-                self.guesses.discard(own)
+            for child in node.below():
+                self.guesses.discard(child)
             self.tree.cut(node)
         if self.lower:
             self.lower.remove(tenant, ids, since)
@@ -104,21 +104,21 @@ class Tier:
     def take_over(self, upper: "Tier", node: PrefixNode) -> None:
         """Copy a node that the tier above evicts, as far as memory allows."""
         tenant, ids = node.tenant, upper.tree.spelled(node)
-        deepest, known = self.tree.walk(tenant, ids)
-        self.tree.pinned.append(deepest)
-        first = self.tree.first(known) if self.tree.pages else 0
+        last, matched = self.tree.walk(tenant, ids)
+        self.tree.pinned.append(last)
+        first = self.tree.first(matched) if self.tree.pages else 0
         sources = upper.tree.table(node, node.end)[first:]
         blocks = self.arena.take_blocks(MOVING, len(sources))
         if blocks is not None:
-            table = [*self.tree.table(deepest, known)[:first], *blocks]
+            table = [*self.tree.table(last, matched)[:first], *blocks]
             self._copy_down(upper, sources, blocks)
-            own, _ = self._insert(tenant, ids, table)
+            inserted, _ = self._insert(tenant, ids, table)
             self.arena.release_owner(MOVING)
-            if node.state is not None and own.state is None:
+            if node.state is not None and inserted.state is None:
                 hidden_1D = sent(node.hidden_1D, self.arena.data.device)
-                self._copy_in(own, upper, node.state, hidden_1D)
-        self.tree.pinned.remove(deepest)
-        self.tree.prune(deepest)
+                self._copy_in(inserted, upper, node.state, hidden_1D)
+        self.tree.pinned.remove(last)
+        self.tree.prune(last)
 
     def _copy_down(self, upper: "Tier", sources: Sequence[int], blocks: Sequence[int]) -> None:
         with self.rates.copying(upper.arena, self.arena) as pairs:
@@ -143,7 +143,7 @@ class Tier:
         while not fits():
             if self._evict_guess():
                 continue
-            node = self._next() or self._next(anew=True)
+            node = self._next() or self._next(restart=True)
             if node is None:
                 return False
             self._evict(node)
@@ -161,14 +161,16 @@ class Tier:
             self.guesses.discard(node)
         return False
 
-    def _next(self, *, anew: bool = False) -> PrefixNode | None:
+    def _next(self, *, restart: bool = False) -> PrefixNode | None:
         """Return the node to evict next; one order is used for an eighth of its candidates.
 
         One eviction changes little in the others' scores, and nodes used since then are skipped.
         """
-        if anew:
-            kept = list(self.tree.nodes())
-            order = self.score.order(self.score.of_largest([n for n in kept if self._is_evictable(n)], kept))
+        if restart:
+            nodes = list(self.tree.nodes())
+            order = self.score.order(
+                self.score.of_largest([n for n in nodes if self._is_evictable(n)], nodes)
+            )
             self._order = [(node, node.used) for node in order[len(order) // 8 :: -1]]
         while self._order:
             node, used = self._order.pop()

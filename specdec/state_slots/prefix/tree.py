@@ -63,11 +63,11 @@ class PrefixNode(Evictable):
 
     def below(self) -> Iterator["PrefixNode"]:
         """Yield this node and all below it."""
-        left = [self]
-        while left:
-            node = left.pop()
+        stack = [self]
+        while stack:
+            node = stack.pop()
             yield node
-            left += node.children.values()
+            stack += node.children.values()
 
 
 class PrefixTree:
@@ -100,18 +100,18 @@ class PrefixTree:
 
         For a tenant without prefixes this is a root outside the tree.
         """
-        node, at = self.roots.get(tenant) or PrefixNode(tenant, None, NO_IDS, 0), 0
-        while at < len(ids) and (child := node.children.get(int(ids[at]))):
+        node, matched = self.roots.get(tenant) or PrefixNode(tenant, None, NO_IDS, 0), 0
+        while matched < len(ids) and (child := node.children.get(int(ids[matched]))):
             node = child
-            known = common(child.edge, ids[at:])
-            at += known
-            if known < len(child.edge):
+            length = common(child.edge, ids[matched:])
+            matched += length
+            if length < len(child.edge):
                 break
-        return node, at
+        return node, matched
 
     def spelled(self, node: PrefixNode) -> Ids:
         """Return a node's tokens from the root on."""
-        return np.concatenate([NO_IDS, *(own.edge for own in node.path())])
+        return np.concatenate([NO_IDS, *(ancestor.edge for ancestor in node.path())])
 
     def first(self, start: int) -> int:
         """Return the table index of the first block of a node that starts at a token."""
@@ -120,13 +120,13 @@ class PrefixTree:
     def table(self, node: PrefixNode, length: int) -> list[int]:
         """Return the blocks of a prefix that ends on a node's edge."""
         blocks: list[int] = []
-        for own in node.path() if self.pages else ():
-            blocks[self.first(own.start) :] = own.blocks
+        for ancestor in node.path() if self.pages else ():
+            blocks[self.first(ancestor.start) :] = ancestor.blocks
         return blocks[: -(-length // self.size)]
 
-    def reach(self, node: PrefixNode, at: int) -> PrefixNode:
+    def reach(self, node: PrefixNode, position: int) -> PrefixNode:
         """Return a node that ends at a position on a node's edge, splitting it if needed."""
-        return node if at == node.end else self._split(node, at)
+        return node if position == node.end else self._split(node, position)
 
     def grow(self, node: PrefixNode, ids: Ids, table: list[int]) -> PrefixNode:
         """Extend a node: `ids` and `table` are those of the whole prefix.
@@ -137,9 +137,9 @@ class PrefixTree:
         first = self.first(node.end)
         blocks = table[first : -(-end // self.size)] if self.pages else []
         if self._may_grow(node, table):
-            new = blocks[-(-node.end // self.size) - first :]
-            self._hold(node, new)
-            node.blocks += new
+            added = blocks[-(-node.end // self.size) - first :]
+            self._hold(node, added)
+            node.blocks += added
             node.edge, node.end = np.concatenate([node.edge, edge]), end
             return node
         child = PrefixNode(node.tenant, node, edge.copy(), end)
@@ -159,23 +159,26 @@ class PrefixTree:
     def holds(self, node: PrefixNode) -> bool:
         """Return whether a node is in the tree, not on a removed branch."""
         path = node.path()
-        return all(own.parent and own.parent.children.get(int(own.edge[0])) is own for own in path)
+        return all(
+            ancestor.parent and ancestor.parent.children.get(int(ancestor.edge[0])) is ancestor
+            for ancestor in path
+        )
 
     def cut(self, node: PrefixNode) -> None:
         """Remove a node and all below it."""
         assert node.parent
         del node.parent.children[int(node.edge[0])]
-        for own in node.below():
-            self.arena.release_owner(own)
-            own.state = own.hidden_1D = None
+        for descendant in node.below():
+            self.arena.release_owner(descendant)
+            descendant.state = descendant.hidden_1D = None
 
     def join(self, node: PrefixNode) -> PrefixNode:
         """Merge a node with one child and no state into that child, which inherits its blocks."""
         (child,) = node.children.values()
         assert node.parent and node.state is None
-        kept = node.blocks[: self.first(child.start) - self.first(node.start)]
-        self._hold(child, kept)
-        child.blocks = kept + child.blocks
+        shared = node.blocks[: self.first(child.start) - self.first(node.start)]
+        self._hold(child, shared)
+        child.blocks = shared + child.blocks
         self.arena.release_owner(node)
         child.edge = np.concatenate([node.edge, child.edge])
         node.parent.children[int(child.edge[0])] = child
@@ -188,19 +191,19 @@ class PrefixTree:
             return False
         return not self.pages or table[(node.end - 1) // self.size] == node.blocks[-1]
 
-    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
+    def _split(self, node: PrefixNode, position: int) -> PrefixNode:
         """Split an edge; return the new upper node. The lower part remains the original node."""
         parent = node.parent
-        assert parent and node.start < at < node.end
-        count = at - node.start
-        upper = PrefixNode(node.tenant, parent, node.edge[:count].copy(), at)
+        assert parent and node.start < position < node.end
+        count = position - node.start
+        upper = PrefixNode(node.tenant, parent, node.edge[:count].copy(), position)
         first = self.first(node.start)
         if self.pages:
-            upper.blocks = node.blocks[: (at - 1) // self.size + 1 - first]
+            upper.blocks = node.blocks[: (position - 1) // self.size + 1 - first]
             self._hold(upper, upper.blocks)
-            gone = node.blocks[: self.first(at) - first]
-            node.blocks = node.blocks[len(gone) :]
-            self.arena.release_blocks(node, gone)
+            moved = node.blocks[: self.first(position) - first]
+            node.blocks = node.blocks[len(moved) :]
+            self.arena.release_blocks(node, moved)
         upper.used = node.used
         parent.children[int(upper.edge[0])] = upper
         node.edge, node.parent = node.edge[count:].copy(), upper

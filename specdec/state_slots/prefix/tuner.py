@@ -65,14 +65,15 @@ class Tuner:
         grid: Sequence[float] = GRID,
         on_change: Callable[[float], object] = lambda _: None,
     ) -> None:
-        own = coarse(layout)
+        coarse_layout = coarse(layout)
         self.alpha = self._rival = grid[0]
         self.on_change = on_change
         """Called in the tuning thread with a new value."""
         self.left_out = 0
         """Requests dropped because the queue was full."""
         self.trials = [
-            Trial(alpha, CacheReplay(own, num_bytes, work, alpha=alpha, has_head=has_head)) for alpha in grid
+            Trial(alpha, CacheReplay(coarse_layout, num_bytes, work, alpha=alpha, has_head=has_head))
+            for alpha in grid
         ]
         self._waiting: deque[tuple[Ids, Ids, Tenant]] = deque()
         self._tokens = 0
@@ -82,14 +83,14 @@ class Tuner:
 
     def observe(self, prompt: Tokens, output: Tokens, tenant: Tenant = SOLE) -> None:
         """Queue a finished request. This only copies its tokens."""
-        own = np.array(prompt, np.int32)
-        whole = np.concatenate([own, np.asarray(output, np.int32)])
+        prompt_ids = np.array(prompt, np.int32)
+        ids = np.concatenate([prompt_ids, np.asarray(output, np.int32)])
         with self._changed:
-            if self._ends or self._tokens + len(whole) > MOST_TOKENS:
+            if self._ends or self._tokens + len(ids) > MOST_TOKENS:
                 self.left_out += 1
                 return
-            self._waiting.append((own, whole, tenant))
-            self._tokens += len(whole)
+            self._waiting.append((prompt_ids, ids, tenant))
+            self._tokens += len(ids)
             if len(self._waiting) >= EVERY:
                 self._changed.notify()
 
@@ -135,16 +136,16 @@ class Tuner:
         with self._changed:
             self._changed.wait_for(lambda: self._ends, seconds)
 
-    def _tune(self, rest: Callable[[], None]) -> float:
+    def _tune(self, pause: Callable[[], None]) -> float:
         with self._changed:
             batch = [self._waiting.popleft() for _ in range(min(EVERY, len(self._waiting)))]
-            self._tokens -= sum(len(whole) for _, whole, _ in batch)
-        for seen in batch:
+            self._tokens -= sum(len(ids) for _, ids, _ in batch)
+        for request in batch:
             for trial in self.trials:
                 if self._ends:
                     return self.alpha
-                trial.hits.append(trial.replay.serve(*seen))
-                rest()
+                trial.hits.append(trial.replay.serve(*request))
+                pause()
         self._choose()
         return self.alpha
 

@@ -14,11 +14,11 @@ class UnusedStates:
 
     def discard(self, node: PrefixNode) -> bool:
         """Remove a node; return whether it was a guess."""
-        own = self._of.get(node.tenant.caller, {})
-        if node not in own:
+        nodes = self._of.get(node.tenant.caller, {})
+        if node not in nodes:
             return False
-        del own[node]
-        if not own:
+        del nodes[node]
+        if not nodes:
             del self._of[node.tenant.caller]
         return True
 
@@ -26,8 +26,8 @@ class UnusedStates:
         """Return the oldest guess of the caller with the most guesses."""
         if not self._of:
             return None
-        most = max(self._of.values(), key=len)
-        return next(iter(most))
+        largest = max(self._of.values(), key=len)
+        return next(iter(largest))
 
     def clear(self) -> None:
         self._of.clear()

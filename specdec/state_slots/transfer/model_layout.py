@@ -55,10 +55,10 @@ class ModelLayout:
         """Refuse a peer with another memory layout, naming the first value that differs."""
         if self == peer:
             return
-        own, theirs = (dict(_leaves(asdict(cut))) for cut in (self, peer))
-        path = next(path for path in own | theirs if own.get(path) != theirs.get(path))
+        ours, theirs = (dict(_leaves(asdict(cut))) for cut in (self, peer))
+        path = next(path for path in ours | theirs if ours.get(path) != theirs.get(path))
         raise ConfigError(
-            f"{path} is {SHORT.repr(theirs.get(path))} at the peer and {own.get(path)!r} here: "
+            f"{path} is {SHORT.repr(theirs.get(path))} at the peer and {ours.get(path)!r} here: "
             "start both engines with the same model, drafter and settings",
             field=path.split(".")[0],
         )
@@ -67,8 +67,8 @@ class ModelLayout:
 def rank_units(units: int, tp: int, rank: int) -> range:
     """Return a rank's units; with fewer units than ranks, neighbours hold the same one."""
     if units >= tp:
-        own = units // tp
-        return range(rank * own, (rank + 1) * own)
+        per_rank = units // tp
+        return range(rank * per_rank, (rank + 1) * per_rank)
     unit = rank // (tp // units)
     return range(unit, unit + 1)
 
@@ -111,8 +111,8 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     if not isinstance(value, dict | tuple):
         yield path, value
         return
-    for name, own in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _leaves(own, f"{path}.{name}" if path else str(name))
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(item, f"{path}.{name}" if path else str(name))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -106,9 +106,9 @@ class TransferPlan:
     ) -> NDArray[np.int32]:
         counts = rows[:, 4]
         first = np.cumsum(counts) - counts
-        own = slice(self.block_rows), slice(self.block_rows, None)
+        row_slices = slice(self.block_rows), slice(self.block_rows, None)
         picked = []
-        for name, ids, of in (("blocks", blocks, own[0]), ("state", states, own[1])):
+        for name, ids, of in (("blocks", blocks, row_slices[0]), ("state", states, row_slices[1])):
             if counts[of].size:
                 _check_ids(name, ids, int(counts[of][0]))
                 picked.append((first[of, None] + np.array(ids, np.int64)).ravel())

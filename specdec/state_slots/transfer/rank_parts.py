@@ -40,11 +40,11 @@ def block_parts(cut: ModelLayout, tp: int, rank: int) -> list[RankUnits]:
     parts = {}
     for region in cut.layout(tp).page_parts.regions:
         length = region.head_bytes // len(region.layers)
-        for place, layer in enumerate(region.layers):
+        for index, layer in enumerate(region.layers):
             heads = cut.kv[layer].heads
             parts[layer] = RankUnits(
                 rank_units(heads, tp, rank),
-                region.offset + place * length,
+                region.offset + index * length,
                 step=region.head_bytes,
                 length=length,
                 holders=max(1, tp // heads),
@@ -57,16 +57,16 @@ def state_parts(cut: ModelLayout, tp: int, rank: int) -> list[RankUnits]:
     """Return a rank's heads of each state and channels of each projection, within a slot."""
     layout, parts = cut.layout(tp), []
     wide, item = layout.state_dtype.itemsize, layout.dtype.itemsize
-    for whole, own, at in zip(cut.states, layout.states, layout.state_parts.layers, strict=True):
-        if whole.heads == 1:
-            columns, row = rank_units(whole.value_dim, tp, rank), own.value_dim * wide
-            parts.append(RankUnits(columns, at.state, wide, wide, rows=own.key_dim, row_step=row))
-        elif whole.heads:
-            head = own.key_dim * own.value_dim * wide
-            parts.append(RankUnits(rank_units(whole.heads, tp, rank), at.state, head, head))
+    for full, local, at in zip(cut.states, layout.states, layout.state_parts.layers, strict=True):
+        if full.heads == 1:
+            columns, row = rank_units(full.value_dim, tp, rank), local.value_dim * wide
+            parts.append(RankUnits(columns, at.state, wide, wide, rows=local.key_dim, row_step=row))
+        elif full.heads:
+            head = local.key_dim * local.value_dim * wide
+            parts.append(RankUnits(rank_units(full.heads, tp, rank), at.state, head, head))
         offset = at.window
-        for units, width in whole.runs:
-            channels, length = rank_units(units, tp, rank), width * own.conv_inputs * item
+        for units, width in full.runs:
+            channels, length = rank_units(units, tp, rank), width * local.conv_inputs * item
             parts.append(RankUnits(channels, offset, length, length))
             offset += len(channels) * length
     return parts
@@ -76,9 +76,9 @@ def common_runs(ours: Sequence[RankUnits], theirs: Sequence[RankUnits], rank: in
     """Return the runs that our rank reads from one of theirs; our ranks take turns among a unit's holders."""
     runs = [
         run
-        for own, other in zip(ours, theirs, strict=True)
-        if other.copy == rank % other.holders
-        for run in _overlap(own, other)
+        for local, remote in zip(ours, theirs, strict=True)
+        if remote.copy == rank % remote.holders
+        for run in _overlap(local, remote)
     ]
     return _joined(sorted(runs, key=lambda run: run.ours))
 
