@@ -93,10 +93,10 @@ def build(folder: str | Path, config: EngineConfig) -> LoadedModel:
     if stored and stored.packed and stored.packed.note and settings.weights:
         logger.info("%s: %s", stored.name, stored.packed.note)
     if narrower := settings.quantize or (stored and stored.name):
-        kept = settings.weights is not None
+        is_kept = settings.weights is not None
         form = "used as stored, or widened" if on_gpu(settings.kernels) else "used as stored"
-        form = form if kept else f"widened to {settings.dtype}, as these kernels need them"
-        logger.log(logging.INFO if kept else logging.WARNING, "%s weights: %s", narrower, form)
+        form = form if is_kept else f"widened to {settings.dtype}, as these kernels need them"
+        logger.log(logging.INFO if is_kept else logging.WARNING, "%s weights: %s", narrower, form)
     return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
 
 
@@ -160,8 +160,8 @@ def _load(
     weights.finish()
     copy = copied.copy(network) if copied else None
     logger.info("kernels: %s", describe_kernels(settings.kernels))
-    why = "" if source or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
-    logger.info("drafters: %s%s", " and ".join(settings.drafters) or "none", why)
+    note = "" if source or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
+    logger.info("drafters: %s%s", " and ".join(settings.drafters) or "none", note)
     return LoadedModel(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
 
 
@@ -214,8 +214,8 @@ def assemble(
         if runner:
             loop.run_on_device(runner)
     if settings.config.prefix_cache:  # after the warm-up, whose text must not be cached
-        own = _prefix_cache(arena, network, settings, has_head=head is not None)
-        loop.keep_prefixes(own, _tuner(own.score, settings, has_head=head is not None))
+        cache = _prefix_cache(arena, network, settings, has_head=head is not None)
+        loop.keep_prefixes(cache, _tuner(cache.score, settings, has_head=head is not None))
     return core
 
 
@@ -258,7 +258,7 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     """
     head, arena, kernels = loop.speculation.head, loop.arena, network.kernels
     drafts = not settings.drafters or any(DRAFTERS[name].runs_on_device for name in settings.drafters)
-    looks = not all(DRAFTERS[name].runs_on_device for name in settings.drafters)
+    drafts_on_host = not all(DRAFTERS[name].runs_on_device for name in settings.drafters)
     is_free = on_gpu(settings.kernels)
     size = settings.layout.block_tokens
     # The C kernels read row lengths themselves; with an 8-bit KV cache torch reads them on the host.
@@ -272,13 +272,13 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     )
     drafter = None
     if head and drafts:
-        own, table = (kernels, arena, pack), head.calibrator.table()
+        shared, table = (kernels, arena, pack), head.calibrator.table()
         noise = settings.config.draft_noise
-        drafter = DeviceDrafter(head.head, *own, table, window=head.window, noise=noise)
+        drafter = DeviceDrafter(head.head, *shared, table, window=head.window, noise=noise)
     snapshots = settings.config.slots == "snapshot"
     step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
     bounds = settings.bounds if settings.drafters else None
-    extent = Extent.of(settings.config.max_running, bounds, looks=looks)
+    extent = Extent.of(settings.config.max_running, bounds, looks=drafts_on_host)
     make_rows = partial(
         BatchRows.empty,
         extent,

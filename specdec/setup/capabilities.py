@@ -110,8 +110,8 @@ def cells() -> Iterator[Cell]:
 
 def refusal(cell: Cell) -> Refusal | None:
     """Return why a combination is refused, or None."""
-    own = dict(zip((field.name for field in fields(cell)), astuple(cell), strict=True))
-    return next((why for where, why in RULES if where.items() <= own.items()), None)
+    values = dict(zip((field.name for field in fields(cell)), astuple(cell), strict=True))
+    return next((reason for condition, reason in RULES if condition.items() <= values.items()), None)
 
 
 def resolve_drafters(
@@ -124,7 +124,7 @@ def resolve_drafters(
     """
     if draft == NONE:
         return ()
-    head, beside = auto_drafters(heads) if draft == AUTO else (draft, ())
+    head, others = auto_drafters(heads) if draft == AUTO else (draft, ())
     if synthetic and not (head and DRAFTERS[head].has_weights):
         raise ConfigError(str(SYNTHETIC_LOOKUP), field=SYNTHETIC_LOOKUP.field)
     refused = DRAFTERS[head].missing if head and head not in heads else None
@@ -134,15 +134,15 @@ def resolve_drafters(
         raise ConfigError(str(refused), field=refused.field)
     if head and (synthetic or not looks):
         return (head,)
-    return (*([head] if head else []), *beside)
+    return (*([head] if head else []), *others)
 
 
 def check_request(params: SamplingParams, *, synthetic: bool) -> None:
     """Raise for request features that synthetic acceptance does not support."""
-    for given, refused in (
+    for is_set, refused in (
         (params.logprobs is not None, SYNTHETIC_LOGPROBS),
         (params.structured_outputs, SYNTHETIC_STRUCTURED),
         *((getattr(params, field), refused) for field, refused in SYNTHETIC_WORDS.items()),
     ):
-        if synthetic and given:
+        if synthetic and is_set:
             raise RequestError(str(refused), field=refused.field)

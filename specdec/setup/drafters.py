@@ -95,13 +95,13 @@ SELF_IS_TARGET = Refusal(
 )
 
 
-def _head_drafter(beside: DrafterContext) -> HeadDrafter:
-    head, settings = beside.head, beside.settings
+def _head_drafter(context: DrafterContext) -> HeadDrafter:
+    head, settings = context.head, context.settings
     assert head is not None
-    ranker = beside.speculation.ranker
+    ranker = context.speculation.ranker
     return HeadDrafter(
         head,
-        beside.arena,
+        context.arena,
         ranker.rank,
         settings.device,
         settings.config.chunk_tokens,
@@ -110,10 +110,10 @@ def _head_drafter(beside: DrafterContext) -> HeadDrafter:
     )
 
 
-def _rounded_drafter(beside: DrafterContext) -> RoundedDrafter:
-    assert beside.copy is not None
-    rank, device = beside.speculation.ranker.rank, beside.settings.device
-    return RoundedDrafter(beside.copy, beside.arena, rank, device)
+def _rounded_drafter(context: DrafterContext) -> RoundedDrafter:
+    assert context.copy is not None
+    rank, device = context.speculation.ranker.rank, context.settings.device
+    return RoundedDrafter(context.copy, context.arena, rank, device)
 
 
 DRAFTERS: dict[str, DrafterSpec] = {
@@ -130,15 +130,15 @@ assert list(DRAFTERS) == list(DRAFTER_OPTIONS), "config/drafters.py and this tab
 
 def find_heads(folder: Path | None, network: spec.NetworkSpec, config: EngineConfig) -> dict[str, HeadSource]:
     """Return the available heads for a network, by drafter name."""
-    finders = {name: own.find_head for name, own in DRAFTERS.items() if own.find_head}
-    found = ((name, find(folder, network, config)) for name, find in finders.items())
-    return {name: head for name, head in found if head}
+    finders = {name: entry.find_head for name, entry in DRAFTERS.items() if entry.find_head}
+    heads = ((name, find(folder, network, config)) for name, find in finders.items())
+    return {name: head for name, head in heads if head}
 
 
 def auto_drafters(heads: Collection[str]) -> tuple[str | None, tuple[str, ...]]:
     """Return the head that `auto` selects, preferring one in a separate folder, and the other drafters."""
     head = min(heads, key=lambda name: not DRAFTER_OPTIONS[name].reads_folder, default=None)
-    return head, tuple(name for name, own in DRAFTERS.items() if own.in_auto)
+    return head, tuple(name for name, entry in DRAFTERS.items() if entry.in_auto)
 
 
 def head_of(drafters: Collection[str], heads: Mapping[str, HeadSource]) -> HeadSource | None:
@@ -163,4 +163,4 @@ def has_copy(drafters: Collection[str]) -> bool:
 
 def quoted_heads() -> str:
     """Return the drafters with a head, quoted for an error message."""
-    return " or ".join(repr(name) for name, own in DRAFTERS.items() if own.has_head)
+    return " or ".join(repr(name) for name, entry in DRAFTERS.items() if entry.has_head)

@@ -62,15 +62,17 @@ def token_work(network: spec.NetworkSpec) -> Callable[[int], float]:
     With experts, most of it is loading those used: many are new to the second token, few to the fiftieth.
     Without, it is the number of tokens.
     """
-    layers = Counter((own.ffn.top_k, own.ffn.experts) for own in network.layers if isinstance(own.ffn, MoE))
+    layers = Counter(
+        (layer.ffn.top_k, layer.ffn.experts) for layer in network.layers if isinstance(layer.ffn, MoE)
+    )
     if not layers:
         return float
-    first = sum(count * chosen / total for (chosen, total), count in layers.items())
+    one_token = sum(count * chosen / total for (chosen, total), count in layers.items())
 
     @functools.cache
     def work(tokens: int) -> float:
-        met = sum(count * _expected_share(*experts, tokens) for experts, count in layers.items())
-        return ARITHMETIC * tokens + (1 - ARITHMETIC) * met / first
+        used = sum(count * _expected_share(*experts, tokens) for experts, count in layers.items())
+        return ARITHMETIC * tokens + (1 - ARITHMETIC) * used / one_token
 
     return work
 
@@ -96,7 +98,7 @@ class ShapeArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Return an empty result of simple operations, with the first tensor's dtype; run all others."""
         tensors = args[0] if op is CAT else [arg for arg in args if isinstance(arg, Tensor)]
-        if tensors and all(own.is_meta for own in tensors):
+        if tensors and all(tensor.is_meta for tensor in tensors):
             first = tensors[0]
             if op is CAT and len(args) == 1:
                 return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
@@ -134,8 +136,8 @@ class ShapeWeights:
     def output(self, name: str, weight_ND: Tensor) -> Tensor:
         """Record how the output matrix is stored, if it differs from the way it was taken."""
         if form := self.numbers(name) or (self.quantize and self.quantize.output):
-            count = sum(own.count for own in self.parameters if own.name == name)
-            self.parameters = [own for own in self.parameters if own.name != name]
+            count = sum(parameter.count for parameter in self.parameters if parameter.name == name)
+            self.parameters = [parameter for parameter in self.parameters if parameter.name != name]
             self.parameters.append(Parameter(name, count, form.num_bytes(weight_ND.shape), None))
         return weight_ND
 
@@ -161,8 +163,8 @@ class ShapeWeights:
 
     def _uses(self, name: str) -> int:
         """Return the number of layers that use a weight; a shared one has its first layer's name."""
-        lent = re.match(rf"layers\.(\d+)\.mixer\.{SHARED}\.", name)
-        return 1 + (sum(own.shares == int(lent[1]) for own in self.network.layers) if lent else 0)
+        match = re.match(rf"layers\.(\d+)\.mixer\.{SHARED}\.", name)
+        return 1 + (sum(layer.shares == int(match[1]) for layer in self.network.layers) if match else 0)
 
 
 class CopyShapes(ShapeWeights):
@@ -252,7 +254,7 @@ def measure(
     the format `copied_in`, or widened if that is None.
     """
     weights = ShapeWeights(network, dtype, quantize=quantize, numbers=numbers)
-    own = ShapeWeights(network, dtype, quantize=quantize)
+    head_weights = ShapeWeights(network, dtype, quantize=quantize)
     copy = CopyShapes(network, dtype, quantize=copied_in)
     kernels, device = load_kernels("reference"), torch.device("cpu")
     with ShapeArithmetic():  # type: ignore[no-untyped-call]
@@ -261,22 +263,22 @@ def measure(
         if network.mtp:
             MTPHead(target, weights)
         if head and head.checkpoint:
-            head.fill(target, own, max_length=1)
+            head.fill(target, head_weights, max_length=1)
         if copied:
             Network(network, copy, kernels, max_length=1, device=device)
-    found, parts = weights.parameters, (own.parameters, copy.parameters)
-    return Footprint(network, tuple(found[:split]), tuple(found[split:]), *map(tuple, parts))
+    parameters, parts = weights.parameters, (head_weights.parameters, copy.parameters)
+    return Footprint(network, tuple(parameters[:split]), tuple(parameters[split:]), *map(tuple, parts))
 
 
 def measure_stored(
     checkpoint: Checkpoint, network: spec.NetworkSpec, settings: Resolved, head: HeadSource | None = None
 ) -> Footprint:
     """Return the footprint of a checkpoint's network as an engine with these settings stores it."""
-    found = stored_numbers(checkpoint, network)
+    scheme_of = stored_numbers(checkpoint, network)
 
-    def whole(name: str) -> QuantisationScheme | None:
-        own = found(name) if settings.weights else None
-        return None if own and on_gpu(settings.kernels) and not own.fits_tiles else own
+    def usable(name: str) -> QuantisationScheme | None:
+        scheme = scheme_of(name) if settings.weights else None
+        return None if scheme and on_gpu(settings.kernels) and not scheme.fits_tiles else scheme
 
     return measure(
         *(network, settings.dtype),
@@ -284,7 +286,7 @@ def measure_stored(
         head=head,
         copied=has_copy(settings.drafters),
         copied_in=copied_in(settings.kernels),
-        numbers=whole,
+        numbers=usable,
     )
 
 

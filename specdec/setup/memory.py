@@ -102,8 +102,8 @@ def copy_bytes(
     """Return the bytes of a quantised copy besides the network, whose embedding it shares."""
     stored_bytes += packed.numbers * stored.itemsize - packed.stored if packed else 0
     sizes = network, dtype, stored, stored_bytes, narrow_bytes
-    alone = weight_bytes(*sizes, quantize=COPIED_IN, kept=kept)
-    return alone - network.vocab * network.hidden * dtype.itemsize
+    num_bytes = weight_bytes(*sizes, quantize=COPIED_IN, kept=kept)
+    return num_bytes - network.vocab * network.hidden * dtype.itemsize
 
 
 def longest_that_fits(config: EngineConfig, layout: Layout, memory_bytes: int, longest: int) -> int:
@@ -119,11 +119,11 @@ def longest_that_fits(config: EngineConfig, layout: Layout, memory_bytes: int, l
         return longest
     smallest = needed(layout.block_tokens)
     if config.max_model_len is not None or smallest > memory_bytes:
-        asked = longest if config.max_model_len is not None else layout.block_tokens
-        given = "raise it" if config.memory_bytes is not None else "free some memory, or set memory_bytes"
+        length = longest if config.max_model_len is not None else layout.block_tokens
+        remedy = "raise it" if config.memory_bytes is not None else "free some memory, or set memory_bytes"
         raise CapacityError(
-            f"memory_bytes: one sequence of {asked} tokens needs {needed(asked):,} bytes and the arena has "
-            f"{memory_bytes:,}; {given}{' or lower max_model_len' if smallest <= memory_bytes else ''}.",
+            f"memory_bytes: one sequence of {length} tokens needs {needed(length):,} bytes and the arena has "
+            f"{memory_bytes:,}; {remedy}{' or lower max_model_len' if smallest <= memory_bytes else ''}.",
             field="memory_bytes",
         )
     spare_slabs = memory_bytes // layout.slab_bytes - 1 - layout.states_per_slab

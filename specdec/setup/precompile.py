@@ -118,8 +118,8 @@ def _take_back(loop: DecodeLoop, network: Network, max_length: int) -> None:
         path = RecordIds(place_B1, place_B1)
         network.materialize(loop.arena, place_B1[0], path, place_B1[0])
     table_BN = _table(loop, max_length)[None].to(loop.device)
-    for moves in _powers(loop.speculation.policy.bounds.num_draft_tokens):
-        at_BP = place_B1.expand(1, moves)
+    for count in _powers(loop.speculation.policy.bounds.num_draft_tokens):
+        at_BP = place_B1.expand(1, count)
         network.move(loop.arena, table_BN, at_BP, at_BP)
 
 
@@ -148,6 +148,6 @@ def _star(width: int) -> TokenTree:
     return TokenTree((0,) * width, (-1, *[0] * (width - 1)))
 
 
-def _powers(most: int) -> list[int]:
+def _powers(limit: int) -> list[int]:
     """Return the powers of two below a number, and the number."""
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
+    return [*(1 << i for i in range((limit - 1).bit_length())), limit]

@@ -71,20 +71,22 @@ def open_model(folder: str | Path, config: EngineConfig) -> OpenedModel:
     """Read a folder's description and draft head, and resolve settings; loads no weights."""
     checkpoint = Checkpoint(folder)
     network = read_network(checkpoint)
-    if unread := unread_fields(checkpoint.config):
-        logger.warning("config.json: unknown fields, ignored: %s; the model may need them", ", ".join(unread))
+    if unknown := unread_fields(checkpoint.config):
+        logger.warning(
+            "config.json: unknown fields, ignored: %s; the model may need them", ", ".join(unknown)
+        )
     heads = find_heads(checkpoint.folder, network, config)
     drafters = resolve_drafters(config.draft, heads)
     head = head_of(drafters, heads)
     check_headers(checkpoint, network, head)
-    held = [checkpoint, *([head.checkpoint] if head and head.checkpoint else [])]
-    sizes = [open_tensors(own).sizes() for own in held]
+    checkpoints = [checkpoint, *([head.checkpoint] if head and head.checkpoint else [])]
+    sizes = [open_tensors(item).sizes() for item in checkpoints]
     settings = resolve(
         config,
         network,
         stored_dtype(checkpoint.config),
-        sum(own.stored for own in sizes),
-        sum(own.float8 for own in sizes),
+        sum(item.stored for item in sizes),
+        sum(item.float8 for item in sizes),
         packed=sizes[0].packed,
         heads=heads,
     )
@@ -132,7 +134,7 @@ def resolve(
     layout = _layout(config, network, head, dtype, kernels)
     bounds, longest = bounds_of(config), _longest(config, network)
     sizes = network, dtype, stored, stored_bytes, narrow_bytes
-    held = weight_bytes(
+    total_bytes = weight_bytes(
         *sizes,
         quantize=config.quantize,
         kept=FORMATS.get(weights) if weights else None,
@@ -141,7 +143,7 @@ def resolve(
     )
     if has_copy(drafters):
         rounded = copied_in(kernels)
-        held += copy_bytes(*sizes, kept=rounded, packed=packed)
+        total_bytes += copy_bytes(*sizes, kept=rounded, packed=packed)
         if rounded is None:
             logger.warning("copy that drafts: widened to %s, which costs what the model does", dtype)
     memory_bytes = arena_bytes(
@@ -150,7 +152,7 @@ def resolve(
         bounds if drafters else None,
         longest,
         device=device,
-        weights=held,
+        weights=total_bytes,
         copied=has_copy(drafters),
     )
     longest = longest_that_fits(config, layout, memory_bytes, longest)
@@ -162,7 +164,7 @@ def resolve(
         quantize=config.quantize,
         weights=weights,
         layout=layout,
-        weight_bytes=held,
+        weight_bytes=total_bytes,
         memory_bytes=memory_bytes,
         max_model_len=longest,
         drafters=drafters,
@@ -191,13 +193,14 @@ def _layout(
 
 
 def _longest(config: EngineConfig, network: spec.NetworkSpec) -> int:
-    longest = config.max_model_len or network.max_length
-    if longest > network.max_length:
+    max_model_len = config.max_model_len or network.max_length
+    if max_model_len > network.max_length:
         raise ConfigError(
-            f"max_model_len is {longest}, but the model supports {network.max_length} tokens; lower it.",
+            f"max_model_len is {max_model_len}, but the model supports {network.max_length} tokens; "
+            "lower it.",
             field="max_model_len",
         )
-    return longest
+    return max_model_len
 
 
 def _refuse_unbuilt(config: EngineConfig) -> None:
@@ -235,22 +238,23 @@ def _refuse_without_head(config: EngineConfig, drafters: Sequence[str]) -> None:
 
 def _refuse_copy(config: EngineConfig, kernels: str, packed: PackedSizes | None) -> None:
     """Raise for a copy that these kernels do not support, or that equals the target's format."""
-    for refused, why in (
+    for refused, refusal in (
         (on_gpu(kernels), SELF_ON_GPU),
         (config.quantize == COPIED_IN, SELF_IS_TARGET),
         (packed is not None and packed.bytes_by_bits[4] > 0, SELF_IS_PACKED),
     ):
         if refused:
-            raise ConfigError(str(why), field=why.field)
+            raise ConfigError(str(refusal), field=refusal.field)
 
 
 def _refuse_backing(slots: str, network: spec.NetworkSpec) -> None:
     """Raise for draft slots from which one of the model's mixers cannot roll back."""
     for mixer in network.mixers():
         if slots not in mixer.backings:
-            others = " or ".join(sorted(mixer.backings))
+            supported = " or ".join(sorted(mixer.backings))
             raise ConfigError(
-                f"slots: {mixer.kind} cannot take drafts back from {slots}s; use {others}, or draft='none'.",
+                f"slots: {mixer.kind} cannot take drafts back from {slots}s; use {supported}, "
+                "or draft='none'.",
                 field="slots",
             )
 
@@ -261,20 +265,20 @@ def bounds_of(config: EngineConfig) -> DraftShape:
     `num_steps` alone requests a chain, as in other engines; without settings there is a tree.
     """
     is_chain = only_chains(config.draft)
-    given = config.num_steps, 1 if is_chain else config.topk, config.num_draft_tokens
-    if given == (None, None, None):
+    requested = config.num_steps, 1 if is_chain else config.topk, config.num_draft_tokens
+    if requested == (None, None, None):
         return DraftShape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
-    steps, topk, tokens = given
+    steps, topk, tokens = requested
     if topk is None:
         widest = (MAX_WINDOW - 1) // max((steps or 1) - 1, 1)
         topk = min(DEFAULT_TOPK, widest) if steps and tokens and tokens > steps + 1 else 1
     if steps is None:
         deepest = 1 + (MAX_WINDOW - 1) // topk
         steps = tokens - 1 if tokens and topk == 1 else min(DEFAULT_STEPS, deepest)
-    most = 1 + topk + topk**2 * (steps - 1)
+    max_nodes = 1 + topk + topk**2 * (steps - 1)
     if tokens is None:
-        tokens = min(most, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)
-    bounds = DraftShape(min(steps, tokens - 1), topk, min(tokens, most))
+        tokens = min(max_nodes, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)
+    bounds = DraftShape(min(steps, tokens - 1), topk, min(tokens, max_nodes))
     # Before the last level, a head processes the nodes of all levels above at once.
     if (nodes := 1 + bounds.topk * (bounds.num_steps - 1)) > MAX_WINDOW:
         raise ConfigError(
@@ -286,48 +290,48 @@ def bounds_of(config: EngineConfig) -> DraftShape:
 
 
 def _synthetic(config: EngineConfig, bounds: DraftShape) -> tuple[float, ...] | None:
-    wanted = config.synthetic_acceptance
-    if wanted is None:
+    acceptance = config.synthetic_acceptance
+    if acceptance is None:
         return None
-    deepest = bounds.num_steps
-    if isinstance(wanted, list):
-        if not 0 < len(wanted) <= deepest:
+    num_steps = bounds.num_steps
+    if isinstance(acceptance, list):
+        if not 0 < len(acceptance) <= num_steps:
             raise ConfigError(
-                f"synthetic_acceptance: {len(wanted)} rates were given for drafts of {deepest} steps; "
+                f"synthetic_acceptance: {len(acceptance)} rates were given for drafts of {num_steps} steps; "
                 "give one to each depth that may be accepted.",
                 field="synthetic_acceptance",
             )
-        return tuple(wanted)
-    if wanted > deepest + 1:
-        steps = math.ceil(wanted) - 1
+        return tuple(acceptance)
+    if acceptance > num_steps + 1:
+        steps = math.ceil(acceptance) - 1
         raise ConfigError(
-            f"synthetic_acceptance: drafts of {deepest} steps cannot reach a length of {wanted}; "
+            f"synthetic_acceptance: drafts of {num_steps} steps cannot reach a length of {acceptance}; "
             f"raise num_steps to at least {steps}, and num_draft_tokens, if it is given, to {steps + 1}; "
             "or ask for less.",
             field="synthetic_acceptance",
         )
-    return rates_for(wanted, bounds.num_steps)
+    return rates_for(acceptance, bounds.num_steps)
 
 
 def _kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return the kernels: C on a CPU and Triton on a GPU if available, or the requested ones."""
     preferred = ("native" if device.type == "cpu" else "triton") if name == "auto" else name
     if preferred == "native":
-        serves = device.type == "cpu" and dtype in SUFFIX and compiled() is not None
-        needs = "a CPU, float32 or bfloat16, and a C compiler (cc, gcc, clang or $CC)"
+        is_supported = device.type == "cpu" and dtype in SUFFIX and compiled() is not None
+        requirement = "a CPU, float32 or bfloat16, and a C compiler (cc, gcc, clang or $CC)"
     elif preferred == "triton":
         runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-        serves = runs and dtype != torch.float64 and find_spec("triton") is not None
-        needs = "a CUDA device, the triton package, and another dtype than float64"
+        is_supported = runs and dtype != torch.float64 and find_spec("triton") is not None
+        requirement = "a CUDA device, the triton package, and another dtype than float64"
     elif preferred == "flashinfer":
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        serves = hopper and dtype.itemsize == 2 and all(map(find_spec, ("triton", "flashinfer")))
-        needs = "an H100 or H200, the packages triton and flashinfer, and bfloat16 or float16"
+        is_supported = hopper and dtype.itemsize == 2 and all(map(find_spec, ("triton", "flashinfer")))
+        requirement = "an H100 or H200, the packages triton and flashinfer, and bfloat16 or float16"
     else:
         return preferred
-    if name != "auto" and not serves:
-        raise ConfigError(f"kernels: {name!r} needs {needs}; use kernels='cpu'.", field="kernels")
-    return preferred if serves else "cpu"
+    if name != "auto" and not is_supported:
+        raise ConfigError(f"kernels: {name!r} needs {requirement}; use kernels='cpu'.", field="kernels")
+    return preferred if is_supported else "cpu"
 
 
 def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed: str | None) -> str | None:
@@ -342,14 +346,14 @@ def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed:
         return None if kernels == "cpu" else packed
     if quantize in WHOLE:
         return None if kernels == "cpu" else quantize
-    wanted = quantize or ("fp8" if stored_narrow else None)
-    return wanted if kernels == "reference" or on_gpu(kernels) else None
+    format_name = quantize or ("fp8" if stored_narrow else None)
+    return format_name if kernels == "reference" or on_gpu(kernels) else None
 
 
 def copied_in(kernels: str) -> WeightFormat | None:
     """Return the format in which these kernels multiply a quantised copy; None: it is widened."""
-    own = _weights(COPIED_IN, kernels, stored_narrow=False, packed=None)
-    return FORMATS[own] if own else None
+    name = _weights(COPIED_IN, kernels, stored_narrow=False, packed=None)
+    return FORMATS[name] if name else None
 
 
 def _packed_bytes(packed: PackedSizes, kernels: str, dtype: torch.dtype) -> int:

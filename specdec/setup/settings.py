@@ -53,16 +53,16 @@ class Resolved:
 
     def named(self) -> dict[str, Any]:
         """Return all settings by name."""
-        own = [field.name for field in fields(self) if field.name != "config"]
-        held = {name: getattr(self, name) for name in own}
-        return held | {name: getattr(self.config, name) for name in AS_GIVEN}
+        names = [field.name for field in fields(self) if field.name != "config"]
+        values = {name: getattr(self, name) for name in names}
+        return values | {name: getattr(self.config, name) for name in AS_GIVEN}
 
     def __str__(self) -> str:
         """Format one setting per line."""
-        named = self.named()
-        named["layout"] = ", ".join(
+        values = self.named()
+        values["layout"] = ", ".join(
             f"{name} {value:,}" for name, value in asdict(self.layout.describe()).items()
         )
-        named |= {name: f"{named[name]:,}" for name in ("weight_bytes", "memory_bytes")}
-        named["drafters"] = ", ".join(self.drafters) or "none"
-        return "".join(f"\n  {name}: {value}" for name, value in named.items())
+        values |= {name: f"{values[name]:,}" for name in ("weight_bytes", "memory_bytes")}
+        values["drafters"] = ", ".join(self.drafters) or "none"
+        return "".join(f"\n  {name}: {value}" for name, value in values.items())

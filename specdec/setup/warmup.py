@@ -35,14 +35,14 @@ class WarmupDrafter(StatelessDrafter):
     def __init__(self, vocab: int) -> None:
         self.vocab, self.calibrator = vocab, Calibrator()
 
-    def propose(self, wants: Sequence[DraftRequest]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Propose chains of widely spaced tokens."""
-        return [self._chain(want) for want in wants]
+        return [self._chain(request) for request in requests]
 
-    def _chain(self, want: DraftRequest) -> Proposal:
-        count = want.shape.num_steps if want.shape else 0
-        tokens = [(want.tokens[-1] + STRIDE * i) % self.vocab for i in range(1, count + 1)]
-        return Proposal.chain(want.tokens[-1], tokens, [0.5] * count)
+    def _chain(self, request: DraftRequest) -> Proposal:
+        count = request.shape.num_steps if request.shape else 0
+        tokens = [(request.tokens[-1] + STRIDE * i) % self.vocab for i in range(1, count + 1)]
+        return Proposal.chain(request.tokens[-1], tokens, [0.5] * count)
 
 
 def warm_up(core: EngineCore) -> None:
@@ -57,14 +57,18 @@ def warm_up(core: EngineCore) -> None:
     drafts: list[Turn] = [(planned, shape) for shape in _tried(policy) if planned]
     # Shapes longer than any sequence cannot be measured.
     steps, drafts = (
-        [(own, shape) for own, shape in turns if PROMPT + 1 + _depth(shape) < core.max_length]
+        [
+            (turn_drafters, shape)
+            for turn_drafters, shape in turns
+            if PROMPT + 1 + _depth(shape) < core.max_length
+        ]
         for turns in (steps, drafts)
     )
     logger.info("timing %d widths and %d drafts before the first request", len(steps), len(drafts))
     request = None
-    for own, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
+    for turn_drafters, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
         # End it before its text does: an artificial text must not be cached.
-        speculation.draft_by(own, policy.of_shape(shape, drafts=own is planned))
+        speculation.draft_by(turn_drafters, policy.of_shape(shape, drafts=turn_drafters is planned))
         if request and (request.finish_reason or request.num_remaining_tokens <= _depth(shape)):
             _end(core, request)
             request = None
@@ -89,8 +93,8 @@ def _tried(policy: Policy) -> tuple[DraftShape, ...]:
     Costs in between are interpolated, since each shape takes extra passes to time.
     """
     deepest = policy.bounds.num_steps
-    kept = {*range(1, EVERY + 1), *WIDTHS, deepest}
-    return tuple(shape for shape in policy.shapes if shape.topk > 1 or shape.num_steps in kept)
+    depths = {*range(1, EVERY + 1), *WIDTHS, deepest}
+    return tuple(shape for shape in policy.shapes if shape.topk > 1 or shape.num_steps in depths)
 
 
 def _until_known(turns: Sequence[Turn], policy: Policy) -> Iterator[Turn]:
@@ -117,8 +121,8 @@ def _end(core: EngineCore, request: Request) -> None:
 
 
 def _is_known(turn: Turn, policy: Policy) -> bool:
-    own, shape = turn
-    if shape and not isinstance(own[0], WarmupDrafter):
+    turn_drafters, shape = turn
+    if shape and not isinstance(turn_drafters[0], WarmupDrafter):
         return policy.drafts[shape.topk].knows(1, shape.num_steps)
     return policy.steps.knows(1, shape.num_draft_tokens if shape else 1)
 
