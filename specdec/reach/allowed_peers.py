@@ -37,14 +37,14 @@ class AllowedPeers:
         self._networks: list[tuple[IPNetwork, int]] = []
         self._names: set[Endpoint] = set()
         for entry in entries:
-            for own in entry.split(","):
-                self._add(own, port)
+            for part in entry.split(","):
+                self._add(part, port)
 
     def endpoint(self, host: str, port: int) -> Endpoint:
         """Return the endpoint of a request's host and port, if allowed; performs no DNS look-up."""
         address, name = _address(host), host.lower().removesuffix(".")
         if address is not None:
-            if any(port == own and address in network for network, own in self._networks):
+            if any(port == network_port and address in network for network, network_port in self._networks):
                 return Endpoint(str(address), port)
         elif Endpoint(name, port) in self._names:
             return Endpoint(name, port)
@@ -55,11 +55,11 @@ class AllowedPeers:
             field="reach_peers",
         )
 
-    def _add(self, entry: str, usual: int) -> None:
+    def _add(self, entry: str, default_port: int) -> None:
         text = entry.strip().lower().removesuffix(".")
-        found = None if _network(text) else ENTRY.fullmatch(text)
-        host = (found["inside"] or found["plain"]) if found else text
-        port = int((found["port"] or found["own"] or usual) if found else usual)
+        match = None if _network(text) else ENTRY.fullmatch(text)
+        host = (match["inside"] or match["plain"]) if match else text
+        port = int((match["port"] or match["own"] or default_port) if match else default_port)
         network = _network(host)
         if port > 65535 or not (network or _is_name(host)):
             raise ConfigError(

@@ -53,8 +53,8 @@ class BootstrapRooms(Generic[T]):
                 field="bootstrap_room",
             )
 
-    def add(self, room: int, held: T) -> None:
-        self._rooms[room] = held
+    def add(self, room: int, lease: T) -> None:
+        self._rooms[room] = lease
         self._wake(room)
 
     def fail(self, room: int) -> None:
@@ -75,9 +75,9 @@ class BootstrapRooms(Generic[T]):
         """Wait for a room. Nothing is stored for one that does not exist."""
         if room not in self._rooms and self._past.get(room) is None:
             await self._wait(room)
-        held, reason = self._rooms.get(room), self._past.get(room)
-        if held is not None:
-            return held
+        lease, reason = self._rooms.get(room), self._past.get(room)
+        if lease is not None:
+            return lease
         match reason:
             case None:
                 raise ReachError("unknown_room", "No request has opened this room yet; try again.")

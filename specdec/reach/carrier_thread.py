@@ -125,11 +125,11 @@ class CarrierThread:
         if not self._put(lambda: attached.set_result(self._attach(peer, metadata, plan))):
             raise ReadLost(f"{CLOSED}: {self._fault}")
         try:
-            why = attached.result(ATTACH_S)
+            error = attached.result(ATTACH_S)
         except TimeoutError:
-            why = f"no answer within {ATTACH_S:.0f} s"
-        if why:
-            raise ReadLost(f"peer {peer} cannot be attached: {why}")
+            error = f"no answer within {ATTACH_S:.0f} s"
+        if error:
+            raise ReadLost(f"peer {peer} cannot be attached: {error}")
 
     def detach(self, peer: str) -> None:
         """Detach a peer and abandon reads from it."""
@@ -250,13 +250,13 @@ class CarrierThread:
         self._peers[name] = _Peer(metadata, plan, local, remote, link)
         return None
 
-    def _detach(self, name: str, why: str) -> None:
+    def _detach(self, name: str, reason: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is None:
             return
         peer.is_attached = False
         for in_flight in self._reads_from(peer):
-            self._abandon(in_flight, why)
+            self._abandon(in_flight, reason)
             self._finish_or_abandon(in_flight)
         self._close_link(peer)
 
@@ -274,14 +274,14 @@ class CarrierThread:
         if self._fault:
             return  # `_end` fails the read
         peer = self._peers.get(name)
-        why = f"peer {name} is not attached" if peer is None else _mismatch(peer, indices, num_bytes)
-        if peer is None or why:
+        error = f"peer {name} is not attached" if peer is None else _mismatch(peer, indices, num_bytes)
+        if peer is None or error:
             self._figures = replace(self._figures, lost=self._figures.lost + 1)
-            _fail(read, why or "")
+            _fail(read, error or "")
             self._finish(read)
             return
-        rest = deque(pieces(peer.local, peer.remote, indices))
-        self._in_flight[read.id] = _InFlightRead(read, peer, rest, num_bytes, start_s, end_s)
+        unposted = deque(pieces(peer.local, peer.remote, indices))
+        self._in_flight[read.id] = _InFlightRead(read, peer, unposted, num_bytes, start_s, end_s)
 
     def _advance(self) -> bool:
         """Poll every read and post a piece of each, round-robin; return whether any progressed."""
@@ -293,8 +293,8 @@ class CarrierThread:
             try:
                 moved |= self._post(in_flight)
                 moved |= self._poll(in_flight)
-            except PeerLost as gone:
-                self._drop_peer(in_flight.peer, str(gone))
+            except PeerLost as lost:
+                self._drop_peer(in_flight.peer, str(lost))
             except TransferUncertain as failure:
                 in_flight.is_uncertain = True
                 self._abandon(in_flight, str(failure))
@@ -321,26 +321,26 @@ class CarrierThread:
         in_flight.posted.append(in_flight.peer.link.post(*in_flight.rest.popleft()))
         return True
 
-    def _abandon(self, in_flight: _InFlightRead, why: str, kind: type[ReadLost] = ReadLost) -> None:
+    def _abandon(self, in_flight: _InFlightRead, reason: str, kind: type[ReadLost] = ReadLost) -> None:
         """Abandon a read; pieces in flight continue."""
         in_flight.rest.clear()
         if in_flight.lost_s is None:
             in_flight.lost_s = time.monotonic()
             self._count_quarantine(lost=1)
-            _fail(in_flight.read, why, kind)
+            _fail(in_flight.read, reason, kind)
 
-    def _drop_peer(self, peer: _Peer, why: str) -> None:
+    def _drop_peer(self, peer: _Peer, reason: str) -> None:
         """End all reads from a lost peer."""
-        for name in [name for name, known in self._peers.items() if known is peer]:
-            logger.warning("peer %s is lost: %s", name, why)
+        for name in [name for name, other in self._peers.items() if other is peer]:
+            logger.warning("peer %s is lost: %s", name, reason)
             del self._peers[name]
         peer.is_attached = False
         for in_flight in self._reads_from(peer):
-            for piece in in_flight.posted:
-                piece.release()
+            for transfer in in_flight.posted:
+                transfer.release()
             in_flight.posted.clear()
             in_flight.is_uncertain = False
-            self._abandon(in_flight, why)
+            self._abandon(in_flight, reason)
             self._finish_or_abandon(in_flight)
 
     def _finish_or_abandon(self, in_flight: _InFlightRead) -> None:
@@ -369,12 +369,12 @@ class CarrierThread:
         self._close_link(in_flight.peer)
 
     def _count_quarantine(self, *, lost: int = 0) -> None:
-        kept = self._kept
+        quarantined = self._kept
         self._figures = replace(
             self._figures,
             lost=self._figures.lost + lost,
-            quarantined=len(kept),
-            quarantined_bytes=sum(in_flight.num_bytes for in_flight in kept),
+            quarantined=len(quarantined),
+            quarantined_bytes=sum(in_flight.num_bytes for in_flight in quarantined),
         )
 
     @property
@@ -383,16 +383,16 @@ class CarrierThread:
 
     def _end_quarantine(self) -> None:
         """Recreate the agent if abandoned reads hold too much memory or are too old."""
-        kept, limits = self._kept, self._quarantine
-        if not kept:
+        quarantined, limits = self._kept, self._quarantine
+        if not quarantined:
             return
-        age_s = time.monotonic() - min(in_flight.lost_s or 0.0 for in_flight in kept)
+        age_s = time.monotonic() - min(in_flight.lost_s or 0.0 for in_flight in quarantined)
         is_large = self._figures.quarantined_bytes > limits.part * self._arena_bytes
         if age_s > limits.age_s or (is_large and age_s > limits.part_s):
             logger.warning(
                 "%d reads that were given up, one %.1f s ago, may still write to %d bytes: "
                 "recreating the agent of %s; reads in flight are lost",
-                len(kept),
+                len(quarantined),
                 age_s,
                 self._figures.quarantined_bytes,
                 self.name,
@@ -408,8 +408,8 @@ class CarrierThread:
         peers, self._peers = self._peers, {}
         self._open()
         for name, peer in peers.items():
-            if why := self._attach(name, peer.metadata, peer.plan):
-                logger.warning("peer %s is lost: %s", name, why)
+            if error := self._attach(name, peer.metadata, peer.plan):
+                logger.warning("peer %s is lost: %s", name, error)
         self._drop_all()
 
     def _drop_all(self) -> None:
@@ -441,10 +441,10 @@ def _mismatch(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:
     return None
 
 
-def _fail(read: KVRead, why: str, kind: type[ReadLost] = ReadLost) -> None:
+def _fail(read: KVRead, reason: str, kind: type[ReadLost] = ReadLost) -> None:
     """Fail a read; when closing a carrier whose thread hangs, both threads may do so at once."""
     with contextlib.suppress(InvalidStateError):
-        read.done.set_exception(kind(why))
+        read.done.set_exception(kind(reason))
 
 
 def _wake() -> None:

@@ -48,9 +48,9 @@ class Routes:
     """Routes of the side channel. Owned by the event loop's thread."""
 
     def __init__(
-        self, book: LeaseTable, agents: Callable[[], AgentsResponse], kept: CachedPrefixLog | None
+        self, leases: LeaseTable, agents: Callable[[], AgentsResponse], kept: CachedPrefixLog | None
     ) -> None:
-        self._book, self._agents, self._kept = book, agents, kept
+        self._book, self._agents, self._kept = leases, agents, kept
 
     async def agents(self, request: web.Request, body: bytes) -> bytes:
         """Return how to reach the arenas; queried each time, since agents may be recreated."""
@@ -87,7 +87,7 @@ class Routes:
 
 
 def channel_app(
-    book: LeaseTable,
+    leases: LeaseTable,
     secret: Secret,
     *,
     agents: Callable[[], AgentsResponse],
@@ -95,10 +95,10 @@ def channel_app(
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """Build the application. A request's body is read only after its signature is verified."""
-    guard = _guard(book, secret, ReplayGuard(clock))
+    guard = _guard(leases, secret, ReplayGuard(clock))
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard])
     app.on_response_prepare.append(_name_server)
-    routes = Routes(book, agents, kept)
+    routes = Routes(leases, agents, kept)
     for method, path, handler in (
         ("GET", "/reach/agents", routes.agents),
         ("POST", "/reach/leases/{lease}/open", routes.open),
@@ -115,8 +115,8 @@ def channel_app(
 class Channel:
     """Serves the side channel until stopped, which ends all leases."""
 
-    def __init__(self, book: LeaseTable, app: web.Application) -> None:
-        self._book = book
+    def __init__(self, leases: LeaseTable, app: web.Application) -> None:
+        self._book = leases
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
         self._server: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -154,7 +154,9 @@ class Channel:
         await self._runner.cleanup()
 
 
-def _guard(book: LeaseTable, secret: Secret, replays: ReplayGuard) -> Callable[..., Awaitable[web.Response]]:
+def _guard(
+    leases: LeaseTable, secret: Secret, replays: ReplayGuard
+) -> Callable[..., Awaitable[web.Response]]:
     """Return the middleware: check the signature, handle, encrypt, and send within a time limit."""
 
     @web.middleware
@@ -169,14 +171,14 @@ def _guard(book: LeaseTable, secret: Secret, replays: ReplayGuard) -> Callable[.
             await _check_body(request, signed.body_sha256)
             response = await handler(request)
         except web.HTTPException as error:
-            response = _refused(book, ReachError(*_ROUTING.get(error.status, _ROUTING[404])), error.status)
+            response = _refused(leases, ReachError(*_ROUTING.get(error.status, _ROUTING[404])), error.status)
         except ReachError as refusal:
-            response = _refused(book, refusal, refusal.status)
+            response = _refused(leases, refusal, refusal.status)
         except SpecdecError as error:
-            response = _refused(book, ReachError("internal", str(error), field=error.field), 500)
+            response = _refused(leases, ReachError("internal", str(error), field=error.field), 500)
         except Exception:
             logger.exception("a side-channel request failed")
-            response = _refused(book, ReachError("internal", "The server failed; see its log."), 500)
+            response = _refused(leases, ReachError("internal", "The server failed; see its log."), 500)
         if signed:
             assert isinstance(response.body, bytes)
             response.body = signed.encrypt(secret, response.status, response.body)
@@ -223,9 +225,9 @@ async def _check_body(request: web.Request, sha256: str) -> None:
         raise ReachError("unauthorized", "The body differs from the signed one; send that.")
 
 
-def _refused(book: LeaseTable, refusal: ReachError, status: int) -> web.Response:
+def _refused(leases: LeaseTable, refusal: ReachError, status: int) -> web.Response:
     """Return an error response; close the connection if the body was not read."""
-    book.figures.refused[refusal.reason] += 1
+    leases.figures.refused[refusal.reason] += 1
     headers = {"WWW-Authenticate": SCHEME} if status == 401 else None
     response = web.Response(
         status=status, body=write_refusal(refusal), content_type="application/json", headers=headers

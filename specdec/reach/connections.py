@@ -36,7 +36,7 @@ class PeerConnection(Connection):
 def bounded(server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
     """Return a factory of connections that limits their number."""
 
-    def new() -> Connection:
+    def protocol() -> Connection:
         return PeerConnection(
             server,
             loop=asyncio.get_running_loop(),
@@ -46,4 +46,4 @@ def bounded(server: web.Server) -> Callable[[], asyncio.BaseProtocol]:
             auto_decompress=False,
         )
 
-    return limited(server, MOST_CONNECTIONS, new, lambda own: own.is_busy)
+    return limited(server, MOST_CONNECTIONS, protocol, lambda connection: connection.is_busy)

@@ -57,13 +57,13 @@ class Descriptors:
 
 def pieces(local: Descriptors, remote: Descriptors, indices: Indices) -> Iterator[Indices]:
     """Yield a read's parts in order; both sides of a pair have equal length."""
-    (here, sizes), (there, _) = local.cut(indices[0]), remote.cut(indices[1])
+    (local_ids, sizes), (remote_ids, _) = local.cut(indices[0]), remote.cut(indices[1])
     costs = sizes + DESCRIPTOR_BYTES
     bounds = np.flatnonzero(np.diff((np.cumsum(costs) - costs) // local.piece_bytes)) + 1
     starts, ends = (0, *bounds), (*bounds, len(sizes))
     for start, end in zip(starts, ends, strict=True):
         if start < end:
-            yield here[start:end], there[start:end]
+            yield local_ids[start:end], remote_ids[start:end]
 
 
 def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -25,8 +25,8 @@ class ExpiringMap(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         self._forget()
-        found = self._entries.get(key)
-        return None if found is None else found[1]
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]
 
     def put(self, key: K, value: V) -> None:
         self._entries.pop(key, None)

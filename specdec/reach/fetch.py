@@ -129,10 +129,13 @@ class Fetcher:
         finally:
             self.figures.under_way -= 1
         fetched = fetched._replace(seconds=time.perf_counter() - start_s)
-        own = self.figures
-        own.outcomes[fetched.outcome] += 1
-        own.tokens, own.num_bytes = own.tokens + fetched.tokens, own.num_bytes + fetched.num_bytes
-        own.seconds += fetched.seconds
+        figures = self.figures
+        figures.outcomes[fetched.outcome] += 1
+        figures.tokens, figures.num_bytes = (
+            figures.tokens + fetched.tokens,
+            figures.num_bytes + fetched.num_bytes,
+        )
+        figures.seconds += fetched.seconds
         return fetched
 
     async def decline(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> None:
@@ -166,9 +169,9 @@ class Fetcher:
             return Fetched(refusal.reason)
         except LeaseLost:
             return Fetched("lease_lost")
-        except ReadLost as lost:
-            logger.warning("prefilling a prompt: %s", lost)
-            if session and not (isinstance(lost, ReadLate) and self._late is not session):
+        except ReadLost as error:
+            logger.warning("prefilling a prompt: %s", error)
+            if session and not (isinstance(error, ReadLate) and self._late is not session):
                 self._peers.lost(session)
             self._late = session
             return Fetched("read_lost")
@@ -247,24 +250,27 @@ class Fetcher:
         opened: OpenResponse,
     ) -> None:
         """Start reading the newly available blocks, and at the end the state."""
-        known = opened.first + len(opened.blocks)
-        first, last = len(landing.shared) + arrival.came, known - len(landing.shared)
+        available = opened.first + len(opened.blocks)
+        first, last = len(landing.shared) + arrival.came, available - len(landing.shared)
         if opened.first > first or last > len(landing.blocks):
             raise _wrong_blocks()
-        theirs, ours = opened.blocks[first - opened.first :], landing.blocks[arrival.came : last]
+        remote_blocks, local_blocks = (
+            opened.blocks[first - opened.first :],
+            landing.blocks[arrival.came : last],
+        )
         state = None
         if opened.is_whole:
             if last != len(landing.blocks) or (opened.state is None) != (landing.state is None):
                 raise _wrong_blocks()
             if opened.state is not None and landing.state is not None:
                 state = (landing.state, opened.state)
-        if not (theirs or state):
+        if not (remote_blocks or state):
             return
         try:
-            indices = session.plan.pick(list(zip(ours, theirs, strict=True)), state)
+            indices = session.plan.pick(list(zip(local_blocks, remote_blocks, strict=True)), state)
         except ConfigError as error:
             raise ReachError("garbled", f"{session.at} has named memory outside its arena: {error}") from None
-        num_bytes = session.plan.num_bytes(len(theirs), int(state is not None))
+        num_bytes = session.plan.num_bytes(len(remote_blocks), int(state is not None))
         self._under_way += num_bytes
         deadline_s = FIRST_S + 4 * self._under_way * self._byte_s
         read = self._carrier.read(session.name, indices, num_bytes, deadline_s)
@@ -286,12 +292,12 @@ class Fetcher:
     async def _is_same(self, hold: LeaseHold[TransferPlan], landing: IncomingPrefix) -> bool:
         """Compare checksums of some blocks and the state with the peer's."""
         step = max(len(landing.blocks) // SAMPLED, 1)
-        places = range(0, len(landing.blocks), step)
-        blocks = [landing.blocks[place] for place in places]
-        theirs = await self._peers.sums(hold, [len(landing.shared) + place for place in places])
-        own = await asyncio.to_thread(self._transfers.sums, blocks, landing.state)
+        indices = range(0, len(landing.blocks), step)
+        blocks = [landing.blocks[index] for index in indices]
+        remote_sums = await self._peers.sums(hold, [len(landing.shared) + index for index in indices])
+        local_sums = await asyncio.to_thread(self._transfers.sums, blocks, landing.state)
         self._checked[hold.session.at] = hold.session
-        return own == theirs
+        return local_sums == remote_sums
 
     def _release(self, arrival: InFlightFetch) -> None:
         """Release memory that was not landed, once nothing can write to it."""
@@ -300,37 +306,37 @@ class Fetcher:
         if not arrival.future.cancel():
             self._drop_behind(arrival.future, [read.over for read in arrival.reads])
 
-    def _drop_behind(self, found: "Future[IncomingPrefix | None]", pending: "list[Future[None]]") -> None:
+    def _drop_behind(self, future: "Future[IncomingPrefix | None]", pending: "list[Future[None]]") -> None:
         """Drop the landing after all pending reads; callable from any thread."""
         while pending:
             over = pending.pop()
             if not over.done():
-                over.add_done_callback(lambda _: self._drop_behind(found, pending))
+                over.add_done_callback(lambda _: self._drop_behind(future, pending))
                 return
-        found.add_done_callback(self._drop)
+        future.add_done_callback(self._drop)
 
-    def _drop(self, found: "Future[IncomingPrefix | None]") -> None:
+    def _drop(self, future: "Future[IncomingPrefix | None]") -> None:
         with suppress(Exception):  # a closed engine has no memory to release
-            if landing := found.result():
+            if landing := future.result():
                 self._transfers.drop(landing)
 
 
-async def _unless_lost(hold: LeaseHold[TransferPlan], wanted: Awaitable[T]) -> T:
+async def _unless_lost(hold: LeaseHold[TransferPlan], awaitable: Awaitable[T]) -> T:
     """Await a result, or raise Lost if the lease is lost first."""
-    work, lost = asyncio.ensure_future(wanted), asyncio.ensure_future(hold.lost.wait())
+    task, lost = asyncio.ensure_future(awaitable), asyncio.ensure_future(hold.lost.wait())
     try:
-        await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
+        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
         raise LeaseLost
     finally:
         lost.cancel()
-        work.cancel()
+        task.cancel()
 
 
-def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[int], None], value: int) -> None:
+def _in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[int], None], value: int) -> None:
     with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(call, value)
+        loop.call_soon_threadsafe(callback, value)
 
 
 def _wrong_blocks() -> ReachError:

@@ -62,7 +62,7 @@ def _files(folder: Path) -> list[str]:
 
 def _sampled(header: dict[str, dict[str, list[int]]]) -> list[int]:
     """Return a bounded number of tensor offsets, in order."""
-    starts = sorted(own["data_offsets"][0] for own in header.values() if "data_offsets" in own)
+    starts = sorted(tensor["data_offsets"][0] for tensor in header.values() if "data_offsets" in tensor)
     return starts[:: -(-len(starts) // SAMPLES) or 1]
 
 

@@ -24,13 +24,13 @@ class ArenaHandshake:
 
     def agents(self) -> AgentsResponse:
         """Return the current agent's metadata and this arena's layout."""
-        own = AgentInfo(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.numbers())
+        info = AgentInfo(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.numbers())
         return AgentsResponse(
             engine=self.engine,
             fingerprint=self.fingerprint,
             facts=self.facts,
             carrier=self._carrier.name,
-            agents=[own],
+            agents=[info],
         )
 
     def attach(self, name: str, agents: AgentsResponse) -> TransferPlan:
@@ -46,7 +46,7 @@ class ArenaHandshake:
                 f"tp: transfers from {len(agents.agents)} ranks are not supported; start it with one.",
                 field="tp",
             )
-        (other,) = agents.agents
-        plan = make_plans(self._view, [read_view(other.arena)])[0]
-        self._carrier.attach(name, unpack(other.metadata, "metadata"), plan)
+        (agent,) = agents.agents
+        plan = make_plans(self._view, [read_view(agent.arena)])[0]
+        self._carrier.attach(name, unpack(agent.metadata, "metadata"), plan)
         return plan

@@ -41,20 +41,20 @@ class TransferLease:
     """Blocks and generations known to the reader."""
     _waiters: set["asyncio.Future[None]"] = field(default_factory=set)
 
-    def check(self, ask: OpenRequest) -> None:
+    def check(self, request: OpenRequest) -> None:
         """Raise for another prompt, or another reader than the first."""
-        if (ask.hash, ask.length) != (self.prompt.hash, self.prompt.length):
+        if (request.hash, request.length) != (self.prompt.hash, self.prompt.length):
             raise ReachError(
                 "other_prompt",
                 "hash: another prompt is held here; send the same request to both servers, and give them the "
                 "same model and template.",
                 field="hash",
             )
-        if self.reader not in (None, ask.reader):
+        if self.reader not in (None, request.reader):
             raise ReachError(
                 "held", "reader: another reader has this lease; prefill the prompt instead.", field="reader"
             )
-        if ask.have > ask.length:
+        if request.have > request.length:
             raise ReachError("malformed", "have: give at most length.", field="have")
 
     def wake(self) -> None:
@@ -99,8 +99,8 @@ class TransferLease:
     def is_intact(self) -> bool:
         """Whether all memory whose location the reader has is still valid."""
         lent, (blocks, generations) = self.loan.lent, self._sent
-        now = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
-        return lent.intact and now == (blocks, generations)
+        current = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
+        return lent.intact and current == (blocks, generations)
 
     def open_response(self, have: int) -> OpenResponse:
         """Return the location of the ready memory, from the first block the reader lacks."""

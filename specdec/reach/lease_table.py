@@ -122,9 +122,9 @@ class LeaseTable:
             self.rooms.check_free(room)
         loop = asyncio.get_running_loop()
 
-        def in_loop(call: Callable[[], None]) -> None:
+        def in_loop(callback: Callable[[], None]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and everything was released before
-                loop.call_soon_threadsafe(call)
+                loop.call_soon_threadsafe(callback)
 
         loan = submit(lambda _: in_loop(lambda: lease.wake()))
         lease = TransferLease(new_id(), prompt, loan, num_bytes, self._block_tokens, room, caller)
@@ -165,21 +165,21 @@ class LeaseTable:
         """Return the seconds until a lease ends without a message from its reader."""
         return max(0.0, lease.seen_s + SILENCE_S - self._clock()) if lease.is_read else SILENCE_S
 
-    async def open(self, lease_id: str, ask: OpenRequest) -> OpenResponse:
+    async def open(self, lease_id: str, request: OpenRequest) -> OpenResponse:
         """Wait until more of a prompt is ready than the reader has seen; return its location."""
-        self._check_engine(ask.engine)
-        return await self._open(self._find(lease_id), ask)
+        self._check_engine(request.engine)
+        return await self._open(self._find(lease_id), request)
 
-    async def open_room(self, room: int, ask: OpenRequest) -> OpenResponse:
+    async def open_room(self, room: int, request: OpenRequest) -> OpenResponse:
         """Wait for a room and open its lease."""
-        self._check_engine(ask.engine)
+        self._check_engine(request.engine)
         self.sweep()
         self.figures.rooms_waiting += 1
         try:
             lease = await self.rooms.find(room)
         finally:
             self.figures.rooms_waiting -= 1
-        return await self._open(lease, ask)
+        return await self._open(lease, request)
 
     def close(self, lease_id: str, close: CloseRequest) -> bool:
         """End a lease; return whether its reader's data are valid."""
@@ -198,16 +198,16 @@ class LeaseTable:
         self._end(lease, "room_used", intact=intact)
         return intact
 
-    async def sums(self, lease_id: str, ask: ChecksumRequest) -> list[int]:
+    async def sums(self, lease_id: str, request: ChecksumRequest) -> list[int]:
         """Return checksums of some blocks and the state while they are lent."""
-        self._check_engine(ask.engine)
+        self._check_engine(request.engine)
         lease = self._find(lease_id)
         lent = lease.loan.lent
-        if lease.reader != ask.reader or not lease.is_told:
+        if lease.reader != request.reader or not lease.is_told:
             raise ReachError("held", "reader: open the whole lease first.", field="reader")
-        if max(ask.places, default=0) >= len(lent.blocks):
+        if max(request.places, default=0) >= len(lent.blocks):
             raise ReachError("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
-        blocks = [lent.blocks[place] for place in ask.places]
+        blocks = [lent.blocks[index] for index in request.places]
         sums = await asyncio.to_thread(self._sums, blocks, lent.state)
         if not lease.is_intact:
             raise _lease_over()
@@ -218,9 +218,9 @@ class LeaseTable:
         self._check_engine(beat.engine)
         self.sweep()
         now = self._clock()
-        leases = [own for own in beat.leases if own in self._leases]
-        for own in leases:
-            self._leases[own].seen_s = now
+        leases = [lease_id for lease_id in beat.leases if lease_id in self._leases]
+        for lease_id in leases:
+            self._leases[lease_id].seen_s = now
         return HeartbeatResponse(leases=leases)
 
     def sweep(self) -> None:
@@ -242,14 +242,14 @@ class LeaseTable:
         for lease in list(self._leases.values()):
             self._end(lease, "lease_over")
 
-    async def _open(self, lease: TransferLease, ask: OpenRequest) -> OpenResponse:
-        lease.check(ask)
+    async def _open(self, lease: TransferLease, request: OpenRequest) -> OpenResponse:
+        lease.check(request)
         self.figures.opened += lease.reader is None
-        lease.reader, lease.seen_s = ask.reader, self._clock()
-        await lease.wait_for_more(ask.have, self._wait_s)
+        lease.reader, lease.seen_s = request.reader, self._clock()
+        await lease.wait_for_more(request.have, self._wait_s)
         self._check_live(lease)
         lease.seen_s = self._clock()
-        return lease.open_response(ask.have)
+        return lease.open_response(request.have)
 
     def _find(self, lease_id: str) -> TransferLease:
         self.sweep()

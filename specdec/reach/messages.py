@@ -173,20 +173,20 @@ class ErrorResponse(ChannelMessage):
 
 
 def write_refusal(refusal: ReachError) -> bytes:
-    said = {"code": refusal.reason, "message": str(refusal), "param": refusal.field}
-    return json.dumps({"error": said}).encode()
+    error = {"code": refusal.reason, "message": str(refusal), "param": refusal.field}
+    return json.dumps({"error": error}).encode()
 
 
-def read_refusal(data: bytes, known: Mapping[Reason, int]) -> ReachError:
+def read_refusal(data: bytes, reasons: Mapping[Reason, int]) -> ReachError:
     """Parse a peer's refusal; any unknown answer becomes `garbled`."""
     try:
-        said = ErrorResponse.model_validate(json.loads(data)["error"])
-        reason = next(reason for reason in known if reason == said.code)
+        error = ErrorResponse.model_validate(json.loads(data)["error"])
+        reason = next(reason for reason in reasons if reason == error.code)
     except (ValueError, RecursionError, KeyError, TypeError, ConfigError, StopIteration):
         return ReachError(
             "garbled", "The peer's answer is unknown to this version; is its port a reach_port?"
         )
-    return ReachError(reason, said.message, field=said.param)
+    return ReachError(reason, error.message, field=error.param)
 
 
 def pack(data: bytes) -> str:

@@ -108,8 +108,8 @@ class AgentWire:
             torch.cuda.set_device(data.device)  # UCX uses its thread's CUDA context
         try:
             self.agent = _make_agent(api)
-            place = (data.data_ptr(), data.nbytes, data.device.index or 0, "")
-            self._registered = self.agent.register_memory([place], self.memory)
+            region = (data.data_ptr(), data.nbytes, data.device.index or 0, "")
+            self._registered = self.agent.register_memory([region], self.memory)
             self.metadata = self.memory.encode() + self.agent.get_agent_metadata()
         except Exception as error:
             raise ConfigError(
@@ -129,11 +129,11 @@ class AgentWire:
             link.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self.memory)
             link.remote = self.agent.prep_xfer_dlist(link.name, remote, memory)
         except Exception as error:
-            why = str(error)
+            reason = str(error)
         else:
             return link
         link.close()
-        raise WireError(why)
+        raise WireError(reason)
 
     def is_gone(self, name: bytes | None, error: Exception) -> bool:
         """Return whether an error means that an agent and all its transfers are lost."""
@@ -147,8 +147,8 @@ class AgentWire:
         While anything refers to it, each call raises WireError.
         """
         if self.agent is not None:
-            for piece in tuple(self.pieces):
-                piece.release()
+            for transfer in tuple(self.pieces):
+                transfer.release()
             for link in tuple(self.links):
                 link.close()
             with contextlib.suppress(Exception):
@@ -216,9 +216,9 @@ class AgentTransfer:
             with contextlib.suppress(Exception):
                 handle.release()
 
-    def _ask(self, question: Callable[[Any], str]) -> str:
+    def _ask(self, query: Callable[[Any], str]) -> str:
         try:
-            state = question(self._handle)
+            state = query(self._handle)
         except Exception as error:
             if not self._wire.is_gone(self._name, error):
                 raise TransferUncertain(str(error)) from None

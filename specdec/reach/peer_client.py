@@ -36,19 +36,19 @@ class PeerClient:
         self._secret = secret
         self._sessions: dict[Kind, aiohttp.ClientSession] = {}
 
-    async def get(self, at: Endpoint, path: str, answer: type[A], limit_s: float = CALL_S) -> A:
-        return await self._call(at, "GET", path, b"", answer, limit_s)
+    async def get(self, endpoint: Endpoint, path: str, answer: type[A], limit_s: float = CALL_S) -> A:
+        return await self._call(endpoint, "GET", path, b"", answer, limit_s)
 
     async def post(
         self,
-        at: Endpoint,
+        endpoint: Endpoint,
         path: str,
         body: ChannelMessage,
         answer: type[A],
         limit_s: float = CALL_S,
         kind: Kind = "lease",
     ) -> A:
-        return await self._call(at, "POST", path, body.write(), answer, limit_s, kind)
+        return await self._call(endpoint, "POST", path, body.write(), answer, limit_s, kind)
 
     async def close(self) -> None:
         for session in self._sessions.values():
@@ -56,7 +56,7 @@ class PeerClient:
 
     async def _call(
         self,
-        at: Endpoint,
+        endpoint: Endpoint,
         method: str,
         path: str,
         body: bytes,
@@ -66,29 +66,29 @@ class PeerClient:
     ) -> A:
         try:
             async with asyncio.timeout(limit_s):
-                status, data = await self._exchange(at, method, path, body, kind)
+                status, data = await self._exchange(endpoint, method, path, body, kind)
         except TimeoutError:
-            raise ReachError("peer_slow", f"{at} has not answered within {limit_s:g} s.") from None
+            raise ReachError("peer_slow", f"{endpoint} has not answered within {limit_s:g} s.") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ReachError("peer_down", f"{at} cannot be reached: {type(error).__name__}.") from None
+            raise ReachError("peer_down", f"{endpoint} cannot be reached: {type(error).__name__}.") from None
         if status != 200:
             raise read_refusal(data, STATUSES)
         try:
             return answer.from_json(data)
         except ReachError as refusal:
-            raise ReachError("garbled", f"{at} answers otherwise than expected: {refusal}") from None
+            raise ReachError("garbled", f"{endpoint} answers otherwise than expected: {refusal}") from None
 
     async def _exchange(
-        self, at: Endpoint, method: str, path: str, body: bytes, kind: Kind
+        self, endpoint: Endpoint, method: str, path: str, body: bytes, kind: Kind
     ) -> tuple[int, bytes]:
         """Return an answer's status and decrypted body; raise if it cannot be decrypted."""
-        url = URL(f"http://{at}{path}")
+        url = URL(f"http://{endpoint}{path}")
         signed = SignedRequest.new(method, url.raw_path_qs, body)
         headers = {"Authorization": signed.authorization(self._secret)}
         async with self._session(kind).request(
             method, url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
-            data = await self._read(at, response)
+            data = await self._read(endpoint, response)
             opened = signed.decrypt(self._secret, response.status, data)
             if opened is not None:
                 return response.status, opened
@@ -96,22 +96,22 @@ class PeerClient:
         if response.status == 401:
             raise ReachError(
                 "unauthorized",
-                f"{at} has another {VARIABLE}, or is not a specdec server of this version; start both "
+                f"{endpoint} has another {VARIABLE}, or is not a specdec server of this version; start both "
                 "servers with the same one.",
             )
         raise ReachError(
             "garbled",
-            f"{at} sends an answer that {VARIABLE} does not decrypt; check that its port is the reach_port "
-            "of a server with the same one.",
+            f"{endpoint} sends an answer that {VARIABLE} does not decrypt; check that its port is the "
+            "reach_port of a server with the same one.",
         )
 
-    async def _read(self, at: Endpoint, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, endpoint: Endpoint, response: aiohttp.ClientResponse) -> bytes:
         data = bytearray()
         async for chunk in response.content.iter_any():
             data += chunk
             if len(data) > MOST_ANSWER_BYTES:
                 response.close()
-                raise ReachError("garbled", f"{at} answers with more than {MOST_ANSWER_BYTES:,} bytes.")
+                raise ReachError("garbled", f"{endpoint} answers with more than {MOST_ANSWER_BYTES:,} bytes.")
         return bytes(data)
 
     def _session(self, kind: Kind) -> aiohttp.ClientSession:

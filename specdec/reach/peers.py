@@ -159,9 +159,9 @@ class Peers(Generic[P]):
     async def connect(self, reference: Reference, prompt: PrefixIdentity) -> PeerSession[P]:
         """Return the session of a reference's peer. Raises a `ReachError` with the reason."""
         try:
-            at = self._verified_endpoint(reference, prompt)
+            endpoint = self._verified_endpoint(reference, prompt)
             engine = reference.engine if isinstance(reference, LeaseReference) else None
-            return await self._connect(self._link(at), engine)
+            return await self._connect(self._link(endpoint), engine)
         except ReachError as refusal:
             self.figures.failures[refusal.reason] += 1
             raise
@@ -173,12 +173,12 @@ class Peers(Generic[P]):
         requests fail this way: so the log gives the reason, once a minute.
         """
         try:
-            at = self._allowed.endpoint(reference.host, reference.port)
+            endpoint = self._allowed.endpoint(reference.host, reference.port)
             if isinstance(reference, LeaseReference) and not self._secret.verifies(reference, prompt):
                 raise ReachError(
                     "bad_mac",
-                    f"kv_transfer_params: it is not signed for this prompt by {at}; send the same request to "
-                    f"both servers, and give them one {VARIABLE}, model and template.",
+                    f"kv_transfer_params: it is not signed for this prompt by {endpoint}; send the same "
+                    f"request to both servers, and give them one {VARIABLE}, model and template.",
                     field="kv_transfer_params",
                 )
         except ReachError as refusal:
@@ -187,7 +187,7 @@ class Peers(Generic[P]):
                 self._said_s[refusal.reason] = now_s
                 logger.warning("prefilling a prompt instead of fetching it: %s", refusal)
             raise
-        return at
+        return endpoint
 
     @contextlib.asynccontextmanager
     async def hold(
@@ -219,14 +219,14 @@ class Peers(Generic[P]):
         """
         prompt, reference = hold.prompt, hold.reference
         room = reference.room if isinstance(reference, RoomReference) and hold.lease is None else None
-        ask = OpenRequest(
+        request = OpenRequest(
             engine=hold.session.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
         )
         path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
         kind: Kind = "lease" if room is None else "room"
         again_s = asyncio.get_running_loop().time() + ASK_AGAIN_S
         try:
-            opened = await self._calls.post(hold.session.at, path, ask, OpenResponse, WAITING_S, kind)
+            opened = await self._calls.post(hold.session.at, path, request, OpenResponse, WAITING_S, kind)
             if (opened.length, hold.lease or opened.lease) != (prompt.length, opened.lease):
                 raise ReachError("garbled", f"{hold.session.at} has answered for another prompt.")
         except ReachError as refusal:
@@ -274,12 +274,12 @@ class Peers(Generic[P]):
         if link and link.session is session:
             self._forget(link)
 
-    def refuse(self, session: PeerSession[P], why: str) -> None:
+    def refuse(self, session: PeerSession[P], reason: str) -> None:
         """Refuse a peer for a while, for example after wrong bytes."""
         link = self._links.get(session.at)
         if link and link.session is session:
             self._forget(link)
-            self._refuse(link, ReachError("carrier", why), REMEMBERED_S)
+            self._refuse(link, ReachError("carrier", reason), REMEMBERED_S)
 
     async def stop(self) -> None:
         """Stop all requests; their leases expire at the peers."""
@@ -290,20 +290,20 @@ class Peers(Generic[P]):
         await self._calls.close()
         self._thread.shutdown(wait=False)
 
-    def _link(self, at: Endpoint) -> _Link[P]:
-        link = self._links.get(at)
+    def _link(self, endpoint: Endpoint) -> _Link[P]:
+        link = self._links.get(endpoint)
         if link is None:
             if len(self._links) >= MOST_LINKS:
                 self._drop_a_link()
-            link = self._links[at] = _Link(at)
+            link = self._links[endpoint] = _Link(endpoint)
         return link
 
     def _drop_a_link(self) -> None:
         """Drop the oldest endpoint without a session or holds."""
-        for at, link in self._links.items():
+        for endpoint, link in self._links.items():
             if link.session is None and not link.holds and not link.meeting.locked():
                 self._tally()
-                del self._links[at]
+                del self._links[endpoint]
                 return
         raise ReachError("peer_down", f"There are {MOST_LINKS:,} peers already; give fewer as reach_peers.")
 
@@ -340,9 +340,9 @@ class Peers(Generic[P]):
             raise
         except SpecdecError as error:
             reason: Reason = "layout" if error.field else "carrier"
-            unfit = ReachError(reason, f"{link.at}: {error}", field=error.field)
-            self._refuse(link, unfit, REMEMBERED_S)
-            raise unfit from None
+            mismatch = ReachError(reason, f"{link.at}: {error}", field=error.field)
+            self._refuse(link, mismatch, REMEMBERED_S)
+            raise mismatch from None
         link.session, link.met_s = PeerSession(link.at, agents.engine, plan), self._clock()
         link.refusal, link.pause_s = None, 0.0
         self._tally()
@@ -359,12 +359,12 @@ class Peers(Generic[P]):
             self._thread.submit(self._detach, name)
             raise ReachError("carrier", f"Its memory could not be reached within {MEET_S:g} s.") from None
 
-    def _compare(self, at: Endpoint, agents: AgentsResponse) -> None:
+    def _compare(self, endpoint: Endpoint, agents: AgentsResponse) -> None:
         if agents.fingerprint != self._fingerprint:
             differ = differences(agents.facts, self._facts) or "the version of the protocol"
             raise ReachError(
                 "fingerprint",
-                f"{at} cannot be read from: {differ}. Start both with one model, settings and version.",
+                f"{endpoint} cannot be read from: {differ}. Start both with one model, settings and version.",
             )
 
     def _refuse(self, link: _Link[P], refusal: ReachError, pause_s: float) -> None:
@@ -421,14 +421,14 @@ class Peers(Generic[P]):
         session = link.session
         holds = [hold for hold in link.holds if hold.session is session and not hold.lost.is_set()]
         for start in range(0, len(holds), MOST_BEATS):
-            part = holds[start : start + MOST_BEATS]
-            leases = [hold.lease for hold in part if hold.lease]
-            beat = HeartbeatRequest(engine=part[0].session.engine, leases=leases)
+            batch = holds[start : start + MOST_BEATS]
+            leases = [hold.lease for hold in batch if hold.lease]
+            beat = HeartbeatRequest(engine=batch[0].session.engine, leases=leases)
             live = set(
                 (await self._calls.post(link.at, "/reach/beat", beat, HeartbeatResponse, kind="beat")).leases
             )
             self.figures.beats += 1
-            for hold in part:
+            for hold in batch:
                 if hold.lease in leases and hold.lease not in live:
                     hold.lost.set()
 
@@ -446,11 +446,11 @@ async def _sleep_until(time_s: float) -> None:
     await asyncio.sleep(max(time_s - asyncio.get_running_loop().time(), 0.0))
 
 
-def _name(engine: str, at: Endpoint) -> str:
-    return f"{engine} at {at}"
+def _name(engine: str, endpoint: Endpoint) -> str:
+    return f"{engine} at {endpoint}"
 
 
-def _restarted(at: Endpoint) -> ReachError:
+def _restarted(endpoint: Endpoint) -> ReachError:
     return ReachError(
-        "other_engine", f"{at} has restarted since it prefilled this prompt; prefill the prompt again."
+        "other_engine", f"{endpoint} has restarted since it prefilled this prompt; prefill the prompt again."
     )

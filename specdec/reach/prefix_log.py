@@ -88,18 +88,18 @@ class CachedPrefixHashes:
 
     def _scan(self, cache: PrefixCache) -> Set[CachedPrefix]:
         tiers = [cache, cache.lower] if cache.lower else [cache]
-        known, self._hashes, hashed = self._hashes, {}, 0
+        previous, self._hashes, hashed = self._hashes, {}, 0
         for tree in (tier.tree for tier in tiers):
             for node in tree.nodes():
                 if node.state is None and tree.arena.layout.states:
                     continue
-                before = known.get(id(node))
-                if before is None or before[0] is not node or before[1] is not node.edge:
-                    if hashed >= MOST_HASHED and (before is None or before[0] is not node):
+                cached = previous.get(id(node))
+                if cached is None or cached[0] is not node or cached[1] is not node.edge:
+                    if hashed >= MOST_HASHED and (cached is None or cached[0] is not node):
                         continue  # a later scan hashes it
                     hashed += node.end + NODE
-                    before = (node, node.edge, _hash(tree.spelled(node), node.tenant.salt))
-                self._hashes[id(node)] = before
+                    cached = (node, node.edge, _hash(tree.spelled(node), node.tenant.salt))
+                self._hashes[id(node)] = cached
         return frozenset((prefix, node.end) for node, _, prefix in self._hashes.values())
 
 
@@ -131,14 +131,14 @@ class CachedPrefixLog:
     async def since(self, seq: int) -> PrefixLogChanges:
         """Return the changes since an earlier answer's number; 0 requests everything."""
         await self._scan()
-        behind = self._seq - seq
-        if seq == 0 or not 0 <= behind <= len(self._changes):
+        num_missed = self._seq - seq
+        if seq == 0 or not 0 <= num_missed <= len(self._changes):
             return self._answer(whole=True, added=[*self._known], gone=())
         last: dict[CachedPrefix, bool] = {}
-        for i in range(len(self._changes) - behind, len(self._changes)):
-            kept, is_added = self._changes[i]
-            last[kept] = is_added
-        added = [kept for kept, is_added in last.items() if is_added]
+        for i in range(len(self._changes) - num_missed, len(self._changes)):
+            prefix, is_added = self._changes[i]
+            last[prefix] = is_added
+        added = [prefix for prefix, is_added in last.items() if is_added]
         return self._answer(whole=False, added=added, gone=last.keys() - set(added))
 
     async def _scan(self) -> None:
@@ -149,13 +149,13 @@ class CachedPrefixLog:
                 took_s = self._clock() - start_s
                 self._due_s = start_s + max(REFRESH_S, took_s / LOOK_SHARE)
 
-    def _note(self, kept: Set[CachedPrefix]) -> None:
+    def _note(self, cached: Set[CachedPrefix]) -> None:
         """Log additions and removals."""
-        new = kept - self._known.keys()
-        for changed, is_added in ((self._known.keys() - kept, False), (new, True)):
-            self._changes.extend((own, is_added) for own in changed)
+        added = cached - self._known.keys()
+        for changed, is_added in ((self._known.keys() - cached, False), (added, True)):
+            self._changes.extend((prefix, is_added) for prefix in changed)
             self._seq += len(changed)
-        self._known = dict.fromkeys([*(own for own in self._known if own in kept), *new])
+        self._known = dict.fromkeys([*(prefix for prefix in self._known if prefix in cached), *added])
 
     def _answer(
         self, *, whole: bool, added: Sequence[CachedPrefix], gone: Set[CachedPrefix] | tuple[()]
@@ -174,5 +174,5 @@ def _hash(ids: Ids, salt: str) -> int:
     return int(hash_beginnings(ids, salt)[-1])
 
 
-def _entries(kept: Iterable[CachedPrefix]) -> list[tuple[str, int]]:
-    return [(f"{prefix:016x}", length) for prefix, length in kept]
+def _entries(prefixes: Iterable[CachedPrefix]) -> list[tuple[str, int]]:
+    return [(f"{prefix:016x}", length) for prefix, length in prefixes]

@@ -162,8 +162,8 @@ class Secret:
 
     def digest(self, purpose: str, text: str) -> bytes:
         """Return the HMAC-SHA256 of a text for one purpose: a signature for one is not valid for another."""
-        said = f"specdec reach {VERSION} {purpose}\n{text}"
-        return hmac.digest(self._key, said.encode(errors="surrogateescape"), "sha256")
+        message = f"specdec reach {VERSION} {purpose}\n{text}"
+        return hmac.digest(self._key, message.encode(errors="surrogateescape"), "sha256")
 
 
 def new_id() -> str:
@@ -173,14 +173,14 @@ def new_id() -> str:
 
 def hash_facts(facts: Mapping[str, str]) -> str:
     """Return the fingerprint of an engine's facts, such as model, layout and dtypes."""
-    said = json.dumps([VERSION, sorted(facts.items())])
-    return hashlib.sha256(said.encode()).hexdigest()
+    message = json.dumps([VERSION, sorted(facts.items())])
+    return hashlib.sha256(message.encode()).hexdigest()
 
 
-def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+def differences(remote: Mapping[str, str], local: Mapping[str, str]) -> str:
     """Describe the facts in which two engines differ."""
     return ", ".join(
-        f"{name} is {theirs.get(name, 'missing')!s:.40} there and {ours.get(name, 'missing')!s:.40} here"
-        for name in sorted({*theirs, *ours})
-        if theirs.get(name) != ours.get(name)
+        f"{name} is {remote.get(name, 'missing')!s:.40} there and {local.get(name, 'missing')!s:.40} here"
+        for name in sorted({*remote, *local})
+        if remote.get(name) != local.get(name)
     )

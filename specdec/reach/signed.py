@@ -54,10 +54,10 @@ class SignedRequest(NamedTuple):
     @classmethod
     def verified(cls, secret: Secret, method: str, path: str, headers: Sequence[str]) -> Self:
         """Return the request signed by the `Authorization` header; the caller must check the body's hash."""
-        found = AUTHORIZATION.fullmatch(headers[0]) if len(headers) == 1 else None
-        if found:
-            signed = cls(method, path, int(found[1]), found[2], found[3])
-            if hmac.compare_digest(signed._mac(secret), found[4]):
+        match = AUTHORIZATION.fullmatch(headers[0]) if len(headers) == 1 else None
+        if match:
+            signed = cls(method, path, int(match[1]), match[2], match[3])
+            if hmac.compare_digest(signed._mac(secret), match[4]):
                 return signed
         raise ReachError("unauthorized", f"Authorization: sign the request with this server's {VARIABLE}.")
 

@@ -223,13 +223,15 @@ class RequestBody(BaseModel):
         lengths = dict.fromkeys(("max_completion_tokens", "max_new_tokens"), self.max_tokens)
         return {"best_of": self.n or 1, "min_new_tokens": self.min_tokens, **lengths}
 
-    def params(self, **own: Any) -> SamplingParams:
+    def params(self, **overrides: Any) -> SamplingParams:
         """Return the sampling parameters; the engine validates every value."""
         shared = SamplingParams.model_fields.keys() & RequestBody.model_fields.keys() - {"structured_outputs"}
         fields = {name: value for name in shared if (value := getattr(self, name)) is not None}
-        own = {"structured_outputs": self.structure, **own}
+        overrides = {"structured_outputs": self.structure, **overrides}
         fields["trees"] = self.return_drafts
-        return SamplingParams(**fields | {name: value for name, value in own.items() if value is not None})
+        return SamplingParams(
+            **fields | {name: value for name, value in overrides.items() if value is not None}
+        )
 
     @cached_property
     def structure(self) -> Structure | None:

@@ -63,10 +63,10 @@ class Dialect(BaseModel):
         """Ignored fields that clients may expect to have an effect: unknown ones, and tools."""
         return [name for name in self.model_extra or {} if name not in {*self.REFUSED, *self.HARMLESS}]
 
-    def as_chat(self, messages: Sequence[ChatMessage], **own: Any) -> ChatBody:
-        """Return a chat of these messages, with the shared fields and `own`."""
+    def as_chat(self, messages: Sequence[ChatMessage], **overrides: Any) -> ChatBody:
+        """Return a chat of these messages, with the shared fields and `overrides`."""
         shared = {name: getattr(self, name) for name in SHARED}
-        fields = {name: value for name, value in {**shared, **own}.items() if value is not None}
+        fields = {name: value for name, value in {**shared, **overrides}.items() if value is not None}
         try:
             return ChatBody(messages=list(messages), **fields)
         except ValidationError as error:
