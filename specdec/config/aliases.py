@@ -50,8 +50,8 @@ def _value(engine: str, field: str, words: Mapping[str, str] = MappingProxyType(
 def _quantization(value: object) -> Meaning:
     """Translate a quantisation method; published formats are refused, since they are detected."""
     if isinstance(value, str) and value.removesuffix("_marlin") in PACKED:
-        says = f"quantization: {value} checkpoints are detected; leave the option out"
-        raise ConfigError(says, field="quantize")
+        message = f"quantization: {value} checkpoints are detected; leave the option out"
+        raise ConfigError(message, field="quantize")
     return {"quantize": value}
 
 
@@ -67,14 +67,14 @@ def _switch(engine: str, field: str, *, on: bool, off: bool | None) -> Alias:
 def _speculative_config(value: object) -> Meaning:
     """Translate vLLM's object or its JSON, which describes chains of a number of tokens."""
     try:
-        given = json.loads(value) if isinstance(value, str) else value
+        fields = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise _bad_config(f"it is not JSON ({error})") from None
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise _bad_config("it is not a JSON object")
-    if unknown := given.keys() - set(KEYS):
+    if unknown := fields.keys() - set(KEYS):
         raise _bad_config(f"{sorted(map(str, unknown))[0]!r} is not a supported key ({', '.join(KEYS)})")
-    method, folder, depth = map(given.get, KEYS)
+    method, folder, depth = map(fields.get, KEYS)
     if method is not None and method not in METHODS:
         raise _bad_config(f"the method {method!r} is none of {', '.join(METHODS)}")
     if depth is not None and (type(depth) is not int or depth < 1):
@@ -85,10 +85,10 @@ def _speculative_config(value: object) -> Meaning:
     return {**draft, **model, **chain}
 
 
-def _bad_config(why: str) -> ConfigError:
+def _bad_config(reason: str) -> ConfigError:
     return ConfigError(
-        f'speculative_config: {why}; give such as \'{{"method": "mtp", "num_speculative_tokens": 3}}\', or '
-        "draft, draft_model and num_steps",
+        f'speculative_config: {reason}; give such as \'{{"method": "mtp", "num_speculative_tokens": 3}}\', '
+        "or draft, draft_model and num_steps",
         field="speculative_config",
     )
 

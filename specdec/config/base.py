@@ -45,11 +45,11 @@ class Settings(BaseModel):
 
     def checked(self) -> Self:
         """Return revalidated settings: `model_copy` and `model_construct` do not validate."""
-        given = {
+        values = {
             name: value.checked() if isinstance(value, Settings) else value
             for name, value in self.__dict__.items()
         }
-        return type(self).model_validate(given)
+        return type(self).model_validate(values)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise ConfigError(
@@ -89,8 +89,8 @@ class Settings(BaseModel):
 def choices_of(annotation: Any) -> list[str]:
     """Return the words that a field accepts."""
     if get_origin(annotation) is Literal:
-        return [own for own in get_args(annotation) if isinstance(own, str)]
-    return [word for own in get_args(annotation) for word in choices_of(own)]
+        return [choice for choice in get_args(annotation) if isinstance(choice, str)]
+    return [word for choice in get_args(annotation) for word in choices_of(choice)]
 
 
 def describe_choices(annotation: Any) -> str:
@@ -108,10 +108,10 @@ def plain(value: Any) -> Any:
     """Convert NumPy numbers, arrays, tensors, tuples and sets to plain Python values."""
     match value:
         case dict():
-            return {_number(name): _number(own) for name, own in value.items()}
+            return {_number(name): _number(item) for name, item in value.items()}
         case list() | tuple() | set() | frozenset() | range():
             # Lists may be as long as a vocabulary, so plain ones are recognised by one pass over the types.
-            return list(value) if {*map(type, value)} <= PLAIN else [_number(own) for own in value]
+            return list(value) if {*map(type, value)} <= PLAIN else [_number(item) for item in value]
     return _number(value)
 
 

@@ -193,8 +193,8 @@ class EngineConfig(Settings):
         """Return `config` updated with `fields`; without either, the defaults."""
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config cannot be {config!r}; give an EngineConfig or None.", field="config")
-        given = {name: getattr(config, name) for name in config.model_fields_set} if config else {}
-        return cls.model_validate({**given, **fields})
+        values = {name: getattr(config, name) for name in config.model_fields_set} if config else {}
+        return cls.model_validate({**values, **fields})
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -225,11 +225,11 @@ class EngineConfig(Settings):
         topk = 1 if only_chains(self.draft) else self.topk
         if self.num_draft_tokens is None or self.num_steps is None or topk is None:
             return
-        most = 1 + topk + topk**2 * (self.num_steps - 1)
-        if self.num_draft_tokens > most:
+        max_nodes = 1 + topk + topk**2 * (self.num_steps - 1)
+        if self.num_draft_tokens > max_nodes:
             raise contradiction(
                 "num_draft_tokens",
-                f"num_steps={self.num_steps} and topk={topk} grow at most {most} tokens, with the root, "
+                f"num_steps={self.num_steps} and topk={topk} grow at most {max_nodes} tokens, with the root, "
                 f"not {self.num_draft_tokens}; lower it or raise "
                 f"{'num_steps' if only_chains(self.draft) else 'the other two'}.",
             )

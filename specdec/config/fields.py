@@ -37,5 +37,5 @@ def text(default: str | None, title: str) -> Any:
     return Field(default, title=title, description="a text")
 
 
-def _or_none(default: object, says: str) -> str:
-    return f"{says}, or None" if default is None else says
+def _or_none(default: object, description: str) -> str:
+    return f"{description}, or None" if default is None else description

@@ -24,10 +24,10 @@ class ConfigLine:
     line: int
 
 
-def add_model_and_file(parser: argparse.ArgumentParser, says: str, *, several: bool = False) -> None:
+def add_model_and_file(parser: argparse.ArgumentParser, help_text: str, *, several: bool = False) -> None:
     """Add the MODEL argument, or several, with this help, and `--config`; a file may set MODEL too."""
     nargs, absent = "*" if several else "?", argparse.SUPPRESS
-    parser.add_argument(MODEL, metavar="MODEL", nargs=nargs, default=absent, help=says)
+    parser.add_argument(MODEL, metavar="MODEL", nargs=nargs, default=absent, help=help_text)
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="settings in YAML; options take precedence"
     )
@@ -45,40 +45,40 @@ def fill_in(args: argparse.Namespace, *classes: type[Settings], several: bool = 
         if not hasattr(args, field):
             setattr(args, field, entry.value)
     if not hasattr(args, MODEL):
-        where = "in a file for --config: a folder, OWNER/NAME on the Hugging Face hub, or tiny"
+        hint = "in a file for --config: a folder, OWNER/NAME on the Hugging Face hub, or tiny"
         if args.config is not None:
-            where = f"in {args.config}, which {'names none' if entries else 'is empty'}"
-        raise ConfigError(f"MODEL is missing: name it, or name it {where}", field=MODEL)
+            hint = f"in {args.config}, which {'names none' if entries else 'is empty'}"
+        raise ConfigError(f"MODEL is missing: name it, or name it {hint}", field=MODEL)
 
 
-def fill_from(args: argparse.Namespace, given: Mapping[str, Any], *classes: type[Settings]) -> None:
+def fill_from(args: argparse.Namespace, values: Mapping[str, Any], *classes: type[Settings]) -> None:
     """Set settings of these classes, and MODEL, from a mapping of option names; text is parsed as typed."""
     fields = {name: field for settings in classes for name, field in settings.model_fields.items()}
-    for name, value in given.items():
+    for name, value in values.items():
         field = fields.get(name.replace("-", "_"))
-        own = read_value(field, value) if field and isinstance(value, str) else value
-        for meant, setting in _meaning(ConfigLine(name, own, 0), classes, several=False).items():
-            setattr(args, meant, setting)
+        parsed = read_value(field, value) if field and isinstance(value, str) else value
+        for dest, setting in _meaning(ConfigLine(name, parsed, 0), classes, several=False).items():
+            setattr(args, dest, setting)
 
 
 def _by_field(path: Path, classes: tuple[type[Settings], ...], *, several: bool) -> dict[str, ConfigLine]:
     """Return entries by field; two entries for one field raise."""
-    found: dict[str, ConfigLine] = {}
+    entries: dict[str, ConfigLine] = {}
     for entry in _entries(path):
         try:
             meaning = _meaning(entry, classes, several=several)
         except ConfigError as error:
             raise ConfigError(f"{path}, line {entry.line}: {error}", field=error.field) from None
         for field, value in meaning.items():
-            if field in found:
-                first = found[field]
+            if field in entries:
+                first = entries[field]
                 raise ConfigError(
                     f"{path}, line {entry.line}: {entry.name} sets {field}, as {first.name} of line "
                     f"{first.line} does; leave one out",
                     field=field,
                 )
-            found[field] = ConfigLine(entry.name, value, entry.line)
-    return found
+            entries[field] = ConfigLine(entry.name, value, entry.line)
+    return entries
 
 
 def _meaning(
@@ -89,7 +89,7 @@ def _meaning(
     name = entry.name.replace("-", "_")
     if name == MODEL:
         models = entry.value if several and isinstance(entry.value, list) else [entry.value]
-        if not models or not all(isinstance(own, str) for own in models):
+        if not models or not all(isinstance(model, str) for model in models):
             more = ", or a list of them" if several else ""
             raise ConfigError(
                 f"{entry.name} cannot be {entry.value!r}; give a folder or a name{more}", field=name
@@ -97,14 +97,14 @@ def _meaning(
         return {name: models if several else models[0]}
     if name in fields:
         return {name: _value(fields[name], entry.value)}
-    aliases = {name: own for name, own in ALIASES.items() if fields.keys() >= {*own.fields}}
+    aliases = {name: model for name, model in ALIASES.items() if fields.keys() >= {*model.fields}}
     if name in aliases:
         return aliases[name].read(entry.value)
     for settings in classes:
         if advice := INSTEAD.get(settings.__name__, {}).get(name):
             raise ConfigError(f"{entry.name} is not a setting here: {advice}", field=name)
-    known = [known.replace("_", "-") for known in (MODEL, *fields, *aliases)]
-    raise ConfigError(f"{entry.name} is not a setting of this command{near(name, known)}", field=name)
+    option = [option.replace("_", "-") for option in (MODEL, *fields, *aliases)]
+    raise ConfigError(f"{entry.name} is not a setting of this command{near(name, option)}", field=name)
 
 
 def _value(field: Any, value: object) -> object:
@@ -116,14 +116,14 @@ def _value(field: Any, value: object) -> object:
 
 
 def _check(path: Path, settings: type[Settings], entries: Mapping[str, ConfigLine]) -> None:
-    own = {name: entry.value for name, entry in entries.items() if name in settings.model_fields}
+    values = {name: entry.value for name, entry in entries.items() if name in settings.model_fields}
     try:
-        settings.model_validate(own)
+        settings.model_validate(values)
     except ConfigError as error:
         entry = entries.get(error.field or "")
         line = f", line {entry.line}" if entry else ""
-        said = as_written(str(error), {name: own.name for name, own in entries.items()})
-        raise ConfigError(f"{path}{line}: {said}", field=error.field) from None
+        message = as_written(str(error), {name: values.name for name, values in entries.items()})
+        raise ConfigError(f"{path}{line}: {message}", field=error.field) from None
 
 
 def _entries(path: Path) -> Iterator[ConfigLine]:
@@ -149,7 +149,7 @@ def _entries(path: Path) -> Iterator[ConfigLine]:
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: it is not YAML: {error.problem}", field="config") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(
-            f"--config: {path} cannot be read ({why}); give a file in YAML and UTF-8", field="config"
+            f"--config: {path} cannot be read ({reason}); give a file in YAML and UTF-8", field="config"
         ) from None

@@ -26,8 +26,8 @@ def descriptions() -> Path:
 
 def repo_of(folder: Path) -> str | None:
     """Return the OWNER/NAME on the Hugging Face hub of which a folder is a cached snapshot, or None."""
-    found = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
-    return f"{found[1]}/{found[2]}" if found else None
+    match = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
+    return f"{match[1]}/{match[2]}" if match else None
 
 
 def model_name(folder: Path) -> str:

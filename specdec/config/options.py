@@ -51,13 +51,13 @@ def add_settings(
     Options not given set no attribute, so that the class's defaults apply.
     """
     group, absent = parser.add_argument_group(title), argparse.SUPPRESS
-    taken = {name: field for name, field in settings.model_fields.items() if name not in without}
-    for name, field in taken.items():
+    fields = {name: field for name, field in settings.model_fields.items() if name not in without}
+    for name, field in fields.items():
         if not any(issubclass(kind, dict | Settings) for kind in kinds_of(field.annotation)):
             _add_field(group, name, field, says.get(name))
     for name, alias in ALIASES.items():
-        if taken.keys() >= {*alias.fields}:
-            _add_alias(group, name, alias, taken)
+        if fields.keys() >= {*alias.fields}:
+            _add_alias(group, name, alias, fields)
     for name, advice in INSTEAD.get(settings.__name__, {}).items():
         names = (option_of(name), *SHORT.get(name, ()))
         group.add_argument(
@@ -76,10 +76,10 @@ class _AliasAction(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: Any = None
     ) -> None:
         """Parse the value; that of a switch is in its name."""
-        given = not option.startswith("--no-") if self.alias.is_switch else value
+        selected = not option.startswith("--no-") if self.alias.is_switch else value
         try:
-            for field, own in self.alias.read(given).items():
-                setattr(namespace, field, own)
+            for field, item in self.alias.read(selected).items():
+                setattr(namespace, field, item)
         except ConfigError as error:
             parser.error(str(error))
 
@@ -108,24 +108,24 @@ def add_options(
         kinds = kinds_of(field.annotation)
         default = ",".join(map(str, field.default)) if list in kinds and field.default else field.default
         is_told = bool not in kinds and default not in (None, [])
-        says = f"{field.title}{f' (default: {default})' if is_told else ''}"
+        help_text = f"{field.title}{f' (default: {default})' if is_told else ''}"
         option, absent = option_of(name), argparse.SUPPRESS
         if bool in kinds:
             switch = argparse.BooleanOptionalAction if field.default else "store_true"
-            parser.add_argument(option, action=switch, default=absent, help=says)
+            parser.add_argument(option, action=switch, default=absent, help=help_text)
             continue
         read: Callable[[str], object] = str if str in kinds | _listed_kinds(field.annotation) else _decimal
         read = Path if Path in kinds else read
         metavar = "FILE" if Path in kinds else name.rsplit("_", 1)[-1].upper()
         type_ = listed(read) if list in kinds else read
-        parser.add_argument(option, metavar=metavar, type=type_, default=absent, help=says)
+        parser.add_argument(option, metavar=metavar, type=type_, default=absent, help=help_text)
 
 
 def settings_from(args: argparse.Namespace, settings: type[S]) -> S:
     """Build settings from the given options; invalid ones raise ConfigError."""
-    given = {name: value for name, value in vars(args).items() if name in settings.model_fields}
+    values = {name: value for name, value in vars(args).items() if name in settings.model_fields}
     # A list given once, as None, counts as not given.
-    return settings.model_validate({name: None if x == [None] else x for name, x in given.items()})
+    return settings.model_validate({name: None if x == [None] else x for name, x in values.items()})
 
 
 def secret(name: str | None) -> str | None:
@@ -143,7 +143,7 @@ def option_of(name: str) -> str:
 def _add_alias(
     group: argparse._ArgumentGroup, name: str, alias: Alias, settings: Mapping[str, FieldInfo]
 ) -> None:
-    option, own = option_of(name), ", ".join(map(option_of, alias.fields))
+    option, targets = option_of(name), ", ".join(map(option_of, alias.fields))
     group.add_argument(
         *([option, f"--no-{option[2:]}"] if alias.is_switch else [option, *SHORT.get(name, ())]),
         action=_AliasAction,
@@ -153,17 +153,17 @@ def _add_alias(
         metavar=name.rsplit("_", 1)[-1].upper(),
         type=_reader(settings[alias.fields[0]]) if len(alias.fields) == 1 else str,
         default=argparse.SUPPRESS,
-        help=Help(f"{own}, by its name in {alias.engine}{f': {alias.note}' if alias.note else ''}", ""),
+        help=Help(f"{targets}, by its name in {alias.engine}{f': {alias.note}' if alias.note else ''}", ""),
     )
 
 
-def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo, own: str | None) -> None:
+def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo, override: str | None) -> None:
     option, kinds = option_of(name), kinds_of(field.annotation)
-    says = Help(own or _help(field), (own or _brief(field)) if name in COMMON else "")
+    help_text = Help(override or _help(field), (override or _brief(field)) if name in COMMON else "")
     absent = argparse.SUPPRESS
     if bool in kinds:
         switch = argparse.BooleanOptionalAction
-        group.add_argument(option, dest=name, action=switch, default=absent, help=says)
+        group.add_argument(option, dest=name, action=switch, default=absent, help=help_text)
         return
     is_list = list in kinds and float not in kinds
     group.add_argument(
@@ -174,16 +174,16 @@ def _add_field(group: argparse._ArgumentGroup, name: str, field: FieldInfo, own:
         type=_reader(field),
         action="append" if is_list else "store",
         default=absent,
-        help=says,
+        help=help_text,
     )
 
 
 def _help(field: FieldInfo) -> str:
     kinds = kinds_of(field.annotation)
-    notation = ""
+    syntax = ""
     if list in kinds:
-        notation = "; a list is written 0.9,0.5" if float in kinds else "; one each time, may be repeated"
-    return f"{field.title}: {field.description}{notation}{_default(field)}".replace("%", "%%")
+        syntax = "; a list is written 0.9,0.5" if float in kinds else "; one each time, may be repeated"
+    return f"{field.title}: {field.description}{syntax}{_default(field)}".replace("%", "%%")
 
 
 def _brief(field: FieldInfo) -> str:
@@ -207,8 +207,8 @@ def read_value(field: FieldInfo, text: str) -> object:
             return json.loads(text)
         except ValueError:
             if str in kinds | _listed_kinds(field.annotation):
-                says = f"{text!r:.40} begins like JSON but is not; write {TEXTS}"
-                raise ConfigError(says) from None
+                message = f"{text!r:.40} begins like JSON but is not; write {TEXTS}"
+                raise ConfigError(message) from None
     value = _reader(field)(text)
     return [value] if list in kinds and type(value) not in kinds else value
 
@@ -255,10 +255,10 @@ def _listed_kinds(annotation: Any) -> set[type]:
 
 def _number(value: str) -> object:
     """Parse a number or list of numbers; other text is left for the settings to refuse."""
-    inner = value.strip().removeprefix("[").removesuffix("]")
-    if inner == value.strip() and "," not in inner:
-        return _decimal(inner)
-    numbers = [_decimal(part.strip()) for part in inner.split(",")]
+    items = value.strip().removeprefix("[").removesuffix("]")
+    if items == value.strip() and "," not in items:
+        return _decimal(items)
+    numbers = [_decimal(part.strip()) for part in items.split(",")]
     return value if any(isinstance(number, str) for number in numbers) else numbers
 
 

@@ -63,9 +63,9 @@ class Parser(argparse.ArgumentParser):
         self._words: Sequence[str] = ()
         self.text_option: str | None = None
         """Option whose text may also follow MODEL without the option."""
-        says = "log what the engine chooses and does"
+        help_text = "log what the engine chooses and does"
         # No default: that of a command would override an option before it.
-        self.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=says)
+        self.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=help_text)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -75,49 +75,55 @@ class Parser(argparse.ArgumentParser):
         if fill:
             fill(self)
             if any(isinstance(action.help, Help) for action in self._actions):
-                says = "show every option"
-                self.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=says)
+                help_text = "show every option"
+                self.add_argument(
+                    "--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=help_text
+                )
         words = self._words = sys.argv[1:] if args is None else list(args)
         # Checked before argparse reports missing arguments, which a typo may have caused.
-        given: dict[str, str] = {}
+        seen: dict[str, str] = {}
         for option in self._own_options(words):
             if option not in self._option_string_actions:
-                known = [
-                    name for name, own in self._option_string_actions.items() if own.help != argparse.SUPPRESS
+                visible = [
+                    name
+                    for name, action in self._option_string_actions.items()
+                    if action.help != argparse.SUPPRESS
                 ]
-                self.error(f"{option} is not an option of {self.prog}{near(option, known)}")
-            self._refuse_twice(option, given)
-        found, unknown = super().parse_known_args(words, namespace)
-        unknown = self._further_values(words, unknown, found)
-        unknown = self._further_text(words, unknown, found)
+                self.error(f"{option} is not an option of {self.prog}{near(option, visible)}")
+            self._refuse_twice(option, seen)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        unknown = self._further_values(words, unknown, parsed)
+        unknown = self._further_text(words, unknown, parsed)
         if unknown:
             self._refuse(unknown[0], words)
         actions = [(self._option_string_actions[option], option) for option in self._own_options(words)]
-        own = {name: option for action, option in actions for name in _sets(action)}
-        found.written = {**getattr(found, "written", {}), **own}
-        return found, unknown
+        written = {name: option for action, option in actions for name in _sets(action)}
+        parsed.written = {**getattr(parsed, "written", {}), **written}
+        return parsed, unknown
 
     def _further_values(
-        self, words: Sequence[str], unknown: Sequence[str], found: argparse.Namespace
+        self, words: Sequence[str], unknown: Sequence[str], namespace: argparse.Namespace
     ) -> list[str]:
         """Append extra words to the preceding list option, as in `serve MODEL --stop a b`.
 
         Return the other words. nargs="+" would also consume a MODEL after the list.
         """
-        left, counts = [*unknown], Counter[str]()
+        remaining, counts = [*unknown], Counter[str]()
         for i, option in enumerate(words):
             action = self._option_string_actions.get(option.partition("=")[0])
             if not isinstance(action, argparse._AppendAction):
                 continue
             counts[action.dest] += 1
-            for word in itertools.takewhile(lambda own: not own.startswith("-"), words[i + 2 :]):
-                if "=" not in option and [word] == left[:1]:
-                    value = self._get_value(action, left.pop(0))
-                    getattr(found, action.dest).insert(counts[action.dest], value)
+            for word in itertools.takewhile(lambda text: not text.startswith("-"), words[i + 2 :]):
+                if "=" not in option and [word] == remaining[:1]:
+                    value = self._get_value(action, remaining.pop(0))
+                    getattr(namespace, action.dest).insert(counts[action.dest], value)
                     counts[action.dest] += 1
-        return left
+        return remaining
 
-    def _further_text(self, words: Sequence[str], unknown: list[str], found: argparse.Namespace) -> list[str]:
+    def _further_text(
+        self, words: Sequence[str], unknown: list[str], namespace: argparse.Namespace
+    ) -> list[str]:
         """Set the text option to a word after MODEL; return the remaining words.
 
         A positional argument would not work: argparse does not accept one after a later option.
@@ -127,16 +133,16 @@ class Parser(argparse.ArgumentParser):
         if unknown[0].lower() in BOOLEANS and self._switch_before(unknown[0], words):
             return unknown  # meant as the switch's value
         action = self._option_string_actions[self.text_option]
-        if getattr(found, action.dest) is not None:
+        if getattr(namespace, action.dest) is not None:
             return unknown
-        setattr(found, action.dest, unknown[0])
+        setattr(namespace, action.dest, unknown[0])
         return unknown[1:]
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
         """Split `-n16` and `-vv`, but neither shorten `-ngl` to `-ng`, nor split `-mg` into `-m` and g."""
         is_word = option_string[2:3].isalpha()
-        found = super()._get_option_tuples(option_string)
-        return [own for own in found if len(own[1]) == 2 and (own[0].nargs == 0 or not is_word)]
+        matches = super()._get_option_tuples(option_string)
+        return [entry for entry in matches if len(entry[1]) == 2 and (entry[0].nargs == 0 or not is_word)]
 
     def _refuse(self, word: str, words: Sequence[str]) -> NoReturn:
         """Report an extra word; one after a switch was meant as its value."""
@@ -145,29 +151,31 @@ class Parser(argparse.ArgumentParser):
         if self.text_option is None or _is_option(word):
             self.error(f"{self.prog} does not take {word!r}")
         text = self._option_string_actions[self.text_option]
-        given = [own for own in self._own_options(words) if self._option_string_actions[own] is text]
-        if given:
+        options = [
+            option for option in self._own_options(words) if self._option_string_actions[option] is text
+        ]
+        if options:
             self.error(
-                f"{given[0]} and {word!r} both give the {text.dest}; give it once, in quotes if it has "
+                f"{options[0]} and {word!r} both give the {text.dest}; give it once, in quotes if it has "
                 "several words"
             )
         self.error(f"{self.prog} does not take {word!r}; put a text of several words in quotes")
 
     def _switch_before(self, word: str, words: Sequence[str]) -> argparse.Action | None:
-        before = words[words.index(word) - 1] if word in words[1:] else ""
-        return self._option_string_actions.get(before) if before.startswith("--") else None
+        previous = words[words.index(word) - 1] if word in words[1:] else ""
+        return self._option_string_actions.get(previous) if previous.startswith("--") else None
 
-    def _refuse_twice(self, option: str, given: dict[str, str]) -> None:
+    def _refuse_twice(self, option: str, seen: dict[str, str]) -> None:
         """Report a setting given by two different options."""
         action = self._option_string_actions[option]
         for setting in _sets(action):
-            first = given.setdefault(setting, option)
+            first = seen.setdefault(setting, option)
             if self._option_string_actions[first] is not action:
                 self.error(f"{first} and {option} both set {setting}; give one of them")
 
     def _own_options(self, words: Sequence[str]) -> Iterator[str]:
         """Yield the options before a command; as in argparse, a word with a blank is a value."""
-        chosen = [own.choices or () for own in self._actions if own.nargs == argparse.PARSER]
+        chosen = [action.choices or () for action in self._actions if action.nargs == argparse.PARSER]
         ends = {"--", *itertools.chain.from_iterable(chosen)}
         for word in itertools.takewhile(lambda word: word not in ends, words):
             if word in self._option_string_actions or (word.startswith("--") and " " not in word):
@@ -182,21 +190,21 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Format the short help; options with an empty short form are hidden."""
-        whole = {action: action.help for action in self._actions if isinstance(action.help, Help)}
-        if not whole:
+        full = {action: action.help for action in self._actions if isinstance(action.help, Help)}
+        if not full:
             return self.format_all()
-        own = [action for action in self._actions if not action.option_strings]
-        names = [f"{action.metavar}{' …' if action.nargs == '*' else ''}" for action in own]
+        positionals = [action for action in self._actions if not action.option_strings]
+        names = [f"{action.metavar}{' …' if action.nargs == '*' else ''}" for action in positionals]
         text = ["[TEXT]"] if self.text_option else []
         self.usage = " ".join(["%(prog)s [options]", *names, *text])
-        for action, says in whole.items():
-            action.help = says.brief or argparse.SUPPRESS
+        for action, help_text in full.items():
+            action.help = help_text.brief or argparse.SUPPRESS
         try:
             return self.format_all()
         finally:
             self.usage = None
-            for action, says in whole.items():
-                action.help = says
+            for action, help_text in full.items():
+                action.help = help_text
 
     def format_all(self) -> str:
         """Format the long help with every option."""
@@ -204,31 +212,31 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message, a suggestion if there is one, and a pointer to --help."""
-        if found := re.search(r"^argument (.*): invalid choice: '(.*)' \(choose from (.*)\)$", message):
-            message = self._unknown_word(found[1], found[2], re.findall(r"[\w.-]+", found[3]))
-        if found := re.search(r"^argument (.*): ignored explicit argument (.*)$", message):
-            message = _needless(found[1].split("/"), found[2])
-        if found := re.search(r"^argument (.*): expected (?:one|at least one) argument$", message):
-            message = self._missing(found[1].split("/"))
+        if match := re.search(r"^argument (.*): invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            message = self._unknown_word(match[1], match[2], re.findall(r"[\w.-]+", match[3]))
+        if match := re.search(r"^argument (.*): ignored explicit argument (.*)$", message):
+            message = _needless(match[1].split("/"), match[2])
+        if match := re.search(r"^argument (.*): expected (?:one|at least one) argument$", message):
+            message = self._missing(match[1].split("/"))
         message = message.removeprefix("argument ")
         more = " See" if message.endswith("?") else "; see"
         self.exit(USER_ERROR, f"specdec: {message}{more} {self.prog} --help\n")
 
     def _missing(self, names: Sequence[str]) -> str:
         """Describe a missing value; a word that begins with - counts as an option."""
-        option = next((own for own in names if own in self._words), names[-1])
+        option = next((name for name in names if name in self._words), names[-1])
         action = self._option_string_actions.get(option)
         value = (action and action.metavar) or "VALUE"
         return f"{option} needs a value: {option} {value}, or {option}={value} where it begins with -"
 
-    def _unknown_word(self, name: str, word: str, known: Sequence[str]) -> str:
+    def _unknown_word(self, name: str, word: str, choices: Sequence[str]) -> str:
         """Describe an unknown word with the alternatives."""
         if name.startswith("-"):
-            return f"{name} cannot be {word!r}; give {', '.join(known[:-1])} or {known[-1]}"
+            return f"{name} cannot be {word!r}; give {', '.join(choices[:-1])} or {choices[-1]}"
         if word in self._instead:
             return f"{word} is not a command of {self.prog}: {self._instead[word]}"
         return f"{word} is not a command of {self.prog}" + (
-            near(word, known) or f"; known are {', '.join(known)}"
+            near(word, choices) or f"; known are {', '.join(choices)}"
         )
 
 
@@ -254,8 +262,8 @@ def as_written(message: str, written: Mapping[str, str]) -> str:
     "or None" is dropped: None means an omitted option, which is no value to give.
     """
 
-    def option(found: re.Match[str]) -> str:
-        return written.get(found[1], found[0])
+    def option(match: re.Match[str]) -> str:
+        return written.get(match[1], match[0])
 
     return re.sub(r"(?:\b[A-Z]\w*\.|^)(\w+)\b", option, message).replace(", or None", "")
 
@@ -266,14 +274,14 @@ def as_typed(message: str) -> str:
     A URL's query, as in ?bootstrap=PORT, is left alone.
     """
 
-    def option(found: re.Match[str]) -> str:
-        return f"--{found[1].replace('_', '-')} {found[2] or found[3]}"
+    def option(match: re.Match[str]) -> str:
+        return f"--{match[1].replace('_', '-')} {match[2] or match[3]}"
 
     return re.sub(r"(?<![?&])\b([a-z_]+)=(?:'([^']*)'|([A-Z]+\b))", option, message)
 
 
-def near(word: str, known: Iterable[str]) -> str:
+def near(word: str, candidates: Iterable[str]) -> str:
     """Return a suggestion of similar names, or ""."""
-    names = {name.lstrip("-"): name for name in known}  # dashes would make any two options similar
-    close = [names[own] for own in difflib.get_close_matches(word.replace("_", "-").lstrip("-"), names, n=2)]
+    names = {name.lstrip("-"): name for name in candidates}  # dashes would make any two options similar
+    close = [names[key] for key in difflib.get_close_matches(word.replace("_", "-").lstrip("-"), names, n=2)]
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -38,7 +38,7 @@ def _refuse_surrogates(value: object) -> object:
 
 def _distinct(value: object) -> object:
     """Drop duplicates; numbers beyond any token id are left alone, as they could be chosen to collide."""
-    if isinstance(value, list) and all(type(own) is int and own.bit_length() <= 32 for own in value):
+    if isinstance(value, list) and all(type(token) is int and token.bit_length() <= 32 for token in value):
         return list(dict.fromkeys(value))
     return value
 

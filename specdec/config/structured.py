@@ -18,17 +18,18 @@ def _own_json(value: object) -> object:
     try:
         return json.loads(json.dumps(value, default=_as_json)) if isinstance(value, dict) else value
     except (TypeError, ValueError, RecursionError) as error:
-        why = "it nests too deep" if isinstance(error, RecursionError) else f"{error}"
+        reason = "it nests too deep" if isinstance(error, RecursionError) else f"{error}"
         raise contradiction(
-            "structured_outputs", f"the schema is not JSON ({why}); give numbers, texts, lists and mappings."
+            "structured_outputs",
+            f"the schema is not JSON ({reason}); give numbers, texts, lists and mappings.",
         ) from None
 
 
 def _as_json(value: object) -> object:
-    own = plain(value)
-    if own is value:
+    plain_value = plain(value)
+    if plain_value is value:
         raise TypeError(f"a {type(value).__name__} is in it")
-    return own
+    return plain_value
 
 
 Json = Annotated[dict[str, Any] | Text | None, BeforeValidator(_own_json)]
@@ -62,12 +63,12 @@ class Structure(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = self._given
-        if len(given) != 1:
-            names = ", ".join(given or type(self).model_fields)
+        constraints = self._given
+        if len(constraints) != 1:
+            names = ", ".join(constraints or type(self).model_fields)
             raise contradiction(
-                given[1] if given else "structured_outputs",
-                f"give exactly one constraint: {len(given)} are given; leave one of {names}.",
+                constraints[1] if constraints else "structured_outputs",
+                f"give exactly one constraint: {len(constraints)} are given; leave one of {names}.",
             )
         if len(self.source) > LONGEST:
             size = len(self.source)

@@ -22,12 +22,12 @@ TAKEN = {
 """Names that cannot be set, with the reason: they would be dropped, or change the chat silently."""
 
 
-def check_variables(given: dict[str, Any]) -> dict[str, Any]:
+def check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     """Raise for variables that the chat or its tokenizer determines."""
-    for name in given:
+    for name in variables:
         if name in TAKEN:
             raise contradiction(FIELD, f"{name} cannot be set: {TAKEN[name]}; leave it out.")
-    return given
+    return variables
 
 
 Variables = Annotated[dict[str, Any], AfterValidator(check_variables)]
