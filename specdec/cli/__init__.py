@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | No
 def _line(message: str) -> str:
     """Put a message on one line, without control characters, which names in a checkpoint may contain."""
     line = "; ".join(message.splitlines())
-    return "".join(own if own.isprintable() else "\N{REPLACEMENT CHARACTER}" for own in line)
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
 
 
 def _parser() -> Parser:
@@ -135,11 +135,11 @@ def add_benchmarks(parser: Parser) -> None:
 
 def _add(parser: Parser, commands: Mapping[str, tuple[str, str]], metavar: str) -> None:
     chosen = parser.add_subparsers(title=f"{metavar.lower()}s", required=True, metavar=metavar)
-    for name, (says, home) in commands.items():
+    for name, (help_text, home) in commands.items():
         _, *above = parser.prog.split()
         command = " ".join((*above, name))
         example = f"example: specdec {command} {EXAMPLES[command]}".rstrip()
-        chosen.add_parser(name, help=says, fill=partial(_fill, home), epilog=example)
+        chosen.add_parser(name, help=help_text, fill=partial(_fill, home), epilog=example)
 
 
 def _fill(home: str, parser: Parser) -> None:

@@ -73,24 +73,24 @@ def _generate(args: argparse.Namespace) -> Run:
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:
-    given = {"--prompt": args.prompt, "--prompt-file": args.prompt_file, "--prompt-ids": args.prompt_ids}
-    named = [option for option, value in given.items() if value is not None]
-    if not named:
+    sources = {"--prompt": args.prompt, "--prompt-file": args.prompt_file, "--prompt-ids": args.prompt_ids}
+    options = [option for option, value in sources.items() if value is not None]
+    if not options:
         raise RequestError(
             "the prompt is missing: give it after MODEL in quotes, or use --prompt-file or --prompt-ids",
             field="prompt",
         )
-    if len(named) > 1:
-        raise RequestError(f"{' and '.join(named)} both give a prompt; give one of them", field="prompt")
+    if len(options) > 1:
+        raise RequestError(f"{' and '.join(options)} both give a prompt; give one of them", field="prompt")
     if args.prompt is not None:
         return str(args.prompt)
     if args.prompt_file is not None:
         return read_text(None if args.prompt_file == "-" else Path(args.prompt_file), "--prompt-file")
     ids = read_text(None, "--prompt-ids") if args.prompt_ids == "-" else args.prompt_ids
     words = ids.replace(",", " ").split()
-    if wrong := [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]:
+    if invalid := [word for word in words if not re.fullmatch(r"-?\d{1,18}", word)]:
         raise RequestError(
-            f'--prompt-ids: {reprlib.repr(wrong[0])} is not a token id; give integers, as in "12 7 9"',
+            f'--prompt-ids: {reprlib.repr(invalid[0])} is not a token id; give integers, as in "12 7 9"',
             field="prompt",
         )
     return [int(word) for word in words]
@@ -128,21 +128,21 @@ def add_info(parser: Parser) -> None:
 def _info(args: argparse.Namespace) -> Run:
     fill_in(args, EngineConfig)
     config = settings_from(args, EngineConfig)
-    with ExitStack() as held:
-        folder, config = held.enter_context(describable(args.model, config))
+    with ExitStack() as stack:
+        folder, config = stack.enter_context(describable(args.model, config))
         from specdec.setup.footprint import describe_model
 
-        found = held.pop_all()
+        resources = stack.pop_all()
 
     def show() -> None:
-        with found:
+        with resources:
             described = describe_model(folder, config, args.length)
         if args.json:
             print(json.dumps(described))
             return
-        told = {name: value for name, value in described.items() if value != 0}
-        width = max(len(WORDS[name]) for name in told)
-        for name, value in told.items():
+        figures = {name: value for name, value in described.items() if value != 0}
+        width = max(len(WORDS[name]) for name in figures)
+        for name, value in figures.items():
             print(f"{WORDS[name].ljust(width)}  {_plain(name, value)}")
 
     return show

@@ -47,15 +47,15 @@ def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> 
     for number in range(ROUNDS):
         seconds = {}
         for each in (engine, plain) if number % 2 else (plain, engine):
-            written, seconds[each] = asyncio.run(_timed(each, params))
-            texts.add(written)
+            tokens, seconds[each] = asyncio.run(_timed(each, params))
+            texts.add(tokens)
         ratios.append(seconds[plain] / seconds[engine])
     same = "the same text" if len(texts) == 1 else "another text, by bfloat16's rounding"
-    outlook = engine.stats().speculation
+    state = engine.stats().speculation
     return (
         f"{statistics.median(ratios):.2f} x as fast as without drafts after the first {SKIPPED} tokens "
         f"(median of {ROUNDS} rounds in turn, {min(ratios):.2f} to {max(ratios):.2f}): {same}\n"
-        f"{outlook.reason if outlook else 'nothing was drafted'}"
+        f"{state.reason if state else 'nothing was drafted'}"
     )
 
 

@@ -85,26 +85,26 @@ def print_choices(
     engine: SpecEngine, prompt: Prompt, params: SamplingParams, *, as_json: bool, colour: str = "auto"
 ) -> None:
     """Print every choice once all have ended; Ctrl-C prints the choices so far."""
-    heard: list[list[Delta]] = [[] for _ in range(params.n)]
+    deltas: list[list[Delta]] = [[] for _ in range(params.n)]
     coloured = paints(colour)
     try:
-        asyncio.run(_hear(engine, prompt, params, heard))
+        asyncio.run(_hear(engine, prompt, params, deltas))
     except KeyboardInterrupt:
-        _print_heard(engine, prompt, heard, as_json=as_json, coloured=coloured)
+        _print_heard(engine, prompt, deltas, as_json=as_json, coloured=coloured)
         raise
-    _print_heard(engine, prompt, heard, as_json=as_json, coloured=coloured)
+    _print_heard(engine, prompt, deltas, as_json=as_json, coloured=coloured)
 
 
 def painted(pieces: Iterable[TextPiece], *, coloured: bool) -> str:
     """Return pieces for a terminal, accepted draft tokens in colour."""
-    shown, accepted = [], False
+    output, accepted = [], False
     for text, origin in pieces:
         if coloured and accepted != (origin > 0):
             accepted = origin > 0
-            shown.append(ACCEPTED if accepted else PLAIN)
-        shown.append(visible(text))
+            output.append(ACCEPTED if accepted else PLAIN)
+        output.append(visible(text))
     # Each piece resets its colour, so that later output is plain even after an interrupt.
-    return "".join([*shown, PLAIN] if accepted else shown)
+    return "".join([*output, PLAIN] if accepted else output)
 
 
 def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
@@ -133,11 +133,11 @@ def _earned(stats: RequestStats) -> str:
     spent = ", ".join(
         f"{phase} {took_s / stats.steps * 1e3:.2f}" for phase, took_s in stats.seconds.items() if took_s
     )
-    known = f", {stats.accepted_from_outputs} of them found in earlier outputs"
+    from_outputs = f", {stats.accepted_from_outputs} of them found in earlier outputs"
     return (
         f"{'synthetic ' if stats.synthetic else ''}acceptance length {stats.acceptance_length:.2f}: "
         f"{stats.accepted} of {stats.drafted} draft tokens accepted in {stats.steps} steps"
-        f"{known if stats.accepted_from_outputs else ''}, by depth {depths}; "
+        f"{from_outputs if stats.accepted_from_outputs else ''}, by depth {depths}; "
         f"ms per step: {spent}"
     )
 
@@ -150,35 +150,37 @@ async def _print_deltas(
     *,
     coloured: bool,
 ) -> RequestStats | None:
-    stats, began = None, False
+    stats, is_started = None, False
     try:
         async for delta in engine.stream(prompt, params):
-            began = True
+            is_started = True
             progress.add(delta)
             print(painted(_pieces(engine, delta), coloured=coloured), end="", flush=True)
             stats = delta.stats
     except asyncio.CancelledError:
-        began = True
+        is_started = True
         raise
     finally:
-        if began:  # the following error or shell prompt starts a new line
+        if is_started:  # the following error or shell prompt starts a new line
             print(flush=True)
     return stats
 
 
-async def _hear(engine: SpecEngine, prompt: Prompt, params: SamplingParams, heard: list[list[Delta]]) -> None:
-    """Collect each choice's deltas into `heard`."""
+async def _hear(
+    engine: SpecEngine, prompt: Prompt, params: SamplingParams, deltas: list[list[Delta]]
+) -> None:
+    """Collect each choice's deltas into `deltas`."""
     async for delta in engine.stream(prompt, params):
-        heard[delta.index].append(delta)
+        deltas[delta.index].append(delta)
 
 
 def _print_heard(
-    engine: SpecEngine, prompt: Prompt, heard: list[list[Delta]], *, as_json: bool, coloured: bool
+    engine: SpecEngine, prompt: Prompt, choices: list[list[Delta]], *, as_json: bool, coloured: bool
 ) -> None:
     ids = _prompt_ids(engine, prompt)
-    for index, deltas in enumerate(heard):
+    for index, deltas in enumerate(choices):
         if as_json:
-            print(_as_json(Completion.of(ids, index, deltas), ended=_ended(deltas)))
+            print(_as_json(Completion.of(ids, index, deltas), is_last=_ended(deltas)))
         else:
             pieces = [piece for delta in deltas for piece in _pieces(engine, delta)]
             print(f"[{index}] {painted(pieces, coloured=coloured)}")
@@ -204,10 +206,10 @@ def _ended(deltas: list[Delta]) -> bool:
     return bool(deltas) and deltas[-1].stats is not None
 
 
-def _as_json(completion: Completion, *, ended: bool) -> str:
+def _as_json(completion: Completion, *, is_last: bool) -> str:
     """Serialise a completion as one line, without statistics if it was interrupted."""
     fields = dataclasses.asdict(completion)
-    if ended:
+    if is_last:
         fields["stats"]["acceptance_length"] = completion.stats.acceptance_length
     else:
         fields["stats"] = None

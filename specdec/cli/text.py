@@ -28,8 +28,8 @@ def escaped(text: str) -> str:
     return CONTROLS.sub(_as_code, text)
 
 
-def _as_code(found: re.Match[str]) -> str:
-    point = ord(found[0])
+def _as_code(match: re.Match[str]) -> str:
+    point = ord(match[0])
     return f"\\x{point:02x}" if point < 0x100 else f"\\u{point:04x}"
 
 

@@ -48,61 +48,61 @@ class Command:
 
 def run_command(chat: ChatSession, line: str) -> CommandReply | None:
     """Run a command; return None if the line is a message."""
-    found = COMMAND.fullmatch(line.strip()) if line.startswith("/") else None
-    if found is None:
+    match = COMMAND.fullmatch(line.strip()) if line.startswith("/") else None
+    if match is None:
         return None
-    names = {alias: name for name, own in COMMANDS.items() for alias in (name, *own.aliases)}
-    name = f"/{found[1]}"
+    names = {alias: name for name, entry in COMMANDS.items() for alias in (name, *entry.aliases)}
+    name = f"/{match[1]}"
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else "/help lists them."
+        similar = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else "/help lists them."
         raise RequestError(
             f"There is no command {name}; {hint} To send it as a message, put a space before it.",
             field="command",
         )
-    command, argument = COMMANDS[names[name]], (found[2] or "").strip()
+    command, argument = COMMANDS[names[name]], (match[2] or "").strip()
     if argument and not command.takes:
         raise RequestError(f"{name} takes no argument; {argument!r:.40} was given.", field="command")
     return command.run(chat, argument)
 
 
 def _help(chat: ChatSession, argument: str) -> CommandReply:
-    names = {name: ", ".join((name, *own.aliases)) for name, own in COMMANDS.items()}
-    rows = [(f"{names[name]} {own.takes}".strip(), own.says) for name, own in COMMANDS.items()]
+    names = {name: ", ".join((name, *entry.aliases)) for name, entry in COMMANDS.items()}
+    rows = [(f"{names[name]} {entry.takes}".strip(), entry.says) for name, entry in COMMANDS.items()]
     return CommandReply(NOTE, rows)
 
 
 def _system(chat: ChatSession, text: str) -> CommandReply:
     if text:
         chat.use_system(None if text.lower() == "none" else text)
-    own = chat.conversation.system
-    return CommandReply("There is no system prompt." if own is None else f"System prompt: {own}")
+    prompt = chat.conversation.system
+    return CommandReply("There is no system prompt." if prompt is None else f"System prompt: {prompt}")
 
 
 def _set(chat: ChatSession, argument: str) -> CommandReply:
     name, _, text = argument.partition(" ")
     name = name.replace("-", "_")
     if not name:
-        return CommandReply(rows=[(each, _value(chat, each)) for each in SETTINGS])
+        return CommandReply(rows=[(setting, _value(chat, setting)) for setting in SETTINGS])
     if name not in SETTINGS:
-        near = difflib.get_close_matches(name, SETTINGS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(SETTINGS)}."
+        similar = difflib.get_close_matches(name, SETTINGS, 1)
+        hint = f"did you mean {similar[0]}?" if similar else f"known are {', '.join(SETTINGS)}."
         raise RequestError(f"/set: {name} is not a setting of a chat; {hint}", field=name)
-    known, text = SamplingParams.model_fields[name], text.strip()
+    field, text = SamplingParams.model_fields[name], text.strip()
     if not text:
-        spelt = f"; it is written as {TEXTS}" if name in LISTS_OF_TEXTS else ""
-        return CommandReply(f"{name} {_value(chat, name)}: {known.title}; {known.description}{spelt}")
-    given = chat.params.model_dump(exclude_unset=True)
+        syntax = f"; it is written as {TEXTS}" if name in LISTS_OF_TEXTS else ""
+        return CommandReply(f"{name} {_value(chat, name)}: {field.title}; {field.description}{syntax}")
+    params = chat.params.model_dump(exclude_unset=True)
     try:
         if name == "max_tokens" and text.lower() in DEFAULT:
-            given.pop(name, None)
+            params.pop(name, None)
         else:
-            given[name] = read_value(known, text)
-        chat.params = SamplingParams.model_validate(given)
+            params[name] = read_value(field, text)
+        chat.params = SamplingParams.model_validate(params)
     except ConfigError as error:
         if error.field == "max_tokens":
-            fits = f"an integer from 1 to {MOST_TOKENS}, or none for the default"
-            raise ConfigError(f"max_tokens cannot be {text:.40}; give {fits}.", field=name) from None
+            expected = f"an integer from 1 to {MOST_TOKENS}, or none for the default"
+            raise ConfigError(f"max_tokens cannot be {text:.40}; give {expected}.", field=name) from None
         raise ConfigError(as_written(str(error), {name: name}), field=error.field) from None
     return CommandReply(f"{name} {_value(chat, name)}")
 
@@ -123,8 +123,8 @@ def _value(chat: ChatSession, name: str) -> str:
 
 def _clear(chat: ChatSession, argument: str) -> CommandReply:
     chat.conversation = replace(chat.conversation, turns=())
-    kept = "" if chat.conversation.system is None else " The system prompt stays."
-    return CommandReply(f"The conversation begins anew.{kept}")
+    note = "" if chat.conversation.system is None else " The system prompt stays."
+    return CommandReply(f"The conversation begins anew.{note}")
 
 
 def _retry(chat: ChatSession, argument: str) -> CommandReply:
@@ -137,10 +137,10 @@ def _undo(chat: ChatSession, argument: str) -> CommandReply:
     return CommandReply("Removed the last message and its answer from the conversation.", edit=text)
 
 
-def _last(found: Conversation | None, name: str) -> Conversation:
-    if found is None:
+def _last(conversation: Conversation | None, name: str) -> Conversation:
+    if conversation is None:
         raise RequestError(f"{name}: there is no message yet.", field="command")
-    return found
+    return conversation
 
 
 def _save(chat: ChatSession, argument: str) -> CommandReply:
@@ -203,9 +203,9 @@ def _stats(chat: ChatSession, argument: str) -> CommandReply:
         )
         if stats.speculation:
             rows["now"] = stats.speculation.reason
-    if kept := stats.prefixes:
-        rows["prefixes"] = f"{kept.hit:,} of {kept.asked:,} prompt tokens were cached"
-        rows["cached"] = binary(kept.cached_bytes)
+    if prefixes := stats.prefixes:
+        rows["prefixes"] = f"{prefixes.hit:,} of {prefixes.asked:,} prompt tokens were cached"
+        rows["cached"] = binary(prefixes.cached_bytes)
     else:
         rows["prefixes"] = "off (--no-prefix-cache): every turn prefills the whole chat"
     return CommandReply(rows=[*rows.items()])

@@ -42,7 +42,7 @@ class Conversation:
     @property
     def question(self) -> str:
         """Return the last user message's text; empty without one."""
-        return next((str(own["content"]) for own in reversed(self.turns) if own["role"] == "user"), "")
+        return next((str(turn["content"]) for turn in reversed(self.turns) if turn["role"] == "user"), "")
 
     def asking(self, text: str) -> Self:
         """Add a user message."""
@@ -54,13 +54,13 @@ class Conversation:
 
     def unanswered(self) -> Self | None:
         """Return the conversation up to the last user message; None without one."""
-        last = next((i for i, own in reversed([*enumerate(self.turns)]) if own["role"] == "user"), None)
+        last = next((i for i, turn in reversed([*enumerate(self.turns)]) if turn["role"] == "user"), None)
         return None if last is None else replace(self, turns=self.turns[: last + 1])
 
     def undone(self) -> Self | None:
         """Return the conversation before the last user message; None without one."""
-        asked = self.unanswered()
-        return asked and replace(asked, turns=asked.turns[:-1])
+        question = self.unanswered()
+        return question and replace(question, turns=question.turns[:-1])
 
 
 def joined(messages: Sequence[Message]) -> str:
@@ -104,17 +104,17 @@ def load_messages(path: Path) -> Conversation:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_BYTES:
             raise ValueError(f"it is no file of at most {LARGEST_BYTES >> 20} MiB")
-        read = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(
             f"/load: {short(path)} cannot be read as JSON: {_why(error)}.", field="file"
         ) from None
-    messages = read.get("messages") if isinstance(read, dict) else read
+    messages = data.get("messages") if isinstance(data, dict) else data
     if not isinstance(messages, list) or not messages:
         raise _unreadable(
             path, 'holds no messages; it must be a list such as [{"role": "user", "content": "…"}]'
         )
-    return Conversation.of([_message(own, i, path) for i, own in enumerate(messages)])
+    return Conversation.of([_message(item, i, path) for i, item in enumerate(messages)])
 
 
 def _message(value: Any, index: int, path: Path) -> Message:
@@ -124,8 +124,8 @@ def _message(value: Any, index: int, path: Path) -> Message:
     content = value.get("content")
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = "".join(own for own in texts if isinstance(own, str))
-        if not all(isinstance(own, str) for own in texts):
+        content = "".join(text for text in texts if isinstance(text, str))
+        if not all(isinstance(text, str) for text in texts):
             raise _unreadable(
                 path, f"messages.{index}.content has a part without text; a chat takes text only"
             )
@@ -135,8 +135,8 @@ def _message(value: Any, index: int, path: Path) -> Message:
     return {**value, "content": content or ""}
 
 
-def _unreadable(path: Path, why: str) -> RequestError:
-    return RequestError(f"/load: {short(path)}: {why}.", field="file")
+def _unreadable(path: Path, reason: str) -> RequestError:
+    return RequestError(f"/load: {short(path)}: {reason}.", field="file")
 
 
 def _why(error: Exception) -> str:

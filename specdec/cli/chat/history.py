@@ -23,13 +23,13 @@ class ChatHistory:
             lines = self.path.read_text("utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return []
-        kept = lines[-MOST_ENTRIES:]
-        if len(lines) > len(kept):
-            other = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            with self._open(other, os.O_TRUNC) as file:
-                file.writelines(f"{line}\n" for line in kept)
-            other.replace(self.path)
-        return [entry for line in kept if (entry := _entry(line))]
+        recent = lines[-MOST_ENTRIES:]
+        if len(lines) > len(recent):
+            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+            with self._open(temporary, os.O_TRUNC) as file:
+                file.writelines(f"{line}\n" for line in recent)
+            temporary.replace(self.path)
+        return [entry for line in recent if (entry := _entry(line))]
 
     def add(self, text: str) -> None:
         """Append an entry; other chats may append concurrently."""
@@ -40,9 +40,9 @@ class ChatHistory:
 
     def _open(self, path: Path, flag: int) -> TextIO:
         """Open for writing, and make the file private to its owner."""
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
-        os.fchmod(number, 0o600)
-        return open(number, "w", encoding="utf-8")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
+        os.fchmod(fd, 0o600)
+        return open(fd, "w", encoding="utf-8")
 
 
 def _entry(line: str) -> str:
@@ -55,6 +55,6 @@ def _entry(line: str) -> str:
 
 def history_path() -> Path:
     """Return the history file's path, following the XDG base directories."""
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    state = given if given.is_absolute() else Path.home() / ".local" / "state"
+    configured = Path(os.environ.get("XDG_STATE_HOME", ""))
+    state = configured if configured.is_absolute() else Path.home() / ".local" / "state"
     return state / "specdec" / "chat_history"

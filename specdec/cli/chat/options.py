@@ -40,10 +40,10 @@ DEFAULTS = MappingProxyType(
 class _Thinking(argparse.BooleanOptionalAction):
     """Accept `--think` or `--no-think`, but not both."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *read: Any) -> None:
-        before = getattr(namespace, self.dest)
-        super().__call__(parser, namespace, *read)
-        if before not in (None, getattr(namespace, self.dest)):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *args: Any) -> None:
+        previous = getattr(namespace, self.dest)
+        super().__call__(parser, namespace, *args)
+        if previous not in (None, getattr(namespace, self.dest)):
             parser.error("--think and --no-think contradict each other; give one of them")
 
 

@@ -45,40 +45,40 @@ def chat(
     """Answer one message, or without one run an interactive chat."""
     with SpecEngine(folder, config) as engine:
         is_talk, is_completion = opening.message is None, folder in SHIPPED.values()
-        own = ChatSession(engine, folder, params, is_completion=is_completion, is_talk=is_talk)
+        session = ChatSession(engine, folder, params, is_completion=is_completion, is_talk=is_talk)
         if opening.system:
-            own.use_system(check_text(opening.system, "system"))
+            session.use_system(check_text(opening.system, "system"))
         if opening.thinks is not None:
-            own.use_thinking(opening.thinks)
+            session.use_thinking(opening.thinks)
         view = ChatView(coloured=paints(colour))
         if opening.message is None:
-            InteractiveChat(own, view).run(model_name(folder))
+            InteractiveChat(session, view).run(model_name(folder))
             return
         message = check_text(opening.message, "message")
-        if not answer(own, own.conversation.asking(message), view):
+        if not answer(session, session.conversation.asking(message), view):
             raise KeyboardInterrupt
 
 
-def answer(chat: ChatSession, asked: Conversation, view: ChatView) -> bool:
+def answer(chat: ChatSession, question: Conversation, view: ChatView) -> bool:
     """Show the answer and add it to the conversation; return False if it was interrupted."""
 
     def pressed(number: int, frame: FrameType | None) -> None:
         # A second Ctrl-C does not wait for the end of a step.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        written.cancel()
+        streaming.cancel()
 
-    with chat.begin(asked) as written, handling_interrupts(pressed):
+    with chat.begin(question) as streaming, handling_interrupts(pressed):
         try:
-            for parts in written:
+            for parts in streaming:
                 view.show(parts, drafts=chat.shows_drafts)
         finally:
             view.end_answer()
-            chat.commit(asked, written)
-    if written.last and written.last.stats:
-        view.figures(written.last.stats)
-    if remark := chat.explain_end(written):
-        view.notice(remark)
-    return written.is_whole
+            chat.commit(question, streaming)
+    if streaming.last and streaming.last.stats:
+        view.figures(streaming.last.stats)
+    if note := chat.explain_end(streaming):
+        view.notice(note)
+    return streaming.is_whole
 
 
 class InteractiveChat:
@@ -111,8 +111,8 @@ class InteractiveChat:
         drafters = ", ".join(chat.engine.model.settings.drafters) or "none"
         self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafters: {drafters}")
         if chat.completes:
-            why = "This model only knows Python" if model in SHIPPED else "Without a chat template"
-            self.view.notice(f"{why}: an answer continues your text.")
+            reason = "This model only knows Python" if model in SHIPPED else "Without a chat template"
+            self.view.notice(f"{reason}: an answer continues your text.")
         self.view.notice("/help lists commands, Ctrl-C stops an answer, Ctrl-D exits.")
 
     def _take(self, text: str) -> CommandReply:
@@ -132,18 +132,20 @@ class InteractiveChat:
             return reply
         return CommandReply()
 
-    def _answer(self, asked: Conversation) -> bool:
+    def _answer(self, question: Conversation) -> bool:
         """Answer a question; return whether any text was generated."""
-        before = self.chat.conversation
+        previous = self.chat.conversation
         try:
             with unechoed():
-                answer(self.chat, asked, self.view)
+                answer(self.chat, question, self.view)
         except SpecdecError as error:
             if self.chat.engine.fault:
                 raise
-            room = f" In this chat {self.chat.make_room}." if error.field == "prompt" and before.turns else ""
-            self.view.error(f"{error}{room}")
-        after = self.chat.conversation
-        if after == before and after is not before:
+            hint = (
+                f" In this chat {self.chat.make_room}." if error.field == "prompt" and previous.turns else ""
+            )
+            self.view.error(f"{error}{hint}")
+        current = self.chat.conversation
+        if current == previous and current is not previous:
             self.view.notice("It is the same answer: /set seed none, and a temperature above 0, give others.")
-        return after is not before
+        return current is not previous

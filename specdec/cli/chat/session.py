@@ -95,9 +95,9 @@ class ChatSession:
 
     def use_system(self, text: str | None) -> None:
         """Change the system prompt; keep the old one if the template refuses it."""
-        changed = replace(self.conversation, system=text)
+        conversation = replace(self.conversation, system=text)
         self.encode(self.render(Conversation(system=text).asking("?").messages))
-        self.conversation = changed
+        self.conversation = conversation
 
     def use_thinking(self, on: bool) -> None:
         """Switch thinking on or off, if the template supports it."""
@@ -107,30 +107,30 @@ class ChatSession:
         self.variables |= dict.fromkeys(switches, on)
         self.thinks = on
 
-    def prepare(self, asked: Conversation) -> ChatPrompt:
+    def prepare(self, question: Conversation) -> ChatPrompt:
         """Turn a conversation that ends with a question into a prompt; raise if it cannot be served."""
-        text = self.render(asked.messages)
+        text = self.render(question.messages)
         ids = self.encode(text)
         # A template may render the last answer differently from the model's output, such as without its
         # reasoning: the next prompt then diverges from this one after the question, and needs a cached state
         # there. A retry matches up to the last token, which is prefilled again.
-        mark = min(_common(ids, self.encode(self.render(asked.messages, answer=False))), len(ids) - 1)
-        own: dict[str, Any] = {"cache_marks": [mark] if mark else None}
+        mark = min(_common(ids, self.encode(self.render(question.messages, answer=False))), len(ids) - 1)
+        updates: dict[str, Any] = {"cache_marks": [mark] if mark else None}
         if "max_tokens" not in self.params.model_fields_set:
-            room = self.max_model_len - len(ids)
-            own["max_tokens"] = max(min(self.default_max_tokens, room), self.params.min_tokens, 1)
-        prepared = self.engine.prepare(ids, self.params.model_copy(update=own))
+            available = self.max_model_len - len(ids)
+            updates["max_tokens"] = max(min(self.default_max_tokens, available), self.params.min_tokens, 1)
+        prepared = self.engine.prepare(ids, self.params.model_copy(update=updates))
         return ChatPrompt(prepared, self.thinking.after(text) if self.thinking else None)
 
-    def begin(self, asked: Conversation) -> "StreamingAnswer":
+    def begin(self, question: Conversation) -> "StreamingAnswer":
         """Start the answer to a conversation that ends with a question."""
-        return StreamingAnswer(self.engine, self.prepare(asked))
+        return StreamingAnswer(self.engine, self.prepare(question))
 
-    def commit(self, asked: Conversation, answer: "StreamingAnswer") -> bool:
+    def commit(self, question: Conversation, answer: "StreamingAnswer") -> bool:
         """Add a question and its answer so far to the conversation; return whether there was an answer."""
         if not (answer.said or answer.thought or answer.is_whole):
             return False
-        self.conversation = asked.answered(answer.message)
+        self.conversation = question.answered(answer.message)
         return True
 
     def explain_end(self, answer: "StreamingAnswer") -> str | None:
@@ -150,26 +150,26 @@ class ChatSession:
     @property
     def make_room(self) -> str:
         """Explain how to shorten a chat or lengthen the context."""
-        most = self.engine.model.network.spec.max_length
-        longer = f"; --max-model-len takes up to {most:,}" if most > self.max_model_len else ""
+        supported = self.engine.model.network.spec.max_length
+        longer = f"; --max-model-len takes up to {supported:,}" if supported > self.max_model_len else ""
         return f"{'/undo or /clear' if self.is_talk else 'a shorter message'} makes room{longer}"
 
 
 class StreamingAnswer:
     """An answer being generated. Leaving the context cancels the request."""
 
-    def __init__(self, engine: SpecEngine, question: ChatPrompt) -> None:
+    def __init__(self, engine: SpecEngine, prompt: ChatPrompt) -> None:
         self._inbox: queue.SimpleQueue[Delta | SpecdecError] = queue.SimpleQueue()
-        self._ticket = engine.submit([question.prepared], lambda _, said: self._inbox.put(said))
-        self._reader = AnswerReader(question.thinking)
+        self._ticket = engine.submit([prompt.prepared], lambda _, item: self._inbox.put(item))
+        self._reader = AnswerReader(prompt.thinking)
         self.said = self.thought = ""
         self.last: Delta | None = None
 
     @property
     def message(self) -> Message:
         """Return the text so far as a message for chat templates."""
-        thought = {"reasoning_content": self.thought} if self.thought else {}
-        return {"role": "assistant", "content": self.said, **thought}
+        reasoning = {"reasoning_content": self.thought} if self.thought else {}
+        return {"role": "assistant", "content": self.said, **reasoning}
 
     @property
     def is_whole(self) -> bool:
@@ -204,7 +204,7 @@ class StreamingAnswer:
     def _parts(self, piece: TextPiece, *, cut: bool | None = None) -> list[AnswerPart]:
         """Return the parts that a piece adds; with `cut`, those held back at the answer's end."""
         events = self._reader.push(piece.text) if cut is None else self._reader.finish(cut=cut)
-        return [AnswerPart(own[0], isinstance(own, ThinkingDelta), piece.origin > 0) for own in events]
+        return [AnswerPart(event[0], isinstance(event, ThinkingDelta), piece.origin > 0) for event in events]
 
     def __enter__(self) -> Self:
         return self

@@ -30,12 +30,12 @@ def read_message(read: Callable[[str], str]) -> str:
     it.
     """
     text = read(PROMPT)
-    if found := QUOTED.match(text):
-        text = text[found.end() :]
+    if match := QUOTED.match(text):
+        text = text[match.end() :]
         while not text.rstrip().endswith(QUOTES):
             text += f"\n{read(MORE)}"
-        inner = text.rstrip().removesuffix(QUOTES).removeprefix("\n").removesuffix("\n")
-        return (found[1] or "") + inner
+        quoted = text.rstrip().removesuffix(QUOTES).removeprefix("\n").removesuffix("\n")
+        return (match[1] or "") + quoted
     while text.endswith("\\"):
         text = f"{text[:-1]}\n{read(MORE)}"
     return text
@@ -64,9 +64,9 @@ class Keyboard:
             for entry in history.read():
                 readline.add_history(entry)
 
-    def read(self, given: str = "") -> str:
-        """Return the next message; `given` is offered for editing. Raises EOFError at the end."""
-        self._given = given
+    def read(self, prefill: str = "") -> str:
+        """Return the next message; `prefill` is offered for editing. Raises EOFError at the end."""
+        self._given = prefill
         while True:
             try:
                 with self._noting_interrupts():
@@ -84,11 +84,11 @@ class Keyboard:
                 return text
 
     def _line(self, prompt: str) -> str:
-        given, self._given = self._given, ""
+        prefill, self._given = self._given, ""
         if readline is None or not sys.stdout.isatty():
             print(prompt, end="", file=sys.stderr, flush=True)
             return input()
-        readline.set_startup_hook((lambda: readline.insert_text(given)) if given else None)
+        readline.set_startup_hook((lambda: readline.insert_text(prefill)) if prefill else None)
         self._is_empty = prompt == PROMPT
         return input(prompt)
 
@@ -122,34 +122,34 @@ class Keyboard:
     def _complete(self, text: str, index: int) -> str | None:
         """Complete a command's name."""
         assert readline is not None
-        found = [word for word in self._words if word.startswith(text)]
+        matches = [word for word in self._words if word.startswith(text)]
         is_command = text.startswith("/") and readline.get_begidx() == 0
-        return f"{found[index]} " if is_command and index < len(found) else None
+        return f"{matches[index]} " if is_command and index < len(matches) else None
 
 
 @contextlib.contextmanager
 def handling_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle Ctrl-C in the block, unless it is ignored, as the parent process wanted."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is signal.SIG_IGN:
         yield
         return
     signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
     """Leave input typed meanwhile to the next prompt, without echoing it into the answer."""
     keys = sys.stdin.fileno()
-    before = termios.tcgetattr(keys)
-    changed = [*before]
-    changed[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(keys, termios.TCSADRAIN, changed)
+    saved = termios.tcgetattr(keys)
+    modified = [*saved]
+    modified[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(keys, termios.TCSADRAIN, modified)
     try:
         yield
     finally:
-        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+        termios.tcsetattr(keys, termios.TCSADRAIN, saved)

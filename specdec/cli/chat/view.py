@@ -25,7 +25,7 @@ class ChatView:
 
     def show(self, parts: Sequence[AnswerPart], *, drafts: bool) -> None:
         """Show the parts that a step added to an answer."""
-        for (is_thinking, is_drafted), group in groupby(parts, key=lambda own: own[1:]):
+        for (is_thinking, is_drafted), group in groupby(parts, key=lambda item: item[1:]):
             text = "".join(part.text for part in group)
             if is_thinking != self._is_thinking:
                 self._turn(is_thinking)
@@ -59,8 +59,8 @@ class ChatView:
         width = max((len(name) + 2 for name, _ in rows), default=0)
         columns = _columns()
         is_narrow = columns is not None and columns - width < NARROWEST
-        for name, says in rows:
-            text = f"{name}\n  {says}" if is_narrow else f"{name.ljust(width)}{says}"
+        for name, description in rows:
+            text = f"{name}\n  {description}" if is_narrow else f"{name.ljust(width)}{description}"
             self._say(text, "", indent="  " if is_narrow else " " * width)
 
     def figures(self, stats: RequestStats) -> None:

@@ -55,13 +55,13 @@ def picture(reading: ServerReading, growth: CounterGrowth | None, width: int) ->
 
 
 def heading(
-    model: str | None, url: str, watched_s: float, trouble: str | None, read_s: float | None = None
+    model: str | None, url: str, watched_s: float, problem: str | None, read_s: float | None = None
 ) -> list[Line]:
     """Draw the header: the server, its failure if unreachable, and the age of the reading."""
     names = [StyledText(f"{model} ", BOLD)] if model else []
     lines: list[Line] = [[*names, StyledText(f"at {url}, polled for {_clock(watched_s)}")]]
-    if trouble:
-        lines.append([StyledText(trouble, ALARM)])
+    if problem:
+        lines.append([StyledText(problem, ALARM)])
         if read_s is not None:
             lines.append([StyledText(f"the figures below are {_clock(read_s)} old", ALARM)])
     return lines
@@ -73,12 +73,12 @@ def shown(lines: Sequence[Line], *, width: int | None, coloured: bool) -> list[s
 
 
 def _shown(line: Line, width: int | None, *, coloured: bool) -> str:
-    written = ""
+    output = ""
     for piece in line:
         text = visible(piece.text.replace("\n", " ").replace("\t", " "))[:width]
         width = None if width is None else width - len(text)
-        written += f"{piece.style}{text}{PLAIN}" if coloured and piece.style and text else text
-    return written
+        output += f"{piece.style}{text}{PLAIN}" if coloured and piece.style and text else text
+    return output
 
 
 def _clock(seconds: float) -> str:
@@ -87,29 +87,29 @@ def _clock(seconds: float) -> str:
 
 
 def _requests(reading: ServerReading, growth: CounterGrowth | None) -> list[Line]:
-    now = _counted(growth.limited_by) or "nothing" if growth else UNKNOWN
+    current = _counted(growth.limited_by) or "nothing" if growth else UNKNOWN
     total = _counted(reading.limited_by) or "nothing"
     running = f"{reading.running} running (max {reading.max_running}), {reading.waiting} waiting"
-    return [_named("requests", running), _named("limited by", f"{now} now, {total} overall (steps)")]
+    return [_named("requests", running), _named("limited by", f"{current} now, {total} overall (steps)")]
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    often = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {count:,}" for name, count in often if count)
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {count:,}" for name, count in ordered if count)
 
 
 def _speculation(reading: ServerReading, growth: CounterGrowth | None, width: int) -> list[Line]:
-    new, counts = growth.counts if growth else {}, reading.counts
-    speed = f"{new['tokens'] / growth.seconds:,.1f}" if growth else UNKNOWN
-    length = f"{new['tokens'] / new['steps']:.2f}" if new.get("steps") else UNKNOWN
+    delta, counts = growth.counts if growth else {}, reading.counts
+    speed = f"{delta['tokens'] / growth.seconds:,.1f}" if growth else UNKNOWN
+    length = f"{delta['tokens'] / delta['steps']:.2f}" if delta.get("steps") else UNKNOWN
     overall = f"{reading.acceptance_length:.2f}" if counts["steps"] else UNKNOWN
-    taken, ever = _share(new, "accepted", "drafted"), _share(counts, "accepted", "drafted")
+    recent, total = _share(delta, "accepted", "drafted"), _share(counts, "accepted", "drafted")
     depths = " ".join(f"{share:.0%}" for share in reading.per_depth)
     first, *more = wrap(reading.drafting or UNKNOWN, max(min(width, WIDEST) - MARGIN, NARROWEST))
     return [
         _named("speed", f"{speed} tokens/s", ACCEPTED),
         _named("acceptance", f"{length} tokens per step now, {overall} overall"),
-        _named("", f"{taken} of draft tokens now, {ever} overall"),
+        _named("", f"{recent} of draft tokens now, {total} overall"),
         _named("by depth", f"{depths or UNKNOWN} overall"),
         _named("drafting", first),
         *(_named("", line) for line in more),
@@ -118,15 +118,15 @@ def _speculation(reading: ServerReading, growth: CounterGrowth | None, width: in
 
 def _arena(arena: Mapping[str, int], width: int) -> list[Line]:
     total = sum(arena.values())
-    room = max(min(width, WIDEST) - MARGIN, NARROWEST)
-    cells = zip(arena, shares(list(arena.values()), room), strict=True)
+    available = max(min(width, WIDEST) - MARGIN, NARROWEST)
+    cells = zip(arena, shares(list(arena.values()), available), strict=True)
     bar = [StyledText(CLASSES[name][0] * count, _filled(CLASSES[name][1])) for name, count in cells]
     lines: list[Line] = [[*_named("arena", ""), *bar]]
     for name, count in arena.items():
         letter, style = CLASSES[name]
         share = f"{count / total:.0%}" if total else UNKNOWN
-        says = f" {name:<10} {binary(count):>11} {share:>5}"
-        lines.append([StyledText(" " * MARGIN), StyledText(letter, _filled(style)), StyledText(says)])
+        label = f" {name:<10} {binary(count):>11} {share:>5}"
+        lines.append([StyledText(" " * MARGIN), StyledText(letter, _filled(style)), StyledText(label)])
     return lines
 
 
@@ -137,19 +137,19 @@ def _filled(style: str) -> str:
 def _prefixes(
     prefixes: PrefixCacheUsage, counts: Mapping[str, int], growth: CounterGrowth | None
 ) -> list[Line]:
-    new = growth.counts if growth else {}
-    now, overall = _share(new, "hit", "asked"), _share(counts, "hit", "asked")
+    delta = growth.counts if growth else {}
+    recent, overall = _share(delta, "hit", "asked"), _share(counts, "hit", "asked")
     policy = "" if prefixes.alpha is None else f"; alpha {prefixes.alpha:g}"
     return [
-        _named("prefixes", f"{now} of prompt tokens cached now, {overall} overall"),
+        _named("prefixes", f"{recent} of prompt tokens cached now, {overall} overall"),
         _named("", f"{counts['fetched']:,} tokens loaded from host memory overall"),
         _named("", f"states: {prefixes.states:,} cached, {counts['states_evicted']:,} evicted"),
         _named("", f"blocks: {prefixes.blocks:,} cached, {counts['blocks_evicted']:,} evicted{policy}"),
     ]
 
 
-def _named(name: str, says: str, style: str = "") -> Line:
-    return [StyledText(name.ljust(MARGIN), BOLD if name else ""), StyledText(says, style)]
+def _named(name: str, text: str, style: str = "") -> Line:
+    return [StyledText(name.ljust(MARGIN), BOLD if name else ""), StyledText(text, style)]
 
 
 def _share(counts: Mapping[str, int], part: str, whole: str) -> str:

@@ -53,15 +53,15 @@ class ServerReading:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], at_s: float) -> Self:
-        kept = info["prefixes"]
+        prefixes = info["prefixes"]
         states, blocks = (
             int(info["arena"][f"kept_{kind}_bytes"]) // (int(info["layout"][f"{kind}_bytes"]) or 1)
             for kind in ("state", "block")
         )
         counts = {name: int(info[name]) for name in COUNTS}
-        if kept:
-            counts |= {name: int(kept[name]) for name in PREFIX_COUNTS}
-        alpha = kept.get("alpha") if kept else None
+        if prefixes:
+            counts |= {name: int(prefixes[name]) for name in PREFIX_COUNTS}
+        alpha = prefixes.get("alpha") if prefixes else None
         return cls(
             at_s=at_s,
             version=str(info["version"]),
@@ -75,7 +75,7 @@ class ServerReading:
             per_depth=tuple(map(float, info["acceptance_by_depth"])),
             arena=_arena(info["arena"]),
             prefixes=PrefixCacheUsage(states, blocks, None if alpha is None else float(alpha))
-            if kept
+            if prefixes
             else None,
             counts=counts,
             limited_by={str(name): int(count) for name, count in info["limited_by"].items()},
@@ -93,12 +93,14 @@ class CounterGrowth:
     limited_by: Mapping[str, int]
 
     @classmethod
-    def between(cls, before: ServerReading, now: ServerReading) -> Self:
+    def between(cls, previous: ServerReading, current: ServerReading) -> Self:
         """Return the growth; after a restart, counters are taken to have started at zero."""
-        old, old_limits = before.counts, before.limited_by
-        if _fell(old, now.counts) or _fell(old_limits, now.limited_by):
+        old, old_limits = previous.counts, previous.limited_by
+        if _fell(old, current.counts) or _fell(old_limits, current.limited_by):
             old, old_limits = {}, {}
-        return cls(now.at_s - before.at_s, _more(old, now.counts), _more(old_limits, now.limited_by))
+        return cls(
+            current.at_s - previous.at_s, _more(old, current.counts), _more(old_limits, current.limited_by)
+        )
 
 
 def shares(parts: Sequence[int], width: int) -> list[int]:
@@ -124,9 +126,9 @@ def _arena(usage: Mapping[str, Any]) -> dict[str, int]:
     return {**parts, "holes": holes, "free": free}
 
 
-def _fell(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    return any(now.get(name, 0) < count for name, count in before.items())
+def _fell(previous: Mapping[str, int], current: Mapping[str, int]) -> bool:
+    return any(current.get(name, 0) < count for name, count in previous.items())
 
 
-def _more(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    return {name: count - before.get(name, 0) for name, count in now.items()}
+def _more(previous: Mapping[str, int], current: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - previous.get(name, 0) for name, count in current.items()}

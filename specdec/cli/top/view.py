@@ -63,10 +63,10 @@ class ServerPoller:
 
     def why(self, error: Exception) -> str:
         """Explain a failed reading, with a remedy."""
-        said = reason(error)
-        if said == NO_ANSWER:
+        message = reason(error)
+        if message == NO_ANSWER:
             return f"no server at {self.url}; start one with `specdec serve MODEL`"
-        return f"{self.url}: {self._refusal(error) or said}"
+        return f"{self.url}: {self._refusal(error) or message}"
 
     def _refusal(self, error: Exception) -> str | None:
         """Explain an HTTP status that the user's options caused."""
@@ -82,15 +82,15 @@ async def _once(url: str, key: str | None, model: str | None, interval_s: float)
     source = ServerPoller(url, key, model)
     async with source.session:
         try:
-            before = await source.read()
+            previous = await source.read()
             await asyncio.sleep(interval_s)
-            now = await source.read()
+            current = await source.read()
         except FAILURES as error:
             raise EngineError(source.why(error), field="url") from error
     width = size()[0] if sys.stdout.isatty() else None
     lines = [
-        *heading(now.shown, url, now.at_s - before.at_s, None),
-        *picture(now, CounterGrowth.between(before, now), width or WIDEST),
+        *heading(current.shown, url, current.at_s - previous.at_s, None),
+        *picture(current, CounterGrowth.between(previous, current), width or WIDEST),
     ]
     print("\n".join(shown(lines, width=width, coloured=paints("auto"))))
 
@@ -113,10 +113,10 @@ async def _live(url: str, key: str | None, model: str | None, interval_s: float)
 def _press(keys: int, task: asyncio.Task[None]) -> None:
     """Handle typed keys; quit if the terminal is closed."""
     try:
-        typed = os.read(keys, 1024)
+        data = os.read(keys, 1024)
     except OSError:
-        typed = b""
-    if not typed or b"q" in typed:
+        data = b""
+    if not data or b"q" in data:
         task.cancel()
 
 
@@ -143,13 +143,13 @@ class TopView:
     async def look(self) -> None:
         """Poll once; after an outage there is no earlier reading to compare with."""
         try:
-            now = await self.source.read()
+            reading = await self.source.read()
         except FAILURES as error:
             self.growth, self.trouble = None, f"{self.source.why(error)}; retrying"
             return
-        goes_on = self.reading is not None and self.trouble is None
-        self.growth = CounterGrowth.between(self.reading, now) if self.reading and goes_on else None
-        self.reading, self.trouble = now, None
+        is_continuous = self.reading is not None and self.trouble is None
+        self.growth = CounterGrowth.between(self.reading, reading) if self.reading and is_continuous else None
+        self.reading, self.trouble = reading, None
 
     def draw(self) -> None:
         reading, width = self.reading, size()[0]
