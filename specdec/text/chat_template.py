@@ -58,8 +58,8 @@ class ChatTemplate:
             self._template, self._tool_use = map(environment.from_string, (source or "", self.source))
             self._variables = {
                 name
-                for own in {source or "", self.source}
-                for name in find_undeclared_variables(environment.parse(own))
+                for template in {source or "", self.source}
+                for name in find_undeclared_variables(environment.parse(template))
             }
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # Jinja compiles to Python
             raise CheckpointError(
@@ -76,9 +76,9 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             role = message["role"]
             if role not in ROLES and (not role or role not in self._sources):
-                known = ", ".join(ROLES)
+                roles = ", ".join(ROLES)
                 raise RequestError(
-                    f"messages.{i}.role: {role!r:.40} is not a role of this model; give one of {known}.",
+                    f"messages.{i}.role: {role!r:.40} is not a role of this model; give one of {roles}.",
                     field="messages",
                 )
 
@@ -92,10 +92,10 @@ class ChatTemplate:
         """
         if self.is_plain:
             return "\n\n".join(str(message.get("content") or "") for message in messages)
-        own = variables or {}
-        known = {**self._special, **own, "messages": messages, "add_generation_prompt": answer}
+        options = variables or {}
+        context = {**self._special, **options, "messages": messages, "add_generation_prompt": answer}
         try:
-            return (self._tool_use if own.get("tools") else self._template).render(known)
+            return (self._tool_use if options.get("tools") else self._template).render(context)
         except REFUSALS as error:
             raise RequestError(
                 f"messages: the model's chat template refuses them ({error}); check roles, their order and "
@@ -112,8 +112,8 @@ def load_template(folder: Path) -> ChatTemplate:
     if has_file(path):
         try:
             tool_use = path.parent / "additional_chat_templates" / "tool_use.jinja"
-            other = tool_use.read_text("utf-8") if has_file(tool_use) else None
-            return ChatTemplate(path.read_text("utf-8"), special, where=path, tool_use=other)
+            tool_template = tool_use.read_text("utf-8") if has_file(tool_use) else None
+            return ChatTemplate(path.read_text("utf-8"), special, where=path, tool_use=tool_template)
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is not UTF-8; download it again", field=path.name) from error
     templates = config.get("chat_template")
@@ -127,8 +127,10 @@ def load_template(folder: Path) -> ChatTemplate:
 
 def longest_answer(folder: Path) -> int | None:
     """Return `max_new_tokens` of a checkpoint's `generation_config.json`, if set."""
-    most = _config(folder / "generation_config.json").get("max_new_tokens")
-    return most if type(most) is int and most > 0 else None  # `true` is an int too
+    max_new_tokens = _config(folder / "generation_config.json").get("max_new_tokens")
+    return (
+        max_new_tokens if type(max_new_tokens) is int and max_new_tokens > 0 else None
+    )  # `true` is an int too
 
 
 def render(folder: Path, messages: Sequence[Message]) -> str:
@@ -158,7 +160,7 @@ def _named(templates: Any, name: str) -> str | None:
     """Choose among named templates, as in older files; a single template is used for all chats."""
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
-        templates = next((own.get("template") for own in entries if own.get("name") == name), None)
+        templates = next((entry.get("template") for entry in entries if entry.get("name") == name), None)
     return templates if isinstance(templates, str) else None
 
 
@@ -182,5 +184,5 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -52,32 +52,32 @@ class ToolCallReader:
 
 def read_calls(source: TextCursor, calls: ToolCallReader) -> Reading[None]:
     """Separate text from calls. Whitespace around a call is part of it."""
-    called = False
+    has_calls = False
     while True:
-        where, opening = source.seek(calls.form.openings)
-        said = len(source.text[:where].rstrip())
-        if said:
-            yield TextDelta(source.take(said))
+        position, opening = source.seek(calls.form.openings)
+        length = len(source.text[:position].rstrip())
+        if length:
+            yield TextDelta(source.take(length))
             if calls.form.leads:
                 yield from read_text(source)
                 return
-            called = False
+            has_calls = False
         if opening:
-            source.at = where - said
+            source.at = position - length
             try:
                 yield from calls.form.read(source, calls.schemas)
-                called = True
+                has_calls = True
                 if source.cut and UNFINISHED.match(source.text):
                     source.take(len(source.text))
             except MalformedCall:
                 source.reread += source.at
-                yield TextDelta(source.take(where - said + len(opening)))
-                called = False
+                yield TextDelta(source.take(position - length + len(opening)))
+                has_calls = False
                 if source.reread > MOST_REREAD:
                     yield from read_text(source)
                     return
         elif source.ended:
-            if source.text.strip() or (source.text and not called):
+            if source.text.strip() or (source.text and not has_calls):
                 yield TextDelta(source.take(len(source.text)))
             return
         else:

@@ -122,9 +122,9 @@ def _whole(source: TextCursor, closing: str) -> Waiting[str]:
     if (yield from source.match("null")):
         return "{}"
     text = ""
-    for piece in source.value(closing):
-        text += piece or ""
-        if piece is None:
+    for chunk in source.value(closing):
+        text += chunk or ""
+        if chunk is None:
             yield None
     try:
         value = json.loads(text)

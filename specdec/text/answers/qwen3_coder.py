@@ -62,7 +62,7 @@ def read_parameters(
 
     `head` parses the rest of a parameter's opening: its key, and the types that its value may have.
     """
-    before = "{"
+    prefix = "{"
     while True:
         yield from source.space()
         if not (yield from source.match(opening)):
@@ -73,31 +73,31 @@ def read_parameters(
             if source.cut and ">" not in source.text.removeprefix(opening):
                 source.take(len(source.text))
             break
-        yield ArgumentsDelta(f"{before}{_quoted(key)}: ")
-        before = ", "
+        yield ArgumentsDelta(f"{prefix}{_quoted(key)}: ")
+        prefix = ", "
         source.settle()
         if not (yield from _value(source, types, ends)):
             return
     source.at = 0
     if not source.cut:
-        yield ArgumentsDelta("}" if before == ", " else "{}")
+        yield ArgumentsDelta("}" if prefix == ", " else "{}")
 
 
 def _value(source: TextCursor, types: set[str], ends: Sequence[str]) -> Reading[bool]:
     """Send a parameter's value, streamed if it is a string; return whether it is complete."""
     streams = types == {"string"}
-    held, end = "", None
+    pending, end = "", None
     yield ArgumentsDelta('"' if streams else "")
     while end is None:
-        piece, end = yield from source.chunk(ends)
+        chunk, end = yield from source.chunk(ends)
         source.settle()
         if streams:
-            yield ArgumentsDelta(_quoted(piece)[1:-1])
+            yield ArgumentsDelta(_quoted(chunk)[1:-1])
         else:
-            held += piece
+            pending += chunk
     if not end and source.cut:
         return False
-    yield ArgumentsDelta('"' if streams else as_json(held, types))
+    yield ArgumentsDelta('"' if streams else as_json(pending, types))
     return True
 
 

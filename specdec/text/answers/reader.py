@@ -33,12 +33,12 @@ class AnswerReader:
             if event is None:
                 break
             match [*events[-1:], event]:
-                case [ThinkingDelta(before), ThinkingDelta(text)]:
-                    events[-1] = ThinkingDelta(before + text)
-                case [TextDelta(before), TextDelta(text)]:
-                    events[-1] = TextDelta(before + text)
-                case [ArgumentsDelta(before), ArgumentsDelta(text)]:
-                    events[-1] = ArgumentsDelta(before + text)
+                case [ThinkingDelta(previous), ThinkingDelta(text)]:
+                    events[-1] = ThinkingDelta(previous + text)
+                case [TextDelta(previous), TextDelta(text)]:
+                    events[-1] = TextDelta(previous + text)
+                case [ArgumentsDelta(previous), ArgumentsDelta(text)]:
+                    events[-1] = ArgumentsDelta(previous + text)
                 case _ if event[0]:
                     events.append(event)
         return events

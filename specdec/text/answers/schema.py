@@ -15,19 +15,19 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
     Alternatives and references are followed, each once: a client's schema may be recursive.
     """
     properties = schema.get("properties")
-    left = [properties.get(key)] if isinstance(properties, Mapping) else []
-    found, passed = set[str](), set[str]()
-    while left:
-        own = left.pop()
-        if not isinstance(own, Mapping):
+    stack = [properties.get(key)] if isinstance(properties, Mapping) else []
+    types, passed = set[str](), set[str]()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, Mapping):
             continue
-        found.update(_named(own))
-        left += [alternative for word in ("anyOf", "oneOf", "allOf") for alternative in _listed(own, word)]
-        where = own.get("$ref")
-        if isinstance(where, str) and where not in passed:
-            passed.add(where)
-            left.append(_referred(schema, where))
-    return found or {"string"}
+        types.update(_named(node))
+        stack += [alternative for word in ("anyOf", "oneOf", "allOf") for alternative in _listed(node, word)]
+        ref = node.get("$ref")
+        if isinstance(ref, str) and ref not in passed:
+            passed.add(ref)
+            stack.append(_referred(schema, ref))
+    return types or {"string"}
 
 
 def as_json(text: str, types: set[str]) -> str:
@@ -45,24 +45,24 @@ def as_json(text: str, types: set[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _named(own: Mapping[str, Any]) -> Iterator[str]:
+def _named(schema: Mapping[str, Any]) -> Iterator[str]:
     """Yield the types that a schema names, or the types of the values that it lists."""
-    if named := own.get("type"):
-        yield from (name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
+    if kinds := schema.get("type"):
+        yield from (name for name in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(name, str))
         return
-    values = [*_listed(own, "enum"), *([own["const"]] if "const" in own else [])]
+    values = [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
     yield from (TYPES.get(type(value), "null") for value in values)
-    yield from (kind for kind, word in (("object", "properties"), ("array", "items")) if word in own)
+    yield from (kind for kind, word in (("object", "properties"), ("array", "items")) if word in schema)
 
 
-def _referred(root: Any, where: str) -> Any:
+def _referred(root: Any, ref: str) -> Any:
     """Resolve a reference within a schema, or return None."""
-    start, *path = where.split("/")
+    start, *path = ref.split("/")
     for word in path if start == "#" else ("",):
         root = root.get(word) if isinstance(root, Mapping) else None
     return root
 
 
-def _listed(own: Mapping[str, Any], word: str) -> list[Any]:
-    found = own.get(word)
-    return found if isinstance(found, list) else []
+def _listed(schema: Mapping[str, Any], word: str) -> list[Any]:
+    value = schema.get(word)
+    return value if isinstance(value, list) else []

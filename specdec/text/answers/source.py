@@ -55,9 +55,9 @@ class TextCursor:
 
     def seek(self, literals: Sequence[str]) -> tuple[int, str]:
         """Return the first literal found and its position; else where one may begin, and ""."""
-        found = [(at, literal) for literal in literals if (at := self.text.find(literal, self.at)) >= 0]
-        if found:
-            return min(found)
+        matches = [(at, literal) for literal in literals if (at := self.text.find(literal, self.at)) >= 0]
+        if matches:
+            return min(matches)
         return len(self.text) - max(overlap(self.text[self.at :], literal) for literal in literals), ""
 
     def sees(self, *literals: str) -> Waiting[str]:
@@ -95,29 +95,29 @@ class TextCursor:
 
     def name(self) -> Waiting[str]:
         """Consume a name and its closing `>`."""
-        found = yield from self._pattern(NAME, NAME_SO_FAR)
-        return found[1]
+        match = yield from self._pattern(NAME, NAME_SO_FAR)
+        return match[1]
 
     def word(self) -> Waiting[str]:
         """Consume a name that ends before the first character that cannot be part of one."""
-        found = yield from self._pattern(WORD, WORD_SO_FAR)
-        return found[0]
+        match = yield from self._pattern(WORD, WORD_SO_FAR)
+        return match[0]
 
     def string(self) -> Waiting[str]:
         """Consume a short JSON string, and return its value."""
-        found = yield from self._pattern(STRING, STRING_SO_FAR)
+        match = yield from self._pattern(STRING, STRING_SO_FAR)
         try:
-            return str(json.loads(found[0], strict=False))
+            return str(json.loads(match[0], strict=False))
         except ValueError:
             raise MalformedCall from None
 
-    def _pattern(self, whole: re.Pattern[str], so_far: re.Pattern[str]) -> Waiting[re.Match[str]]:
-        while not (found := whole.match(self.text, self.at)):
+    def _pattern(self, pattern: re.Pattern[str], so_far: re.Pattern[str]) -> Waiting[re.Match[str]]:
+        while not (match := pattern.match(self.text, self.at)):
             if self.ended or not so_far.match(self.text, self.at):
                 raise MalformedCall
             yield None
-        self.at = found.end()
-        return found
+        self.at = match.end()
+        return match
 
     def chunk(self, ends: Sequence[str]) -> Waiting[tuple[str, str | None]]:
         """Consume text before the first of the ends, and the end if present; return both.
@@ -127,13 +127,13 @@ class TextCursor:
         """
         while True:
             start = self.at
-            where, end = self.seek(ends)
+            position, end = self.seek(ends)
             if self.ended and not end:
-                self.text = self.text[:where] if self.cut else self.text
-                where = len(self.text)
-            self.at = where + len(end)
-            if where > start or end or self.ended:
-                return self.text[start:where], end if end or self.ended else None
+                self.text = self.text[:position] if self.cut else self.text
+                position = len(self.text)
+            self.at = position + len(end)
+            if position > start or end or self.ended:
+                return self.text[start:position], end if end or self.ended else None
             yield None
 
     def value(self, closing: str) -> Pieces:

@@ -43,8 +43,8 @@ THINKING_FORMATS: Mapping[str, ThinkingFormat] = {
 def thinking_format(name: str, template: ChatTemplate) -> ThinkingFormat | None:
     """Return the format by name, or for `auto` by the chat template."""
     if name == "auto":
-        known = THINKING_FORMATS.values()
-        return next((own for own in known if own.end in template.source), None)
+        formats = THINKING_FORMATS.values()
+        return next((candidate for candidate in formats if candidate.end in template.source), None)
     return THINKING_FORMATS.get(name)
 
 
@@ -60,14 +60,14 @@ def read_thinking(source: TextCursor, form: ThinkingFormat) -> Reading[None]:
         if not form.opened:
             return
     yield from _pass_breaks(source)
-    held, end = "", None
+    pending, end = "", None
     while end is None:
         piece, end = yield from source.chunk((form.end,))
         source.settle()
-        said = (held + piece).rstrip("\n")
-        held = (held + piece)[len(said) :]
-        if said:
-            yield ThinkingDelta(said)
+        complete = (pending + piece).rstrip("\n")
+        pending = (pending + piece)[len(complete) :]
+        if complete:
+            yield ThinkingDelta(complete)
     yield from _pass_breaks(source)
 
 
@@ -105,16 +105,16 @@ def overruns(end: str, spelled: Iterable[str]) -> dict[str, list[int]]:
 
     Line breaks after the end belong to it.
     """
-    found: dict[str, list[int]] = {end[:at]: [] for at in range(len(end))}
+    tokens_by_prefix: dict[str, list[int]] = {end[:at]: [] for at in range(len(end))}
     rests = tuple(end[at:] for at in range(1, len(end)))
     for token, text in enumerate(spelled):
         if end in text and text.partition(end)[2].strip("\n"):
-            found[""].append(token)
+            tokens_by_prefix[""].append(token)
         if text.startswith(rests):
             for at in range(1, len(end)):
                 if text.startswith(end[at:]) and text[len(end) - at :].strip("\n"):
-                    found[end[:at]].append(token)
-    return {begun: tokens for begun, tokens in found.items() if tokens}
+                    tokens_by_prefix[end[:at]].append(token)
+    return {prefix: tokens for prefix, tokens in tokens_by_prefix.items() if tokens}
 
 
 class ThinkingTrack:
@@ -124,30 +124,30 @@ class ThinkingTrack:
         self._start, self._end, self._spell = start, end, spell
         self.first = ThinkingState(ThinkingPhase.THINKING if opened else ThinkingPhase.MAY_BEGIN)
 
-    def after(self, place: ThinkingState, token: int) -> ThinkingState:
+    def after(self, state: ThinkingState, token: int) -> ThinkingState:
         """Return the state after one more token."""
-        if place.phase == ThinkingPhase.OVER:
-            return place
-        pieces = (*place.tail, self._spell(token))
-        text = "".join(pieces)
-        if place.phase == ThinkingPhase.MAY_BEGIN:
-            said = text.lstrip()
-            if self._start.startswith(said):
-                is_whole = said == self._start
+        if state.phase == ThinkingPhase.OVER:
+            return state
+        tail = (*state.tail, self._spell(token))
+        text = "".join(tail)
+        if state.phase == ThinkingPhase.MAY_BEGIN:
+            stripped = text.lstrip()
+            if self._start.startswith(stripped):
+                is_whole = stripped == self._start
                 return (
                     ThinkingState(ThinkingPhase.THINKING)
                     if is_whole
-                    else ThinkingState(ThinkingPhase.MAY_BEGIN, pieces)
+                    else ThinkingState(ThinkingPhase.MAY_BEGIN, tail)
                 )
-            if not said.startswith(self._start):
+            if not stripped.startswith(self._start):
                 return OVER
-            text = said[len(self._start) :]
-            pieces = (text,)
-        spent = place.spent + 1
+            text = stripped[len(self._start) :]
+            tail = (text,)
+        spent = state.spent + 1
         if (begin := text.find(self._end)) >= 0:
-            return OVER._replace(spent=spent - len(_last(pieces, len(text) - begin)))
-        begun = max(at for at in range(len(self._end)) if text.endswith(self._end[:at]))
-        return ThinkingState(ThinkingPhase.THINKING, _last(pieces, begun), spent)
+            return OVER._replace(spent=spent - len(_last(tail, len(text) - begin)))
+        matched = max(at for at in range(len(self._end)) if text.endswith(self._end[:at]))
+        return ThinkingState(ThinkingPhase.THINKING, _last(tail, matched), spent)
 
 
 def _last(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:

@@ -95,23 +95,23 @@ def main() -> None:
         vocabulary = Vocabulary(inner, -(-vocab // 32) * 4, tuple(eos))
         control.sendall(framed(DONE))
         while control.recv(1):
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
+            local, remote = socket.socketpair()
+            with local, remote:
                 if os.fork() == 0:
                     control.close()
-                    theirs.close()
+                    remote.close()
                     try:
-                        serve(ours, vocabulary)
+                        serve(local, vocabulary)
                     finally:
                         os._exit(0)
-                socket.send_fds(control, [DONE], [theirs.fileno()])
+                socket.send_fds(control, [DONE], [remote.fileno()])
 
 
 def serve(engine: socket.socket, vocabulary: Vocabulary) -> None:
     """Compile the grammar, then follow its outputs until the engine closes the socket."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    found = re.search(r"^VmData:\s*(\d+) kB", File("/proc/self/status").read_text("ascii"), re.MULTILINE)
-    base = (int(found[1]) << 10 if found else 0) + MOST_BYTES
+    match = re.search(r"^VmData:\s*(\d+) kB", File("/proc/self/status").read_text("ascii"), re.MULTILINE)
+    base = (int(match[1]) << 10 if match else 0) + MOST_BYTES
     _limit_memory(base)
     covered = 0
     with engine.makefile("rb") as frames:
@@ -157,8 +157,8 @@ class Follower:
     def answer(self, job: Job) -> bytes | None:
         """Advance an output by its accepted tokens, and return the masks of the requested paths."""
         if job.taken is None:
-            if over := self._outputs.pop(job.output, None):
-                self.num_tokens -= len(over.tokens)
+            if finished := self._outputs.pop(job.output, None):
+                self.num_tokens -= len(finished.tokens)
             return None
         if job.output not in self._outputs:
             self._outputs[job.output] = Output(self._compiled.deep_copy())
@@ -166,12 +166,12 @@ class Follower:
         self.num_tokens += len(job.taken)
         start_s = time.thread_time()
         self._advance(output, job.taken)
-        places = [self._place(output, path) for path in job.paths]
+        masks = [self._place(output, path) for path in job.paths]
         took_s = time.thread_time() - start_s
-        if self._is_hurried and took_s > HURRIED_S * (len(places) + len(job.taken)):
+        if self._is_hurried and took_s > HURRIED_S * (len(masks) + len(job.taken)):
             self._is_hurried = False
             os.nice(LOW_PRIORITY)
-        return b"".join((COST.pack(took_s), *places))
+        return b"".join((COST.pack(took_s), *masks))
 
     def _advance(self, output: Output, tokens: Sequence[int]) -> None:
         """Consume accepted tokens. The grammar allows them unless it allowed none."""
@@ -190,18 +190,18 @@ class Follower:
         with Alarm(FOLLOW_S):
             count = matcher.try_consume_tokens(steps)
             if count < len(steps) and not matcher.is_error():
-                place = bytes([Kind.FREE])
+                mask = bytes([Kind.FREE])
             elif output.is_over or ends:
-                place = bytes([Kind.OVER if output.is_over or matcher.is_accepting() else Kind.FREE])
+                mask = bytes([Kind.OVER if output.is_over or matcher.is_accepting() else Kind.FREE])
             else:
-                place = self._here(matcher)
+                mask = self._here(matcher)
             if not matcher.is_error():
                 matcher.rollback(count)
         if path and matcher.is_error():  # for good: the matcher is of no more use to the output
             tokens, output.tokens = output.tokens, []
             output.matcher = self._compiled.deep_copy()
             self._advance(output, tokens)
-        return place
+        return mask
 
     def _here(self, matcher: LLMatcher) -> bytes:
         """Return the matcher's mask. Without EOS an output ends as soon as it may."""
@@ -246,23 +246,23 @@ def compile_grammar(vocabulary: Vocabulary, kind: str, source: str) -> Follower:
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         warnings = matcher.get_grammar_warnings()
-        if unread := next((own for own in warnings if not own.startswith(HARMLESS)), None):
-            raise ValueError(f"unsupported: {unread.removeprefix('Unimplemented keys: ')}")
+        if warning := next((text for text in warnings if not text.startswith(HARMLESS)), None):
+            raise ValueError(f"unsupported: {warning.removeprefix('Unimplemented keys: ')}")
         follower = Follower(matcher, vocabulary)
     signal.setitimer(signal.ITIMER_REAL, 0)
     slow.cancel()
     return follower
 
 
-def _shortened(said: str) -> str:
+def _shortened(message: str) -> str:
     """Return the first line of a message, and the cause if it comes later."""
-    cause = re.search(r"^error: (.*)", said, re.MULTILINE)
-    return f"{said.splitlines()[0]}{f' {cause[1]}' if cause else ''}"[:300]
+    cause = re.search(r"^error: (.*)", message, re.MULTILINE)
+    return f"{message.splitlines()[0]}{f' {cause[1]}' if cause else ''}"[:300]
 
 
-def _limit_memory(most: int) -> None:
+def _limit_memory(max_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, hard))
 
 
 if __name__ == "__main__":

@@ -66,22 +66,22 @@ class Grammars:
     def begin(self, kind: str, source: str, tenant: Tenant = SOLE) -> "Future[Form]":
         """Compile a grammar in a daemon thread."""
         compiling: Future[Form] = Future()
-        wanted = tenant, kind, source
-        if known := self._find(wanted):
-            compiling.set_result(known)
+        key = tenant, kind, source
+        if cached := self._find(key):
+            compiling.set_result(cached)
         else:
-            self._start(compiling, wanted)
+            self._start(compiling, key)
         return compiling
 
-    def _start(self, compiling: "Future[Form]", wanted: Wanted, *, shared: bool = True) -> None:
+    def _start(self, compiling: "Future[Form]", key: Wanted, *, shared: bool = True) -> None:
         threading.Thread(
-            target=self._compile, args=(compiling, wanted, shared), name="specdec-grammar", daemon=True
+            target=self._compile, args=(compiling, key, shared), name="specdec-grammar", daemon=True
         ).start()
 
-    def _again(self, wanted: Wanted) -> "Future[Form]":
+    def _again(self, key: Wanted) -> "Future[Form]":
         """Recompile a grammar, uncached, for outputs whose process has died."""
         compiling: Future[Form] = Future()
-        self._start(compiling, wanted, shared=False)
+        self._start(compiling, key, shared=False)
         return compiling
 
     def close(self) -> None:
@@ -92,36 +92,36 @@ class Grammars:
             if self.template:
                 self.template.close()
 
-    def _find(self, wanted: Wanted) -> Form | None:
+    def _find(self, key: Wanted) -> Form | None:
         with self._lock:
-            form = self._known.get(wanted)
+            form = self._known.get(key)
             if form is None or form.link.is_over:
                 return None
-            self._known.move_to_end(wanted)
+            self._known.move_to_end(key)
             return form
 
-    def _compile(self, compiling: "Future[Form]", wanted: Wanted, shared: bool) -> None:
+    def _compile(self, compiling: "Future[Form]", key: Wanted, shared: bool) -> None:
         """Compile a grammar once a slot is free, unless the request was cancelled."""
         try:
             if compiling.set_running_or_notify_cancel():
-                compiling.set_result(self._placed(wanted, shared=shared))
+                compiling.set_result(self._placed(key, shared=shared))
         except BaseException as error:
             compiling.set_exception(error)
 
-    def _placed(self, wanted: Wanted, *, shared: bool) -> Form:
-        tenant, kind, _ = wanted
+    def _placed(self, key: Wanted, *, shared: bool) -> Form:
+        tenant, kind, _ = key
         template = self._loaded()
         if not self._places.take(tenant.caller, PATIENCE_S):
             raise too_late(kind)
         try:
             # Another thread may have compiled it in the meantime.
-            known = self._find(wanted) if shared else None
-            form = known or self._compile_now(template, wanted)
+            cached = self._find(key) if shared else None
+            form = cached or self._compile_now(template, key)
         finally:
             self._places.give_back(tenant.caller)
         with self._lock:
             if shared and not self._is_closed:
-                self._known[wanted] = form
+                self._known[key] = form
                 while len(self._known) > KEPT:
                     self._known.popitem(last=False)
         return form
@@ -129,33 +129,33 @@ class Grammars:
     def _copied(self, template: Template, tenant: Tenant) -> Link:
         """Return a new process; evict cached grammars for it, the caller's own first."""
         with self._lock:
-            kept = sorted(self._known, key=lambda wanted: wanted[0].caller != tenant.caller)
-        for wanted in kept:
-            if wanted[0].caller != tenant.caller and not template.places.has_share(tenant.caller):
+            keys = sorted(self._known, key=lambda key: key[0].caller != tenant.caller)
+        for key in keys:
+            if key[0].caller != tenant.caller and not template.places.has_share(tenant.caller):
                 break  # evicting other callers' would not help
             with contextlib.suppress(TimeoutError):
                 return template.copy(tenant.caller, 0.0)
             with self._lock:
-                self._known.pop(wanted, None)
+                self._known.pop(key, None)
         return template.copy(tenant.caller, PATIENCE_S)
 
-    def _compile_now(self, template: Template, wanted: Wanted) -> Form:
-        tenant, kind, _ = wanted
+    def _compile_now(self, template: Template, key: Wanted) -> Form:
+        tenant, kind, _ = key
         try:
             link = self._copied(template, tenant)
         except TimeoutError:
             raise too_late(kind) from None
         try:
-            first = self._ask(link, wanted, time.monotonic() + PATIENCE_S)  # excludes the template's start
+            first = self._ask(link, key, time.monotonic() + PATIENCE_S)  # excludes the template's start
         except BaseException:
             link.close()  # the error may keep references; its slot is needed now
             raise
         width = -(-self._vocab // 32)
-        return Form(link, first, width=width, compile_again=partial(self._again, wanted))
+        return Form(link, first, width=width, compile_again=partial(self._again, key))
 
-    def _ask(self, link: Link, wanted: Wanted, until_s: float) -> Place:
+    def _ask(self, link: Link, key: Wanted, until_s: float) -> Place:
         """Start compiling a grammar in a process; return the mask of the first token."""
-        _, kind, source = wanted
+        _, kind, source = key
         link.send(json.dumps([kind, source]).encode())
         answer = b""
         while not answer and not link.is_over and (left_s := until_s - time.monotonic()) > 0:
@@ -195,5 +195,5 @@ def too_late(kind: str) -> RequestError:
     return _unfit(kind, f"it was not compiled within {PATIENCE_S:g} s", SMALLER)
 
 
-def _unfit(kind: str, why: str, instead: str = "give one that llguidance accepts") -> RequestError:
-    return RequestError(f"structured_outputs.{kind}: {why}; {instead}.", field="structured_outputs")
+def _unfit(kind: str, reason: str, remedy: str = "give one that llguidance accepts") -> RequestError:
+    return RequestError(f"structured_outputs.{kind}: {reason}; {remedy}.", field="structured_outputs")

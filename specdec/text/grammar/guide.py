@@ -80,19 +80,19 @@ class Form:
 
     def take(self, limit_s: float) -> bool:
         """Distribute the answers that have arrived, or wait up to the limit; return whether any came."""
-        came = False
+        received = False
         for frame in self.link.frames(limit_s):
-            asked = self._under_way.popleft()
-            if guide := asked.guide():
-                guide.learn(asked, frame)
-            came = True
+            request = self._under_way.popleft()
+            if guide := request.guide():
+                guide.learn(request, frame)
+            received = True
         if self._under_way and time.monotonic() - max(self._sent_s, self.link.heard_s) > GIVEN_UP_S:
             self.link.close()
         if self.link.is_over:
-            self._begin_again(0.0 if came else limit_s)
+            self._begin_again(0.0 if received else limit_s)
         elif not self._under_way:
             self._send()
-        return came
+        return received
 
     def _send(self) -> None:
         asking = [guide for guide in self._asking if not guide.fault]
@@ -113,26 +113,26 @@ class Form:
             guide.fail(TOO_SLOW)
             self._faults += 1
         self._under_way.clear()
-        left = [guide for guide in self._guides if not guide.fault]
+        guides = [guide for guide in self._guides if not guide.fault]
         if self._faults > FAULTS:
-            for guide in left:
+            for guide in guides:
                 guide.fail(TOO_SLOW)
             return
-        if not left:
+        if not guides:
             return
         if self._again is None:
             self._again = self._compile_again()
         if not wait([self._again], limit_s).done:
             return
-        again, self._again = self._again, None
+        recompiling, self._again = self._again, None
         try:
-            self.link = again.result().link
+            self.link = recompiling.result().link
         except Exception:
-            for guide in left:
+            for guide in guides:
                 guide.fail(TOO_SLOW)
             return
         self._ended.clear()
-        for guide in left:
+        for guide in guides:
             guide.begin_again()
             self._asking[guide] = None
         self._send()
@@ -160,13 +160,13 @@ class Guide:
     @property
     def fault(self) -> str | None:
         """Return why the output cannot continue, if so."""
-        here = self._known.get(())
-        return NOWHERE if here and here.kind == Kind.DEAD else self._fault
+        root = self._known.get(())
+        return NOWHERE if root and root.kind == Kind.DEAD else self._fault
 
     @property
     def is_over(self) -> bool:
-        here = self._known.get(())
-        return here is not None and here.kind == Kind.OVER
+        root = self._known.get(())
+        return root is not None and root.kind == Kind.OVER
 
     @property
     def is_slow(self) -> bool:
@@ -187,11 +187,11 @@ class Guide:
 
     def ask(self, paths: Collection[Path]) -> None:
         """Request the masks after some paths. Ignored after a fault."""
-        new = [path for path in paths if path not in self._known and path not in self._wanted]
-        if self.fault or not new:
+        unknown = [path for path in paths if path not in self._known and path not in self._wanted]
+        if self.fault or not unknown:
             return
-        self._wanted.update(dict.fromkeys(new))
-        self._unsent += new
+        self._wanted.update(dict.fromkeys(unknown))
+        self._unsent += unknown
         self._form.ask(self)
 
     def wait(self, until_s: float, *, always: bool) -> None:
@@ -218,19 +218,19 @@ class Guide:
         self._told, self._unsent = len(self._taken), []
         return job
 
-    def learn(self, asked: Asked, answer: bytes) -> None:
+    def learn(self, request: Asked, answer: bytes) -> None:
         """Store an answer, which may be for the output some tokens ago."""
-        since, at = tuple(self._taken[asked.length :]), COST.size
+        taken, offset = tuple(self._taken[request.length :]), COST.size
         (took_s,) = COST.unpack_from(answer)
-        if took_s > SLOW_S * max(len(asked.paths), 1) and not self.is_slow:
+        if took_s > SLOW_S * max(len(request.paths), 1) and not self.is_slow:
             self._patience, self._backoff = self._backoff, 2 * self._backoff
-        for path in asked.paths:
-            kind = Kind(answer[at])
-            words = answer[at + 1 : at + 1 + self._form.mask_bytes] if kind == Kind.BOUND else b""
-            at += 1 + len(words)
-            if path[: len(since)] == since:
-                self._known[path[len(since) :]] = place_of(kind, words)
-                self._wanted.pop(path[len(since) :], None)
+        for path in request.paths:
+            kind = Kind(answer[offset])
+            words = answer[offset + 1 : offset + 1 + self._form.mask_bytes] if kind == Kind.BOUND else b""
+            offset += 1 + len(words)
+            if path[: len(taken)] == taken:
+                self._known[path[len(taken) :]] = place_of(kind, words)
+                self._wanted.pop(path[len(taken) :], None)
 
     def fail(self, fault: str) -> None:
         self._fault = fault

@@ -74,39 +74,45 @@ def prepared(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError("a schema has to be an object")
     parts = list(_parts(schema))
-    closes = not any("allOf" in own or len(own.keys() & COMPOSED) > 1 for own in parts)
-    for own in parts:
-        if own.get("uniqueItems") is False:
-            del own["uniqueItems"]
-        if (names := _name_pattern(own)) is not None:
-            del own["propertyNames"]
+    closes = not any("allOf" in part or len(part.keys() & COMPOSED) > 1 for part in parts)
+    for part in parts:
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]
+        if (names := _name_pattern(part)) is not None:
+            del part["propertyNames"]
             if names:
-                own["patternProperties"] = {names: own.get("additionalProperties", {})}
-                own["additionalProperties"] = False
-        known, required = own.get("properties"), own.get("required", ())
-        if closes and isinstance(known, dict) and not [name for name in required if name not in known]:
-            own.setdefault("additionalProperties", own.pop("unevaluatedProperties", False))
-        if closes and "prefixItems" in own:
-            own.setdefault("items", own.pop("unevaluatedItems", False))
+                part["patternProperties"] = {names: part.get("additionalProperties", {})}
+                part["additionalProperties"] = False
+        properties, required = part.get("properties"), part.get("required", ())
+        if (
+            closes
+            and isinstance(properties, dict)
+            and not [name for name in required if name not in properties]
+        ):
+            part.setdefault("additionalProperties", part.pop("unevaluatedProperties", False))
+        if closes and "prefixItems" in part:
+            part.setdefault("items", part.pop("unevaluatedItems", False))
     return {**schema, "x-guidance": OPTIONS}
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield a schema and its subschemas. Properties may be named like keywords."""
-    left = [schema]
-    while left:
-        own = left.pop()
-        if isinstance(own, dict):
-            yield own
-            left += [part for word in MAPS if isinstance(own.get(word), dict) for part in own[word].values()]
-            left += [own[word] for word in PARTS if word in own]
-        elif isinstance(own, list):
-            left += own
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            yield node
+            stack += [
+                part for word in MAPS if isinstance(node.get(word), dict) for part in node[word].values()
+            ]
+            stack += [node[word] for word in PARTS if word in node]
+        elif isinstance(node, list):
+            stack += node
 
 
-def _name_pattern(own: Mapping[str, Any]) -> str | None:
+def _name_pattern(schema: Mapping[str, Any]) -> str | None:
     """Return a pattern for all names of an object, "" if any will do, or None if there is no such pattern."""
-    names = own.get("propertyNames")
+    names = schema.get("propertyNames")
     match {} if names is True else names:
         case {"enum": [*values], **rest} if not {*rest} - {"type"} and all(
             isinstance(v, str) for v in values
@@ -118,16 +124,16 @@ def _name_pattern(own: Mapping[str, Any]) -> str | None:
             return ""
         case _:
             return None
-    return None if own.keys() & {"properties", "patternProperties"} else pattern
+    return None if schema.keys() & {"properties", "patternProperties"} else pattern
 
 
 def _plain(match: re.Match[str]) -> str:
     """Return a part of a grammar as the converter takes it; a literal by characters, see `literal`."""
-    if not (kept := match["kept"]):
+    if not (token := match["kept"]):
         return " " if match[0].isspace() else "{0" if match[0][0] == "{" else ""
-    kept = ESCAPE.sub(_character, kept)
-    signs = SIGN.findall(kept[1:-1]) if kept[0] == '"' else []
-    return "({})".format(" ".join(f'"{sign}"' for sign in signs)) if len(signs) > 1 else kept
+    token = ESCAPE.sub(_character, token)
+    signs = SIGN.findall(token[1:-1]) if token[0] == '"' else []
+    return "({})".format(" ".join(f'"{sign}"' for sign in signs)) if len(signs) > 1 else token
 
 
 def _character(match: re.Match[str]) -> str:
@@ -163,49 +169,49 @@ class Tags:
         lark = {"name": "tags", "lark_grammar": "\n".join([start, *self._rules])}
         return json.dumps({"grammars": [lark, *self._grammars]})
 
-    def _form(self, own: Any) -> str:
+    def _form(self, node: Any) -> str:
         """Return an expression for one part."""
-        kind = own.get("type") if isinstance(own, Mapping) else None
+        kind = node.get("type") if isinstance(node, Mapping) else None
         if kind not in KEYS:
             raise ValueError(f"unsupported: format {kind!r:.40}; use one of {', '.join(KEYS)}")
-        if unknown := [key for key in own if own[key] and key not in KEYS[kind] | {"type"}]:
+        if unknown := [key for key in node if node[key] and key not in KEYS[kind] | {"type"}]:
             raise ValueError(f"unsupported: {unknown[0]} in format {kind}")
         match kind:
             case "const_string":
-                return literal(own["value"])
+                return literal(node["value"])
             case "any_text":
                 return "TEXT"
             case "regex":
-                return self._named(LLMatcher.grammar_from_regex(own["pattern"]))
+                return self._named(LLMatcher.grammar_from_regex(node["pattern"]))
             case "grammar":
-                return self._named(to_llguidance("grammar", own["grammar"]))
+                return self._named(to_llguidance("grammar", node["grammar"]))
             case "token":
-                return f"<[{own['token']}]>" if isinstance(own["token"], int) else own["token"]
+                return f"<[{node['token']}]>" if isinstance(node["token"], int) else node["token"]
             case "json_schema" | "qwen_xml_parameter":
-                return self._values(own)
+                return self._values(node)
             case "tag":
-                return self._tag(own, own["begin"])
+                return self._tag(node, node["begin"])
             case "sequence":
-                return "({})".format(" ".join(map(self._form, own["elements"])))
+                return "({})".format(" ".join(map(self._form, node["elements"])))
             case "or":
-                return "({})".format(" | ".join(map(self._form, own["elements"])))
+                return "({})".format(" | ".join(map(self._form, node["elements"])))
             case "repeat":
-                most = "" if own["max"] < 0 else own["max"]
-                return f"({self._form(own['content'])}){{{own['min']},{most}}}"
+                most = "" if node["max"] < 0 else node["max"]
+                return f"({self._form(node['content'])}){{{node['min']},{most}}}"
             case "triggered_tags" | "tags_with_separator":
-                return self._several(own)
+                return self._several(node)
             case _:
-                return f"({self._form(own['content'])}){SUFFIX[kind]}"
+                return f"({self._form(node['content'])}){SUFFIX[kind]}"
 
-    def _several(self, own: Mapping[str, Any]) -> str:
-        once, always = own.get("stop_after_first"), own.get("at_least_one")
-        if "triggers" not in own:
-            one = self._rule(" | ".join(map(self._form, own["tags"])))
-            many = one if once else f"{one} ({literal(own['separator'])} {one})*"
+    def _several(self, node: Mapping[str, Any]) -> str:
+        once, always = node.get("stop_after_first"), node.get("at_least_one")
+        if "triggers" not in node:
+            one = self._rule(" | ".join(map(self._form, node["tags"])))
+            many = one if once else f"{one} ({literal(node['separator'])} {one})*"
             return f"({many})" if always else f"({many})?"
         options = []
-        for trigger in own["triggers"]:
-            behind = [tag for tag in own["tags"] if tag["begin"].startswith(trigger)]
+        for trigger in node["triggers"]:
+            behind = [tag for tag in node["tags"] if tag["begin"].startswith(trigger)]
             if behind:
                 opening = self._lazy("(?s:.*)", trigger)
                 options += [f"{opening} {self._tag(tag, tag['begin'][len(trigger) :])}" for tag in behind]
