@@ -44,7 +44,7 @@ serve: $(stamp)
 	@$(bin)/specdec serve tiny $(SERVE)
 
 # The unit tests of each package, and a few cells of losslessness, on the host and on the device.
-lossless := tests/lossless/test_lossless.py::test_every_supported_cell_says_what_plain_decoding_says
+lossless := tests/lossless/test_lossless.py::test_every_supported_cell_equals_plain_decoding
 quick := tests/test_imports.py tests/test_repository.py tests/config tests/state_slots tests/verify tests/draft \
   $(addprefix tests/kernels/test_,conv.py norm.py recurrence.py sampling.py tree.py) tests/models/test_families.py \
   $(addprefix tests/core/test_,counts.py scheduler.py) tests/setup/test_resolve.py tests/setup/test_footprint.py \

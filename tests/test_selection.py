@@ -57,7 +57,7 @@ def test_values_that_are_marked_by_hand_count_for_nothing() -> None:
     assert any(own["family"] == "a" for own in run(items))
 
 
-def test_what_is_skipped_covers_nothing() -> None:
+def test_skipped_tests_cover_nothing() -> None:
     items = product(range(4))
     for item in items[::2]:
         item.add_marker(pytest.mark.skipif(True, reason="absent"))

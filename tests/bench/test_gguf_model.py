@@ -72,7 +72,7 @@ def test_tensors_are_as_llama_cpp_wants_them(suited: Path, tmp_path: Path) -> No
     assert torch.equal(wide(tensors["blk.0.ssm_norm.weight"]), gated_W)
 
 
-def test_a_file_is_written_once_and_anew_for_other_weights(
+def test_a_file_is_written_once_and_rewritten_for_other_weights(
     checkpoint: Callable[..., Path], suited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_model, "random_models", lambda: tmp_path)
@@ -125,7 +125,7 @@ def test_a_file_is_refused_only_where_the_disk_has_no_room_for_it(
         ({**SUITED, "hidden_size": 48}, "Q4_0", "Q4_0 rounds 32 numbers together, .* have 48"),
     ],
 )
-def test_what_llama_cpp_has_no_form_of_is_refused(
+def test_models_without_a_gguf_form_are_refused(
     changes: dict[str, int], kind: FileType, says: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^--peers llama\.cpp: .*{says}") as caught:

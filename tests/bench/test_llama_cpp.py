@@ -78,7 +78,7 @@ def gaps(folder: Path, wanted: ServerSettings) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", ["tiny", "random", "qwen3"])
-def test_llama_cpp_says_what_transformers_says(
+def test_llama_cpp_and_transformers_give_equal_texts(
     model: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     folders = {"random": (HYBRID, SUITED), "qwen3": (QWEN3, {})}
@@ -221,7 +221,7 @@ def test_rates_of_a_depth_become_those_of_reaching_it(hybrid: Path) -> None:
         (["--dtype", "float64"], "this engine in float64 on cpu"),
     ],
 )
-def test_what_it_cannot_run_in_is_refused(
+def test_unsupported_settings_are_refused(
     more: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "throughput", "tiny", "--peers", "llama.cpp", *more]) == 2

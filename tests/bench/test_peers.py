@@ -25,7 +25,7 @@ def transformers_peer(hybrid: Path) -> TransformersPeer:
     return TransformersPeer(hybrid, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_transformers_peer_says_what_its_generate_says(transformers_peer: TransformersPeer) -> None:
+def test_transformers_peer_equals_generate(transformers_peer: TransformersPeer) -> None:
     sample = transformers_peer.run(PROMPTS, NEW_TOKENS)
     plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     out_BT = transformers_peer.model.generate(torch.tensor(PROMPTS), max_new_tokens=1 + NEW_TOKENS, **plain)
@@ -116,7 +116,7 @@ def test_server_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize("server", [5], indirect=True)
-def test_server_of_another_kind_is_told_in_words(server: FakeServer) -> None:
+def test_another_kind_of_server_is_explained(server: FakeServer) -> None:
     with pytest.raises(EngineError, match=r"\(it answered 404 Not Found to /elsewhere/v1/models\)"):
         ServerPeer(f"{server.url}/elsewhere").run(PROMPTS, NEW_TOKENS)
     server.models = []
@@ -127,7 +127,7 @@ def test_server_of_another_kind_is_told_in_words(server: FakeServer) -> None:
 @pytest.mark.parametrize(
     "name", ["http://", "http:///v1", "http://host:port", "http://[::1", "ftp://host", ""]
 )
-def test_what_is_no_url_of_a_server_is_refused(name: str) -> None:
+def test_invalid_server_urls_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^--peers: .*such as http://localhost:8000") as caught:
         refuse_unknown([name])
     assert caught.value.field == "peers"

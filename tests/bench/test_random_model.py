@@ -84,7 +84,7 @@ def test_cache_keeps_nothing_of_an_interrupted_write(monkeypatch: pytest.MonkeyP
     assert list(cache.iterdir()) == []
 
 
-def test_what_a_killed_run_left_is_removed_and_what_lives_is_not(cache: Path) -> None:
+def test_leftovers_of_killed_runs_are_removed_but_not_those_of_live_ones(cache: Path) -> None:
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
     kept = [
@@ -120,7 +120,7 @@ def test_weights_are_counted_as_they_are_written(cache: Path) -> None:
     assert weight_bytes(TINY) == sum(checkpoint.info(name).bytes for name in checkpoint.names())
 
 
-def test_a_large_model_says_that_it_is_written(
+def test_writing_a_large_model_is_logged(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(random_model, "write_random_checkpoint", lambda folder, config, seed: None)

@@ -162,7 +162,7 @@ def test_different_tokens_with_drafts_show_no_figure(
         (["/some/folder"], "model"),
     ],
 )
-def test_what_random_weights_cannot_be_compared_with_is_refused(
+def test_comparisons_impossible_with_random_weights_are_refused(
     more: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*ARGV, *more]) == 2

@@ -104,7 +104,7 @@ def test_runner_times_each_step_in_which_all_rows_decode(hybrid: Path) -> None:
     runner.model.loop.arena.check_integrity()
 
 
-def test_bandwidth_probe_reads_what_it_says() -> None:
+def test_bandwidth_probe_reads_the_bytes_it_reports() -> None:
     assert BandwidthProbe(torch.device("cpu"), 1 << 16).bytes_per_second() > 0
 
 
@@ -176,7 +176,7 @@ def test_last_level_cache_is_found_or_none() -> None:
     assert cache_bytes(torch.device("cpu")) >= 0
 
 
-def test_a_run_does_not_draft_what_the_last_one_said(tmp_path: Path) -> None:
+def test_a_run_does_not_draft_from_the_previous_output(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, shape_config("tiny"), seed=0)
     runner = EngineRunner.load(tmp_path, EngineConfig(draft="suffix", adaptive=False, max_model_len=64))
     lengths = [runner.run([[5, 6, 7]], 24).tokens_per_step for _ in range(3)]
@@ -197,7 +197,7 @@ def test_a_batch_of_more_prompt_tokens_than_a_chunk_decodes_together(hybrid: Pat
 
 
 @pytest.mark.parametrize("eight_bit", [["--quantize", "fp8"], ["--kv-dtype", "fp8"]], ids=str)
-def test_what_was_rounded_on_request_is_shown_and_not_refused(
+def test_requested_quantisation_is_reported_and_accepted(
     eight_bit: list[str],
     hybrid: Path,
     capsys: pytest.CaptureFixture[str],

@@ -115,7 +115,7 @@ def test_command_prints_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
     assert columns.split()[0] == "part"
 
 
-def test_report_holds_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_contains_the_requested_figures(capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"batch": 2, "window": 6, "context": 50, "acceptance": 2.5, "draft_steps": 4, "draft_topk": 3}
     words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["bench", "model", *words, "--slots", "snapshot", "--bandwidth", "4.3TB", "--json"]) == 0

@@ -185,7 +185,7 @@ class Written:
         """Do nothing: there is nothing to cancel."""
 
 
-def test_thinking_is_told_from_what_is_said_and_kept_beside_it() -> None:
+def test_thinking_is_separated_from_the_answer_and_stored_with_it() -> None:
     pieces = [
         TextPiece("first", 0),
         TextPiece(" this</thi", 1),
@@ -336,7 +336,7 @@ def test_thinking_is_switched_one_way(capsys: Capture) -> None:
     assert ended.value.code == 2 and "--think and --no-think contradict" in capsys.readouterr().err
 
 
-def test_what_the_template_refuses_changes_nothing(engine: SpecEngine, tmp_path: Path) -> None:
+def test_a_refusal_by_the_template_changes_nothing(engine: SpecEngine, tmp_path: Path) -> None:
     chat = ChatSession(engine, SHIPPED["tiny"], GREEDY)
     source = (
         "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{%- endif %}"
@@ -406,7 +406,7 @@ def test_a_message_that_is_refused_stands_at_the_next_prompt(
     assert chat.conversation == Conversation()
 
 
-def test_an_interrupt_ends_the_answer_and_keeps_what_was_written(
+def test_an_interrupt_ends_the_answer_and_keeps_its_text(
     chat: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     command(chat, "/set max_tokens 300")
@@ -445,7 +445,7 @@ SMALL = [
 ]
 
 
-def test_what_is_piped_in_is_one_turn(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_piped_input_is_one_turn(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f(x):\n\n/help\n")))
     assert main(["chat", "tiny", *SMALL, "--max-tokens", "8"]) == 0
     captured = capsys.readouterr()

@@ -237,7 +237,7 @@ def test_garbage_is_collected_from_the_beginning_of_a_command_and_not_among_impo
     assert ran.stdout.split() == ["False", "True", "True"], ran.stderr
 
 
-def test_what_serves_or_measures_does_not_import_transformers() -> None:
+def test_serving_and_benchmarks_do_not_import_transformers() -> None:
     script = (
         "import sys, specdec.server.run, specdec.setup.footprint\n"
         "import specdec.bench.acceptance.run, specdec.bench.throughput\n"
@@ -350,9 +350,7 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["pull", "tiny"], "pull is not a command of specdec: a model named OWNER/NAME is downloaded"),
     ],
 )
-def test_a_word_of_another_program_is_answered_with_what_to_give(
-    argv: list[str], says: str, capsys: Capture
-) -> None:
+def test_a_command_of_another_program_gets_a_hint(argv: list[str], says: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     said = capsys.readouterr().err
@@ -379,7 +377,7 @@ def test_a_word_of_another_program_is_answered_with_what_to_give(
     ],
 )
 @pytest.mark.parametrize("command", [["info"], ["chat"], ["generate", "-p", "x"], ["bench", "throughput"]])
-def test_a_name_of_another_program_is_answered_with_what_to_give(
+def test_a_model_name_of_another_program_gets_a_hint(
     command: list[str], model: str, says: str, capsys: Capture
 ) -> None:
     assert main([*command, model]) == 2
@@ -436,7 +434,7 @@ def test_a_value_behind_a_switch_is_no_prompt(argv: list[str], switch: str, caps
 
 
 @pytest.mark.parametrize("option", ["--xyzzy", "--quux", "--reload"])
-def test_what_is_near_nothing_is_named_alone(option: str, capsys: Capture) -> None:
+def test_an_error_without_close_matches_has_no_hint(option: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "tiny", option])
     assert capsys.readouterr().err == (

@@ -22,7 +22,7 @@ def shell(line: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("argv", ["--version", "--help", "generate --help-all", shlex.join(TINY)])
 @pytest.mark.parametrize("unbuffered", only({""}, ["", "1"]))
-def test_output_that_cannot_be_written_is_told_in_one_line(argv: str, unbuffered: str) -> None:
+def test_unwritable_output_is_reported_in_one_line(argv: str, unbuffered: str) -> None:
     ran = shell(f"export PYTHONUNBUFFERED={unbuffered}; specdec {argv} >/dev/full")
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1] == (

@@ -203,7 +203,7 @@ def test_a_script_that_is_interrupted_while_it_loads_goes_on_and_ends(delay: flo
     assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, ["interrupted", "0"], "")
 
 
-def test_what_is_told_to_ignore_it_ignores_it() -> None:
+def test_an_ignored_interrupt_stays_ignored() -> None:
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_IMPORT
     ran = run("-c", ignoring, "1", "argparse", "--version")
     assert ran.returncode == 0 and ran.stdout.startswith("specdec ")

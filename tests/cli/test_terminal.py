@@ -51,7 +51,7 @@ def test_control_characters_are_shown_and_not_obeyed(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_a_model_says_reaches_a_terminal_escaped_and_a_pipe_as_it_is(
+def test_output_is_escaped_for_a_terminal_and_raw_in_a_pipe(
     n: int, engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert engine.tokenizer
@@ -139,7 +139,7 @@ LONG = ["--prompt", PROMPT, "--max-tokens", "300", "--ignore-eos", "--seed", "3"
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_interrupt_prints_what_each_choice_has_said(hybrid: Path, capsys: Capture) -> None:
+def test_interrupt_prints_the_partial_text_of_each_choice(hybrid: Path, capsys: Capture) -> None:
     assert main(["generate", str(hybrid), *LONG, "--n", "2", "--json"]) == 130
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err

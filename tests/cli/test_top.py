@@ -97,7 +97,7 @@ def test_the_parts_of_a_bar_fill_it(parts: list[int], width: int) -> None:
         assert all(abs(c - width * part / whole) <= 1.01 for c, part in zip(cells, parts, strict=True))
 
 
-def test_what_is_kept_counts_once() -> None:
+def test_cached_blocks_count_once() -> None:
     arena = {name: count // MIB for name, count in reading().arena.items()}
     assert arena == {"KV blocks": 20, "states": 20, "drafts": 5, "prefixes": 70, "holes": 15, "free": 70}
     assert sum(arena.values()) * MIB == INFO["arena"]["capacity_bytes"]
@@ -123,7 +123,7 @@ def test_readings_that_do_not_fit_together_have_no_negative_part(
     assert sum(now.arena.values()) >= INFO["arena"]["capacity_bytes"]
 
 
-def test_rates_are_of_what_came_between() -> None:
+def test_rates_are_differences_between_polls() -> None:
     before = reading(10.0)
     kept = {**INFO["prefixes"], "asked": 1100, "hit": 690}
     changed = {"steps": 120, "tokens": 350, "drafted": 480, "accepted": 230, "limited_by": {"states": 12}}
@@ -149,7 +149,7 @@ def test_a_server_that_began_anew_has_counted_from_nothing(counted: dict[str, An
     assert min(growth.counts.values()) >= 0
 
 
-def test_what_was_before_a_server_was_away_is_no_beginning() -> None:
+def test_rates_restart_after_an_outage() -> None:
     source = Scripted([reading(1.0), reading(2.0), TimeoutError(), reading(4.0), reading(5.0)])
     view, seen = TopView(cast(ServerPoller, source), Screen()), []
     for _ in range(5):
@@ -194,7 +194,7 @@ def test_the_bar_has_a_cell_for_each_part_and_ends_where_lines_do() -> None:
     assert cells == {"K": 7, "S": 8, "D": 1, "P": 26, "H": 5, ".": 26}
 
 
-def test_alpha_is_shown_where_it_is_told() -> None:
+def test_alpha_is_shown_if_reported() -> None:
     assert "alpha" not in "\n".join(lines(reading()))
     assert "alpha 0.25" in "\n".join(lines(reading(prefixes={**INFO["prefixes"], "alpha": 0.25})))
 
@@ -208,7 +208,7 @@ def test_the_drafting_decision_is_shown_and_wrapped() -> None:
     assert " ".join(said).startswith(why) and max(map(len, drawn)) <= 40
 
 
-def test_what_a_server_says_is_not_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_from_a_server_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     (line,) = shown([[StyledText("a\x1b[2J\nb\tc\r")]], width=None, coloured=True)
     assert line == "a\\x1b[2J b c\\x0d"

@@ -105,7 +105,7 @@ def test_no_alias_has_the_name_of_a_setting() -> None:
     assert len(others) == len({*others})
 
 
-def test_a_list_takes_several_values_and_other_words_for_numbers_are_known() -> None:
+def test_a_list_takes_several_values_and_number_aliases_are_accepted() -> None:
     given = read("--api-key", "a", "b", "--port", "1", "--api-key", "c", "--dtype", "half")
     assert given == {"api_key": ["a", "b", "c"], "port": 1, "dtype": "float16"}
     assert read("--dtype", "float") == {"dtype": "float32"}
@@ -151,7 +151,7 @@ def test_a_speculative_config_that_means_nothing_here_is_refused(
     assert says in refused(capsys, "--speculative-config", given)
 
 
-def test_options_that_are_none_are_answered_with_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_other_engines_get_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     known = {own.__name__: own for own in (EngineConfig, SamplingParams, ServerConfig, RouteConfig)}
     for settings, names in INSTEAD.items():
         for name, advice in names.items():

@@ -280,7 +280,7 @@ def test_a_schema_is_neither_shared_nor_walked_through() -> None:
     assert Structure(json_schema=nested(300)).source.count("properties") == 300
 
 
-def test_what_nests_without_end_is_refused_by_name() -> None:
+def test_endless_nesting_is_refused_by_name() -> None:
     itself: list[Any] = []
     itself.append(itself)
     around: dict[str, Any] = {}

@@ -48,7 +48,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, **found[0], **found[1]}
 
 
-def test_a_file_says_what_options_say_and_they_come_first(path: Path) -> None:
+def test_a_file_sets_options_and_the_command_line_overrides_it(path: Path) -> None:
     path.write_text(WHOLE.replace("no-such-comment: 1\n", ""))
     said = {
         **{"model": ["tiny"], "port": 8001, "served_model_name": ["small"], "api_key": ["one", "two"]},
@@ -98,7 +98,7 @@ def test_a_file_says_what_options_say_and_they_come_first(path: Path) -> None:
         (None, "cannot be read (No such file or directory)"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_line(path: Path, text: str | bytes | None, says: str) -> None:
+def test_invalid_entries_are_refused_by_line(path: Path, text: str | bytes | None, says: str) -> None:
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:

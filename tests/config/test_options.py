@@ -116,7 +116,7 @@ def test_every_field_that_a_command_line_can_say_is_an_option() -> None:
 
 
 @pytest.mark.parametrize("settings", [EngineConfig, SamplingParams])
-def test_help_says_what_a_setting_does_and_how_a_list_is_written(
+def test_help_explains_a_setting_and_list_syntax(
     settings: type[Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")

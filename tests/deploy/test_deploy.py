@@ -112,7 +112,7 @@ def _over(live: Live, tls: ssl.SSLContext | None) -> Live:
     return other
 
 
-def test_the_dashboard_asks_for_what_the_server_tells(live: Live) -> None:
+def test_the_dashboard_queries_existing_metrics(live: Live) -> None:
     assert live.ask("/v1/completions", ASK).status == 200
     text = live.ask("/metrics").data.decode()
     labels, types = labels_of(text), types_of(text)
@@ -284,7 +284,7 @@ def read(words: list[str]) -> Any:
     return args
 
 
-def test_the_unit_starts_what_there_is_and_writes_where_it_may() -> None:
+def test_the_unit_starts_an_existing_command_and_writes_to_allowed_paths() -> None:
     lines = (DEPLOY / "specdec.service").read_text("utf-8").splitlines()
     unit = dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
     program, *words = unit["ExecStart"].split()

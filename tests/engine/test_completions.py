@@ -73,12 +73,12 @@ def test_settings_take_numbers_in_any_form(ids: Any) -> None:
 
 
 @pytest.mark.parametrize("ids", [np.array([1.5]), torch.tensor([True]), np.array([[1]]), {"a"}])
-def test_what_is_no_token_id_is_refused_in_any_form(ids: Any) -> None:
+def test_invalid_token_ids_are_refused_in_any_form(ids: Any) -> None:
     with pytest.raises(SpecdecError, match="stop_token_ids"):
         SamplingParams(stop_token_ids=ids)
 
 
-def test_what_ended_a_text_is_told(engine: SpecEngine) -> None:
+def test_stop_reason_is_reported(engine: SpecEngine) -> None:
     (whole,) = engine.generate(IDS, GREEDY)
     assert (whole.finish_reason, whole.stop_reason) == ("length", None)
     token = whole.token_ids[3]
@@ -124,7 +124,7 @@ def test_a_stream_tells_the_same_as_a_completion(hybrid: Path) -> None:
         assert texts[0] == texts[1] and any(texts[0])
 
 
-def test_a_prompts_log_probabilities_are_spelled_once_each_and_beside_the_event_loop(
+def test_prompt_log_probabilities_are_decoded_once_each_and_in_threads(
     engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, spelled = engine.tokenizer, list[tuple[int, bool]]()
@@ -176,7 +176,7 @@ def test_choices_of_a_prompt_stand_together(engine: SpecEngine) -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_progress_is_shown_on_stderr_where_it_is_asked_for(
+def test_progress_is_shown_on_stderr_on_request(
     engine: SpecEngine, shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.generate([IDS, [7]], GREEDY, shown)

@@ -8,7 +8,7 @@ PROMPT = "class Parser:\n    def "
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_what_only_earlier_outputs_held_is_counted_apart(graphs: bool) -> None:
+def test_drafts_found_only_in_earlier_outputs_are_counted_separately(graphs: bool) -> None:
     """The host also looks up before device steps; what a head drafts there is never looked up."""
     fixed = {"adaptive": False, "topk": 1, "num_steps": 6, "graphs": graphs, "dtype": "float32"}
     params = SamplingParams(max_tokens=48, temperature=0.8, seed=5, ignore_eos=True)

@@ -43,9 +43,7 @@ def test_generate_takes_params_for_each_prompt(engine: SpecEngine) -> None:
     assert (first.finish_reason, second.finish_reason) == ("length", "length")
 
 
-def test_what_is_asked_together_is_computed_together(
-    engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_submitted_together_share_steps(engine: SpecEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows share a step must not depend on the caller's speed: it changes the last bits."""
     sizes: list[int] = []
     scheduler = engine.model.loop.scheduler
@@ -318,7 +316,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, 5, ["a", 5], "\ud800", [1.5]])
-def test_what_is_no_prompt_is_refused(engine: SpecEngine, prompt: object) -> None:
+def test_invalid_prompts_are_refused(engine: SpecEngine, prompt: object) -> None:
     with pytest.raises(RequestError, match="prompt"):
         engine.generate(prompt, GREEDY)  # type: ignore[arg-type]
 

@@ -87,7 +87,7 @@ def test_a_failing_step_fails_the_requests_in_it_and_no_others(hybrid: Path) -> 
         engine.model.loop.arena.check_integrity()
 
 
-def test_two_callers_of_a_step_that_failed_each_hear_of_their_own_texts_alone(hybrid: Path) -> None:
+def test_two_callers_of_a_failed_step_each_get_only_their_own_results(hybrid: Path) -> None:
     """A caller that changes its error must not affect the other's."""
     with SpecEngine(hybrid, max_running=2) as engine:
         network, loop = engine.model.network, engine.model.loop
@@ -129,7 +129,7 @@ def test_an_error_that_several_callers_hold_is_not_written_on() -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "abandoned", "stopped"])
-def test_each_request_that_an_engine_ends_hears_an_error_of_its_own(hybrid: Path, how: str) -> None:
+def test_each_request_ended_by_the_engine_gets_its_own_error_object(hybrid: Path, how: str) -> None:
     with SpecEngine(hybrid) as engine:
         params = SamplingParams(max_tokens=400, ignore_eos=True)
         inbox = queue.SimpleQueue[tuple[int, Delta | SpecdecError]]()

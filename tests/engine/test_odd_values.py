@@ -130,7 +130,7 @@ def test_a_value_that_no_check_has_seen_is_refused_by_name(engine: SpecEngine) -
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("made", ["copied", "constructed"])
-def test_an_engine_reads_its_configuration_anew(made: str) -> None:
+def test_an_engine_validates_its_configuration_again(made: str) -> None:
     own: dict[str, Any] = {"max_running": "many"}
     config = (
         EngineConfig().model_copy(update=own) if made == "copied" else EngineConfig.model_construct(**own)
@@ -145,7 +145,7 @@ def test_a_value_of_many_lines_is_shown_on_one() -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_what_was_checked_does_not_change_with_the_list_it_came_from() -> None:
+def test_validated_parameters_do_not_alias_the_callers_list() -> None:
     params: Settings = SamplingParams(stop_token_ids=[1])
     checked = params.checked()
     assert checked == params and checked is not params

@@ -88,7 +88,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
-def test_what_comes_and_what_is_cancelled_meanwhile(engine: SpecEngine) -> None:
+def test_requests_and_cancellations_while_resting(engine: SpecEngine) -> None:
     plain = [list(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)]
     heard = Listener(engine, after=2)
     assert heard.rested.wait(60)

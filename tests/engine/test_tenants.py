@@ -84,7 +84,7 @@ def accepted(got: list[Got]) -> int:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("draft", ["suffix chain", "suffix tree", "ngram tree", "mtp chain"])
-def test_nothing_that_is_heard_tells_what_others_wrote(folder: Path, draft: str, graphs: bool) -> None:
+def test_observations_reveal_nothing_of_other_tenants_outputs(folder: Path, draft: str, graphs: bool) -> None:
     """Excluded: head trees, and a head combined with look-ups, which verify what performed best so far."""
     name, shape = draft.split()
     fields = {"draft": name, "graphs": graphs, **(CHAIN if shape == "chain" else TREE)}

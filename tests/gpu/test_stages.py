@@ -72,7 +72,7 @@ def test_the_budget_ends_the_last_stage_and_those_after_it(tmp_path: Path) -> No
     assert late.status == "no time" and "5 s" in late.tail
 
 
-def test_what_matters_most_comes_first(tmp_path: Path) -> None:
+def test_the_most_important_stages_come_first(tmp_path: Path) -> None:
     names = [own.name for own in plan(H200, tmp_path, "today-h200")]
     chosen, _ = largest(H200)
     assert names[:5] == ["kernels-right", f"{chosen}-length-3.413", "kernels-goal", "verify", "lossless"]
@@ -98,7 +98,7 @@ class Rehearsal:
         return Outcome(stage, "failed" if code else "passed", took_s, code, "")
 
 
-def test_a_rehearsal_records_what_came_of_every_stage(
+def test_a_rehearsal_records_the_outcome_of_every_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is over its limit, one crashes, the budget ends before the last: one file records all of it."""
@@ -207,7 +207,9 @@ def test_dry_run_shows_commands_that_run_as_they_stand(
     assert not folder.exists()
 
 
-def test_what_cannot_run_is_said_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_stages_that_cannot_run_are_reported_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     taken = tmp_path / "taken"
     taken.touch()
     for words in (["--out", str(taken)], ["--budget", "0"], ["--budget", "nan"], ["--budget=-3"]):

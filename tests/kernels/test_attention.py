@@ -251,7 +251,7 @@ def test_shared_blocks_serve_several_rows() -> None:
 
 @pytest.mark.parametrize("tree", [None, random_tree(6, 3)], ids=["chain", "tree"])
 @pytest.mark.parametrize("lengths", [(21,), (21, 3, 64)])
-def test_what_is_not_valid_changes_nothing(lengths: tuple[int, ...], tree: Tree | None) -> None:
+def test_invalid_entries_change_nothing(lengths: tuple[int, ...], tree: Tree | None) -> None:
     for width in (1, 6):
         case = make_case(lengths, width, tree=tree if width == 6 else None)
         expected = case.run(cpu)

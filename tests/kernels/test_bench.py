@@ -96,7 +96,7 @@ def test_a_kernel_that_is_wrong_in_one_row_gets_no_figure(shape: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["state_SHKW", "window_SIC", "update_SRHW", "decay_SRH", "input_SRC"])
-def test_what_an_operation_leaves_in_memory_is_compared(field: str) -> None:
+def test_written_memory_is_compared(field: str) -> None:
     bench = bench_of("cpu")
     right = bench.kernels.delta_net
 
@@ -129,7 +129,7 @@ def test_a_wrong_tree_mask_is_seen() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_gpu_runs_is_measured_like_any_other(shape: str) -> None:
+def test_gpu_operations_are_measured_like_others(shape: str) -> None:
     """Once each with the default backing: an interpreter runs them without a GPU."""
     bench = bench_of("triton")
     planned = [p for p in problems(bench, shape, batch=1, window=2) if p.backing in ("", "record")]
@@ -149,7 +149,7 @@ def test_an_error_is_told_and_nothing_else_stops() -> None:
     assert (row["status"], row["why"]) == ("FAILED", "RuntimeError: no such kernel")
 
 
-def test_what_does_not_fit_is_left_out_by_name() -> None:
+def test_unsupported_cases_are_skipped_by_name() -> None:
     bench = bench_of("cpu")
     problem = replace(problems(bench, "tiny")[0], needs=1 << 60)
     row = measure(bench, MACHINE, problem, 1)
@@ -187,7 +187,7 @@ def test_windows_of_drafts_are_trees() -> None:
     assert max(window_problems.tree(15).depths) == 3
 
 
-def test_timing_gives_what_was_asked_for() -> None:
+def test_timing_runs_every_call_in_turn() -> None:
     called = []
     timing = time_calls([lambda: called.append(0), lambda: called.append(1)], CPU, 4)
     assert timing.how == "clock"

@@ -89,7 +89,7 @@ def group_of(
 
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "chain"])
 @pytest.mark.parametrize("width", [1, 4, 31, 32, 33, 64])
-def test_what_is_packed_says_what_the_group_says(width: int, tree: bool) -> None:
+def test_packed_masks_equal_the_ancestors_of_the_group(width: int, tree: bool) -> None:
     group, _ = group_of(width, tree=tree)
     table_BN, length_B, mask_BMW = flashinfer.pack(group)
     assert table_BN.tolist() == group.table_BN.tolist()
@@ -137,7 +137,7 @@ def test_layer_equals_reference(gated: bool, caplog: pytest.LogCaptureFixture) -
     ]
 
 
-def test_what_it_cannot_take_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_shapes_fall_back_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = AttentionLayer(4, 2, 16, SCALE, False, None, None, 0.0)
     prompt, pages = group_of(4, tree=True)
     group = tentative(prompt)

@@ -93,7 +93,7 @@ def test_parts_of_several_formats_write_beside_each_other() -> None:
 
 @in_c
 @FORMATS
-def test_what_is_no_number_stays_none_and_harms_no_other_row(form: Rounding) -> None:
+def test_nan_stays_nan_and_affects_no_other_row(form: Rounding) -> None:
     packed, x_TD = linear.pack(form.quantise(draw(20, 96))), draw(4, 96, seed=1)
     right = linear.linear(x_TD, packed)
     x_TD[1, 40], x_TD[3, 0] = torch.nan, torch.inf
@@ -122,7 +122,7 @@ def of_file(bits: int, kind: str, dtype: torch.dtype, shape: tuple[int, int]) ->
 @TYPES
 @pytest.mark.parametrize(("bits", "kind"), OTHERS)
 @pytest.mark.parametrize("shape", [(1, 32), (70, 200), (33, 592)])
-def test_products_of_a_files_numbers_are_alike_in_every_window(
+def test_products_of_a_files_weights_are_equal_in_every_window(
     bits: int, kind: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     matrix = of_file(bits, kind, dtype, shape)
@@ -141,7 +141,7 @@ def test_products_of_a_files_numbers_are_alike_in_every_window(
 
 @in_c
 @pytest.mark.parametrize(("bits", "kind"), OTHERS)
-def test_what_belongs_to_another_group_is_seen(bits: int, kind: str) -> None:
+def test_a_scale_of_another_group_is_detected(bits: int, kind: str) -> None:
     own, x_TD = of_file(bits, kind, torch.float32, (33, 96)), draw(5, 96)
     right = integers.multiply(x_TD, own)
     changed = [own._replace(scale=own.scale.roll(1, 1)), own._replace(number_ND=own.number_ND.roll(HALF, 1))]
@@ -212,7 +212,7 @@ def test_widened_weights_are_those_that_are_multiplied(kind: str, inputs: int) -
 @in_c
 @TYPES
 @pytest.mark.parametrize(("bits", "group", "zeros", "scales"), PUBLISHED)
-def test_products_of_published_numbers_are_exact_sums_alike_in_every_window(
+def test_products_of_published_weights_are_exact_sums_equal_in_every_window(
     bits: int, group: int | None, zeros: bool, scales: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Up to 127 times the largest numbers and zero points, which float32 must still represent exactly."""

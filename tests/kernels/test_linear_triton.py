@@ -68,7 +68,7 @@ def test_a_row_does_not_depend_on_its_window(kind: str) -> None:
     assert torch.equal(alone, triton.linear(x_TD, weight)[4:5])
 
 
-def test_what_lies_behind_a_weight_is_not_read() -> None:
+def test_memory_after_a_weight_is_not_read() -> None:
     """Rows and columns end inside a tile; NaN follows them."""
     rows, columns = 33, 70
     space = torch.full((rows * columns + 4096,), 0x7F, dtype=torch.uint8, device=DEVICE).view(

@@ -265,7 +265,7 @@ def test_a_node_equals_its_path_as_a_chain(backing: str, change: Callable[[Group
 
 @pytest.mark.parametrize("stale", [None, "update_SRHW", "decay_SRH", "input_SRC"])
 @pytest.mark.parametrize("form", ["lazy", "fold"])
-def test_what_was_accepted_is_folded_in(form: str, stale: str | None) -> None:
+def test_accepted_tokens_are_folded_into_the_state(form: str, stale: str | None) -> None:
     """Folding, by a window or alone, equals running the accepted tokens; a stale record does not."""
     layer, memory = make_layer(torch.float32)
     tree, records = draw("random", 6, 2), scattered(1, 6, seed=3)

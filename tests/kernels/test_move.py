@@ -86,7 +86,7 @@ def test_moving_an_accepted_path_equals_feeding_it(ops: ModuleType, moved: bool)
 
 
 @pytest.mark.parametrize("ops", [cpu, pytest.param(native, marks=needs_c)])
-def test_all_are_read_before_any_is_written_and_nothing_else_changes(ops: ModuleType) -> None:
+def test_all_reads_precede_writes_and_other_bytes_stay(ops: ModuleType) -> None:
     """Positions swap and shift onto each other; the kernels agree on every byte."""
     group = group_of([chain(1)] * 3, [40, 40, 40])
     pages = pages_with([40, 40, 40], group)

@@ -63,7 +63,7 @@ def test_the_best_target_that_a_processor_meets_is_taken(
     assert all(own.machine in (None, machine) for own in others) and targets.NATIVE in (first, *others)
 
 
-def test_what_a_target_leaves_unused_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_features_of_a_target_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     have = frozenset(f"{CASCADE_LAKE} avx512_bf16 avx512_fp16 avx_vnni aes".split())
     monkeypatch.setattr(targets, "features", lambda: have)
     assert targets.unused(targets.named("avx512-bf16")) == ["avx512_fp16"]
@@ -110,7 +110,7 @@ def test_a_target_that_the_compiler_does_not_know_is_passed_over(
 
 
 @needs_c
-def test_a_name_that_the_compiler_does_not_know_is_said(
+def test_an_unknown_compiler_target_is_reported(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(targets.VARIABLE, "no-such-processor")
@@ -186,7 +186,7 @@ def test_an_unknown_target_is_not_built(capsys: pytest.CaptureFixture[str]) -> N
         ),
     ],
 )
-def test_what_runs_is_told(
+def test_the_selected_kernel_is_reported(
     found: instruction_sets.InstructionSets | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instruction_sets, "forms", lambda: found)

@@ -94,7 +94,7 @@ def test_no_rows_have_no_products(dtype: torch.dtype) -> None:
 
 
 @TYPES
-def test_strided_rows_are_read_where_they_lie(dtype: torch.dtype) -> None:
+def test_strided_rows_are_read_in_place(dtype: torch.dtype) -> None:
     packed, wide_TD = linear.pack(_weights(33, 32, dtype)), _weights(9, 80, dtype)
     view_TD = wide_TD[:, 16:48]
     assert torch.equal(linear.linear(view_TD, packed), linear.linear(view_TD.contiguous(), packed))
@@ -103,7 +103,7 @@ def test_strided_rows_are_read_where_they_lie(dtype: torch.dtype) -> None:
 
 
 @TYPES
-def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
+def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
     packed, x_TD = linear.pack(_weights(20, 16, dtype)), _weights(3, 16, dtype)
     x_TD[1, 3] = math.nan
     found = linear.linear(x_TD, packed)
@@ -157,7 +157,7 @@ def test_shares_of_a_large_vocabulary_are_those_of_float64() -> None:
 @pytest.mark.parametrize(
     "odd", [{7: math.nan}, {7: math.inf}, {0: math.nan, 5: 2.0, 7: math.inf, 39: math.nan}]
 )
-def test_ranking_of_what_is_no_number(odd: dict[int, float], count: int) -> None:
+def test_ranking_of_nan(odd: dict[int, float], count: int) -> None:
     """NaN ranks above all numbers, and other rows are unaffected."""
     scores_NV = torch.randn(3, 40, generator=torch.Generator().manual_seed(count)).round()
     for token, score in odd.items():
@@ -169,7 +169,7 @@ def test_ranking_of_what_is_no_number(odd: dict[int, float], count: int) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_compared_is_logits_over_temperature_plus_noise(dtype: torch.dtype) -> None:
+def test_tokens_are_ranked_by_logits_over_temperature_plus_noise(dtype: torch.dtype) -> None:
     """To the last bit: siblings share noise, a greedy row between them has none, and positions repeat."""
     generator = torch.Generator().manual_seed(0)
     logits_NV = (torch.randn(7, 301, generator=generator) * 4).to(dtype)

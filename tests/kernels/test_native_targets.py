@@ -403,7 +403,7 @@ def test_products_of_bfloat16_by_amx_add_in_its_order(shape: tuple[int, int], fo
 
 
 @EXHAUSTIVE
-def test_where_the_system_refuses_amx_vectors_go_on(folder: Path) -> None:
+def test_vector_kernels_run_if_the_system_refuses_amx(folder: Path) -> None:
     command, calls = program(emulated("amx-refused", "-DREFUSED", "-O1"), folder), Calls()
     for rows in range(1, 18):
         add_whole_product(calls, INT8.quantise(draw(16, 64)), rows)

@@ -117,7 +117,7 @@ def test_a_generator_that_drops_a_bit_of_the_position_is_caught() -> None:
     assert largest_correlation(noise_AX.double()) > 10 * RARE
 
 
-def test_each_bit_of_the_words_flips_half_the_time_beside_a_neighbour() -> None:
+def test_each_random_bit_flips_half_the_time_between_neighbours() -> None:
     near, same = torch.arange(4096), torch.full((4096,), 5)
     by_seed_XA, by_position_XA = cpu.words(cpu.keys(near, same), 5), cpu.words(cpu.keys(same, near), 5)
     by_token_XA = cpu.words(cpu.keys(torch.arange(5), same[:5]), 4096).T
@@ -238,7 +238,7 @@ def test_process_of_a_row_ignores_the_batch() -> None:
             assert torch.equal(together_NV[n], alone_NV[0]), (seed, n)
 
 
-def test_process_leaves_rows_that_ask_for_nothing_bit_for_bit() -> None:
+def test_process_leaves_rows_without_rules_unchanged() -> None:
     logits_NV = torch.randn(3, 65, generator=generator(0)) * 10
     everything = Rules(
         temperature_N=torch.tensor([1.0, 0.5, 0.0]),

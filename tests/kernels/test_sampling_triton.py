@@ -201,7 +201,7 @@ def test_of_equals_the_smallest_id_is_first(ops: ModuleType) -> None:
     [{}, {"top_k_N": 2}, {"top_p_N": 0.5}, {"min_p_N": 0.5}, {"top_k_N": 3, "top_p_N": 0.4, "min_p_N": 0.1}],
     ids=str,
 )
-def test_a_row_with_what_is_no_number_is_told(ops: ModuleType, filters: dict[str, float]) -> None:
+def test_a_row_with_nan_is_reported(ops: ModuleType, filters: dict[str, float]) -> None:
     """Filters must not hide NaN, and other rows are unaffected."""
     columns = {name: torch.full((6,), value) for name, value in filters.items()}
     rules = replace(sampled(**columns), temperature_N=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0]))
@@ -215,7 +215,7 @@ def test_a_row_with_what_is_no_number_is_told(ops: ModuleType, filters: dict[str
     assert all(len(set(row)) == 3 for row in token_NC.tolist())
 
 
-def test_what_the_kernels_have_no_part_in_goes_to_plain_torch() -> None:
+def test_unsupported_operations_go_to_plain_torch() -> None:
     logits_NV = draw(65, 2)
     bias = Bias(torch.tensor([1]), torch.tensor([1]), torch.tensor([3]).int(), torch.tensor([9.0]))
     penalties = Penalties(
@@ -240,7 +240,7 @@ def test_what_the_kernels_have_no_part_in_goes_to_plain_torch() -> None:
 
 
 @forms
-def test_another_seed_or_position_is_another_token(ops: ModuleType) -> None:
+def test_seed_and_position_change_the_token(ops: ModuleType) -> None:
     """Validates the comparisons: the noise decides the token."""
     flat_NV, rules = torch.zeros(6, 65), sampled()
     tokens = [

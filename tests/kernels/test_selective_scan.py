@@ -185,7 +185,7 @@ def test_promoting_a_node_equals_feeding_its_path(form: Any, node: int) -> None:
     assert own.isfinite().all()
 
 
-def test_what_a_token_reads_is_the_same_in_every_window() -> None:
+def test_outputs_are_equal_in_every_window() -> None:
     """In C the bits are equal: as a chain at once, token by token, and as a path of a tree."""
     if compiled() is None:
         pytest.skip("there are no C forms")

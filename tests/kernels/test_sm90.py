@@ -50,7 +50,7 @@ def test_recurrent_layers_are_compiled_beforehand_and_without_spills(case: str) 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("case", WHOLE)
-def test_whole_numbers_are_multiplied_without_spills_and_alike_in_every_window(case: str) -> None:
+def test_integer_products_do_not_spill_and_are_equal_in_every_window(case: str) -> None:
     """A product shared by four warps may sum in a different order than one warp's."""
     served, *compiled = run(case)
     assert served == {"case": case, "late": []}

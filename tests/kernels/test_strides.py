@@ -136,7 +136,7 @@ def test_a_form_that_ignores_the_strides_of_pages_is_seen(form: str, monkeypatch
 @pytest.mark.parametrize("field", RecurrentMemory._fields)
 @pytest.mark.parametrize("name", only({"mamba"}, RECURRENT))
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_no_layer_reads_wrong_numbers_of_memory_that_lies_otherwise(
+def test_no_layer_misreads_strided_memory(
     form: str, name: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     relay_memory(monkeypatch, field, apart)

@@ -49,7 +49,7 @@ def test_columns_are_spread_as_the_reference_spreads_them(ops: Any, dtype: torch
 
 
 @needs_c
-def test_a_guess_is_played_for_what_now_lies_there() -> None:
+def test_a_recorded_choice_reads_current_memory() -> None:
     """Greedy or sampled, with other seeds and positions, and with NaN."""
     logits_NV, rules = drawn(2, 50, dtype=torch.bfloat16), Rules(torch.tensor([0.0, 0.7]))
     seed_N, position_N = torch.tensor([1, 2]), torch.tensor([8, 9])
@@ -71,7 +71,7 @@ def test_a_guess_is_played_for_what_now_lies_there() -> None:
 @needs_c
 @pytest.mark.parametrize("dtype", TYPES)
 @torch.inference_mode()
-def test_what_is_played_reads_what_now_lies_there(dtype: torch.dtype) -> None:
+def test_a_replay_reads_current_memory(dtype: torch.dtype) -> None:
     x, y, weight = drawn(3, 8, dtype=dtype), drawn(3, 8, dtype=dtype), drawn(8)
 
     def run() -> Tensor:
@@ -144,7 +144,7 @@ def test_equals_are_sorted_in_their_order_and_zeros_are_equals() -> None:
 
 
 @needs_c
-def test_whole_numbers_are_divided_at_their_ends() -> None:
+def test_integers_are_divided_at_their_limits() -> None:
     ends = [-(2**63), 2**63 - 1, -1, 0, 7, -7]
     n, by = torch.tensor([ends]), torch.tensor([[-1, 3, -3, 5, 2**62, -(2**62)]])
     with Tape() as tape:
@@ -159,7 +159,7 @@ def test_whole_numbers_are_divided_at_their_ends() -> None:
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
 @pytest.mark.parametrize("compute", OPERATIONS.values(), ids=OPERATIONS)
 @torch.inference_mode()
-def test_what_torch_computes_is_played_to_the_same_bits(
+def test_replays_of_torch_operations_are_bit_identical(
     compute: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
 ) -> None:
     x, n = drawn(3, 5).to(dtype), torch.arange(15).view(3, 5) % 7 - 2
@@ -208,7 +208,7 @@ def test_what_torch_computes_is_played_to_the_same_bits(
     ],
 )
 @torch.inference_mode()
-def test_what_could_not_be_played_to_the_same_bits_is_refused(compute: Callable[[Tensor], object]) -> None:
+def test_operations_without_bit_identical_replay_are_refused(compute: Callable[[Tensor], object]) -> None:
     with Tape() as tape:
         compute(torch.ones(3, 4))
     assert tape.refused
@@ -216,7 +216,7 @@ def test_what_could_not_be_played_to_the_same_bits_is_refused(compute: Callable[
 
 @needs_c
 @torch.inference_mode()
-def test_what_hangs_on_nothing_is_computed_once() -> None:
+def test_constants_are_computed_once() -> None:
     n = torch.tensor([[3, 1, 2]])
     with Tape() as tape:
         ring = (torch.arange(3)[:, None] + torch.arange(3)) % 3
@@ -239,7 +239,7 @@ def test_views_and_fresh_memory_are_no_computation() -> None:
 
 
 @needs_c
-def test_what_is_given_up_is_freed_at_once() -> None:
+def test_an_abandoned_tape_is_freed_at_once() -> None:
     """A tape holds much memory in few objects: the cycle collector would come too late."""
     with Tape() as tape:
         torch.ones(9).clone()

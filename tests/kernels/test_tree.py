@@ -224,7 +224,7 @@ def test_pruning_keeps_what_a_proposal_keeps(ops: ModuleType, rows: int) -> None
         assert draws.proposals_of(pruned) == expected
 
 
-def test_no_tensor_is_ever_asked_what_it_holds() -> None:
+def test_no_tensor_value_is_read_on_the_host() -> None:
     """Fake tensors pass through every function: reading a value on the host would fail."""
     rows, width, levels, topk = 3, 8, 3, 4
     with FakeTensorMode():

@@ -46,7 +46,7 @@ def test_relations_and_walks_are_those_of_plain_torch(width: int) -> None:
             assert_same(triton.accept_at_rates(*window, *place), cpu.accept_at_rates(*window, *place))
 
 
-def test_a_window_that_is_a_view_is_read_where_it_lies() -> None:
+def test_a_window_that_is_a_view_is_read_in_place() -> None:
     window = [x.T.contiguous().T for x in draw_window(8)]
     assert not window[0].is_contiguous()
     assert_same(triton.walk(*window), cpu.walk(*window))

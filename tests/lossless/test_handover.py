@@ -184,7 +184,7 @@ def test_a_prompt_that_is_there_is_not_fetched(folder: Path) -> None:
         assert not transfer_prefix(reader, writer, PROMPTS[0][:40])  # too short
 
 
-def test_what_is_there_in_part_is_not_copied_again(folder: Path) -> None:
+def test_a_partially_cached_prefix_is_not_copied_again(folder: Path) -> None:
     long = [*PROMPTS[0][:48], *PROMPTS[1][:70]]
     with engines(folder, 3, fields_of("mtp", "tree", "record", "host")) as (reader, writer, one):
         want = one.generate([long], PARAMS[1])
@@ -249,7 +249,7 @@ def preempt_readers(engine: SpecEngine, after: int = 1) -> None:
     scheduler.schedule = preempt_and_schedule  # type: ignore[method-assign]
 
 
-def test_what_is_lent_outlives_every_eviction(folder: Path) -> None:
+def test_lent_blocks_survive_eviction(folder: Path) -> None:
     """Lent blocks survive compaction and eviction; only a failure revokes them, and marks the loan."""
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (one,):
@@ -275,7 +275,7 @@ def test_what_is_lent_outlives_every_eviction(folder: Path) -> None:
         assert arena.usage().free_slabs == arena.usage().slabs
 
 
-def test_a_step_that_fails_takes_back_what_is_lent_and_leaves_what_lands(folder: Path) -> None:
+def test_a_failed_step_revokes_loans_and_keeps_landings(folder: Path) -> None:
     """Another process may still write into a landing: its memory must not be reused."""
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (engine,):

@@ -218,7 +218,7 @@ def visits(
 
 
 @pytest.mark.parametrize(("group", "places"), CELLS)
-def test_every_supported_cell_says_what_plain_decoding_says(
+def test_every_supported_cell_equals_plain_decoding(
     known: Known, brief: Callable[[str], list[Case]], group: Group, places: Sequence[Place]
 ) -> None:
     within = rounding(families.network(CONFIGS[group[0]]().to_dict()))

@@ -66,7 +66,7 @@ def test_a_rejected_draft_that_is_no_number_changes_nothing(folder: Path, kernel
         engine.model.loop.arena.check_integrity()
 
 
-def test_what_came_before_an_output_that_is_no_number_is_still_said(folder: Path) -> None:
+def test_tokens_before_a_nan_are_still_emitted(folder: Path) -> None:
     """With drafts the failure occurs at the same token as without, after emitting those before it."""
     with SpecEngine(folder, dtype="float64", draft="none", max_model_len=64) as engine:
         asked = [[1 + i, 2 + 3 * i % 11, 3] for i in range(40)]

@@ -155,7 +155,7 @@ def test_texts_are_those_without_a_cache(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_request_would_go_on_from_does_not_keep_it_out(
+def test_a_request_is_not_blocked_by_its_own_cached_prefix(
     known: Callable[[str], Known], family: str
 ) -> None:
     """Memory holds one sequence: a cached prefix without space for a copy is dropped and prefilled again."""

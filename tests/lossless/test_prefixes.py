@@ -126,7 +126,7 @@ def test_a_prompt_is_found_again_at_any_length(
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("draft", ["none", "mtp"])
-def test_what_gave_way_comes_back_from_the_host(
+def test_evicted_prefixes_return_from_the_host(
     folder: Path, alone: list[Completion], draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TierRates, "pays", lambda *_: True)
@@ -177,7 +177,7 @@ def test_a_mark_beyond_the_prompt_and_an_empty_salt_are_named(folder: Path) -> N
         SamplingParams(cache_salt="")
 
 
-def test_a_prompt_that_is_marked_whole_is_there_for_those_that_go_on_from_it(folder: Path) -> None:
+def test_a_fully_marked_prompt_is_cached_for_its_continuations(folder: Path) -> None:
     stem = PROMPTS[0]
     with SpecEngine(folder, draft="mtp", prefix_cache=True, **TREE, **SETTINGS) as engine:
         engine.generate([stem], SamplingParams(max_tokens=9, ignore_eos=True, cache_marks=[len(stem)]))
@@ -209,7 +209,7 @@ def test_numbers_that_are_wrong_once_serve_nobody_later(
         assert found == wanted and engine.stats().failed_steps == 0
 
 
-def test_what_one_salt_has_said_drafts_for_it_alone(folder: Path) -> None:
+def test_outputs_of_one_salt_are_drafts_for_it_alone(folder: Path) -> None:
     own = {"draft": "suffix", "adaptive": False, "num_steps": 4, "topk": 1, **SETTINGS}
     with SpecEngine(folder, prefix_cache=True, **own) as engine:
 
@@ -223,7 +223,7 @@ def test_what_one_salt_has_said_drafts_for_it_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["cancelled", "preempted"])
-def test_who_leaves_while_it_reads_takes_nothing_of_others(folder: Path, why: str) -> None:
+def test_a_cancelled_prefill_releases_only_its_own_memory(folder: Path, why: str) -> None:
     """It diverges from the others where no state is cached, so that their common node is split for it."""
     draw, params = random.Random(8), SamplingParams(max_tokens=2, temperature=0.0)
     shared = [draw.randrange(VOCAB) for _ in range(90)]
@@ -292,7 +292,7 @@ def test_a_stopped_answer_need_not_be_read_again(
         assert [f.stats.cached_tokens for f in found] == [len(prompt) - 2 for prompt in prompts]
 
 
-def test_what_only_the_host_knows_is_where_prompts_part_too(folder: Path) -> None:
+def test_divergence_is_learnt_from_prefixes_of_the_host_tier(folder: Path) -> None:
     """Prompts in a cycle, larger than the device's cache."""
     draw, params = random.Random(4), SamplingParams(max_tokens=2, temperature=0.0)
     stems = [[draw.randrange(VOCAB) for _ in range(100)] for _ in range(6)]

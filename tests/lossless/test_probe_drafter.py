@@ -103,7 +103,7 @@ def test_texts_are_those_without_a_drafter(
     assert all(own.proposed for own in made)
 
 
-def test_what_it_keeps_of_a_caller_is_flushed_like_any_drafters(folder: Path, made: list[Followers]) -> None:
+def test_a_drafters_data_of_a_caller_is_flushed(folder: Path, made: list[Followers]) -> None:
     with SpecEngine(folder, draft="followers", dtype="float64") as engine:
         engine.begin_flush("alice").result()
         engine.flush()

@@ -79,7 +79,7 @@ def test_texts_of_mixed_widths_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("family", EVERY_CELL)
-def test_a_row_that_is_read_at_another_rows_width_is_noticed(
+def test_reading_a_row_with_another_rows_width_is_detected(
     known: Known, family: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: rows are located in the packed window with the width of the next row."""

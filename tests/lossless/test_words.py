@@ -43,7 +43,7 @@ def write(engine: SpecEngine, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-def test_no_bad_word_is_written_and_the_text_is_one_whatever_is_drafted(
+def test_bad_words_never_appear_and_drafts_do_not_change_the_text(
     engines: dict[str, SpecEngine], temperature: float
 ) -> None:
     free = write(engines["plain"], temperature=temperature).text
@@ -94,7 +94,7 @@ def test_only_allowed_tokens_are_written(engines: dict[str, SpecEngine]) -> None
         ({"stop_token_ids": list(range(64)), "min_tokens": 5}, "min_tokens"),
     ],
 )
-def test_where_nothing_is_left_to_choose_the_request_is_told_and_others_go_on(
+def test_a_request_with_no_allowed_token_fails_alone(
     engines: dict[str, SpecEngine], fields: dict[str, Any], field: str
 ) -> None:
     for engine in (engines["plain"], engines["tree"]):
@@ -168,9 +168,7 @@ def test_synthetic_acceptance_takes_no_rules_of_words(family_folder: Callable[..
 
 
 @pytest.mark.parametrize("name", ["plain", "tree"])
-def test_a_text_ends_behind_what_stops_it_where_that_is_asked_for(
-    engines: dict[str, SpecEngine], name: str
-) -> None:
+def test_the_stop_string_is_included_on_request(engines: dict[str, SpecEngine], name: str) -> None:
     whole = write(engines[name]).text
     stop, fields = whole[10:13], {"include_stop_str_in_output": True}
     at = whole.index(stop)
@@ -183,7 +181,7 @@ def test_a_text_ends_behind_what_stops_it_where_that_is_asked_for(
     assert write(engines[name], stop_token_ids=[token], **fields).text == whole[: first + 1]
 
 
-def test_special_tokens_are_spelled_out_where_that_is_asked_for(engines: dict[str, SpecEngine]) -> None:
+def test_special_tokens_are_decoded_on_request(engines: dict[str, SpecEngine]) -> None:
     engine, end = engines["tree"], {"logit_bias": {END: 100.0}, "max_tokens": 3}
     mark = "<|end|>"
     assert write(engine, **end).text == ""

@@ -81,7 +81,7 @@ class Case:
 
 
 @pytest.mark.parametrize("family", DRAWN)
-def test_what_is_drawn_belongs_to_the_family_it_is_named_after(family: str) -> None:
+def test_random_configs_belong_to_the_named_family(family: str) -> None:
     """A config of a sibling's class would be saved under the sibling's type, and test its file."""
     for config in (DRAWN[family].draw(Random(0)), CONFIGS[family]()):
         assert family in families.family_of(config.to_dict()).TITLES

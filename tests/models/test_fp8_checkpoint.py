@@ -129,7 +129,7 @@ def test_interleaved_projections_stay_narrow(pair: Callable[[str], Pair]) -> Non
     assert not wide & {"ffn.experts.up", "ffn.experts.down", "ffn.shared.up.weight"}
 
 
-def test_what_is_widened_is_logged_by_name(
+def test_widened_weights_are_logged_by_name(
     pair: Callable[[str], Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -171,7 +171,7 @@ def take(weights: Weights, name: str, shape: tuple[int, ...]) -> Matrix:
     return weights.take(name, shape) if exact else weights.matrix(name, shape)
 
 
-def test_weights_are_rounded_on_load_where_that_is_wanted(pair: Callable[[str], Pair]) -> None:
+def test_weights_are_quantised_on_load_on_request(pair: Callable[[str], Pair]) -> None:
     wide = pair("qwen3_next")[1]
     plain, rounded = open_weights(wide), open_weights(wide, quantize=fp8)
     for name, shape in tensors(wide):
@@ -288,7 +288,7 @@ WRONG: list[tuple[Change, str, str]] = [
 
 
 @pytest.mark.parametrize(("change", "culprit", "says"), WRONG)
-def test_what_is_wrong_is_refused_by_name(change: Change, culprit: str, says: str, own: Path) -> None:
+def test_invalid_fields_are_refused_by_name(change: Change, culprit: str, says: str, own: Path) -> None:
     change(own)
     with pytest.raises(CheckpointError) as refused:
         Runner(own, torch.float32, slabs=2)

@@ -80,7 +80,7 @@ def test_a_half_follows_its_equation(name: str, kernels: str) -> None:
         torch.testing.assert_close(found_TD + found_added_TD, frame.keep * kept_TD + given_TD)
 
 
-def test_a_wide_stream_is_rounded_where_it_is_read() -> None:
+def test_a_float32_residual_is_rounded_at_its_readers() -> None:
     narrow = torch.bfloat16
     weights, ops = Uneven(0, narrow), load_kernels("native")
     norm = Norm(1e-5, wide=False)

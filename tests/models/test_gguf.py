@@ -312,7 +312,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(
 
 
 @pytest.mark.parametrize(("form", "bits"), [("Q8_0", 8), ("Q5_0", 6), ("Q4_0", 4), ("F16", None)])
-def test_whole_numbers_stay_as_they_are_stored(
+def test_integer_weights_stay_packed(
     form: str, bits: int | None, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Integers stay packed after rows are permuted and restored; other block types are widened."""

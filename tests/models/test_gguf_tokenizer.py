@@ -368,7 +368,7 @@ def test_sentences_have_the_tokens_that_llama_cpp_gives_them(form: str, tmp_path
         ),
     ],
 )
-def test_what_makes_no_tokenizer_is_named(
+def test_an_invalid_tokenizer_is_named(
     model: str, fields: Mapping[str, Any], field: str, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=why) as refused:

@@ -188,7 +188,7 @@ def test_names_on_the_hub_are_told_from_paths(text: str, name: tuple[str, str] |
     assert HubName.read(text) == (name and (*name, None))
 
 
-def test_what_was_interrupted_goes_on_where_it_stopped(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_download_resumes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
     monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(transfer, "RETRIES", 1)
@@ -209,7 +209,9 @@ def test_what_was_interrupted_goes_on_where_it_stopped(hub: Hub, monkeypatch: py
     assert not list(folder.parents[1].rglob("*.incomplete"))
 
 
-def test_what_is_not_what_the_hub_promises_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_differ_from_the_hubs_description_are_refused(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
     repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: WEIGHTS})
     for wrong, said in ((WEIGHTS[1:] + b"?", "SHA-256"), (WEIGHTS + b"?", "goes on"), (WEIGHTS[:9], "ends")):
@@ -252,7 +254,7 @@ def test_connections_that_give_next_to_nothing_end(hub: Hub, monkeypatch: pytest
         pass
 
 
-def test_another_range_than_was_asked_for_is_not_kept(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_other_than_requested_is_dropped(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     content = random.Random(1).randbytes(100_000)  # small enough to have no announced SHA-256
     repo = hub.repos["a/b"] = Repo({**SMALL, SINGLE: content})
     monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
@@ -331,9 +333,7 @@ OUTSIDE = '{"sha": "%s", "siblings": [{"rfilename": "%%s"}]}' % ("0" * 40)
         ),
     ],
 )
-def test_every_failure_says_what_to_do(
-    hub: Hub, arrange: Callable[[Hub], None], name: str, said: str
-) -> None:
+def test_every_failure_names_a_remedy(hub: Hub, arrange: Callable[[Hub], None], name: str, said: str) -> None:
     arrange(hub)
     with pytest.raises(CheckpointError, match=said) as refused:
         find_folder(name)

@@ -98,7 +98,7 @@ def run(layer: LoadedMixer, x_TD: Tensor, memory: OneLayer, kernels: str, **of: 
     [*itertools.product(("kimi", "ling"), KERNELS), ("ling, unbounded", KERNELS[-1])],
 )
 @torch.inference_mode()
-def test_a_layer_reads_what_transformers_does(form: str, kernels: str) -> None:
+def test_a_layer_equals_transformers(form: str, kernels: str) -> None:
     """Chunks of 1, 3, 7 and 64, then a tree, whose paths are compared with texts."""
     theirs, ours = theirs_and_ours(form)
     layer = ours.build(Held(theirs), load_kernels(kernels), MixerPlacement(HIDDEN, HIDDEN))

@@ -16,7 +16,7 @@ from tests.models.test_network import relative
 from tests.tolerances import LOGITS_RELATIVE
 
 
-def test_what_a_config_does_not_say_is_as_in_transformers() -> None:
+def test_defaults_equal_transformers() -> None:
     own, known = dict(SHAPES["lfm3-1.7b"]), transformers.Lfm3Config()
     for name in ("head_dim", "sliding_window", "conv_L_cache", "norm_eps", "tie_word_embeddings"):
         assert own.pop(name) == getattr(known, name)

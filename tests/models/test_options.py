@@ -71,7 +71,7 @@ def test_every_field_of_a_config_has_a_value_to_try() -> None:
 
 
 @pytest.mark.parametrize("family", KNOWN)
-def test_a_file_means_what_transformers_reads_from_it(family: str) -> None:
+def test_config_fields_mean_what_transformers_reads(family: str) -> None:
     """Each field absent, null, or in an older layout; files that either side refuses are not compared."""
     base, compared = as_file(family), 0
     absent = [{key: value for key, value in base.items() if key != name} for name in base]

@@ -85,7 +85,7 @@ def test_logits_are_those_of_the_widened_weights(
 
 @in_c
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_whole_numbers_are_multiplied_as_specified(family: str, layout: str, pairs: Pairs) -> None:
+def test_integer_products_equal_the_specification(family: str, layout: str, pairs: Pairs) -> None:
     """Plain torch with the same activation rounding differs only in summation order and expert routing."""
     narrow, _ = pairs(family, layout)
     assert distance(logits(narrow, "native"), logits(narrow, rounded_kernels())) < PACKED_LOGITS
@@ -251,7 +251,7 @@ def test_idle_biases_are_left_and_others_are_not(pairs: Pairs, tmp_path: Path) -
         ("int8", "native", "inputs are rounded to 8 bits in groups of 32, finer than config.json"),
     ],
 )
-def test_what_becomes_of_the_weights_is_logged(
+def test_the_handling_of_weights_is_logged(
     layout: str, kernels: str, says: str, pairs: Pairs, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = {"device": "cpu", "dtype": "float32", "memory_bytes": 1 << 26, "max_model_len": 64}
@@ -306,7 +306,7 @@ def held_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
-def test_whole_numbers_are_not_rounded_again(quantize: str, pairs: Pairs) -> None:
+def test_integer_weights_are_not_requantised(quantize: str, pairs: Pairs) -> None:
     config = {"device": "cpu", "memory_bytes": 1 << 26, "quantize": quantize}
     with pytest.raises(ConfigError, match=r"quantize: .*\(awq\).* leave it out") as refused:
         describe_model(pairs("qwen3", "awq")[0], EngineConfig(**config), [16])
@@ -455,7 +455,7 @@ WRONG: list[tuple[str, Change, str, str]] = [
 
 
 @pytest.mark.parametrize(("layout", "spoil", "culprit", "says"), WRONG)
-def test_what_cannot_be_read_is_refused_by_name(
+def test_unreadable_formats_are_refused_by_name(
     layout: str, spoil: Change, culprit: str, says: str, pairs: Pairs, tmp_path: Path
 ) -> None:
     own = Path(shutil.copytree(pairs("qwen3", layout)[0], tmp_path / "own"))

@@ -216,14 +216,14 @@ def test_texts_are_the_same_with_drafts(drafts: Mapping[str, Any], slots: str, p
 
 
 @pytest.mark.skipif(not compiled(), reason="there is no C compiler")
-def test_c_forms_stand_beside_a_mixer_that_has_none() -> None:
+def test_c_kernels_run_with_a_mixer_without_one() -> None:
     """A recorded tape of C calls cannot be replayed if torch computes part of the pass."""
     native: dict[str, Any] = {"dtype": "float32", "kernels": "native"}
     drafted = texts(make(adaptive=False, draft="mtp", num_steps=2, topk=1, **native))
     assert drafted == texts(make(draft="none", **native))
 
 
-def test_a_tree_reads_what_each_of_its_paths_reads() -> None:
+def test_a_tree_equals_each_of_its_paths() -> None:
     """The pairwise reference: o_i = Σ_j w_ij v_j over the path, w_ij = Σ_c q_ic k_jc e^{G_ic − G_jc}."""
     tree = TokenTree((1, 2, 3, 4, 5, 6), (-1, 0, 0, 1, 2, 4))
     weights, kernels = RandomWeights(0, torch.float64), load_kernels("cpu")

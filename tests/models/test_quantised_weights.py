@@ -66,7 +66,7 @@ def test_matrices_are_rounded_as_they_are_drawn_and_logits_to_eight_bits(form: R
 
 @pytest.mark.parametrize("form", [INT8, INT4])
 @pytest.mark.parametrize("shape", [(130, 200), (3, 130, 200)])
-def test_what_is_stored_in_fp8_is_rounded_anew(form: Rounding, shape: tuple[int, ...]) -> None:
+def test_fp8_weights_are_requantised(form: Rounding, shape: tuple[int, ...]) -> None:
     stored = fp8.quantise(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
     again = form.quantise(widen(stored, torch.float32))
     found = form.quantise(stored)
@@ -74,7 +74,9 @@ def test_what_is_stored_in_fp8_is_rounded_anew(form: Rounding, shape: tuple[int,
 
 
 @pytest.mark.parametrize(("quantize", "most"), [("int8", 0.75), ("int4", 0.65)])
-def test_fewer_bytes_are_read_and_said(checkpoint: Callable[..., Path], quantize: str, most: float) -> None:
+def test_quantised_weights_read_and_report_fewer_bytes(
+    checkpoint: Callable[..., Path], quantize: str, most: float
+) -> None:
     folder = checkpoint(hidden_size=256)
     told: list[dict[str, Any]] = [
         describe_model(folder, EngineConfig(dtype="bfloat16", device="cpu", quantize=own), [16])

@@ -53,7 +53,7 @@ REFUSING: dict[str, dict[str, Any]] = {
     ],
 )
 @EXHAUSTIVE
-def test_what_refuses_a_tape_computes_as_ever_while_it_is_recorded(why: str, mode: str) -> None:
+def test_a_pass_that_cannot_be_taped_still_computes_during_recording(why: str, mode: str) -> None:
     """Texts long enough to use all attention threads; each is requested several times, next to others."""
     shared = {"max_model_len": 1200, "max_running": 3, "prefix_cache": False}
     settings = {**shared, **MODES[mode], **REFUSING[why]}
@@ -102,9 +102,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ],
     ),
 )
-def test_what_is_played_is_what_is_run(
-    mode: str, slots: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_equals_a_run(mode: str, slots: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     played = counting(monkeypatch)
     taped = answers(mode, slots=slots, dtype=dtype)
     assert played[0] > 50
@@ -136,7 +134,7 @@ def test_a_tape_goes_with_its_arena() -> None:
     assert arena() is None and len(tapes) == 0
 
 
-def test_what_is_too_large_is_not_recorded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_steps_are_recorded_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, inner = [0], Recorded.record
 
     def record(self: Recorded, *given: Any) -> tuple[torch.Tensor, ...]:

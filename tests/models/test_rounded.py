@@ -93,7 +93,7 @@ def test_the_copy_of_8_bits_is_rounded_from_them(folder: Path) -> None:
     assert (own.number_ND == exact.number_ND).float().mean() > 0.9
 
 
-def test_what_the_copy_takes_is_counted_as_it_is_held(folder: Path) -> None:
+def test_the_copys_bytes_are_counted_as_allocated(folder: Path) -> None:
     """Integers by the bits of their packed layout, scales by their storage dtype."""
     model, copy = load(folder, draft="self-int4", kernels="reference", dtype="bfloat16")
     assert copy is not None

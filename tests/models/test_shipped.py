@@ -57,7 +57,7 @@ def test_transformers_opens_it_and_agrees() -> None:
 
 
 @pytest.mark.parametrize(("draft", "least"), [("mtp", 2.3), ("eagle", 1.4)])
-def test_its_heads_draft_what_it_says(draft: str, least: float) -> None:
+def test_its_heads_draft_its_own_text(draft: str, least: float) -> None:
     """Untrained heads would stay at 1. In float32 the texts equal those without drafts."""
     prompts = [prompt.text or "" for prompt in bundled(["code"])[:PROMPTS]]
     room = {"dtype": "float32", "max_running": PROMPTS, "max_model_len": 512, "memory_bytes": 1 << 28}

@@ -16,13 +16,13 @@ from tests.models.random_checkpoints import FAMILIES, draw, edit_config
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DRAWN])
-def test_what_transformers_writes_is_known(family: str) -> None:
+def test_all_fields_that_transformers_writes_are_known(family: str) -> None:
     """Covers all fields of its configs; a file may have fewer."""
     assert [unread_fields(draw(family, seed).config.to_dict()) for seed in range(12)] == [[]] * 12
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_no_reader_asks_for_is_named(shape: str) -> None:
+def test_unread_fields_are_named(shape: str) -> None:
     own = {**SHAPES[shape], "residual_gamma": 2.0, "sandwich": {"on": True}, "scale_by": None, "soft": False}
     assert unread_fields(SHAPES[shape]) == []
     assert unread_fields(own) == ["residual_gamma", "sandwich"]

@@ -62,7 +62,7 @@ def test_a_block_is_held_once_also_by_a_copy(family: str, family_folder: Callabl
 
 
 @FOLDERS
-def test_what_is_shared_counts_once_in_memory_and_each_time_it_is_read(
+def test_shared_weights_count_once_in_memory_and_per_use_in_reads(
     family: str, family_folder: Callable[..., Path]
 ) -> None:
     folder = family_folder(family)

@@ -23,7 +23,7 @@ ALLOWED = AllowedPeers(
         ("P2", 81, "p2:81"),
     ],
 )
-def test_what_is_allowed_has_one_form(host: str, port: int, endpoint: str) -> None:
+def test_endpoints_are_normalised(host: str, port: int, endpoint: str) -> None:
     assert str(ALLOWED.endpoint(host, port)) == endpoint
 
 

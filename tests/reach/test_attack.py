@@ -331,7 +331,7 @@ def test_a_request_within_another_is_not_executed(head: str) -> None:
         b"GET / HTTP/9.9\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_answered_without_repeating_it_and_logged_by_nobody(
+def test_invalid_http_is_answered_without_echo_and_not_logged(
     data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
@@ -453,7 +453,7 @@ def test_ids_are_not_to_be_guessed_from_others() -> None:
     run(test())
 
 
-def test_what_was_said_is_of_the_prompt_that_was_asked_for() -> None:
+def test_readers_see_only_blocks_of_their_own_prompt() -> None:
     """Concurrent readers of many prompts each see only their own blocks."""
 
     async def test() -> None:

@@ -135,7 +135,7 @@ def test_a_read_of_nothing_is_done(make: Make) -> None:
         ([5], [96], 1, "differ in length"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_byte_moves(
+def test_mismatched_reads_are_refused_before_any_transfer(
     make: Make, here: list[int], there: list[int], size: int, why: str
 ) -> None:
     pair = Pair(make)
@@ -195,7 +195,7 @@ def test_a_peer_that_has_two_names_is_read_by_both(make: Make) -> None:
     assert torch.equal(pair.here.block_bytes_X(7), pair.there.block_bytes_X(10))
 
 
-def test_a_peer_that_was_made_anew_is_attached_anew(make: Make) -> None:
+def test_a_recreated_peer_is_attached_again(make: Make) -> None:
     pair = Pair(make)
     pair.read([5], [9]).done.result(LONG_S)
     pair.peer.close()
@@ -219,7 +219,7 @@ def test_a_read_that_is_done_cannot_be_given_up(make: Make) -> None:
     assert pair.reader.figures.lost == 0
 
 
-def test_who_waits_cannot_cancel_the_futures(make: Make) -> None:
+def test_waiting_tasks_cannot_cancel_the_futures(make: Make) -> None:
     """An event loop cancels the future that a cancelled task awaits; the thread still has to complete it."""
     pair = Pair(make)
     read = pair.read([5], [9])

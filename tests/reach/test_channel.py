@@ -107,7 +107,7 @@ def test_a_mac_is_of_one_secret_engine_lease_prompt_and_salt() -> None:
     run(test())
 
 
-def test_a_prompt_that_nobody_wants_any_more_is_given_back_at_once() -> None:
+def test_an_unwanted_prompt_is_released_at_once() -> None:
     async def test() -> None:
         async with Lender().listening() as lender, reading(lender.port) as (peers, _):
             lease, loan = await lender.read()
@@ -148,7 +148,7 @@ def test_beats_keep_a_lease_and_tell_when_it_is_over() -> None:
     run(test())
 
 
-def test_a_peer_that_died_is_noticed_by_those_who_wait_and_fails_fast() -> None:
+def test_a_dead_peer_fails_waiting_fetches_fast() -> None:
     async def test() -> None:
         clock = Clock()
         async with Lender().listening() as lender, reading(lender.port, clock=clock) as (peers, attached):
@@ -177,7 +177,7 @@ def test_a_peer_that_died_is_noticed_by_those_who_wait_and_fails_fast() -> None:
     run(test())
 
 
-def test_a_peer_that_began_anew_is_met_anew_and_its_past_is_not_used() -> None:
+def test_a_restarted_peer_gets_a_new_handshake_and_no_old_state() -> None:
     async def test() -> None:
         clock = Clock()
         async with Lender().listening() as old:
@@ -225,7 +225,7 @@ def test_another_model_is_refused_by_name_once_and_for_a_while() -> None:
     run(test())
 
 
-def test_what_cannot_be_attached_is_refused_and_what_is_lost_is_attached_again() -> None:
+def test_peers_that_cannot_attach_are_refused_and_lost_ones_reattached() -> None:
     async def test() -> None:
         clock = Clock()
         async with Lender().listening() as lender, reading(lender.port, clock=clock) as (peers, attached):
@@ -277,7 +277,7 @@ def test_a_router_may_ask_which_states_are_kept() -> None:
     run(test())
 
 
-def test_another_secret_opens_nothing_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_secret_decrypts_nothing_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with (
             Lender().listening() as lender,
@@ -368,7 +368,7 @@ def test_a_peer_leads_nowhere_else() -> None:
     run(test())
 
 
-def test_what_an_impostor_answers_is_not_kept() -> None:
+def test_an_impostors_answer_is_not_cached() -> None:
     """A cached refusal has no traceback, whose frames would refer to the response and its JSON."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

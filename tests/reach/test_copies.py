@@ -166,7 +166,7 @@ def test_detached_with_reads_under_way(pair: Pair) -> None:
     read.over.result(LONG_S)
 
 
-def test_attached_anew_with_reads_under_way(pair: Pair) -> None:
+def test_a_peer_is_reattached_with_reads_in_flight(pair: Pair) -> None:
     read = pair.stalled([7], [9])
     again = Copies(pair.there)
     pair.reader.attach("P", again.metadata, WholeSlots.between(pair.here, pair.there.data.data_ptr()))

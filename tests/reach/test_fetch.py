@@ -73,7 +73,7 @@ async def likelihood(side: Side, ids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("check", ["first", "always", "never"])
-def test_what_is_fetched_is_what_was_read(folder: Path, check: str) -> None:
+def test_a_fetched_prefix_equals_a_local_prefill(folder: Path, check: str) -> None:
     async def test() -> None:
         async with pair(folder, check=check) as (reader, writer):
             for seed in range(3):
@@ -248,7 +248,7 @@ def slow_down(side: Side) -> None:
     loop.observers.append(lambda report: time.sleep(0.05))
 
 
-def test_what_is_there_in_part_is_fetched_in_part(folder: Path) -> None:
+def test_only_the_missing_part_is_fetched(folder: Path) -> None:
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             ids = prompt(1)
@@ -321,7 +321,7 @@ def test_a_reference_is_good_for_its_prompt_and_salt_and_once(folder: Path) -> N
     run(test())
 
 
-def test_what_was_taken_back_meanwhile_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revoked_prefix_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease ends during the read, and another request gets its memory: `close` reports that."""
 
     async def test() -> None:
@@ -341,7 +341,7 @@ def test_what_was_taken_back_meanwhile_is_not_used(folder: Path, monkeypatch: py
     run(test())
 
 
-def test_a_mutant_that_does_not_ask_gives_another_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_the_close_check_changes_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease ends, its memory is overwritten, and the bytes read are used without the check."""
 
     async def test() -> None:
@@ -421,7 +421,7 @@ def test_a_mutant_that_frees_what_was_given_up_is_noticed(
     run(test())
 
 
-def test_a_peer_that_dies_costs_little_and_comes_back_as_another(folder: Path) -> None:
+def test_a_dead_peer_costs_little_and_returns_as_a_new_one(folder: Path) -> None:
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             ids = prompt(1)

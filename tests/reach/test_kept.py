@@ -64,7 +64,7 @@ def test_every_beginning_has_its_hash_at_once() -> None:
     )
 
 
-def test_a_router_that_follows_knows_what_is_kept() -> None:
+def test_a_polling_router_knows_the_cached_prefixes() -> None:
     """Random changes, with routers that poll at different times and fall behind."""
     draw, clock, kept = random.Random(0), Clock(), set()
     log = CachedPrefixLog(of(lambda: kept), most=40, clock=clock)
@@ -87,7 +87,7 @@ def test_a_router_that_follows_knows_what_is_kept() -> None:
     assert len(log._changes) == 40
 
 
-def test_what_is_of_another_life_or_too_old_is_told_whole() -> None:
+def test_another_epoch_or_an_old_position_gets_the_full_list() -> None:
     clock, kept = Clock(), {(5, 7)}
     log = CachedPrefixLog(of(lambda: kept), most=2, clock=clock)
     first = since(log, 0)
@@ -130,7 +130,7 @@ def test_the_epoch_is_another_one_for_each_log() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_what_came_and_went_between_two_questions_is_told_as_gone(most: int) -> None:
+def test_prefixes_added_and_removed_between_polls_are_listed_as_gone(most: int) -> None:
     clock, kept = Clock(), set()
     log = CachedPrefixLog(of(lambda: kept), most=most, clock=clock)
     seq = since(log, 0).seq
@@ -158,7 +158,7 @@ def test_many_states_are_hashed_in_several_looks(monkeypatch: pytest.MonkeyPatch
         assert known[-1] == whole
 
 
-def test_what_an_engine_keeps_is_what_a_request_can_continue() -> None:
+def test_an_engine_lists_the_prefixes_a_request_can_continue() -> None:
     """Prompts that share prefixes, so that nodes are split, under two salts."""
     draw = np.random.default_rng(1)
     trunk = draw.integers(5, 300, 90).tolist()

@@ -33,7 +33,7 @@ def closing(lender: Lender, lease, **other) -> str:
     return caught.value.reason
 
 
-def test_a_lease_ends_where_no_reader_is_heard_of() -> None:
+def test_a_lease_without_heartbeats_ends() -> None:
     async def test() -> None:
         lender = Lender()
         lease, loan = await lender.read()
@@ -83,7 +83,7 @@ def test_a_prompt_that_is_still_read_has_all_the_time_it_takes() -> None:
     run(test())
 
 
-def test_another_prompt_and_another_reader_are_refused_and_change_nothing() -> None:
+def test_another_prompt_or_reader_is_refused_without_effect() -> None:
     async def test() -> None:
         lender = Lender()
         lease, _ = await lender.read()
@@ -125,7 +125,7 @@ def test_another_engine_is_refused() -> None:
 
 
 @pytest.mark.parametrize("spoil", ["taken back", "moved", "another generation"])
-def test_memory_that_is_not_what_was_told_is_not_intact(spoil: str) -> None:
+def test_memory_that_changed_since_open_is_not_intact(spoil: str) -> None:
     async def test() -> None:
         lender = Lender()
         lease, loan = await lender.read()
@@ -156,7 +156,7 @@ def test_memory_that_moved_while_its_prompt_was_read_ends_the_lease() -> None:
     run(test())
 
 
-def test_what_was_not_told_whole_is_not_intact() -> None:
+def test_a_partially_opened_prompt_is_not_intact() -> None:
     async def test() -> None:
         lender = Lender()
         lease, loan = lender.lend()
@@ -246,7 +246,7 @@ def test_leases_and_bytes_are_bounded() -> None:
     run(test())
 
 
-def test_what_an_engine_refuses_at_once_leaves_nothing() -> None:
+def test_a_prompt_refused_by_the_engine_leaves_no_lease() -> None:
     async def test() -> None:
         lender = Lender()
 
@@ -261,7 +261,7 @@ def test_what_an_engine_refuses_at_once_leaves_nothing() -> None:
     run(test())
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         lender = Lender()
         for room in range(expiring_map.MOST + 50):

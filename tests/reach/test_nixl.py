@@ -316,7 +316,7 @@ def test_nixl_prints_nothing_and_leaves_logging_alone(make: Make, capfd: pytest.
     assert logging.getLogger("nixl").handlers == []
 
 
-def test_nixl_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_nixl_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"specdec\[reach\]") as caught:
         load_nixl()

@@ -131,7 +131,7 @@ def test_a_field_that_is_missing_is_named(name: str) -> None:
         json.dumps(GOOD | {"\ud800": 1}).encode(),
     ],
 )
-def test_what_is_no_such_body_is_refused(data: bytes) -> None:
+def test_invalid_bodies_are_refused(data: bytes) -> None:
     with pytest.raises(ReachError) as caught:
         OpenRequest.from_json(data)
     assert caught.value.reason == "malformed" and len(str(caught.value)) < 400

@@ -119,7 +119,7 @@ def test_a_key_may_have_its_share_of_the_queue_and_always_one_choice(
     assert access.max_choices(caller, free) == most
 
 
-def test_each_key_has_a_name_of_its_own_that_does_not_tell_the_key(tmp_path: Path) -> None:
+def test_each_key_has_a_name_that_does_not_reveal_it(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice-key\nbob-key\nalice-key\n")
 
@@ -171,9 +171,7 @@ def test_a_key_that_is_empty_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.
         ({"Host": "localhost.example", "Origin": "http://localhost.example"}, 403),
     ],
 )
-def test_where_no_key_is_wanted_no_page_from_elsewhere_may_ask(
-    headers: dict[str, str], expected: int
-) -> None:
+def test_without_keys_foreign_pages_are_refused(headers: dict[str, str], expected: int) -> None:
     assert status(Access(ServerConfig()), headers) == expected
 
 
@@ -195,7 +193,7 @@ FOREIGN = (
 
 
 @pytest.mark.parametrize("keys", [None, ["a"]])
-def test_what_needs_no_key_is_kept_from_foreign_pages(keys: list[str] | None) -> None:
+def test_keyless_routes_are_closed_to_foreign_pages(keys: list[str] | None) -> None:
     access = Access(ServerConfig(api_key=keys))
     assert status(access, LOCAL, needs_key=False) == status(access, {}, needs_key=False) == 200
     assert [status(access, headers, needs_key=False) for headers in FOREIGN] == [403] * 3

@@ -109,7 +109,7 @@ def test_a_chat_begins_with_its_role_and_ends_once(live: Live) -> None:
     assert reasons[-1] == "length" and not any(reasons[:-1])
 
 
-def test_usage_goes_along_where_it_is_asked_for(live: Live) -> None:
+def test_usage_is_sent_on_request(live: Live) -> None:
     options = {"continuous_usage_stats": True}
     alone = live.ask("/v1/completions", SHORT | {"stream": True, "stream_options": options}).events
     assert not any("usage" in event for event in alone)  # as in vLLM, both options are needed
@@ -147,7 +147,7 @@ def test_log_probabilities_in_both_forms(live: Live, engine: SpecEngine) -> None
     assert all(bytes(each["bytes"]).decode() == each["token"] for each in content)
 
 
-def test_what_drafts_earned_is_said_and_counted(live: Live) -> None:
+def test_accepted_drafts_are_reported_and_counted(live: Live) -> None:
     before = live.metrics()
     body = SHORT | {
         "max_tokens": 60,
@@ -183,7 +183,7 @@ def test_texts_become_tokens_and_back(live: Live, engine: SpecEngine) -> None:
     assert chat["count"] > 1
 
 
-def test_who_asks_is_told_what_is_served(live: Live) -> None:
+def test_served_models_are_listed(live: Live) -> None:
     (card,) = live.ask("/v1/models").json["data"]
     assert card["id"] == "tiny" and card["max_model_len"] > 100
     assert live.ask("/v1/models/tiny").json == card
@@ -341,7 +341,7 @@ def test_memory_is_shown_by_kind(live: Live) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/"])
-def test_heads_are_told_what_gets_are(live: Live, path: str) -> None:
+def test_head_requests_answer_like_get(live: Live, path: str) -> None:
     whole, head = live.ask(path), live.ask(path, method="HEAD")
     assert (head.status, head.data) == (whole.status, b"") and whole.data
     assert head.headers["Content-Type"] == whole.headers["Content-Type"]

@@ -278,7 +278,7 @@ def test_an_error_is_raised_at_once(streams: bool) -> None:
         asyncio.run(hear())
 
 
-def test_who_wants_the_whole_answer_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_without_streaming_are_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     look = StreamWaker._wake_readers
     monkeypatch.setattr(StreamWaker, "_wake_readers", lambda self: (looks.append(1), look(self)))

@@ -64,7 +64,7 @@ PLACES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_nests_too_deep_is_refused_wherever_it_stands(
+def test_deep_nesting_is_refused_in_every_field(
     place: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> None:
     for levels in (MOST_LEVELS, 300, 600):
@@ -77,7 +77,7 @@ def test_what_nests_too_deep_is_refused_wherever_it_stands(
 
 
 @pytest.mark.parametrize("around", ["", "x" * SMALL])
-def test_what_nests_too_deep_for_either_parser_is_named(around: str) -> None:
+def test_nesting_too_deep_for_either_parser_is_named(around: str) -> None:
     text = json.dumps({**CHAT, "unheard_of": around})[:-1]
     for levels in (250, 100_000):
         with pytest.raises(Failure, match=f"nests more than {MOST_LEVELS} levels"):
@@ -92,7 +92,7 @@ def test_what_nests_too_deep_for_either_parser_is_named(around: str) -> None:
         [[[] for _ in range(300)] for _ in range(MOST_PARTS // 300)],
     ],
 )
-def test_what_has_too_many_parts_is_refused(value: object) -> None:
+def test_bodies_of_too_many_parts_are_refused(value: object) -> None:
     assert "objects, fields and lists" in str(refusal(ChatBody, CHAT, unheard_of=value))
     assert as_read(read(ChatBody, CHAT, unheard_of=[0] * 2 * MOST_PARTS).messages)
 
@@ -121,7 +121,7 @@ def test_large_bodies_are_parsed_like_small_ones(value: object) -> None:
     ],
     ids=["lists", "objects", "fields", "numbers"],
 )
-def test_what_is_too_much_is_read_no_further(text: str, says: str) -> None:
+def test_parsing_stops_at_the_limit(text: str, says: str) -> None:
     with pytest.raises(Failure, match=says):
         parse((text + "no JSON").encode())
 
@@ -186,9 +186,7 @@ def test_numbers_that_no_token_has_are_put_into_no_table() -> None:
         ({"bad_words": ["a" * 1000] * 40}, True),
     ],
 )
-def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
-    fields: dict[str, Any], beside: bool
-) -> None:
+def test_long_lists_are_validated_once_and_in_threads(fields: dict[str, Any], beside: bool) -> None:
     looked: list[threading.Thread] = []
     engine = SimpleNamespace(
         begin_form=lambda _, tenant: None,
@@ -202,7 +200,7 @@ def test_long_lists_are_looked_at_once_and_beside_the_event_loop(
     assert [own is not threading.main_thread() for own in looked] == [beside]
 
 
-def test_a_text_that_takes_long_is_tokenized_beside_the_event_loop() -> None:
+def test_long_texts_are_tokenised_in_threads() -> None:
     """Long texts always; short ones after one was slow, as with a regex that backtracks."""
     ran: list[bool] = []
 
@@ -242,7 +240,7 @@ def test_the_documentation_lists_what_is_refused() -> None:
 
 @pytest.mark.parametrize(("kind", "least"), BODIES)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_nobody_would_do_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     kind: type[RequestBody], least: Mapping[str, Any], name: str
 ) -> None:
     """A body that has the field validates it itself."""
@@ -256,9 +254,7 @@ def test_what_nobody_would_do_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("kind", "least"), BODIES)
-def test_what_other_fields_have_said_may_be_said_once_more(
-    kind: type[RequestBody], least: Mapping[str, Any]
-) -> None:
+def test_redundant_fields_are_accepted(kind: type[RequestBody], least: Mapping[str, Any]) -> None:
     read(kind, least, best_of=1)
     read(kind, least, best_of=3, n=3)
     for fields in ({"best_of": 3}, {"best_of": 3, "n": 2}, {"best_of": 1, "n": 2}):
@@ -269,7 +265,7 @@ def test_what_other_fields_have_said_may_be_said_once_more(
 
 
 @pytest.mark.parametrize(("kind", "least"), BODIES)
-def test_what_changes_nothing_is_left_alone(kind: type[RequestBody], least: Mapping[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(kind: type[RequestBody], least: Mapping[str, Any]) -> None:
     own = {name: "x" for name in HARMLESS - {*kind.model_fields}}
     assert read(kind, least, **own, unheard_of=[1]).params() == SamplingParams()
 
@@ -348,7 +344,7 @@ def test_special_tokens_are_the_templates_own() -> None:
     ],
     ids=str,
 )
-def test_a_prompt_is_scored_for_whoever_asks(fields: dict[str, Any], scored: int | None) -> None:
+def test_every_request_can_score_its_prompt(fields: dict[str, Any], scored: int | None) -> None:
     assert read(CompletionBody, PROMPT, **fields).scored == scored
 
 
@@ -387,7 +383,7 @@ def test_an_echo_has_one_number_of_alternatives() -> None:
         ({"messages": None}, "messages: it is required."),
     ],
 )
-def test_what_does_not_fit_is_told_in_plain_words(fields: dict[str, Any], says: str) -> None:
+def test_validation_errors_are_plain_sentences(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(Failure) as caught:
         ChatBody.read(json.dumps(CHAT | fields).encode())
     assert str(caught.value) == says

@@ -66,7 +66,7 @@ def test_null_is_no_mark(live: Live) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_mark_is_refused_with_its_place(live: Live, mark: object, path: str) -> None:
+def test_invalid_marks_are_refused_by_position(live: Live, mark: object, path: str) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": mark}]
     says = ': give {"type": "ephemeral"}, or leave it out.'
     for body, place in (
@@ -79,7 +79,7 @@ def test_what_is_no_mark_is_refused_with_its_place(live: Live, mark: object, pat
 
 
 @pytest.mark.parametrize("field", [MARK, {"cache_marks": [5]}], ids=str)
-def test_a_mark_that_belongs_elsewhere_is_told_where(live: Live, field: dict[str, Any]) -> None:
+def test_a_misplaced_mark_gets_a_hint(live: Live, field: dict[str, Any]) -> None:
     for path, body in ((CHAT, chat("one")), (COMPLETE, {"prompt": "x"})):
         answer = live.ask(path, {"max_tokens": 1, **body, **field})
         assert (answer.status, answer.error["param"]) == (400, *field)
@@ -103,7 +103,7 @@ def test_marks_are_described(live: Live) -> None:
     ("salt", "says"),
     [(5, "cannot be 5"), ([], "cannot be []"), ("", "cannot be ''"), ("\ud800", "valid Unicode")],
 )
-def test_what_is_no_salt_is_told_what_one_is(live: Live, salt: object, says: str) -> None:
+def test_an_invalid_salt_is_explained(live: Live, salt: object, says: str) -> None:
     answer = live.ask(COMPLETE, {"prompt": "x", "cache_salt": salt})
     assert (answer.status, answer.error["param"]) == (400, "cache_salt")
     assert says in answer.error["message"] and "give a text of 1 to 256 characters" in answer.error["message"]
@@ -154,7 +154,7 @@ def test_marks_are_counted_before_anything_is_read(live: Live) -> None:
     assert (answer.status, answer.error["param"]) == (400, "cache_control")
 
 
-def test_the_figures_say_what_was_saved(live: Live) -> None:
+def test_metrics_report_cached_tokens(live: Live) -> None:
     before = live.metrics()
     text = "x = 1\n" * 30
     saved = [cached(live, COMPLETE, {"prompt": text + end}) for end in ("", "y", "z")]

@@ -36,7 +36,7 @@ def order_of_answers(entry: str) -> list[str]:
     return ended
 
 
-def test_a_short_question_does_not_wait_for_what_another_key_has_queued() -> None:
+def test_a_short_request_does_not_wait_for_another_keys_queue() -> None:
     assert order_of_answers("specdec.cli") == ["bob", "alice", "alice"]
 
 

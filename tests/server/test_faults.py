@@ -135,7 +135,7 @@ def rest(live: Live) -> dict[str, Any]:
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("place", [*PLACES, "no memory"])
-def test_a_step_that_fails_is_told_to_those_in_it(
+def test_a_failed_step_ends_its_requests_with_an_error(
     live: Live, told: Told, text: str, start_mb: float, place: str
 ) -> None:
     failed = rest(live)["failed_steps"]
@@ -180,7 +180,7 @@ def test_clients_that_are_killed_leave_nothing(live: Live, text: str) -> None:
         b"GET / HTTP/1.1\r\nA: ",
     ],
 )
-def test_who_trickles_is_not_waited_for(live: Live, text: str, head: bytes) -> None:
+def test_slow_uploads_time_out(live: Live, text: str, head: bytes) -> None:
     with connect(live) as sock:
         sock.sendall(head)
         sock.setblocking(False)
@@ -200,7 +200,7 @@ def test_who_trickles_is_not_waited_for(live: Live, text: str, head: bytes) -> N
     assert said(live) == text
 
 
-def test_connections_that_say_nothing_are_closed_and_hold_nobody_up(live: Live, text: str) -> None:
+def test_silent_connections_are_closed_and_delay_no_others(live: Live, text: str) -> None:
     form = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "ab"}}
     assert live.ask("/v1/completions", form).status == 200  # its process has files too, and starts when idle
     before = rest(live)
@@ -218,7 +218,7 @@ def test_connections_that_say_nothing_are_closed_and_hold_nobody_up(live: Live, 
     assert said(live) == text
 
 
-def test_where_no_log_can_be_written_it_goes_on(hybrid: Path) -> None:
+def test_the_server_runs_without_a_writable_log(hybrid: Path) -> None:
     """The disk is full; then the server is told to stop under load, and shuts down in order."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -320,7 +320,7 @@ def connect(live: Live) -> socket.socket:
 
 
 @EXHAUSTIVE
-def test_a_form_that_is_never_compiled_costs_nobody_else_anything(told: Told) -> None:
+def test_an_endless_grammar_compilation_delays_no_other_request(told: Told) -> None:
     with Live(*PLAIN_TEXT, env=told.env, entry="tests.server.faulty") as own, ThreadPoolExecutor(1) as pool:
         form = {"prompt": "a", "max_tokens": 9, "temperature": 0, "structured_outputs": {"regex": "[ab]+"}}
         told.file.write_text("compiled")

@@ -156,7 +156,7 @@ def test_every_choice_is_a_request_and_every_prompt_has_its_longest(metrics: Mod
     ids=repr,
 )
 @pytest.mark.parametrize("told", [True, False])
-def test_what_came_to_no_end_is_counted_by_what_ended_it(
+def test_aborted_requests_are_counted_by_cause(
     metrics: ModelMetrics, error: BaseException, why: str, told: bool
 ) -> None:
     """Reporting an error in mid-stream may fail too, which does not change the reason."""
@@ -233,7 +233,7 @@ def test_choices_that_a_failed_step_ended_are_errors(live: Live, fault: Path, st
     assert grown(after, before, "e2e_request_latency_seconds_count") == 0
 
 
-def test_who_asks_is_told_how_every_setting_was_settled(live: Live) -> None:
+def test_resolved_settings_are_reported(live: Live) -> None:
     settled = open_model(SHIPPED["tiny"], EngineConfig(**ENGINE)).settings
     info = live.ask("/server_info").json
     named = settled.named()

@@ -139,7 +139,7 @@ def test_nothing_ends_before_min_tokens(live: Live) -> None:
     ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
 )  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_output_has_the_form_that_is_asked_for(
+def test_structured_outputs_match_their_grammar(
     live: Live, fields: dict[str, Any], fits: Any, temperature: float
 ) -> None:
     settings = {"temperature": temperature, "seed": 3, "max_tokens": 200, "return_metrics": True, **fields}
@@ -210,13 +210,13 @@ def test_an_output_has_the_form_that_is_asked_for(
     ],
     ids=str,
 )
-def test_a_form_that_is_none_is_named(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
+def test_an_invalid_grammar_is_named(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
     answer = live.ask(COMPLETE, {"prompt": PROMPT, **fields})
     assert (answer.status, answer.error["param"]) == (400, param)
     assert says in answer.error["message"]
 
 
-def test_what_drafters_look_up_is_flushed(live: Live) -> None:
+def test_look_up_texts_are_flushed(live: Live) -> None:
     assert live.ask("/flush_cache", {}).json == {"status": "ok"}
     assert live.ask("/flush_cache").status == 405
 
@@ -280,7 +280,7 @@ def test_tokens_that_are_parts_of_a_character_are_told_apart(live: Live) -> None
     )
 
 
-def test_what_ended_an_answer_is_told(live: Live) -> None:
+def test_the_finish_reason_is_reported(live: Live) -> None:
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     (whole,) = live.ask(COMPLETE, body).json["choices"]
     assert (whole["finish_reason"], whole["stop_reason"]) == ("length", None)

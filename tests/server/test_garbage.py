@@ -77,7 +77,7 @@ def test_it_is_answered_as_any_other_mistake(live: Live, case: str) -> None:
     assert live.ask("/health").status == 200
 
 
-def test_a_body_that_is_wanted_is_asked_for(live: Live) -> None:
+def test_expect_100_continue_is_answered(live: Live) -> None:
     body = b'{"prompt": "x", "max_tokens": 1}'
     url = urlsplit(live.url)
     with socket.create_connection((url.hostname, url.port), timeout=60) as sock:

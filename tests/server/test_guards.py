@@ -97,7 +97,7 @@ def test_too_much_is_refused_and_the_rest_goes_on(live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_hangs_up_ends_his_request(live: Live, stream: bool) -> None:
+def test_a_disconnect_ends_the_request(live: Live, stream: bool) -> None:
     ended = total_ended(live)
     sock = open_stream(live, LONG | {"n": 8, "stream": stream})
     wait_for(lambda: running(live) == 8)
@@ -107,7 +107,7 @@ def test_who_hangs_up_ends_his_request(live: Live, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nA: \x00\r\n\r\n", b"\x16\x03\x01" * 9, b"GET /" * 9000])
-def test_what_is_no_http_is_answered_and_does_no_harm(live: Live, data: bytes) -> None:
+def test_invalid_http_is_answered_and_harmless(live: Live, data: bytes) -> None:
     url = urlsplit(live.url)
     with socket.create_connection((url.hostname, url.port)) as sock:
         sock.sendall(data)
@@ -118,7 +118,7 @@ def total_ended(live: Live) -> float:
     return sum(v for k, v in live.metrics().items() if k.startswith("vllm:request_success_total"))
 
 
-def test_who_does_not_read_is_given_up_and_holds_nobody_up(live: Live) -> None:
+def test_clients_that_do_not_read_are_dropped_and_delay_no_others(live: Live) -> None:
     wide = LONG | {"n": 60, "logprobs": 20, "return_token_ids": True}
     sock = open_stream(live, wide, buffer=4096)
     wait_for(lambda: running(live) == 60)
@@ -146,7 +146,7 @@ def test_a_request_has_its_time() -> None:
         wait_for(lambda: running(live) == 0)
 
 
-def test_told_to_stop_it_ends_what_runs_and_takes_nothing_new() -> None:
+def test_on_sigterm_it_drains_and_refuses_new_requests() -> None:
     with Live(*PLAIN) as live:
         answers: list[Any] = []
         asked = threading.Thread(
@@ -167,7 +167,7 @@ def test_told_to_stop_it_ends_what_runs_and_takes_nothing_new() -> None:
 
 
 @pytest.mark.parametrize("twice", only({False}, [True, False]))
-def test_who_is_still_answered_when_it_stops_is_told(twice: bool) -> None:
+def test_clients_cut_off_by_a_stop_get_an_error(twice: bool) -> None:
     with Live(*PLAIN, "--drain-seconds", "600" if twice else "0.3") as live, ThreadPoolExecutor(2) as pool:
         wide = LONG | {"n": 16}
         streamed, whole = (
@@ -243,7 +243,7 @@ def test_a_client_that_hangs_up_leaves_a_line_with_its_time() -> None:
 
 
 @EXHAUSTIVE
-def test_prompts_are_logged_only_where_that_is_asked_for() -> None:
+def test_prompts_are_logged_only_on_request() -> None:
     for options in ((), ("--log-prompts",)):
         with Live(*PLAIN, *options) as live:
             live.ask("/v1/completions", {"prompt": "a secret", "max_tokens": 1})

@@ -56,7 +56,7 @@ def test_unknown_fields_are_named_in_the_answers_head(live: Live, path: str, bod
     assert (answer.status, answer.headers[IGNORED]) == (200, "top_a, mirostat")
 
 
-def test_known_fields_that_change_nothing_are_none_of_them(live: Live) -> None:
+def test_fields_without_effect_are_not_listed(live: Live) -> None:
     body = {"prompt": "x", "max_tokens": 1, "user": "me", "metadata": {"a": "b"}}
     assert IGNORED not in live.ask("/v1/completions", body).headers
     assert live.ask("/v1/completions", {**body, "logits_processors": ["x"]}).status == 400
@@ -154,7 +154,7 @@ def test_a_default_that_is_none_is_refused(most: object) -> None:
 
 
 @pytest.mark.parametrize("said", [True, 0, -1, 3.5, "9", None])
-def test_a_checkpoints_length_that_is_none_says_nothing(said: object, tmp_path: Path) -> None:
+def test_an_invalid_length_in_a_checkpoint_is_ignored(said: object, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": said}))
     assert longest_answer(tmp_path) is None
 

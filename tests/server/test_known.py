@@ -28,7 +28,7 @@ def usage(live: Live, **own: Any) -> tuple[int, int, int]:
     return accepted, known, told["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_fresh_salt_reads_nothing_of_what_was_sent_before(live: Live) -> None:
+def test_a_fresh_salt_hits_no_earlier_prefix(live: Live) -> None:
     first = usage(live)
     assert first[1:] == (0, 0)
     usage(live)

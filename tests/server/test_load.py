@@ -23,9 +23,7 @@ async def spoilt(session: aiohttp.ClientSession, jobs: Sequence[Job]) -> Mapping
 
 
 @EXHAUSTIVE
-def test_the_well_formed_are_told_what_they_are_told_alone(
-    hybrid: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_valid_requests_get_the_same_answers_as_alone(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "alone", spoilt)
     options = ("--dtype", "float64", "--draft", "suffix", "--max-running", "32", "--stall-timeout", "1")
     with Live(*options, model=str(hybrid)) as live:

@@ -37,7 +37,7 @@ def test_a_line_of_json_has_its_time_its_words_and_its_own_fields() -> None:
     assert line == wanted | {"status": 200, "path": "a"}
 
 
-def test_what_was_raised_is_a_field_of_its_line() -> None:
+def test_an_exception_is_a_field_of_its_log_line() -> None:
     try:
         raise ValueError("inside")
     except ValueError:
@@ -48,7 +48,7 @@ def test_what_was_raised_is_a_field_of_its_line() -> None:
 
 
 @pytest.mark.parametrize("verbose", only({False}, [True, False]))
-def test_what_machines_ask_for_again_and_again_does_not_fill_the_log(verbose: bool) -> None:
+def test_polled_routes_do_not_fill_the_log(verbose: bool) -> None:
     with Live(*PLAIN, *(["-v"] if verbose else [])) as live:
         assert [live.ask(path).status for path in (*POLLED, "/v1/models")] == [200] * 4
         lines = live.stop()[1].splitlines()

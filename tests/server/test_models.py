@@ -333,7 +333,7 @@ def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
         run(switcher, turns)
 
 
-def test_models_are_loaded_one_at_a_time_and_freed_beside_the_event_loop(
+def test_models_are_loaded_one_at_a_time_and_freed_in_threads(
     folders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each load allocates its own arena. The garbage of imports is collected once, before the first."""
@@ -400,7 +400,7 @@ def test_one_that_cannot_be_loaded_takes_no_other_down(
         pass
 
 
-def test_who_leaves_while_it_waits_ends_at_once(folders: list[str]) -> None:
+def test_a_disconnect_while_waiting_ends_the_request_at_once(folders: list[str]) -> None:
     with opened(folders[:2], switch_after=60.0) as switcher:
         first, second = switcher.residents
 
@@ -477,7 +477,7 @@ def test_a_rest_that_fails_ends_the_process_only_where_memory_may_be_torn(
         run(switcher, turns)
 
 
-def test_what_a_hung_engine_holds_is_counted_until_its_step_ends(folders: list[str]) -> None:
+def test_a_hung_engines_memory_is_counted_until_its_step_ends(folders: list[str]) -> None:
     """Requests waiting for its arena are refused by name, and continue once it is released."""
     hangs, ends = threading.Event(), threading.Event()
 

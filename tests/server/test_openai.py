@@ -35,7 +35,7 @@ def test_completions_whole_and_streamed(client: openai.OpenAI) -> None:
     assert parts[-1].choices[0].finish_reason == "length"
 
 
-def test_vllms_rules_of_words_go_beside_openais_fields(client: openai.OpenAI) -> None:
+def test_vllms_sampling_rules_combine_with_openais_fields(client: openai.OpenAI) -> None:
     fields = {"model": "tiny", "prompt": TEXT, "max_tokens": 24, "temperature": 0.0}
     free = client.completions.create(**fields).choices[0].text  # type: ignore[call-overload]
     word = next(own for own in free.split() if own.isidentifier())
@@ -76,7 +76,7 @@ def test_chats_whole_and_streamed(client: openai.OpenAI) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
 
 
-def test_what_the_api_does_not_know_goes_as_extra_body(client: openai.OpenAI) -> None:
+def test_unknown_fields_are_sent_as_extra_body(client: openai.OpenAI) -> None:
     extra = {"top_k": 5, "min_p": 0.05, "ignore_eos": True, "return_token_ids": True, "return_metrics": True}
     answer = client.completions.create(model="tiny", prompt=TEXT, max_tokens=8, seed=1, extra_body=extra)
     assert len(answer.choices[0].token_ids) == 8  # type: ignore[attr-defined]

@@ -97,7 +97,7 @@ def test_without_keys_only_the_listed_origin_may_ask_and_only_this_machine(keyle
             assert (answer.status, answer.error["code"]) == (403, "foreign_host")
 
 
-def test_every_origin_may_ask_where_that_is_said_and_a_rebound_name_may_not() -> None:
+def test_a_wildcard_allows_all_origins_but_no_rebound_name() -> None:
     with Live(*PLAIN, "--allowed-origins", "*") as live:
         assert allowed(preflight(live, OTHER))["allow-origin"] == "*"
         answer = live.ask("/v1/completions", PROMPT, Origin=OTHER)
@@ -143,7 +143,7 @@ def test_a_key_may_come_in_either_header(listed: Live) -> None:
 @pytest.mark.parametrize(
     "given", ["app.example", "https://app.example/path", "https://", "https://a b", "null", "https://a@b", ""]
 )
-def test_what_is_no_origin_is_refused_by_name(given: str) -> None:
+def test_invalid_origins_are_refused_by_name(given: str) -> None:
     with pytest.raises(ConfigError, match=r"allowed_origins: .*such as"):
         Origins([given])
 

@@ -49,7 +49,7 @@ def test_only_known_kinds_of_files_ship(tmp_path: Path) -> None:
     assert max(len(file.read_text("utf-8").splitlines()) for file in WEB.glob("*.*")) < 400
 
 
-def test_what_others_wrote_is_unchanged_and_has_its_licence() -> None:
+def test_third_party_files_are_unchanged_and_licensed() -> None:
     said = (VENDOR / "VERSIONS.txt").read_text("utf-8")
     named = dict(reversed(line.split()) for line in said.splitlines() if re.match(r"[0-9a-f]{64} ", line))
     assert (

@@ -58,7 +58,7 @@ class Broken(BaseException):
 
 
 @pytest.mark.parametrize("kind", [*ENDS, ValueError])
-def test_what_ends_a_task_is_no_panic(kind: type[BaseException]) -> None:
+def test_exceptions_that_end_a_task_are_not_panics(kind: type[BaseException]) -> None:
     with pytest.raises(kind), without_panics():
         raise kind
     with pytest.raises(Panic, match="Broken: why"), without_panics():

@@ -63,7 +63,7 @@ def test_a_caller_gets_half_and_each_new_one_a_part_of_what_is_free() -> None:
     assert not budget.held_bytes and not budget._held
 
 
-def test_what_has_grown_is_refused_before_what_is_small() -> None:
+def test_large_growing_bodies_are_refused_before_small_ones() -> None:
     budget = BodyBudget(1_000_000, 100_000)
     with ExitStack() as stack:
         bodies = [stack.enter_context(budget.holding("a")) for _ in range(30)]
@@ -103,7 +103,7 @@ def test_a_body_that_no_handler_wants_is_not_waited_for(live: Live, path: str) -
         assert status == (404 if path == "/none" else 200)
 
 
-def test_a_connection_goes_on_behind_a_body_that_no_handler_wanted(live: Live) -> None:
+def test_a_connection_stays_usable_after_an_unread_body(live: Live) -> None:
     async def play() -> None:
         at = live.url.rpartition("/")[2].split(":")
         _, writer = pair = await asyncio.open_connection(at[0], int(at[1]))

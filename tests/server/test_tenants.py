@@ -9,7 +9,7 @@ from tests.server.live import Live
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("draft", only({"suffix"}, ["suffix", "auto"]))
-def test_trees_and_counts_tell_nothing_of_anothers_answers(draft: str) -> None:
+def test_trees_and_counts_reveal_nothing_of_other_callers(draft: str) -> None:
     """With a head, experience decides what is verified: counts change with the caller's own traffic."""
     with Live("--draft", draft, *FIXED, *KEYS) as live:
         report = attack(live)

@@ -96,7 +96,7 @@ def test_thinking_is_switched_off(live: Live, fields: dict[str, Any]) -> None:
     assert (own["content"].strip(), len(own["tool_calls"])) == (SAID, 1) and "reasoning_content" not in own
 
 
-def test_thinking_is_left_out_where_it_is_not_wanted(live: Live) -> None:
+def test_thinking_is_omitted_on_request(live: Live) -> None:
     own = message(live, asked(include_reasoning=False))
     assert (own["content"], len(own["tool_calls"])) == (SAID, 1) and "reasoning_content" not in own
     answer = live.ask(CHAT, asked(include_reasoning=False, max_tokens=3)).json
@@ -133,7 +133,7 @@ def test_a_budget_ends_thinking_and_the_answer_goes_on(live: Live, name: str) ->
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_form_begins_behind_thinking(live: Live, mode: str) -> None:
+def test_a_grammar_starts_after_thinking(live: Live, mode: str) -> None:
     body = asked(tools=None, structured_outputs={"regex": "(yes|no), [0-9]{3}"}, **MODES[mode])
     plain = message(live, body | {"speculate": False})
     assert plain["reasoning_content"] == THOUGHT and message(live, body) == plain
@@ -146,7 +146,7 @@ def test_a_form_begins_behind_thinking(live: Live, mode: str) -> None:
     assert json.loads(with_calls["tool_calls"][0]["function"]["arguments"])["city"]
 
 
-def test_what_the_template_cannot_do_is_named(live: Live) -> None:
+def test_features_missing_in_the_template_are_named(live: Live) -> None:
     """A chat without thinking has no budget; a template without a switch cannot switch thinking."""
     fields = {"enable_thinking": False, "thinking_budget": 3}
     assert live.ask(CHAT, asked(**fields)).headers[IGNORED] == "thinking_budget"
@@ -155,7 +155,7 @@ def test_what_the_template_cannot_do_is_named(live: Live) -> None:
     assert (answer.status, answer.error["param"]) == (400, "max_thinking_tokens")
 
 
-def test_what_was_thought_before_goes_to_the_template(live: Live) -> None:
+def test_earlier_thinking_is_passed_to_the_template(live: Live) -> None:
     for thought in ({"reasoning_content": "so"}, {"reasoning": "so"}, {"reasoning_content": ""}, {}):
         messages = [{"role": "assistant", "content": "Yes.", **thought}, {"role": "user", "content": "4"}]
         ids = live.ask("/tokenize", {"messages": messages}).json["tokens"]

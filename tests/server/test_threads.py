@@ -173,7 +173,7 @@ async def serving(switcher: Switcher, state: ServerState | None = None) -> Any:
         ("/tokenize", "messages"),
     ],
 )
-def test_long_chats_are_read_and_converted_beside_the_event_loop(
+def test_long_chats_are_parsed_and_converted_in_threads(
     switcher: Switcher, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
     """Parsing the body, building the chat and its parameters, and converting messages for the template."""

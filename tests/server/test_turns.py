@@ -46,7 +46,7 @@ def test_few_requests_begin_in_an_iteration_and_callers_take_turns() -> None:
     asyncio.run(main())
 
 
-def test_where_all_callers_are_one_none_waits() -> None:
+def test_with_a_single_caller_no_request_waits() -> None:
     async def main() -> None:
         turns = Turns(alone=True)
         asked = [asyncio.create_task(turns.wait("alice")) for _ in range(3 * MOST)]

@@ -82,7 +82,7 @@ class Client:
 
 
 @pytest.mark.parametrize(("tokens", "beside"), [(1, False), (LONG // 20, True)])
-def test_long_answers_are_written_in_pieces_beside_the_event_loop(
+def test_long_answers_are_serialised_in_chunks_in_threads(
     tokens: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form: Any = Watched()
@@ -115,7 +115,7 @@ def token_of(n: int) -> Delta:
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 100])
-def test_what_is_gathered_in_columns_comes_back(count: int) -> None:
+def test_columns_round_trip(count: int) -> None:
     gathered, deltas = CollectedOutput(), [token_of(n) for n in range(count)]
     for delta in deltas:
         gathered.add(delta)

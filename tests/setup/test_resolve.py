@@ -99,7 +99,7 @@ def test_numbers_left_out_follow_from_those_given(given_numbers: dict[str, int],
 
 
 @given(st.none() | steps, st.none() | topks, st.none() | windows)
-def test_what_is_given_bounds_every_draft(
+def test_given_settings_bound_every_draft(
     num_steps: int | None, topk: int | None, num_draft_tokens: int | None
 ) -> None:
     if num_steps and topk and num_draft_tokens:
@@ -160,7 +160,7 @@ def test_synthetic_acceptance_reaches_as_far_as_drafts_do(numbers: dict[str, int
         ("eagle", None, None),
     ],
 )
-def test_who_drafts_is_what_the_checkpoint_has(
+def test_the_checkpoint_determines_the_drafters(
     draft: str, with_head: tuple[str, ...] | None, without: tuple[str, ...] | None
 ) -> None:
     for model, expected in ((WITH_HEAD, with_head), (WITHOUT_HEAD, without)):
@@ -191,7 +191,7 @@ def test_only_a_head_that_drafts_gets_keys_and_values() -> None:
 
 
 @pytest.mark.parametrize("slots", ["record", "snapshot"])
-def test_memory_for_drafts_is_asked_for_where_anyone_drafts(slots: str) -> None:
+def test_draft_memory_is_reserved_if_there_is_a_drafter(slots: str) -> None:
     """Records of two windows: one is folded while the other is verified. States of one."""
     numbers = {"max_running": 4, "max_model_len": 64, "memory_bytes": None, "slots": slots}
     plain, drafting = settle(draft="none", **numbers), settle(draft="suffix", **numbers)
@@ -281,7 +281,7 @@ def test_a_state_is_as_exact_as_the_model_and_never_less_than_float32() -> None:
         ({"prefix_alpha": 0.5}, "prefix_alpha"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(fields: dict[str, object], field: str) -> None:
+def test_unavailable_settings_are_refused_by_name(fields: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
         settle(**fields)
     assert caught.value.field == field
@@ -349,7 +349,7 @@ def test_weights_are_expected_to_take_what_they_are_counted_to(shape: str, quant
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("kernels", ["native", "reference", "cpu", "triton"])
-def test_whole_numbers_are_kept_where_they_are_multiplied(
+def test_integer_weights_stay_packed_if_a_kernel_multiplies_them(
     kernels: str, quantize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -74,7 +74,7 @@ def test_every_width_is_measured_several_times(
     assert {rows for rows, _ in seen} == {1}
 
 
-def test_what_is_timed_are_different_tokens(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_uses_different_tokens(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeating one token would route to the same experts, and make wide windows look cheap."""
     drafted, inner = list[Proposal](), WarmupDrafter.propose
 
@@ -99,7 +99,7 @@ def test_learning_ends_when_all_is_known(engine: Open, seen: Counter[tuple[int, 
             assert seen[1, 1] >= 2 * ROUNDS
 
 
-def test_what_a_shape_costs_is_what_its_head_takes(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shapes_cost_is_its_heads_time(engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """If only the head takes time, one second per level, other costs must not blend in."""
     now_s, inner = [0.0], HeadDrafter.propose
 
@@ -126,7 +126,7 @@ def test_nothing_is_held_or_counted(engine: Open, draft: str) -> None:
         assert not stats.limited_by and not stats.histogram and not any(stats.seconds.values())
 
 
-def test_what_was_made_up_is_no_experience(engine: Open) -> None:
+def test_warm_up_texts_leave_no_experience(engine: Open) -> None:
     """Warm-up affects neither acceptance, beliefs, nor text that look-ups could serve to others."""
     shape = DraftShape(3, 1, 4)
     with engine("auto") as warm:
@@ -143,9 +143,7 @@ def test_what_was_made_up_is_no_experience(engine: Open) -> None:
 
 
 @pytest.mark.parametrize("draft", ["mtp", "self-int4", "auto"])
-def test_a_warm_engine_says_what_a_cold_one_does(
-    engine: Open, draft: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_engine_equals_a_cold_one(engine: Open, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("none") as plain:
         expected = texts(plain.generate(PROMPTS, GREEDY))
     with engine(draft) as warm:
@@ -157,7 +155,7 @@ def test_a_warm_engine_says_what_a_cold_one_does(
 
 @pytest.mark.parametrize("max_model_len", [2, 3, 9, 11, 16])
 @pytest.mark.parametrize("draft", ["auto", "suffix"])
-def test_texts_that_end_while_it_learns_are_begun_anew(
+def test_texts_that_end_during_warm_up_are_restarted(
     engine: Open, seen: Counter[tuple[int, int]], draft: str, max_model_len: int
 ) -> None:
     params = GREEDY.model_copy(update={"max_tokens": 1})
@@ -189,7 +187,7 @@ def test_too_little_memory_for_a_draft_is_no_hindrance(engine: Open, slots: str)
     ("fields", "learns"),
     [({"draft": "none"}, False), ({"draft": "mtp", "adaptive": False}, False), ({"draft": "mtp"}, True)],
 )
-def test_who_always_drafts_alike_learns_nothing_beforehand(
+def test_a_fixed_shape_needs_no_warm_up(
     engine: Open, fields: dict[str, Any], learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[DecodeLoop] = []

@@ -86,7 +86,7 @@ def test_every_node_gets_a_slot_of_its_own(name: str) -> None:
 
 
 @both
-def test_what_a_token_borrows_is_what_its_bytes_say(name: str) -> None:
+def test_draft_slots_take_the_computed_bytes(name: str) -> None:
     bench = make(name)
     free = bench.arena.usage().free_slabs
     per_slab = LAYOUT.slab_bytes // bench.backing.bytes_per_token()

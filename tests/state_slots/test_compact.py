@@ -84,7 +84,7 @@ def test_states_get_the_slabs_that_blocks_leave_when_moved_together(seed: int) -
     assert free < possible and arena.moved_blocks
 
 
-def test_nothing_moves_while_somebody_cannot_be_told() -> None:
+def test_nothing_moves_while_an_owner_cannot_be_notified() -> None:
     tables = Tables(0)
     tables.scatter()
     tables.can_move = False
@@ -128,7 +128,7 @@ def check_fixed(tables: Tables, fixed: Mapping[FixedOwner, int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_others_read_by_its_address_stays_there(seed: int) -> None:
+def test_slots_read_by_address_do_not_move(seed: int) -> None:
     tables = Tables(seed)
     tables.scatter()
     fixed = fix_some(tables)
@@ -153,7 +153,7 @@ def test_a_mutant_that_moves_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_after_a_failure_those_that_are_kept_hold_what_was_theirs_alone(seed: int) -> None:
+def test_after_a_failure_surviving_owners_keep_their_unshared_slots(seed: int) -> None:
     draw, arena = Random(seed), Arena(LAYOUT, (SLABS + 1) * LAYOUT.slab_bytes, torch.device("cpu"))
     kept, other = [FixedOwner(), FixedOwner()], "a request"
     for owner in (*kept, other):

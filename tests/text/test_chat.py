@@ -86,7 +86,7 @@ def test_chats_with_tools_have_the_template_that_is_named_for_them(write: Write)
     assert load_template(folder).render(CHAT) == "file "
 
 
-def test_tools_are_told_as_transformers_tells_them(write: Write, hybrid: Path) -> None:
+def test_tools_are_rendered_as_in_transformers(write: Write, hybrid: Path) -> None:
     source = "{% for t in tools %}{{ t | tojson }};{{ t.function.parameters | tojson(indent=4) }}{% endfor %}"
     parameters = {"type": "object", "properties": {"é": {"type": ["string", "null"], "default": None}}}
     tools = [{"type": "function", "function": {"name": "f", "description": "<f>", "parameters": parameters}}]
@@ -120,7 +120,7 @@ def test_template_reaches_nothing_of_this_process(write: Write) -> None:
             render(write(escape), CHAT)
 
 
-def test_what_a_template_refuses_is_the_requests_fault(write: Write) -> None:
+def test_a_template_error_is_a_request_error(write: Write) -> None:
     with pytest.raises(RequestError, match="no tools") as caught:
         render(write(CHATML), [{"role": "tool", "content": "x"}])
     assert caught.value.field == "messages"

@@ -30,7 +30,7 @@ def test_many_long_outputs_of_one_form_are_followed() -> None:
     assert len(ids) == 2048 and not any(output.fault for output in outputs)
 
 
-def test_a_form_that_goes_on_answering_is_not_given_up() -> None:
+def test_a_slow_but_answering_grammar_is_not_abandoned() -> None:
     """The limit is on silence: many concurrent outputs take longer together."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -29,7 +29,7 @@ def test_one_caller_never_has_all_places() -> None:
     assert places.take("alice", 0.0) and not places.take("carol", 0.0)
 
 
-def test_who_has_the_fewest_is_next_then_who_came_first() -> None:
+def test_the_caller_with_fewest_slots_is_next_then_the_earliest() -> None:
     places, order = Places(3, 2), list[str]()
     assert places.take("bob", 0.0) and places.take("bob", 0.0) and places.take("dan", 0.0)
     waiting = [wait_for(places, caller, order) for caller in ("bob", "carol", "alice")]
@@ -42,7 +42,7 @@ def test_who_has_the_fewest_is_next_then_who_came_first() -> None:
     assert order == ["carol", "alice", "bob"]
 
 
-def test_who_gives_up_keeps_no_other_waiting() -> None:
+def test_a_cancelled_waiter_blocks_no_other() -> None:
     places = Places(1, 1)
     assert places.take("bob", 0.0) and not places.take("alice", 0.01)
     places.give_back("bob")

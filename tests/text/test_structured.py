@@ -112,7 +112,7 @@ def test_drafts_keep_to_the_form(engines: list[SpecEngine]) -> None:
     assert lengths[1] > 3 and lengths[2] > 2
 
 
-def test_a_form_binds_whatever_else_is_asked(engines: list[SpecEngine]) -> None:
+def test_a_grammar_binds_with_all_other_parameters(engines: list[SpecEngine]) -> None:
     params = SamplingParams(
         max_tokens=40,
         min_tokens=40,
@@ -253,7 +253,7 @@ def test_an_answer_that_comes_late_is_read_as_of_then() -> None:
         (Structure(structural_tag={"type": "x"}), "structural_tag"),
     ],
 )
-def test_a_form_that_is_none_is_refused(form: Structure, names: str, engines: list[SpecEngine]) -> None:
+def test_an_invalid_grammar_is_refused(form: Structure, names: str, engines: list[SpecEngine]) -> None:
     with pytest.raises(RequestError, match=names) as caught:
         engines[0].generate(["x"], SamplingParams(structured_outputs=form))
     assert caught.value.field == "structured_outputs" and "\n" not in str(caught.value)

@@ -171,7 +171,7 @@ def test_pieces_end_before_the_stop_that_is_complete_first(data: st.DataObject) 
 
 @given(st.data())
 @settings(deadline=None, max_examples=300)
-def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(data: st.DataObject) -> None:
+def test_the_longest_prefix_of_a_stop_string_is_held_back(data: st.DataObject) -> None:
     letters = st.sampled_from("ab")
     stops = data.draw(st.lists(st.text(letters, min_size=1, max_size=9), max_size=4))
     node, text = StopNode.of(stops), ""
@@ -350,7 +350,7 @@ def test_a_window_without_hold_back_is_caught() -> None:
     assert "".join(pieces_of(tokens)) == "日本"
 
 
-def test_a_word_is_spelled_as_it_is_asked_for() -> None:
+def test_bad_words_are_tokenised_as_given() -> None:
     """Inner blanks are significant; a leading one makes no difference."""
 
     def read(*words: str) -> set[str]:
@@ -382,7 +382,7 @@ def test_a_broken_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -> 
         load_tokenizer(tmp_path)
 
 
-def test_a_prompt_is_read_whole_whatever_the_file_says_of_batches(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_do_not_apply_to_prompts(tmp_path: Path) -> None:
     """Training frameworks leave their truncation and padding in the file."""
     inner = byte_level()
     text = "a text of more than four tokens"

@@ -71,7 +71,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(again.matrix.weight, whole.matrix.weight)
 
 
-def test_what_other_weights_left_is_neither_taken_up_nor_destroyed(tmp_path: Path) -> None:
+def test_results_of_other_weights_are_neither_resumed_nor_deleted(tmp_path: Path) -> None:
     _run(Model(), tmp_path)
     other = Model()
     other.matrix.weight.data += 1.0
@@ -81,7 +81,7 @@ def test_what_other_weights_left_is_neither_taken_up_nor_destroyed(tmp_path: Pat
     assert caught.value.field == "work" and (tmp_path / "model.pt").read_bytes() == before
 
 
-def test_what_another_plan_left_is_neither_taken_up_nor_destroyed(tmp_path: Path) -> None:
+def test_results_of_another_plan_are_neither_resumed_nor_deleted(tmp_path: Path) -> None:
     _run(Model(), tmp_path)
     fresh, before = Model(), (tmp_path / "model.pt").read_bytes()
     other = Plan((Phase(1, 1, 1),), matrix_rate=0.0, embedding_rate=0.0, other_rate=0.0)

@@ -88,7 +88,7 @@ def test_greedy_choice_takes_the_first_of_equals() -> None:
     "filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.9}]
 )
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
-def test_no_filter_hides_what_is_no_number(kernels: str, filters: dict[str, Any]) -> None:
+def test_no_filter_hides_nan(kernels: str, filters: dict[str, Any]) -> None:
     logits_NV = make_logits(3)
     logits_NV[0], logits_NV[1, 7] = torch.nan, torch.nan
     chooser = make_chooser(temperature=1.0, **filters)

@@ -88,7 +88,7 @@ def test_an_end_that_comes_too_early_is_a_fault_unless_a_form_ends() -> None:
         assert bool(limit.fault) != yields
 
 
-def test_choices_begin_limits_of_their_own_over_words_that_they_share() -> None:
+def test_choices_have_separate_limits_over_shared_words() -> None:
     terms = ValidatedParams(
         SamplingParams(), limits=(AllowedTokens([1, 2], 64), BadWords([(1, 2)], 64), MinTokens({2}, 3, 64))
     )

@@ -92,7 +92,7 @@ def test_a_place_is_ranked_alike_in_any_company() -> None:
     assert torch.equal(logits_NV, before_NV)
 
 
-def test_the_same_place_of_another_seed_or_position_is_another_guess() -> None:
+def test_seed_and_position_change_the_guess() -> None:
     flat_NV = torch.zeros(40, VOCAB)
     params = SamplingParams(temperature=1.0)
     seeds = [SamplingNode(TokenSampler(params, seed=seed, prompt=(), vocab=VOCAB), 5) for seed in range(40)]
@@ -111,7 +111,7 @@ def test_of_equals_the_smaller_id_is_first(dtype: torch.dtype) -> None:
             assert tokens == sorted(range(VOCAB), key=lambda v: (-logits_V[v], v))[:4]
 
 
-def test_what_the_filters_ban_has_no_share() -> None:
+def test_filtered_tokens_have_no_probability() -> None:
     tokens, shares = rank(make_logits(1, 3), [plain_node(temperature=0.8, top_k=2)], KERNELS, 4)[0]
     assert len(tokens) == 4 and shares[2:] == [0.0, 0.0]
     assert sum(shares) == pytest.approx(1.0, abs=1e-5)
@@ -123,7 +123,7 @@ def test_more_than_there_are_tokens_is_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, -torch.inf])
-def test_logits_that_are_no_numbers_are_believed_in_by_nobody(wrong: float) -> None:
+def test_nan_logits_are_never_drafted_from(wrong: float) -> None:
     """The target will fail the request by name; the earlier draft must not fail the step."""
     _, shares = rank(torch.full((1, VOCAB), wrong), [plain_node(temperature=0.0)], KERNELS, 3)[0]
     assert shares == [0.0, 0.0, 0.0]

@@ -63,7 +63,7 @@ def test_rates_of_0_and_1_are_kept_to_the_letter() -> None:
     assert set(map(len, said_by((0.0, 1.0, 1.0), tree))) == {1}
 
 
-def test_one_seed_gives_one_outcome_and_another_seed_another() -> None:
+def test_a_seed_determines_the_outcome() -> None:
     tree, rates = TokenTree.chain(range(5)), (0.6,) * 4
     outcomes = {seed: tuple(map(len, said_by(rates, tree, seed=seed, steps=60))) for seed in range(-5, 20)}
     again = {seed: tuple(map(len, said_by(rates, tree, seed=seed, steps=60))) for seed in range(-5, 20)}

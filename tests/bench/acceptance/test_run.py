@@ -205,7 +205,7 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_figures(
     assert not resumed["interrupted"]
 
 
-def test_what_another_run_left_is_refused_by_what_differs(
+def test_results_of_another_run_are_refused_naming_the_difference(
     bench: Bench, capsys: Capture, tmp_path: Path
 ) -> None:
     assert bench("--draft", "suffix", "--out", str(tmp_path)) == 0
@@ -321,7 +321,9 @@ def test_economies_are_measured_with_a_head_alone(bench: Bench, capsys: Capture)
     assert not report["left_out"]
 
 
-def test_what_an_engine_refuses_is_left_out_and_named(bench: Bench, capsys: Capture, agreeing: Path) -> None:
+def test_settings_refused_by_an_engine_are_skipped_and_named(
+    bench: Bench, capsys: Capture, agreeing: Path
+) -> None:
     (agreeing / "token_counts.json").write_text("[]")
     try:
         assert bench("--draft", "mtp", "--shape", "2:1:3", "--draft-vocab", "0,4", "--limit", "1") == 0

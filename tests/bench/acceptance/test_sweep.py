@@ -63,7 +63,7 @@ def test_economies_are_swept_for_heads() -> None:
     assert (last["draft_vocab"], last["draft_window"]) == (64, 32)
 
 
-def test_what_no_drafter_can_grow_is_left_out_by_name() -> None:
+def test_shapes_no_drafter_supports_are_skipped_by_name() -> None:
     draftings, left_out = sweep(
         drafts=["mtp"], shapes=[CHAIN, DraftShape(2, 1, 9), DraftShape(40, 4, 50)]
     ).draftings()
@@ -84,7 +84,7 @@ def test_transformers_takes_part_where_it_can() -> None:
     ]
 
 
-def test_none_is_measured_once_whoever_asks() -> None:
+def test_plain_decoding_is_measured_only_once() -> None:
     draftings, _ = sweep(drafts=["none", "mtp"]).draftings()
     assert {d.draft for d in draftings} == {"mtp"}
 
@@ -96,7 +96,7 @@ def test_the_widest_has_room_for_the_most_tokens(shapes: list[DraftShape]) -> No
     assert bounds.num_draft_tokens == max(shape.num_draft_tokens for shape in shapes)
 
 
-def test_a_setting_says_what_it_is() -> None:
+def test_settings_are_labelled() -> None:
     said = Setting(Drafting("mtp", TREE, noise=False), SettingGroup(0.7, 3)).describe()
     assert said == {
         "draft": "mtp",

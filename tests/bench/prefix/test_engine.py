@@ -63,7 +63,7 @@ def test_several_come_at_a_time_but_no_two_turns_of_a_session(
     assert all(record["differing_texts"] == 0 and record["hit_rate"] > 0.2 for record in report["records"])
 
 
-def test_a_group_ends_where_a_session_goes_on() -> None:
+def test_a_group_ends_before_the_next_turn_of_a_session() -> None:
     turns = [turn(session) for session in "abcabbd"]
     found = [[own.session for own in group] for group in engine.groups(turns, 3)]
     assert found == [["a", "b", "c"], ["a", "b"], ["b", "d"]]
@@ -118,7 +118,7 @@ def test_settings_of_the_cache_are_those_of_the_engine_that_has_one(
 
 
 @pytest.mark.parametrize(("calls", "records"), [(2 * engine.WARMUP + 7, 1), (1, 0)])
-def test_what_was_measured_before_ctrl_c_is_shown(
+def test_results_before_ctrl_c_are_shown(
     bench: Bench,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -185,7 +185,7 @@ def test_tokens_share_the_time_of_the_step_that_brought_them() -> None:
     assert reply.token_s(10.1) == []
 
 
-def test_steadiness_is_told_beside_the_idle_figure() -> None:
+def test_steadiness_is_reported_with_the_idle_figure() -> None:
     case = SteadinessCase(StandaloneRoute("one", "http://127.0.0.1"))
     case.idle_s, case.loaded_s = [0.001] * 20, [0.004] * 20
     report = case.report()
@@ -222,7 +222,7 @@ def test_secrets_of_other_servers_reach_no_engine_of_the_benchmark() -> None:
     assert lent["SPECDEC_REACH_SECRET"] == "own" and plain["PATH"] == "/bin"
 
 
-def test_a_prompt_lies_behind_the_slab_that_is_set_aside() -> None:
+def test_prompts_start_after_the_reserved_slab() -> None:
     layout = Layout((KVShape(2, 8),), (StateShape(2, 16, 24, 3, 40),), torch.float32)
     slots = PromptSlots.of(layout, 100)
     assert len(slots.blocks) == layout.blocks_for(100)

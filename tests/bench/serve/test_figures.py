@@ -84,7 +84,7 @@ def test_gauge_leaves_replicas_at_rest_out() -> None:
     assert not has_gauge(read_metrics("sglang:spec_accept_length_bucket 3"))
 
 
-def test_what_requests_tell_comes_before_counters_and_those_before_a_gauge() -> None:
+def test_request_statistics_take_precedence_over_counters_and_counters_over_gauges() -> None:
     streamed = [RequestOutcome(0, (1.0,), 2.0, 10, "usage", DraftCounts(9, 6), None)]
     silent = [RequestOutcome(0, (1.0,), 2.0, 10, "usage", None, None)]
     after = read_metrics(COUNTERS)
@@ -119,7 +119,7 @@ def test_openais_own_count_of_predictions_is_read() -> None:
         ("[1]", "no JSON object"),
     ],
 )
-def test_errors_in_a_stream_are_read_in_every_form(data: str, words: str) -> None:
+def test_stream_errors_are_parsed_in_every_format(data: str, words: str) -> None:
     with pytest.raises(UnusableAnswer) as caught:
         StreamedAnswer().take(data, 0.0)
     assert words in str(caught.value)
@@ -194,7 +194,7 @@ def test_every_place_is_taken_and_no_more() -> None:
     assert len(level.outcomes) == len(heard) == 10
 
 
-def test_who_waits_for_a_place_waits_from_his_arrival_on() -> None:
+def test_waiting_time_counts_from_arrival() -> None:
     level = ConcurrencyLevel(1, [], [LoadJob(prompt, 0, due_s=0.0) for prompt in PROMPTS[:4]], 0)
     asyncio.run(drive(SlowServer(), level, lambda: None))
     assert {outcome.start_s for outcome in level.outcomes} == {level.start_s}

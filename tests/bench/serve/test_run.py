@@ -229,7 +229,7 @@ def test_a_prompt_that_is_sent_again_is_salted_anew(bench: Bench, tmp_path: Path
     assert report["takes_salts"] and report["levels"][1]["repeated_prompts"] == 4
 
 
-def test_a_server_that_refuses_salts_is_asked_without_and_that_is_said(bench: Bench, tmp_path: Path) -> None:
+def test_a_server_that_refuses_salts_gets_none_and_the_report_says_so(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("once", "utf-8")
     few = ("--prompts", str(path), "--concurrency", "1", "--requests", "3", "--warmup", "0")

@@ -363,7 +363,7 @@ def test_responses_are_found_by_the_key_that_made_them(live: Live, client: opena
     assert held["count"] == 12 and 0 < held["bytes"] < 1 << 20
 
 
-def test_what_is_refused_is_named_in_the_form_of_the_api(
+def test_errors_have_the_format_of_the_api(
     live: Live, client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
     turn: Any = [{"role": "user", "content": "Ask 4"}]

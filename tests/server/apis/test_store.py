@@ -53,7 +53,7 @@ def test_the_caller_that_has_most_loses_first() -> None:
     assert not held(own, "bob", "z")
 
 
-def test_a_conversation_that_goes_on_outlives_those_that_do_not() -> None:
+def test_active_conversations_outlive_idle_ones() -> None:
     own, _ = store(most=4)
     own.put("", "a", entry())
     own.put("", "b", entry("a"))
@@ -66,7 +66,7 @@ def test_a_conversation_that_goes_on_outlives_those_that_do_not() -> None:
     assert held(own, "", "abcdpq") == "abcd"
 
 
-def test_what_is_not_used_expires_and_what_is_used_does_not() -> None:
+def test_unused_responses_expire_and_used_ones_do_not() -> None:
     own, clock = store()
     own.put("", "a", entry())
     own.put("", "b", entry("a"))
@@ -101,7 +101,7 @@ class Asked(dict[str, Any]):
         self.query, self.match_info = {"stream": "false"}, {"name": name}
 
 
-def test_what_is_sent_of_a_store_counts_as_memory_of_its_caller() -> None:
+def test_stored_responses_being_sent_count_as_their_callers_memory() -> None:
     """Each client that does not read it has a copy."""
     own, _ = store()
     own.put("alice", "a", entry(size=40_000))

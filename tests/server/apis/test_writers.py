@@ -34,7 +34,7 @@ def response_writer(kept: list[Any], **fields: Any) -> ResponseWriter:
     return ResponseWriter(ExpectedContent(None, OFFER), Usage(3), body, toolbox, "m", kept.append)
 
 
-def test_streams_that_fail_say_so_in_the_form_of_their_api() -> None:
+def test_failed_streams_end_with_an_error_in_the_apis_format() -> None:
     kept: list[Any] = []
     own = response_writer(kept)
     events = [*own.events(0, Delta("ab", (1, 2))), *own.failed(FAILURE)]

@@ -57,7 +57,7 @@ def refusal(fields: dict[str, Any], role: Any = "both", prompts: int = 1) -> Fai
 @pytest.mark.parametrize(("kind", "least"), KINDS)
 @pytest.mark.parametrize("proxy", PROXIES, ids=lambda own: own.name)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_proxies_make_of_a_body_is_read(
+def test_bodies_rewritten_by_proxies_are_accepted(
     kind: type[RequestBody], least: dict[str, Any], proxy: Proxy, stream: bool
 ) -> None:
     """Proxies produce min_tokens 3 with max_tokens 1, n of 2, and stream_options without stream."""
@@ -86,13 +86,13 @@ def test_sglangs_body_makes_a_server_what_its_role_is(kind: type[RequestBody], l
 
 
 @pytest.mark.parametrize("role", ["prefill", "both"])
-def test_what_is_cached_may_be_lent_alone(role: Any) -> None:
+def test_a_cached_prefix_may_be_lent_alone(role: Any) -> None:
     assert read(CompletionBody, PROMPT | {"kv_transfer_params": CACHED}).asked(role) == LendFields(
         None, cached_only=True
     )
 
 
-def test_what_another_server_has_may_be_fetched_before_the_rest_is_lent() -> None:
+def test_a_prompt_may_be_fetched_in_part_before_it_is_lent() -> None:
     fields = TOLD | {"do_remote_decode": True, "specdec": {"v": 1, "leases": [LEASE | {"tokens": 9}, None]}}
     asked = read(CompletionBody, PROMPT | {"kv_transfer_params": fields}).asked("both")
     assert isinstance(asked, LendFields) and asked.fetch and not asked.cached_only
@@ -124,7 +124,7 @@ SAYS = st.none() | st.fixed_dictionaries(
     says=SAYS,
     role=st.sampled_from(["prefill", "decode", "both"]),
 )
-def test_whatever_is_said_is_done_or_refused_by_name(flags: dict[str, Any], says: Any, role: Any) -> None:
+def test_every_field_is_honoured_or_refused_by_name(flags: dict[str, Any], says: Any, role: Any) -> None:
     fields = {"kv_transfer_params": {**TOLD, **flags, "specdec": says}}
     refused = None
     try:
@@ -247,13 +247,13 @@ def test_choices_of_a_prompt_may_have_rooms_too() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], role: Any, field: str) -> None:
+def test_contradictory_fields_are_refused_by_name(fields: dict[str, Any], role: Any, field: str) -> None:
     failure = refusal(fields, role)
     assert str(failure).startswith(f"{field}: ") and failure.param == field.partition(".")[0]
 
 
 @pytest.mark.parametrize("params", [{}, {"do_remote_decode": False, "do_remote_prefill": False}, {"x": 1}])
-def test_params_that_ask_for_nothing_change_nothing(params: dict[str, Any]) -> None:
+def test_params_that_request_nothing_change_nothing(params: dict[str, Any]) -> None:
     for role in ("prefill", "decode", "both"):
         assert read(CompletionBody, PROMPT | {"kv_transfer_params": params}).asked(role) is None
     assert read(CompletionBody, PROMPT).asked(None) is None

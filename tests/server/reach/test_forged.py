@@ -85,7 +85,7 @@ def ids(answer: Answer) -> list[int]:
 
 
 @EXHAUSTIVE
-def test_a_room_gives_nobody_another_prompt(pair: Pair) -> None:
+def test_a_room_never_serves_another_prompt(pair: Pair) -> None:
     asked = prompts(6, seed=2)
     own = [ids(ask(pair.decode, prompt, "alone")) for prompt in asked]
     assert len({*map(tuple, own)}) == len(own)

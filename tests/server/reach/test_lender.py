@@ -76,7 +76,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_what_is_told_is_signed_for_each_prompt_and_its_salt(hybrid: Path) -> None:
+def test_transfer_params_are_signed_per_prompt_and_salt(hybrid: Path) -> None:
     async def test() -> None:
         async with lending(hybrid) as (engine, lender):
             asked = [*prepared(engine, 2, "salt"), engine.prepare([7], SamplingParams(max_tokens=1))]
@@ -126,7 +126,7 @@ def test_those_that_find_no_room_begin_in_order(hybrid: Path) -> None:
 
 
 @pytest.mark.parametrize("most_leases", [MOST_LEASES, 5])
-def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path, most_leases: int) -> None:
+def test_one_keys_loans_leave_memory_for_others(hybrid: Path, most_leases: int) -> None:
     """The first caller's prompts are never fetched and more of them wait; the second is not delayed.
 
     This holds for both limits, memory and the number of leases.
@@ -150,7 +150,7 @@ def test_what_one_key_had_read_leaves_room_for_others(hybrid: Path, most_leases:
 
 
 @pytest.mark.parametrize(("prompts", "share"), [(1.5, 1.0), (3.0, 0.5)])
-def test_what_can_never_be_held_is_refused(hybrid: Path, prompts: float, share: float) -> None:
+def test_a_prompt_larger_than_the_share_is_refused(hybrid: Path, prompts: float, share: float) -> None:
     """A request must not exceed its caller's share, since it could never start."""
 
     async def test() -> None:
@@ -176,7 +176,7 @@ def test_a_room_that_is_taken_gives_the_others_up(hybrid: Path) -> None:
     run(test)
 
 
-def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> None:
+def test_readers_waiting_in_a_room_get_the_failure(hybrid: Path) -> None:
     async def test() -> None:
         async with lending(hybrid, prompts=1.5) as (engine, lender):
             held = await lender.lend(prepared(engine), None)
@@ -197,7 +197,7 @@ def test_whoever_waits_in_a_room_hears_that_its_request_failed(hybrid: Path) -> 
     run(test)
 
 
-def test_nothing_is_read_for_those_who_gave_up_while_it_waited_for_memory(hybrid: Path) -> None:
+def test_prompts_whose_readers_gave_up_are_not_prefilled(hybrid: Path) -> None:
     """Otherwise it is held in vain, those behind it give up in turn, and so on while requests arrive."""
 
     async def test() -> None:

@@ -109,7 +109,7 @@ def test_a_server_may_fail_where_a_prompt_cannot_be_fetched(servers: Servers) ->
         assert answer.status == 200, "nothing of it is to be fetched"
 
 
-def test_a_server_that_is_to_lend_reads_what_it_cannot_fetch(servers: Servers) -> None:
+def test_a_lending_server_prefills_what_it_cannot_fetch(servers: Servers) -> None:
     path, body = prompt("lends")
     params = {"do_remote_prefill": True, "do_remote_decode": True}
     told = servers.strict.ask(path, body | {"kv_transfer_params": params}, **KEY)

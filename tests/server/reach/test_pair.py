@@ -59,7 +59,7 @@ def writes(port: int) -> Iterator[Live]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("proxy", PROXIES, ids=lambda own: own.name)
-def test_two_servers_say_what_one_says(
+def test_two_servers_give_the_text_of_one(
     alone: Live, reads: Live, writes: Live, kind: Any, proxy: Proxy
 ) -> None:
     """Of four kinds of request, each router and API gets two."""
@@ -77,7 +77,7 @@ def test_two_servers_say_what_one_says(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_servers_that_are_asked_at_once_say_what_one_says(
+def test_servers_queried_at_once_give_the_text_of_one(
     alone: Live, reads: Live, writes: Live, port: int, kind: Any
 ) -> None:
     for index, own in enumerate(({"temperature": 0}, {**DRAWN, "n": 2}, {**DRAWN, "stream": True})):
@@ -119,7 +119,7 @@ def near(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def test_what_is_scored_is_read_where_it_is_answered(alone: Live, reads: Live, writes: Live) -> None:
+def test_scored_prompts_are_prefilled_by_the_decode_instance(alone: Live, reads: Live, writes: Live) -> None:
     for own in ({"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}):
         path, body = completion(f"# scored {own}\n{TEXT}", temperature=0, **own)
         before = fetched(writes)
@@ -149,7 +149,7 @@ def forged(params: dict[str, Any], case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", ["mac", "engine", "lease", "host", "port", "none", "leases"])
-def test_what_was_not_signed_for_this_prompt_is_read_here(
+def test_prompts_with_another_signature_are_prefilled_here(
     alone: Live, reads: Live, writes: Live, case: str
 ) -> None:
     path, body = completion(f"# forged {case}\n{TEXT}", temperature=0)
@@ -205,7 +205,7 @@ def test_clients_that_leave_take_what_was_held_along(reads: Live, writes: Live, 
     assert settles(reads, "vllm:num_requests_running")
 
 
-def test_a_server_says_what_its_role_is(alone: Live, reads: Live, writes: Live) -> None:
+def test_a_server_reports_its_role(alone: Live, reads: Live, writes: Live) -> None:
     for live, role, mode in (
         (alone, None, "null"),
         (reads, "prefill", "prefill"),
@@ -217,13 +217,15 @@ def test_a_server_says_what_its_role_is(alone: Live, reads: Live, writes: Live) 
         assert live.ask("/model_info").json["model_path"] == "tiny"
 
 
-def test_requests_that_say_nothing_of_it_are_answered_as_ever(alone: Live, reads: Live, writes: Live) -> None:
+def test_requests_without_transfer_fields_are_answered_normally(
+    alone: Live, reads: Live, writes: Live
+) -> None:
     path, body = completion("def f(x):\n", temperature=0)
     expected = texts(alone.ask(path, body))
     assert texts(reads.ask(path, body)) == texts(writes.ask(path, body)) == expected
 
 
-def test_what_a_role_does_not_do_is_refused(alone: Live, reads: Live, writes: Live) -> None:
+def test_requests_outside_the_role_are_refused(alone: Live, reads: Live, writes: Live) -> None:
     path, body = completion("x")
     for live, params in (
         (alone, {"do_remote_decode": True}),

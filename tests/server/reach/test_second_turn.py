@@ -126,7 +126,7 @@ def test_a_conversation_goes_back_and_forth(
     run(test())
 
 
-def test_nothing_is_read_to_lend_what_is_cached(folder: Path) -> None:
+def test_lending_a_cached_prefix_prefills_nothing(folder: Path) -> None:
     async def test() -> None:
         async with servers(folder) as (_, writer):
             ids = prompt(1)
@@ -142,7 +142,7 @@ def test_nothing_is_read_to_lend_what_is_cached(folder: Path) -> None:
     run(test())
 
 
-def test_what_others_have_or_what_is_short_is_not_lent(folder: Path) -> None:
+def test_short_prompts_and_those_cached_elsewhere_are_not_lent(folder: Path) -> None:
     async def test() -> None:
         async with servers(folder) as (_, writer):
             ids = prompt(1)
@@ -193,7 +193,9 @@ def test_room_to_lend_what_is_cached_is_not_waited_for(folder: Path) -> None:
         ({"host": "192.0.2.1"}, "not_allowed"),
     ],
 )
-def test_what_was_not_signed_is_read(folder: Path, change: dict[str, Any], outcome: str) -> None:
+def test_unsigned_references_are_prefilled_locally(
+    folder: Path, change: dict[str, Any], outcome: str
+) -> None:
     async def test() -> None:
         async with servers(folder) as (reader, writer):
             ids = prompt(1)
@@ -212,7 +214,7 @@ def test_what_was_not_signed_is_read(folder: Path, change: dict[str, Any], outco
     run(test())
 
 
-def test_what_was_lent_of_another_prompt_is_read(folder: Path) -> None:
+def test_loans_of_another_prompt_are_prefilled_locally(folder: Path) -> None:
     async def test() -> None:
         async with servers(folder) as (reader, writer):
             ids = prompt(1)
@@ -232,7 +234,7 @@ def test_what_was_lent_of_another_prompt_is_read(folder: Path) -> None:
     run(test())
 
 
-def test_what_is_gone_by_then_is_read(folder: Path) -> None:
+def test_evicted_prefixes_are_prefilled_locally(folder: Path) -> None:
     """A prefix may be evicted between two steps, before it is lent or after its lease has ended."""
 
     async def test() -> None:
@@ -259,7 +261,7 @@ def test_what_is_gone_by_then_is_read(folder: Path) -> None:
 
 
 @EXHAUSTIVE
-def test_drawn_conversations_say_what_one_engine_says(folder: Path) -> None:
+def test_random_conversations_equal_one_engine(folder: Path) -> None:
     """Some branch off, some are evicted on either side, some continue while others are in flight."""
 
     async def talk(draw: random.Random, servers: Sequence[Server], alone: Side) -> None:

@@ -180,7 +180,7 @@ def test_a_call_is_forced_on_a_model_that_would_say_something_else(
     assert streamed.finish_reason == "tool_calls"
 
 
-def test_what_is_no_call_is_text(live: Live) -> None:
+def test_malformed_calls_are_text(live: Live) -> None:
     (choice,) = live.ask(CHAT, asked("3")).json["choices"]
     assert choice["message"] == {"role": "assistant", "content": script(live, "3")}
     assert choice["finish_reason"] == "stop"
@@ -228,7 +228,7 @@ def test_the_template_hears_how_hard_to_think(live: Live) -> None:
     assert tokens(reasoning_effort="low", chat_template_kwargs=own) == tokens() + len("minimal")
 
 
-def test_what_goes_beside_a_text_goes_beside_calls(live: Live) -> None:
+def test_fields_of_a_text_also_accompany_calls(live: Live) -> None:
     body = asked("2", return_token_ids=True, logprobs=True, n=2)
     whole = live.ask(CHAT, body).json
     events = live.ask(CHAT, body | {"stream": True}).events
@@ -272,7 +272,7 @@ def test_a_conversation_with_calls_is_read_by_the_template(live: Live) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_with_tools_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_named(live: Live, fields: dict[str, Any], param: str) -> None:
     answer = live.ask(CHAT, asked("1") | fields)
     assert (answer.status, answer.error["param"]) == (400, param)
 

@@ -51,13 +51,13 @@ def template(source: str | None) -> ChatTemplate:
         ("hermes", None, None),
     ],
 )
-def test_the_template_or_the_setting_says_how_calls_are_written(
+def test_the_call_format_comes_from_the_template_or_the_setting(
     setting: str, source: str | None, name: str | None
 ) -> None:
     assert call_format(setting, template(source)) is (CALL_FORMATS[name] if name else None)
 
 
-def test_nothing_is_offered_where_nothing_is_asked_for() -> None:
+def test_no_tools_means_no_offer() -> None:
     for tools, choice in (([], "auto"), (None, None), ([TOOL], "none"), (None, "none")):
         assert make_offer(tools, choice, parallel=True, form=None) is None  # type: ignore[arg-type]
 
@@ -78,7 +78,9 @@ def test_nothing_is_offered_where_nothing_is_asked_for() -> None:
         ([TOOL, TOOL], "none", None, "tools", "more than one is named 'f'"),
     ],
 )
-def test_what_cannot_be_done_is_refused(tools: Any, choice: Any, form: Any, param: str, says: str) -> None:
+def test_unsupported_tool_choices_are_refused(
+    tools: Any, choice: Any, form: Any, param: str, says: str
+) -> None:
     with pytest.raises(Failure, match=says) as caught:
         make_offer(tools, choice, parallel=True, form=form)
     assert (caught.value.status, caught.value.param) == (400, param)

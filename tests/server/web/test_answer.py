@@ -51,7 +51,7 @@ def test_bodies_ask_for_no_drafts_and_for_trees(live: Live) -> None:
     )
 
 
-def test_what_is_shown_is_what_was_answered(tab: Tab, live: Live) -> None:
+def test_the_page_shows_the_answer(tab: Tab, live: Live) -> None:
     answered(tab, HOSTILE, max_tokens=60, temperature=0.7, seed=5)
     events = heard(tab)
     drafted = events[-1]["metrics"]["speculative_decoding"]

@@ -108,7 +108,7 @@ def test_a_chat_goes_on(chat: Tab) -> None:
     assert chat.complaints == []
 
 
-def test_stopping_keeps_what_was_written(chat: Tab) -> None:
+def test_stopping_keeps_the_text_so_far(chat: Tab) -> None:
     send(chat, "Sort a list.", max_tokens=3000, ignore_eos=True)
     chat.wait(f"document.querySelector('{PROSE}')?.textContent.length > 40")
     assert not is_shown(chat, "#send") and is_shown(chat, "#stop")
@@ -292,7 +292,7 @@ ELSEWHERE = """(change => {
 """Does to the current conversation what another tab would do."""
 
 
-def test_what_is_dropped_and_what_another_tab_does_is_not_lost(chat: Tab) -> None:
+def test_dropped_messages_and_changes_of_another_tab_are_kept(chat: Tab) -> None:
     fill(chat, max_tokens=4, temperature=0)
     for question in ("one", "two"):
         answered(chat, question)
@@ -407,7 +407,7 @@ def test_a_completion_is_continued_where_it_was_cut(tab: Tab) -> None:
     assert words(tab, ".answer .text")[0] == text and words(tab, ".given") == ["def walk(", "import os"]
 
 
-def test_drafts_are_switched_off_for_what_is_asked_next(chat: Tab) -> None:
+def test_drafts_are_switched_off_for_the_next_request(chat: Tab) -> None:
     """Also when they are not shown; the choice is stored."""
     chat.look(STREAM)
     for at, wanted in enumerate((True, False)):
@@ -434,7 +434,7 @@ def test_a_request_has_the_defaults_of_the_api(chat: Tab) -> None:
     assert chat.look("temperature.placeholder") == f"{SamplingParams().temperature:g}"
 
 
-def test_an_example_says_what_it_types(tab: Tab) -> None:
+def test_an_example_types_its_text(tab: Tab) -> None:
     for mode in ("chat", "completion"):
         tab.look(f"document.getElementById('{mode}').click()")
         labels = words(tab, ".example")

@@ -104,7 +104,7 @@ def test_a_phone_shows_the_page_whole_and_the_theme_can_be_changed(tab: Tab, sch
     assert not is_shown(tab, "#history") and is_shown(tab, "#welcome")
 
 
-def test_mistakes_are_told_in_plain_words(tab: Tab) -> None:
+def test_errors_are_plain_sentences(tab: Tab) -> None:
     send(tab, "  \n")
     assert words(tab, ".exchange") == []
     send(tab, "x", temperature=0, seed=1.5)

@@ -44,7 +44,7 @@ def test_random_operations_lend_what_was_read(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_where_nothing_gives_way_all_is_found_again(name: str) -> None:
+def test_without_eviction_every_prefix_is_hit(name: str) -> None:
     trial = make[name](slabs=3000, roomy=True, seed=1)
     trial.run(1_500)
     assert trial.did["hits"] > 100 and trial.did["preempted"] == trial.did["refused"] == 0

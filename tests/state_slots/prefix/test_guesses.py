@@ -69,7 +69,7 @@ def test_a_chat_is_guessed_to_diverge_after_its_first_and_last_turn(
     assert cache.lease(asked, SOLE, (), turns).guesses == guesses
 
 
-def test_what_is_cached_is_not_guessed_again() -> None:
+def test_cached_lengths_are_not_guessed_again() -> None:
     replay, asked = replay_of(400), prompt(1, 1000)
     assert [serve(replay, asked[:301]), serve(replay, asked[:302])] == [0, 300]
     assert replay.cache.lease(asked, SOLE, (), (400, 990)).guesses == (990,)

@@ -62,7 +62,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.mark.parametrize("has_head", [False, True])
-def test_with_memory_for_all_it_hits_what_the_rule_says(has_head: bool) -> None:
+def test_with_memory_for_all_hits_follow_the_rule(has_head: bool) -> None:
     replay, rule = CacheReplay(LAYOUT, AMPLE, float, has_head=has_head), Rule()
     for prompt, output in requests(1, 150):
         assert replay.serve(ids(prompt), ids([*prompt, *output])) == rule.serve(prompt, output)
@@ -123,7 +123,7 @@ def test_the_one_used_longest_ago_gives_way_first(seed: int) -> None:
         del used[0]
 
 
-def test_nobody_gives_way_for_what_cannot_fit_beside_what_is_about_to_be_lent() -> None:
+def test_a_request_that_cannot_fit_with_its_hit_evicts_nothing() -> None:
     replay = CacheReplay(LAYOUT, 40 * LAYOUT.slab_bytes, float)
     cache, arena = replay.cache, replay.arena
     long = ids([1] * 16 * 10 * LAYOUT.blocks_per_slab)

@@ -75,7 +75,7 @@ def test_a_text_grows_where_it_ended(tree: PrefixTree) -> None:
     assert tree.table(child, 13) == [*table[:2], *other[2:]]
 
 
-def test_what_keeps_a_state_does_not_grow(tree: PrefixTree) -> None:
+def test_a_node_with_a_state_does_not_grow(tree: PrefixTree) -> None:
     table = tree.arena.take_blocks("a", 2)
     assert table is not None
     node = tree.grow(tree.root(SOLE), ids([1, 2, 3]), table)
@@ -84,7 +84,7 @@ def test_what_keeps_a_state_does_not_grow(tree: PrefixTree) -> None:
     assert child.parent is node and (node.end, child.end) == (3, 5)
 
 
-def test_random_texts_are_found_as_far_as_anybody_told_them(tree: PrefixTree) -> None:
+def test_random_texts_match_their_longest_inserted_prefix(tree: PrefixTree) -> None:
     random, known = Random(0), {tenant: list[list[int]]() for tenant in (SOLE, OTHER)}
     for turn in range(400):
         tenant = random.choice([SOLE, SOLE, OTHER])

@@ -56,7 +56,7 @@ def test_the_value_that_hits_more_is_taken() -> None:
     assert hits(tuner.alpha, pairs) > 1.2 * hits(0.0, pairs)
 
 
-def test_the_value_stays_where_none_is_better() -> None:
+def test_the_value_stays_if_no_other_is_better() -> None:
     said: list[float] = []
     tuner = Tuner(LAYOUT, MEMORY, work, on_change=said.append)
     for pair in alike(600):
@@ -141,7 +141,7 @@ def test_a_failure_leaves_the_value(
     tuner.close()
 
 
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backlog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_TOKENS", 100)
     tuner = Tuner(LAYOUT, MEMORY, work)
     for pair in alike(10):

@@ -329,7 +329,7 @@ def test_a_view_travels_as_json() -> None:
         ({"cut": {"order": ""}}, "cut.block_tokens"),
     ],
 )
-def test_what_a_peer_sends_is_read_strictly(change: dict[str, object], field: str) -> None:
+def test_peer_messages_are_validated_strictly(change: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match="the same build") as caught:
         read_view(view().numbers() | change)
     assert caught.value.field == field

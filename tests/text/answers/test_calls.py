@@ -320,7 +320,7 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_what_is_no_call_stays_text(name: str, inner: str) -> None:
+def test_malformed_calls_stay_text(name: str, inner: str) -> None:
     for text in (f"A\n{OPEN}{inner}{CLOSE} B", f"{OPEN}{inner}"):
         assert read(CALL_FORMATS[name], [text]) == read(CALL_FORMATS[name], list(text)) == (text, [])
 
@@ -444,7 +444,7 @@ def test_no_schema_breaks_a_parser(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("form", "unit"), [(HERMES, f'{OPEN}{{"arguments": {{'), (MISTRAL, '[TOOL_CALLS][{"arguments":{')]
 )
-def test_what_is_read_again_is_bounded(form: CallFormat, unit: str) -> None:
+def test_rescanning_is_bounded(form: CallFormat, unit: str) -> None:
     """Each opening starts a value that never ends: rescanning the rest for each would be quadratic."""
     text = unit * 3000
     reader = AnswerReader(None, ToolCallReader(form, SCHEMAS))

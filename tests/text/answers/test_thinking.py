@@ -88,7 +88,7 @@ def test_no_text_breaks_a_reader(words: list[str], cut: bool, form: ThinkingForm
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_cut_off_within_thinking_is_no_answer(name: str) -> None:
+def test_text_truncated_within_thinking_is_no_answer(name: str) -> None:
     """Nor is a part of the end tag reasoning if `max_tokens` cut it."""
     form, text, (thought, _, _) = CASES[name]
     end = text.find(form.end) if form and (form.opened or form.start in text) else -1
