@@ -48,7 +48,7 @@ def test_matrices_are_in_the_wanted_bits(kind: FileType, within: float, suited: 
         assert tensors[name].tensor_type.name == "F32"
 
 
-def test_tensors_are_as_llama_cpp_wants_them(suited: Path, tmp_path: Path) -> None:
+def test_tensors_have_llama_cpps_layout(suited: Path, tmp_path: Path) -> None:
     tensors, ours = written(suited, tmp_path / "model.gguf", "F32"), Checkpoint(suited)
     body = "model.layers.0."
     # Four value heads of two key heads: the first of each are first.
@@ -98,7 +98,7 @@ def test_an_interrupted_file_is_not_kept(
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0"])
-def test_a_file_is_refused_only_where_the_disk_has_no_room_for_it(
+def test_a_file_is_refused_only_if_the_disk_is_too_full(
     kind: FileType, suited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact to the byte, in the requested format."""

@@ -104,7 +104,7 @@ def test_the_shipped_model_survives_fewer_bits(kind: FileType, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("own", "most"), [(0.0, SAME_MODEL), (0.4, 0.4 * SAME_BITS)])
-def test_tokens_of_another_model_show_no_figure(own: float, most: float) -> None:
+def test_tokens_of_another_model_give_no_figure(own: float, most: float) -> None:
     ours = agreement(torch.full((2, 3), own))
     require_same_model("llama.cpp", agreement(torch.full((2, 3), 0.9 * most)), ours, "transformers")
     for gap in (1.1 * most, float("nan")):
@@ -201,7 +201,7 @@ def test_its_drafts_are_accepted_at_the_same_rates(capsys: pytest.CaptureFixture
         assert set(case["peers"]) == {"llama.cpp"}
 
 
-def test_features_are_those_of_the_processor() -> None:
+def test_features_match_the_processor() -> None:
     line = (
         "0.1 I system_info: n_threads = 1 (n_threads_batch = 1) / 2 | CPU : AVX2 = 1 | AMX = 0 | FMA = 1 | "
     )
@@ -209,7 +209,7 @@ def test_features_are_those_of_the_processor() -> None:
     assert llama_cpp.features("nothing") == []
 
 
-def test_rates_of_a_depth_become_those_of_reaching_it(hybrid: Path) -> None:
+def test_conditional_rates_become_cumulative_ones(hybrid: Path) -> None:
     assert llama_cpp.reached((0.5, 0.5), 3) == (0.5, 0.25, 0.0)
     assert llama_cpp.reached((), 3) == ()
 

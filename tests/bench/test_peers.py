@@ -92,7 +92,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
 
 
 @pytest.mark.parametrize("server", [1 + NEW_TOKENS], indirect=True)
-def test_server_is_asked_for_every_prompt_greedily(server: FakeServer) -> None:
+def test_every_prompt_is_sent_greedily(server: FakeServer) -> None:
     peer = ServerPeer(f"{server.url}/v1/")
     sample = peer.run(PROMPTS, NEW_TOKENS)
     assert sample.prefill_s > 0
@@ -109,7 +109,7 @@ def test_server_that_stops_early_gives_no_figure(server: FakeServer) -> None:
         ServerPeer(server.url).run(PROMPTS, NEW_TOKENS)
 
 
-def test_server_that_is_not_there_is_named() -> None:
+def test_an_unreachable_server_is_named() -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1 .*\(nothing answers there\)") as caught:
         ServerPeer("http://127.0.0.1:1").run(PROMPTS, NEW_TOKENS)
     assert caught.value.field == "peers"
@@ -149,7 +149,7 @@ def test_peer_that_is_unknown_is_refused(transformers_peer: TransformersPeer) ->
         ({"model_type": "llama"}, "the family llama"),
     ],
 )
-def test_networks_that_are_not_written_for_llama_cpp_are_refused(fields: dict[str, Any], says: str) -> None:
+def test_networks_without_a_gguf_writer_are_refused(fields: dict[str, Any], says: str) -> None:
     config = CONFIGS["qwen3"]().to_dict() | {"layer_types": None, "num_experts_per_tok": 2}
     refuse_unlike(families.network(config))
     with pytest.raises(ConfigError, match=says):

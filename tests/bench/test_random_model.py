@@ -37,7 +37,7 @@ def test_tokenizer_gives_text_back(hybrid: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(TEXT).ids) == TEXT
 
 
-def test_tokenizer_refuses_a_vocabulary_without_room() -> None:
+def test_tokenizer_refuses_a_too_small_vocabulary() -> None:
     with pytest.raises(ConfigError, match="257"):
         byte_tokenizer(256)
 
@@ -101,7 +101,7 @@ def test_leftovers_of_killed_runs_are_removed_but_not_those_of_live_ones(cache: 
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
-def test_model_that_does_not_fit_is_refused_before_it_is_drawn(
+def test_a_model_that_does_not_fit_is_refused_before_drawing_weights(
     place: str, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     needed, free = weight_bytes(TINY), {"memory": 1 << 40, "disk": 1 << 40}
@@ -114,7 +114,7 @@ def test_model_that_does_not_fit_is_refused_before_it_is_drawn(
     assert list(cache.iterdir()) == []
 
 
-def test_weights_are_counted_as_they_are_written(cache: Path) -> None:
+def test_weights_are_counted_in_their_written_format(cache: Path) -> None:
     folder = cached_checkpoint(TINY, seed=0)
     checkpoint = Checkpoint(folder)
     assert weight_bytes(TINY) == sum(checkpoint.info(name).bytes for name in checkpoint.names())

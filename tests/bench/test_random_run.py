@@ -54,7 +54,9 @@ def report_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("draft", ["mtp", "self-int4"])
-def test_report_has_drafts_and_none_for_every_batch(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_covers_every_batch_with_and_without_drafts(
+    draft: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*ARGV, *LOAD, "--draft", draft, "--no-adaptive", "--num-steps", "2"]) == 0
     out, report = report_of(capsys)
     assert [case["batch"] for case in report["cases"]] == [1, 3]
@@ -70,7 +72,7 @@ def test_report_has_drafts_and_none_for_every_batch(draft: str, capsys: pytest.C
     assert "of ceiling" in out and "NO TEXT" in out and "random weights: drafts cannot gain here" in out
 
 
-def test_synthetic_acceptance_is_said_and_sets_the_length(capsys: pytest.CaptureFixture[str]) -> None:
+def test_synthetic_acceptance_is_reported_and_sets_the_length(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*ARGV, "--batch", "2", "--prompt-tokens", "5", "--new-tokens", "60", "--repeats", "1"]
     assert main([*argv, "--draft", "mtp", "--synthetic-acceptance", "3", "--no-adaptive"]) == 0
     out, report = report_of(capsys)
@@ -82,7 +84,7 @@ def test_synthetic_acceptance_is_said_and_sets_the_length(capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", ["tiny", "0.5b"])
 @EXHAUSTIVE
-def test_weights_are_drawn_in_place_of_a_checkpoint(name: str) -> None:
+def test_random_weights_replace_a_checkpoint(name: str) -> None:
     config = EngineConfig(device="cpu", max_model_len=32, max_running=1, draft="none")
     raw = shape_config(name)
     stored = families.stored_dtype(raw)
@@ -95,7 +97,7 @@ def test_weights_are_drawn_in_place_of_a_checkpoint(name: str) -> None:
     assert said[0] == said[-1]
 
 
-def test_a_shape_that_does_not_fit_is_refused_before_it_is_drawn(
+def test_a_shape_that_does_not_fit_is_refused_before_drawing_weights(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random_fit, "free_memory", lambda device: 8 << 30)
@@ -199,7 +201,7 @@ def test_profile_names_what_took_the_time(graphs: bool) -> None:
     ],
     ids=str,
 )
-def test_idle_share_is_what_no_kernel_covers(spans: list[tuple[float, float]], idle: float) -> None:
+def test_idle_share_is_the_time_without_kernels(spans: list[tuple[float, float]], idle: float) -> None:
     assert idle_share(spans) == pytest.approx(idle)
 
 

@@ -31,7 +31,7 @@ def test_json_line_is_one_line_of_six_digits() -> None:
     assert json.loads(line) == {"a": {"b": [0.333333, 2]}, "none": None, "count": 123456789}
 
 
-def test_environment_names_what_a_figure_depends_on() -> None:
+def test_environment_names_every_dependency_of_a_figure() -> None:
     found = environment()
     assert found["cpu"]
     assert found["threads"] > 0

@@ -108,7 +108,7 @@ def test_bandwidth_probe_reads_the_bytes_it_reports() -> None:
     assert BandwidthProbe(torch.device("cpu"), 1 << 16).bytes_per_second() > 0
 
 
-def test_interrupt_keeps_what_was_finished(
+def test_interrupt_keeps_finished_cases(
     hybrid: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -144,7 +144,7 @@ def test_interrupt_before_the_first_case_shows_no_table(
     assert capsys.readouterr().out == ""
 
 
-def test_progress_says_which_case_of_how_many(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_case_and_total(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     class Bar(throughput.tqdm):  # type: ignore[misc, name-defined]
@@ -160,7 +160,7 @@ def test_progress_says_which_case_of_how_many(hybrid: Path, monkeypatch: pytest.
     ("weight_bytes", "share", "shown"),
     [(99, 0.5, "in the cache"), (101, 1.2, "in the cache"), (101, 0.5, "50%")],
 )
-def test_share_of_the_bandwidth_is_not_said_of_a_cache(
+def test_no_bandwidth_share_is_reported_within_a_cache(
     weight_bytes: int, share: float, shown: str, hybrid: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(hybrid) == 0
@@ -217,7 +217,7 @@ def test_requested_quantisation_is_reported_and_accepted(
     assert run(hybrid) == 2
 
 
-def test_rounding_is_named_where_there_is_some(hybrid: Path) -> None:
+def test_quantisation_is_named(hybrid: Path) -> None:
     settings = EngineRunner.load(hybrid, EngineConfig(dtype="float32", max_model_len=16)).model.settings
     assert rounding(settings) == ""
     assert rounding(settings, QuantisationConfig("fp8")) == "8-bit weights"
@@ -225,7 +225,7 @@ def test_rounding_is_named_where_there_is_some(hybrid: Path) -> None:
     assert rounding(replace(settings, dtype=torch.bfloat16, quantize="int4")) == "bfloat16 and 4-bit weights"
 
 
-def test_a_length_below_what_is_measured_is_refused_by_name(
+def test_a_length_below_the_measured_range_is_refused_by_name(
     hybrid: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(hybrid, "--max-model-len", "37") == 2

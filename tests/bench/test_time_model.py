@@ -25,7 +25,7 @@ LARGE = network(SHAPES["qwen3-next-80b-a3b"])
 
 
 @pytest.mark.parametrize(("load", "counted"), COUNTED.items(), ids=str)
-def test_large_model_costs_what_was_counted(
+def test_the_cost_of_a_large_model_equals_the_count(
     load: tuple[int, int, int, float], counted: tuple[float, float, float]
 ) -> None:
     window, steps, topk, accepted = load
@@ -58,7 +58,7 @@ def test_bytes_add_up_to_the_footprints() -> None:
         assert model.weight_bytes(mtp=False) == model.footprint.weight_bytes
 
 
-def test_a_copy_decodes_in_a_state_of_its_own() -> None:
+def test_a_copy_has_its_own_state() -> None:
     """Each draft token reads all of the copy's weights and moves a state, which is copied once before."""
     shape = network(SHAPES["0.5b"])
     plain, copied = TimeModel(shape), TimeModel(shape, copied=True)
@@ -88,7 +88,7 @@ def test_fp8_halves_the_matrices_of_layers_alone() -> None:
 
 
 @pytest.mark.parametrize("window", [4, 8, 16])
-def test_records_move_two_states_whatever_the_window(window: int) -> None:
+def test_records_move_two_states_for_any_window(window: int) -> None:
     layout = TimeModel(LARGE).layout
     state, record = layout.state_bytes, layout.record_bytes
     assert state_bytes(layout, window, "record") == 2 * state + 2 * window * record

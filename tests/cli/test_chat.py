@@ -56,7 +56,7 @@ def test_a_conversation_changes_by_new_ones() -> None:
     assert Conversation.of(whole.messages) == whole
 
 
-def test_joined_texts_hold_an_answer_right_behind_its_question() -> None:
+def test_joined_texts_put_an_answer_right_after_its_question() -> None:
     turns = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": " return x"}, QUESTION]
     assert joined(turns) == "def f(x):\n    pass\n\ndef f(x): return x\n\ndef f(x):"
 
@@ -235,7 +235,7 @@ def ask(chat: ChatSession, text: str) -> str:
 
 
 @pytest.mark.parametrize("completes", [True, False])
-def test_later_turns_find_the_earlier_ones_cached(engine: SpecEngine, completes: bool) -> None:
+def test_later_turns_hit_the_cached_earlier_ones(engine: SpecEngine, completes: bool) -> None:
     engine.flush()
     chat = ChatSession(engine, SHIPPED["tiny"], GREEDY, is_completion=completes)
     cached, lengths = [], []
@@ -354,7 +354,7 @@ def test_a_refusal_by_the_template_changes_nothing(engine: SpecEngine, tmp_path:
     assert "told not to think" in command(chat, "/think").says
 
 
-def test_a_full_context_is_said_with_the_remedy(chat: ChatSession, capsys: Capture) -> None:
+def test_a_full_context_is_reported_with_the_remedy(chat: ChatSession, capsys: Capture) -> None:
     command(chat, "/set max_tokens 1000")
     view = ChatView(coloured=False)
     assert answer(chat, chat.conversation.asking("def f(x):\n"), view)

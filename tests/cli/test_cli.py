@@ -197,7 +197,7 @@ specdec.__main__._leave(specdec.__main__._run())
         (["top", "http://127.0.0.1:9", "--once"], "2 aiohttp pydantic"),
     ],
 )
-def test_nothing_slow_is_imported_for_what_needs_nothing(argv: list[str], brings: str) -> None:
+def test_light_commands_import_no_slow_modules(argv: list[str], brings: str) -> None:
     ran = subprocess.run([sys.executable, "-c", MODULES, *argv], cwd=ROOT, capture_output=True, text=True)
     assert ran.stdout.splitlines()[-1] == brings, ran.stderr
 
@@ -265,7 +265,7 @@ def test_serving_and_benchmarks_do_not_import_transformers() -> None:
         (["bench", "throughputs"], "throughput"),
     ],
 )
-def test_a_typo_is_answered_with_what_is_near(argv: list[str], near: str, capsys: Capture) -> None:
+def test_a_typo_gets_close_matches(argv: list[str], near: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
@@ -395,7 +395,7 @@ def test_a_model_name_of_another_program_gets_a_hint(
         ["-s", "7", PROMPT, "--num-predict", "4", "--temp", "0"],
     ],
 )
-def test_generate_takes_llama_cpps_options_and_a_prompt_behind_the_model(
+def test_generate_accepts_llama_cpps_options_and_a_prompt_after_the_model(
     argv: list[str], hybrid: Path, capsys: Capture
 ) -> None:
     told = ["--prompt", PROMPT, "--max-tokens", "4", "--temperature", "0"]
@@ -427,7 +427,7 @@ def test_a_refusal_names_a_short_option_as_it_was_written(argv: list[str], capsy
 @pytest.mark.parametrize(
     ("argv", "switch"), [(["--json", "false"], "--json"), (["--ignore-eos", "Off"], "--ignore-eos")]
 )
-def test_a_value_behind_a_switch_is_no_prompt(argv: list[str], switch: str, capsys: Capture) -> None:
+def test_a_value_after_a_switch_is_no_prompt(argv: list[str], switch: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "tiny", *argv])
     assert f"{switch}" in (said := capsys.readouterr().err) and "takes no value" in said
@@ -449,7 +449,7 @@ def test_an_error_without_close_matches_has_no_hint(option: str, capsys: Capture
         ["serve", "--port", "1", "tiny", "--served-model-name", "a", "b", "--port", "2", "c"],
     ],
 )
-def test_a_word_too_many_is_answered_by_its_own_command(argv: list[str], capsys: Capture) -> None:
+def test_an_extra_argument_is_refused_by_its_command(argv: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     command = " ".join(["specdec", *argv[: 2 if argv[0] == "bench" else 1]])
@@ -479,7 +479,7 @@ def test_names_in_an_error_do_not_command_the_terminal(capsys: Capture) -> None:
     assert line.count("\n") == 1
 
 
-def test_a_bad_model_is_told_before_a_busy_port(capsys: Capture) -> None:
+def test_a_bad_model_is_reported_before_a_busy_port(capsys: Capture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         assert main(["serve", "/no/such/folder", "--port", str(busy.getsockname()[1])]) == 2
     assert "/no/such/folder is not a folder" in capsys.readouterr().err
@@ -508,7 +508,7 @@ def test_every_command_takes_verbose(command: list[str], capsys: Capture) -> Non
 
 @pytest.mark.parametrize("before", [[], ["-v"]])
 @pytest.mark.parametrize("after", [[], ["-v"], ["--verbose"]])
-def test_verbose_is_heard_before_a_command_and_after_it(
+def test_verbose_works_before_and_after_a_command(
     before: list[str], after: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     levels: list[int] = []

@@ -45,7 +45,7 @@ def site(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_a_script_beside_a_clone_imports_what_is_installed(clone: Path, site: Path) -> None:
+def test_a_script_next_to_a_clone_imports_the_installed_package(clone: Path, site: Path) -> None:
     script = clone.parent / "script.py"
     script.write_text(
         "import specdec; print(specdec.__file__, specdec.__version__, specdec.SamplingParams.__name__)"

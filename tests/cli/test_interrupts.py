@@ -198,7 +198,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("delay", only({0.05}, [0.0, 0.05, 0.4]))
-def test_a_script_that_is_interrupted_while_it_loads_goes_on_and_ends(delay: float) -> None:
+def test_a_script_interrupted_while_loading_exits(delay: float) -> None:
     ran = run("-c", SCRIPT.format(delay=delay))
     assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, ["interrupted", "0"], "")
 

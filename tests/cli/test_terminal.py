@@ -81,7 +81,7 @@ def test_output_is_escaped_for_a_terminal_and_raw_in_a_pipe(
         ("never", "", True, False),
     ],
 )
-def test_accepted_tokens_have_a_colour_where_there_are_colours(
+def test_accepted_tokens_are_coloured_on_colour_terminals(
     colour: str,
     no_color: str,
     terminal: bool,

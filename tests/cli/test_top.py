@@ -142,7 +142,7 @@ def test_without_a_reading_before_nothing_is_known_of_now() -> None:
 
 
 @pytest.mark.parametrize("counted", [{"steps": 4, "tokens": 10}, {"limited_by": {}}, {"prefixes": None}])
-def test_a_server_that_began_anew_has_counted_from_nothing(counted: dict[str, Any]) -> None:
+def test_counters_of_a_restarted_server_count_from_zero(counted: dict[str, Any]) -> None:
     now = reading(1.0, **counted)
     growth = CounterGrowth.between(reading(), now)
     assert growth.counts == now.counts and growth.limited_by == now.limited_by
@@ -341,7 +341,7 @@ class Watched:
             self.text += os.read(self.ours, 1 << 16).decode()
 
 
-def test_a_terminal_is_drawn_over_in_place_until_q_and_is_given_back(live: Live) -> None:
+def test_a_terminal_is_redrawn_in_place_until_q_and_restored(live: Live) -> None:
     with Watched(live.url, "--api-key-env", ENV, **{ENV: KEY, "NO_COLOR": ""}) as watched:
         text = watched.see("q or Ctrl-C quits")
         assert ENTER in text and "\x1b[1mtiny" in text

@@ -19,7 +19,7 @@ from specdec.errors import ConfigError
 NAN, INF = math.nan, math.inf
 
 
-def test_the_defaults_are_what_the_api_promises() -> None:
+def test_the_defaults_equal_the_documented_api() -> None:
     params = SamplingParams()
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1.0, 1.0, 0)
     assert (params.n, params.seed, params.stop, params.logprobs, params.ignore_eos) == (
@@ -137,7 +137,7 @@ def test_wrong_engine_values_are_refused_by_name(field: str, values: list[Any]) 
         assert caught.value.field == field
 
 
-def test_a_salt_that_is_no_unicode_is_told_so() -> None:
+def test_a_salt_that_is_no_unicode_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"cache_salt is not valid Unicode; give a text of 1 to 256"
     ) as caught:
@@ -159,7 +159,7 @@ def test_a_salt_that_is_no_unicode_is_told_so() -> None:
         (None, None),
     ],
 )
-def test_memory_is_read_as_people_write_it(said: int | str | None, meant: int | None) -> None:
+def test_memory_sizes_accept_units(said: int | str | None, meant: int | None) -> None:
     assert EngineConfig.of(None, {"memory_bytes": said}).memory_bytes == meant
 
 
@@ -173,16 +173,14 @@ def test_memory_is_read_as_people_write_it(said: int | str | None, meant: int | 
         (EngineConfig, "memory", "did you mean memory_bytes?"),
     ],
 )
-def test_misspelt_names_are_met_with_the_right_ones(
-    settings_class: type[Settings], name: str, hint: str
-) -> None:
+def test_misspelt_names_get_suggestions(settings_class: type[Settings], name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings_class.model_validate({name: 1})
     assert f"has no setting {name!r}; {hint}" in str(caught.value)
     assert caught.value.field == name
 
 
-def test_several_mistakes_are_told_at_once() -> None:
+def test_several_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"top_p cannot be 3.* no setting 'tempo'"):
         SamplingParams.model_validate({"tempo": 1, "top_p": 3})
 
@@ -334,7 +332,7 @@ def test_something_else_than_settings_is_refused(wrong: object) -> None:
 
 @pytest.mark.parametrize("settings_class", [SamplingParams, EngineConfig])
 @pytest.mark.parametrize("garbage", [(3,), ({"seed": 1},), (None,), (1, 2)])
-def test_settings_given_by_place_are_refused_with_an_example(
+def test_positional_settings_are_refused_with_an_example(
     settings_class: type[Settings], garbage: tuple[object, ...]
 ) -> None:
     with pytest.raises(ConfigError, match=rf"by name; write {settings_class.__name__}\(\w+=…\)"):

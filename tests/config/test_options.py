@@ -107,7 +107,7 @@ def test_options_that_do_not_fit_are_refused_by_the_settings(argv: list[str], fi
     assert caught.value.field == field
 
 
-def test_every_field_that_a_command_line_can_say_is_an_option() -> None:
+def test_every_expressible_field_is_an_option() -> None:
     parser = argparse.ArgumentParser()
     add_settings(parser, EngineConfig, title="engine")
     text = parser.format_help()
@@ -130,7 +130,7 @@ def test_help_explains_a_setting_and_list_syntax(
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1,", "1,x"])
-def test_listed_counts_refuse_what_is_no_count(text: str) -> None:
+def test_listed_counts_refuse_invalid_counts(text: str) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--batch", type=listed(at_least(1)))
     assert parser.parse_args(["--batch", "4, 16"]).batch == [4, 16]

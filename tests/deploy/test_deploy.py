@@ -90,7 +90,7 @@ def queries() -> Iterator[tuple[str, str, str]]:
             yield panel["title"], target["expr"], target["legendFormat"]
 
 
-def test_a_server_over_tls_answers_and_tells_its_supervisor(live: Live, told: socket.socket) -> None:
+def test_a_server_over_tls_answers_and_notifies_its_supervisor(live: Live, told: socket.socket) -> None:
     assert live.url.startswith("https://")
     assert told.recv(64) == b"READY=1"
     assert live.ask("/v1/completions", ASK | {"stream": True}).events[-1]["choices"][0]["finish_reason"]
@@ -225,7 +225,7 @@ def test_a_connection_without_a_handshake_has_a_small_buffer(certificates: Path)
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_tls_client_that_leaves_requests_behind_is_noticed(
+def test_pending_requests_of_a_tls_client_are_detected(
     certificates: Path, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asyncio drops what is written to it, and reports nothing while these requests wait."""
@@ -317,7 +317,7 @@ def test_the_compose_file_names_files_and_options_that_exist() -> None:
     assert scraped[0]["static_configs"][0]["targets"] == ["specdec:8000"]
 
 
-def test_the_container_copies_what_the_wheel_is_made_of() -> None:
+def test_the_container_copies_the_wheels_sources() -> None:
     text = (DEPLOY / "Containerfile").read_text("utf-8")
     copied = [
         word for line in re.findall(r"^COPY (?!--)(.*) \S+$", text, re.MULTILINE) for word in line.split()

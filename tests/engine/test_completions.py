@@ -104,7 +104,7 @@ def test_log_probabilities_have_the_texts_of_their_tokens(engine: SpecEngine) ->
     assert engine.generate(IDS, GREEDY)[0].cumulative_logprob is None
 
 
-def test_a_stream_tells_the_same_as_a_completion(hybrid: Path) -> None:
+def test_a_stream_equals_a_completion(hybrid: Path) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1, prompt_logprobs=0, stop="\u0000")
 
     async def listen() -> list[Any]:

@@ -22,7 +22,7 @@ def test_drafts_found_only_in_earlier_outputs_are_counted_separately(graphs: boo
     assert 24 < again.stats.accepted_from_outputs <= again.stats.accepted
 
 
-def test_a_request_that_stops_inside_a_draft_counts_what_it_took() -> None:
+def test_a_request_that_stops_inside_a_draft_counts_its_accepted_tokens() -> None:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     fixed = {"adaptive": False, "topk": 1, "num_steps": 16, "num_draft_tokens": 17, "dtype": "float32"}
     with SpecEngine("tiny", draft="suffix", **fixed) as engine:

@@ -63,7 +63,7 @@ def test_prompts_submitted_together_share_steps(engine: SpecEngine, monkeypatch:
         assert sizes == [8] * 5
 
 
-def test_text_is_what_the_tokenizer_makes_of_the_tokens(engine: SpecEngine) -> None:
+def test_text_equals_the_decoded_tokens(engine: SpecEngine) -> None:
     assert engine.tokenizer is not None
     done = engine.generate("import os", SamplingParams(max_tokens=40, seed=3, ignore_eos=True))[0]
     assert done.text == engine.tokenizer.decode(done.token_ids)
@@ -215,7 +215,7 @@ def test_many_threads_and_tasks_share_an_engine(engine: SpecEngine) -> None:
     assert asyncio.run(gather()) == list(expected.values())
 
 
-def test_parameters_that_are_none_of_a_list_are_refused(engine: SpecEngine) -> None:
+def test_invalid_items_of_a_parameter_list_are_refused(engine: SpecEngine) -> None:
     with pytest.raises(RequestError, match="params: None is not SamplingParams"):
         engine.generate([[1], [2]], [GREEDY, None])  # type: ignore[list-item]
 
@@ -249,9 +249,7 @@ def test_a_prompt_the_model_cannot_read_is_refused(
         ),
     ],
 )
-def test_a_long_prompt_is_refused_with_what_would_help(
-    hybrid: Path, fields: dict[str, object], remedy: str
-) -> None:
+def test_a_long_prompt_is_refused_with_a_remedy(hybrid: Path, fields: dict[str, object], remedy: str) -> None:
     with SpecEngine(hybrid, draft="none", **fields) as engine, pytest.raises(RequestError) as caught:
         engine.generate([[1] * 600])
     assert remedy in str(caught.value)
@@ -332,7 +330,7 @@ def test_params_of_another_type_are_refused(engine: SpecEngine) -> None:
         engine.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_fit_is_refused_before_tokenisation(monkeypatch: pytest.MonkeyPatch) -> None:
     with SpecEngine("tiny", max_model_len=64, draft="none") as engine:
         assert engine.tokenizer
         longest = engine.tokenizer.longest

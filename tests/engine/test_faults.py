@@ -116,7 +116,7 @@ def test_two_callers_of_a_failed_step_each_get_only_their_own_results(hybrid: Pa
         assert own.prompt_token_ids == tuple(prompt) and own.finish_reason == "error"
 
 
-def test_an_error_that_several_callers_hold_is_not_written_on() -> None:
+def test_an_error_shared_by_callers_is_not_modified() -> None:
     """An emitter may send one error to all callers: each caller of `generate` raises its own."""
     shared = EngineError("it failed")
     for prompt in ([1], [2]):
@@ -160,7 +160,7 @@ def test_each_request_ended_by_the_engine_gets_its_own_error_object(hybrid: Path
         assert errors[0] is not errors[1] and str(errors[0]) == str(errors[1])
 
 
-def test_a_caller_that_cannot_take_its_output_troubles_nobody_else(hybrid: Path) -> None:
+def test_a_failing_output_callback_affects_no_other_request(hybrid: Path) -> None:
     """An event loop that closes while its request runs makes every delivery raise."""
     with SpecEngine(hybrid) as engine:
         params = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -173,7 +173,7 @@ def test_a_caller_that_cannot_take_its_output_troubles_nobody_else(hybrid: Path)
         assert not engine.model.loop.scheduler.running
 
 
-def test_an_output_that_is_no_number_fails_its_request_by_name(hybrid: Path) -> None:
+def test_a_nan_output_fails_its_request_by_name(hybrid: Path) -> None:
     with SpecEngine(hybrid) as engine:
         network = engine.model.network
         right = network.logits
@@ -185,7 +185,7 @@ def test_an_output_that_is_no_number_fails_its_request_by_name(hybrid: Path) -> 
         assert len(engine.generate("x", GREEDY)[0].token_ids) == 12
 
 
-def test_a_program_that_ends_while_the_engine_works_keeps_its_exit_code(hybrid: Path) -> None:
+def test_exiting_while_the_engine_works_keeps_the_exit_code(hybrid: Path) -> None:
     """A thread that enters C++ during interpreter shutdown aborts the process, even to free a tensor."""
     program = f"""
 import threading, time
@@ -207,7 +207,7 @@ raise SystemExit(3)
 
 
 @EXHAUSTIVE
-def test_a_program_that_ends_while_threads_prepare_requests_keeps_its_exit_code(hybrid: Path) -> None:
+def test_exiting_while_threads_prepare_requests_keeps_the_exit_code(hybrid: Path) -> None:
     """They are inside torch and the tokenizer most of the time."""
     program = f"""
 import threading, time

@@ -100,7 +100,7 @@ fork(child)
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("what", only({"asks", "drops"}, CHILDREN))
-def test_a_forked_process_is_told_so_and_never_hangs(what: str, hybrid: Path) -> None:
+def test_a_forked_process_gets_an_error_and_never_hangs(what: str, hybrid: Path) -> None:
     script = f"{PRELUDE}{CHILDREN[what]}\nengine.close()"
     done = subprocess.run(
         [sys.executable, "-c", script, str(hybrid)], capture_output=True, text=True, timeout=300, check=False

@@ -77,7 +77,7 @@ def refusal(engine: SpecEngine, params: SamplingParams) -> SpecdecError | None:
 @pytest.mark.parametrize("way", ["copied", "constructed", "written"])
 @given(update=UPDATES)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_an_odd_value_never_harms_the_request_beside_it(
+def test_an_odd_value_never_affects_a_neighbouring_request(
     engine: SpecEngine, way: str, update: dict[str, Any]
 ) -> None:
     whole = {"max_tokens": 4, **update}

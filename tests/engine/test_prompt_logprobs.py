@@ -26,9 +26,7 @@ def plain(done: Completion) -> list[tuple[int, float, tuple[tuple[int, float], .
         {"draft": "ngram", "chunk_tokens": 64, "max_running": 1},
     ],
 )
-def test_a_prompts_tokens_are_as_likely_as_when_they_were_written(
-    hybrid: Path, fields: dict[str, Any]
-) -> None:
+def test_prompt_log_probabilities_equal_those_of_decoding(hybrid: Path, fields: dict[str, Any]) -> None:
     """Scores an unfiltered sample again as a prompt, next to a request without prompt_logprobs."""
     writes = SamplingParams(max_tokens=30, temperature=1.0, seed=4, logprobs=3, ignore_eos=True)
     reads = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=3)

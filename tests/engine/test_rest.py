@@ -101,7 +101,7 @@ def test_requests_and_cancellations_while_resting(engine: SpecEngine) -> None:
     assert late.over.wait(60) and late.tokens == plain
 
 
-def test_prefixes_come_back_from_the_tier_below(engine: SpecEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefixes_return_from_the_lower_tier(engine: SpecEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = engine.model.loop.scheduler.cache
     assert cache
     monkeypatch.setattr(cache.rates, "pays", lambda *_: True)  # for so small a model prefill would be cheaper
@@ -129,7 +129,7 @@ def test_its_pages_are_the_systems_again(engine: SpecEngine) -> None:
     engine.wake()
 
 
-def test_a_rest_that_fails_ends_what_ran_and_no_more(
+def test_a_failed_rest_ends_running_requests_only(
     engine: SpecEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, pause = engine.model.loop.scheduler, engine.model.loop.scheduler.pause

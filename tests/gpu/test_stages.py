@@ -64,7 +64,7 @@ def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(
     assert passes.status == "passed" and str(tmp_path) in passes.tail
 
 
-def test_the_budget_ends_the_last_stage_and_those_after_it(tmp_path: Path) -> None:
+def test_an_exhausted_budget_ends_the_current_and_later_stages(tmp_path: Path) -> None:
     now = iter([0.0, 1.0, 95.0])
     stages = [stage(tmp_path, name, "print('done')") for name in ("first", "late")]
     first, late = run_stages(stages, budget_s=100, root=tmp_path, clock=lambda: next(now))
@@ -228,7 +228,7 @@ def test_missing_packages_are_named_before_they_are_imported() -> None:
     assert done.returncode == 2 and line.startswith("specdec: torch, transformers") and "PYTHON=" in line
 
 
-def test_ctrl_c_ends_the_stage_and_sums_up_what_ran(
+def test_ctrl_c_ends_the_stage_and_summarises_finished_ones(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.gpu.stages.GRACE_S", 0.5)

@@ -144,7 +144,7 @@ def test_rows_are_blind_to_each_other_and_to_padding() -> None:
     assert torch.equal(out[:6], case.run(GPU)) and not out.isnan().any()
 
 
-def test_a_bound_may_lie_far_above_the_lengths(split: Splitter) -> None:
+def test_a_bound_may_far_exceed_the_lengths(split: Splitter) -> None:
     """As in a captured step: the number of splits follows the bound, and most have no work."""
     split(5)
     case = make_case((3, 70), 4, tree=(-1, 0, 0, 1), heads=NARROW)

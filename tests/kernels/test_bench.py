@@ -137,7 +137,7 @@ def test_gpu_operations_are_measured_like_others(shape: str) -> None:
     assert {name: error for name, error in errors.items() if not error < TOLERANCE[torch.float32]} == {}
 
 
-def test_an_error_is_told_and_nothing_else_stops() -> None:
+def test_an_error_is_reported_and_other_cases_continue() -> None:
     bench = bench_of("cpu")
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -246,7 +246,7 @@ def test_command_ends_with_1_where_an_operation_is_wrong(
     assert "WRONG" in captured.err and "1 of 2" in captured.err
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_and_printed_after(
+def test_an_unwritable_report_is_refused_before_the_run_or_printed_after_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kernels, "benchmark", lambda options: pytest.fail("nothing may be measured"))

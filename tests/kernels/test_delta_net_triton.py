@@ -99,7 +99,7 @@ def test_a_layer_equals_the_reference(
     assert_same(memory, expected_memory, dtype)
 
 
-def test_keys_are_made_again_to_the_same_bits() -> None:
+def test_recomputed_keys_are_bit_identical() -> None:
     """Recomputed by the window that folds them, and by a fold alone; rows accepted all, no, and one token."""
     layer, memory = make_layer(torch.bfloat16)
     records, tree = scattered(3, 5, seed=5), draw("random", 5, 3)

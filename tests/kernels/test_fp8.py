@@ -88,7 +88,7 @@ def test_parts_are_joined_where_blocks_stay_whole() -> None:
         torch.testing.assert_close(found, x_TD @ expected.T, rtol=1e-4, atol=1e-2)
 
 
-def test_rows_are_chosen_where_no_block_is_made_of_several() -> None:
+def test_rows_are_selected_only_in_whole_blocks() -> None:
     rounded = fp8.quantise(draw(512, 130))
     by_block_N = torch.arange(512).view(4, BLOCK)[[2, 0, 3]].flatten()
     for whole_N in (by_block_N, by_block_N[:-1], by_block_N.flip(0)):
@@ -101,7 +101,7 @@ def test_rows_are_chosen_where_no_block_is_made_of_several() -> None:
 
 @sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_are_those_of_the_widened_weight(rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_products_equal_those_of_the_widened_weight(rows: int, columns: int, dtype: torch.dtype) -> None:
     rounded = fp8.quantise(draw(rows, columns).to(dtype))
     x_TD, bias_N = draw(5, columns, seed=1).to(dtype), draw(rows, seed=2).to(dtype)
     expected = (x_TD.double() @ by_loops(rounded).T + bias_N.double()).to(dtype)

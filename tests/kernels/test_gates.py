@@ -44,7 +44,7 @@ def test_delta_gates_decay_and_write_within_their_ranges(ops: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_bounded_decays_are_those_of_the_formula(dtype: torch.dtype) -> None:
+def test_bounded_decays_equal_the_formula(dtype: torch.dtype) -> None:
     """A vector per head, from almost no decay to the bound itself, including inputs that would overflow."""
     b_TH, a_TN = (
         noise(7, 3, dtype=dtype),

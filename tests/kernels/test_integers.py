@@ -60,7 +60,7 @@ def test_alike_parts_are_joined() -> None:
 @FORMATS
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 7, 8, 19])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (15, 40), (70, 320), (130, 200)])
-def test_products_are_those_of_rounded_rows(
+def test_products_equal_those_of_rounded_rows(
     form: Rounding, dtype: torch.dtype, tokens: int, outputs: int, inputs: int
 ) -> None:
     matrix, bias_N = form.quantise(draw(outputs, inputs).to(dtype)), draw(outputs, seed=1).to(dtype)
@@ -196,7 +196,7 @@ def published(
 
 @pytest.mark.parametrize("inputs", [64, 200])
 @pytest.mark.parametrize("kind", ["symmetric", "offsets", "halves", "zeros"])
-def test_widened_weights_are_those_that_are_multiplied(kind: str, inputs: int) -> None:
+def test_widened_weights_equal_the_multiplied_ones(kind: str, inputs: int) -> None:
     """A group with a single activation of 127 is quantized exactly."""
     shape = (5, inputs)
     matrix = (
@@ -235,7 +235,7 @@ def test_products_of_published_weights_are_exact_sums_equal_in_every_window(
 
 
 @in_c
-def test_symmetric_numbers_are_multiplied_in_the_plain_form() -> None:
+def test_symmetric_weights_use_the_plain_kernel() -> None:
     """bfloat16 scales that fit float16 use the plain layout; smaller scales give proportional results."""
     own = published(4, 32, False, torch.float16, torch.float32, (33, 96))
     own = own._replace(scale=own.scale.clamp(1e-2, 1).bfloat16())
@@ -248,7 +248,7 @@ def test_symmetric_numbers_are_multiplied_in_the_plain_form() -> None:
 
 
 @in_c
-def test_zero_points_of_another_group_are_seen() -> None:
+def test_zero_points_of_another_group_are_detected() -> None:
     own = published(4, 32, True, torch.float16, torch.float32, (33, 96))
     assert own.zero_NG is not None
     x_TD, moved = draw(5, 96), own._replace(zero_NG=own.zero_NG.roll(1, 1))

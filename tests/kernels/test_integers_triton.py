@@ -72,7 +72,7 @@ def test_tiles_hold_each_number_once(form: Rounding, rows: int, columns: int) ->
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "nemotron-h-8b", "qwen3.5-27b"])
 @FORMATS
-def test_tiles_take_what_the_footprint_counts(form: Rounding, name: str) -> None:
+def test_tiles_take_the_bytes_of_the_footprint(form: Rounding, name: str) -> None:
     described = network(SHAPES[name])
     for layer in described.layers[:4]:
         for part in layer.parts:
@@ -162,7 +162,7 @@ def panels_moved(tiles: Tiles) -> Tiles:
 
 @pytest.mark.parametrize("mutate", [halves_swapped, scales_moved, rows_moved, panels_moved])
 @pytest.mark.parametrize("tokens", [1, 20, 66])
-def test_numbers_and_scales_in_other_places_are_seen(tokens: int, mutate: Callable[[Tiles], Tiles]) -> None:
+def test_misplaced_weights_and_scales_are_detected(tokens: int, mutate: Callable[[Tiles], Tiles]) -> None:
     matrix, x_TD = draw_matrix(INT4, 48, 3 * GROUP), draw(tokens, 3 * GROUP)
     expected = x_TD @ widen(matrix).T
     packed = triton.pack(matrix)
@@ -261,7 +261,7 @@ def test_experts_that_were_not_chosen_are_not_read(tokens: int, form: Rounding) 
 
 @pytest.mark.parametrize("tokens", [3, 20])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_scales_of_experts_in_other_places_are_seen(tokens: int, axis: int) -> None:
+def test_misplaced_expert_scales_are_detected(tokens: int, axis: int) -> None:
     up, down = draw_experts(INT4, 3, 33, 65, gated=True, dtype=torch.float32)
     x_TD, routed = draw(tokens, 65), choose(tokens, 3, 2)
     expected = moe_reference.experts(x_TD, up, down, *routed, gated=True)

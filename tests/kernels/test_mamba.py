@@ -178,7 +178,7 @@ def test_a_prompt_in_chunks_equals_a_prompt(ops: Any) -> None:
 
 @pytest.mark.parametrize("width", [1, 5, 9])
 @pytest.mark.parametrize("backing", ["certain", "record"])
-def test_padding_rows_give_zeros_and_leave_the_dummy_as_it_is(backing: str, width: int) -> None:
+def test_padding_rows_give_zeros_and_do_not_change_the_dummy(backing: str, width: int) -> None:
     layer, memory = make_layer(torch.bfloat16, slots=(5, 0))
     trees = [draw("random", width, 3) if backing == "record" else chain(width)] * 2
     records = [*scattered(1, width, seed=9), [(0, 0)] * width] if backing == "record" else None
@@ -192,7 +192,7 @@ def test_padding_rows_give_zeros_and_leave_the_dummy_as_it_is(backing: str, widt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_keys_are_made_again_to_the_same_bits(dtype: torch.dtype) -> None:
+def test_recomputed_keys_are_bit_identical(dtype: torch.dtype) -> None:
     """Recomputed by the window that folds them, and by a fold alone; rows accepted all, no, and one token."""
     layer, memory = make_layer(dtype)
     records, tree = scattered(3, 5, seed=5), draw("random", 5, 3)

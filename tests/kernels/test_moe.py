@@ -225,7 +225,7 @@ def test_experts_equal_transformers(dtype: torch.dtype, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_experts_that_nobody_chose_are_not_read(tokens: int) -> None:
+def test_unrouted_experts_are_not_read(tokens: int) -> None:
     up_EID, down_EDI = draw_experts(30, 8, 16, gated=True, dtype=torch.float32)
     index_TA, weight_TA = choose(tokens, 30, 2)
     x_TD = draw(tokens, 16)

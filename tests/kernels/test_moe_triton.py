@@ -80,7 +80,7 @@ def test_sigmoid_routing_equals_reference(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_token_gone_wrong_names_experts_that_exist(value: float) -> None:
+def test_a_nan_token_routes_to_valid_experts(value: float) -> None:
     logits_TE = draw(3, 12)
     logits_TE[1] = value
     logits_TE[2, 3] = value
@@ -142,7 +142,7 @@ def test_experts_equal_reference(
 
 @kinds
 @pytest.mark.parametrize("tokens", [1, 9, 20])
-def test_experts_that_nobody_chose_are_not_read(tokens: int, kind: str) -> None:
+def test_unrouted_experts_are_not_read(tokens: int, kind: str) -> None:
     weights = [KINDS[kind](w) for w in draw_experts(30, 8, 16, gated=True, dtype=torch.float32)]
     index_TA, weight_TA = choose(tokens, 15, 2)
     x_TD = draw(tokens, 16)

@@ -80,7 +80,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 63, 65, 256])
-def test_norms_equal_the_plain_form_and_take_strides(dtype: torch.dtype, size: int) -> None:
+def test_norms_equal_torch_and_accept_strides(dtype: torch.dtype, size: int) -> None:
     x_TD, x_THD = draw(3, 2 * size, dtype=dtype)[:, size:], draw(3, 5, 2 * size, dtype=dtype)[..., :size]
     for weight_D in (draw(size), draw(size, dtype=dtype)):
         close(pointwise.rms_norm(x_TD, weight_D, 1e-6), PLAIN["rms_norm"](x_TD, weight_D, 1e-6))
@@ -149,7 +149,7 @@ def recurrent_case(
 @pytest.mark.parametrize("width", WIDTHS[:-1])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("sizes", ["one thread", "all threads"])
-def test_recurrence_equals_the_plain_form_over_two_windows(
+def test_recurrence_equals_torch_over_two_windows(
     sizes: str, rows: int, width: int, kind: str, recorded: bool, with_beta: bool
 ) -> None:
     layer = trees.Layer(dtype=torch.float32)
@@ -177,7 +177,7 @@ def test_recurrence_equals_the_plain_form_over_two_windows(
 @pytest.mark.parametrize("kind", ["chain", "random"])
 @pytest.mark.parametrize("taps", [1, 2, 4])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 7), (3, 2), (2, 16)])
-def test_convolution_equals_the_plain_form_over_two_windows(
+def test_convolution_equals_torch_over_two_windows(
     rows: int, width: int, taps: int, kind: str, recorded: bool, dtype: torch.dtype
 ) -> None:
     layer = trees.Layer(dtype=dtype, taps=taps)
@@ -271,7 +271,7 @@ def test_a_wrong_ancestor_is_seen() -> None:
 
 
 @pytest.mark.parametrize("break_it", ["missing", "failing"])
-def test_without_a_working_compiler_plain_torch_runs_and_says_so(
+def test_without_a_working_compiler_torch_runs_with_a_warning(
     break_it: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -303,13 +303,13 @@ def test_without_openmp_one_thread_runs(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scaling_equals_the_plain_form_bit_for_bit(dtype: torch.dtype) -> None:
+def test_scaling_equals_torch_bit_for_bit(dtype: torch.dtype) -> None:
     x_TD = draw(3, 65, dtype=dtype)
     assert torch.equal(native_gather.scale(x_TD, 0.22), x_TD * 0.22)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adding_norm_equals_the_plain_form(dtype: torch.dtype) -> None:
+def test_adding_norm_equals_torch(dtype: torch.dtype) -> None:
     ours_TD, y_TD, weight_D = draw(3, 65, dtype=dtype), draw(3, 65, dtype=dtype, seed=1), draw(65, seed=2)
     sum_TD = ours_TD + y_TD
     found = pointwise.add_rms_norm(ours_TD, y_TD, weight_D, 1e-6)
@@ -320,7 +320,7 @@ def test_adding_norm_equals_the_plain_form(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 1), (1, 7), (3, 5)])
-def test_delta_net_equals_the_plain_form_over_two_windows(
+def test_delta_net_equals_torch_over_two_windows(
     rows: int, width: int, recorded: bool, dtype: torch.dtype
 ) -> None:
     sizes = trees.Layer(dtype=dtype, channels=2 * 2 * 6 + 4 * 5)
@@ -356,7 +356,7 @@ def with_float32_states(memory: RecurrentMemory) -> RecurrentMemory:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("gated", "normed", "rotated"), [(1, 1, 1), (0, 1, 1), (1, 0, 0), (0, 0, 1)])
 @pytest.mark.parametrize(("lengths", "width"), [([0], 1), ([33, 7], 5), ([120], 1), ([70, 0], 39)])
-def test_self_attention_equals_the_plain_form(
+def test_self_attention_equals_torch(
     lengths: list[int],
     width: int,
     gated: int,

@@ -52,7 +52,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("arm64", "", "native"),
     ],
 )
-def test_the_best_target_that_a_processor_meets_is_taken(
+def test_the_best_supported_target_is_selected(
     machine: str, flags: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(targets.VARIABLE, raising=False)
@@ -72,7 +72,7 @@ def test_unused_features_of_a_target_are_listed(monkeypatch: pytest.MonkeyPatch)
     assert not targets.unused(targets.NATIVE) and not targets.unused(targets.named("x86-64-v3"))
 
 
-def test_each_target_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_target_has_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines may share a cache: all but `native` are identical on each of them."""
 
     def names(features: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ def test_each_target_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert {name for name in here if here[name] != there[name]} == {"native"}
 
 
-def test_a_librarys_name_tells_of_every_source() -> None:
+def test_a_librarys_name_depends_on_every_source() -> None:
     folder = Path(compiled.__file__).parent
     written = {file.name for file in folder.iterdir() if file.suffix in (".c", ".inc")}
     assert written == set(compiled.SOURCES) and len(written) == len(compiled.SOURCES)
@@ -131,7 +131,7 @@ def test_a_target_that_cannot_run_here_is_not_loaded(
 
 @needs_c
 @EXHAUSTIVE
-def test_a_process_without_a_compiler_runs_what_was_made_beforehand(
+def test_a_process_without_a_compiler_uses_the_prebuilt_library(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In C, in a process that finds no compiler; and in torch without the library."""
@@ -216,7 +216,7 @@ def test_bfloat16_stays_where_something_multiplies_it_well(
     assert _dtype(config, cpu, torch.float16, 1) == torch.float32
 
 
-def test_files_that_depend_on_the_processor_are_there() -> None:
+def test_processor_dependent_files_exist() -> None:
     root = Path(__file__).parents[2]
     assert all((root / name).is_file() for name in processors.FILES)
     assert len(set(processors.FILES)) == len(processors.FILES)

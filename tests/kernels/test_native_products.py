@@ -144,7 +144,7 @@ def test_ranking_is_the_references(vocab: int, count: int) -> None:
     torch.testing.assert_close(share_NC, wanted_share_NC, rtol=2e-6, atol=1e-7)
 
 
-def test_shares_of_a_large_vocabulary_are_those_of_float64() -> None:
+def test_probabilities_of_a_large_vocabulary_equal_float64() -> None:
     """Rounded scores have few values, whose exponentials would repeat the same rounding error."""
     scores_NV = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(0))
     scores_NV[1] = scores_NV[1].round()

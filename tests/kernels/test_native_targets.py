@@ -226,7 +226,7 @@ def test_products_have_the_same_bits(target: CompileTarget, dtype: torch.dtype, 
 @targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [8, 6, 4])
-def test_products_of_whole_numbers_have_the_same_bits(
+def test_integer_products_are_bit_identical(
     target: CompileTarget, bits: int, dtype: torch.dtype, folder: Path
 ) -> None:
     command, calls = program(target, folder), Calls()
@@ -423,7 +423,7 @@ def test_wrong_tiles_are_noticed_from_nine_rows_on(folder: Path) -> None:
 
 
 @EXHAUSTIVE
-def test_the_compilers_amx_is_what_is_emulated(tmp_path: Path) -> None:
+def test_the_compiler_emits_the_emulated_amx_instructions(tmp_path: Path) -> None:
     """Assembled but not run, on any processor."""
     found = find_compiler()
     assert found is not None

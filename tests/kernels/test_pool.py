@@ -68,7 +68,7 @@ assert same and os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_shares_work_anew() -> None:
+def test_a_forked_process_starts_its_own_pool() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=120)
 
 

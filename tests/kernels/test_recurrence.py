@@ -157,7 +157,7 @@ def test_new_records_may_replace_the_pending_ones() -> None:
     assert_equals_reference(tokens, in_a_row, group, KERNEL_FLOAT64, keys_of(tokens, [range(4)], 9))
 
 
-def test_neighbouring_places_in_different_slabs_are_not_taken_for_a_slice() -> None:
+def test_adjacent_slots_in_different_slabs_are_no_slice() -> None:
     layer, records = Layer(), [[(1 + i % 2, 3 + i) for i in range(4)]]
     memory = make_memory(layer, SLOTS[1])
     group = build_group([chain(4)], SLOTS[1], records=records)

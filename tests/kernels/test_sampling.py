@@ -272,7 +272,7 @@ def keep(logits: list[float], **rules: Tensor) -> list[int]:
 @pytest.mark.skipif(compiled() is None, reason="there is no C compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 63, 65, 700, 5000])
-def test_native_filters_keep_what_the_reference_keeps(vocab: int, dtype: torch.dtype) -> None:
+def test_native_filters_equal_the_reference(vocab: int, dtype: torch.dtype) -> None:
     """Kept scores have the same bits as without filters, whatever other rows use."""
     for seed in range(24):
         logits_NV = torch.randn(5, vocab, generator=generator(seed)) * (1 + seed % 3)
@@ -392,7 +392,7 @@ def test_the_check_of_the_distribution_has_power() -> None:
 
 
 @pytest.mark.parametrize("logits", [[0.0, 1.0, 2.0], [float("nan")] * 3, [float("inf"), 1.0, 2.0]])
-def test_top_p_too_small_to_be_told_from_nothing_keeps_the_best(logits: list[float]) -> None:
+def test_a_top_p_close_to_zero_keeps_the_best_token(logits: list[float]) -> None:
     """And a NaN row affects no other row."""
     logits_NV = torch.tensor([logits, [3.0, 2.0, 1.0]])
     rules = Rules(temperature_N=torch.ones(2), top_p_N=torch.tensor([1e-46, 1e-46]))

@@ -69,7 +69,7 @@ def _show(seed, position, word, noise, vocab, BLOCK: tl.constexpr):  # type: ign
     tl.store(noise + row * vocab + at, triton._noise(h), mask=at < vocab)
 
 
-def test_words_are_the_specifications_bit_for_bit_and_noise_is_close() -> None:
+def test_random_bits_equal_the_specification_and_noise_is_close() -> None:
     word_NV, noise_NV = torch.zeros(6, 1000, dtype=torch.int32), torch.full((6, 1000), torch.nan)
     _show[(6,)](SEEDS, POSITIONS, word_NV, noise_NV, 1000, BLOCK=1024)
     rows = zip(SEEDS.tolist(), POSITIONS.tolist(), strict=True)
@@ -137,7 +137,7 @@ def kept(logits_NV: Tensor, rules: Rules) -> list[list[int]]:
     return [row_V.nonzero()[:, 0].tolist() for row_V in left_NV]
 
 
-def test_filters_leave_what_the_specification_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_equal_the_specification(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(40):
         monkeypatch.setattr(triton, "ROW", 32 if seed % 4 else 128)
         logits_NV, rules = draw(65, seed) / 3, draw_rules(65, seed)

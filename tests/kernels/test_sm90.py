@@ -64,7 +64,7 @@ def test_integer_products_do_not_spill_and_are_equal_in_every_window(case: str) 
 
 
 @EXHAUSTIVE
-def test_an_engine_that_was_not_made_ready_compiles_while_it_serves() -> None:
+def test_an_engine_without_precompilation_compiles_while_serving() -> None:
     """The control: every part of a step has kernels to compile."""
     (served,) = run("--cold", "qwen3-next")
     late = {name.split()[0].rpartition(".")[2] for name in served["late"]}

@@ -84,7 +84,7 @@ def test_convolution_equals_reference(kind: str, width: int, taps: int, rows: in
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "taps"), [("chain", 1), ("chain", 4), ("random", 2), ("random", 4)])
-def test_convolution_in_c_equals_the_plain_form(kind: str, taps: int, dtype: torch.dtype) -> None:
+def test_convolution_in_c_equals_torch(kind: str, taps: int, dtype: torch.dtype) -> None:
     layer, slots = Layer(taps=taps, dtype=dtype), SLOTS[3]
     trees = [draw(kind, 7, seed) for seed in range(3)]
     group = build_group(trees, slots, snapshots=snapshot_slots(3, 7, slots), conv_taps=taps)

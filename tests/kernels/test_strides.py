@@ -101,7 +101,7 @@ def test_pages_may_lie_in_any_order(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_same_numbers_come_of_pages_in_any_order(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_order_does_not_change_the_result(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: only the addresses of keys differ."""
     found = []
     for order in ORDERS.values():
@@ -112,7 +112,7 @@ def test_the_same_numbers_come_of_pages_in_any_order(form: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("form", BY_ADDRESS)
-def test_a_head_s_entries_lie_side_by_side(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heads_entries_are_contiguous(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     relay_pages(monkeypatch, apart)
     assert [outcome(problem) for problem in of_pages(form)] == ["refused"] * 2
 
@@ -126,7 +126,7 @@ def _as_tokens_outermost(x: Tensor, inner: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("form", BY_ADDRESS)
-def test_a_form_that_ignores_the_strides_of_pages_is_seen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_ignores_page_strides_is_detected(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: the layout assumed by default."""
     for module in (call, kv_cache_triton):
         monkeypatch.setattr(module, "outer_strides", _as_tokens_outermost)
@@ -166,7 +166,7 @@ def _unchecked_window(window_SIC: Tensor) -> int:
 
 @pytest.mark.parametrize("field", RecurrentMemory._fields)
 @pytest.mark.parametrize("form", only({"native"}, BY_ADDRESS))
-def test_a_form_that_does_not_check_memory_is_seen(
+def test_a_kernel_that_does_not_check_memory_is_detected(
     form: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: outer strides are used, but inner dimensions are assumed dense."""

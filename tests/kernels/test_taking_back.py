@@ -122,7 +122,7 @@ def test_a_snapshot_is_promoted_by_its_id_alone(mixer: Mixer) -> None:
 
 
 @pytest.mark.parametrize("snapshots", [False, True], ids=["record", "snapshot"])
-def test_rejected_branches_cannot_change_what_is_committed(mixer: Mixer, snapshots: bool) -> None:
+def test_rejected_branches_do_not_change_committed_state(mixer: Mixer, snapshots: bool) -> None:
     x_TD = mixer.inputs(7)
     disturbed_TD = x_TD.index_copy(0, torch.tensor(REJECTED), mixer.inputs(4, seed=77))
     (slots,), (records,) = snapshot_slots(1, 7, [4]), in_order(1, 7)

@@ -28,7 +28,7 @@ def many_trees(rng: random.Random, rows: int, width: int) -> list[TokenTree]:
 
 @FORMS
 @pytest.mark.parametrize("width", WIDTHS)
-def test_relations_are_those_of_the_token_tree(ops: ModuleType, rows: int, width: int) -> None:
+def test_relations_equal_the_token_tree(ops: ModuleType, rows: int, width: int) -> None:
     trees = many_trees(random.Random(width), rows, width)
     _, parent_BM = draws.windows(trees)
     for taps in (1, 4, 7):
@@ -116,7 +116,7 @@ def test_synthetic_walk_is_the_hosts(ops: ModuleType, rows: int, width: int) -> 
 
 
 @pytest.mark.parametrize("ops", [cpu, reference])
-def test_a_draw_is_compared_with_its_rate_as_whole_numbers_are(ops: ModuleType) -> None:
+def test_a_draw_is_compared_with_its_rate_as_an_integer(ops: ModuleType) -> None:
     """Bounds next to the drawn number itself, where the last bit decides."""
     tree, outcomes = TokenTree.chain((1, 2)), set()
     for position in range(60):
@@ -205,7 +205,7 @@ def test_growing_otherwise_is_caught(part: str) -> None:
 
 
 @FORMS
-def test_pruning_keeps_what_a_proposal_keeps(ops: ModuleType, rows: int) -> None:
+def test_pruning_equals_the_proposals(ops: ModuleType, rows: int) -> None:
     """Also for trees that were not grown level by level."""
     rng = random.Random(1)
     for size, count in ((1, 1), (5, 9), (12, 4), (63, 20), (65, 63)):

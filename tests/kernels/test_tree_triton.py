@@ -34,7 +34,7 @@ def draw_window(width: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_relations_and_walks_are_those_of_plain_torch(width: int) -> None:
+def test_relations_and_walks_equal_torch(width: int) -> None:
     for seed in range(3 if width < 16 else 1):
         chosen_BM, token_BM, parent_BM = draw_window(width, seed)
         for taps in (1, 4):
@@ -83,7 +83,7 @@ def test_growing_gives_the_growers_tree_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (1, 3), (20, 7), (65, 63), (200, 20)])
-def test_many_equal_scores_are_ranked_alike(size: int, count: int) -> None:
+def test_many_equal_scores_are_ranked_equally(size: int, count: int) -> None:
     rng = random.Random(size)
     tree = draws.draw_tree(rng, size + 1, vocabulary=300)
     scores = [[1.0] for _ in range(ROWS)]

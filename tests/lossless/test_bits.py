@@ -78,7 +78,7 @@ def drafted(
 
 
 @pytest.mark.parametrize(("family", "form"), only(BRIEF, CASES))
-def test_numbers_with_drafts_are_those_without(
+def test_outputs_are_equal_with_and_without_drafts(
     family_folder: Callable[[str], Path], family: str, form: tuple[str, str | None]
 ) -> None:
     folder, fields = family_folder(family), settings(*form)
@@ -107,7 +107,7 @@ def test_keys_of_8_bits_give_the_same_numbers_too(folder: Path, dtype: str, quan
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("family", EVERY_CELL)
-def test_numbers_do_not_depend_on_chunks_preemption_or_kept_prefixes(
+def test_outputs_do_not_depend_on_chunks_preemption_or_cached_prefixes(
     family_folder: Callable[[str], Path], family: str, dtype: str, quantize: str | None
 ) -> None:
     folder = family_folder(family)
@@ -135,7 +135,7 @@ def test_a_step_of_many_prompts_gives_each_its_own_numbers(quantize: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_copy_that_drafts_changes_no_number(folder: Path, dtype: str) -> None:
+def test_a_drafting_copy_changes_no_output(folder: Path, dtype: str) -> None:
     """An int4 copy of int8 weights: the drafter's rounding differs."""
     fields = settings(dtype, "int8")
     with SpecEngine(folder, draft="none", **fields) as engine:

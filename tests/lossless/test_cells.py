@@ -28,7 +28,7 @@ def test_float32_cells_part_at_ties_alone(family: Family, shape: str) -> None:
     assert [parting for parting in found if not parting.gap < FLOAT32_GAP] == []
 
 
-def test_a_walk_that_accepts_what_was_not_chosen_is_seen(
+def test_a_walk_that_accepts_unchosen_tokens_is_detected(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = DecodeLoop._walk

@@ -23,7 +23,7 @@ def ask(folder: Path, temperature: float, **fields: Any) -> list[Completion]:
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_noise_changes_what_is_accepted_and_no_text(folder: Path, shape: str, graphs: bool) -> None:
+def test_the_noise_changes_acceptance_but_no_text(folder: Path, shape: str, graphs: bool) -> None:
     fields: dict[str, Any] = {"draft": "mtp", "adaptive": False, "graphs": graphs, **SHAPES[shape]}
     plain = ask(folder, 1.0, draft="none")
     shared, without = (ask(folder, 1.0, **fields, draft_noise=noise) for noise in (True, False))
@@ -34,7 +34,7 @@ def test_the_noise_changes_what_is_accepted_and_no_text(folder: Path, shape: str
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_without_a_temperature_there_is_none_to_leave_out(folder: Path, graphs: bool) -> None:
+def test_without_a_temperature_there_is_no_noise(folder: Path, graphs: bool) -> None:
     fields: dict[str, Any] = {"draft": "mtp", "adaptive": False, "graphs": graphs, **SHAPES["tree"]}
     shared, without = (ask(folder, 0.0, **fields, draft_noise=noise) for noise in (True, False))
     assert [own.origins for own in shared] == [own.origins for own in without]

@@ -129,7 +129,7 @@ def test_a_shape_chosen_by_the_clock_changes_nothing(
 @EXHAUSTIVE
 @pytest.mark.parametrize("backing", BACKINGS)
 @pytest.mark.parametrize("family", only({"qwen3_5"}, ["qwen3", "qwen3_5", "nemotron_h"]))
-def test_drafts_give_way_before_anyone_waits(folder: Folder, family: str, backing: str) -> None:
+def test_drafts_are_shrunk_before_requests_wait(folder: Folder, family: str, backing: str) -> None:
     """Long outputs in little memory: drafts shrink, their slots are reclaimed, and rows are preempted."""
     cases = plain(folder(family), 8, max_tokens=55)
     with drafting_engine(folder(family), "oracle", cases, slots=backing, **SHAPES["tree"]) as (engine, _):

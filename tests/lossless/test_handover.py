@@ -115,7 +115,7 @@ def lengths(said: Sequence[Sequence[Completion]]) -> float:
     ("family", "drafter", "shape", "backing", "steps"),
     only(lambda cell: cell[0] == "qwen3_5", CELLS + OTHERS),
 )
-def test_texts_and_drafts_are_those_of_one_engine(
+def test_texts_and_drafts_equal_one_engine(
     family_folder: Callable[..., Path], family: str, drafter: str, shape: str, backing: str, steps: str
 ) -> None:
     fields = fields_of(drafter, shape, backing, steps)
@@ -177,7 +177,7 @@ def test_other_bytes_give_another_text(family_folder: Callable[..., Path], spoil
         assert texts(by_two(reader, writer, copied=spoil)) != texts(by_one(one))
 
 
-def test_a_prompt_that_is_there_is_not_fetched(folder: Path) -> None:
+def test_a_cached_prompt_is_not_fetched(folder: Path) -> None:
     with engines(folder, 2, fields_of("mtp", "tree", "record", "host")) as (reader, writer):
         assert transfer_prefix(reader, writer, PROMPTS[0])
         assert not transfer_prefix(reader, writer, PROMPTS[0])
@@ -216,7 +216,7 @@ def test_a_reader_that_preempts_lends_the_same(folder: Path) -> None:
         )
 
 
-def test_a_prompt_that_is_preempted_does_not_wait_for_what_it_lends_itself(folder: Path) -> None:
+def test_a_preempted_prompt_does_not_wait_for_its_own_loan(folder: Path) -> None:
     """Its memory holds one prompt: blocks that it has lent must not block its own new prefill."""
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (one,):
@@ -311,7 +311,7 @@ def fail_once(engine: SpecEngine) -> None:
     loop._choose = fail  # type: ignore[method-assign]
 
 
-def test_a_prompt_that_gives_no_numbers_is_not_lent(folder: Path) -> None:
+def test_a_prompt_with_nan_is_not_lent(folder: Path) -> None:
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (engine,):
         norm_D = engine.model.network.norm_D
@@ -339,7 +339,7 @@ def test_a_loan_that_is_given_back_early_is_not_read_on(folder: Path) -> None:
         assert engine.transfers.arena.usage().free_slabs == engine.transfers.arena.usage().slabs
 
 
-def test_memory_that_lands_is_left_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_landing_memory_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Detects a mutant: zeroing a landing's state after the transfer has written it."""
     fields = fields_of("none", "chain", "record", "host")
 
@@ -413,7 +413,7 @@ def test_no_landing_waits_for_an_engine_that_hangs(folder: Path) -> None:
         assert hanging.result(60)
 
 
-def test_requests_wait_for_what_is_lent_and_are_not_refused(folder: Path) -> None:
+def test_requests_wait_for_lent_memory_and_are_not_refused(folder: Path) -> None:
     """The engine sleeps meanwhile: a message wakes it when the lent memory is returned."""
     fields = fields_of("none", "chain", "record", "host")
     with engines(folder, 1, fields) as (one,):
@@ -451,7 +451,7 @@ def test_no_more_land_than_can_run(folder: Path) -> None:
                 engine.transfers.drop(landing).result(60)
 
 
-def test_a_landing_begins_when_the_last_request_ends(folder: Path) -> None:
+def test_a_landing_starts_when_the_last_request_ends(folder: Path) -> None:
     """It waited behind that request, and no other message would wake the engine."""
     with engines(folder, 1, {**fields_of("none", "chain", "record", "host"), "max_running": 1}) as (engine,):
         holds, go_on = Event(), Event()

@@ -198,7 +198,7 @@ MUTANTS = [(mutant, "record", EVERY_CELL) for mutant in OF_EVERY_FAMILY] + [*OF_
 
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
 @pytest.mark.parametrize("family", only(EVERY_CELL, REPRESENTATIVES))
-def test_the_loop_as_it_is_keeps_the_texts(known: Known, family: str, backing: str) -> None:
+def test_the_unmutated_loop_keeps_the_texts(known: Known, family: str, backing: str) -> None:
     assert keeps_the_texts(known, family, backing)
 
 

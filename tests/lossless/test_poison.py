@@ -49,7 +49,7 @@ def poisoned(engine: SpecEngine, value: float) -> SpecEngine:
 
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
-def test_a_rejected_draft_that_is_no_number_changes_nothing(folder: Path, kernels: str, backing: str) -> None:
+def test_a_rejected_nan_draft_changes_nothing(folder: Path, kernels: str, backing: str) -> None:
     prompts = [[1, 2, 3], [4, 5]]
     with SpecEngine(folder, dtype="float64", kernels=kernels, draft="none", max_model_len=64) as engine:
         expected = [c.token_ids for c in poisoned(engine, float("nan")).generate(prompts, PARAMS)]

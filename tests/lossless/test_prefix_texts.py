@@ -175,7 +175,7 @@ def test_a_request_is_not_blocked_by_its_own_cached_prefix(
 
 @pytest.mark.parametrize(("family", "draft"), [("qwen3", "eagle"), ("qwen3_5", "mtp")])
 @pytest.mark.parametrize("graphs", [False, True], ids=["host", "device"])
-def test_a_head_goes_on_as_if_it_had_read_all(
+def test_a_head_continues_as_after_a_full_prefill(
     known: Callable[[str], Known], family: str, draft: str, graphs: bool
 ) -> None:
     """Whatever the arena held before, a cached prefix includes the head's keys of every token."""
@@ -197,7 +197,7 @@ def test_a_head_goes_on_as_if_it_had_read_all(
         assert warm > 0.9 * cold > 1
 
 
-def test_texts_of_one_step_that_go_on_from_each_other_keep_their_own_states(
+def test_requests_of_one_step_with_nested_prefixes_keep_their_own_states(
     checkpoint: Callable[..., Path],
 ) -> None:
     """Without attention a node holds no blocks: any text that continues it extends it."""

@@ -73,7 +73,7 @@ def test_texts_are_those_without_a_cache(
         assert sum(own.stats.cached_tokens for own in found) > 300
 
 
-def test_the_state_of_another_prefix_is_noticed(
+def test_the_state_of_another_prefix_is_detected(
     folder: Path, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutant: the cache returns an ancestor's state."""
@@ -112,7 +112,7 @@ def continued(folder: Path) -> list[tuple[list[int], int, Completion]]:
 
 
 @pytest.mark.parametrize("draft", ["none", "mtp"])
-def test_a_prompt_is_found_again_at_any_length(
+def test_a_prompt_is_a_cache_hit_at_any_length(
     folder: Path, continued: list[tuple[list[int], int, Completion]], draft: str
 ) -> None:
     with SpecEngine(folder, prefix_cache=True, **DRAFTS[draft], **SETTINGS) as engine:
@@ -186,7 +186,7 @@ def test_a_fully_marked_prompt_is_cached_for_its_continuations(folder: Path) -> 
 
 
 @pytest.mark.parametrize("draft", ["none", "mtp"])
-def test_numbers_that_are_wrong_once_serve_nobody_later(
+def test_nan_is_not_cached_for_later_requests(
     folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stem, right = PROMPTS[0], LoadedHalfLayer.run

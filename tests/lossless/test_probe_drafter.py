@@ -92,7 +92,7 @@ def texts(folder: Path, **fields: Any) -> tuple[list[Sequence[int]], int]:
 @pytest.mark.parametrize("draft", ["followers", "auto"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("graphs", [False, True])
-def test_texts_are_those_without_a_drafter(
+def test_texts_equal_those_without_a_drafter(
     folder: Path, made: list[Followers], draft: str, shape: str, graphs: bool
 ) -> None:
     expected, _ = texts(folder, draft="none")

@@ -49,7 +49,7 @@ def test_a_token_takes_a_byte_for_each_number(plain: tuple[Path, list[Case]]) ->
 
 
 @pytest.mark.skipif(compiled() is None, reason="no C compiler")
-def test_that_c_reads_no_eight_bits_is_said(
+def test_a_c_kernel_without_an_8_bit_cache_is_reported(
     plain: tuple[Path, list[Case]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -71,7 +71,7 @@ CELLS = [
 @pytest.mark.parametrize(
     ("family", "drafter", "shape", "backing"), only(lambda cell: cell[0] == "qwen3_5", CELLS)
 )
-def test_texts_of_mixed_widths_are_those_of_plain_decoding(
+def test_texts_of_mixed_widths_equal_plain_decoding(
     known: Known, family: str, drafter: str, shape: str, backing: str
 ) -> None:
     assert keeps_the_texts(known, family, drafter, shape, backing)

@@ -152,14 +152,14 @@ def test_a_request_looks_at_its_parameters_once(
     assert (made, len(read)) == ([3], 1)
 
 
-def test_the_models_own_end_has_no_reason_though_it_is_asked_for_too(engines: dict[str, SpecEngine]) -> None:
+def test_eos_has_no_stop_reason_even_if_also_requested(engines: dict[str, SpecEngine]) -> None:
     """As in vLLM, which checks the model's EOS first."""
     for ignored, reason in ((False, None), (True, END)):
         own = write(engines["plain"], logit_bias={END: 100.0}, stop_token_ids=[END, 8], ignore_eos=ignored)
         assert (own.finish_reason, own.stop_reason) == ("stop", reason)
 
 
-def test_synthetic_acceptance_takes_no_rules_of_words(family_folder: Callable[..., Path]) -> None:
+def test_synthetic_acceptance_refuses_bad_words(family_folder: Callable[..., Path]) -> None:
     with SpecEngine(family_folder("qwen3_next"), draft="mtp", synthetic_acceptance=2.0) as engine:
         for field, value in (("bad_words", ["a"]), ("allowed_token_ids", [1])):
             with pytest.raises(RequestError) as caught:

@@ -148,7 +148,7 @@ MUTANTS = {
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_rounding_in_another_place_is_noticed(
+def test_a_misplaced_rounding_is_detected(
     case: Callable[[str, int], Case], mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, module, name, replacement = MUTANTS[mutant]

@@ -177,7 +177,7 @@ def test_code_of_a_checkpoint_is_never_run(single: Path) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["Infinity", '{"__float__": "Infinity"}'])
-def test_infinity_is_read_in_both_spellings(spelling: str, single: Path) -> None:
+def test_infinity_is_parsed_in_both_spellings(spelling: str, single: Path) -> None:
     (single / "generation_config.json").write_text(f'{{"limit": [0.0, {spelling}], "other": {{"a": 1}}}}')
     assert Checkpoint(single).generation_config == {"limit": [0.0, float("inf")], "other": {"a": 1}}
 

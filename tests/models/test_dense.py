@@ -179,7 +179,7 @@ def test_published_configs_are_read() -> None:
     ],
     ids=str,
 )
-def test_llama3_frequencies_are_bit_for_bit_those_of_transformers(
+def test_llama3_frequencies_equal_transformers_bit_for_bit(
     head_dim: int, outer: int | None, changes: dict[str, Any]
 ) -> None:
     """The original context length may be in either field, or default to the context length."""
@@ -219,9 +219,7 @@ def test_llama3_frequencies_are_bit_for_bit_those_of_transformers(
     ],
     ids=str,
 )
-def test_scaled_positions_are_bit_for_bit_those_of_transformers(
-    head_dim: int, scaling: dict[str, Any]
-) -> None:
+def test_scaled_positions_equal_transformers_bit_for_bit(head_dim: int, scaling: dict[str, Any]) -> None:
     config = LLAMA | {"head_dim": head_dim, "rope_scaling": scaling, "max_position_embeddings": 5000}
     module = LlamaRotaryEmbedding(transformers.LlamaConfig(**{**config, "rope_scaling": dict(scaling)}))
     (rope,) = {mixer.rope for mixer in mixers(config)}
@@ -275,7 +273,7 @@ def test_wrong_settings_of_yarn_are_named(change: dict[str, Any], field: str, wh
 
 
 @pytest.mark.parametrize("kinds", [[SLIDING, FULL, SLIDING], [FULL, FULL, SLIDING]])
-def test_mistral_with_layer_types_is_what_transformers_takes_it_for(kinds: list[str], tmp_path: Path) -> None:
+def test_mistral_with_layer_types_equals_transformers(kinds: list[str], tmp_path: Path) -> None:
     """AutoConfig reads such a file as Ministral, in which layers of both kinds may alternate."""
     config = transformers.MinistralConfig(
         vocab_size=61,

@@ -89,7 +89,7 @@ def test_random_configs_belong_to_the_named_family(family: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", DRAWN)
-def test_logits_and_greedy_text_are_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
+def test_logits_and_greedy_text_equal_transformers(family: str, seed: int, tmp_path: Path) -> None:
     """Chunk sizes alternate between C and torch kernels; every tensor on disk is one of ours."""
     one = Case(family, seed, tmp_path)
     taken, stored = take_all(tmp_path), read_tensors(tmp_path)

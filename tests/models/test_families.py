@@ -108,7 +108,7 @@ def test_tensors_of_one_shape_are_not_confused(family: str, seed: int, tmp_path:
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_head_is_left_alone_unless_asked_for(family: str, tmp_path: Path) -> None:
+def test_head_is_loaded_only_on_request(family: str, tmp_path: Path) -> None:
     save(drawn(family, mtp=True), tmp_path)
     without, with_head = take_all(tmp_path, mtp=False), take_all(tmp_path, mtp=True)
     assert (

@@ -73,7 +73,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_logits_are_those_of_the_widened_weights(
+def test_logits_equal_those_of_the_widened_weights(
     name: str, kernels: str, pair: Callable[[str], Pair]
 ) -> None:
     narrow, wide = pair(name)
@@ -218,7 +218,7 @@ def test_text_is_the_same_with_drafts_and_without(settings: Any, pair: Callable[
     assert done.stats.drafted > 0
 
 
-def test_bytes_are_told_as_they_are_stored_and_kept(pair: Callable[[str], Pair]) -> None:
+def test_stored_and_resident_bytes_are_reported(pair: Callable[[str], Pair]) -> None:
     narrow, wide = pair("qwen3_next")
     config = {"device": "cpu", "dtype": "float32", "memory_bytes": 1 << 26, "draft": "mtp"}
     told = {

@@ -108,7 +108,7 @@ def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: GgufType) -> None
 
 
 @pytest.mark.parametrize("kind", KEPT_BLOCKS, ids=[kind.name for kind in KEPT_BLOCKS])
-def test_integers_with_their_scales_and_offsets_are_those_numbers(kind: GgufType) -> None:
+def test_dequantised_integers_equal_the_reference(kind: GgufType) -> None:
     """Equal except for the last bit of a sum of two numbers."""
     block_BX = random_blocks(kind, 60, 1)
     form, data, shape = KEPT[kind.name], block_BX.reshape(-1), (20, 3 * kind.numbers)
@@ -164,7 +164,7 @@ def blocks_file(path: Path, kind: GgufType, *, wide: bool) -> Path:
 
 
 @pytest.mark.parametrize("name", WIDER)
-def test_logits_of_few_bits_are_those_of_the_weights_that_they_stand_for(name: str, tmp_path: Path) -> None:
+def test_logits_of_quantised_weights_equal_those_of_their_dequantised_form(name: str, tmp_path: Path) -> None:
     """Equal except that activations, and products of two scales, are rounded."""
     kind = next(own for own in KINDS.values() if own.name == name)
     logits = []
@@ -298,7 +298,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("family", WRITTEN)
-def test_a_file_is_the_checkpoint_that_it_was_made_from(
+def test_a_file_equals_its_source_checkpoint(
     family: str, family_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
@@ -360,7 +360,7 @@ def test_frequencies_are_scaled_as_in_llama_3(checkpoint: Callable[..., Path], t
         read(plain_N / frequency_N + torch.linspace(0, 1, 64))
 
 
-def test_a_delta_net_and_its_head_are_those_of_the_checkpoint(
+def test_a_delta_net_and_its_head_equal_the_checkpoint(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice as many value heads as key heads, interleaved in a file."""
@@ -375,7 +375,7 @@ def test_a_delta_net_and_its_head_are_those_of_the_checkpoint(
     assert_equal(Checkpoint(path), Checkpoint(folder))
 
 
-def test_shapes_are_found_without_the_compiler_of_torch(
+def test_shapes_are_derived_without_torch_compile(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Importing it takes 1.2 s; arithmetic on meta tensors, such as norms and decays, would trigger that."""
@@ -489,7 +489,7 @@ SPLIT = {
 
 @pytest.mark.parametrize("pre", SPLIT)
 @pytest.mark.parametrize("begins", [False, True])
-def test_texts_have_the_tokens_of_the_tokenizer_that_a_file_was_made_from(
+def test_a_files_tokenizer_equals_its_source_tokenizer(
     pre: str, begins: bool, family_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     theirs = tokenizers.Tokenizer(models.BPE())
@@ -570,7 +570,7 @@ def test_oversized_metadata_are_not_read(tmp_path: Path) -> None:
             GgufFile(tmp_path / "a.gguf")
 
 
-def test_metadata_and_tensors_are_those_that_gguf_wrote(small: bytes, tmp_path: Path) -> None:
+def test_metadata_and_tensors_equal_those_written_by_gguf(small: bytes, tmp_path: Path) -> None:
     (path := tmp_path / "small.gguf").write_bytes(small)
     file = GgufFile(path)
     assert file.metadata["tests.uint32"] == 7 and file.metadata["tests.int64"] == -7
@@ -611,7 +611,7 @@ def test_no_damage_does_more_than_refuse_the_file(count: int, small: bytes, tmp_
 
 @pytest.mark.parametrize("count", [100, pytest.param(3_000, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("architecture", ["llama", "qwen35"])
-def test_whatever_metadata_say_a_model_is_read_or_refused(
+def test_any_metadata_either_load_or_are_refused(
     architecture: str,
     count: int,
     checkpoint: Callable[..., Path],

@@ -91,9 +91,7 @@ def differ(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_logits_are_those_of_the_checkpoint(
-    name: str, folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_logits_equal_the_checkpoint(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder, head = folders(name), WRITTEN[name].head
     path = write_file(WRITTEN[name], folder, tmp_path / "small.gguf")
     assert differ(read(path, head=head), read(folder, head=head)) < 1e-5
@@ -312,7 +310,7 @@ def test_a_tied_output_of_falcon_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [8, pytest.param(500, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_whatever_metadata_say_a_model_is_read_or_refused(
+def test_any_metadata_either_load_or_are_refused(
     name: str, count: int, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = write_file(WRITTEN[name], folders(name), tmp_path / "small.gguf")

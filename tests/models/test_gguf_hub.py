@@ -125,7 +125,7 @@ def test_the_file_that_is_meant_is_downloaded_alone(
         find_folder(f"{NAME}:BF16")
 
 
-def test_a_tag_that_is_not_there_is_answered_with_those_that_are(hub: Hub, repo: Repo) -> None:
+def test_an_unknown_tag_is_answered_with_the_existing_ones(hub: Hub, repo: Repo) -> None:
     known = "Q6_K, BF16, Q4_K_M, Q8_0, UD-Q4_K_XL"
     with pytest.raises(CheckpointError, match=f"has no GGUF file Q5_K_M; of its files give one of {known}$"):
         find_folder(f"{NAME}:Q5_K_M")
@@ -225,7 +225,7 @@ def test_a_description_of_an_unread_type_downloads_no_more(
     assert asked == [len(data) - 1]
 
 
-def test_a_file_without_a_suffix_is_told_by_its_first_bytes(data: bytes, tmp_path: Path) -> None:
+def test_a_file_without_a_suffix_is_recognised_by_its_magic_bytes(data: bytes, tmp_path: Path) -> None:
     (blob := tmp_path / "sha256-0123").write_bytes(data)
     (tmp_path / "other").write_bytes(b"GGU")
     assert link_of(find_folder(blob)) == blob and list(Checkpoint(blob).names())

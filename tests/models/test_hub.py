@@ -184,7 +184,7 @@ def test_a_folder_of_that_name_comes_first(hub: Hub, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_names_on_the_hub_are_told_from_paths(text: str, name: tuple[str, str] | None) -> None:
+def test_hub_names_are_distinguished_from_paths(text: str, name: tuple[str, str] | None) -> None:
     assert HubName.read(text) == (name and (*name, None))
 
 
@@ -222,7 +222,7 @@ def test_files_that_differ_from_the_hubs_description_are_refused(
     assert (find_folder("a/b") / SINGLE).read_bytes() == WEIGHTS
 
 
-def test_a_text_too_large_to_parse_and_files_of_another_commit_are_not_downloaded(
+def test_oversized_text_files_and_files_of_another_commit_are_not_downloaded(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repository, "MOST_TEXT_BYTES", 1000)
@@ -268,7 +268,7 @@ def test_a_range_other_than_requested_is_dropped(hub: Hub, monkeypatch: pytest.M
         pass
 
 
-def test_shards_are_those_that_the_index_names(hub: Hub) -> None:
+def test_only_shards_in_the_index_are_downloaded(hub: Hub) -> None:
     shards = {f"model-{i}-of-2.safetensors": bytes(LARGE * i) for i, LARGE in ((1, 200_000), (2, 100))}
     index = json.dumps({"weight_map": dict(zip("abc", (*shards, *shards), strict=False))}).encode()
     files = {**SMALL, **shards, INDEX: index, "model-old.safetensors": b"x", "pytorch_model.bin": b"x"}
@@ -369,7 +369,7 @@ def test_a_password_in_the_mirrors_address_is_not_shown(
     assert not any("s3cret" in text for text in (caplog.text, *capfd.readouterr()))
 
 
-def test_a_token_opens_what_is_private_and_stays_with_the_hub(
+def test_a_token_opens_private_repositories_and_is_sent_to_the_hub_only(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repos[NAME].token = "hf_right"
@@ -414,7 +414,7 @@ def test_a_description_downloads_headers_alone(hub: Hub) -> None:
 
 
 @EXHAUSTIVE
-def test_the_command_downloads_is_interrupted_and_goes_on(expected: str, tmp_path: Path) -> None:
+def test_the_command_resumes_an_interrupted_download(expected: str, tmp_path: Path) -> None:
     with serve() as hub:
         hub.repos[NAME] = Repo.of(TINY)
         hub.repos[NAME].stalls.add(SINGLE)

@@ -64,7 +64,7 @@ def test_states_are_windows_and_records_their_next_inputs(family_folder: Callabl
     assert sum(own.conv_inputs * own.channels * 2 for own in windows if own) == 144 * 1024
 
 
-def test_the_text_of_a_vision_model_is_read(tmp_path: Path) -> None:
+def test_the_text_part_of_a_vision_model_is_loaded(tmp_path: Path) -> None:
     text = lfm2.draw(Random(2))
     vision = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Lfm2VlConfig(

@@ -46,7 +46,7 @@ def test_the_norms_epsilon_has_the_two_names_that_transformers_reads() -> None:
         assert families.network(own | {name: 1e-3}).norm.eps == known.norm_eps == 1e-3
 
 
-def test_the_text_of_a_vision_model_is_read(tmp_path: Path) -> None:
+def test_the_text_part_of_a_vision_model_is_loaded(tmp_path: Path) -> None:
     text = DRAWN["lfm3"].draw(Random(1))
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.Lfm3VlConfig(text_config=text.to_dict(), vision_config=vision)

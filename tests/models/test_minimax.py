@@ -71,7 +71,7 @@ def test_the_first_entries_of_a_head_are_rotated(tmp_path: Path, monkeypatch: py
     assert relative(found_TV, expected_TV) < LOGITS_RELATIVE < relative(whole_TV, expected_TV)
 
 
-def test_rotary_dim_decides_beside_a_partial_rotary_factor() -> None:
+def test_rotary_dim_overrides_partial_rotary_factor() -> None:
     """As in vLLM, which overwrites the factor; transformers ignores both."""
     rope = SAVED["rope_parameters"] | {"partial_rotary_factor": 0.25}
     assert families.network(SAVED | {"rope_parameters": rope}) == families.network(SAVED)

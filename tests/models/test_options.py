@@ -114,9 +114,7 @@ def away(family: str, rng: Random) -> dict[str, Any]:
         for seed in range(6)
     ],
 )
-def test_all_fields_at_once_mean_what_they_mean_to_transformers(
-    family: str, seed: int, tmp_path: Path
-) -> None:
+def test_all_fields_together_equal_transformers(family: str, seed: int, tmp_path: Path) -> None:
     changes = away(family, Random(f"{family} {seed}"))
     assert len(changes) > len(declared(family)) / 2
     assert gap(family, built(family, changes), tmp_path) < LOGITS_RELATIVE, changes
@@ -124,9 +122,7 @@ def test_all_fields_at_once_mean_what_they_mean_to_transformers(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "name", "option"), EACH, ids=lambda own: str(getattr(own, "value", own)))
-def test_a_field_means_what_it_means_to_transformers(
-    family: str, name: str, option: Option, tmp_path: Path
-) -> None:
+def test_each_field_equals_transformers(family: str, name: str, option: Option, tmp_path: Path) -> None:
     config = built(family, {name: option.value, **option.beside})
     if option.refused:
         with pytest.raises(CheckpointError) as error:

@@ -76,7 +76,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_logits_are_those_of_the_widened_weights(
+def test_logits_equal_those_of_the_widened_weights(
     family: str, layout: str, kernels: str, pairs: Pairs
 ) -> None:
     narrow, wide = pairs(family, layout)
@@ -107,7 +107,7 @@ def test_a_gpus_kernels_widen(pairs: Pairs) -> None:
 
 @in_c
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_products_are_exact_sums_of_what_is_stored(layout: str, pairs: Pairs) -> None:
+def test_products_are_exact_sums_of_the_stored_weights(layout: str, pairs: Pairs) -> None:
     """In float64, from the twin's weights, which our code did not unpack."""
     narrow, wide = pairs("qwen3_next", layout)
     found, twin = open_weights(narrow), open_weights(wide)
@@ -261,7 +261,7 @@ def test_the_handling_of_weights_is_logged(
 
 @in_c
 @pytest.mark.parametrize("layout", ["gptq", "awq", "packed", "packed by output", "int8", "int8, mixed"])
-def test_bytes_are_told_as_they_are_stored_and_kept(
+def test_stored_and_resident_bytes_are_reported(
     layout: str, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     narrow, wide = pairs("qwen3_next", layout)
@@ -474,9 +474,7 @@ def test_unreadable_formats_are_refused_by_name(
         ("gptq, 8 bits by output", without_list(desc_act=True)),
     ],
 )
-def test_groups_that_follow_each_other_are_read(
-    layout: str, spoil: Change, pairs: Pairs, tmp_path: Path
-) -> None:
+def test_consecutive_groups_are_accepted(layout: str, spoil: Change, pairs: Pairs, tmp_path: Path) -> None:
     """With the group list, or without one if there is one group or none was quantized in another order."""
     narrow, wide = pairs("qwen3", layout)
     own = Path(shutil.copytree(narrow, tmp_path / "own"))
@@ -529,7 +527,7 @@ def test_usual_expressions_are_read(expression: str, left_out: bool) -> None:
     assert (numbers is None) == left_out
 
 
-def test_a_head_in_whole_numbers_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_integer_head_is_refused_by_name(tmp_path: Path) -> None:
     shutil.copytree(SHIPPED["tiny"] / "eagle3", tmp_path / "head")
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     edit_config(tmp_path / "head", quantization_config=config)

@@ -149,7 +149,7 @@ def test_oversized_steps_are_recorded_only_once(monkeypatch: pytest.MonkeyPatch)
     assert 0 < recorded[0] <= 6
 
 
-def test_tapes_give_way_to_those_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_tapes_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = answers("chain")
     monkeypatch.setattr(tape, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(tape, "MOST_FORMS", 4)

@@ -27,7 +27,7 @@ TEXT = [5, 17, 40, 3, 3, 28, 61, 9]
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (1, 1), (5, 33), (2, 3, 65)])
-def test_two_numbers_lie_in_a_byte_and_come_out_as_they_were(shape: tuple[int, ...]) -> None:
+def test_two_4_bit_weights_share_a_byte_and_round_trip(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     matrix = INT4.quantise(torch.randn(shape, generator=generator, dtype=torch.bfloat16))
     matrix.number_ND.view(-1)[:1] = -8
@@ -61,7 +61,7 @@ def read(model: LoadedModel, network: Network) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "kernels"), [("bfloat16", "auto"), ("float32", "reference")])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_copy_is_the_network_as_it_is_read_in_4_bits(
+def test_the_copy_equals_the_network_loaded_in_4_bits(
     family_folder: Callable[..., Path], family: str, dtype: str, kernels: str
 ) -> None:
     """To the bit; the network itself is unchanged by its copy."""
@@ -78,7 +78,7 @@ def test_the_copy_is_the_network_as_it_is_read_in_4_bits(
     assert not torch.equal(wide_TV, read(load(folder, draft="none", quantize="int4", **given)[0], copy))
 
 
-def test_the_copy_shares_what_is_not_rounded(folder: Path) -> None:
+def test_the_copy_shares_unquantised_weights(folder: Path) -> None:
     model, copy = load(folder, draft="self-int4")
     assert copy is not None
     assert copy.embed_VD is model.network.embed_VD and copy.rope is model.network.rope

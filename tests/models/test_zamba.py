@@ -29,7 +29,7 @@ def uses(network: spec.NetworkSpec) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [transformers.Zamba2Config, transformers.ZambaConfig])
-def test_layers_that_no_field_names_are_those_of_transformers(kind: type[PreTrainedConfig]) -> None:
+def test_default_layers_equal_transformers(kind: type[PreTrainedConfig]) -> None:
     config = kind()
     fields = config.to_dict()
     named = families.network(fields)

@@ -277,7 +277,7 @@ def test_a_giant_body_is_not_read(is_chunked: bool) -> None:
     run(test(), 60)
 
 
-def test_a_beat_of_as_many_leases_as_there_may_be_is_read() -> None:
+def test_a_heartbeat_of_the_maximum_number_of_leases_is_accepted() -> None:
     async def test() -> None:
         async with Lender().listening() as lender:
             beat = {"engine": lender.engine, "leases": ["1" * 32] * MOST_BEATS}
@@ -345,7 +345,7 @@ def test_invalid_http_is_answered_without_echo_and_not_logged(
     assert not [own for own in caplog.records if own.name.startswith(("aiohttp", "specdec"))]
 
 
-def test_headers_and_bodies_that_come_slowly_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_headers_and_bodies_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def dribble(writer: asyncio.StreamWriter, data: bytes) -> None:
         with contextlib.suppress(ConnectionError):
             for byte in data:
@@ -373,7 +373,7 @@ def test_headers_and_bodies_that_come_slowly_are_not_waited_for(monkeypatch: pyt
     run(test())
 
 
-def test_answers_that_are_not_taken_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_answers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         lender = Lender()
         lender.kept = {(prefix, 1) for prefix in range(100_000)}

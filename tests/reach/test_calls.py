@@ -82,7 +82,7 @@ def test_a_status_that_was_changed_is_refused(status: int, signed_status: int) -
     assert not Recorded.parsed
 
 
-def test_no_nonce_is_sent_twice_where_a_server_closes_connections_that_it_has_kept() -> None:
+def test_no_nonce_is_sent_twice_if_a_server_closes_idle_connections() -> None:
     """The server closes as the next request arrives, so that the client has to retry."""
     nonces: list[str] = []
 

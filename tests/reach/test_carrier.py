@@ -184,7 +184,7 @@ def test_detached_and_attached_again(make: Make) -> None:
     assert torch.equal(pair.here.block_bytes_X(5), pair.there.block_bytes_X(9))
 
 
-def test_a_peer_that_has_two_names_is_read_by_both(make: Make) -> None:
+def test_a_peer_with_two_names_can_be_read_by_both(make: Make) -> None:
     pair = Pair(make)
     pair.attach("Q")
     pair.read([5], [9]).done.result(LONG_S)

@@ -59,7 +59,7 @@ def test_a_lease_is_opened_read_and_closed() -> None:
     run(test())
 
 
-def test_a_room_tells_blocks_while_its_prompt_is_still_read() -> None:
+def test_a_room_lists_blocks_during_prefill() -> None:
     async def test() -> None:
         async with Lender(wait_s=5).listening() as lender, reading(lender.port) as (peers, _):
             reference = lender.room(2**63 - 1)
@@ -122,7 +122,7 @@ def test_an_unwanted_prompt_is_released_at_once() -> None:
     run(test())
 
 
-def test_beats_keep_a_lease_and_tell_when_it_is_over() -> None:
+def test_heartbeats_renew_a_lease_and_report_its_end() -> None:
     async def test() -> None:
         async with Lender().listening() as lender, reading(lender.port) as (peers, _):
             held = [await lender.read() for _ in range(3)]
@@ -261,7 +261,7 @@ def test_many_requests_that_meet_a_peer_at_once_shake_hands_once() -> None:
     run(test())
 
 
-def test_a_router_may_ask_which_states_are_kept() -> None:
+def test_a_router_may_query_cached_prefixes() -> None:
     async def test() -> None:
         lender = Lender(kept={(prefix, 7) for prefix in range(1000)})
         async with lender.listening():
@@ -458,7 +458,7 @@ def test_both_sides_speak_over_ipv6_too() -> None:
     run(test())
 
 
-def test_a_server_that_stops_lets_nobody_wait() -> None:
+def test_a_stopping_server_ends_waiting_requests() -> None:
     async def test() -> None:
         lender = Lender(wait_s=30)
         async with lender.listening(), reading(lender.port) as (peers, _):

@@ -63,7 +63,7 @@ def pair():  # type: ignore[no-untyped-def]
     made.close()
 
 
-def test_a_stalled_read_is_lost_at_its_deadline_and_writes_until_it_is_over(pair: Pair) -> None:
+def test_a_stalled_read_fails_at_its_deadline_and_may_write_until_it_ends(pair: Pair) -> None:
     read = pair.stalled([7], [9], deadline_s=0.05)
     with pytest.raises(ReadLost, match="longer than"):
         read.done.result(LONG_S)
@@ -127,7 +127,7 @@ def test_a_read_in_quarantine_of_a_peer_that_dies_is_over(pair: Pair) -> None:
     [Quarantine(part=0.0, part_s=0.05, age_s=1e9), Quarantine(part=2.0, age_s=0.05)],
     ids=["size", "age"],
 )
-def test_a_long_quarantine_makes_the_agent_anew_and_no_late_byte_comes(quarantine: Quarantine) -> None:
+def test_a_long_quarantine_recreates_the_agent_and_no_late_byte_arrives(quarantine: Quarantine) -> None:
     pair = Pair(quarantine)
     other_there = arena(seed=2)
     other = Copies(other_there)
@@ -214,7 +214,7 @@ def test_reads_are_posted_by_turns(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     assert [block for piece in order for block in piece] == [64, 65, 7, *blocks[2:]]
 
 
-def test_an_agent_that_cannot_be_made_anew_ends_the_carrier_and_gives_memory_back(
+def test_an_agent_that_cannot_be_recreated_ends_the_carrier_and_releases_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = Pair(Quarantine(part=2.0, age_s=0.05))
@@ -251,7 +251,7 @@ def test_few_pieces_of_a_read_are_ahead(pair: Pair, monkeypatch: pytest.MonkeyPa
     large.done.result(LONG_S)
 
 
-def test_callers_are_heard_between_two_turns(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_processed_between_two_rounds(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that is given up while another one is copied is not started."""
     posts, goes_on = [], threading.Event()
     post = CopyingLink.post
@@ -302,7 +302,7 @@ def test_a_thread_that_is_stuck_holds_no_caller_up(monkeypatch: pytest.MonkeyPat
     peer.close()
 
 
-def test_a_piece_of_unknown_fate_keeps_its_memory_until_the_agent_is_gone(
+def test_an_uncertain_transfer_keeps_its_memory_until_the_agent_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = Pair(Quarantine(part=2.0, age_s=0.2))

@@ -44,7 +44,7 @@ def test_parts_of_descriptors_are_their_bytes_in_order(sizes, gap, piece_bytes, 
     assert cut.rows[:, 4].sum() == len(parts)
 
 
-def test_rows_as_given_stay_what_they_were() -> None:
+def test_given_rows_are_not_modified() -> None:
     rows = strided([(100, 2)], 0)
     before = rows.copy()
     Descriptors(rows, 30)

@@ -88,7 +88,7 @@ def test_a_fetched_prefix_equals_a_local_prefill(folder: Path, check: str) -> No
     run(test())
 
 
-def test_a_room_is_fetched_from_while_its_prompt_is_read(folder: Path) -> None:
+def test_a_room_is_fetched_during_its_prefill(folder: Path) -> None:
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             ids = prompt(1)
@@ -142,7 +142,7 @@ def test_a_hidden_state_that_the_head_cannot_read_is_refused(
     run(test())
 
 
-def test_a_peer_that_answers_at_once_with_nothing_new_is_not_asked_all_the_time(
+def test_a_peer_that_answers_at_once_without_news_is_polled_slowly(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a delay this used the whole event loop: 150 calls a second for each prompt."""
@@ -171,7 +171,7 @@ def test_a_peer_that_answers_at_once_with_nothing_new_is_not_asked_all_the_time(
     run(test())
 
 
-def test_rooms_that_never_come_hold_up_no_leases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rooms_that_never_appear_delay_no_leases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_client, "MOST_OF_A_PEER", 3)
     monkeypatch.setattr(fetch, "MOST_ENTERING", 3)
 
@@ -211,7 +211,7 @@ def test_prompts_that_are_declined_do_not_add_up(folder: Path, monkeypatch: pyte
     run(test())
 
 
-def test_an_engine_that_has_two_addresses_is_read_by_both(folder: Path) -> None:
+def test_an_engine_with_two_addresses_can_be_read_by_both(folder: Path) -> None:
     """Connecting to one address does not end reads through the other."""
 
     async def test() -> None:
@@ -263,7 +263,7 @@ def test_only_the_missing_part_is_fetched(folder: Path) -> None:
     run(test())
 
 
-def test_a_prompt_that_is_short_or_there_is_not_fetched(folder: Path) -> None:
+def test_a_short_or_cached_prompt_is_not_fetched(folder: Path) -> None:
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             found = []
@@ -284,9 +284,7 @@ def test_a_prompt_that_is_short_or_there_is_not_fetched(folder: Path) -> None:
         ({"port": 1}, "not_allowed"),
     ],
 )
-def test_a_reference_that_is_not_as_it_was_signed_fetches_nothing(
-    folder: Path, change: dict[str, Any], outcome: str
-) -> None:
+def test_a_tampered_reference_fetches_nothing(folder: Path, change: dict[str, Any], outcome: str) -> None:
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             ids = prompt(1)
@@ -396,9 +394,7 @@ def test_a_peer_that_stalls_costs_a_deadline_and_its_late_bytes_land_nowhere(fol
     run(test())
 
 
-def test_a_mutant_that_frees_what_was_given_up_is_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freeing_abandoned_memory_is_detected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with side(folder, **FIELDS) as reader, side(folder, peer=reader, **FIELDS) as writer:
             ids = prompt(1)
@@ -463,7 +459,7 @@ def test_a_client_that_leaves_gives_everything_back(folder: Path) -> None:
     run(test())
 
 
-def test_bytes_that_come_wrong_are_noticed_at_the_first_transfer(folder: Path) -> None:
+def test_corrupted_bytes_are_detected_at_the_first_transfer(folder: Path) -> None:
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             ids = prompt(1)
@@ -495,7 +491,7 @@ def test_a_peer_of_another_model_is_refused_by_name(folder: Path, caplog: pytest
     run(test())
 
 
-def test_without_memory_a_fetch_waits_and_then_the_prompt_is_read(folder: Path) -> None:
+def test_without_memory_a_fetch_waits_and_then_the_prompt_is_prefilled(folder: Path) -> None:
     async def test() -> None:
         async with side(folder, **FIELDS) as reader:
             layout = reader.engine.transfers.arena.layout

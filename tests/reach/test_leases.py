@@ -212,7 +212,7 @@ def test_a_client_that_leaves_before_the_end_ends_the_lease() -> None:
     run(test())
 
 
-def test_a_reader_that_wants_no_more_ends_the_reading_and_the_client_gets_its_answer() -> None:
+def test_a_reader_that_closes_early_ends_the_prefill_and_the_client_gets_its_answer() -> None:
     async def test() -> None:
         lender = Lender()
         lease, loan = lender.lend(room=5)
@@ -337,7 +337,7 @@ def test_a_room_is_of_one_prompt_and_serves_once() -> None:
     run(test())
 
 
-def test_a_reader_that_waits_for_a_room_hears_at_once_that_its_request_was_refused() -> None:
+def test_a_reader_waiting_for_a_room_gets_a_refusal_at_once() -> None:
     async def test() -> None:
         lender = Lender(wait_s=25)
         waiting = asyncio.create_task(lender.book.open_room(5, ask(lender)))

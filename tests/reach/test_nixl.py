@@ -131,7 +131,7 @@ def test_a_peer_killed_before_a_read(make: Make, start: Start) -> None:
 
 
 @sockets
-def test_bytes_of_a_stopped_peer_come_late_and_only_then_is_the_read_over(make: Make, start: Start) -> None:
+def test_a_read_from_a_stopped_peer_ends_only_after_its_last_byte(make: Make, start: Start) -> None:
     here, peer = arena(slabs=SLABS), start()
     reader = make(here, quarantine=NEVER)
     attach(reader, here, peer)
@@ -149,9 +149,7 @@ def test_bytes_of_a_stopped_peer_come_late_and_only_then_is_the_read_over(make: 
 
 
 @sockets
-def test_a_peer_detached_while_it_is_read_is_disconnected_when_the_read_is_over(
-    make: Make, start: Start
-) -> None:
+def test_a_peer_detached_during_a_read_is_disconnected_after_it(make: Make, start: Start) -> None:
     here, peer = arena(slabs=SLABS), start()
     reader = make(here, quarantine=NEVER)
     attach(reader, here, peer)
@@ -171,7 +169,7 @@ def test_a_peer_detached_while_it_is_read_is_disconnected_when_the_read_is_over(
 
 @sockets
 @EXHAUSTIVE
-def test_no_late_byte_lands_after_the_agent_was_made_anew(make: Make, start: Start) -> None:
+def test_no_late_byte_arrives_after_the_agent_is_recreated(make: Make, start: Start) -> None:
     here, peer, other = arena(slabs=SLABS), start(), start(seed=2)
     reader = make(here, quarantine=Quarantine(part=0.1, part_s=0.1))
     attach(reader, here, peer)
@@ -193,7 +191,7 @@ def test_no_late_byte_lands_after_the_agent_was_made_anew(make: Make, start: Sta
 
 @sockets
 @EXHAUSTIVE
-def test_close_while_a_stopped_peer_is_read(make: Make, start: Start) -> None:
+def test_close_during_a_read_from_a_stopped_peer(make: Make, start: Start) -> None:
     here, peer = arena(slabs=SLABS), start()
     reader = make(here)
     attach(reader, here, peer)
@@ -225,7 +223,7 @@ def test_a_peer_that_is_stopped_when_it_is_attached(make: Make, start: Start) ->
 
 @sockets
 @EXHAUSTIVE
-def test_an_agent_made_anew_is_reached_by_its_new_metadata(make: Make, start: Start) -> None:
+def test_a_recreated_agent_is_reached_by_its_new_metadata(make: Make, start: Start) -> None:
     """Reads from an engine fail when that engine has to end reads of its own."""
     here, peer, third = arena(slabs=SLABS), start(), arena(slabs=SLABS)
     middle = make(here, quarantine=Quarantine(part=0.1, part_s=0.1))
@@ -289,7 +287,7 @@ def test_a_process_may_end_in_the_midst_of_reads() -> None:
 
 
 @EXHAUSTIVE
-def test_an_agent_that_lives_on_is_never_taken_for_deleted() -> None:
+def test_an_undeleted_agent_is_never_treated_as_deleted() -> None:
     """A carrier that cannot replace its agent closes it again at its end, and does not free its memory."""
     wire = AgentWire(load_nixl(), torch.zeros(4096, dtype=torch.uint8))
     kept = wire.agent.agent

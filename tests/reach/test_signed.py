@@ -224,9 +224,7 @@ class Impostor:
 
 
 @pytest.mark.parametrize("is_mutant", [False, True])
-def test_an_impostor_that_takes_over_a_port_learns_nothing(
-    is_mutant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_impostor_on_a_peers_port_learns_nothing(is_mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its capture is replayed to another server and to the restored one; the mutant does not encrypt."""
 
     async def test() -> None:

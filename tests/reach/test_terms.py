@@ -153,7 +153,7 @@ def test_a_hidden_vector_crosses_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("data", ["", "A", "AAAA", "ä", "AAA=AAA="])
-def test_a_hidden_vector_that_is_none_is_refused(data: str) -> None:
+def test_an_invalid_hidden_vector_is_refused(data: str) -> None:
     with pytest.raises(ReachError, match="hidden"):
         _ = HiddenState(dtype="float64", data=data).tensor
 
@@ -166,7 +166,7 @@ def test_an_answer_with_ids_out_of_range_is_refused() -> None:
             OpenResponse.from_json(json.dumps(own | change).encode())
 
 
-def test_a_refusal_crosses_with_its_reason_field_and_words() -> None:
+def test_a_refusal_round_trips_with_reason_field_and_message() -> None:
     for reason in STATUSES:
         there = read_refusal(write_refusal(ReachError(reason, "Do that.", field="hash")), STATUSES)
         assert (there.reason, str(there), there.field) == (reason, "Do that.", "hash")

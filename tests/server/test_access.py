@@ -29,7 +29,7 @@ def status(access: Access, headers: dict[str, str], *, needs_key: bool = True) -
     return 200
 
 
-def test_each_place_for_keys_counts_and_comments_are_none(
+def test_keys_come_from_every_source_and_comments_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "keys"
@@ -44,7 +44,7 @@ def test_each_place_for_keys_counts_and_comments_are_none(
     assert status(access, {"Authorization": "bearer first", "Origin": "https://elsewhere.example"}) == 200
 
 
-def test_without_keys_each_connection_is_served_in_its_turn() -> None:
+def test_without_keys_connections_take_turns() -> None:
     access = Access(ServerConfig())
 
     def ask(port: int) -> Tenant:
@@ -138,7 +138,7 @@ def test_each_key_has_a_name_that_does_not_reveal_it(tmp_path: Path) -> None:
     assert caller(Access(ServerConfig()), LOCAL) == "", "without keys there is one caller"
 
 
-def test_a_key_that_is_empty_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_key_admits_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text("# none yet\n\n")
     for config in (

@@ -71,7 +71,7 @@ def test_the_four_forms_of_a_prompt(live: Live, engine: SpecEngine) -> None:
     assert [choice["index"] for choice in answers[2]] == [0, 1]
 
 
-def test_several_choices_have_seeds_of_their_own(live: Live, engine: SpecEngine) -> None:
+def test_choices_have_separate_seeds(live: Live, engine: SpecEngine) -> None:
     fields: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "n": 3}
     wanted = [own.text for own in engine.generate(PROMPT, SamplingParams(**fields))]
     whole = live.ask("/v1/completions", {"prompt": [PROMPT, "class"], **fields}).json["choices"]
@@ -297,7 +297,7 @@ def test_the_version_and_the_page_of_the_description(live: Live) -> None:
     assert all(f"<code>{path}</code>" in text for path in live.ask("/openapi.json").json["paths"])
 
 
-def test_addresses_and_methods_that_are_not_there(live: Live) -> None:
+def test_unknown_addresses_and_methods(live: Live) -> None:
     assert live.ask("/v1/nowhere").status == 404
     for path, says in (
         ("/models", "did you mean /v1/models? The base URL of OpenAI's clients ends with /v1."),
@@ -348,12 +348,12 @@ def test_head_requests_answer_like_get(live: Live, path: str) -> None:
 
 
 @pytest.mark.parametrize("count", [10**400, 10**23, 2**31 + 1])
-def test_more_tokens_than_anybody_writes_are_refused(live: Live, count: int) -> None:
+def test_a_huge_max_tokens_is_refused(live: Live, count: int) -> None:
     answer = live.ask("/v1/completions", SHORT | {"max_tokens": count})
     assert (answer.status, answer.error["param"]) == (400, "max_tokens")
 
 
-def test_a_body_that_is_not_packed_as_it_says_is_refused(live: Live) -> None:
+def test_a_body_with_a_wrong_content_encoding_is_refused(live: Live) -> None:
     answer = live.ask("/v1/completions", data=b"nonsense", Content_Encoding="gzip")
     assert answer.status == 400 and "Content-Encoding" in answer.error["message"]
 

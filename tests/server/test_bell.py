@@ -117,7 +117,7 @@ class Ears:
         assert self.heard[choice, token].wait(20)
 
 
-def test_a_piece_that_is_followed_by_silence_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delta_before_a_pause_is_not_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second arrives while the loop rests, and nothing after it wakes the loop."""
     monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "SHARE", 1e-9)  # the longest rest after every round
@@ -161,7 +161,7 @@ def test_the_loop_rests_only_beyond_a_number_of_streamed_choices(
     assert any(rested) == rests
 
 
-def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delta_after_a_pause_is_not_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiter and no timer is active: the event itself wakes the loop."""
     monkeypatch.setattr(module, "FEW", 0)
     monkeypatch.setattr(module, "LONGEST_S", 1e-3)
@@ -191,7 +191,7 @@ def test_a_piece_that_comes_after_the_rest_is_not_kept(monkeypatch: pytest.Monke
     assert asyncio.run(hear()) == [(0, (0,)), (0, (1,)), (0, (2,))]
 
 
-def test_pieces_come_together_while_the_loop_rests_and_first_ones_and_ends_do_not_wait(
+def test_deltas_are_batched_while_the_loop_pauses_but_not_first_and_last_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "FEW", 0)
@@ -218,7 +218,7 @@ def test_pieces_come_together_while_the_loop_rests_and_first_ones_and_ends_do_no
     assert said == [(0, 1), (1, 1), (0, 49), (1, 8)]
 
 
-def test_each_step_of_one_stream_is_an_event_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_of_one_stream_is_a_separate_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """No timer delays a step, however long the loop would rest with many streams."""
     monkeypatch.setattr(module, "SHARE", 1e-9)
     monkeypatch.setattr(module, "LONGEST_S", 600.0)
@@ -295,7 +295,7 @@ def test_callers_without_streaming_are_woken_once(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(hear()) == [50] and len(looks) == 1
 
 
-def test_places_are_held_until_the_engine_has_dropped_every_choice() -> None:
+def test_queue_slots_are_held_until_the_engine_has_dropped_every_choice() -> None:
     """A client that disconnects at once cannot exceed its share."""
     released, left, dropped = list[str](), threading.Event(), threading.Event()
 

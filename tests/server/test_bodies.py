@@ -162,7 +162,7 @@ def test_pictures_are_refused_wherever_they_stand(message: dict[str, Any], where
         ({"prompt": "a", "messages": [{"role": "user", "content": [0] * 1000}]}, 1),
     ],
 )
-def test_of_many_mistakes_of_a_kind_the_first_is_told(fields: dict[str, Any], kinds: int) -> None:
+def test_the_first_of_many_errors_is_reported(fields: dict[str, Any], kinds: int) -> None:
     with pytest.raises(ValidationError) as raised:
         (ChatBody if "messages" in fields else CompletionBody).model_validate(fields)
     assert raised.value.error_count() <= kinds
@@ -232,7 +232,7 @@ def test_every_sampling_parameter_can_be_given_over_http(kind: type[RequestBody]
     assert others == {"cache_marks", "trees", "thinking"}
 
 
-def test_the_documentation_lists_what_is_refused() -> None:
+def test_the_documentation_lists_refused_fields() -> None:
     assert listed("Refused by name") == {*REFUSED}
     assert listed("Accepted without effect") == {*HARMLESS}
     assert not HARMLESS & {*REFUSED} and {*INSTEAD} <= {*REFUSED}
@@ -390,7 +390,7 @@ def test_validation_errors_are_plain_sentences(fields: dict[str, Any], says: str
 
 
 @pytest.mark.parametrize("prompt", [5, [1, "a"], [["a"]], [1.5], ["a", [1]], {"a": 1}])
-def test_a_prompt_of_no_kind_is_told_all_kinds(prompt: object) -> None:
+def test_an_invalid_prompt_is_answered_with_the_valid_kinds(prompt: object) -> None:
     with pytest.raises(Failure, match="prompt: give a text, token ids, or") as caught:
         CompletionBody.read(json.dumps({"prompt": prompt}).encode())
     assert caught.value.param == "prompt"

@@ -43,7 +43,7 @@ def test_a_mark_makes_the_second_request_hit_a_short_prefix(live: Live, where: s
 
 
 @pytest.mark.parametrize("own", [{}, {"ttl": "5m"}, {"ttl": "1h"}, {"ttl": None}], ids=str)
-def test_a_mark_may_say_how_long_it_would_last_elsewhere(live: Live, own: dict[str, Any]) -> None:
+def test_a_mark_may_have_a_ttl(live: Live, own: dict[str, Any]) -> None:
     live.ask("/flush_cache", method="POST")
     mark = {"cache_control": {"type": "ephemeral", **own}}
     assert [cached(live, CHAT, chat(word, **mark)) > 30 for word in ("one", "two")] == [False, True]
@@ -110,7 +110,9 @@ def test_an_invalid_salt_is_explained(live: Live, salt: object, says: str) -> No
 
 
 @pytest.mark.parametrize("is_marked", [False, True])
-def test_turns_hit_the_last_prompt_though_the_template_changes_answers(live: Live, is_marked: bool) -> None:
+def test_turns_hit_the_previous_prompt_even_if_the_template_rewrites_answers(
+    live: Live, is_marked: bool
+) -> None:
     """The template of tiny adds a role before answers that no prompt ends with."""
     live.ask("/flush_cache", method="POST")
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
@@ -168,7 +170,7 @@ def test_metrics_report_cached_tokens(live: Live) -> None:
     assert total(now, "specdec:prefix_bytes") > 0 and total(now, "vllm:kv_cache_usage_perc") == 0
 
 
-def test_the_figures_are_those_that_the_documentation_names(live: Live) -> None:
+def test_metrics_match_the_documentation(live: Live) -> None:
     named = {*re.findall(r"`((?:vllm|specdec):\w+)`", SERVING.read_text("utf-8"))}
     told = {*re.findall(r"# TYPE (\S+)", live.ask("/metrics").data.decode())}
     assert named <= told

@@ -265,7 +265,7 @@ def _ask_once_more(live: Live) -> Answer | None:
     ],
 )
 @EXHAUSTIVE
-def test_an_engine_that_comes_to_nothing_is_told_to_all(
+def test_a_failed_engine_ends_all_requests_with_an_error(
     hybrid: Path, told: Told, options: tuple[str, ...], place: str, code: int
 ) -> None:
     """A hung step ends the process, for a supervisor to restart it; or the server stays and reports it.
@@ -299,7 +299,7 @@ def test_an_engine_that_comes_to_nothing_is_told_to_all(
 
 
 @EXHAUSTIVE
-def test_health_tells_a_stalled_step_before_the_process_is_ended(hybrid: Path, told: Told) -> None:
+def test_health_reports_a_stalled_step_before_the_process_ends(hybrid: Path, told: Told) -> None:
     options = ("--draft", "none", "--step-timeout", "6")
     with Live(*options, model=str(hybrid), env=told.env, entry="tests.server.faulty") as own:
         assert own.ask("/health").status == own.ask("/ready").status == 200
@@ -345,7 +345,7 @@ def test_a_task_of_the_server_that_fails_ends_it_with_its_exit_code(tmp_path: Pa
 
 
 @EXHAUSTIVE
-def test_it_stops_in_bounded_time_though_a_step_hangs_and_somebody_waits_to_flush(told: Told) -> None:
+def test_it_stops_in_bounded_time_with_a_hung_step_and_a_pending_flush(told: Told) -> None:
     settings = ("--drain-seconds", "0.5", "--step-timeout", "600")
     with (
         Live(*PLAIN_TEXT, *settings, env=told.env, entry="tests.server.faulty") as own,

@@ -103,7 +103,7 @@ def end(choice: int, at_s: float, stats: RequestStats) -> NewOutput:
     return NewOutput(choice, Delta("", tokens, finish_reason="stop", stats=stats), ((at_s, len(tokens)),))
 
 
-def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics: ModelMetrics) -> None:
+def test_a_choices_timestamps_come_from_the_engine_and_ascend(metrics: ModelMetrics) -> None:
     with metrics.request(ask(), 0.0) as watch:
         watch.start_s = 100.0
         watch.said(end(0, 108.0, RequestStats(3, 5, queued_s=1.0, first_token_s=3.0, total_s=7.0)))
@@ -111,7 +111,9 @@ def test_a_choices_times_are_the_engines_own_and_lie_one_after_the_other(metrics
     assert all(value(metrics, f"{name}_count") == 1 for name in (*PER_CHOICE, *PER_PROMPT))
 
 
-def test_scrapes_that_come_together_share_a_text_written_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_scrapes_share_a_text_rendered_after_their_arrival(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     metrics, written = Metrics([]), list[int]()
     monkeypatch.setattr(metrics, "text", lambda: written.append(1) or b"%d" % len(written))
 
@@ -206,7 +208,7 @@ def test_choices_whose_client_hangs_up_are_aborted(live: Live, stream: bool) -> 
     assert grown(after, before, "e2e_request_latency_seconds_count") == 0
 
 
-def test_choices_whose_time_is_over_in_mid_stream_are_aborted() -> None:
+def test_choices_that_time_out_in_mid_stream_are_aborted() -> None:
     with Live(*PLAIN, "--request-timeout", "1") as live:
         before = live.metrics()
         assert live.ask("/v1/completions", ENDLESS).failure["code"] == "timeout"
@@ -246,7 +248,7 @@ def test_resolved_settings_are_reported(live: Live) -> None:
     assert info["layout"] == asdict(settled.layout.describe())
 
 
-def test_acceptance_is_told_by_context_length(live: Live) -> None:
+def test_acceptance_is_reported_by_context_length(live: Live) -> None:
     assert live.ask("/v1/completions", LONG | {"max_tokens": 9, "stream": False}).status == 200
     info, found = live.ask("/server_info").json, live.metrics()
     assert set(info["acceptance_by_context"]) >= {"1024"}
@@ -264,7 +266,7 @@ def test_acceptance_is_told_by_context_length(live: Live) -> None:
         assert own["acceptance_length"] == pytest.approx(own["tokens"] / own["steps"])
 
 
-def test_dashboards_for_vllm_find_what_they_ask_for(live: Live) -> None:
+def test_dashboards_for_vllm_find_their_metrics(live: Live) -> None:
     assert live.ask("/v1/completions", LONG | {"max_tokens": 3, "stream": False}).status == 200
     found = live.metrics()
     labelled = 'model_name="tiny"'
@@ -289,7 +291,7 @@ def test_dashboards_for_vllm_find_what_they_ask_for(live: Live) -> None:
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("options", [(), ("--graphs",), ("--graphs", "--draft", "mtp")])
-def test_every_token_read_and_written_is_in_a_step(options: tuple[str, ...]) -> None:
+def test_every_prefilled_and_decoded_token_is_counted_in_a_step(options: tuple[str, ...]) -> None:
     """A choice's last token is not computed again."""
     with Live("--no-prefix-cache", *(options or PLAIN)) as live:
         before = live.metrics()

@@ -66,7 +66,7 @@ def test_packed_bodies_take_no_memory_before_they_are_whole(live: Live, path: st
     assert found.grown_mb < GROWS_MB / 4 and (found.health, found.other) == (200, 200)
 
 
-def test_a_caller_whose_bodies_never_end_gets_its_share_of_memory_alone(live: Live) -> None:
+def test_endless_bodies_use_only_their_callers_share_of_memory(live: Live) -> None:
     sent = head("/v1/completions", UNPACKED, "alice") + b" " * (UNPACKED - 1)
     found = asyncio.run(flood_with(live, sent, 30))
     assert found.grown_mb < GROWS_MB and (found.health, found.other) == (200, 200)

@@ -56,7 +56,7 @@ def test_an_echo_has_the_prompts_likelihoods(live: Live, as_ids: bool) -> None:
     assert all(2 <= len(top) <= 3 for top in found["top_logprobs"][1:])
 
 
-def test_an_echo_comes_first_in_every_choice_and_once_in_a_stream(live: Live) -> None:
+def test_an_echo_is_first_in_every_choice_and_once_in_a_stream(live: Live) -> None:
     body = {"prompt": ["a = ", "b = "], "n": 2, "max_tokens": 5, "seed": 1, "echo": True}
     whole = live.ask(COMPLETE, body).json["choices"]
     assert [choice["text"][:4] for choice in whole] == ["a = ", "a = ", "b = ", "b = "]
@@ -89,7 +89,7 @@ def test_an_echo_may_be_all(live: Live, logprobs: int | None) -> None:
 
 @pytest.mark.parametrize("asked", [{"prompt": PROMPT}, {"messages": [{"role": "user", "content": PROMPT}]}])
 @pytest.mark.parametrize("wanted", [0, 2])
-def test_a_prompts_likelihoods_stand_beside_each_choice(
+def test_prompt_log_probabilities_are_part_of_each_choice(
     live: Live, asked: dict[str, Any], wanted: int
 ) -> None:
     """As in vLLM: null for the first token, and the alternatives for each other one."""
@@ -221,7 +221,7 @@ def test_look_up_texts_are_flushed(live: Live) -> None:
     assert live.ask("/flush_cache").status == 405
 
 
-def test_a_form_that_leads_nowhere_ends_its_request_alone(live: Live) -> None:
+def test_a_dead_end_grammar_fails_its_request_alone(live: Live) -> None:
     """Whatever the compiler accepts: another request of the same step continues."""
     dead = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"grammar": 'root ::= "a" b\nb ::= b "x"'}}
     with ThreadPoolExecutor(4) as pool:
@@ -254,7 +254,7 @@ def test_a_chat_of_no_tokens_is_refused(live: Live) -> None:
         assert (answer.status, answer.error["param"]) == (400, list(fields)[-1])
 
 
-def test_tokens_that_are_parts_of_a_character_are_told_apart(live: Live) -> None:
+def test_tokens_of_partial_characters_are_distinguished(live: Live) -> None:
     text = "x = 'naïve 漢字🙂' + y"
     body = {"prompt": text, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 3}
     choice = live.ask(COMPLETE, body).json["choices"][0]

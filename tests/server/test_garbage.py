@@ -66,7 +66,7 @@ def read(sock: socket.socket) -> tuple[int, dict[str, str], Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_answered_as_any_other_mistake(live: Live, case: str) -> None:
+def test_garbage_is_answered_as_a_client_error(live: Live, case: str) -> None:
     expected, data = CASES[case]
     status, headers, body = send(live, data)
     error = json.loads(body)["error"]
@@ -88,7 +88,7 @@ def test_expect_100_continue_is_answered(live: Live) -> None:
     assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 1
 
 
-def test_no_answer_says_which_versions_run(live: Live) -> None:
+def test_no_answer_reveals_versions(live: Live) -> None:
     for path in ("/health", "/nothing", "/v1/models", "/"):
         assert live.ask(path).headers["Server"] == "specdec"
     assert (

@@ -82,7 +82,7 @@ def test_a_key_is_asked_for(live: Live) -> None:
     assert live.ask("/metrics").status == 401
 
 
-def test_too_much_is_refused_and_the_rest_goes_on(live: Live) -> None:
+def test_excess_requests_are_refused_and_others_continue(live: Live) -> None:
     streams = [open_stream(live, LONG | {"seed": i, "n": 32}) for i in range(2)]
     wait_for(lambda: running(live) == 64)
     answer = live.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}, **KEY)

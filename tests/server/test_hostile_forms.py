@@ -30,7 +30,7 @@ def test_a_hostile_regex_holds_no_stream_up(live: Live, form: str, at_once: int)
 
 
 @EXHAUSTIVE
-def test_forms_drawn_to_harm_hold_no_stream_up(live: Live) -> None:
+def test_random_hostile_grammars_delay_no_stream(live: Live) -> None:
     draw = random.Random(7)
     found = attack(live, [hostile(draw) for _ in range(40)], at_once=6, bias=x_bias(live))
     assert found.pieces > 0 and found.gap_s < GAP_S

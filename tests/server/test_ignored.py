@@ -83,7 +83,7 @@ def test_the_log_says_each_name_once() -> None:
         assert sum("field mirostat" in line for line in live.stop()[1].splitlines()) == 1
 
 
-def test_the_official_client_may_send_what_it_likes(live: Live) -> None:
+def test_the_official_client_may_send_any_field(live: Live) -> None:
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as client:
         answer = client.completions.with_raw_response.create(
             model="tiny", prompt="x", max_tokens=1, extra_body={"repeat_last_n": 64}
@@ -93,9 +93,7 @@ def test_the_official_client_may_send_what_it_likes(live: Live) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", openai.omit])
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools_without_a_place_in_the_template_leave_a_text(
-    scripted: Live, choice: Any, stream: bool
-) -> None:
+def test_tools_unsupported_by_the_template_give_text(scripted: Live, choice: Any, stream: bool) -> None:
     fields: dict[str, Any] = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 20, "temperature": 0}
     with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="any", max_retries=0) as client:
         raw = client.chat.completions.with_raw_response.create(
@@ -113,7 +111,7 @@ def test_tools_without_a_place_in_the_template_leave_a_text(
     assert (info["tools"], info["tool_call_parser"], info["reasoning_parser"]) == (False, None, None)
 
 
-def test_a_call_that_must_be_made_is_refused_there(scripted: Live) -> None:
+def test_a_required_call_is_refused_without_template_support(scripted: Live) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         body = {"messages": HI, "tools": [WEATHER], "tool_choice": choice}
         assert scripted.ask("/v1/chat/completions", body).error["param"] == "tools"
@@ -122,7 +120,7 @@ def test_a_call_that_must_be_made_is_refused_there(scripted: Live) -> None:
     assert found.json == scripted.ask("/tokenize", {"messages": HI}).json
 
 
-def test_a_chat_that_says_no_length_has_one(live: Live, scripted: Live, tmp_path: Path) -> None:
+def test_a_chat_without_max_tokens_has_a_default(live: Live, scripted: Live, tmp_path: Path) -> None:
     def length(server: Live, **fields: Any) -> tuple[str, int]:
         answer = server.ask("/v1/chat/completions", {"messages": HI, "ignore_eos": True, **fields}).json
         return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
@@ -148,7 +146,7 @@ def test_no_default_is_longer_than_the_model_reads(option: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize("most", [0, 3_000_000_000, True])
-def test_a_default_that_is_none_is_refused(most: object) -> None:
+def test_an_invalid_default_is_refused(most: object) -> None:
     with pytest.raises(ConfigError, match="default_max_tokens"):
         ServerConfig.model_validate({"default_max_tokens": most})
 
@@ -159,7 +157,7 @@ def test_an_invalid_length_in_a_checkpoint_is_ignored(said: object, tmp_path: Pa
     assert longest_answer(tmp_path) is None
 
 
-def test_a_name_of_megabytes_costs_no_more_than_what_is_shown_of_it() -> None:
+def test_a_field_name_of_megabytes_is_truncated_first() -> None:
     """Cleaning a name of 16 MB as a whole would block the event loop for seconds."""
     ignored, names = IgnoredFields(), ["!" * (1 << 20)] * MOST_NAMES
     tracemalloc.start()

@@ -39,7 +39,7 @@ def test_a_fresh_salt_hits_no_earlier_prefix(live: Live) -> None:
         assert found == [0, 0] and accepted == (first[0] if speculate else 0)
 
 
-def test_the_server_says_which_drafts_run_and_why(live: Live) -> None:
+def test_the_server_reports_which_drafts_run_and_why(live: Live) -> None:
     told = live.ask("/server_info").json["speculation"]
     assert told["name"] == "a chain of 6" and told["reason"].endswith("adaptive is off")
     assert told["expected_tokens"] is told["cost"] is None

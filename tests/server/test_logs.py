@@ -25,7 +25,7 @@ def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
     )
 
 
-def test_a_line_of_json_has_its_time_its_words_and_its_own_fields() -> None:
+def test_a_json_log_line_has_time_message_and_extra_fields() -> None:
     own = record("%d of\n%s", 2, "\x1bé\u2028", status=200, path=Path("a"))
     text = FORMATTERS["json"].format(own)
     assert text.isascii() and text.isprintable()

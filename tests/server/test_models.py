@@ -212,7 +212,7 @@ class Asked:
     ("caller", "turns"),
     [("alice", "berta anna clara anna berta anna"), ("bob", "berta clara anna berta clara anna")],
 )
-def test_callers_take_turns_however_many_models_each_asks_for(caller: str, turns: str) -> None:
+def test_callers_take_turns_regardless_of_their_number_of_models(caller: str, turns: str) -> None:
     """Bob asks for two models. If the third is asked for by him too, all three take turns."""
     switcher: Any = Switcher([])
     waiting = [Asked("anna", caller, 3.0), Asked("berta", "bob", 1.0), Asked("clara", "bob", 2.0)]
@@ -222,7 +222,7 @@ def test_callers_take_turns_however_many_models_each_asks_for(caller: str, turns
         asyncio.run(switcher._wake(own))
 
 
-def test_turns_are_as_long_as_the_weights_of_keys_say() -> None:
+def test_turn_lengths_follow_the_keys_weights() -> None:
     """A model has the largest weight of its callers; idle models are ignored."""
     weights = {"alice": 3.0, "bob": 1.0, "carol": 0.5}
     switcher: Any = Switcher([], switch_after_s=2.0)
@@ -306,7 +306,7 @@ def test_requests_that_leave_while_models_switch_hold_nothing_up(
 
 
 @EXHAUSTIVE
-def test_a_model_is_kept_as_long_as_is_asked(folders: list[str]) -> None:
+def test_a_model_stays_loaded_for_its_keep_alive(folders: list[str]) -> None:
     with opened(folders[:1], keep_alive=-1) as switcher:
         (own,) = switcher.residents
 
@@ -428,7 +428,7 @@ def test_a_disconnect_while_waiting_ends_the_request_at_once(folders: list[str])
         run(switcher, turns)
 
 
-def test_an_engine_that_has_failed_keeps_no_other_waiting(folders: list[str]) -> None:
+def test_a_failed_engine_delays_no_other_model(folders: list[str]) -> None:
     with opened(folders[:2], switch_after=60.0) as switcher:
         first, second = switcher.residents
 
@@ -637,9 +637,7 @@ def unloaded(live: Live, name: str) -> None:
     wait_for(lambda: states(live)[name] == "unloaded")
 
 
-def test_over_http_a_request_says_how_long_its_model_is_kept(
-    live: Live, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_over_http_a_request_sets_keep_alive(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = complete(live, "berta", keep_alive="soon")
     assert wrong.status == 400 and wrong.error["param"] == "keep_alive"
     assert complete(live, "berta", keep_alive="0s").status == 200
@@ -685,7 +683,7 @@ def running(live: Live, name: str) -> float:
     return next(own, 0.0)
 
 
-def test_over_http_a_load_holds_no_other_model_up_and_lines_name_theirs(live: Live, fault: Path) -> None:
+def test_over_http_loading_delays_no_other_model_and_log_lines_name_models(live: Live, fault: Path) -> None:
     unloaded(live, "berta")
     begun = len(live.said)
     fault.write_text("load")
@@ -705,7 +703,7 @@ def test_over_http_a_load_holds_no_other_model_up_and_lines_name_theirs(live: Li
     assert not [line for line in repeated if ".server." not in line]
 
 
-def test_a_server_that_is_told_to_stop_waits_for_no_load(live: Live, fault: Path) -> None:
+def test_a_stopping_server_does_not_wait_for_loading(live: Live, fault: Path) -> None:
     unloaded(live, "berta")
     fault.write_text("load")
     with ThreadPoolExecutor(1) as pool:

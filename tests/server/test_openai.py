@@ -133,7 +133,7 @@ def test_a_schema_becomes_an_object(client: openai.OpenAI, temperature: float) -
     assert final.choices[0].message.parsed == answer.choices[0].message.parsed
 
 
-def test_a_client_that_is_refused_comes_again(live: Live) -> None:
+def test_a_refused_client_retries(live: Live) -> None:
     asyncio.run(_come_again(f"{live.url}/v1"))
 
 

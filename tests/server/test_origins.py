@@ -68,7 +68,7 @@ def test_a_page_reads_answers_errors_and_streams(listed: Live) -> None:
         assert (answer.status, allowed(answer)["allow-origin"]) == (status, APP)
 
 
-def test_other_origins_hear_nothing_that_lets_them_read(listed: Live) -> None:
+def test_other_origins_get_no_cors_headers(listed: Live) -> None:
     for origin in (
         OTHER,
         "null",
@@ -84,7 +84,7 @@ def test_other_origins_hear_nothing_that_lets_them_read(listed: Live) -> None:
     assert not allowed(listed.ask("/v1/completions", PROMPT, Authorization="Bearer given"))
 
 
-def test_without_keys_only_the_listed_origin_may_ask_and_only_this_machine(keyless: Live) -> None:
+def test_without_keys_only_listed_origins_on_this_machine_are_allowed(keyless: Live) -> None:
     assert preflight(keyless, APP).status == 204
     assert keyless.ask("/v1/completions", PROMPT, Origin=APP).status == 200
     assert keyless.ask("/v1/completions", PROMPT, Origin=OTHER).error["code"] == "foreign_origin"
@@ -107,7 +107,7 @@ def test_a_wildcard_allows_all_origins_but_no_rebound_name() -> None:
         assert "every page" in live.stop()[1]
 
 
-def test_by_default_no_answer_speaks_of_origins() -> None:
+def test_by_default_no_answer_has_cors_headers() -> None:
     with Live(*PLAIN) as live:
         refused = live.ask("/v1/completions", PROMPT, Origin=APP)
         assert refused.status == 403 and "--allowed-origins" in refused.error["message"]

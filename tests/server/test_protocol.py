@@ -52,7 +52,7 @@ async def pending_bytes() -> int:
     return waiting
 
 
-def test_few_bodies_wait_behind_the_one_that_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pipelined_bodies_are_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(pending_bytes()) <= 512 << 10
     monkeypatch.setattr(ApiConnection, "__init__", Connection.__init__)
     assert asyncio.run(pending_bytes()) > 1 << 20, "aiohttp's own limit is noticed"
@@ -88,7 +88,7 @@ async def chunks_read(*, reads: bool) -> tuple[bytes, int]:
 
 
 @pytest.mark.parametrize(("reads", "status"), [(True, b"400"), (False, b"404")])
-def test_few_of_a_bodys_smallest_chunks_are_read(reads: bool, status: bytes) -> None:
+def test_bodies_of_tiny_chunks_are_cut_off(reads: bool, status: bytes) -> None:
     """Each costs the event loop as much as one of kilobytes, whether or not the body is read."""
     head, taken = asyncio.run(chunks_read(reads=reads))
     assert head.startswith(b"HTTP/1.1 " + status)
@@ -135,7 +135,7 @@ async def served_beside_unread() -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("linger_s", [0.05, 60.0])
-def test_a_client_that_does_not_read_keeps_no_connection(
+def test_a_client_that_does_not_read_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, linger_s: float
 ) -> None:
     """It is aborted after a while, or at the connection limit for the next client."""

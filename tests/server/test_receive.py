@@ -48,7 +48,7 @@ def fits(body: HeldBody, size: int) -> bool:
     return True
 
 
-def test_a_caller_gets_half_and_each_new_one_a_part_of_what_is_free() -> None:
+def test_each_new_caller_gets_a_share_of_the_free_budget() -> None:
     budget = BodyBudget(1_000_000, 100_000)
     with ExitStack() as stack:
         taken = {caller: 0 for caller in "abc"}
@@ -95,7 +95,7 @@ def test_a_server_reads_packed_bodies_within_its_limit(live: Live, encoding: str
 
 
 @pytest.mark.parametrize("path", ["/health", "/none", "/v1/models"])
-def test_a_body_that_no_handler_wants_is_not_waited_for(live: Live, path: str) -> None:
+def test_an_unread_body_is_not_waited_for(live: Live, path: str) -> None:
     """It is answered although the body never arrives, whatever its encoding."""
     for encoding in ("gzip", "unknown"):
         request = f"GET {path} HTTP/1.1\r\nHost: a.localhost\r\nContent-Encoding: {encoding}\r\n"

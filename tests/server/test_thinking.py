@@ -103,7 +103,7 @@ def test_thinking_is_omitted_on_request(live: Live) -> None:
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": None}
 
 
-def test_an_answer_that_is_cut_off_within_thinking_is_none(live: Live) -> None:
+def test_an_answer_truncated_within_thinking_is_empty(live: Live) -> None:
     """All tokens are counted except those of the end marker."""
     whole = live.ask(CHAT, asked(enable_thinking=True)).json["usage"]
     thought = whole["completion_tokens_details"]["reasoning_tokens"]
@@ -120,7 +120,7 @@ def test_an_answer_that_is_cut_off_within_thinking_is_none(live: Live) -> None:
 
 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "max_thinking_tokens"])
-def test_a_budget_ends_thinking_and_the_answer_goes_on(live: Live, name: str) -> None:
+def test_a_budget_ends_thinking_and_the_answer_continues(live: Live, name: str) -> None:
     for budget, mode in ((0, {}), (3, {"enable_thinking": True}), (1000, {})):
         body = asked(**{name: budget}, **mode)
         for speculate in (False, True):

@@ -218,7 +218,7 @@ def test_long_chats_are_parsed_and_converted_in_threads(
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use web.RequestKey")
-def test_large_bodies_that_wait_to_be_read_are_told_that_the_server_stops(
+def test_large_bodies_waiting_to_be_parsed_are_refused_on_shutdown(
     switcher: Switcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = threading.Event()

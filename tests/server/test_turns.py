@@ -19,7 +19,7 @@ from tests.server.live import Live
 MANY = 60
 
 
-def test_few_requests_begin_in_an_iteration_and_callers_take_turns() -> None:
+def test_few_requests_start_per_iteration_and_callers_take_turns() -> None:
     async def main() -> None:
         turns, order, rounds = Turns(), list[str](), list[int]()
         loop, number, asked = asyncio.get_running_loop(), 0, list[asyncio.Task[None]]()

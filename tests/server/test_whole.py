@@ -102,7 +102,7 @@ def test_long_answers_are_serialised_in_chunks_in_threads(
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 65])
-def test_pieces_are_what_json_would_write_at_once(length: int) -> None:
+def test_chunks_equal_json_dumps(length: int) -> None:
     for rows in (LazyJsonList(range(length), str), list(range(length))):
         value = {"a": {"b": rows, 'c"': "d"}, "e": [{"f": None}], "g": {}}
         assert "".join(written(value)) == json.dumps(value, default=list)
@@ -126,7 +126,7 @@ def test_columns_round_trip(count: int) -> None:
         assert whole.text == "ab\r\n" * count
 
 
-def test_a_token_with_20_alternatives_is_kept_and_written_in_little_memory() -> None:
+def test_a_token_with_20_alternatives_takes_little_memory() -> None:
     """As number tuples a waiting token takes 2.5 KB; dictionaries of a whole choice take 8 KB more."""
     tokens, form = 4000, CompletionFormat(None, ShownFields(), n=1)
     tracemalloc.start()

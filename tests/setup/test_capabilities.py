@@ -51,7 +51,7 @@ def folders(family_folder: Callable[..., Path]) -> dict[str, Path]:
     return {family: family_folder(family) for family in CONFIGS}
 
 
-def test_every_refused_cell_is_refused_in_the_tables_words(folders: dict[str, Path]) -> None:
+def test_every_unsupported_cell_is_refused_with_the_tables_message(folders: dict[str, Path]) -> None:
     refused = {
         (c.family, c.drafter, c.shape, c.backing, c.steps): why for c in cells() if (why := refusal(c))
     }
@@ -64,7 +64,7 @@ def test_every_refused_cell_is_refused_in_the_tables_words(folders: dict[str, Pa
         assert str(caught.value) == str(why)
 
 
-def test_a_checkpoint_without_a_head_is_refused_alike(hybrid: Path) -> None:
+def test_a_checkpoint_without_a_head_is_refused_the_same_way(hybrid: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         SpecEngine(hybrid, draft="mtp")
     assert str(caught.value) == str(NO_HEAD)

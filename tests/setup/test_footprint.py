@@ -69,7 +69,7 @@ def test_step_reads_the_experts_that_its_tokens_choose() -> None:
     assert every - counted.step_bytes(2) == pytest.approx(EXPERT_BYTES * (1 - 2 / 8) ** 2)
 
 
-def test_tied_embedding_is_read_as_the_head() -> None:
+def test_a_tied_embedding_is_read_by_the_head() -> None:
     tied = measure(network({**MIXTURE, "tie_word_embeddings": True}), torch.float32)
     assert tied.step_bytes(10_000) == pytest.approx(tied.weight_bytes)
 
@@ -89,7 +89,7 @@ def test_description_of_a_hybrid(hybrid: Path) -> None:
     assert long * (described["state_bytes"] + 512 * described["kv_bytes_per_token"]) <= 1 << 20
 
 
-def test_description_keeps_to_what_the_engine_would_do(hybrid: Path) -> None:
+def test_description_equals_the_engines_settings(hybrid: Path) -> None:
     def describe(*lengths: int, **fields: Any) -> dict[str, Any]:
         return describe_model(hybrid, EngineConfig.of(None, {"memory_bytes": 1 << 22, **fields}), lengths)
 

@@ -211,7 +211,7 @@ def test_a_copy_that_drafts_is_counted_with_a_state_for_each_draft() -> None:
 
 @pytest.mark.parametrize("shape", ["0.5b", "nemotron-h-8b"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_copy_is_expected_to_take_what_it_is_counted_to(shape: str, dtype: torch.dtype) -> None:
+def test_a_copys_estimate_equals_its_footprint(shape: str, dtype: torch.dtype) -> None:
     described = network(SHAPES[shape])
     counted = measure(described, dtype, copied=True)
     sizes = described, dtype, dtype, counted.weight_bytes, 0
@@ -248,7 +248,7 @@ def test_a_copy_is_refused_by_name_where_it_cannot_draft(monkeypatch: pytest.Mon
     assert settle(draft="self-int4", synthetic_acceptance=2.5).synthetic
 
 
-def test_the_longest_sequence_is_what_the_arena_holds() -> None:
+def test_the_longest_sequence_fills_the_arena() -> None:
     layout = settle().layout
     sequence = layout.slab_bytes * (1 + 1 + -(-layout.blocks_for(64) // layout.blocks_per_slab))
     assert settle(memory_bytes=sequence, max_model_len=64).max_model_len == 64
@@ -300,7 +300,7 @@ def test_unavailable_settings_are_refused_by_name(fields: dict[str, object], fie
         ({"memory_bytes": None}, "; free some memory, or set memory_bytes.", "max_model_len"),
     ],
 )
-def test_too_little_memory_names_what_helps(
+def test_too_little_memory_names_the_remedy(
     fields: dict[str, int], says: str, not_says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.setup.memory.free_memory", lambda device: 1000)
@@ -338,7 +338,7 @@ def test_memory_is_what_the_weights_leave(
 
 @pytest.mark.parametrize("quantize", [None, "fp8", "int8", "int4"])
 @pytest.mark.parametrize("shape", ["0.8b", "nemotron-h-8b"])
-def test_weights_are_expected_to_take_what_they_are_counted_to(shape: str, quantize: str | None) -> None:
+def test_the_weights_estimate_equals_the_footprint(shape: str, quantize: str | None) -> None:
     described, form = network(SHAPES[shape]), FORMATS[quantize] if quantize else None
     exact, held = (measure(described, torch.bfloat16, quantize=own) for own in (None, form))
     expected = weight_bytes(

@@ -97,7 +97,7 @@ def test_snapshots_are_states_that_are_not_cleared() -> None:
     arena.check_integrity()
 
 
-def test_a_state_is_zero_each_time_it_is_handed_out() -> None:
+def test_a_newly_allocated_state_is_zero() -> None:
     arena = make_arena(slabs=1)
     for owner in range(3):
         slot = arena.take_state(owner)
@@ -108,7 +108,7 @@ def test_a_state_is_zero_each_time_it_is_handed_out() -> None:
         arena.release_state(owner, slot)
 
 
-def test_blocks_are_consecutive_when_a_slab_has_room_in_a_row() -> None:
+def test_blocks_are_consecutive_if_a_slab_has_such_a_run() -> None:
     arena = make_arena()
     per_slab = LAYOUT.blocks_per_slab
     first = arena.take_blocks(1, per_slab)
@@ -221,7 +221,7 @@ def test_misuse_fails_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", list(SlabKind))
-def test_a_stale_handle_is_told_from_a_live_one(kind: SlabKind) -> None:
+def test_stale_handles_are_detected(kind: SlabKind) -> None:
     arena = make_arena(slabs=1)
     take: Callable[[int], list] = {
         SlabKind.BLOCK: lambda owner: arena.take_blocks(owner, 1),

@@ -76,7 +76,7 @@ both = pytest.mark.parametrize("name", ["record", "snapshot"])
 
 
 @both
-def test_every_node_gets_a_slot_of_its_own(name: str) -> None:
+def test_every_node_gets_its_own_slot(name: str) -> None:
     bench = make(name)
     slots = bench.backing.begin(OWNER, 7)
     assert slots is not None and len(set(slots)) == 7
@@ -109,7 +109,7 @@ def test_a_window_that_does_not_fit_borrows_nothing(name: str) -> None:
 
 
 @both
-def test_a_row_is_told_its_slots_and_nothing_else_changes(name: str) -> None:
+def test_only_the_rows_slots_change(name: str) -> None:
     bench = make(name)
     row = Row(TokenTree.chain([1, 2, 3]), 5, TABLE_N, bench.committed.state)
     slots = bench.backing.begin(OWNER, 3)
@@ -161,7 +161,7 @@ def test_the_last_state_of_a_path_is_not_always_the_last_node(name: str) -> None
     assert live == kept and bench.is_whole()
 
 
-def test_a_path_is_given_back_once_it_is_folded() -> None:
+def test_a_path_is_released_after_folding() -> None:
     """By the next window, which folds it and is promoted itself; and by an explicit fold."""
     bench = make("record")
     for nodes in ([0, 1], [0], [0, 1, 2]):
@@ -175,7 +175,7 @@ def test_a_path_is_given_back_once_it_is_folded() -> None:
 
 
 @both
-def test_whoever_leaves_in_mid_window_leaves_nothing(name: str) -> None:
+def test_a_request_cancelled_in_mid_window_holds_no_slots(name: str) -> None:
     bench = make(name)
     slots = bench.backing.begin(OWNER, 4)
     assert slots is not None
@@ -187,7 +187,7 @@ def test_whoever_leaves_in_mid_window_leaves_nothing(name: str) -> None:
 
 
 @both
-def test_slots_of_another_are_not_promoted(name: str) -> None:
+def test_slots_of_another_owner_are_not_promoted(name: str) -> None:
     bench = make(name)
     slots = bench.backing.begin("other", 3)
     assert slots is not None

@@ -102,7 +102,7 @@ def test_blocks_are_not_moved_for_blocks() -> None:
     assert not tables.arena.moved_blocks
 
 
-def test_bytes_that_stay_behind_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncopied_bytes_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: the tables are updated, but nothing is copied."""
     tables = Tables(3)
     tables.scatter()
@@ -141,7 +141,7 @@ def test_slots_read_by_address_do_not_move(seed: int) -> None:
     tables.check()
 
 
-def test_a_mutant_that_moves_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutant_that_moves_it_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotPool, "_may_move", lambda pool, slab: True)
     tables = Tables(3)
     tables.scatter()

@@ -31,7 +31,7 @@ class Runtime:
         return 0
 
 
-def test_no_more_is_pinned_than_was_asked_for() -> None:
+def test_no_more_is_pinned_than_requested() -> None:
     runtime, size = Runtime(), 5 * LAYOUT.slab_bytes
     arena = Arena(LAYOUT, size + 1, CPU, pinned=True, runtime=runtime)
     assert runtime.locked == {arena.data.data_ptr(): size}

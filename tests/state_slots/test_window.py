@@ -14,7 +14,7 @@ def row(tree: TokenTree, state: int, **slots: object) -> Row:
     return Row(tree, 10, torch.tensor([state]), state, **slots)
 
 
-def test_rows_are_grouped_by_width_and_by_what_they_leave() -> None:
+def test_rows_are_grouped_by_width_and_draft_slots() -> None:
     chain = TokenTree.chain([1, 2, 3])
     rows = [
         row(TREE, 4, snapshots=[7, 8, 9]),

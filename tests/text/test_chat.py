@@ -95,13 +95,13 @@ def test_tools_are_rendered_as_in_transformers(write: Write, hybrid: Path) -> No
     assert load_template(write(source)).render(CHAT, {"tools": tools}) == expected
 
 
-def test_variables_do_not_take_the_place_of_the_chat(write: Write) -> None:
+def test_variables_do_not_replace_the_chat(write: Write) -> None:
     template = load_template(write("{{ messages | length }}{{ own }}{{ add_generation_prompt }}"))
     variables = {"messages": [], "own": "x", "answer": 1, "self": 2, "add_generation_prompt": 3}
     assert template.render(CHAT, variables) == "4xTrue"
 
 
-def test_folder_without_template_joins_the_texts_and_says_so(
+def test_a_folder_without_a_template_joins_the_texts_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = load_template(tmp_path)

@@ -50,7 +50,7 @@ def test_a_closed_engine_starts_no_process() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="there is no /proc")
-def test_a_form_that_is_compiled_while_the_engine_closes_leaves_no_process() -> None:
+def test_a_grammar_compiled_while_the_engine_closes_leaves_no_process() -> None:
     before = children()
     engine = SpecEngine("tiny", max_model_len=64)
     compiling = engine.begin_form(SamplingParams(structured_outputs=FORM))
@@ -65,7 +65,7 @@ def test_a_form_that_is_compiled_while_the_engine_closes_leaves_no_process() -> 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="there is no /proc")
 @EXHAUSTIVE
-def test_a_process_of_forms_that_was_prepared_is_the_one_that_serves_and_closes() -> None:
+def test_the_prepared_grammar_process_serves_and_closes() -> None:
     before = children()
     with SpecEngine("tiny", max_model_len=64) as engine:
         for _ in range(2):
@@ -81,7 +81,7 @@ def test_a_process_of_forms_that_was_prepared_is_the_one_that_serves_and_closes(
     assert children() == before, "a closed engine starts none"
 
 
-def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
+def test_a_link_collected_while_a_slot_is_taken_releases_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The collector runs at any line, so cleanup of a forgotten link must not wait for a lock."""
@@ -130,7 +130,7 @@ def test_a_link_that_is_collected_while_a_place_is_taken_gives_its_own_back(
 
 
 @EXHAUSTIVE
-def test_a_form_that_was_refused_gives_its_place_back_without_the_collector() -> None:
+def test_a_refused_grammar_releases_its_slot_without_the_collector() -> None:
     """A caller's refused grammars once held all of its slots until the collector ran."""
     with SpecEngine("tiny", max_model_len=64) as engine:
         gc.disable()

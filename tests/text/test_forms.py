@@ -101,7 +101,7 @@ def test_a_schema_is_enforced(schema: dict[str, Any], misfit: Any, fits: Any, vo
     assert accepts(vocabulary, "json_schema", within, json.dumps([fits, fits]))
 
 
-def test_a_schema_allows_nothing_beyond_what_it_lists_unless_it_composes(vocabulary: Vocabulary) -> None:
+def test_a_schema_allows_only_listed_properties_unless_it_composes(vocabulary: Vocabulary) -> None:
     for schema, closed in (
         (TWO, True),
         ({**TWO, "additionalProperties": INTEGER}, False),

@@ -12,7 +12,7 @@ from specdec.text.grammar.wire import COST, Kind, framed
 from specdec.text.tokenizer import load_tokenizer
 
 
-def test_many_long_outputs_of_one_form_are_followed() -> None:
+def test_many_long_outputs_of_one_grammar_are_followed() -> None:
     """A matcher retains state for its text: together more than the process's limit for the grammar alone."""
     tokenizer = load_tokenizer(SHIPPED["tiny"])
     assert tokenizer

@@ -85,7 +85,9 @@ def engines(checkpoint: Callable[..., Path]) -> Iterator[list[SpecEngine]]:
 
 
 @pytest.mark.parametrize("name", only({"json_schema", "regex", "choice", "grammar"}, FORMS))
-def test_an_output_has_its_form_and_drafts_change_nothing_of_it(name: str, engines: list[SpecEngine]) -> None:
+def test_an_output_matches_its_grammar_and_drafts_change_nothing(
+    name: str, engines: list[SpecEngine]
+) -> None:
     form, fits = FORMS[name]
     params = [
         SamplingParams(max_tokens=90, temperature=t, seed=seed, structured_outputs=form)
@@ -129,7 +131,7 @@ def test_a_grammar_binds_with_all_other_parameters(engines: list[SpecEngine]) ->
         assert own.logprobs is not None and len(own.logprobs) == len(own.token_ids)
 
 
-def test_a_model_without_an_end_stops_where_its_form_does(tmp_path: Path) -> None:
+def test_a_model_without_eos_stops_with_its_grammar(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, HYBRID, seed=0)
     for name in ("config.json", "generation_config.json"):
         if (path := tmp_path / name).is_file():
@@ -222,7 +224,7 @@ def test_a_fault_ends_its_asking() -> None:
             theirs.recv(1)
 
 
-def test_an_answer_that_comes_late_is_read_as_of_then() -> None:
+def test_a_late_mask_applies_to_the_state_it_was_requested_for() -> None:
     """Tokens accepted meanwhile follow a requested path, or leave all of them."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -269,7 +271,7 @@ def test_an_output_has_one_form(fields: dict[str, object], field: str) -> None:
     assert caught.value.field == field
 
 
-def test_a_form_that_takes_long_to_compile_is_given_up_and_keeps_no_other_waiting(
+def test_a_slow_grammar_compilation_is_abandoned_and_delays_no_other(
     engines: list[SpecEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compile time limit is short here; a known grammar needs no slot."""
@@ -288,7 +290,7 @@ def test_a_form_that_takes_long_to_compile_is_given_up_and_keeps_no_other_waitin
     assert engines[0].prepare("a", slow[0]).grammar
 
 
-def test_a_form_serves_later_requests_of_its_tenant_alone(engines: list[SpecEngine]) -> None:
+def test_a_grammar_is_reused_within_its_tenant_only(engines: list[SpecEngine]) -> None:
     """Compile latency would reveal to others which grammars were requested."""
     plain, salted = (
         SamplingParams(structured_outputs=Structure(regex="kept"), cache_salt=salt) for salt in (None, "own")
@@ -303,7 +305,7 @@ def test_a_form_serves_later_requests_of_its_tenant_alone(engines: list[SpecEngi
     assert len({first, *others}) == 4
 
 
-def test_forms_that_are_only_kept_make_room(
+def test_cached_grammars_are_evicted_on_demand(
     engines: list[SpecEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template, "MOST", 3)
@@ -329,6 +331,6 @@ def test_a_schema_that_nothing_fits_is_refused(schema: dict[str, object], engine
         engines[0].prepare("a", SamplingParams(structured_outputs=Structure(json_schema=schema)))
 
 
-def test_a_form_that_is_too_long_is_refused_before_it_is_looked_at() -> None:
+def test_a_too_long_grammar_is_refused_before_parsing() -> None:
     with pytest.raises(ConfigError, match="200,000 characters"):
         Structure(regex="a" * 200_000)

@@ -182,7 +182,7 @@ def test_the_longest_prefix_of_a_stop_string_is_held_back(data: st.DataObject) -
 
 
 @pytest.mark.parametrize("count", [1, 64])
-def test_a_character_costs_one_step_however_many_stop_strings_there_are(
+def test_a_character_costs_one_step_for_any_number_of_stop_strings(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All choices share the nodes: each is built once."""
@@ -226,7 +226,7 @@ def test_whole_characters_are_not_held_back(text: str, rng: random.Random) -> No
         ("xyz", ["yz", "z"], ["x", "", ""]),
     ],
 )
-def test_the_start_of_a_stop_is_held_until_it_is_decided(
+def test_a_partial_stop_string_is_held_back_until_decided(
     text: str, stop: str | list[str], expected: list[str]
 ) -> None:
     stream = TextStream(TOKENIZER, StopNode.of(stop))
@@ -283,7 +283,7 @@ def test_a_stop_does_not_depend_on_how_tokens_cut_it() -> None:
         assert "".join(pieces_of(tokens, ["abcdef", "cd"], tokenizer)) == "ab"
 
 
-def test_a_stopped_stream_says_nothing_more() -> None:
+def test_a_stopped_stream_yields_no_more_text() -> None:
     stream = TextStream(TOKENIZER, StopNode.of("b"))
     assert [stream.push(TOKEN_OF[byte]) for byte in b"ab"] == ["a", ""]
     assert stream.stopped
@@ -298,7 +298,7 @@ def test_finish_gives_what_was_held_once() -> None:
     assert not stream.stopped
 
 
-def test_endless_garbage_comes_out_while_it_comes_in() -> None:
+def test_endless_garbage_is_streamed() -> None:
     stream, longest = TextStream(TOKENIZER), 0
     given_out = ""
     for count in range(1, 200):
@@ -327,7 +327,7 @@ def test_a_token_costs_the_decoding_of_a_bounded_window() -> None:
     st.lists(st.sampled_from(["▁hello", "▁world", "▁", "a", "é", "▁a", "lo", "日", "🙂", "ß"]), max_size=60)
 )
 @settings(deadline=None)
-def test_spaces_and_characters_in_bytes_come_out_whole_with_byte_fallback(words: list[str]) -> None:
+def test_spaces_and_multi_byte_characters_decode_with_byte_fallback(words: list[str]) -> None:
     """This decoder strips the first space and shows an invalid run of bytes byte for byte."""
     inner = byte_fallback()
     tokens = [

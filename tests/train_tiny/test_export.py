@@ -74,7 +74,9 @@ def test_transformers_computes_the_same_logits(trained: Trained, folder: Path) -
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle"])
-def test_the_engine_drafts_what_the_head_was_taught(trained: Trained, folder: Path, kind: str) -> None:
+def test_the_engines_drafts_equal_those_of_the_trained_head(
+    trained: Trained, folder: Path, kind: str
+) -> None:
     """The step-by-step recursion of a root in the arena is one column of the unrolled one."""
     trunk, head = trained.trunk, trained.heads[kind]
     ids = _ids(LENGTH + DEPTH)

@@ -26,7 +26,7 @@ FUNCTION = """def total(self, values, start=0):
 
 @pytest.mark.skipif(platform.python_version() != "3.11.7", reason="the sets were cut from another library")
 @EXHAUSTIVE
-def test_sets_that_ship_are_what_the_held_out_files_give() -> None:
+def test_shipped_prompt_sets_are_regenerated_from_the_held_out_files() -> None:
     made = make_here()
     for category in SETS:
         lines = [json.loads(line) for line in (FOLDER / f"{category}.jsonl").read_text("utf-8").splitlines()]
@@ -81,7 +81,7 @@ def test_prompts_of_a_set_overlap_nowhere() -> None:
         assert _apart([*pieces, pieces[0]]) == pieces
 
 
-def test_passages_of_200_characters_are_found_wherever_they_stand() -> None:
+def test_passages_of_200_characters_are_found_at_any_position() -> None:
     text = "".join(chr(97 + i * i % 23) + chr(97 + i % 26) for i in range(500))
     known = Passages([text])
     for at in range(0, 800, 37):
@@ -89,7 +89,7 @@ def test_passages_of_200_characters_are_found_wherever_they_stand() -> None:
     assert not known.shared_with(text[:140])
 
 
-def test_every_kind_of_edit_begins_and_leaves_the_rest_to_be_said() -> None:
+def test_every_kind_of_edit_leaves_a_continuation() -> None:
     source = "\n\n".join(FUNCTION.replace("total", f"total{i}") for i in range(8))
     made = {edit.kind: edit.text for edit in edits(source, LONGEST)}
     assert set(made) == set(KINDS)

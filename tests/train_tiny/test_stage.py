@@ -53,7 +53,7 @@ def test_matrices_go_to_muon_and_the_rest_to_adam() -> None:
     assert sorted(x.numel() for group in adam.param_groups for x in group["params"]) == [40, 256]
 
 
-def test_a_stopped_run_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_resumes_to_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "KEEP_EVERY", 0.0)
     whole, parts = Model(), Model()
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()

@@ -23,7 +23,7 @@ def allowed(words_W: torch.Tensor | None, vocab: int) -> set[int]:
 
 
 @given(st.integers(1, 100), st.data())
-def test_words_hold_all_tokens_but_the_ends(vocab: int, data: st.DataObject) -> None:
+def test_min_tokens_allows_all_but_the_end_tokens(vocab: int, data: st.DataObject) -> None:
     ends = data.draw(st.sets(st.integers(0, vocab - 1)))
     assert allowed(MinTokens(ends, 1, vocab).words(()), vocab) == set(range(vocab)) - ends
 
@@ -61,7 +61,7 @@ def test_a_sequence_is_never_completed_by_output_and_path(
     assert bool(limit.fault) == completed
 
 
-def test_a_long_word_is_looked_up_at_its_own_length_alone() -> None:
+def test_a_long_bad_word_is_looked_up_at_its_length_only() -> None:
     """Whatever the output repeats, each position tries only the lengths that occur."""
     looked_up = 0
 
@@ -81,7 +81,7 @@ def test_a_long_word_is_looked_up_at_its_own_length_alone() -> None:
     assert allowed(limit.words((7,)), 40) == set(range(40)) - {5} and not looked_up
 
 
-def test_an_end_that_comes_too_early_is_a_fault_unless_a_form_ends() -> None:
+def test_an_early_end_is_an_error_unless_the_grammar_ends() -> None:
     for yields in (False, True):
         limit = MinTokens({5}, 3, 64, yields=yields)
         assert limit.observe(1) and limit.observe(5)
@@ -106,7 +106,7 @@ def test_choices_have_separate_limits_over_shared_words() -> None:
 
 
 @given(st.integers(1, 100), st.data())
-def test_only_what_is_allowed_may_be_chosen(vocab: int, data: st.DataObject) -> None:
+def test_only_allowed_tokens_may_be_chosen(vocab: int, data: st.DataObject) -> None:
     tokens = data.draw(st.sets(st.integers(0, vocab - 1), min_size=1))
     limit = AllowedTokens(tokens, vocab)
     assert allowed(limit.words((0,)), vocab) == tokens
@@ -124,7 +124,7 @@ def test_only_what_is_allowed_may_be_chosen(vocab: int, data: st.DataObject) -> 
         ([Only(5), MinTokens({5}, 1, 64)], {5}),
     ],
 )
-def test_a_limit_that_would_leave_nothing_yields_to_those_before(
+def test_a_limit_that_would_ban_all_tokens_yields_to_earlier_ones(
     limits: list[TokenLimit], expected: set[int]
 ) -> None:
     assert allowed(bounded_words(limits, ()), 64) == expected
@@ -132,7 +132,7 @@ def test_a_limit_that_would_leave_nothing_yields_to_those_before(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kernels", ["cpu", "native"])
-def test_a_bounded_node_chooses_beside_free_ones(temperature: float, kernels: str) -> None:
+def test_constrained_and_free_nodes_choose_in_one_batch(temperature: float, kernels: str) -> None:
     """Two of eight rows are bounded; the other choices are unchanged."""
     logits_NV = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(temperature=temperature)

@@ -92,7 +92,7 @@ def test_a_row_with_every_option_costs_a_step_little() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 63, 65, 4097])
-def test_log_probabilities_of_many_rows_are_those_of_each_bit_for_bit(vocab: int, dtype: torch.dtype) -> None:
+def test_log_probabilities_of_many_rows_equal_single_rows_bit_for_bit(vocab: int, dtype: torch.dtype) -> None:
     """Alternate rows are rounded, so that many logits are equal, at the end of the list too."""
     logits_NV = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
     logits_NV[::2] = logits_NV[::2].round()
@@ -122,7 +122,7 @@ def test_a_history_counts_each_token_of_prompt_output_and_path_once(
         assert list(counts) == [whole.count(token) for token in tokens]
 
 
-def test_packed_tokens_are_what_a_tuple_would_be() -> None:
+def test_packed_tokens_behave_like_a_tuple() -> None:
     logits_NV = torch.randn(2, 50)
     first, second = (own.top for own in logprobs_of(logits_NV, [0, 1], [5, 20]))
     plain = tuple(first)

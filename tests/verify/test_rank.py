@@ -43,14 +43,14 @@ def plain_node(**params: float) -> SamplingNode:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_first_is_what_the_target_would_choose(seed: int) -> None:
+def test_the_first_is_the_targets_choice(seed: int) -> None:
     nodes, logits_NV = make_nodes(seed), make_logits(len(RULES), seed)
     ranked = rank(logits_NV, nodes, KERNELS, 4)
     assert [tokens[0] for tokens, _ in ranked] == [c.token for c in choose(logits_NV, nodes, KERNELS)]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_next_is_what_it_would_choose_were_the_first_forbidden(seed: int) -> None:
+def test_the_second_is_the_targets_choice_without_the_first(seed: int) -> None:
     nodes, logits_NV = make_nodes(seed), make_logits(len(RULES), seed).double()
     ranked = rank(logits_NV, nodes, KERNELS, 5)
     for node, logits_V, (tokens, shares) in zip(nodes, logits_NV, ranked, strict=True):
@@ -62,7 +62,7 @@ def test_the_next_is_what_it_would_choose_were_the_first_forbidden(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_shares_are_of_what_is_compared_and_fall(seed: int) -> None:
+def test_probabilities_follow_the_ranking_scores_and_descend(seed: int) -> None:
     nodes, logits_NV = make_nodes(seed), make_logits(len(RULES), seed)
     share_NV = perturb(logits_NV, nodes, KERNELS).softmax(-1)
     for own_V, (tokens, shares) in zip(share_NV, rank(logits_NV, nodes, KERNELS, 6), strict=True):
@@ -72,7 +72,7 @@ def test_shares_are_of_what_is_compared_and_fall(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_without_the_noise_it_is_the_likeliest_by_the_rule_alone(seed: int) -> None:
+def test_without_noise_it_is_the_likeliest_token(seed: int) -> None:
     nodes, logits_NV = make_nodes(seed), make_logits(len(RULES), seed).double()
     ranked = rank(logits_NV, nodes, KERNELS, 4, noise=False)
     elsewhere = [SamplingNode(own.chooser, own.position + 1, own.path) for own in nodes]
@@ -83,7 +83,7 @@ def test_without_the_noise_it_is_the_likeliest_by_the_rule_alone(seed: int) -> N
     assert tokens == expected.indices.tolist() and shares == pytest.approx(expected.values.tolist(), abs=1e-6)
 
 
-def test_a_place_is_ranked_alike_in_any_company() -> None:
+def test_a_position_is_ranked_equally_in_any_batch() -> None:
     nodes, logits_NV = make_nodes(1), make_logits(len(RULES), 1)
     before_NV, together = logits_NV.clone(), rank(logits_NV, nodes, KERNELS, 3)
     for i, node in enumerate(nodes):
@@ -117,7 +117,7 @@ def test_filtered_tokens_have_no_probability() -> None:
     assert sum(shares) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_more_than_there_are_tokens_is_all_of_them() -> None:
+def test_a_count_beyond_the_vocabulary_returns_all_tokens() -> None:
     tokens, shares = rank(make_logits(1, 4), [plain_node(temperature=0.0)], KERNELS, VOCAB + 9)[0]
     assert sorted(tokens) == list(range(VOCAB)) and sum(shares) == pytest.approx(1.0, abs=1e-5)
 

@@ -33,7 +33,7 @@ def mean_length(said: Sequence[Sequence[int]]) -> float:
 
 
 @given(st.integers(1, 16), st.floats(0, 1))
-def test_the_rate_has_the_length_that_was_asked_for(num_steps: int, share: float) -> None:
+def test_the_rate_gives_the_requested_length(num_steps: int, share: float) -> None:
     length = 1 + share * num_steps
     rates = rates_for(length, num_steps)
     assert len(rates) == num_steps and all(0 <= rate <= 1 for rate in rates)
@@ -56,7 +56,7 @@ def test_each_depth_is_followed_at_its_own_rate() -> None:
         assert followed / reached == pytest.approx(rate, abs=0.02)
 
 
-def test_rates_of_0_and_1_are_kept_to_the_letter() -> None:
+def test_rates_of_0_and_1_are_exact() -> None:
     tree = TokenTree.chain(range(4))
     assert set(map(len, said_by((1.0, 1.0, 1.0), tree))) == {4}
     assert set(map(len, said_by((1.0, 0.0, 1.0), tree))) == {2}

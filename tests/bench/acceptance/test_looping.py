@@ -16,6 +16,6 @@ from specdec.bench.acceptance.measure import loops
         ([], False),
     ],
 )
-def test_a_text_loops_whose_last_half_goes_round_three_times(tokens: list[int], expected: bool) -> None:
+def test_a_text_whose_second_half_repeats_three_times_loops(tokens: list[int], expected: bool) -> None:
     assert loops(tokens) == expected
     assert loops(tuple(tokens)) == expected

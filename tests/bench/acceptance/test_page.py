@@ -127,7 +127,9 @@ def test_the_page_shows_the_results_figures(told: dict[str, Any], html: str) -> 
 
 
 @pytest.mark.parametrize("mutant", ["record", "value", "speedup", "origin", "token"])
-def test_a_figure_that_is_not_the_results_is_found(told: dict[str, Any], html: str, mutant: str) -> None:
+def test_a_figure_that_differs_from_the_results_is_detected(
+    told: dict[str, Any], html: str, mutant: str
+) -> None:
     other = deepcopy(told)
     match mutant:
         case "record":
@@ -208,7 +210,7 @@ def test_missing_values_are_left_out() -> None:
     assert cells["acceptance length"] == cells["differing texts"] == "–" and "No examples." in shown.words
 
 
-def test_settings_of_one_name_are_told_apart() -> None:
+def test_settings_with_equal_names_are_distinguished() -> None:
     shapes = [
         {"draft": "mtp", "draft_noise": noise, "temperature": 1.0, "batch": b}
         for noise in (True, False)

@@ -76,7 +76,7 @@ def test_public_shapes_are_read(line: Any, prompt: BenchPrompt, tmp_path: Path) 
     assert read_prompts(write(tmp_path, line)) == [prompt]
 
 
-def test_list_of_objects_is_read_as_sharegpt_writes_it(tmp_path: Path) -> None:
+def test_list_of_objects_is_parsed_as_sharegpt(tmp_path: Path) -> None:
     path = tmp_path / "share.json"
     path.write_text(json.dumps([{"prompt": "a"}, {"id": "x", "prompt": "b"}], indent=2))
     assert [(prompt.name, prompt.text) for prompt in read_prompts(path)] == [("item 1", "a"), ("x", "b")]
@@ -114,7 +114,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("line", "message"), FAULTS)
-def test_faults_name_the_file_the_line_and_what_is_expected(line: str, message: str, tmp_path: Path) -> None:
+def test_errors_name_the_file_the_line_and_the_expected_value(
+    line: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         read_prompts(write(tmp_path, {"prompt": "fine"}, line))
     assert caught.value.field == "prompts"

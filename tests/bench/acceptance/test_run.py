@@ -173,7 +173,7 @@ def test_a_prompts_figures_hang_on_no_other(
     assert (found[0] == found[1]) == forgets
 
 
-def test_a_run_that_was_cut_short_goes_on_to_the_same_figures(
+def test_an_interrupted_run_resumes_to_the_same_figures(
     bench: Bench, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Also if engines have to be rebuilt for each turn."""
@@ -280,9 +280,7 @@ def test_engines_share_weights_and_give_way(agreeing: Path) -> None:
     assert narrow.most == 1 and narrow.open(TREE) is not first and narrow.open(CHAIN) is not first
 
 
-def test_a_copy_drafts_beside_the_model_that_it_was_rounded_from(
-    bench: Bench, agreeing: Path, capsys: Capture
-) -> None:
+def test_a_quantised_copy_drafts_for_its_model(bench: Bench, agreeing: Path, capsys: Capture) -> None:
     asked = [CHAIN, Drafting("self-int4", DraftShape(3, 1, 4)), Drafting("self-int4", DraftShape(2, 1, 3))]
     engines = EngineCache(agreeing, EngineConfig(max_model_len=64, max_running=2), asked, None)
     head, *copied = (engines.open(own) for own in engines.draftings)

@@ -29,7 +29,7 @@ def names(settings: list[Setting]) -> list[str]:
     return [setting.name for setting in settings]
 
 
-def test_noise_is_swept_where_there_is_some() -> None:
+def test_noise_is_swept_above_temperature_zero() -> None:
     asked = sweep(chosen=BOUNDS)
     draftings, left_out = asked.draftings()
     assert left_out == []
@@ -90,7 +90,7 @@ def test_plain_decoding_is_measured_only_once() -> None:
 
 
 @pytest.mark.parametrize("shapes", [[CHAIN, TREE], [DraftShape(16, 1, 17), DraftShape(4, 8, 64)]])
-def test_the_widest_has_room_for_the_most_tokens(shapes: list[DraftShape]) -> None:
+def test_the_widest_shape_holds_the_most_tokens(shapes: list[DraftShape]) -> None:
     fields = widest([Drafting("mtp", shape) for shape in shapes], "mtp")
     bounds = bounds_of(EngineConfig.of(None, fields))
     assert bounds.num_draft_tokens == max(shape.num_draft_tokens for shape in shapes)

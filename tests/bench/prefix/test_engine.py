@@ -45,7 +45,7 @@ def test_texts_are_alike_and_hits_are_counted(
     assert all(len(line) <= 130 for line in shown.splitlines())
 
 
-def test_several_come_at_a_time_but_no_two_turns_of_a_session(
+def test_groups_hold_several_turns_but_one_per_session(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

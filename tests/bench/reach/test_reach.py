@@ -58,7 +58,7 @@ def test_requests_are_drawn_by_the_seed_and_salted_apart() -> None:
     assert salted(bodies[0])["cache_salt"] != salted(bodies[0])["cache_salt"]
 
 
-def test_longer_prompts_than_the_texts_go_on_at_their_beginning() -> None:
+def test_prompts_longer_than_the_texts_wrap_around() -> None:
     drawn = requests()
     assert len(drawn.draw(len(drawn._ids) + 5, 1)["prompt"]) == len(drawn._ids) + 5
 
@@ -76,7 +76,7 @@ def test_plain_engines_take_turns() -> None:
     assert [len(own.bodies) for own in engines] == [2, 2]
 
 
-def test_vllms_way_hands_on_what_the_first_engine_answers() -> None:
+def test_the_vllm_route_passes_on_the_prefill_instances_answer() -> None:
     prefill, decode = Engine(lends=True), Engine()
 
     async def work() -> StreamedReply:
@@ -92,7 +92,7 @@ def test_vllms_way_hands_on_what_the_first_engine_answers() -> None:
     assert (reply.ids, reply.cached_tokens, reply.failure) == ([0, 1, 2], 2, None)
 
 
-def test_sglangs_way_sends_both_engines_the_same_room() -> None:
+def test_the_sglang_route_sends_both_engines_the_same_room() -> None:
     prefill, decode = Engine(lends=True), Engine()
 
     async def work() -> list[StreamedReply]:
@@ -194,7 +194,7 @@ def test_steadiness_is_reported_with_the_idle_figure() -> None:
     assert case.counted(failed) == [] and case.failures == ["it broke"]
 
 
-def test_steadiness_asks_with_long_prompts_and_with_answers() -> None:
+def test_steadiness_uses_long_prompts_and_answers() -> None:
     engine = Engine()
 
     async def work() -> Any:
@@ -209,7 +209,7 @@ def test_steadiness_asks_with_long_prompts_and_with_answers() -> None:
     assert report["one"]["failures"] == [] and report["one"]["idle_token_s"]
 
 
-def test_cores_that_are_not_there_are_refused() -> None:
+def test_missing_cores_are_refused() -> None:
     with pytest.raises(ConfigError, match="cores: this process may not use 999999") as error:
         two_cores([0, 999_999])
     assert error.value.field == "cores"

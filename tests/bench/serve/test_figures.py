@@ -26,7 +26,7 @@ def outcome(start_s: float, *chunk_s: float, tokens: int, failure: str | None = 
     return RequestOutcome(start_s, chunk_s, chunk_s[-1] + 0.5, tokens, "usage", None, failure)
 
 
-def test_figures_are_those_of_the_completed_requests() -> None:
+def test_figures_cover_completed_requests_only() -> None:
     level = ConcurrencyLevel(2, [], [LoadJob(PROMPTS[0], 0)] * 3, 0, start_s=10.0)
     level.outcomes = [
         outcome(10.0, 10.2, 10.4, 11.0, tokens=5),
@@ -155,7 +155,7 @@ def _plan(**changes: object) -> list[ConcurrencyLevel]:
     return plan(ServeOptions.model_validate(asked), PROMPTS)
 
 
-def test_prompts_go_round_once_before_any_comes_again() -> None:
+def test_every_prompt_is_used_before_any_repeats() -> None:
     first, second = _plan()
     sent = [*first.warmup, *first.jobs, *second.warmup, *second.jobs]
     assert {job.prompt.name for job in sent[:10]} == {prompt.name for prompt in PROMPTS}
@@ -203,7 +203,7 @@ def test_waiting_time_counts_from_arrival() -> None:
     assert all(outcome.end_s >= late.start_s + 0.05 for outcome in late.outcomes)
 
 
-def test_gauge_is_read_while_the_server_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gauge_is_polled_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "READING_S", 0.002)
 
     class Gauged(SlowServer):

@@ -79,7 +79,7 @@ def test_llama_cpp_tells_in_its_streams(bench: Bench) -> None:
     assert level["speculation"]["acceptance_length"] == pytest.approx(TOKENS / (TOKENS - 4), rel=1e-5)
 
 
-def test_server_that_counts_nothing_is_counted_by_pieces_and_said_so(bench: Bench) -> None:
+def test_without_usage_the_chunks_are_counted_and_the_report_says_so(bench: Bench) -> None:
     with serving(FakeServer("bare")) as server:
         report = bench(server, "--concurrency", "1", "--requests", "3")
     (level,) = report["levels"]
@@ -118,7 +118,7 @@ FAULTS = {
 }
 
 
-def test_faults_are_counted_by_reason_and_the_rest_goes_on(bench: Bench) -> None:
+def test_failures_are_counted_by_reason_and_the_run_continues(bench: Bench) -> None:
     faults = dict(enumerate([*FAULTS, "no done"], 1))
     with serving(FakeServer("vllm", faults=faults)) as server:
         options = ("--concurrency", "1", "--requests", "11", "--warmup", "1", "--timeout", "1")
@@ -215,7 +215,7 @@ def test_token_ids_are_sent_as_such_and_are_no_chat(
     assert "is token ids, and a chat takes text" in capsys.readouterr().err
 
 
-def test_a_prompt_that_is_sent_again_is_salted_anew(bench: Bench, tmp_path: Path) -> None:
+def test_a_repeated_prompt_gets_a_new_salt(bench: Bench, tmp_path: Path) -> None:
     """Two of the three prompts are equal, at different positions in the file."""
     path = tmp_path / "some.jsonl"
     path.write_text("".join(f'{{"prompt": "{text}", "id": {i}}}\n' for i, text in enumerate("aba")), "utf-8")

@@ -303,7 +303,7 @@ def test_ends_are_told(client: openai.OpenAI, claude: anthropic.Anthropic) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_more_tokens_than_the_context_leaves_are_cut_and_told(live: Live, stream: bool) -> None:
+def test_max_tokens_is_reduced_to_the_context_and_reported(live: Live, stream: bool) -> None:
     most = live.ask("/v1/models", authorization=f"Bearer {KEYS[0]}").json["data"][0]["max_model_len"]
     turns = {"messages": [{"role": "user", "content": "Ask 4"}]}
     for path, body, field in (
@@ -338,7 +338,7 @@ def test_budgets_and_counts_of_thinking_are_without_its_markers(live: Live) -> N
         assert count == budget and thought.startswith(text) and len(text) < len(thought)
 
 
-def test_responses_are_found_by_the_key_that_made_them(live: Live, client: openai.OpenAI) -> None:
+def test_responses_are_visible_to_their_key_only(live: Live, client: openai.OpenAI) -> None:
     made = client.responses.create(model="scripted", input="Ask 4", metadata={"a": "b"})
     found = client.responses.retrieve(made.id)
     assert found.to_dict() == made.to_dict() and found.metadata == {"a": "b"}
@@ -466,7 +466,7 @@ def test_errors_have_the_format_of_the_api(
         ({"type": "array", "items": {}, "uniqueItems": True}, 'unsupported: ["uniqueItems"]'),
     ],
 )
-def test_a_schema_that_is_none_is_named_as_each_api_does(live: Live, schema: Any, says: str) -> None:
+def test_an_invalid_schema_is_named_by_each_apis_field(live: Live, schema: Any, says: str) -> None:
     own = {} if schema is None else {"schema": schema}
     form: Any = {"type": "json_schema", **own}
     chat: Any = {"type": "json_schema", "json_schema": {"name": "a", **own}}

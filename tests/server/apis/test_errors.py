@@ -91,7 +91,7 @@ def fields(status: int, api: str) -> Json:
     return wrong.get(status, {})
 
 
-def test_a_stream_that_fails_says_so_to_each_client(
+def test_a_failed_stream_raises_in_each_client(
     clients: tuple[openai.OpenAI, anthropic.Anthropic], fault: Path
 ) -> None:
     """Clients raise, except for Responses, whose error events are passed on."""

@@ -86,7 +86,7 @@ def test_unused_responses_expire_and_used_ones_do_not() -> None:
     assert own.count == 1 and "" not in own._shelves
 
 
-def test_nothing_is_kept_where_nothing_may_be() -> None:
+def test_nothing_is_stored_with_a_limit_of_zero() -> None:
     own, _ = store(most=0)
     own.put("", "a", entry())
     with pytest.raises(Failure, match="none are stored"):

@@ -59,7 +59,7 @@ def test_failed_streams_end_with_an_error_in_the_apis_format() -> None:
         ("length", None, ("incomplete", "max_output_tokens"), ("max_tokens", None)),
     ],
 )
-def test_why_an_answer_ended_in_the_words_of_each_api(
+def test_finish_reasons_in_the_terms_of_each_api(
     why: FinishReason, stop: str | None, response: Any, message: Any
 ) -> None:
     delta = Delta("ab", (1, 2), finish_reason=why, stop_reason=stop)

@@ -77,7 +77,7 @@ def test_bodies_rewritten_by_proxies_are_accepted(
 
 
 @pytest.mark.parametrize(("kind", "least"), KINDS)
-def test_sglangs_body_makes_a_server_what_its_role_is(kind: type[RequestBody], least: dict[str, Any]) -> None:
+def test_sglangs_fields_follow_the_servers_role(kind: type[RequestBody], least: dict[str, Any]) -> None:
     fields = sglang(least | SAMPLING, "127.0.0.1", 5600, MOST_ROOM)
     assert read(kind, fields).asked("prefill") == LendFields((MOST_ROOM,))
     assert read(kind, fields).asked("decode") == FetchFields(

@@ -57,7 +57,7 @@ def test_forged_params_never_yield_another_prompts_text(pair: Pair) -> None:
 
 
 @EXHAUSTIVE
-def test_a_pair_that_proves_nothing_is_found_out(small: Path) -> None:
+def test_a_pair_without_signature_checks_is_detected(small: Path) -> None:
     with opened(small, entry="tests.server.reach.gullible") as pair:
         reports = (asyncio.run(Fuzz(pair, seed).run(240, at_once=4)) for seed in range(1, 6))
         wrong = (line for report in reports for line in report.wrong if "instead of" in line)
@@ -102,7 +102,7 @@ def test_a_room_never_serves_another_prompt(pair: Pair) -> None:
 
 
 @EXHAUSTIVE
-def test_two_that_ask_for_one_room_both_get_their_text(pair: Pair) -> None:
+def test_two_requests_for_one_room_both_get_their_text(pair: Pair) -> None:
     """Two requests share a room, on either side: one is fetched or refused, none gets the other's text."""
     first, second = prompts(2, seed=3)
     own = [ids(ask(pair.decode, prompt, "alone-too")) for prompt in (first, second)]

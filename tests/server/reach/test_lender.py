@@ -99,7 +99,7 @@ def test_transfer_params_are_signed_per_prompt_and_salt(hybrid: Path) -> None:
     run(test)
 
 
-def test_those_that_find_no_room_begin_in_order(hybrid: Path) -> None:
+def test_prompts_waiting_for_memory_start_in_order(hybrid: Path) -> None:
     async def test() -> None:
         async with lending(hybrid, prompts=2.5) as (engine, lender):
             held = await lender.lend(prepared(engine, 2), None)
@@ -163,7 +163,7 @@ def test_a_prompt_larger_than_the_share_is_refused(hybrid: Path, prompts: float,
     run(test)
 
 
-def test_a_room_that_is_taken_gives_the_others_up(hybrid: Path) -> None:
+def test_a_duplicate_room_cancels_the_other_prompts(hybrid: Path) -> None:
     async def test() -> None:
         async with lending(hybrid) as (engine, lender):
             held = await lender.lend(prepared(engine), [1])

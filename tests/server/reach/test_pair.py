@@ -180,7 +180,9 @@ def test_a_room_serves_one_request(reads: Live, writes: Live, port: int) -> None
     assert again.status == 409 and again.error["param"] == "bootstrap_room"
 
 
-def test_a_room_that_failed_is_read_here_at_once(alone: Live, reads: Live, writes: Live, port: int) -> None:
+def test_a_failed_room_is_prefilled_locally_at_once(
+    alone: Live, reads: Live, writes: Live, port: int
+) -> None:
     """The prefill instance refuses the request, before the other asks for it or while it waits."""
     path, body = completion(f"# failed\n{TEXT}", temperature=0)
     room = next(ROOMS)
@@ -191,7 +193,7 @@ def test_a_room_that_failed_is_read_here_at_once(alone: Live, reads: Live, write
     assert fetched(writes, "prefill_failed"), "it has not waited for a room that never comes"
 
 
-def test_clients_that_leave_take_what_was_held_along(reads: Live, writes: Live, port: int) -> None:
+def test_disconnects_release_held_prompts(reads: Live, writes: Live, port: int) -> None:
     path, body = completion(f"# left\n{TEXT}", temperature=0)
     sock = begin(writes, path, sglang(body, "127.0.0.1", port, next(ROOMS)))
     comes(writes, "specdec:reach_holds")

@@ -28,7 +28,7 @@ def role(environment: dict[str, str] = SECRET, models: int = 1, **settings: Any)
     return part.role if part else None
 
 
-def test_the_secret_makes_a_server_do_both_unless_it_is_told_its_role() -> None:
+def test_with_a_secret_the_default_role_is_both() -> None:
     assert role({}) is None
     assert role() == "both"
     assert role(role="prefill") == "prefill" and role(role="decode") == "decode"
@@ -58,7 +58,7 @@ def test_the_secret_makes_a_server_do_both_unless_it_is_told_its_role() -> None:
         ({"reach_lease_max": 0.0}, "reach_lease_max"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name_at_the_start(given: dict[str, Any], field: str) -> None:
+def test_contradictory_settings_are_refused_by_name_at_startup(given: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         role(**given)
     assert caught.value.field == field and field in str(caught.value)
@@ -86,7 +86,7 @@ def test_the_way_out_leads_to_no_other_refusal(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "localhost.", "0.0.0.0"])
-def test_nothing_else_of_the_loopback_is_a_peer_unless_it_is_given(host: str) -> None:
+def test_other_loopback_ports_are_no_peers_by_default(host: str) -> None:
     """Any local user may listen there, and clients choose the address that requests are sent to."""
     for port in (5600, 5601):
         allowed = allowed_peers(ServerConfig(reach_port=5601))

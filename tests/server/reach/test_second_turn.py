@@ -159,7 +159,7 @@ def test_short_prompts_and_those_cached_elsewhere_are_not_lent(folder: Path) -> 
     run(test())
 
 
-def test_room_to_lend_what_is_cached_is_not_waited_for(folder: Path) -> None:
+def test_lending_a_cached_prefix_does_not_wait_for_memory(folder: Path) -> None:
     async def test() -> None:
         async with servers(folder) as (_, writer):
             ids = prompt(1)

@@ -151,7 +151,7 @@ def test_what_was_not_lent_so_is_read(trio: Trio, case: str) -> None:
     assert texts(answer) == texts(trio.alone.ask(COMPLETIONS, body))
 
 
-def test_each_of_several_prompts_has_a_length_of_its_own(trio: Trio) -> None:
+def test_several_prompts_have_separate_lengths(trio: Trio) -> None:
     ids = ids_of(trio.alone, f"# several\n{TEXT}")
     prompts = [[*ids[5 * index :], *ids] for index in range(2)]
     said = trio.writes.ask(COMPLETIONS, completion([], temperature=0) | {"prompt": prompts}).json["choices"]

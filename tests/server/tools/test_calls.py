@@ -119,13 +119,13 @@ def test_the_official_client_reads_the_calls(
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens
 
 
-def test_a_model_with_a_template_of_its_own_is_made_for_chats(live: Live) -> None:
+def test_a_model_with_its_own_template_is_a_chat_model(live: Live) -> None:
     info = live.ask("/server_info").json
     parser = "hermes" if info["model"] == "hermes" else "qwen3_coder"
     assert (info["writes"], info["tools"], info["tool_call_parser"]) == ("chats", True, parser)
 
 
-def test_a_stream_opens_each_call_and_then_goes_on(live: Live) -> None:
+def test_a_stream_starts_each_call_before_its_arguments(live: Live) -> None:
     events = live.ask(CHAT, asked("2", stream=True)).events
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
@@ -160,7 +160,7 @@ def test_one_call_where_one_is_allowed(live: Live) -> None:
     [({"type": "function", "function": {"name": "measure"}}, True), ("required", False)],
     ids=["named", "required"],
 )
-def test_a_call_is_forced_on_a_model_that_would_say_something_else(
+def test_a_required_call_constrains_the_model(
     client: openai.OpenAI, key: str, choice: Any, parallel: bool
 ) -> None:
     model = client.models.list().data[0].id
@@ -218,7 +218,7 @@ def test_a_forced_call_that_is_cut_off_is_no_text(live: Live) -> None:
     assert most > 5
 
 
-def test_the_template_hears_how_hard_to_think(live: Live) -> None:
+def test_the_template_gets_the_reasoning_effort(live: Live) -> None:
     def tokens(**fields: Any) -> int:
         count: int = live.ask(CHAT, asked("4", max_tokens=1, **fields)).json["usage"]["prompt_tokens"]
         return count
@@ -240,7 +240,7 @@ def test_fields_of_a_text_also_accompany_calls(live: Live) -> None:
         assert len(choice["message"]["tool_calls"]) == 2
 
 
-def test_a_conversation_with_calls_is_read_by_the_template(live: Live) -> None:
+def test_a_conversation_with_calls_is_rendered_by_the_template(live: Live) -> None:
     called = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": PARIS}}
     messages = [
         {"role": "user", "content": "Ask"},
@@ -277,7 +277,7 @@ def test_invalid_tools_are_named(live: Live, fields: dict[str, Any], param: str)
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
-def test_variables_of_a_template_cannot_take_the_place_of_the_chat(live: Live) -> None:
+def test_template_variables_cannot_replace_the_chat(live: Live) -> None:
     answer = live.ask(CHAT, asked("1", chat_template_kwargs={"answer": 1, "self": 2}))
     assert answer.json["choices"][0]["finish_reason"] == "tool_calls"
     assert answer.headers[IGNORED] == "chat_template_kwargs.answer, chat_template_kwargs.self"

@@ -144,7 +144,7 @@ def forced(name: str) -> tuple[ToolOffer, str]:
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_a_forced_answer_that_is_cut_off_says_nothing_and_nothing_wrong(name: str) -> None:
+def test_a_truncated_required_call_has_only_complete_values(name: str) -> None:
     """Whole and streamed, cut anywhere: half a tag is no text, and half a number no number."""
     offer, text = forced(name)
     for at in range(len(text) + 1):
@@ -166,7 +166,7 @@ def test_a_forced_answer_that_is_cut_off_says_nothing_and_nothing_wrong(name: st
     assert len(calls) == 2
 
 
-def test_tools_are_told_as_they_were_given() -> None:
+def test_tools_reach_the_template_unchanged() -> None:
     offer = make_offer([TOOL], "auto", parallel=True, form=Hermes())
     assert offer and offer.plain == [
         {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}

@@ -20,7 +20,7 @@ from tests.server.web.reading import (
 HOSTILE = 'x = "<img src=x onerror=window.hurt=1>&amp;"\n\n\ndef f(x):\n'
 
 
-def test_bodies_ask_for_no_drafts_and_for_trees(live: Live) -> None:
+def test_bodies_disable_drafts_and_request_trees(live: Live) -> None:
     fields = {"prompt": "def f(x):\n", "max_tokens": 30, "temperature": 0}
     ask = {"return_drafts": True, "return_metrics": True, "return_token_ids": True}
     for path, named in (
@@ -108,7 +108,7 @@ def test_the_page_shows_the_answer(tab: Tab, live: Live) -> None:
     assert not any(is_shown(tab, own) for own in ("#speculation", "#compare", ".figures"))
 
 
-def test_a_long_text_is_shown_without_touching_what_stands_there(tab: Tab) -> None:
+def test_a_long_text_is_appended_without_rewriting(tab: Tab) -> None:
     """Ten thousand tokens, with and without line breaks: added elements are never removed or changed."""
     tab.look(
         """(() => {

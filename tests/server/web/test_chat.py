@@ -120,7 +120,7 @@ def test_stopping_keeps_the_text_so_far(chat: Tab) -> None:
     assert words(chat, PROSE) == [text] and len(text) > 40
 
 
-def test_a_thought_is_folded_once_it_is_over(chat: Tab) -> None:
+def test_finished_thinking_is_folded(chat: Tab) -> None:
     chat.look(STREAM)
     send(chat, "Sort a list.")
     chat.wait("window.stream")
@@ -241,7 +241,7 @@ def test_the_page_follows_the_text_until_the_reader_scrolls_up(chat: Tab) -> Non
     assert chat.look("document.documentElement.scrollWidth") == 390
 
 
-def test_the_history_is_bounded_and_a_full_storage_makes_room(chat: Tab) -> None:
+def test_the_history_is_bounded_and_evicted_if_storage_is_full(chat: Tab) -> None:
     old = {"mode": "chat", "exchanges": [{"question": "x" * 200_000, "answer": None}]}
     chat.look(
         f"""for (let i = 0; i < 9; i += 1) localStorage.setItem(`specdec.chat.${{i}}`,
@@ -352,9 +352,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield own
 
 
-def test_the_page_opens_in_the_mode_that_the_model_is_made_for(
-    fresh: Tab, chatting: Live, live: Live
-) -> None:
+def test_the_page_opens_in_the_models_mode(fresh: Tab, chatting: Live, live: Live) -> None:
     """The model is known once the key is entered; a mode chosen before stays."""
     fresh.open(f"{chatting.url}/")
     assert said(fresh, "model") == "This server requires an API key." and is_shown(fresh, "#key-wanted")

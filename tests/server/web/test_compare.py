@@ -88,7 +88,7 @@ def test_a_chat_without_a_new_message_is_compared_up_to_its_last(tab: Tab) -> No
     assert compared["messages"][-1]["content"] == "And a dictionary?"
 
 
-def test_a_comparison_says_which_side_is_faster(tab: Tab) -> None:
+def test_a_comparison_names_the_faster_side(tab: Tab) -> None:
     """A speedup above 1 means that the side with drafts has more tokens/s."""
     verdict = """import("/web/outcome.js").then(({ verdict }) => {
       const answer = (rate) => ({ text: "x", tally: { rate, steps: 4, drafted: 4, accepted: 2 } });
@@ -100,7 +100,7 @@ def test_a_comparison_says_which_side_is_faster(tab: Tab) -> None:
     assert slower["says"].startswith("Speedup 0.67× (slower): 60.0 tokens/s with drafts, 90.0 without.")
 
 
-def test_a_server_without_drafters_says_so(fresh: Tab, hybrid: Path) -> None:
+def test_a_server_without_drafters_is_explained(fresh: Tab, hybrid: Path) -> None:
     with Live("--draft", "none", model=str(hybrid)) as live:
         info = live.ask("/server_info").json
         assert (info["chat_template"], info["writes"]) == (False, "completions")
@@ -128,7 +128,7 @@ def test_the_draft_decision_is_shown_below_the_answer(fresh: Tab) -> None:
         assert said(fresh, "outlook") == f"Adaptive drafting: {reason}."
 
 
-def test_steps_without_a_draft_are_explained_where_there_were_any(tab: Tab) -> None:
+def test_steps_without_a_draft_are_explained(tab: Tab) -> None:
     """The first token is from prefill, not a step. Two tokens are one step, here without a draft."""
     answered(tab, "import os", max_tokens=1)
     assert figures(tab)["steps"] == 0 and "draft" not in words(tab, ENDS)[0]

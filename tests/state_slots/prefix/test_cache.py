@@ -33,7 +33,7 @@ OPERATIONS = 10_000
 @pytest.mark.parametrize(
     ("name", "seed"), [(name, seed) for name, seeds in SEEDS.items() for seed in seeds], ids=str
 )
-def test_random_operations_lend_what_was_read(name: str, seed: int) -> None:
+def test_random_operations_lend_the_prefilled_prefixes(name: str, seed: int) -> None:
     trial = make[name](seed=seed)
     trial.run(OPERATIONS)
     did, counts = trial.did, trial.cache.counts

@@ -29,7 +29,7 @@ def flood(alpha: float) -> tuple[int, CacheReplay]:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_flood_leaves_anothers_fair_part(alpha: float) -> None:
+def test_a_flood_leaves_other_callers_their_share(alpha: float) -> None:
     assert flood(alpha)[0] == 8
 
 
@@ -54,7 +54,7 @@ def test_of_equal_parts_the_one_unused_for_longest_is_evicted_from() -> None:
         assert {node.tenant.caller for node in chosen} == {turn[0]}
 
 
-def test_a_caller_that_comes_later_gets_its_part() -> None:
+def test_a_later_caller_gets_its_share() -> None:
     """It takes over memory that others have filled."""
     _, replay = flood(0.0)
     draw = random.Random(2)

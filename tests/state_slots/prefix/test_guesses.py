@@ -62,7 +62,7 @@ def test_a_short_prompt_is_not_worth_a_forward_pass() -> None:
         (1000, (1000, 1000), (999,)),
     ],
 )
-def test_a_chat_is_guessed_to_diverge_after_its_first_and_last_turn(
+def test_divergence_is_guessed_after_a_chats_first_and_last_turn(
     length: int, turns: tuple[int, ...], guesses: tuple[int, ...]
 ) -> None:
     cache, asked = replay_of(400).cache, prompt(1, length)
@@ -136,7 +136,7 @@ def proven_state(replay: CacheReplay, seed: int) -> PrefixNode:
     return replay.cache.tree.walk(SOLE, asked)[0]
 
 
-def test_a_guess_made_after_the_order_of_eviction_is_evicted_first() -> None:
+def test_a_guess_newer_than_the_eviction_order_is_evicted_first() -> None:
     replay = replay_of(400)
     proven = [proven_state(replay, seed) for seed in range(40)]
     size = len(list(replay.cache.tree.nodes()))

@@ -50,7 +50,7 @@ def copy(rates: TierRates, source: Arena, to: Arena) -> int:
     return source.block_bytes_X(1).numel()
 
 
-def test_a_copy_is_timed_once_the_device_has_come_to_its_end(
+def test_a_copy_is_timed_after_the_device_completes_it(
     arenas: tuple[Arena, Arena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait(*_: object) -> None:

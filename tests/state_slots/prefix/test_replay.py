@@ -69,7 +69,7 @@ def test_with_memory_for_all_hits_follow_the_rule(has_head: bool) -> None:
     replay.cache.check()
 
 
-def test_a_cache_that_keeps_no_state_where_prompts_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_states_at_divergence_points_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: only ends have states."""
     monkeypatch.setattr(PrefixCache, "keep_copy", lambda *_: None)
     replay, rule = CacheReplay(LAYOUT, AMPLE, float), Rule()
@@ -102,7 +102,7 @@ def test_with_little_memory_its_books_stay_right(alpha: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_one_used_longest_ago_gives_way_first(seed: int) -> None:
+def test_the_least_recently_used_is_evicted_first(seed: int) -> None:
     """One order serves several evictions, and some of its entries are used before their turn."""
     draw, replay = random.Random(seed), CacheReplay(LAYOUT, AMPLE, float)
     texts = {first: ids([first, 1, 2, 3, 4]) for first in range(60)}

@@ -186,7 +186,7 @@ def test_descriptors_are_few(
             assert [len(ids) for ids in made.pick([], (3, 3))] == [per_state] * 2
 
 
-def test_a_head_that_several_ranks_hold_is_read_from_them_in_turn() -> None:
+def test_a_head_on_several_ranks_is_read_from_each_in_turn() -> None:
     layout = Layout((KVShape(2, 64),), (), torch.bfloat16)
     sources = [list(make_plans(own, views(layout, 8))) for own in views(layout, 4)]
     assert sources == [[0], [1], [6], [7]]
@@ -195,7 +195,7 @@ def test_a_head_that_several_ranks_hold_is_read_from_them_in_turn() -> None:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_a_rank_keeps_what_a_model_of_so_many_fewer_heads_keeps(name: str) -> None:
+def test_a_ranks_layout_equals_a_model_with_its_share_of_heads(name: str) -> None:
     mixer: Mixer
     for tp in SIZES:
         mixer = MIXERS[name](tp)

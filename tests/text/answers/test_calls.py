@@ -281,7 +281,7 @@ def _space_at_once(own: TextCursor) -> Waiting[None]:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_parser_that_does_not_wait_is_found_out(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parser_that_does_not_wait_is_detected(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[mutant](monkeypatch)
     assert any(read(form, [text]) != read(form, list(text)) for form, text, _ in CASES.values())
 
@@ -382,7 +382,7 @@ def test_a_frame_around_json_is_a_call(form: CallFormat) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )  # fmt: skip
-def test_values_are_of_the_types_that_the_schema_says(key: str, text: str, value: object) -> None:
+def test_values_have_the_schemas_types(key: str, text: str, value: object) -> None:
     _, [(_, arguments)] = read(CODER, [element((key, text))])
     assert json.loads(arguments) == {key: value}
 

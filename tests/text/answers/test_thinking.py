@@ -117,7 +117,7 @@ def test_thinking_comes_as_it_is_written() -> None:
         ("user: <think> or </think>?\nassistant:", False),
     ],
 )
-def test_the_prompt_says_whether_thinking_has_begun(prompt: str, opened: bool | None) -> None:
+def test_the_prompt_determines_whether_thinking_has_started(prompt: str, opened: bool | None) -> None:
     form = TAGS.after(prompt)
     assert (form and form.opened) == opened
 
@@ -133,7 +133,7 @@ def test_the_prompt_says_whether_thinking_has_begun(prompt: str, opened: bool | 
         ("qwen3", "hello", TAGS),
     ],
 )
-def test_the_template_or_the_setting_says_how_it_thinks(
+def test_the_thinking_format_comes_from_the_template_or_the_setting(
     name: str, source: str | None, found: ThinkingFormat | None
 ) -> None:
     assert thinking_format(name, ChatTemplate(source, {}, where=Path("folder"))) == found
