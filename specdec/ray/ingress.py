@@ -19,11 +19,12 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from specdec.ray.fleet import Asked, Fleet
 from specdec.ray.headers import of_request
 from specdec.ray.load import Flight
-from specdec.ray.prompts import Prompt, look_at
+from specdec.ray.prompts import OWNERS, Prompt, look_at
 from specdec.ray.settings import RayApp
 from specdec.ray.upstream import REFUSED, Answer, Late, Lost, Sent, TooLong, Unreached, Upstream
 from specdec.server.anthropic.errors import error_body, speaks_anthropic
 from specdec.server.failures import Failure, failure_of
+from specdec.server.receive import BodyBudget, HeldBody
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 SOON = {"Retry-After": "1"}
 MOST_LOST = 2
 """Replicas that may fail with one request: it may be what ends them."""
+KEPT_BYTES = 384 << 20
+"""Maximum bytes of request bodies, kept until their requests end. Keys are callers; replicas check them."""
 LARGE = 1 << 16
 """Bytes of a body that is parsed in a thread."""
 STORED = re.compile(r"/v1/responses/(resp_[\w\-]{1,128})")
@@ -98,6 +101,7 @@ class Ingress:
     def __init__(self, app: RayApp, replicas: Any) -> None:
         self._config, self._most_bytes = app.config, app.server.max_body_bytes
         self._body_timeout = app.server.body_timeout
+        self._bodies = BodyBudget(KEPT_BYTES, app.server.max_body_bytes)
         self._replicas, self._fleet = replicas, Fleet(app.config.load_factor)
         self._upstream = Upstream(app.config.connect_timeout, app.config.answer_timeout)
 
@@ -114,17 +118,18 @@ class Ingress:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(_sent(scope), scope["path"], Prompt(), send)
+        headers = call.sent.headers
         try:
-            body = await self._body(receive)
-            if body is None:
-                return
-            headers = call.sent.headers
-            call.sent = call.sent._replace(body=body)
-            if body:
-                is_large = len(body) > LARGE
-                found = asyncio.to_thread(look_at, body, headers) if is_large else look_at(body, headers)
-                call.prompt = found if isinstance(found, Prompt) else await found
-            await _until_left(self._relay(call), receive)
+            with self._bodies.holding(" ".join(headers.get(name, "") for name in OWNERS)) as held:
+                body = await self._body(receive, held)
+                if body is None:
+                    return
+                call.sent = call.sent._replace(body=body)
+                if body:
+                    is_large = len(body) > LARGE
+                    found = asyncio.to_thread(look_at, body, headers) if is_large else look_at(body, headers)
+                    call.prompt = found if isinstance(found, Prompt) else await found
+                await _until_left(self._relay(call), receive)
         except Exception as error:
             if call.has_begun:
                 raise  # the server closes the connection: the answer has no end
@@ -133,7 +138,7 @@ class Ingress:
                 logger.error("%s %s failed", call.number, call.path, exc_info=failure.trace)
             await call.fail(failure)
 
-    async def _body(self, receive: Receive) -> bytes | None:
+    async def _body(self, receive: Receive, held: HeldBody) -> bytes | None:
         """Receive the body; None if the client disconnects."""
         body = bytearray()
         try:
@@ -142,7 +147,8 @@ class Ingress:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    body += message.get("body", b"")
+                    body += (piece := message.get("body", b""))
+                    held.add(len(piece))
                     if len(body) > self._most_bytes:
                         raise Failure(413, "The body has more bytes than max_body_bytes allows.")
                     if not message.get("more_body"):

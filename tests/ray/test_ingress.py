@@ -2,20 +2,24 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from specdec.ray import ingress as ingress_module
 from specdec.ray.fleet import Asked
 from specdec.ray.ingress import Ingress
 from specdec.ray.prompts import look_at
 from specdec.ray.settings import RayApp, RayConfig
 from specdec.server.settings import ServerConfig
-from tests.route.rig import SOON_S, Fake, never, refusing, reset, streaming, until
+from tests.ray.fakes import SOON_S, Fake, Seen, never, ok, refusing, reset, streaming, until
 
 EVENT = b'data: {"n": 1}\n\n'
 
@@ -50,7 +54,12 @@ class Client:
     headers: Sequence[tuple[str, str]] = ()
     sent: list[MutableMapping[str, Any]] = field(default_factory=list)
     leave: asyncio.Event = field(default_factory=asyncio.Event)
+    reads: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared while the client reads nothing."""
     is_sent: bool = False
+
+    def __post_init__(self) -> None:
+        self.reads.set()
 
     async def run(self) -> "Client":
         scope = {
@@ -70,6 +79,7 @@ class Client:
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         self.sent.append(message)
+        await self.reads.wait()
 
     @property
     def status(self) -> int:
@@ -161,12 +171,15 @@ def test_a_refusal_is_retried_elsewhere_and_passed_on_if_all_refuse(status: int)
     play(scenario, Fake(refusing(status, **{"Retry-After": "7"})), Fake())
 
 
-def test_other_errors_are_passed_on_at_once() -> None:
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 500, 504])
+def test_other_errors_are_passed_on_at_once(status: int) -> None:
     async def scenario(rig: Rig) -> None:
         client = await rig.ask()
-        assert client.status == 400 and sum(len(fake.seen) for fake in rig.fakes) == 1
+        assert client.status == status and sum(len(fake.seen) for fake in rig.fakes) == 1
+        measured = [load.measured.sums(time.monotonic()) for load in rig.ingress._fleet.loads.values()]
+        assert not any(weight for weight, *_ in measured), "an error says nothing about prefill"
 
-    play(scenario, Fake(refusing(400)), Fake(refusing(400)))
+    play(scenario, Fake(refusing(status)), Fake(refusing(status)))
 
 
 def test_a_replica_that_cannot_be_reached_is_passed_over() -> None:
@@ -204,6 +217,75 @@ def test_a_replica_that_sends_nothing_ends_with_504() -> None:
         assert (client.status, client.code) == (504, "replica_timeout")
 
     play(scenario, Fake(never), answer_timeout=0.1)
+
+
+def test_bodies_in_flight_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "KEPT_BYTES", 1)
+
+    async def scenario(rig: Rig) -> None:
+        """Four bodies of the largest size fit; one key gets half of them."""
+        body = b"x" * 4000
+        mine, other = [("Authorization", "mine")], [("Authorization", "other")]
+        clients = [rig.client(body=body, headers=mine) for _ in range(2)]
+        running = [asyncio.create_task(client.run()) for client in clients]
+        await until(lambda: len(rig.fakes[0].seen) == 1 and len(running) == 2)
+        await until(lambda: running[1].done() or len(rig.fakes[0].seen) == 2)
+        assert clients[1].status == 429 and clients[1].code == "too_many_requests"
+        rig.fakes[0].answer = ok
+        assert (await rig.ask(body=b"x" * 500, headers=other)).status == 200
+        clients[0].leave.set()
+        await asyncio.wait(running)
+        assert (await rig.ask(body=body, headers=mine)).status == 200
+
+    play(scenario, Fake(never))
+
+
+def test_a_slow_client_holds_up_the_replica_and_not_the_ingresss_memory() -> None:
+    sent = [0]
+
+    async def pour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(2000):  # 125 MiB
+            await response.write(b"x" * 65536)
+            sent[0] += 65536
+        return response
+
+    async def scenario(rig: Rig) -> None:
+        client = rig.client()
+        client.reads.clear()
+        running = asyncio.create_task(client.run())
+        before = -1
+        while before != sent[0] or not sent[0]:  # until the transfer stalls
+            before = sent[0]
+            await asyncio.sleep(0.3)
+        assert sent[0] < 24 << 20, "what the connection's buffers hold, and no more"
+        client.leave.set()
+        await running
+
+    play(scenario, Fake(pour))
+
+
+def test_eight_streams_of_two_hundred_events_come_whole_and_in_order() -> None:
+    events = [b'data: {"n": %d}\n\n' % i for i in range(200)]
+
+    async def scenario(rig: Rig) -> None:
+        bodies = [json.dumps({"prompt": f"{i}", "stream": True}).encode() for i in range(8)]
+        for client in await asyncio.gather(*(rig.ask(body=body) for body in bodies)):
+            assert client.data == b"".join(events)
+        assert {len(fake.seen) for fake in rig.fakes} == {4}, "the load factor spreads them"
+
+    play(scenario, *(Fake(streaming(*events, pause_s=0.005)) for _ in range(2)))
+
+
+def test_a_compressed_body_is_for_the_replica_to_decompress() -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.ask(body=gzip.compress(b'{"prompt": "x"}'), headers=[("Content-Encoding", "gzip")])
+        (seen,) = rig.fakes[0].seen
+        assert seen.body == b'{"prompt": "x"}', "the stand-in decompresses by the header"
+        assert seen.headers["Content-Encoding"] == "gzip"
+
+    play(scenario, Fake())
 
 
 def test_a_body_that_is_too_large_reaches_no_replica() -> None:
