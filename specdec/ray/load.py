@@ -55,11 +55,6 @@ class Flight:
         self.end_reading()
         return took_s
 
-    def has_read(self) -> None:
-        """Record the end of prefill of a request that decodes nothing."""
-        self._is_measured = True
-        self.begun()
-
     def end_reading(self) -> None:
         """Count its prompt as prefilled."""
         if self._timer:

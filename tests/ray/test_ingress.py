@@ -17,6 +17,7 @@ from specdec.ray import ingress as ingress_module
 from specdec.ray.fleet import Asked
 from specdec.ray.ingress import Ingress
 from specdec.ray.prompts import look_at
+from specdec.ray.rates import NONE
 from specdec.ray.settings import RayApp, RayConfig
 from specdec.server.settings import ServerConfig
 from tests.ray.fakes import SOON_S, Fake, Seen, never, ok, refusing, reset, streaming, until
@@ -99,6 +100,7 @@ class Rig:
     ingress: Ingress
     handle: Handle
     fakes: Sequence[Fake]
+    prefill: Sequence[Fake] = ()
 
     def client(self, **fields: Any) -> Client:
         body = json.dumps({"prompt": "x" * 2000, "stream": True}).encode()
@@ -108,22 +110,25 @@ class Rig:
         return await self.client(**fields).run()
 
 
-def play(scenario: Callable[[Rig], Awaitable[None]], *fakes: Fake, **settings: Any) -> None:
+def play(
+    scenario: Callable[[Rig], Awaitable[None]], *fakes: Fake, prefill: Sequence[Fake] = (), **settings: Any
+) -> None:
     """Run a scenario; at its end no request counts at a replica any more."""
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            for fake in fakes:
+            for fake in (*fakes, *prefill):
                 await stack.enter_async_context(fake)
-            config = RayConfig(**{"choice_timeout": 0.2, **settings})
+            config = RayConfig(**{"choice_timeout": 0.2, "connect_timeout": 0.2, **settings})
             app = RayApp("tiny", config, ServerConfig(max_body_bytes=4096), {})
-            handle = Handle(fakes)
-            ingress = Ingress(app, handle)
+            handles = [Handle(own) for own in (fakes, prefill) if own or own is fakes]
+            ingress = Ingress(app, *handles)
             await stack.enter_async_context(ingress._upstream)
-            await scenario(Rig(ingress, handle, fakes))
-            assert handle.held == 0
-            for load in ingress._fleet.loads.values():
-                assert (load.in_flight, load.reading) == (0, 0)
+            await scenario(Rig(ingress, handles[0], fakes, prefill))
+            assert not any(handle.held for handle in handles)
+            for group in filter(None, (ingress._replicas, ingress._prefill)):
+                for load in group.fleet.loads.values():
+                    assert (load.in_flight, load.reading) == (0, 0)
 
     asyncio.run(run())
 
@@ -176,8 +181,8 @@ def test_other_errors_are_passed_on_at_once(status: int) -> None:
     async def scenario(rig: Rig) -> None:
         client = await rig.ask()
         assert client.status == status and sum(len(fake.seen) for fake in rig.fakes) == 1
-        measured = [load.measured.sums(time.monotonic()) for load in rig.ingress._fleet.loads.values()]
-        assert not any(weight for weight, *_ in measured), "an error says nothing about prefill"
+        for load in rig.ingress._replicas.fleet.loads.values():
+            assert load.measured.sums(time.monotonic()) == NONE, "an error says nothing about prefill"
 
     play(scenario, Fake(refusing(status)), Fake(refusing(status)))
 
@@ -323,7 +328,7 @@ def test_a_client_that_hangs_up_is_heard_by_the_replica() -> None:
         client = rig.client()
         running = asyncio.create_task(client.run())
         await until(lambda: bool(rig.fakes[0].seen))
-        assert sum(load.in_flight for load in rig.ingress._fleet.loads.values()) == 1
+        assert sum(load.in_flight for load in rig.ingress._replicas.fleet.loads.values()) == 1
         client.leave.set()
         await rig.fakes[0].seen[0].left.wait()
         await running
@@ -353,9 +358,9 @@ def test_all_replicas_are_flushed() -> None:
         assert all([own.path for own in fake.seen] == ["/flush_cache?a=%20"] for fake in rig.fakes)
         rig.fakes[1].answer = refusing(401)
         await rig.ask()
-        assert any(rig.ingress._fleet.loads[name].known.hit(prompt) for name in ("r0", "r1"))
+        assert any(rig.ingress._replicas.fleet.loads[name].known.hit(prompt) for name in ("r0", "r1"))
         assert (await rig.ask(path="/flush_cache", body=b"")).status == 401
-        assert not any(rig.ingress._fleet.loads[name].known.hit(prompt) for name in ("r0", "r1"))
+        assert not any(rig.ingress._replicas.fleet.loads[name].known.hit(prompt) for name in ("r0", "r1"))
 
     play(scenario, Fake(), Fake())
 
@@ -363,9 +368,9 @@ def test_all_replicas_are_flushed() -> None:
 def test_a_replica_that_is_gone_is_forgotten() -> None:
     async def scenario(rig: Rig) -> None:
         await rig.ask()
-        assert {*rig.ingress._fleet.loads} == {"r0", "r1"}
+        assert {*rig.ingress._replicas.fleet.loads} == {"r0", "r1"}
         del rig.handle.urls["r0"]
         await rig.ask()
-        assert {*rig.ingress._fleet.loads} == {"r1"}
+        assert {*rig.ingress._replicas.fleet.loads} == {"r1"}
 
     play(scenario, Fake(), Fake())
