@@ -12,7 +12,6 @@ from specdec.config.structured import Structure
 from specdec.config.thinking import ThinkingSpan
 from specdec.models import families
 from specdec.ray.settings import RayConfig
-from specdec.route.settings import RouteConfig
 from specdec.server.settings import ServerConfig
 from specdec.setup.capabilities import AXES, cells, refusal
 
@@ -23,7 +22,6 @@ TABLES: tuple[type[Settings], ...] = (
     ThinkingSpan,
     ServerConfig,
     RayConfig,
-    RouteConfig,
 )
 TERSE = (
     (r"an? (?:integer|number) of at least (\S+)\b", r"≥ \1"),

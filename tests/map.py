@@ -10,7 +10,7 @@ from tests.imports import PACKAGE, ROOT, imported, modules, part_of
 
 MAP = Path(ROOT, "docs", "map.svg")
 BOXES: Mapping[str, str] = {
-    "cli ray route server bench": "commands and servers",
+    "cli ray server bench": "commands and servers",
     "http": "connections",
     "reach": "bytes from other engines",
     "engine": "SpecEngine and its thread",

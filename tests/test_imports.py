@@ -15,7 +15,7 @@ BELOW_CORE = {"config", "text"} | PARTS
 BELOW_SETUP = BELOW_CORE | {"core"}
 BELOW_ENGINE = BELOW_SETUP | {"setup"}
 ENGINE = BELOW_ENGINE | {"engine"}
-FRONT = {"http", "reach", "bench", "server", "ray", "route"}
+FRONT = {"http", "reach", "bench", "server", "ray"}
 PUBLIC = {PACKAGE}
 """The package itself, as in `from specdec import SpecEngine`."""
 
@@ -37,9 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     PACKAGE: {"config", "core", "engine"},
     "bench": ENGINE | PUBLIC | {"http", "reach"},
     "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"http", "reach"},
-    # Routers have no engine; they share the servers' HTTP code, from the listening socket to errors.
+    # The ingress has no engine; it shares the servers' HTTP code, from the listening socket to errors.
     "ray": {"config", "http", "models", "server"},
-    "route": {"config", "http", "ray", "server"},
     # The command line starts servers and benchmarks; no other part may import them. Commands are imported
     # when chosen.
     "cli": ENGINE - PARTS | PUBLIC | FRONT | {"models", "__main__"},
@@ -113,7 +112,7 @@ def test_imports_stay_within_the_rule() -> None:
         ("specdec.reach.carrier_thread", "from specdec.server.app import make_app"),
         ("specdec.server.app", "from specdec.bench.report import table"),
         ("specdec.server.app", "from specdec.ray.spans import fields_of"),
-        ("specdec.route.run", "from specdec.engine.engine import SpecEngine"),
+        ("specdec.ray.run", "from specdec.engine.engine import SpecEngine"),
         ("specdec.bench.throughput", "from specdec.cli import main"),
         ("specdec.engine.engine", "from kernels.group import Group"),
         ("specdec.engine.engine", "import state_slots.arena"),

@@ -22,7 +22,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "bench": ("measure", "cli:add_benchmarks"),
         "serve": ("serve models over OpenAI's and Anthropic's APIs", "server.command:add_server"),
         "ray": ("serve replicas of a model on Ray", "ray.command:add_ray"),
-        "route": ("route requests to replicas of serve", "route.command:add_router"),
         "top": ("watch a running server: its memory, requests and drafts", "cli.commands:add_top"),
         "demo": ("stream completions of the shipped model, drafts in colour", "cli.commands:add_demo"),
     }
@@ -59,7 +58,6 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "bench": "throughput tiny --batch 1",
         "serve": "tiny --port 8080",
         "ray": "tiny --num-replicas 2",
-        "route": "--replicas http://127.0.0.1:8000,http://127.0.0.1:8001",
         "top": "http://127.0.0.1:8000",
         "demo": "",
         "bench throughput": "tiny --batch 1,4",

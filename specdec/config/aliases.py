@@ -201,14 +201,6 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "disaggregation_ib_device": "set UCX_NET_DEVICES to the device",
             }
         ),
-        "RouteConfig": MappingProxyType(
-            {
-                "worker_urls": "give --replicas",
-                "pd_disaggregation": "give --prefill, --decode and --pd-protocol",
-                "policy": "the replica with the least expected time to first byte is chosen; leave it out",
-                "api_key": "replicas check keys; leave it out",
-            }
-        ),
     }
 )
 """Unsupported options of other engines with advice, by settings class."""

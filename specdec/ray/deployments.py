@@ -1,4 +1,4 @@
-"""The application on Ray Serve: an Ingress deployment before an Engine deployment."""
+"""The application on Ray Serve: an Ingress before Engine deployments, one, or one for each role."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from specdec.ray.engine import KILL_S, Engine
 from specdec.ray.ingress import Ingress
-from specdec.ray.settings import RayApp
+from specdec.ray.settings import DECODE, PREFILL, RayApp, RayConfig
 
 MOST_ONGOING = 1 << 16
 """Requests per replica for Ray: replicas admit or refuse them themselves, with 429 and 503."""
@@ -20,10 +20,28 @@ START_ATTEMPTS = 3
 def build(app: RayApp) -> serve.Application:
     """Bind the deployments."""
     config = app.config
-    # The classes stay as their modules define them: Ray pickles a rebound name by value, with its globals.
-    engine = serve.deployment(
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="Ingress",
+        num_replicas=config.num_ingress,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MOST_ONGOING,
+        graceful_shutdown_timeout_s=app.server.drain_seconds + 2 * KILL_S,
+        graceful_shutdown_wait_loop_s=0.1,
+    )
+    if config.prefill:
+        prefill = _engine(app, "Prefill", num_replicas=config.prefill).bind(app, PREFILL)
+        decode = _engine(app, "Decode", num_replicas=config.decode).bind(app, DECODE)
+        return ingress.bind(app, decode, prefill)
+    return ingress.bind(app, _engine(app, "Engine", **_scale(config)).bind(app))
+
+
+def _engine(app: RayApp, name: str, **scale: Any) -> serve.Deployment:
+    config = app.config
+    # The class stays as its module defines it: Ray pickles a rebound name by value, with its globals.
+    return serve.deployment(
         Engine,
-        name="Engine",
+        name=name,
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         max_ongoing_requests=MOST_ONGOING,
         health_check_period_s=config.stats_period,
@@ -35,22 +53,11 @@ def build(app: RayApp) -> serve.Application:
             request_router_class="specdec.ray.router:ExpectedTimeRouter",
             request_routing_stats_period_s=config.stats_period,
         ),
-        **_scale(app),
+        **scale,
     )
-    ingress = serve.deployment(
-        serve.ingress()(Ingress),
-        name="Ingress",
-        num_replicas=config.num_ingress,
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MOST_ONGOING,
-        graceful_shutdown_timeout_s=app.server.drain_seconds + 2 * KILL_S,
-        graceful_shutdown_wait_loop_s=0.1,
-    )
-    return ingress.bind(app, engine.bind(app))
 
 
-def _scale(app: RayApp) -> dict[str, Any]:
-    config = app.config
+def _scale(config: RayConfig) -> dict[str, Any]:
     if config.max_replicas is None:
         return {"num_replicas": config.num_replicas}
     return {

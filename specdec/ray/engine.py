@@ -19,7 +19,7 @@ import yaml
 
 from specdec.ray.figures import Figures, read_figures
 from specdec.ray.scale import wanted_share
-from specdec.ray.settings import RayApp
+from specdec.ray.settings import SECRET, RayApp
 
 URL = re.compile(r"https?://\S+?(?=/v1\b)")
 """Where `specdec serve` prints its address."""
@@ -48,20 +48,20 @@ class ServerProcess:
         )
 
     @classmethod
-    async def start(cls, app: RayApp, host: str) -> Self:
+    async def start(cls, app: RayApp, host: str, role: str | None = None, rank: int = 0) -> Self:
         """Start it, and wait until it has loaded the model."""
         log: deque[str] = deque(maxlen=20)
         paths = os.pathsep.join(path for path in sys.path if path)  # Ray extends it, for clones for example
         with tempfile.TemporaryDirectory(prefix="specdec-") as folder:
             config = Path(folder) / "specdec.yaml"  # keys must not show in the list of processes
-            config.write_text(yaml.safe_dump(dict(app.options)))
+            config.write_text(yaml.safe_dump(app.options_of(role, rank, host)))
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "specdec", "serve", app.model),
                 *("--host", host, "--port", "0", "--config", str(config)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                env={**os.environ, "PYTHONPATH": paths},
+                env=_environment(app) | {"PYTHONPATH": paths},
                 preexec_fn=_end_with_parent,
             )
             assert process.stdout
@@ -105,9 +105,12 @@ class ServerProcess:
 class Engine:
     """Placed, watched and counted by Ray; requests go to its process directly."""
 
-    async def __init__(self, app: RayApp) -> None:  # type: ignore[misc]
+    async def __init__(self, app: RayApp, role: str | None = None) -> None:  # type: ignore[misc]
+        from ray import serve
+
         host = "127.0.0.1" if app.is_local else _node_address()
-        self._server = await ServerProcess.start(app, host)
+        rank = serve.get_replica_context().rank.rank
+        self._server = await ServerProcess.start(app, host, role, rank)
 
     def record_replica_metadata(self) -> dict[str, str]:
         """Return the address for the ingress."""
@@ -139,6 +142,16 @@ def _note(log: deque[str], output: bytes) -> str:
     print(text, end="", flush=True)
     log.extend(line for line in text.splitlines() if line.strip())
     return log[-1] if log else ""
+
+
+def _environment(app: RayApp) -> dict[str, str]:
+    """Return the environment of a process. Only prefill and decode instances get a secret."""
+    own = {name: value for name, value in os.environ.items() if name != SECRET}
+    if app.secret:
+        own[SECRET] = app.secret
+        if app.is_local and not app.config.num_gpus:
+            own.setdefault("UCX_NET_DEVICES", "lo")
+    return own
 
 
 def _end_with_parent() -> None:

@@ -1,9 +1,8 @@
 """A router's view of one replica: requests in flight, pending prefill and cached prefixes."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from specdec.ray.prompts import Known, Prompt
 from specdec.ray.rates import ASSUMED, START, Line, Measured, added, fitted
@@ -26,18 +25,9 @@ class Load:
         """Used fraction of the memory for sequences, as reported by the replica."""
         self.known = Known()
 
-    @contextlib.contextmanager
-    def under_way(self, prompt: Prompt, line: Line) -> Iterator["Flight"]:
-        """Count a request from its sending to the end of its answer; `line` estimates its prefill."""
-        flight = Flight(self, prompt, line)
-        try:
-            yield flight
-        finally:
-            flight.end()
-
 
 class Flight:
-    """One request in flight at a replica, counted in its load until `end`."""
+    """One request in flight at a replica, counted in its load until `end`; `line` estimates its prefill."""
 
     def __init__(self, load: Load, prompt: Prompt, line: Line) -> None:
         self.load = load
@@ -64,11 +54,6 @@ class Flight:
             self.load.measured.add(self._ahead, took_s, time.monotonic())
         self.end_reading()
         return took_s
-
-    def has_read(self) -> None:
-        """Record the end of prefill of a request that decodes nothing."""
-        self._is_measured = True
-        self.begun()
 
     def end_reading(self) -> None:
         """Count its prompt as prefilled."""

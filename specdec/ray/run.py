@@ -117,12 +117,12 @@ def _check_gpus(app: RayApp) -> None:
 
 
 def _check_enough(app: RayApp, field: str, each: float, have: float) -> None:
-    count, kind = app.config.num_replicas, field[4:-1].upper()
+    count, kind = app.config.count, field[4:-1].upper()
     if count * each > have:
         need = f"1 replica of {each:g} needs" if count == 1 else f"{count} replicas of {each:g} need"
         raise ConfigError(
             f"{field}: {need} {count * each:g} {kind}s, and this machine has {have:g}; "
-            f"lower num_replicas or {field}.",
+            f"lower {'prefill, decode' if app.config.prefill else 'num_replicas'} or {field}.",
             field=field,
         )
 

@@ -15,8 +15,6 @@ MOST_FIELDS = 1024
 """Of a body; replicas know of some hundred."""
 MOST_MARKS = 1 << 18
 """Maximum strings, objects and lists in a body's values; replicas accept fewer."""
-MARKS_OF_IDS = 8
-"""Of a list of token ids, which holds nothing else, and some to spare."""
 PART = 1 << 16
 """Bytes of a string that are looked at in one go: a pattern lets nothing else run until it is done."""
 
@@ -87,19 +85,6 @@ def _after(body: bytes, at: int, sign: bytes) -> int:
     if body[at : at + 1] != sign:
         raise ValueError(f"{sign.decode()} is missing")
     return _skip(body, at + 1)
-
-
-def count_elements(body: bytes, at: int, most: int) -> int:
-    """Count the strings and lists in a list of such, up to one more than `most`; else it is a ValueError."""
-    count, at = 0, _after(body, at, b"[")
-    while body[at : at + 1] != b"]" and count <= most:
-        if body[at : at + 1] not in (b'"', b"["):
-            raise ValueError("it is no list of strings or lists")
-        at, _ = _end_of_value(body, at, MARKS_OF_IDS)
-        count, at = count + 1, _skip(body, at)
-        if body[at : at + 1] == b",":
-            at = _skip(body, at + 1)
-    return count
 
 
 def _end_of_value(body: bytes, at: int, left: int) -> tuple[int, int]:

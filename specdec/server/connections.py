@@ -23,11 +23,11 @@ however small, as 16."""
 class Connections:
     """Keeps file descriptors free, needed even to refuse a client. Owned by the event loop."""
 
-    def __init__(self, most: int | None, idle_s: float, *, files: int = 1) -> None:
-        """Accept at most this many connections, each of which needs `files` descriptors."""
+    def __init__(self, most: int | None, idle_s: float) -> None:
+        """Accept at most this many connections."""
         limit = _raise_limit()
         self.idle_s = idle_s
-        self.most = min(most or limit, max(limit - SPARE, limit // 2) // files)
+        self.most = min(most or limit, max(limit - SPARE, limit // 2))
         self._busy: set[asyncio.BaseProtocol] = set()
         """Connections with a request in progress."""
 

@@ -12,10 +12,9 @@ from specdec.config.structured import Structure
 from specdec.config.thinking import ThinkingSpan
 from specdec.errors import ConfigError
 from specdec.ray.settings import RayConfig
-from specdec.route.settings import RouteConfig
 from specdec.server.settings import ServerConfig
 
-TOLD = [EngineConfig, SamplingParams, Structure, ThinkingSpan, ServerConfig, RayConfig, RouteConfig]
+TOLD = [EngineConfig, SamplingParams, Structure, ThinkingSpan, ServerConfig, RayConfig]
 SETTINGS = Path(__file__).parents[2] / "docs" / "settings.md"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from specdec.ray.choose import choose, expected_s
-from specdec.ray.load import Load, fit_lines
+from specdec.ray.load import Flight, Load, fit_lines
 from specdec.ray.prompts import PIECE, Prompt, look_at
 from specdec.ray.rates import NONE, START, Line, Measured, added, fitted
 
@@ -147,15 +147,17 @@ def in_loop(work: Callable[[], None]) -> None:
 def test_what_is_under_way_is_counted_until_its_end() -> None:
     def work() -> None:
         own = loads_of(1)[0]
-        with own.under_way(LONG, LINE) as flight:
-            assert own.in_flight == 1 and own.reading == LONG.size
-            with own.under_way(LONG, LINE) as second:
-                assert own.in_flight == 2 and own.reading == LONG.size + LONG.size % PIECE, "most is known"
-                second.begun()
-            flight.begun()
-            assert own.in_flight == 1 and own.reading == 0
-            flight.end_reading()
-            assert own.reading == 0
+        flight = Flight(own, LONG, LINE)
+        assert own.in_flight == 1 and own.reading == LONG.size
+        second = Flight(own, LONG, LINE)
+        assert own.in_flight == 2 and own.reading == LONG.size + LONG.size % PIECE, "most is known"
+        second.begun()
+        second.end()
+        flight.begun()
+        assert own.in_flight == 1 and own.reading == 0
+        flight.end_reading()
+        assert own.reading == 0
+        flight.end()
         assert own.in_flight == 0 and own.measured.sums(0.0)[0] > 1
 
     in_loop(work)

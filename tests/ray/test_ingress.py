@@ -2,20 +2,25 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from specdec.ray import ingress as ingress_module
 from specdec.ray.fleet import Asked
 from specdec.ray.ingress import Ingress
 from specdec.ray.prompts import look_at
+from specdec.ray.rates import NONE
 from specdec.ray.settings import RayApp, RayConfig
 from specdec.server.settings import ServerConfig
-from tests.route.rig import SOON_S, Fake, never, refusing, reset, streaming, until
+from tests.ray.fakes import SOON_S, Fake, Seen, never, ok, refusing, reset, streaming, until
 
 EVENT = b'data: {"n": 1}\n\n'
 
@@ -50,7 +55,12 @@ class Client:
     headers: Sequence[tuple[str, str]] = ()
     sent: list[MutableMapping[str, Any]] = field(default_factory=list)
     leave: asyncio.Event = field(default_factory=asyncio.Event)
+    reads: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared while the client reads nothing."""
     is_sent: bool = False
+
+    def __post_init__(self) -> None:
+        self.reads.set()
 
     async def run(self) -> "Client":
         scope = {
@@ -70,6 +80,7 @@ class Client:
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         self.sent.append(message)
+        await self.reads.wait()
 
     @property
     def status(self) -> int:
@@ -89,6 +100,7 @@ class Rig:
     ingress: Ingress
     handle: Handle
     fakes: Sequence[Fake]
+    prefill: Sequence[Fake] = ()
 
     def client(self, **fields: Any) -> Client:
         body = json.dumps({"prompt": "x" * 2000, "stream": True}).encode()
@@ -98,22 +110,25 @@ class Rig:
         return await self.client(**fields).run()
 
 
-def play(scenario: Callable[[Rig], Awaitable[None]], *fakes: Fake, **settings: Any) -> None:
+def play(
+    scenario: Callable[[Rig], Awaitable[None]], *fakes: Fake, prefill: Sequence[Fake] = (), **settings: Any
+) -> None:
     """Run a scenario; at its end no request counts at a replica any more."""
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            for fake in fakes:
+            for fake in (*fakes, *prefill):
                 await stack.enter_async_context(fake)
-            config = RayConfig(**{"choice_timeout": 0.2, **settings})
+            config = RayConfig(**{"choice_timeout": 0.2, "connect_timeout": 0.2, **settings})
             app = RayApp("tiny", config, ServerConfig(max_body_bytes=4096), {})
-            handle = Handle(fakes)
-            ingress = Ingress(app, handle)
+            handles = [Handle(own) for own in (fakes, prefill) if own or own is fakes]
+            ingress = Ingress(app, *handles)
             await stack.enter_async_context(ingress._upstream)
-            await scenario(Rig(ingress, handle, fakes))
-            assert handle.held == 0
-            for load in ingress._fleet.loads.values():
-                assert (load.in_flight, load.reading) == (0, 0)
+            await scenario(Rig(ingress, handles[0], fakes, prefill))
+            assert not any(handle.held for handle in handles)
+            for group in filter(None, (ingress._replicas, ingress._prefill)):
+                for load in group.fleet.loads.values():
+                    assert (load.in_flight, load.reading) == (0, 0)
 
     asyncio.run(run())
 
@@ -161,12 +176,15 @@ def test_a_refusal_is_retried_elsewhere_and_passed_on_if_all_refuse(status: int)
     play(scenario, Fake(refusing(status, **{"Retry-After": "7"})), Fake())
 
 
-def test_other_errors_are_passed_on_at_once() -> None:
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 500, 504])
+def test_other_errors_are_passed_on_at_once(status: int) -> None:
     async def scenario(rig: Rig) -> None:
         client = await rig.ask()
-        assert client.status == 400 and sum(len(fake.seen) for fake in rig.fakes) == 1
+        assert client.status == status and sum(len(fake.seen) for fake in rig.fakes) == 1
+        for load in rig.ingress._replicas.fleet.loads.values():
+            assert load.measured.sums(time.monotonic()) == NONE, "an error says nothing about prefill"
 
-    play(scenario, Fake(refusing(400)), Fake(refusing(400)))
+    play(scenario, Fake(refusing(status)), Fake(refusing(status)))
 
 
 def test_a_replica_that_cannot_be_reached_is_passed_over() -> None:
@@ -206,6 +224,75 @@ def test_a_replica_that_sends_nothing_ends_with_504() -> None:
     play(scenario, Fake(never), answer_timeout=0.1)
 
 
+def test_bodies_in_flight_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_module, "KEPT_BYTES", 1)
+
+    async def scenario(rig: Rig) -> None:
+        """Four bodies of the largest size fit; one key gets half of them."""
+        body = b"x" * 4000
+        mine, other = [("Authorization", "mine")], [("Authorization", "other")]
+        clients = [rig.client(body=body, headers=mine) for _ in range(2)]
+        running = [asyncio.create_task(client.run()) for client in clients]
+        await until(lambda: len(rig.fakes[0].seen) == 1 and len(running) == 2)
+        await until(lambda: running[1].done() or len(rig.fakes[0].seen) == 2)
+        assert clients[1].status == 429 and clients[1].code == "too_many_requests"
+        rig.fakes[0].answer = ok
+        assert (await rig.ask(body=b"x" * 500, headers=other)).status == 200
+        clients[0].leave.set()
+        await asyncio.wait(running)
+        assert (await rig.ask(body=body, headers=mine)).status == 200
+
+    play(scenario, Fake(never))
+
+
+def test_a_slow_client_holds_up_the_replica_and_not_the_ingresss_memory() -> None:
+    sent = [0]
+
+    async def pour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(2000):  # 125 MiB
+            await response.write(b"x" * 65536)
+            sent[0] += 65536
+        return response
+
+    async def scenario(rig: Rig) -> None:
+        client = rig.client()
+        client.reads.clear()
+        running = asyncio.create_task(client.run())
+        before = -1
+        while before != sent[0] or not sent[0]:  # until the transfer stalls
+            before = sent[0]
+            await asyncio.sleep(0.3)
+        assert sent[0] < 24 << 20, "what the connection's buffers hold, and no more"
+        client.leave.set()
+        await running
+
+    play(scenario, Fake(pour))
+
+
+def test_eight_streams_of_two_hundred_events_come_whole_and_in_order() -> None:
+    events = [b'data: {"n": %d}\n\n' % i for i in range(200)]
+
+    async def scenario(rig: Rig) -> None:
+        bodies = [json.dumps({"prompt": f"{i}", "stream": True}).encode() for i in range(8)]
+        for client in await asyncio.gather(*(rig.ask(body=body) for body in bodies)):
+            assert client.data == b"".join(events)
+        assert {len(fake.seen) for fake in rig.fakes} == {4}, "the load factor spreads them"
+
+    play(scenario, *(Fake(streaming(*events, pause_s=0.005)) for _ in range(2)))
+
+
+def test_a_compressed_body_is_for_the_replica_to_decompress() -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.ask(body=gzip.compress(b'{"prompt": "x"}'), headers=[("Content-Encoding", "gzip")])
+        (seen,) = rig.fakes[0].seen
+        assert seen.body == b'{"prompt": "x"}', "the stand-in decompresses by the header"
+        assert seen.headers["Content-Encoding"] == "gzip"
+
+    play(scenario, Fake())
+
+
 def test_a_body_that_is_too_large_reaches_no_replica() -> None:
     async def scenario(rig: Rig) -> None:
         client = await rig.ask(body=b"x" * 5000)
@@ -241,7 +328,7 @@ def test_a_client_that_hangs_up_is_heard_by_the_replica() -> None:
         client = rig.client()
         running = asyncio.create_task(client.run())
         await until(lambda: bool(rig.fakes[0].seen))
-        assert sum(load.in_flight for load in rig.ingress._fleet.loads.values()) == 1
+        assert sum(load.in_flight for load in rig.ingress._replicas.fleet.loads.values()) == 1
         client.leave.set()
         await rig.fakes[0].seen[0].left.wait()
         await running
@@ -271,9 +358,9 @@ def test_all_replicas_are_flushed() -> None:
         assert all([own.path for own in fake.seen] == ["/flush_cache?a=%20"] for fake in rig.fakes)
         rig.fakes[1].answer = refusing(401)
         await rig.ask()
-        assert any(rig.ingress._fleet.loads[name].known.hit(prompt) for name in ("r0", "r1"))
+        assert any(rig.ingress._replicas.fleet.loads[name].known.hit(prompt) for name in ("r0", "r1"))
         assert (await rig.ask(path="/flush_cache", body=b"")).status == 401
-        assert not any(rig.ingress._fleet.loads[name].known.hit(prompt) for name in ("r0", "r1"))
+        assert not any(rig.ingress._replicas.fleet.loads[name].known.hit(prompt) for name in ("r0", "r1"))
 
     play(scenario, Fake(), Fake())
 
@@ -281,9 +368,9 @@ def test_all_replicas_are_flushed() -> None:
 def test_a_replica_that_is_gone_is_forgotten() -> None:
     async def scenario(rig: Rig) -> None:
         await rig.ask()
-        assert {*rig.ingress._fleet.loads} == {"r0", "r1"}
+        assert {*rig.ingress._replicas.fleet.loads} == {"r0", "r1"}
         del rig.handle.urls["r0"]
         await rig.ask()
-        assert {*rig.ingress._fleet.loads} == {"r1"}
+        assert {*rig.ingress._replicas.fleet.loads} == {"r1"}
 
     play(scenario, Fake(), Fake())

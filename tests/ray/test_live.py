@@ -105,6 +105,20 @@ def test_a_prefix_goes_where_it_is_cached(client: openai.OpenAI) -> None:
         assert ((usage.prompt_tokens_details.cached_tokens or 0) > 100) == (i > 0)
 
 
+def test_chats_and_stored_responses(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": TEXT}], max_completion_tokens=8
+    )
+    assert chat.usage and chat.usage.completion_tokens == 8
+    first = client.responses.create(model="tiny", input=TEXT, max_output_tokens=16)
+    for _ in range(4):
+        assert client.responses.retrieve(first.id).id == first.id
+        own = client.responses.create(
+            model="tiny", input="x", previous_response_id=first.id, max_output_tokens=16
+        )
+        assert own.previous_response_id == first.id
+
+
 def test_both_replicas_are_used_under_load(live: LiveRay, client: openai.OpenAI) -> None:
     before = {pid: figure(url, "vllm:request_success_total") for pid, url in live.wait(2).items()}
 

@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.ray.spans import (
-    MOST_FIELDS,
-    MOST_MARKS,
-    PART,
-    count_elements,
-    fields_of,
-    value_of,
-    with_fields,
-)
+from specdec.ray.spans import MOST_FIELDS, MOST_MARKS, PART, fields_of, value_of, with_fields
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -118,25 +110,3 @@ def test_a_body_of_too_many_parts_is_not_looked_through(body: bytes) -> None:
     assert len(body) < 1 << 21
     with pytest.raises(ValueError, match="too m"):
         fields_of(body)
-
-
-@pytest.mark.parametrize(
-    ("value", "count"),
-    [
-        ("[]", 0),
-        ('["a"]', 1),
-        ('[ "a\\"]" , "[b" ]', 2),
-        ("[[1, 2], [3], []]", 3),
-        ('["a", [1]]', 2),
-        (json.dumps(["x"] * 10), 6),
-        ("[" + "[1]," * 9 + "[1]]", 6),
-    ],
-)
-def test_elements_are_counted_up_to_too_many(value: str, count: int) -> None:
-    assert count_elements(b"{" + value.encode(), 1, 5) == count
-
-
-@pytest.mark.parametrize("value", ["[1]", "[{}]", "[[[[[[[[[[]]]]]]]]]]", '["a"', '["a', "5", '"a"', "["])
-def test_what_is_no_list_of_prompts_has_no_count(value: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        count_elements(value.encode(), 0, 5)

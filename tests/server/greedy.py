@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from specdec.cli import main
-from specdec.route import app as route_app
-from specdec.server import app as server_app
-from specdec.server import run
+from specdec.server import app, run
+from specdec.server.state import ServerState
 
 
 async def read_first(
@@ -26,17 +25,15 @@ async def read_first(
 
 
 def spoil() -> None:
-    """Install it before a server's and a router's handlers."""
-    for module in (server_app, route_app):
-        right = module.build_app
+    """Install it before the server's handlers."""
+    right = app.build_app
 
-        def build(state, right=right):  # type: ignore[no-untyped-def]
-            app = right(state)
-            app.middlewares.insert(0, web.middleware(read_first))
-            return app
+    def build(state: ServerState) -> web.Application:
+        made = right(state)
+        made.middlewares.insert(0, web.middleware(read_first))
+        return made
 
-        module.build_app = build
-    run.build_app = server_app.build_app  # type: ignore[attr-defined]
+    run.build_app = build  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

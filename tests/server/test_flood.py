@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.route.live_router import LiveRouter
-from tests.selection import EXHAUSTIVE, only
+from tests.selection import EXHAUSTIVE
 from tests.server.flood import BOMB, UNPACKED, bomb, flooded, head, resident_mb, settled_mb
 from tests.server.live import Live
 
@@ -48,14 +47,6 @@ def live() -> Iterator[Live]:
         assert "Traceback" not in own.stop()[1]
 
 
-@pytest.fixture(scope="module")
-def router(live: Live) -> Iterator[LiveRouter]:
-    with LiveRouter("--replicas", live.url, key="bob") as own:
-        own.wait(1)
-        yield own
-        assert "Traceback" not in own.stop()[1]
-
-
 @EXHAUSTIVE
 @pytest.mark.parametrize(
     ("path", "key"),
@@ -77,26 +68,15 @@ def test_whole_bodies_that_are_refused_leave_their_memory_at_once(live: Live) ->
     assert found.grown_mb < GROWS_MB and (found.health, found.other) == (200, 200)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/none"])
-def test_a_router_takes_no_memory_for_them_either(router: LiveRouter, path: str) -> None:
-    found = asyncio.run(flood_with(router, bomb(path), 40))
-    assert found.grown_mb < GROWS_MB / 4 and (found.health, found.other) == (200, 200)
-
-
-def test_a_body_that_is_only_announced_reserves_nothing(router: LiveRouter) -> None:
-    found = asyncio.run(flood_with(router, head("/v1/completions", 16 << 20), 64))
+def test_a_body_that_is_only_announced_reserves_nothing(live: Live) -> None:
+    found = asyncio.run(flood_with(live, head("/v1/completions", 16 << 20, "alice"), 64))
     assert found.grown_mb < GROWS_MB / 4 and (found.health, found.other) == (200, 200)
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize("of_router", only({False}, [False, True]))
-def test_an_edge_that_reads_first_is_noticed(live: Live, of_router: bool) -> None:
-    """Control: the same attack, on fewer connections, against a server and a router without these limits."""
-    greedy = Live(*PLAIN, entry=GREEDY)
-    if of_router:
-        greedy = LiveRouter("--replicas", live.url)
-        greedy.command[greedy.command.index("specdec.cli")] = GREEDY
-    with greedy:
+def test_an_edge_that_reads_first_is_noticed() -> None:
+    """Control: the same attack, on fewer connections, against a server without these limits."""
+    with Live(*PLAIN, entry=GREEDY) as greedy:
         assert asyncio.run(flood_with(greedy, bomb("/health"), 16)).grown_mb > GROWS_MB
 
 

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -66,20 +66,18 @@ def authorized(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def sglang_router(pair: Pair, *options: str) -> AbstractContextManager[str]:
+    """Start sglang-router with both servers."""
+    own = ("--pd-disaggregation", "--prefill", pair.prefill.url, str(pair.port), "--decode", pair.decode.url)
+    return started_sglang_router(*own, "--policy", "round_robin", *options)
+
+
 @contextmanager
-def sglang_router(pair: Pair, *options: str) -> Iterator[str]:
-    """Start sglang-router with both servers, wait until it has registered them, and yield its URL."""
+def started_sglang_router(*options: str) -> Iterator[str]:
+    """Start sglang-router, wait until it has registered its servers, and yield its URL."""
     port = free_port()
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    arguments += ["--pd-disaggregation", "--prefill", pair.prefill.url, str(pair.port)]
-    arguments += [
-        "--decode",
-        pair.decode.url,
-        "--policy",
-        "round_robin",
-        "--worker-startup-timeout-secs",
-        "30",
-    ]
+    arguments += ["--worker-startup-timeout-secs", "30"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-c", SGLANG_ROUTER, *arguments, *options], stdout=log, stderr=subprocess.STDOUT

@@ -1,1 +1,0 @@
-"""`specdec route`: one address before many replicas of `specdec serve`."""
