@@ -190,7 +190,7 @@ def _guard(
 
 
 _ROUTING: Mapping[int, tuple[Reason, str]] = {
-    404: ("no_route", "There is nothing at this address; is it the side channel's that was meant?"),
+    404: ("no_route", "There is nothing at this address; this port is the side channel's."),
     405: ("no_route", "This address takes another method."),
     413: ("too_large", f"The body has more than {MOST_BODY_BYTES:,} bytes; send less."),
     417: ("malformed", "Expect: leave it out."),
