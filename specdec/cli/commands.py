@@ -32,9 +32,7 @@ from specdec.errors import ConfigError, RequestError
 from specdec.models.folder import GIVEN, describable, find_models, short
 
 COLOURS = ("auto", "always", "never")
-SYNTHETIC = (
-    "SYNTHETIC ACCEPTANCE: drafts are accepted at given rates, whatever they are; this text is no model's"
-)
+SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted at given rates; the text is meaningless"
 
 
 def add_generate(parser: Parser) -> None:

@@ -50,7 +50,7 @@ def _compared(engine: SpecEngine, plain: SpecEngine, params: SamplingParams) -> 
             tokens, seconds[each] = asyncio.run(_timed(each, params))
             texts.add(tokens)
         ratios.append(seconds[plain] / seconds[engine])
-    same = "the same text" if len(texts) == 1 else "another text, by bfloat16's rounding"
+    same = "the same text" if len(texts) == 1 else "a different text, by bfloat16 rounding"
     state = engine.stats().speculation
     return (
         f"{statistics.median(ratios):.2f} x as fast as without drafts after the first {SKIPPED} tokens "

@@ -114,7 +114,7 @@ def figures(stats: RequestStats, drafters: tuple[str, ...]) -> str:
         return f"{line}\n{_earned(stats)}"
     if drafters:
         names = ", ".join(drafters)
-        return f"{line}\nno drafts in {stats.steps} steps ({names}): none found, or none that would pay"
+        return f"{line}\nno drafts in {stats.steps} steps ({names}): none found, or none that would be faster"
     return line
 
 

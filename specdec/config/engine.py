@@ -137,7 +137,7 @@ class EngineConfig(Settings):
         "maximum tokens per sequence, prompt and output; None: the model's limit, or what memory_bytes holds",
         least=2,
     )
-    chunk_tokens: int = integer(512, "maximum prefill tokens per step, beside decoding sequences")
+    chunk_tokens: int = integer(512, "maximum prefill tokens per step, in addition to decoding")
     prefix_cache: bool = switch(
         True, "reuse KV cache and states of shared prefixes; uses memory that is otherwise free"
     )
@@ -184,7 +184,7 @@ class EngineConfig(Settings):
     synthetic_acceptance: Annotated[float, Field(ge=1)] | list[Rate] | None = Field(
         None,
         title="for benchmarks on random weights: accept drafts at this length or these rates. The text "
-        "is then no model's",
+        "is then meaningless",
         description="an acceptance length of at least 1, a list of rates by depth from 0 to 1, or None",
     )
 

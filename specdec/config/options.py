@@ -207,7 +207,7 @@ def read_value(field: FieldInfo, text: str) -> object:
             return json.loads(text)
         except ValueError:
             if str in kinds | _listed_kinds(field.annotation):
-                message = f"{text!r:.40} begins like JSON but is not; write {TEXTS}"
+                message = f"{text!r:.40} looks like JSON but is not valid; write {TEXTS}"
                 raise ConfigError(message) from None
     value = _reader(field)(text)
     return [value] if list in kinds and type(value) not in kinds else value

@@ -119,7 +119,7 @@ class SamplingParams(Settings):
     )
     stop_token_ids: Annotated[TokenIds | None, BeforeValidator(_distinct)] = Field(
         None,
-        title="tokens that end the output, beside EOS; left out of the text",
+        title="tokens that end the output, in addition to EOS; left out of the text",
         description=f"a list of at most {MAX_IDS} token ids (integers from 0)",
     )
     include_stop_str_in_output: bool = switch(False, "keep the stop string or stop token in the text")
@@ -137,7 +137,7 @@ class SamplingParams(Settings):
         ge=0,
         le=20,
         title="log-probabilities of the chosen and the likeliest tokens, from raw logits",
-        description="how many alternatives to show beside the chosen token, 0 to 20, or None",
+        description="how many alternatives to show with the chosen token, 0 to 20, or None",
     )
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = Field(
         None,
@@ -174,7 +174,7 @@ class SamplingParams(Settings):
         ge=0,
         le=20,
         title="log-probabilities of the prompt's tokens; the first has none",
-        description="how many alternatives to show beside each, 0 to 20, or None",
+        description="how many alternatives to show with each, 0 to 20, or None",
     )
     cache_salt: Annotated[str | None, BeforeValidator(_refuse_surrogates)] = Field(
         None,

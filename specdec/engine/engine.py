@@ -178,8 +178,8 @@ class SpecEngine:
             )
         if beyond := [mark for mark in terms.params.cache_marks or () if mark > len(ids)]:
             raise RequestError(
-                f"cache_marks: {beyond[0]} lies beyond the prompt, which has {len(ids)} tokens; name lengths "
-                "of the prompt, its own at most.",
+                f"cache_marks: {beyond[0]} exceeds the prompt's {len(ids)} tokens; give lengths up to "
+                "the prompt's.",
                 field="cache_marks",
             )
         return PreparedPrompt(tuple(ids), terms)
@@ -239,7 +239,7 @@ class SpecEngine:
         """Start `rest` between two steps."""
         if not self.model.loop.arena.can_rest:
             raise ConfigError(
-                "device: only an engine on a CPU under Linux can give its arena back for a while; close it "
+                "device: only an engine on a CPU under Linux can release its arena for a while; close it "
                 "instead.",
                 field="device",
             )

@@ -63,7 +63,7 @@ class Transfers:
                 done.set_result(lent)
                 return
             transfer.give_back(number)
-            ended = EngineError("This prompt is not wanted any more.")
+            ended = EngineError("This prompt was cancelled.")
             done.set_exception(item if isinstance(item, SpecdecError) else ended)
 
         with self._worker.calling():

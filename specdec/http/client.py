@@ -97,7 +97,7 @@ def reason(error: Exception) -> str:
         case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
             return "it closed the connection without an answer"
         case LookupError() | TypeError() | AttributeError():
-            return "its answer has not the fields of that API"
+            return "its answer lacks the fields of that API"
         case TimeoutError():
             return "it took too long"
     return str(error) or type(error).__name__

@@ -69,7 +69,7 @@ class Connection(RequestHandler):
     ) -> web.StreamResponse:
         """Respond to an error outside all handlers, and close the connection."""
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun already")
+            raise ConnectionError("a response has already started")
         response = self.refusal(request, status, exc, message)
         response.headers["Server"] = SERVER
         response.force_close()

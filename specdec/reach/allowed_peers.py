@@ -64,7 +64,7 @@ class AllowedPeers:
         if port > 65535 or not (network or _is_name(host)):
             raise ConfigError(
                 f"reach_peers: {entry!r:.80} is not a peer; give a network such as 10.0.0.0/8, an address or "
-                "a host name, with the port behind a colon if it is not reach_port: [fd00::/8]:5601.",
+                "a host name, followed by a colon and the port if it is not reach_port: [fd00::/8]:5601.",
                 field="reach_peers",
             )
         if network:

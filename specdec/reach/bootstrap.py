@@ -20,7 +20,7 @@ class BootstrapRooms(Generic[T]):
     def __init__(self, clock: Callable[[], float], wait_s: float, most_waiting: int = MOST_WAITING) -> None:
         self._wait_s, self._most_waiting = wait_s, most_waiting
         self._rooms: dict[int, T] = {}
-        self._past: ExpiringMap[int, Reason] = ExpiringMap(clock)
+        self._ended: ExpiringMap[int, Reason] = ExpiringMap(clock)
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         self._num_waiting = 0
         self._expected: dict[int, bool] = {}
@@ -46,7 +46,7 @@ class BootstrapRooms(Generic[T]):
 
     def check_free(self, room: int) -> None:
         """Raise if a request has or had this room."""
-        if room in self._rooms or self._past.get(room) is not None:
+        if room in self._rooms or self._ended.get(room) is not None:
             raise ReachError(
                 "room_used",
                 "bootstrap_room: already used by another request; draw a new random number of 63 bits.",
@@ -62,20 +62,20 @@ class BootstrapRooms(Generic[T]):
 
         For requests refused before they were lent.
         """
-        if room not in self._rooms and self._past.get(room) is None:
-            self._past.put(room, "prefill_failed")
+        if room not in self._rooms and self._ended.get(room) is None:
+            self._ended.put(room, "prefill_failed")
             self._wake(room)
 
     def end(self, room: int, reason: Reason) -> None:
         """Remove a room and remember the reason for a while."""
         del self._rooms[room]
-        self._past.put(room, reason)
+        self._ended.put(room, reason)
 
     async def find(self, room: int) -> T:
         """Wait for a room. Nothing is stored for one that does not exist."""
-        if room not in self._rooms and self._past.get(room) is None:
+        if room not in self._rooms and self._ended.get(room) is None:
             await self._wait(room)
-        lease, reason = self._rooms.get(room), self._past.get(room)
+        lease, reason = self._rooms.get(room), self._ended.get(room)
         if lease is not None:
             return lease
         match reason:

@@ -50,40 +50,40 @@ class Routes:
     def __init__(
         self, leases: LeaseTable, agents: Callable[[], AgentsResponse], kept: CachedPrefixLog | None
     ) -> None:
-        self._book, self._agents, self._kept = leases, agents, kept
+        self._leases, self._agents, self._prefix_log = leases, agents, kept
 
     async def agents(self, request: web.Request, body: bytes) -> bytes:
         """Return how to reach the arenas; queried each time, since agents may be recreated."""
         return self._agents().write()
 
     async def open(self, request: web.Request, body: bytes) -> bytes:
-        return (await self._book.open(_lease_id(request), OpenRequest.from_json(body))).write()
+        return (await self._leases.open(_lease_id(request), OpenRequest.from_json(body))).write()
 
     async def close(self, request: web.Request, body: bytes) -> bytes:
         return CloseResponse(
-            intact=self._book.close(_lease_id(request), CloseRequest.from_json(body))
+            intact=self._leases.close(_lease_id(request), CloseRequest.from_json(body))
         ).write()
 
     async def sums(self, request: web.Request, body: bytes) -> bytes:
-        sums = await self._book.sums(_lease_id(request), ChecksumRequest.from_json(body))
+        sums = await self._leases.sums(_lease_id(request), ChecksumRequest.from_json(body))
         return ChecksumResponse(sums=sums).write()
 
     async def room(self, request: web.Request, body: bytes) -> bytes:
         text = request.match_info["room"]
         if not NUMBER.fullmatch(text) or int(text) > MOST_ROOM:
             raise ReachError("malformed", f"The room in the path must be a number from 0 to {MOST_ROOM}.")
-        return (await self._book.open_room(int(text), OpenRequest.from_json(body))).write()
+        return (await self._leases.open_room(int(text), OpenRequest.from_json(body))).write()
 
     async def beat(self, request: web.Request, body: bytes) -> bytes:
-        return self._book.beat(HeartbeatRequest.from_json(body)).write()
+        return self._leases.beat(HeartbeatRequest.from_json(body)).write()
 
     async def kept(self, request: web.Request, body: bytes) -> bytes:
-        if self._kept is None:
+        if self._prefix_log is None:
             raise ReachError("no_route", "This server does not publish its cached prefixes.")
         since = request.query.get("since", "0")
         if not NUMBER.fullmatch(since) or set(request.query) > {"since"}:
             raise ReachError("malformed", "since: give the seq of the last answer, or 0.", field="since")
-        return (await self._kept.since(int(since))).write()
+        return (await self._prefix_log.since(int(since))).write()
 
 
 def channel_app(
@@ -116,7 +116,7 @@ class Channel:
     """Serves the side channel until stopped, which ends all leases."""
 
     def __init__(self, leases: LeaseTable, app: web.Application) -> None:
-        self._book = leases
+        self._leases = leases
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
         self._server: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -135,7 +135,7 @@ class Channel:
                 "reach_port, and an address of this machine as reach_host.",
                 field="reach_port",
             ) from error
-        self._sweeping = asyncio.create_task(self._book.run(), name="the leases' sweep")
+        self._sweeping = asyncio.create_task(self._leases.run(), name="the leases' sweep")
         return self
 
     @property
@@ -150,7 +150,7 @@ class Channel:
             self._sweeping.cancel()
         if self._server:
             self._server.close()
-        self._book.end_all()
+        self._leases.end_all()
         await self._runner.cleanup()
 
 
@@ -190,7 +190,7 @@ def _guard(
 
 
 _ROUTING: Mapping[int, tuple[Reason, str]] = {
-    404: ("no_route", "There is nothing at this address; is it the side channel's that was meant?"),
+    404: ("no_route", "There is nothing at this address; this port is the side channel's."),
     405: ("no_route", "This address takes another method."),
     413: ("too_large", f"The body has more than {MOST_BODY_BYTES:,} bytes; send less."),
     417: ("malformed", "Expect: leave it out."),

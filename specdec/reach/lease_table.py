@@ -88,7 +88,7 @@ class LeaseTable:
         self._sums = sums
         self.figures = LeaseFigures()
         self.rooms: BootstrapRooms[TransferLease] = BootstrapRooms(clock, wait_s)
-        self._block_tokens, self._most_bytes = block_tokens, most_bytes
+        self._block_tokens, self._max_bytes = block_tokens, most_bytes
         self._least_bytes = most_bytes // most_leases
         self._lease_max_s, self._clock, self._wait_s = lease_max_s, clock, wait_s
         self._is_closed = False
@@ -278,7 +278,7 @@ class LeaseTable:
             )
 
     def _check_bounds(self, num_bytes: int) -> None:
-        if self.figures.held_bytes + num_bytes > self._most_bytes:
+        if self.figures.held_bytes + num_bytes > self._max_bytes:
             raise ReachError(
                 "busy",
                 f"{len(self._leases):,} prompts of {self.figures.held_bytes:,} bytes wait here for their "

@@ -137,7 +137,7 @@ class OpenResponse(ChannelMessage):
     length: int = Field(ge=1, le=MOST_TOKENS, description=TOKENS)
     ready: int = Field(ge=0, le=MOST_TOKENS, description=TOKENS)
     """Number of final tokens, all of whose blocks are now known; equal to `length` when complete."""
-    first: int = Field(ge=0, le=MOST_BLOCKS, description="the place of the first block")
+    first: int = Field(ge=0, le=MOST_BLOCKS, description="the index of the first block")
     blocks: list[Slot] = Field(max_length=MOST_BLOCKS, description="block ids")
     """From index `first` on; full blocks only, until all is ready."""
     state: Slot | None = Field(description="a state slot, or null")
@@ -159,7 +159,7 @@ class AgentInfo(ChannelMessage):
 class AgentsResponse(ChannelMessage):
     engine: Id = Field(description=HEX_32)
     fingerprint: Hash = Field(description=HEX_64)
-    facts: dict[Word, Fact] = Field(max_length=MOST_FACTS, description="the facts behind the fingerprint")
+    facts: dict[Word, Fact] = Field(max_length=MOST_FACTS, description="facts covered by the fingerprint")
     carrier: Word = Field(description="a name")
     agents: list[AgentInfo] = Field(min_length=1, max_length=MOST_AGENTS, description="one for each rank")
 

@@ -76,7 +76,7 @@ class PeerClient:
         try:
             return answer.from_json(data)
         except ReachError as refusal:
-            raise ReachError("garbled", f"{endpoint} answers otherwise than expected: {refusal}") from None
+            raise ReachError("garbled", f"{endpoint} sent an unexpected answer: {refusal}") from None
 
     async def _exchange(
         self, endpoint: Endpoint, method: str, path: str, body: bytes, kind: Kind

@@ -150,7 +150,7 @@ class Peers(Generic[P]):
         self._attach, self._detach = attach, detach
         self._clock, self._beat_s = clock, beat_s
         self._calls = PeerClient(secret)
-        self._said_s: dict[Reason, float] = {}
+        self._logged_s: dict[Reason, float] = {}
         self._links: dict[Endpoint, _Link[P]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, "specdec-peers")
@@ -183,8 +183,8 @@ class Peers(Generic[P]):
                 )
         except ReachError as refusal:
             now_s = self._clock()
-            if now_s >= self._said_s.get(refusal.reason, -math.inf) + SAID_S:
-                self._said_s[refusal.reason] = now_s
+            if now_s >= self._logged_s.get(refusal.reason, -math.inf) + SAID_S:
+                self._logged_s[refusal.reason] = now_s
                 logger.warning("prefilling a prompt instead of fetching it: %s", refusal)
             raise
         return endpoint

@@ -63,10 +63,10 @@ class PrefixLogChanges(ChannelMessage):
     Entries added and removed since are listed in `gone`, though the router never saw them.
     """
 
-    epoch: Id = Field(description="the engine's id: what was known of another one is void")
-    seq: int = Field(ge=0, description="what to give as since the next time")
-    whole: bool = Field(description="true if `added` is all there is, not what has changed")
-    left_out: int = Field(ge=0, description="the number of older states that a whole answer leaves out")
+    epoch: Id = Field(description="the engine's id; entries of another engine are void")
+    seq: int = Field(ge=0, description="the `since` of the next request")
+    whole: bool = Field(description="true if `added` is the full list, not the changes")
+    left_out: int = Field(ge=0, description="the number of older states omitted from a full list")
     added: list[Entry] = Field(description=f"pairs of {HEX_16}, and {TOKENS}")
     gone: list[Entry] = Field(description=f"pairs of {HEX_16}, and {TOKENS}")
 

@@ -190,9 +190,9 @@ class Answers:
         self._streamed = self.left if streams else 0
         self.came = asyncio.Event()
         self.is_notified = False
-        self._silent = set(range(self.left))
+        self._without_output = set(range(self.left))
         """Choices without a delta so far."""
-        self._unended = self.left
+        self._unfinished = self.left
         self._pending: dict[int, PendingOutput] = {}
         """Unread output by choice."""
         self._lock = threading.Lock()
@@ -213,7 +213,7 @@ class Answers:
     @property
     def is_over(self) -> bool:
         """Whether the engine has finished with it, read or not."""
-        return not self._unended or self._error is not None
+        return not self._unfinished or self._error is not None
 
     def fail(self, failure: Failure) -> None:
         """End it with an error, unless it is finished."""
@@ -240,12 +240,12 @@ class Answers:
         choice = prompt * self.n + item.index
         with self._lock:
             self._pending.setdefault(choice, PendingOutput()).add(item)
-        self._unended -= item.finish_reason is not None
-        if not self._unended:
+        self._unfinished -= item.finish_reason is not None
+        if not self._unfinished:
             self.bell.notify(self, soon=True)
         elif self.streams:
-            self.bell.notify(self, soon=choice in self._silent or item.finish_reason is not None)
-            self._silent.discard(choice)
+            self.bell.notify(self, soon=choice in self._without_output or item.finish_reason is not None)
+            self._without_output.discard(choice)
 
     async def __aiter__(self) -> AsyncIterator[NewOutput]:
         """Yield each choice's deltas; pending ones are merged."""

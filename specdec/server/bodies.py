@@ -48,7 +48,7 @@ DURATION = re.compile(r"(?P<number>-?\d{1,12}(\.\d{1,9})?)(?P<unit>s|m|h)?", re.
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 Duration = StrictInt | StrictFloat | str
 """Seconds, or a text with a unit."""
-KEPT = "seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 for good"
+KEPT = "seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 forever"
 FORMS = "structured_outputs"
 """The engine's name of structured output fields."""
 SCHEMA = "response_format.json_schema.schema"
@@ -202,7 +202,7 @@ class RequestBody(BaseModel):
                 if getattr(self, field) is not None:
                     raise Failure(
                         400,
-                        f"bootstrap_room: it is missing beside {field}; give it.",
+                        f"bootstrap_room: it is required with {field}; give it.",
                         param="bootstrap_room",
                     )
             return None

@@ -26,7 +26,7 @@ class Chunks:
         self.usage = Usage.of(prepared)
         self._form, self._body, self._prepared = form, body, prepared
         self._opened: set[int] = set()
-        self._beside: Json = {}
+        self._extra_fields: Json = {}
         self._head = {
             "id": f"{form.prefix}-{uuid.uuid4().hex}",
             "object": form.chunk,
@@ -36,7 +36,7 @@ class Chunks:
 
     def add_fields(self, fields: Json) -> None:
         """Add fields next to the choices of the last chunk or the whole response."""
-        self._beside |= fields
+        self._extra_fields |= fields
 
     def whole(self, outputs: Mapping[int, Delta]) -> Iterator[str]:
         """Yield the response's JSON choice by choice: encoding blocks all other requests."""
@@ -46,7 +46,7 @@ class Chunks:
             yield ", " if position else ""
             yield from written(self._form.said(choice, outputs[choice]) | self._prompt_of(choice))
         extra = {"metrics": self.usage.metrics()} if self._body.return_metrics else {}
-        tail = json.dumps({"usage": self.usage.as_json()} | extra | self._beside)
+        tail = json.dumps({"usage": self.usage.as_json()} | extra | self._extra_fields)
         yield f"], {tail[1:]}"
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
@@ -60,11 +60,11 @@ class Chunks:
 
     def end(self) -> list[Json]:
         body, last = self._body, {**self._head, "choices": []}
-        if not body.includes_usage and not body.return_metrics and not self._beside:
+        if not body.includes_usage and not body.return_metrics and not self._extra_fields:
             return []
         last |= {"usage": self.usage.as_json()} if body.includes_usage else {}
         last |= {"metrics": self.usage.metrics()} if body.return_metrics else {}
-        return [last | self._beside]
+        return [last | self._extra_fields]
 
     def failed(self, failure: Failure) -> list[Json]:
         return [failure.body]

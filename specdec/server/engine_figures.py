@@ -66,7 +66,7 @@ class OneModel:
         status, resident = self.resident.status, self.resident
         states = {str(state): int(state is status) for state in ModelStatus}
         family = GaugeMetricFamily(
-            "specdec:model_state", "1 where the model is.", labels=[*self.labels, "state"]
+            "specdec:model_state", "1 for the model's current state.", labels=[*self.labels, "state"]
         )
         for state, is_there in states.items():
             family.add_metric([*self.labels.values(), state], is_there)

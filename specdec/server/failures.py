@@ -42,7 +42,7 @@ SEVERAL = {
     "bootstrap_host": "give a host, or a list with one for each prompt",
     "bootstrap_port": "give a port from 1 to 65535, or a list with one for each prompt",
     "bootstrap_room": "give an integer of 63 bits, or a list with one for each prompt",
-    "keep_alive": "give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model for good",
+    "keep_alive": "give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model loaded",
 }
 """Remedies of fields with several allowed types: pydantic's errors only cover the first."""
 

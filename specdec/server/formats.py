@@ -225,7 +225,7 @@ class CompletionFormat:
         logprobs = [*prompts, *(delta.logprobs or ())]
         first = [echo.first] if echo else []
         ids = [*first, *(logprob.token_id for logprob in logprobs)]
-        tokens, offsets = [self._named(token) for token in ids], []
+        tokens, offsets = [self._token_text(token) for token in ids], []
         decoder = self._decoders.setdefault(choice, UTF8("replace"))
         for token in ids:
             offsets.append(self._offsets.get(choice, 0))
@@ -240,12 +240,12 @@ class CompletionFormat:
     def _top(self, chosen: TokenLogprob | None) -> Json | None:
         if chosen is None:
             return None
-        return {self._named(token): logprob for token, logprob in reversed(_with_chosen(chosen))}
+        return {self._token_text(token): logprob for token, logprob in reversed(_with_chosen(chosen))}
 
     def _bytes(self, token: int) -> bytes:
         return self.tokenizer.bytes_of(token) if self.tokenizer else spell(None, token).encode()
 
-    def _named(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         """Return a token's text, or its bytes in OpenAI's notation if it is part of a character."""
         data = self._bytes(token)
         try:
@@ -260,7 +260,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer | None, shown: ShownFields, expected: ExpectedContent) -> None:
         self.tokenizer, self.shown, self.expected = tokenizer, shown, expected
         self._answers: dict[int, ChatAnswer] = {}
-        self._spelt: dict[int, tuple[str, list[int]]] = {}
+        self._token_cache: dict[int, tuple[str, list[int]]] = {}
         """Text and bytes of tokens already written in log-probabilities."""
 
     def first(self, choice: int) -> Json | None:
@@ -304,11 +304,11 @@ class ChatFormat:
         return self._token(chosen.token_id, chosen.logprob) | {"top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> Json:
-        if token not in self._spelt:
+        if token not in self._token_cache:
             text = spell(self.tokenizer, token)
             data = self.tokenizer.bytes_of(token) if self.tokenizer else text.encode()
-            self._spelt[token] = text, list(data)
-        text, byte_values = self._spelt[token]
+            self._token_cache[token] = text, list(data)
+        text, byte_values = self._token_cache[token]
         return {"token": text, "logprob": logprob, "bytes": byte_values}
 
 

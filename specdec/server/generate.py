@@ -244,23 +244,23 @@ class OutputCollector(Mapping[int, Delta]):
     """Output of each choice; a look-up assembles it."""
 
     def __init__(self) -> None:
-        self._said: dict[int, CollectedOutput] = {}
+        self._outputs: dict[int, CollectedOutput] = {}
         self.size = 0
         """Number of tokens reported."""
 
     def add(self, choice: int, delta: Delta) -> None:
         """Append a choice's next delta."""
         self.size += delta.num_reported
-        self._said.setdefault(choice, CollectedOutput()).add(delta)
+        self._outputs.setdefault(choice, CollectedOutput()).add(delta)
 
     def __getitem__(self, choice: int) -> Delta:
-        return self._said[choice].delta()
+        return self._outputs[choice].delta()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._said))
+        return iter(sorted(self._outputs))
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._outputs)
 
 
 async def _gather(answers: Answers | Lending, writer: AnswerWriter, watch: RequestTracker) -> OutputCollector:

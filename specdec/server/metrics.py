@@ -223,7 +223,7 @@ class RequestTracker:
 
     def __init__(self, metrics: ModelMetrics, prepared: Sequence[PreparedPrompt], start_s: float) -> None:
         self.metrics, self.prepared, self.start_s = metrics, prepared, start_s
-        self._why = ""
+        self._reason = ""
         """Reason of choices ended from outside."""
         self._last_s: dict[int, float] = {}
         self._ended: list[list[int]] = [[] for _ in prepared]
@@ -273,7 +273,7 @@ class RequestTracker:
 
     def fail(self, error: BaseException) -> None:
         """Record the reason for ending the remaining choices; the first one counts."""
-        self._why = self._why or ("abort" if isinstance(error, OUTSIDE) else "error")
+        self._reason = self._reason or ("abort" if isinstance(error, OUTSIDE) else "error")
 
     def close(self) -> None:
         """Count the choices that were ended from outside, by reason."""
@@ -281,4 +281,4 @@ class RequestTracker:
             prompt.params.n - len(ended) for prompt, ended in zip(self.prepared, self._ended, strict=True)
         )
         if unfinished:
-            self.metrics.ended[self._why].inc(unfinished)
+            self.metrics.ended[self._reason].inc(unfinished)

@@ -17,8 +17,8 @@ from specdec.server.responses.bodies import ResponseBody
 BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionBody, "Complete prompts, whole or as server-sent events"),
     "/v1/chat/completions": (ChatBody, "Answer a chat, whole or as server-sent events"),
-    "/v1/responses": (ResponseBody, "Answer in the form of OpenAI's Responses API"),
-    "/v1/messages": (MessageBody, "Answer in the form of Anthropic's Messages API"),
+    "/v1/responses": (ResponseBody, "Answer with OpenAI's Responses API"),
+    "/v1/messages": (MessageBody, "Answer with Anthropic's Messages API"),
     "/v1/messages/count_tokens": (CountBody, "Count the tokens of a prompt of the Messages API"),
     "/tokenize": (TokenizeBody, "Turn a text or a chat into token ids"),
     "/detokenize": (DetokenizeBody, "Turn token ids into text"),

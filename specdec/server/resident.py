@@ -79,7 +79,7 @@ class Resident:
         self._failed_s = 0.0
         self._fault: str | None = None
         """Reason of its last engine's failure, which was dropped since."""
-        self._unrested: str | None = None
+        self._rest_failure: str | None = None
         """Reason for closing an engine that was otherwise intact: another one may be loaded."""
         self.gate = Gate(self.look)
         self.callers: Counter[str] = Counter()
@@ -119,7 +119,7 @@ class Resident:
     @property
     def fault(self) -> str | None:
         """Reason of its engine's permanent failure, until another is loaded: the process counts as failed."""
-        if self._unrested:
+        if self._rest_failure:
             return None
         return self.engine.fault if self.engine and not self.is_unloading else self._fault
 
@@ -170,11 +170,11 @@ class Resident:
             raise self._unloadable()
 
     def _unloadable(self) -> Failure:
-        has_failed = self._fault or self._unrested
+        has_failed = self._fault or self._rest_failure
         return Failure(
             503,
             f"model: {self.name!r} {'is not' if has_failed else 'could not be'} loaded: "
-            f"{self.refusal or self.failure or self._unrested}",
+            f"{self.refusal or self.failure or self._rest_failure}",
             param="model",
             code="engine_error" if has_failed else "model_not_loaded",
             headers={} if self.refusal else {"Retry-After": f"{RETRY_S:.0f}"},
@@ -184,7 +184,7 @@ class Resident:
         """Raise if requests would wait for memory that a failed engine holds."""
         if self.blocked:
             raise self._blocked()
-        if self._unrested and self.engine:
+        if self._rest_failure and self.engine:
             raise self._unloadable()
 
     def block(self, reason: str | None) -> None:
@@ -262,7 +262,7 @@ class Resident:
         """Install a built engine, and admit requests."""
         self.failure = self._fault = None
         if not engine.fault:
-            self._unrested = None
+            self._rest_failure = None
         self.is_resting, self.is_draining = is_resting, False
         self.max_model_len = engine.model.settings.max_model_len
         self.used_s = self.turn_s = time.monotonic()
@@ -319,7 +319,7 @@ class Resident:
             self.look()
             await asyncio.sleep(LET_GO_S)
         self.is_stuck = False
-        self.note_failure(self._unrested or f"its engine has failed: {without_inside(self._fault or '')}")
+        self.note_failure(self._rest_failure or f"its engine has failed: {without_inside(self._fault or '')}")
         await self._free()
         self.look()
 
@@ -371,8 +371,8 @@ class Resident:
             # The system refused memory. The arena is empty by then: closing the engine frees it.
             logger.exception("%s is closed: its memory could not be handed over", self.name)
             reason = error.strerror if isinstance(error, OSError) else None
-            self._unrested = f"its memory could not be handed over ({reason or 'no memory is left'})"
-            engine.abandon(f"The engine of {self.name!r} was closed, as {self._unrested}.")
+            self._rest_failure = f"its memory could not be handed over ({reason or 'no memory is left'})"
+            engine.abandon(f"The engine of {self.name!r} was closed, as {self._rest_failure}.")
         except Exception as error:
             engine.abandon(f"The engine could not hand its memory over: {error!r}.")
 

@@ -66,8 +66,8 @@ class ServerConfig(Settings):
     api_key: list[str] | None = Field(
         None,
         repr=False,
-        title="accepted API keys, beside SPECDEC_API_KEY and api_key_file. weight=2 after a key doubles "
-        "its share of the engine; max_queued=64 limits its choices in flight",
+        title="accepted API keys, in addition to SPECDEC_API_KEY and api_key_file. weight=2 after a key "
+        "doubles its share of the engine; max_queued=64 limits its choices in flight",
         description="a list of keys, or None; in a file of settings quote one that looks like a number",
     )
     api_key_file: str | None = path("a file with one key per line; # begins a comment")

@@ -279,7 +279,7 @@ class ServedModel:
         self.told = config.tool_call_parser == "none" or self.template.takes("tools")
         """Whether the template takes tools, or all are refused; otherwise chats ignore them."""
         parsers = ", ".join(f"{kind}: {name or 'none'}" for kind, name in self.parsers.items())
-        note = "" if self.told else "; chats ignore tools, as the chat template has none"
+        note = "" if self.told else "; chats ignore tools, as the chat template does not support them"
         logger.info("%s: %s%s", self.name, parsers, note)
         self.template_kwargs = config.template_kwargs
         is_shipped = folder in {path.resolve() for path in SHIPPED.values()}

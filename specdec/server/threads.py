@@ -40,7 +40,7 @@ class ThreadPool:
         self.name, self.most, self._pauses = name, max_threads, pauses
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
         """Non-empty queues by caller, in turn order."""
-        self._resting: dict[str, float] = {}
+        self._pausing_until_s: dict[str, float] = {}
         """End of each caller's pause."""
         self._lock = threading.Condition()
         self._running = 0
@@ -95,21 +95,23 @@ class ThreadPool:
             used_s = time.thread_time() - start_s
             if self._pauses and used_s > LONG_S:
                 with self._lock:
-                    begins_s = max(self._resting.get(caller, 0.0), time.monotonic())
-                    self._resting[caller] = begins_s + REST * used_s
+                    begins_s = max(self._pausing_until_s.get(caller, 0.0), time.monotonic())
+                    self._pausing_until_s[caller] = begins_s + REST * used_s
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next work of a caller that is not pausing; None: the queue is empty."""
         with self._lock:
             while self._waiting:
                 now_s = time.monotonic()
-                self._resting = {caller: until for caller, until in self._resting.items() if until > now_s}
+                self._pausing_until_s = {
+                    caller: until for caller, until in self._pausing_until_s.items() if until > now_s
+                }
                 for caller, calls in self._waiting.items():
-                    if caller not in self._resting:
+                    if caller not in self._pausing_until_s:
                         run = calls[0]
                         self._take(caller, run)
                         return run
-                self._lock.wait(min(self._resting[caller] for caller in self._waiting) - now_s)
+                self._lock.wait(min(self._pausing_until_s[caller] for caller in self._waiting) - now_s)
             self._running -= 1
             return None
 

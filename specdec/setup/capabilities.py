@@ -62,23 +62,23 @@ NO_TREE = {
 }
 SYNTHETIC_LOOKUP = Refusal(
     "synthetic_acceptance",
-    "look-ups draft only where the text repeats itself, so no length can be promised of them",
+    "look-ups draft only where the text repeats itself, so they cannot guarantee a length",
     f"use draft={quoted_heads()}, with a model that has such a head, or draft='self-int4'",
 )
 SYNTHETIC_LOGPROBS = Refusal(
     "logprobs",
-    "with synthetic_acceptance drafts are accepted whatever the model thinks of them",
+    "with synthetic_acceptance drafts are accepted regardless of the model's output",
     "leave one of the two out",
 )
 SYNTHETIC_STRUCTURED = Refusal(
     "structured_outputs",
-    "with synthetic_acceptance drafts are accepted whatever form the output should have",
+    "with synthetic_acceptance drafts are accepted regardless of the grammar",
     "leave one of the two out",
 )
 SYNTHETIC_WORDS = {
     field: Refusal(
         field,
-        "with synthetic_acceptance drafts are accepted whatever tokens they are",
+        "with synthetic_acceptance drafts are accepted regardless of the allowed tokens",
         "leave one of the two out",
     )
     for field in ("allowed_token_ids", "bad_words", "thinking")

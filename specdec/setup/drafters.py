@@ -80,7 +80,7 @@ SELF_ON_DEVICE = Refusal(
 )
 SELF_ON_GPU = Refusal(
     "draft",
-    "'self-int4' is built and tested for a CPU's kernels alone",
+    "'self-int4' runs on CPU kernels only",
     "use draft='auto', or a CPU",
 )
 SELF_IS_PACKED = Refusal(

@@ -145,7 +145,7 @@ def resolve(
         rounded = copied_in(kernels)
         total_bytes += copy_bytes(*sizes, kept=rounded, packed=packed)
         if rounded is None:
-            logger.warning("copy that drafts: widened to %s, which costs what the model does", dtype)
+            logger.warning("self-int4 copy: widened to %s, so it costs as much as the model", dtype)
     memory_bytes = arena_bytes(
         config,
         layout,
@@ -208,7 +208,7 @@ def _refuse_unbuilt(config: EngineConfig) -> None:
     for field in PREFIX_FIELDS:
         if not config.prefix_cache and getattr(config, field) != EngineConfig.model_fields[field].default:
             raise ConfigError(
-                f"{field}: nothing is kept where prefix_cache is off; leave out either.",
+                f"{field}: it has no effect without prefix_cache; leave out one of them.",
                 field=field,
             )
 
@@ -253,8 +253,7 @@ def _refuse_backing(slots: str, network: spec.NetworkSpec) -> None:
         if slots not in mixer.backings:
             supported = " or ".join(sorted(mixer.backings))
             raise ConfigError(
-                f"slots: {mixer.kind} cannot take drafts back from {slots}s; use {supported}, "
-                "or draft='none'.",
+                f"slots: {mixer.kind} cannot undo drafts with {slots}s; use {supported}, or draft='none'.",
                 field="slots",
             )
 
@@ -307,7 +306,7 @@ def _synthetic(config: EngineConfig, bounds: DraftShape) -> tuple[float, ...] | 
         raise ConfigError(
             f"synthetic_acceptance: drafts of {num_steps} steps cannot reach a length of {acceptance}; "
             f"raise num_steps to at least {steps}, and num_draft_tokens, if it is given, to {steps + 1}; "
-            "or ask for less.",
+            "or request less.",
             field="synthetic_acceptance",
         )
     return rates_for(acceptance, bounds.num_steps)

@@ -35,6 +35,6 @@ def release_pages(data: Tensor) -> None:
         start = ctypes.c_void_p(data.data_ptr() + first)
         if libc.madvise(start, ctypes.c_size_t(count), mmap.MADV_DONTNEED):
             error = ctypes.get_errno()
-            raise OSError(error, f"memory cannot be given back: {os.strerror(error)}")
+            raise OSError(error, f"memory cannot be released: {os.strerror(error)}")
     bytes_X[:first].zero_()
     bytes_X[first + count :].zero_()

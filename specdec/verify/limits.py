@@ -106,7 +106,7 @@ class AllowedTokens(ImmediateLimit):
 
     def observe(self, token: int) -> bool:
         if token not in self._tokens:
-            self.fault = "the output's form allows none of them here; allow more, or leave one of the two out"
+            self.fault = "the grammar allows none of them here; allow more, or leave one of the two out"
         return True
 
 

@@ -120,7 +120,7 @@ def test_another_kind_of_server_is_explained(server: FakeServer) -> None:
     with pytest.raises(EngineError, match=r"\(it answered 404 Not Found to /elsewhere/v1/models\)"):
         ServerPeer(f"{server.url}/elsewhere").run(PROMPTS, NEW_TOKENS)
     server.models = []
-    with pytest.raises(EngineError, match=r"\(its answer has not the fields of that API\)"):
+    with pytest.raises(EngineError, match=r"\(its answer lacks the fields of that API\)"):
         ServerPeer(server.url).run(PROMPTS, NEW_TOKENS)
 
 

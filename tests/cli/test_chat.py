@@ -310,7 +310,7 @@ def test_settings_are_listed_changed_and_refused_by_name(chat: ChatSession) -> N
         with pytest.raises(SpecdecError, match=field):
             command(chat, f"/set {line}")
     assert command(chat, "/set stop").says.startswith('stop ["\\n\\n", "x"]: strings that end')
-    with pytest.raises(ConfigError, match=r"begins like JSON but is not; write \"\\n\\n\", or"):
+    with pytest.raises(ConfigError, match=r"looks like JSON but is not valid; write \"\\n\\n\", or"):
         command(chat, "/set stop ['a']")
     for text in ("0", "-1", "many"):
         with pytest.raises(ConfigError, match=rf"^max_tokens cannot be {text}; give .*, or none for the def"):
@@ -351,7 +351,7 @@ def test_a_refusal_by_the_template_changes_nothing(engine: SpecEngine, tmp_path:
     assert "template decides" in command(chat, "/think").says
     command(chat, "/think off")
     assert chat.render([QUESTION]) == QUESTION["content"]
-    assert "told not to think" in command(chat, "/think").says
+    assert "answer is off" in command(chat, "/think").says
 
 
 def test_a_full_context_is_reported_with_the_remedy(chat: ChatSession, capsys: Capture) -> None:

@@ -170,7 +170,7 @@ def test_a_mark_keeps_a_state_the_first_time(folder: Path) -> None:
 def test_a_mark_beyond_the_prompt_and_an_empty_salt_are_named(folder: Path) -> None:
     with (
         SpecEngine(folder, draft="none", prefix_cache=True, **SETTINGS) as engine,
-        pytest.raises(RequestError, match="cache_marks: 4 lies beyond the prompt, which has 3 tokens"),
+        pytest.raises(RequestError, match="cache_marks: 4 exceeds the prompt's 3 tokens"),
     ):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, cache_marks=[3, 4]))
     with pytest.raises(ConfigError, match="cache_salt"):

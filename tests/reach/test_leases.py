@@ -268,10 +268,10 @@ def test_remembered_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             lease, _ = lender.lend(room=room)
             lender.book.cancel(lease)
             lender.book.rooms.fail(10**9 + room)
-        assert len(lender.book._ended) == len(lender.book.rooms._past) == expiring_map.MOST
+        assert len(lender.book._ended) == len(lender.book.rooms._ended) == expiring_map.MOST
         lender.clock.now_s += expiring_map.REMEMBERED_S
         lender.book.rooms.check_free(room)
-        assert len(lender.book.rooms._past) == 0
+        assert len(lender.book.rooms._ended) == 0
 
     run(test())
 
@@ -303,7 +303,7 @@ def test_an_unknown_room_keeps_nothing() -> None:
         reasons = [await refused(own) for own in asks]
         assert reasons.count("busy") == 1100 - 1024 and set(reasons) == {"busy", "unknown_room"}
         rooms = lender.book.rooms
-        assert not rooms._waiting and not rooms._rooms and not len(rooms._past) and not rooms._num_waiting
+        assert not rooms._waiting and not rooms._rooms and not len(rooms._ended) and not rooms._num_waiting
         left = asyncio.create_task(lender.book.open_room(1, ask(lender)))
         await until(lambda: rooms._num_waiting == 1)
         left.cancel()

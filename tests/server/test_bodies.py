@@ -375,7 +375,7 @@ def test_an_echo_has_one_number_of_alternatives() -> None:
         ({"structured_outputs": {"a": 1}}, "structured_outputs.a: it is not a known field; leave it out."),
         (
             {"keep_alive": [1]},
-            "keep_alive: give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model for good.",
+            "keep_alive: give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model loaded.",
         ),
         ({"top_logprobs": 21}, "top_logprobs: give a number of at most 20."),
         ({"thinking_budget": -1}, "thinking_budget: give a number of at least 0."),

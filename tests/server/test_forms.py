@@ -168,7 +168,7 @@ def test_structured_outputs_match_their_grammar(
         (
             {"structured_outputs": {"json": {"$ref": "#"}}},
             "structured_outputs",
-            "no text has this form; give one that llguidance accepts",
+            "no text matches this grammar; give one that llguidance accepts",
         ),
         (
             {"structured_outputs": {"json": '{"type":"integer","minimum":1e308,"maximum":1e309}'}},

@@ -39,7 +39,7 @@ UNSATISFIABLE: list[tuple[str, dict[str, Any]]] = [
     ("anyOf is empty", {"enum": []}),
     ("minimum (5) is greater", {**INTEGER, "minimum": 5, "maximum": 3}),
     ("Invalid type", {"type": "odd"}),
-    ("no text has this form", {"$ref": "#"}),
+    ("no text matches this grammar", {"$ref": "#"}),
 ]
 ENFORCED: list[tuple[dict[str, Any], Any, Any]] = [
     ({**INTEGER, "minimum": 3, "exclusiveMaximum": 7}, 7, 3),

@@ -124,7 +124,7 @@ def _value(chat: ChatSession, name: str) -> str:
 def _clear(chat: ChatSession, argument: str) -> CommandReply:
     chat.conversation = replace(chat.conversation, turns=())
     note = "" if chat.conversation.system is None else " The system prompt stays."
-    return CommandReply(f"The conversation begins anew.{note}")
+    return CommandReply(f"The conversation was cleared.{note}")
 
 
 def _retry(chat: ChatSession, argument: str) -> CommandReply:
@@ -179,7 +179,7 @@ def _think(chat: ChatSession, argument: str) -> CommandReply:
         chat.use_thinking(_switch(argument, "/think"))
     if chat.thinks is None:
         return CommandReply("The chat template decides whether the model thinks before it answers.")
-    return CommandReply(f"The model is told {'' if chat.thinks else 'not '}to think before it answers.")
+    return CommandReply(f"Thinking before an answer is {'on' if chat.thinks else 'off'}.")
 
 
 def _switch(argument: str, name: str) -> bool:

@@ -77,7 +77,7 @@ class Keyboard:
                     self._view.notice(LEAVE)
                 continue
             except UnicodeDecodeError:
-                self._view.error("This is no UTF-8: set the terminal to it.")
+                self._view.error("The input is not UTF-8; set the terminal to UTF-8.")
                 continue
             if text.strip():
                 self._recall(text)
@@ -117,7 +117,7 @@ class Keyboard:
             yield
         except OSError as error:
             self._history = None
-            self._view.notice(f"What is typed is not kept: {error}")
+            self._view.notice(f"The input history is not saved: {error}")
 
     def _complete(self, text: str, index: int) -> str | None:
         """Complete a command's name."""

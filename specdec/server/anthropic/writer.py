@@ -32,13 +32,15 @@ class MessageWriter(BlockWriter):
 
     def whole(self, said: Mapping[int, Delta]) -> Iterator[str]:
         self.push(said[0])
-        yield json.dumps({**self._head, "content": self._content, **self._why(), "usage": self._usage()})
+        yield json.dumps(
+            {**self._head, "content": self._content, **self._finish_reason(), "usage": self._usage()}
+        )
 
     def events(self, choice: int, delta: Delta) -> list[Json]:
         return [*self._begin_stream(), *self.push(delta)]
 
     def end(self) -> list[Json]:
-        delta = {"type": "message_delta", "delta": self._why(), "usage": self._usage()}
+        delta = {"type": "message_delta", "delta": self._finish_reason(), "usage": self._usage()}
         return [delta, {"type": "message_stop"}]
 
     def failed(self, failure: Failure) -> list[Json]:
@@ -70,7 +72,7 @@ class MessageWriter(BlockWriter):
         fields: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return [{"type": "message_start", "message": self._head | fields}, {"type": "ping"}]
 
-    def _why(self) -> Json:
+    def _finish_reason(self) -> Json:
         """Return the stop reason."""
         assert self.delta and self.delta.finish_reason
         if self.has_called:

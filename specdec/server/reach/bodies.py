@@ -128,7 +128,7 @@ def _by_rooms(rooms: Sequence[BootstrapFields], role: Role) -> Asked:
     ):
         if None in values:
             raise Failure(
-                400, f"{name}: it is missing beside bootstrap_room; give the side channel's.", param=name
+                400, f"{name}: it is required with bootstrap_room; give the side channel's.", param=name
             )
     return FetchFields(None, tuple(rooms))
 

@@ -62,7 +62,7 @@ class ReachFigures(Collector):
         yield self._gauge("peers", description, counts, "state")
         yield self._gauge("holds", "Prompts held elsewhere for requests here.", figures.held)
         yield self._counter("handshakes", "Handshakes with other servers.", figures.handshakes)
-        yield self._counter("beats", "Beats that keep leases alive.", figures.beats)
+        yield self._counter("beats", "Heartbeats that renew leases.", figures.beats)
         yield self._counter(
             "failures", "Calls of other servers that failed.", plain(figures.failures), "reason"
         )

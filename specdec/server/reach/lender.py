@@ -32,21 +32,21 @@ class PromptLoan:
         lease: TransferLease | None = None,
         loan: PrefixLoan | None = None,
     ) -> None:
-        self._book, self._prepared, self._loan = leases, prepared, loan
+        self._leases, self._prepared, self._loan = leases, prepared, loan
         self.lease = lease
 
     async def read(self) -> RequestStats:
         """Wait for the prefill and return its statistics; raise if it failed."""
         if self.lease:
             with refusing():
-                await self._book.finish(self.lease)
+                await self._leases.finish(self.lease)
         stats = self._loan.stats if self._loan else None
         return stats or RequestStats(prompt_tokens=len(self._prepared.ids), output_tokens=0)
 
     def give_up(self) -> None:
         """Stop the prefill and release its memory."""
         if self.lease:
-            self._book.cancel(self.lease)
+            self._leases.cancel(self.lease)
 
 
 class Lender:
@@ -65,7 +65,7 @@ class Lender:
     ) -> None:
         """Hold at most `most_bytes`, and per caller at most its `share` of that."""
         self._secret, self._transfers = secret, transfers
-        self._host, self._port, self._most_bytes, self._share = host, port, most_bytes, share
+        self._host, self._port, self._max_bytes, self._share = host, port, most_bytes, share
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by caller, held by its request that waits for memory; its later requests queue."""
         self.book = leases
@@ -80,7 +80,7 @@ class Lender:
         caller = prepared[0].terms.tenant.caller
         lock = self._turns.setdefault(caller, asyncio.Lock())
         needed = sum(map(self._bytes_of, prepared))
-        if needed > (most_bytes := self._most_of(caller)):
+        if needed > (most_bytes := self._max_bytes_of(caller)):
             raise Failure(
                 503,
                 f"prompt: to hold it for another server takes {needed:,} bytes, of at most "
@@ -111,14 +111,14 @@ class Lender:
     def _bytes_of(self, prepared: PreparedPrompt) -> int:
         return self.book.charge(self._transfers.arena.layout.sequence_bytes(len(prepared.ids) - 1))
 
-    def _most_of(self, caller: str) -> int:
-        return int(self._share(caller) * self._most_bytes)
+    def _max_bytes_of(self, caller: str) -> int:
+        return int(self._share(caller) * self._max_bytes)
 
     def _has_room(self, num_bytes: int, caller: str) -> bool:
         """Return whether this much may be held now, within the caller's and the total limit."""
-        if self.book.held_by(caller) + num_bytes > self._most_of(caller):
+        if self.book.held_by(caller) + num_bytes > self._max_bytes_of(caller):
             return False
-        return self.book.figures.held_bytes + num_bytes <= self._most_bytes
+        return self.book.figures.held_bytes + num_bytes <= self._max_bytes
 
     def _are_left(self, rooms: Sequence[int] | None) -> bool:
         return bool(rooms) and all(map(self.book.rooms.is_left, rooms or ()))

@@ -33,9 +33,9 @@ class Lending:
         deadline: RequestDeadline,
         writer: Chunks,
     ) -> None:
-        self._lender, self._prepared, self._asked = lender, prepared, fields
+        self._lender, self._prepared, self._fields = lender, prepared, fields
         self._until, self._writer = deadline, writer
-        self._loaned: list[PromptLoan] = []
+        self._loans: list[PromptLoan] = []
         self.is_over = False
 
     def __enter__(self) -> Self:
@@ -43,7 +43,7 @@ class Lending:
 
     def __exit__(self, *_: object) -> None:
         if not self.is_over:
-            for loaned in self._loaned:
+            for loaned in self._loans:
                 loaned.give_up()
 
     def fail(self, failure: Failure) -> None:
@@ -54,10 +54,10 @@ class Lending:
     async def __aiter__(self) -> AsyncIterator[NewOutput]:
         """Yield each prompt once prefilled; at the end, add how to fetch them to the response."""
         async with self._until.held():
-            self._loaned = await self._lend()
+            self._loans = await self._lend()
         keeping = asyncio.create_task(self._keep(), name="leases to be handed on")
         try:
-            for choice, loaned in enumerate(self._loaned):
+            for choice, loaned in enumerate(self._loans):
                 async with self._until.held():
                     stats = await loaned.read()
                 delta = Delta("", (), finish_reason="length", stats=stats)
@@ -65,16 +65,16 @@ class Lending:
         finally:
             keeping.cancel()
         self.is_over = True
-        if self._asked.rooms is None:
-            self._writer.add_fields({"kv_transfer_params": self._lender.transfer_params(self._loaned)})
+        if self._fields.rooms is None:
+            self._writer.add_fields({"kv_transfer_params": self._lender.transfer_params(self._loans)})
 
     async def _keep(self) -> None:
         """Keep the first leases of a long list alive while the last ones are prefilled."""
-        while self._asked.rooms is None:
+        while self._fields.rooms is None:
             await asyncio.sleep(BEAT_S)
-            self._lender.book.restart_timeouts(loan.lease for loan in self._loaned if loan.lease)
+            self._lender.book.restart_timeouts(loan.lease for loan in self._loans if loan.lease)
 
     async def _lend(self) -> list[PromptLoan]:
-        if self._asked.cached_only:
+        if self._fields.cached_only:
             return await self._lender.lend_cached(self._prepared)
-        return await self._lender.lend(self._prepared, self._asked.rooms)
+        return await self._lender.lend(self._prepared, self._fields.rooms)

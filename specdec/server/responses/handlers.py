@@ -71,7 +71,7 @@ def _items(history: Sequence[StoredResponse]) -> list[Item]:
 async def retrieve(request: web.Request, state: ServerState) -> web.Response:
     """Return a stored response."""
     if request.query.get("stream", "false") != "false":
-        raise Failure(400, "stream: a stored response is whole; leave it out.", param="stream")
+        raise Failure(400, "stream: stored responses are not streamed; leave it out.", param="stream")
     stored = state.responses.get(request["caller"], request.match_info["name"])
     request["kept"].add(len(stored.response))  # a slow client has its own copy
     return web.Response(body=stored.response, content_type="application/json")

@@ -49,44 +49,44 @@ class ResponseStore:
         self, most: int, most_bytes: int, keep_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.most, self.most_bytes, self.keep_s, self._clock = most, most_bytes, keep_s, clock
-        self._shelves: dict[str, CallerResponses] = {}
+        self._by_caller: dict[str, CallerResponses] = {}
         self._lock = threading.RLock()
 
     @property
     def count(self) -> int:
         with self._lock:
-            return sum(len(shelf.entries) for shelf in self._shelves.values())
+            return sum(len(shelf.entries) for shelf in self._by_caller.values())
 
     @property
     def size(self) -> int:
         with self._lock:
-            return sum(shelf.size for shelf in self._shelves.values())
+            return sum(shelf.size for shelf in self._by_caller.values())
 
     def put(self, caller: str, name: str, stored: StoredResponse) -> None:
         """Store a response, unless it exceeds the whole limit."""
         if not self.most or stored.size > self.most_bytes:
             return
         with self._lock:
-            shelf = self._shelves.setdefault(caller, CallerResponses())
+            shelf = self._by_caller.setdefault(caller, CallerResponses())
             shelf.entries[name] = stored
             shelf.size += stored.size
             self._use(shelf, name)
             self._expire()
             while self.count > self.most or self.size > self.most_bytes:
                 by_count = self.count > self.most
-                largest = max(self._shelves, key=lambda key: self._weight(key, by_count=by_count))
-                self._drop(largest, next(iter(self._shelves[largest].entries)))
+                largest = max(self._by_caller, key=lambda key: self._weight(key, by_count=by_count))
+                self._drop(largest, next(iter(self._by_caller[largest].entries)))
 
     def get(self, caller: str, name: str) -> StoredResponse:
         """Return a caller's response; raise if unknown, which includes those of others."""
         with self._lock:
             stored = self._find(caller, name, None)
-            self._use(self._shelves[caller], name)
+            self._use(self._by_caller[caller], name)
             return stored
 
     def _find(self, caller: str, name: str, param: str | None) -> StoredResponse:
         self._expire()
-        shelf = self._shelves.get(caller)
+        shelf = self._by_caller.get(caller)
         if shelf is None or name not in shelf.entries:
             reason = "it may have been evicted" if self.most else "none are stored here"
             raise Failure(
@@ -106,7 +106,7 @@ class ResponseStore:
                 history.append(self._find(caller, name, "previous_response_id"))
                 name = history[-1].previous
             if history:
-                self._use(self._shelves[caller], last)
+                self._use(self._by_caller[caller], last)
         return history[::-1]
 
     def delete(self, caller: str, name: str) -> None:
@@ -122,18 +122,18 @@ class ResponseStore:
             name = shelf.entries[name].previous
 
     def _weight(self, caller: str, *, by_count: bool) -> int:
-        shelf = self._shelves[caller]
+        shelf = self._by_caller[caller]
         return len(shelf.entries) if by_count else shelf.size
 
     def _drop(self, caller: str, name: str) -> None:
-        shelf = self._shelves[caller]
+        shelf = self._by_caller[caller]
         shelf.size -= shelf.entries.pop(name).size
         if not shelf.entries:
-            del self._shelves[caller]
+            del self._by_caller[caller]
 
     def _expire(self) -> None:
         """Drop expired responses; entries are ordered by last use."""
         oldest_s = self._clock() - self.keep_s
-        for caller, shelf in list(self._shelves.items()):
+        for caller, shelf in list(self._by_caller.items()):
             while shelf.entries and (first := next(iter(shelf.entries.items())))[1].used_s < oldest_s:
                 self._drop(caller, first[0])

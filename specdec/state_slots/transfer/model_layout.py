@@ -100,9 +100,7 @@ def _state(layer: int, state: StateShape, tp: int) -> StateShape:
 
 def _share(units: int, tp: int, what: str) -> int:
     if units % tp:
-        raise ConfigError(
-            f"tp is {tp}, by which the {units} {what} cannot be divided: give another", field="tp"
-        )
+        raise ConfigError(f"tp is {tp}, which does not divide the {units} {what}: give another", field="tp")
     return units // tp
 
 
@@ -122,5 +120,5 @@ def _name(dtype: torch.dtype) -> str:
 def _dtype(field: str, name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"{field} is {name!r}, which names no type of numbers", field=field)
+        raise ConfigError(f"{field} is {name!r}, which is not a dtype", field=field)
     return dtype

@@ -67,7 +67,7 @@ def read_view(value: object) -> ArenaView:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"]))
         raise ConfigError(
-            f"{field or 'the arena'} as the peer tells it cannot be read ({problem['msg']}): "
+            f"{field or 'the arena'} as sent by the peer cannot be parsed ({problem['msg']}): "
             "start both engines from the same build",
             field=field or None,
         ) from None

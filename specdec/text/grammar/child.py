@@ -152,7 +152,7 @@ class Follower:
         self.first = self._here(compiled)
         """The mask at the beginning of an output."""
         if self.first[0] in (Kind.DEAD, Kind.OVER):
-            raise ValueError("no text has this form")
+            raise ValueError("no text matches this grammar")
 
     def answer(self, job: Job) -> bytes | None:
         """Advance an output by its accepted tokens, and return the masks of the requested paths."""

@@ -33,7 +33,7 @@ def entry(previous: str | None = None, size: int = 8) -> StoredResponse:
 
 def held(own: ResponseStore, caller: str, names: str) -> str:
     """Return which of the names a caller's store still has, without using them."""
-    shelf = own._shelves.get(caller)
+    shelf = own._by_caller.get(caller)
     return "".join(name for name in names if shelf and name in shelf.entries)
 
 
@@ -83,7 +83,7 @@ def test_unused_responses_expire_and_used_ones_do_not() -> None:
     assert caught.value.param == "previous_response_id"
     clock.now_s = 30
     own.put("other", "y", entry())
-    assert own.count == 1 and "" not in own._shelves
+    assert own.count == 1 and "" not in own._by_caller
 
 
 def test_nothing_is_stored_with_a_limit_of_zero() -> None:
