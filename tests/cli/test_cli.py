@@ -298,7 +298,7 @@ CUDA_IS_MISSING = [] if torch.cuda.is_available() else [(["--device", "cuda"], N
         (["--draft"], "--draft needs a value: --draft DRAFT, or --draft=DRAFT where it begins with -"),
         (["--quantization", "awq_marlin"], "quantization: awq_marlin checkpoints are "),
         (["--draft", "none", "--topk", "2"], "--topk: it has no meaning with "),
-        (["--no-prefix-cache", "--prefix-alpha", "2"], "--prefix-alpha: nothing is kept where "),
+        (["--no-prefix-cache", "--prefix-alpha", "2"], "--prefix-alpha: it has no effect without "),
         (["--max-model-len", "999999999"], "--max-model-len is 999999999, but the model supports "),
     ],
 )
