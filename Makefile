@@ -48,7 +48,7 @@ lossless := tests/lossless/test_lossless.py::test_every_supported_cell_equals_pl
 quick := tests/test_imports.py tests/test_repository.py tests/config tests/state_slots tests/verify tests/draft \
   $(addprefix tests/kernels/test_,conv.py norm.py recurrence.py sampling.py tree.py) tests/models/test_families.py \
   $(addprefix tests/core/test_,counts.py scheduler.py) tests/setup/test_resolve.py tests/setup/test_footprint.py \
-  $(addprefix tests/text/test_,chat.py forms.py text.py) tests/engine/test_engine.py tests/engine/test_completions.py \
+  $(addprefix tests/text/test_,chat.py grammars.py text.py) tests/engine/test_engine.py tests/engine/test_completions.py \
   tests/server/test_bodies.py tests/server/test_protocol.py tests/bench/test_report.py tests/bench/test_plots.py \
   "$(lossless)[qwen3_5-mtp-tree-record-host]" "$(lossless)[nemotron_h-suffix-tree-snapshot-device]"
 not_quick := $(addprefix --ignore=tests/,draft/test_unrolled.py draft/test_policy.py state_slots/prefix/test_cache.py)

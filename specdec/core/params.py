@@ -8,7 +8,7 @@ from specdec.config.sampling import SamplingParams
 from specdec.config.tenant import SOLE, Tenant
 from specdec.core.thinking import ThinkingRule
 from specdec.errors import RequestError
-from specdec.text.grammar.guide import Form
+from specdec.text.grammar.guide import CompiledGrammar
 from specdec.text.tokenizer import Tokenizer
 from specdec.verify.limits import AllowedTokens, BadWords, MinTokens, TokenLimit
 
@@ -20,7 +20,7 @@ class ValidatedParams(NamedTuple):
     """Validated parameters. Shared by prompts and choices, and never mutated."""
 
     params: SamplingParams
-    grammar: Form | None = None
+    grammar: CompiledGrammar | None = None
     """Compiled grammar of a structured output."""
     tenant: Tenant = SOLE
     stop_ids: Mapping[int, int | None] = {}
@@ -30,9 +30,9 @@ class ValidatedParams(NamedTuple):
 
     thinking: ThinkingRule | None = None
 
-    def begin_limits(self, form: TokenLimit | None = None) -> list[TokenLimit]:
+    def begin_limits(self, grammar: TokenLimit | None = None) -> list[TokenLimit]:
         """Return one choice's limits: thinking and grammar first."""
-        first = self.thinking.begin(form) if self.thinking else form
+        first = self.thinking.begin(grammar) if self.thinking else grammar
         return [*([first] if first else []), *(copy.copy(limit) for limit in self.limits)]
 
 
@@ -47,7 +47,7 @@ class PreparedPrompt(NamedTuple):
         return self.terms.params
 
     @property
-    def grammar(self) -> Form | None:
+    def grammar(self) -> CompiledGrammar | None:
         return self.terms.grammar
 
 
@@ -63,7 +63,7 @@ def make_limits(
     tokenizer: Tokenizer | None,
     vocab: int,
     *,
-    has_form: bool,
+    has_grammar: bool,
 ) -> tuple[TokenLimit, ...]:
     """Return the limits besides the grammar; earlier ones take precedence."""
     limits: list[TokenLimit] = []
@@ -72,7 +72,7 @@ def make_limits(
     if banned := _spelled(params.bad_words or (), tokenizer, vocab):
         limits.append(BadWords(banned, vocab))
     if params.min_tokens and stop_ids:
-        limits.append(MinTokens(stop_ids, params.min_tokens, vocab, yields=has_form))
+        limits.append(MinTokens(stop_ids, params.min_tokens, vocab, yields=has_grammar))
     return tuple(limits)
 
 

@@ -66,9 +66,9 @@ class ThinkingRule:
     """Thinking settings shared by the outputs of one request."""
 
     def __init__(
-        self, span: ThinkingSpan, marks: ThinkingMarks, ends: Collection[int], *, has_form: bool
+        self, span: ThinkingSpan, marks: ThinkingMarks, ends: Collection[int], *, has_grammar: bool
     ) -> None:
-        vocab, runs = marks.vocab, marks.overruns if has_form else {}
+        vocab, runs = marks.vocab, marks.overruns if has_grammar else {}
         self.track = ThinkingTrack(marks.start, marks.end, marks.tokenizer.spell, opened=span.opened)
         self.budget = span.budget
         self.start = marks.opening
@@ -84,13 +84,13 @@ class ThinkingRule:
         ):
             raise RequestError(
                 f"thinking: its end, {marks.end!r}, may overlap itself, so that a budget cannot write it "
-                "anywhere before a form; give another end, or leave the budget out.",
+                "anywhere before a structured output; give another end, or leave the budget out.",
                 field="thinking",
             )
 
-    def begin(self, form: TokenLimit | None) -> "ThinkingLimit":
+    def begin(self, grammar: TokenLimit | None) -> "ThinkingLimit":
         """Return one choice's limit, whose grammar holds from the end of its thinking."""
-        return ThinkingLimit(self, form)
+        return ThinkingLimit(self, grammar)
 
     def thinking_words(self, tail: str) -> Tensor:
         """Return allowed tokens within thinking, such that the grammar sees all text after the end marker."""
@@ -112,59 +112,59 @@ class ThinkingLimit:
     it, and an output that may still start thinking begins with the start marker or the grammar.
     """
 
-    def __init__(self, terms: ThinkingRule, form: TokenLimit | None) -> None:
-        self._terms, self._form = terms, form
-        first, no_start = terms.track.first, form is not None and terms.start is None
+    def __init__(self, terms: ThinkingRule, grammar: TokenLimit | None) -> None:
+        self._terms, self._grammar = terms, grammar
+        first, no_start = terms.track.first, grammar is not None and terms.start is None
         self._place = OVER if first.phase == ThinkingPhase.MAY_BEGIN and no_start else first
-        self.field = form.field if form else "thinking"
+        self.field = grammar.field if grammar else "thinking"
 
     @property
     def fault(self) -> str | None:
-        return self._form.fault if self._form else None
+        return self._grammar.fault if self._grammar else None
 
     @property
     def is_over(self) -> bool:
-        return self._form is not None and self._place.phase == ThinkingPhase.OVER and self._form.is_over
+        return self._grammar is not None and self._place.phase == ThinkingPhase.OVER and self._grammar.is_over
 
     @property
     def is_slow(self) -> bool:
-        return self._form is not None and self._form.is_slow
+        return self._grammar is not None and self._grammar.is_slow
 
     def ask(self, paths: Collection[Path]) -> None:
-        if self._form:
-            self._form.ask([rest for path in paths if (rest := self._follow(path)[1]) is not None])
+        if self._grammar:
+            self._grammar.ask([rest for path in paths if (rest := self._follow(path)[1]) is not None])
 
     def wait(self, until_s: float, *, always: bool) -> None:
-        if self._form:
-            self._form.wait(until_s, always=always)
+        if self._grammar:
+            self._grammar.wait(until_s, always=always)
 
     def knows(self, path: Path) -> bool:
-        rest = self._follow(path)[1] if self._form else None
-        return self._form is None or rest is None or self._form.knows(rest)
+        rest = self._follow(path)[1] if self._grammar else None
+        return self._grammar is None or rest is None or self._grammar.knows(rest)
 
     def words(self, path: Path) -> Tensor | None:
         state, rest = self._follow(path)
-        terms, form = self._terms, self._form
+        terms, grammar = self._terms, self._grammar
         if state.phase == ThinkingPhase.THINKING:
             tail = "".join(state.tail)
             if terms.budget is not None and state.spent >= terms.budget:
                 return terms.ending_words(tail)
-            return terms.thinking_words(tail) if form else None
-        words_W = form.words(rest) if form and rest is not None else None
+            return terms.thinking_words(tail) if grammar else None
+        words_W = grammar.words(rest) if grammar and rest is not None else None
         if state.phase == ThinkingPhase.MAY_BEGIN and words_W is not None:
             return words_W | words_of(terms.start_bits)
         return words_W
 
     def observe(self, token: int) -> bool:
         before, self._place = self._place, self._next(self._place, token)
-        if self._form is None:
+        if self._grammar is None:
             return self._place.phase != ThinkingPhase.OVER
         if self._place.phase == ThinkingPhase.OVER and before.phase != ThinkingPhase.THINKING:
-            return self._form.observe(token)
+            return self._grammar.observe(token)
         return True
 
     def _next(self, state: ThinkingState, token: int) -> ThinkingState:
-        if self._form and state.phase == ThinkingPhase.MAY_BEGIN:
+        if self._grammar and state.phase == ThinkingPhase.MAY_BEGIN:
             return ThinkingState(ThinkingPhase.THINKING) if token == self._terms.start else OVER
         return self._terms.track.after(state, token)
 

@@ -28,7 +28,7 @@ from specdec.models.folder import find_models
 from specdec.setup.capabilities import check_request
 from specdec.state_slots.slots import RequestId
 from specdec.text.grammar.compiler import Grammars
-from specdec.text.grammar.guide import Form
+from specdec.text.grammar.guide import CompiledGrammar
 from specdec.text.stops import StopNode
 from specdec.text.tokenizer import TextStream
 from specdec.verify.limits import TokenLimit
@@ -123,13 +123,13 @@ class SpecEngine:
         return self.read_prompt(prompt, self.read_terms(params, tenant=tenant))
 
     def read_terms(
-        self, params: SamplingParams, grammar: Form | None = None, *, tenant: Tenant = SOLE
+        self, params: SamplingParams, grammar: CompiledGrammar | None = None, *, tenant: Tenant = SOLE
     ) -> ValidatedParams:
         """Validate parameters, once for all prompts that share them.
 
-        `grammar` is the result of `begin_form`, if it was awaited. Parameters are validated again here: an
-        unchecked value would fail a step with all its requests. `tenant` names the caller if a process serves
-        several; its salt comes from the parameters.
+        `grammar` is the result of `compile_grammar`, if it was awaited. Parameters are validated again here:
+        an unchecked value would fail a step with all its requests. `tenant` names the caller if a process
+        serves several; its salt comes from the parameters.
         """
         spec = self.model.network.spec
         with self._worker.calling():  # pydantic and the tokenizer are Rust, limits use torch
@@ -137,13 +137,13 @@ class SpecEngine:
             check_ids(params, self.tokenizer, spec.vocab)
             check_request(params, synthetic=self.model.settings.synthetic is not None)
             stop_ids = find_stops(params, spec.eos)
-            has_form = params.structured_outputs is not None
-            limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_form=has_form)
+            has_grammar = params.structured_outputs is not None
+            limits = make_limits(params, stop_ids, self.tokenizer, spec.vocab, has_grammar=has_grammar)
             thinking = None
             if span := params.thinking:
                 marks = self._marks(span.start, span.end)
-                thinking = ThinkingRule(span, marks, stop_ids, has_form=has_form)
-        if grammar is None and (compiling := self.begin_form(params, tenant=tenant)):
+                thinking = ThinkingRule(span, marks, stop_ids, has_grammar=has_grammar)
+        if grammar is None and (compiling := self.compile_grammar(params, tenant=tenant)):
             grammar = compiling.result()
         return ValidatedParams(params, grammar, _salted(tenant, params), stop_ids, limits, thinking)
 
@@ -184,19 +184,21 @@ class SpecEngine:
             )
         return PreparedPrompt(tuple(ids), terms)
 
-    def prepare_forms(self) -> None:
+    def start_grammar_process(self) -> None:
         """Start the grammar compiler process without waiting."""
         self._grammars.prepare()
 
-    def release_forms(self) -> None:
+    def stop_grammar_process(self) -> None:
         """Stop the compiler process and those of unused grammars; the next grammar starts them again."""
         self._grammars.release()
 
-    def begin_form(self, params: SamplingParams, *, tenant: Tenant = SOLE) -> "Future[Form] | None":
+    def compile_grammar(
+        self, params: SamplingParams, *, tenant: Tenant = SOLE
+    ) -> "Future[CompiledGrammar] | None":
         """Start compiling the grammar of a structured output, if any; the result raises any error."""
         self._worker.check_process()
-        form = params.structured_outputs
-        return self._grammars.begin(form.kind, form.source, _salted(tenant, params)) if form else None
+        wanted = params.structured_outputs
+        return self._grammars.begin(wanted.kind, wanted.source, _salted(tenant, params)) if wanted else None
 
     def check_length(self, text: str) -> None:
         """Raise for a text too long for any tokenisation, before spending time on it."""

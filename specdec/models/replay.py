@@ -41,17 +41,17 @@ class Replays:
             return self.run(window, memory, *inputs, **constants)
         tapes = self._by_memory.setdefault(memory, Tapes())
         window = _with_path(window)
-        form = _form(window.groups[0]), tuple(constants.items())
-        known = tapes.of(form)
+        key = _tape_key(window.groups[0]), tuple(constants.items())
+        known = tapes.of(key)
         if isinstance(known, Recorded):
             return known.play(window, inputs)
         memory.first_passes += known is not REFUSED
         if known is REFUSED or (known is None and not _is_repeated(group)):
-            tapes.note(form, known or COME)
+            tapes.note(key, known or COME)
             return self.run(window, memory, *inputs, **constants)
         recorded = Recorded(window, inputs)
         result = recorded.record(self.run, memory, constants)
-        tapes.keep(form, recorded)
+        tapes.keep(key, recorded)
         return result
 
 
@@ -96,7 +96,7 @@ def _with_path(window: Window) -> Window:
     return replace(window, groups=(empty,))
 
 
-def _form(group: Group) -> tuple[int, ...]:
+def _tape_key(group: Group) -> tuple[int, ...]:
     """Return the key: windows with equal keys make the same calls on the same memory."""
     path = 0 if group.path is None else room(group.path.slab_BN.shape[1], 8)
     taps = 0 if group.tap_BMC is None else group.tap_BMC.shape[2]

@@ -49,13 +49,13 @@ SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 Duration = StrictInt | StrictFloat | str
 """Seconds, or a text with a unit."""
 KEPT = "seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 forever"
-FORMS = "structured_outputs"
+STRUCTURED = "structured_outputs"
 """The engine's name of structured output fields."""
 SCHEMA = "response_format.json_schema.schema"
 ASKED: Mapping[str, Names] = {
-    "structured_outputs": {f"{FORMS}.json_schema": "structured_outputs.json"},
-    "response_format": {FORMS: "response_format", f"{FORMS}.json_schema": SCHEMA},
-    "tools": {FORMS: "tools", f"{FORMS}.structural_tag": "tools"},
+    "structured_outputs": {f"{STRUCTURED}.json_schema": "structured_outputs.json"},
+    "response_format": {STRUCTURED: "response_format", f"{STRUCTURED}.json_schema": SCHEMA},
+    "tools": {STRUCTURED: "tools", f"{STRUCTURED}.structural_tag": "tools"},
 }
 """Client field names for the engine's, by the field that requests structured output."""
 B = TypeVar("B", bound="RequestBody")
@@ -81,7 +81,7 @@ class StructuredOutputs(BaseModel):
             problem = f"{len(constraints)} are given; leave" if constraints else "none is given; give"
             names = ", ".join(constraints or fields).replace("json_schema", "json", 1)
             raise Failure(
-                400, f"{FORMS}: give exactly one constraint: {problem} one of {names}.", param=FORMS
+                400, f"{STRUCTURED}: give exactly one constraint: {problem} one of {names}.", param=STRUCTURED
             )
         return Structure(**constraints)
 
@@ -244,8 +244,8 @@ class RequestBody(BaseModel):
             try:
                 structures += [structure] if source and (structure := source.structure) else []
             except ConfigError as error:
-                message = f"{FORMS}.{str(error).removeprefix('Structure.')}"
-                raise renamed(Failure(400, message, param=FORMS), ASKED[name]) from None
+                message = f"{STRUCTURED}.{str(error).removeprefix('Structure.')}"
+                raise renamed(Failure(400, message, param=STRUCTURED), ASKED[name]) from None
         if len(structures) > 1:
             raise Failure(
                 400,

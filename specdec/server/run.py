@@ -133,7 +133,7 @@ async def _serve(state: ServerState, sock: socket.socket, tls: ssl.SSLContext | 
         )
         tell_supervisor(READY)
         reports = [asyncio.create_task(_report(state, item)) for item in state.served]
-        reports += [asyncio.create_task(_keep_forms(item)) for item in state.served]
+        reports += [asyncio.create_task(_manage_grammar_process(item)) for item in state.served]
         for task in reports:
             task.add_done_callback(_log_if_failed)
         switching = switcher.run(state.access.weight)
@@ -234,7 +234,7 @@ def _abandon_hung(engines: Sequence[SpecEngine], limit_s: float) -> None:
             engine.abandon(f"The engine hangs in a step that has taken more than {limit_s:g} s.")
 
 
-async def _keep_forms(served: ServedModel) -> None:
+async def _manage_grammar_process(served: ServedModel) -> None:
     """Start the grammar compiler of idle warm models, and end that of resting ones."""
     resident = served.resident
     while True:
@@ -242,9 +242,9 @@ async def _keep_forms(served: ServedModel) -> None:
         engine = resident.engine
         if engine and engine.tokenizer and resident.is_sound and not resident.gate.users:
             if resident.is_warm:
-                engine.prepare_forms()
+                engine.start_grammar_process()
             elif resident.is_resting:
-                engine.release_forms()
+                engine.stop_grammar_process()
         del engine  # allow unloading meanwhile
 
 

@@ -37,7 +37,7 @@ from specdec.server.turns import Turns
 from specdec.text.answers.formats import CALL_FORMATS, call_format
 from specdec.text.answers.thinking import THINKING_FORMATS, ThinkingFormat, thinking_format
 from specdec.text.chat_template import LONGEST_ANSWER, load_template, longest_answer
-from specdec.text.grammar.guide import Form
+from specdec.text.grammar.guide import CompiledGrammar
 
 logger = logging.getLogger(__name__)
 
@@ -353,8 +353,8 @@ class ServedModel:
         if self.config.log_prompts:
             logger.info("prompts: %r", prompts)
 
-        grammar: Form | None = None
-        if compiling := self.engine.begin_form(params, tenant=tenant):
+        grammar: CompiledGrammar | None = None
+        if compiling := self.engine.compile_grammar(params, tenant=tenant):
             grammar = await asyncio.wrap_future(compiling)
 
         def prepare() -> list[PreparedPrompt]:

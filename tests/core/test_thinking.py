@@ -61,9 +61,9 @@ def marks(start: str = "<a>", end: str = "</a>") -> ThinkingMarks:
     return ThinkingMarks(start, end, tokenizer=Letters(), vocab=VOCAB)  # type: ignore[arg-type]
 
 
-def terms(*, opened: bool = True, budget: int | None = None, has_form: bool = True) -> ThinkingRule:
+def terms(*, opened: bool = True, budget: int | None = None, has_grammar: bool = True) -> ThinkingRule:
     span = ThinkingSpan(start="<a>", end="</a>", opened=opened, budget=budget)
-    return ThinkingRule(span, marks(), {END}, has_form=has_form)
+    return ThinkingRule(span, marks(), {END}, has_grammar=has_grammar)
 
 
 def may_follow(limit: TokenLimit, path: tuple[int, ...]) -> set[int]:
@@ -216,7 +216,7 @@ def test_a_form_sees_all_that_stands_behind_the_end() -> None:
     assert may_follow(limit, (1,)) == THINKING - {7} and 9 in may_follow(limit, (1,))
     assert may_follow(limit, (2,)) == THINKING and may_follow(limit, (1, 3)) == EVERYTHING
     assert not unseen(terms()) and not unseen(terms(budget=1))
-    assert may_follow(terms(has_form=False).begin(None), (1,)) == EVERYTHING
+    assert may_follow(terms(has_grammar=False).begin(None), (1,)) == EVERYTHING
 
 
 @pytest.mark.parametrize("mutant", ["no token runs on", "those of a part of the end are forgotten"])
@@ -235,7 +235,7 @@ def test_markers_that_cannot_be_written_are_refused() -> None:
         assert error.value.field == "thinking"
     span = ThinkingSpan(end="*|*", budget=1)
     with pytest.raises(RequestError, match="may overlap itself"):
-        ThinkingRule(span, marks(end="*|*"), {END}, has_form=True)
+        ThinkingRule(span, marks(end="*|*"), {END}, has_grammar=True)
     assert marks(start="?").opening is None
 
 

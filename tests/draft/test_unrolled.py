@@ -64,7 +64,7 @@ def drafts(
             for i, rule in enumerate(RULES[rules][:count])
         ]
         done = engine.generate(prompts[:count], params)
-        tapes = [form for own in unrolled._replays._by_memory.values() for form in own._forms.values()]
+        tapes = [form for own in unrolled._replays._by_memory.values() for form in own._by_key.values()]
     played = sum(isinstance(form, Recorded) for form in tapes)
     return [own.token_ids for own in done], made, passes[0], played
 

@@ -189,7 +189,7 @@ def test_an_unknown_target_is_not_built(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_selected_kernel_is_reported(
     found: instruction_sets.InstructionSets | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instruction_sets, "forms", lambda: found)
+    monkeypatch.setattr(instruction_sets, "c_kernels", lambda: found)
     have = frozenset(f"{CASCADE_LAKE} avx512_bf16 avx512_fp16".split())
     monkeypatch.setattr(targets, "features", lambda: have)
     monkeypatch.setenv(instruction_sets.LIBRARY, "AVX2")

@@ -10,7 +10,7 @@ from specdec.kernels.linear import cpu as linear_cpu
 from specdec.kernels.linear import reference as linear_reference
 from specdec.kernels.linear.integers import INT4, INT8
 from specdec.kernels.native import compiled, linear, sampling
-from specdec.kernels.native.instruction_sets import forms
+from specdec.kernels.native.instruction_sets import c_kernels
 from specdec.kernels.sampling import cpu, reference
 from specdec.kernels.sampling.rules import NO_TOKEN, Rules
 from tests.kernels.sums import by_matrix_units, by_pairs
@@ -23,7 +23,7 @@ TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def tiled() -> bool:
     """Return whether matrix units multiply bfloat16 here."""
-    found = forms()
+    found = c_kernels()
     return found is not None and found.tiles
 
 

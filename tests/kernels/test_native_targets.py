@@ -21,8 +21,8 @@ from specdec.kernels.linear.integers import INT4, INT8, Integers
 from specdec.kernels.native import linear
 from specdec.kernels.native.blocks import PARTS
 from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, source
-from specdec.kernels.native.instruction_sets import forms
-from specdec.kernels.native.signatures import FORMS, NUMBERS, SUFFIX
+from specdec.kernels.native.instruction_sets import c_kernels
+from specdec.kernels.native.signatures import NUMBERS, SIGNATURES, SUFFIX
 from specdec.kernels.native.targets import CompileTarget, features, named
 from specdec.models.gguf.blocks import KEPT
 from specdec.models.gguf.codebooks import codebook
@@ -64,7 +64,7 @@ class Calls:
     def call(self, name: str, *arguments: Tensor | float | None, results: tuple[int, ...]) -> None:
         """Add a call; `results` are the numbers of the arguments to compare afterwards."""
         self.words.append(NUMBERS[name])
-        for number, (kind, value) in enumerate(zip(FORMS[name], arguments, strict=True)):
+        for number, (kind, value) in enumerate(zip(SIGNATURES[name], arguments, strict=True)):
             if isinstance(value, Tensor):
                 self.addresses.append(len(self.words))
                 at = self.put(value)
@@ -209,7 +209,7 @@ WHOLE_SIZES = [*SIZES, (2, 18, 33), (8, 17, 96), (21, 33, 160)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_have_the_same_bits(target: CompileTarget, dtype: torch.dtype, folder: Path) -> None:
     """In float32 only with fused multiply-add, as on all but the oldest processors."""
-    command, found = program(target, folder), forms()
+    command, found = program(target, folder), c_kernels()
     vectors, integers, pairs = EXPECTED[target.name]
     assert found is not None
     for sizes in SIZES:

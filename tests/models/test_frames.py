@@ -157,4 +157,4 @@ def test_passes_of_every_frame_are_recorded(wide: bool) -> None:
     first, again = texts(model), texts(model)
     assert first == again
     (tapes,) = model.network._replays._by_memory.values()
-    assert tapes.sizes()[0] > 0 and REFUSED not in tapes._forms.values()
+    assert tapes.sizes()[0] > 0 and REFUSED not in tapes._by_key.values()

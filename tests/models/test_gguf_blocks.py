@@ -77,7 +77,7 @@ def test_without_a_compiler_blocks_are_the_same(kind: GgufType, monkeypatch: pyt
     )
     reads = [blocks.widen, *([blocks.integers, blocks.scales] if kind.name in KEPT else [])]
     found = [read(data, kind, shape) for read in reads]
-    monkeypatch.setattr(blocks, "forms", lambda: None)
+    monkeypatch.setattr(blocks, "c_kernels", lambda: None)
     monkeypatch.setattr(blocks, "unpack", None)
     for own, read in zip(found, reads, strict=True):
         assert torch.equal(own, read(data, kind, shape))

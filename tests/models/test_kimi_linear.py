@@ -89,4 +89,4 @@ def test_passes_are_recorded() -> None:
     model = make(NETWORK, dtype="bfloat16", kernels="native", draft="none")
     assert texts(model) == texts(model)
     (tapes,) = model.network._replays._by_memory.values()
-    assert tapes.sizes()[0] > 0 and REFUSED not in tapes._forms.values()
+    assert tapes.sizes()[0] > 0 and REFUSED not in tapes._by_key.values()

@@ -152,7 +152,7 @@ def test_oversized_steps_are_recorded_only_once(monkeypatch: pytest.MonkeyPatch)
 def test_unused_tapes_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = answers("chain")
     monkeypatch.setattr(tape, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(tape, "MOST_FORMS", 4)
+    monkeypatch.setattr(tape, "MOST_KEYS", 4)
     played = counting(monkeypatch)
     found = answers("chain")
     assert played[0] > 0

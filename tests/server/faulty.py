@@ -101,14 +101,14 @@ def set_held_loads(file: Path) -> None:
     Resident.build = held  # type: ignore[method-assign]
 
 
-def set_slow_forms() -> None:
+def set_slow_grammars() -> None:
     """Compile grammars in processes that can be told to hang; wait less for them."""
     compiler.PATIENCE_S = PATIENCE_S
     right = Template.__init__
 
     def wrong(template: Template, *arguments: Any) -> None:
         right(template, *arguments)
-        template.command = [sys.executable, "-m", "tests.server.slow_forms"]
+        template.command = [sys.executable, "-m", "tests.server.slow_grammars"]
 
     Template.__init__ = wrong  # type: ignore[method-assign]
 
@@ -120,5 +120,5 @@ if __name__ == "__main__":
     set_trap(run, "_abandon_hung", "watched", trap)
     set_worse(trap)
     set_held_loads(trap)
-    set_slow_forms()
+    set_slow_grammars()
     sys.exit(main())

@@ -189,7 +189,7 @@ def test_numbers_that_no_token_has_are_put_into_no_table() -> None:
 def test_long_lists_are_validated_once_and_in_threads(fields: dict[str, Any], beside: bool) -> None:
     looked: list[threading.Thread] = []
     engine = SimpleNamespace(
-        begin_form=lambda _, tenant: None,
+        compile_grammar=lambda _, tenant: None,
         read_terms=lambda *_, tenant: looked.append(threading.current_thread()),
         read_prompt=lambda prompt, terms: prompt,
     )

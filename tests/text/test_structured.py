@@ -17,7 +17,7 @@ from specdec.bench.random_model import write_random_checkpoint
 from specdec.config.tenant import Tenant
 from specdec.text.grammar import compiler, template
 from specdec.text.grammar.child import receive
-from specdec.text.grammar.guide import Form, Guide, Place
+from specdec.text.grammar.guide import CompiledGrammar, Guide, Place
 from specdec.text.grammar.template import Link
 from specdec.text.grammar.wire import COST, Job, Kind, framed
 from specdec.verify import sampler
@@ -204,7 +204,7 @@ def test_a_fault_ends_its_asking() -> None:
     """Queued requests are dropped, and no more are made."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        form = Form(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
+        form = CompiledGrammar(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
         guide, other = Guide(form), Guide(form)
         other.observe(1)
         other.ask([()])
@@ -228,7 +228,7 @@ def test_a_late_mask_applies_to_the_state_it_was_requested_for() -> None:
     """Tokens accepted meanwhile follow a requested path, or leave all of them."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        form = Form(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
+        form = CompiledGrammar(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
         guide = Guide(form)
         guide.observe(1)
         guide.ask([(), (2,), (3,), (2, 4)])
@@ -296,7 +296,7 @@ def test_a_grammar_is_reused_within_its_tenant_only(engines: list[SpecEngine]) -
         SamplingParams(structured_outputs=Structure(regex="kept"), cache_salt=salt) for salt in (None, "own")
     )
 
-    def compiled(params: SamplingParams, caller: str) -> Form | None:
+    def compiled(params: SamplingParams, caller: str) -> CompiledGrammar | None:
         return engines[0].prepare("a", params, tenant=Tenant(caller)).grammar
 
     first = compiled(plain, "alice")

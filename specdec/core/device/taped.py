@@ -53,14 +53,14 @@ class TapedSteps(Steps):
         """Catch up the head and draft the first windows."""
         self._run(("prefill", key, size), partial(super().prefill_drafter, key, size))
 
-    def _run(self, form: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:
+    def _run(self, key: tuple[str, GraphKey, int], run: Callable[[], Tensor | None]) -> Tensor | None:
         """Replay a recorded step, or record it; a listener of kernel calls sees them all, unrecorded.
 
         Only `run` makes views of the rows: making and freeing them took 0.3 ms of each step.
         """
         if listening.recorder:
             return run()
-        step = self._tapes.of(form)
+        step = self._tapes.of(key)
         if isinstance(step, TapedStep):
             step.tape.play()
             return step.result_BX
@@ -69,9 +69,9 @@ class TapedSteps(Steps):
         self.step.arena.first_passes += 1
         with Tape() as tape:
             result_BX = run()
-        self._tapes.keep(form, TapedStep(tape, result_BX))
-        if self._tapes.of(form) is REFUSED:
-            *_, size = form
+        self._tapes.keep(key, TapedStep(tape, result_BX))
+        if self._tapes.of(key) is REFUSED:
+            *_, size = key
             logger.info(
                 "steps of %d rows run on the host: %s",
                 size,

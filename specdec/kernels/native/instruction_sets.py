@@ -31,7 +31,7 @@ class InstructionSets:
 
 
 @functools.cache
-def forms() -> InstructionSets | None:
+def c_kernels() -> InstructionSets | None:
     """Return the C kernels' instruction sets, or None without C kernels."""
     found = loaded()
     if found is None:
@@ -49,7 +49,7 @@ def forms() -> InstructionSets | None:
 
 def describe() -> str:
     """Describe the CPU kernels that run here."""
-    found = forms()
+    found = c_kernels()
     in_c = "no C kernels"
     if found:
         units = " and matrix" if found.tiles else ""

@@ -15,7 +15,7 @@ from specdec.kernels.linear import cpu
 from specdec.kernels.linear.integers import GROUP, HALF, Integers, sixteen_bits
 from specdec.kernels.linear.matrix import Matrix, join, widen
 from specdec.kernels.native.call import function, pointer, strided
-from specdec.kernels.native.instruction_sets import forms
+from specdec.kernels.native.instruction_sets import c_kernels
 from specdec.kernels.native.signatures import SUFFIX
 from specdec.kernels.native.threads import with_helpers
 
@@ -77,7 +77,7 @@ def pack(
     """Pack a weight into panels, or for `cpu` if the C kernels do not support it."""
     given = weight if isinstance(weight, list) else [weight]
     parts = join([own if isinstance(own, Integers) else widen(own) for own in given])
-    if forms() is None or not all(_serves(part) for part in parts):
+    if c_kernels() is None or not all(_serves(part) for part in parts):
         return cpu.pack([widen(part) for part in parts], bias_N)
     laid = tuple(_lay_all(parts, bias_N))
     return (
@@ -149,7 +149,7 @@ def _lay_scales(matrix: Integers) -> tuple[Tensor, Tensor | None, int]:
 
 def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:
     """Pack each head's weight into panels, or for `cpu` if the C kernels do not support it."""
-    if forms() is None or not _serves(weight_HNK[0]):
+    if c_kernels() is None or not _serves(weight_HNK[0]):
         return cpu.pack_heads(weight_HNK)
     laid = torch.stack([_lay(own_NK, None).weight for own_NK in weight_HNK])
     return Panels(laid, None, weight_HNK.shape[1])

@@ -47,13 +47,13 @@ KINDS = {"p": Pointer, "n": Count, "f": Real, "i": Flag}
 UNTYPED = ("gather", "gumbel", "topk", "scan_window", "move", "tensor_op", "unpack_blocks", "lay_integers")
 """Functions without a dtype suffix."""
 
-FORMS = {
+SIGNATURES = {
     full: arguments.replace(" ", "")
     for name, arguments in ARGUMENTS.items()
     for full in ((name,) if name in UNTYPED else tuple(f"{name}_{suffix}" for suffix in SUFFIX.values()))
 }
 """Argument types of every C function, by its full name."""
-NUMBERS = {name: number for number, name in enumerate(FORMS)}
+NUMBERS = {name: number for number, name in enumerate(SIGNATURES)}
 """A function's number in a list of calls."""
 
 _CASTS = {"p": "(void *)a[{}]", "n": "a[{}]", "f": "*(const float *)(a + {})", "i": "(int)a[{}]"}
@@ -62,7 +62,7 @@ _CASTS = {"p": "(void *)a[{}]", "n": "a[{}]", "f": "*(const float *)(a + {})", "
 def replayer() -> str:
     """Return the C function that replays a list of calls, each a function number and its arguments."""
     cases = []
-    for name, arguments in FORMS.items():
+    for name, arguments in SIGNATURES.items():
         values = ", ".join(_CASTS[kind].format(i) for i, kind in enumerate(arguments))
         cases.append(f"case {NUMBERS[name]}: {name}({values}); a += {len(arguments)}; break;")
     body = "\n".join(cases)

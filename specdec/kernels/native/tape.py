@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.kernels.native.call import listening
 from specdec.kernels.native.compiled import compiled
-from specdec.kernels.native.signatures import FORMS, NUMBERS
+from specdec.kernels.native.signatures import NUMBERS, SIGNATURES
 from specdec.kernels.native.tensor_ops import TensorOps, Unrecordable
 
 _aten = torch.ops.aten
@@ -42,7 +42,7 @@ ASKS = (
     Tensor.__float__,
     Tensor.__index__,
 )
-MOST_FORMS = 256
+MOST_KEYS = 256
 """Maximum number of entries, recorded or refused."""
 MOST_BYTES = 256 << 20
 """Maximum bytes of all tapes of one pass over one arena: a window of 8 through 36 layers takes 26 MB."""
@@ -96,7 +96,7 @@ class Tape:
 
     def _note(self, name: str, arguments: Sequence[int | float | None]) -> None:
         """Append a call: its function's number and its arguments, eight bytes each."""
-        kinds = FORMS.get(name)
+        kinds = SIGNATURES.get(name)
         if kinds is None:
             self.refused = name
             return
@@ -165,31 +165,31 @@ class Tapes(Generic[Own]):
     """Tapes by key; the least recently used is evicted first."""
 
     def __init__(self) -> None:
-        self._forms: OrderedDict[Hashable, str | Own] = OrderedDict()
+        self._by_key: OrderedDict[Hashable, str | Own] = OrderedDict()
 
-    def of(self, form: Hashable) -> str | Own | None:
+    def of(self, key: Hashable) -> str | Own | None:
         """Return a key's entry and mark it as recently used."""
-        if form in self._forms:
-            self._forms.move_to_end(form)
-        return self._forms.get(form)
+        if key in self._by_key:
+            self._by_key.move_to_end(key)
+        return self._by_key.get(key)
 
     def sizes(self) -> tuple[int, int]:
         """Return the number of tapes and their bytes."""
-        own = [known.tape.nbytes for known in self._forms.values() if not isinstance(known, str)]
+        own = [known.tape.nbytes for known in self._by_key.values() if not isinstance(known, str)]
         return len(own), sum(own)
 
-    def keep(self, form: Hashable, recorded: Own) -> None:
+    def keep(self, key: Hashable, recorded: Own) -> None:
         """Store a recording, or a refusal if it cannot be replayed or is too large."""
         tape = recorded.tape
-        self.note(form, REFUSED if tape.refused or tape.nbytes > MOST_BYTES // SHARE else recorded)
+        self.note(key, REFUSED if tape.refused or tape.nbytes > MOST_BYTES // SHARE else recorded)
 
-    def note(self, form: Hashable, known: str | Own) -> None:
+    def note(self, key: Hashable, known: str | Own) -> None:
         """Store an entry and evict the oldest beyond the bounds."""
-        self._forms[form] = known
-        self._forms.move_to_end(form)
-        nbytes = sum(own.tape.nbytes for own in self._forms.values() if not isinstance(own, str))
-        while len(self._forms) > MOST_FORMS or nbytes > MOST_BYTES:
-            _, oldest = self._forms.popitem(last=False)
+        self._by_key[key] = known
+        self._by_key.move_to_end(key)
+        nbytes = sum(own.tape.nbytes for own in self._by_key.values() if not isinstance(own, str))
+        while len(self._by_key) > MOST_KEYS or nbytes > MOST_BYTES:
+            _, oldest = self._by_key.popitem(last=False)
             nbytes -= 0 if isinstance(oldest, str) else oldest.tape.nbytes
 
 

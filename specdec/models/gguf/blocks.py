@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.native.blocks import unpack
-from specdec.kernels.native.instruction_sets import forms
+from specdec.kernels.native.instruction_sets import c_kernels
 from specdec.models.gguf import codebooks
 from specdec.models.gguf.bits import (
     EIGHT,
@@ -111,7 +111,7 @@ def offsets(data_X: Array, kind: GgufType, shape: tuple[int, ...]) -> Tensor:
 def _fill(part: str, data_X: Array, kind: GgufType, out_X: Tensor) -> Tensor:
     """Unpack one part of all blocks in C, or in numpy without a compiler."""
     block_BX = data_X.reshape(-1, kind.bytes)
-    if forms():
+    if c_kernels():
         each = {"number": kind.numbers, "wide": kind.numbers}.get(part) or kind.numbers // KEPT[
             kind.name
         ].group

@@ -12,7 +12,7 @@ from functools import partial
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.errors import CLOSED, EngineError, RequestError
-from specdec.text.grammar.guide import Form, Guide, Place, place_of
+from specdec.text.grammar.guide import CompiledGrammar, Guide, Place, place_of
 from specdec.text.grammar.places import Places
 from specdec.text.grammar.template import Link, Template
 from specdec.text.grammar.wire import DONE, Kind
@@ -38,7 +38,7 @@ class Grammars:
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
         self._places = Places(PLACES, MOST_PLACES)
         self._lock = threading.Lock()
-        self._known: OrderedDict[Wanted, Form] = OrderedDict()
+        self._known: OrderedDict[Wanted, CompiledGrammar] = OrderedDict()
         """Ordered by last use."""
         self.template: Template | None = None
         self._is_closed = False
@@ -59,13 +59,13 @@ class Grammars:
             if self.template:
                 self.template.stop()
 
-    def guide(self, form: Form) -> Guide:
+    def guide(self, grammar: CompiledGrammar) -> Guide:
         """Start following an output."""
-        return Guide(form)
+        return Guide(grammar)
 
-    def begin(self, kind: str, source: str, tenant: Tenant = SOLE) -> "Future[Form]":
+    def begin(self, kind: str, source: str, tenant: Tenant = SOLE) -> "Future[CompiledGrammar]":
         """Compile a grammar in a daemon thread."""
-        compiling: Future[Form] = Future()
+        compiling: Future[CompiledGrammar] = Future()
         key = tenant, kind, source
         if cached := self._find(key):
             compiling.set_result(cached)
@@ -73,14 +73,14 @@ class Grammars:
             self._start(compiling, key)
         return compiling
 
-    def _start(self, compiling: "Future[Form]", key: Wanted, *, shared: bool = True) -> None:
+    def _start(self, compiling: "Future[CompiledGrammar]", key: Wanted, *, shared: bool = True) -> None:
         threading.Thread(
             target=self._compile, args=(compiling, key, shared), name="specdec-grammar", daemon=True
         ).start()
 
-    def _again(self, key: Wanted) -> "Future[Form]":
+    def _again(self, key: Wanted) -> "Future[CompiledGrammar]":
         """Recompile a grammar, uncached, for outputs whose process has died."""
-        compiling: Future[Form] = Future()
+        compiling: Future[CompiledGrammar] = Future()
         self._start(compiling, key, shared=False)
         return compiling
 
@@ -92,15 +92,15 @@ class Grammars:
             if self.template:
                 self.template.close()
 
-    def _find(self, key: Wanted) -> Form | None:
+    def _find(self, key: Wanted) -> CompiledGrammar | None:
         with self._lock:
-            form = self._known.get(key)
-            if form is None or form.link.is_over:
+            grammar = self._known.get(key)
+            if grammar is None or grammar.link.is_over:
                 return None
             self._known.move_to_end(key)
-            return form
+            return grammar
 
-    def _compile(self, compiling: "Future[Form]", key: Wanted, shared: bool) -> None:
+    def _compile(self, compiling: "Future[CompiledGrammar]", key: Wanted, shared: bool) -> None:
         """Compile a grammar once a slot is free, unless the request was cancelled."""
         try:
             if compiling.set_running_or_notify_cancel():
@@ -108,7 +108,7 @@ class Grammars:
         except BaseException as error:
             compiling.set_exception(error)
 
-    def _placed(self, key: Wanted, *, shared: bool) -> Form:
+    def _placed(self, key: Wanted, *, shared: bool) -> CompiledGrammar:
         tenant, kind, _ = key
         template = self._loaded()
         if not self._places.take(tenant.caller, PATIENCE_S):
@@ -116,15 +116,15 @@ class Grammars:
         try:
             # Another thread may have compiled it in the meantime.
             cached = self._find(key) if shared else None
-            form = cached or self._compile_now(template, key)
+            grammar = cached or self._compile_now(template, key)
         finally:
             self._places.give_back(tenant.caller)
         with self._lock:
             if shared and not self._is_closed:
-                self._known[key] = form
+                self._known[key] = grammar
                 while len(self._known) > KEPT:
                     self._known.popitem(last=False)
-        return form
+        return grammar
 
     def _copied(self, template: Template, tenant: Tenant) -> Link:
         """Return a new process; evict cached grammars for it, the caller's own first."""
@@ -139,7 +139,7 @@ class Grammars:
                 self._known.pop(key, None)
         return template.copy(tenant.caller, PATIENCE_S)
 
-    def _compile_now(self, template: Template, key: Wanted) -> Form:
+    def _compile_now(self, template: Template, key: Wanted) -> CompiledGrammar:
         tenant, kind, _ = key
         try:
             link = self._copied(template, tenant)
@@ -151,7 +151,7 @@ class Grammars:
             link.close()  # the error may keep references; its slot is needed now
             raise
         width = -(-self._vocab // 32)
-        return Form(link, first, width=width, compile_again=partial(self._again, key))
+        return CompiledGrammar(link, first, width=width, compile_again=partial(self._again, key))
 
     def _ask(self, link: Link, key: Wanted, until_s: float) -> Place:
         """Start compiling a grammar in a process; return the mask of the first token."""

@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     paths: Sequence[Path]
 
 
-class Form:
+class CompiledGrammar:
     """A compiled grammar. Only the engine's thread may use it.
 
     Its process works on one frame of jobs at a time; new jobs form the next frame. If a job gets
@@ -54,12 +54,12 @@ class Form:
     """
 
     def __init__(
-        self, link: Link, first: Place, *, width: int, compile_again: "Callable[[], Future[Form]]"
+        self, link: Link, first: Place, *, width: int, compile_again: "Callable[[], Future[CompiledGrammar]]"
     ) -> None:
         self.link, self.first = link, first
         self.mask_bytes = 4 * width
         self._compile_again = compile_again
-        self._again: Future[Form] | None = None
+        self._again: Future[CompiledGrammar] | None = None
         self._faults = 0
         """Outputs that got its process killed."""
         self._guides: weakref.WeakSet[Guide] = weakref.WeakSet()
@@ -143,13 +143,13 @@ class Guide:
 
     field = "structured_outputs"
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
-        self.number = next(form.numbers)
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self.number = next(grammar.numbers)
         self._taken: list[int] = []
         self._told = 0
         """Number of tokens already sent to the process."""
-        self._known: dict[Path, Place] = {(): form.first}
+        self._known: dict[Path, Place] = {(): grammar.first}
         self._wanted: dict[Path, None] = {}
         """Paths asked for but not yet answered."""
         self._unsent: list[Path] = []
@@ -192,13 +192,13 @@ class Guide:
             return
         self._wanted.update(dict.fromkeys(unknown))
         self._unsent += unknown
-        self._form.ask(self)
+        self._grammar.ask(self)
 
     def wait(self, until_s: float, *, always: bool) -> None:
         """Wait until the deadline for pending answers; in a back-off only poll, unless `always`."""
         while self._wanted and not self.fault:
             waits = (always or not self._patience) and time.monotonic() < until_s
-            if not self._form.take(until_s - time.monotonic() if waits else 0.0) and not waits:
+            if not self._grammar.take(until_s - time.monotonic() if waits else 0.0) and not waits:
                 break
         if self._wanted and not self.fault:
             self._patience = max(self._patience, 1)
@@ -226,7 +226,7 @@ class Guide:
             self._patience, self._backoff = self._backoff, 2 * self._backoff
         for path in request.paths:
             kind = Kind(answer[offset])
-            words = answer[offset + 1 : offset + 1 + self._form.mask_bytes] if kind == Kind.BOUND else b""
+            words = answer[offset + 1 : offset + 1 + self._grammar.mask_bytes] if kind == Kind.BOUND else b""
             offset += 1 + len(words)
             if path[: len(taken)] == taken:
                 self._known[path[len(taken) :]] = place_of(kind, words)

@@ -70,7 +70,7 @@ def test_a_taped_step_says_what_it_says_as_it_stands(
             assert isinstance(batch.steps, TapedSteps)
             if tapes:
                 said.append(said_by(engine, known))
-                found = batch.steps._tapes._forms
+                found = batch.steps._tapes._by_key
                 assert len(found) > 1 and all(isinstance(own, TapedStep) for own in found.values())
                 assert any(key.filtered for _, key, _ in found)
             else:
@@ -198,7 +198,7 @@ def test_steps_are_recorded_while_nothing_runs(folder: Path, known: list[Case], 
     core = build(folder, EngineConfig(draft="auto", dtype="float32", max_model_len=LONGEST)).core
     loop, case = core.loop, known[0]
     assert loop.runner and isinstance(loop.runner.batch.steps, TapedSteps)
-    forms, keys = loop.runner.batch.steps._tapes._forms, loop.runner.graph_keys()
+    forms, keys = loop.runner.batch.steps._tapes._by_key, loop.runner.graph_keys()
 
     def run() -> list[int]:
         request = core.add_request(core.new_request(case.prompt, case.params, seed=case.params.seed or 0))

@@ -19,7 +19,7 @@ from specdec.text.answers.hermes import Hermes
 from specdec.text.chat_template import ChatTemplate
 from specdec.text.grammar.child import Vocabulary
 from tests.text.answers.test_calls import block, element, invoke, read, written
-from tests.text.forms import accepts
+from tests.text.grammars import accepts
 
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"default": None}}})
 OTHER = Tool.model_validate({"type": "function", "function": {"name": "g"}})

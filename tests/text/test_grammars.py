@@ -9,7 +9,7 @@ import pytest
 
 from specdec.text.grammar.child import Vocabulary, compile_grammar
 from specdec.text.grammar.wire import Job, Kind
-from tests.text.forms import accepts
+from tests.text.grammars import accepts
 
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 TWO = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.selection import EXHAUSTIVE, only
-from tests.server.hostile_forms import attack, hostile, x_bias
+from tests.server.hostile_grammars import attack, hostile, x_bias
 from tests.server.live import Live, serving, total
 
 GAP_S = 5.0

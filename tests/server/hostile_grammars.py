@@ -1,4 +1,4 @@
-"""Hostile grammars beside a stream: `python -m tests.server.hostile_forms --count 10000`.
+"""Hostile grammars beside a stream: `python -m tests.server.hostile_grammars --count 10000`.
 
 Regular expressions, JSON schemas and grammars, drawn with a seed from known slow patterns: nested
 repetitions, overlapping alternatives, ambiguous texts, deep nesting, large counts. Each is requested by a

@@ -53,7 +53,7 @@ def test_a_closed_engine_starts_no_process() -> None:
 def test_a_grammar_compiled_while_the_engine_closes_leaves_no_process() -> None:
     before = children()
     engine = SpecEngine("tiny", max_model_len=64)
-    compiling = engine.begin_form(SamplingParams(structured_outputs=FORM))
+    compiling = engine.compile_grammar(SamplingParams(structured_outputs=FORM))
     assert compiling
     until_s = time.monotonic() + 60
     while engine._grammars.template is None and time.monotonic() < until_s:
@@ -69,7 +69,7 @@ def test_the_prepared_grammar_process_serves_and_closes() -> None:
     before = children()
     with SpecEngine("tiny", max_model_len=64) as engine:
         for _ in range(2):
-            engine.prepare_forms()
+            engine.start_grammar_process()
         until_s = time.monotonic() + 60
         while not (template := engine._grammars.template) or not template._control:
             assert time.monotonic() < until_s
@@ -77,7 +77,7 @@ def test_the_prepared_grammar_process_serves_and_closes() -> None:
         prepared = template._process
         engine.generate(["x"], SamplingParams(max_tokens=4, structured_outputs=FORM))
         assert prepared and template._process is prepared and len(children() - before) == 1
-    engine.prepare_forms()
+    engine.start_grammar_process()
     assert children() == before, "a closed engine starts none"
 
 
@@ -137,7 +137,7 @@ def test_a_refused_grammar_releases_its_slot_without_the_collector() -> None:
         try:
             for number in range(MOST_EACH + 2):
                 refused = Structure(regex=f"[{number}")
-                compiling = engine.begin_form(SamplingParams(structured_outputs=refused))
+                compiling = engine.compile_grammar(SamplingParams(structured_outputs=refused))
                 assert compiling
                 assert "unclosed" in str(compiling.exception(60))
         finally:

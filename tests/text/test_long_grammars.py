@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from specdec.models.folder import SHIPPED
 from specdec.text.grammar.compiler import Grammars
-from specdec.text.grammar.guide import GIVEN_UP_S, Form, Guide, Place
+from specdec.text.grammar.guide import GIVEN_UP_S, CompiledGrammar, Guide, Place
 from specdec.text.grammar.template import Link
 from specdec.text.grammar.wire import COST, Kind, framed
 from specdec.text.tokenizer import load_tokenizer
@@ -34,7 +34,7 @@ def test_a_slow_but_answering_grammar_is_not_abandoned() -> None:
     """The limit is on silence: many concurrent outputs take longer together."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        form = Form(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
+        form = CompiledGrammar(Link(ours), Place(Kind.FREE), width=1, compile_again=lambda: Future())
         first, *others = [Guide(form) for _ in range(3)]
         for own in (first, *others):
             own.observe(1)
