@@ -17,32 +17,41 @@ import aiohttp
 from tests.ray.live import LiveRay
 from tests.server.live import Live
 
-REQUESTS, TENANTS, STREAMS, TOKENS = 500, 16, 4, 8
+REQUESTS, TENANTS, STREAMS, TOKENS = 200, 16, 4, 8
+WARM_UP = 16
+"""Requests before a measurement, whose prefixes are flushed."""
 MEMORY = 64 << 20
 """Bytes of one replica's arena."""
 
 
-def prompts(count: int) -> list[str]:
+def prompts(count: int, seed: int = 0) -> list[str]:
     """Return prompts in order: each tenant's begin alike, and its conversations grow."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     words = [f"word{i}" for i in range(40)]
-    starts = [" ".join(rng.choices(words, k=60)) for _ in range(TENANTS)]
+    starts = [" ".join(rng.choices(words, k=240)) for _ in range(TENANTS)]
     turns = {i: starts[i] for i in range(TENANTS)}
     found = []
     for _ in range(count):
         i = rng.randrange(TENANTS)
         fresh = len(turns[i]) > 2 * len(starts[i]) or rng.random() < 0.3
-        turns[i] = (starts[i] if fresh else turns[i]) + " " + " ".join(rng.choices(words, k=10))
+        turns[i] = (starts[i] if fresh else turns[i]) + " " + " ".join(rng.choices(words, k=40))
         found.append(turns[i])
     return found
 
 
-async def measure(name: str, url_of: Callable[[], str], count: int) -> None:
-    """Stream all prompts and print the figures."""
+def measure(name: str, server: Live, url_of: Callable[[], str], count: int) -> None:
+    """Warm up, empty the caches, and print the figures."""
+    asyncio.run(stream(url_of, prompts(WARM_UP, seed=1)))
+    assert server.ask("/flush_cache", method="POST").status == 200
+    print(f"{name:24} {asyncio.run(stream(url_of, prompts(count)))}", flush=True)
+
+
+async def stream(url_of: Callable[[], str], asked: Sequence[str]) -> str:
+    """Stream all prompts; return the figures."""
     firsts: list[float] = []
     gaps: list[float] = []
     read = cached = 0
-    todo = iter(prompts(count))
+    todo = iter(asked)
     async with aiohttp.ClientSession() as session:
 
         async def work() -> None:
@@ -67,11 +76,8 @@ async def measure(name: str, url_of: Callable[[], str], count: int) -> None:
         start_s = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(STREAMS)))
         took_s = time.perf_counter() - start_s
-    print(
-        f"{name:24} cached {cached / read:6.1%}, first token {shown(firsts)} ms, gaps {shown(gaps)} ms, "
-        f"{took_s:.1f} s",
-        flush=True,
-    )
+    times = f"first token {shown(firsts)} ms, gaps {shown(gaps)} ms"
+    return f"cached {cached / read:6.1%}, {times}, {took_s:.0f} s"
 
 
 def shown(seconds: Sequence[float]) -> str:
@@ -85,11 +91,10 @@ def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else REQUESTS
     with LiveRay("--num-replicas", "2", "--memory-bytes", str(MEMORY)) as two:
         rng, urls = random.Random(1), [*two.wait(2).values()]
-        asyncio.run(measure("ingress", lambda: two.url, count))
-        assert two.ask("/flush_cache", method="POST").status == 200
-        asyncio.run(measure("random routing", lambda: rng.choice(urls), count))
+        measure("ingress", two, lambda: two.url, count)
+        measure("random routing", two, lambda: rng.choice(urls), count)
     with Live("--memory-bytes", str(2 * MEMORY), is_fresh=True) as one:
-        asyncio.run(measure("one server, all memory", lambda: one.url, count))
+        measure("one server, all memory", one, lambda: one.url, count)
 
 
 if __name__ == "__main__":
