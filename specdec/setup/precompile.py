@@ -39,7 +39,8 @@ def precompile(loop: DecodeLoop, network: Network, max_length: int) -> None:
     _choose(loop, logits_NV[:1])
     if head:
         _grow(loop, network, max_length)
-        _draft_at_once(loop, network, max_length)
+        if head.straight:
+            _draft_at_once(loop, network, max_length)
     if loop.speculation.drafters:
         _take_back(loop, network, max_length)
 

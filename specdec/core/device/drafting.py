@@ -4,7 +4,7 @@ The trees equal those of the host's drafter and grower; no tensor is read back.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.core.device.graph_key import GraphKey, width_of
 from specdec.core.device.pack import Packer, repeat_rows
 from specdec.core.device.rows import BatchRows
+from specdec.draft.block import DraftBlock
 from specdec.draft.head import DraftHead
 from specdec.draft.proposal import DraftShape
 from specdec.kernels.sampling.rules import Rules
@@ -74,17 +75,24 @@ class DeviceDrafter:
         rows.blank(width_of(key.shape) if key.shape else 1)
 
     def _grow(self, rows: BatchRows, shape: DraftShape, after_BFD: Tensor) -> None:
-        """Grow drafts from the head's output at the roots, and write the best nodes to the windows."""
+        """Grow drafts from the head's output at the roots, and write the best nodes to the windows.
+
+        A head that drafts a block in one pass starts from it; all nodes of a level have the same children.
+        """
         ops, root_B1, m = self.kernels, rows.token_BM[:, :1], width_of(shape)
         up_B1, one_B1 = torch.full_like(root_B1, -1), torch.ones_like(root_B1, dtype=torch.float64)
         tokens, parents, scores, beliefs = [root_B1], [up_B1], [one_B1], [one_B1]
         node_BF, score_BF = torch.zeros_like(root_B1), one_B1
         read = ProcessedNodes(root_B1, up_B1, rows.last_BD[:, None])
-        grown = 1
+        levels, grown = None if self.head.block is None else self._guess_block(rows, shape), 1
         for depth in range(1, shape.num_steps + 1):
-            token_BFK, share_BFK = self._guess(after_BFD, rows, shape.topk, depth)
-            chance_BFK = ops.children(share_BFK, score_BF, depth, self.table_3DR)
-            _, f, k = token_BFK.shape
+            f = node_BF.shape[1]
+            if levels is None:
+                token_BFK, share_BFK = self._guess(after_BFD, rows, shape.topk, depth)
+            else:
+                own = (x_BSK[:, depth - 1 : depth].expand(-1, f, -1).contiguous() for x_BSK in levels)
+                token_BFK, share_BFK = own
+            chance_BFK, k = ops.children(share_BFK, score_BF, depth, self.table_3DR), token_BFK.shape[2]
             tokens.append(token_BFK.flatten(1))
             parents.append(node_BF.repeat_interleave(k, dim=1))
             scores.append(chance_BFK.flatten(1))
@@ -94,6 +102,8 @@ class DeviceDrafter:
             best_BF = ops.frontier(scores[-1], min(shape.topk, f * k))
             above_BF, grown = best_BF // k, grown + f * k
             node_BF, score_BF = grown - f * k + best_BF, scores[-1].gather(1, best_BF)
+            if levels is not None:
+                continue
             place_BF = read.token_BA.shape[1] - f + above_BF
             hidden_BFD = after_BFD.gather(1, above_BF[..., None].expand(-1, -1, after_BFD.shape[-1]))
             level = ProcessedNodes(tokens[-1].gather(1, best_BF), place_BF, hidden_BFD)
@@ -117,10 +127,21 @@ class DeviceDrafter:
         seen, read = read.token_BA.shape[1], read.then(level)
         return self._read(rows, read.token_BA, read.parent_BA, start_B, read.hidden_BAD)[:, seen:], read
 
-    def _guess(self, after_BFD: Tensor, rows: BatchRows, count: int, depth: int) -> tuple[Tensor, Tensor]:
+    def _guess_block(self, rows: BatchRows, shape: DraftShape) -> tuple[Tensor, Tensor]:
+        """Run a block head; return the best tokens of each level [B, S, K], and their probabilities."""
+        head, root_B1 = cast(DraftBlock, self.head), rows.token_BM[:, :1]
+        masks = torch.full((len(root_B1), head.block - 1), head.mask, device=root_B1.device)
+        window = self.pack(rows, torch.cat([root_B1, masks], dim=1), None, rows.length_B, last=self.window)
+        after_BSD = head.draft(window, self.arena)[:, : shape.num_steps]
+        return self._guess(after_BSD, rows, shape.topk, 1, apart=1)
+
+    def _guess(
+        self, after_BFD: Tensor, rows: BatchRows, count: int, depth: int, *, apart: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Return each node's best children, by temperature and the noise of their position.
 
-        The target's filters are left out: they cost as much as the rest and rarely change the best tokens.
+        The first node's are at `depth`, each next one's `apart` levels deeper. The target's filters are left
+        out: they cost as much as the rest and rarely change the best tokens.
         """
         b, f, _ = after_BFD.shape
         tokens, shares = [], []
@@ -129,8 +150,11 @@ class DeviceDrafter:
             logits_NV = self.head.logits(after_BFD[start : start + some].flatten(0, 1))
             # Temperature does not change the order; at temperature 0 no noise is added.
             sampling = Rules(repeat_rows(part.temperature_B if self.noise else 0 * part.temperature_B, f))
-            at_N = repeat_rows(part.seed_B, f), repeat_rows(part.length_B + depth, f)
-            token_NK, share_NK = self.kernels.topk_with_noise(logits_NV, sampling, *at_N, count)
+            seed_N, at_N = repeat_rows(part.seed_B, f), repeat_rows(part.length_B + depth, f)
+            if apart:
+                deeper_F = torch.arange(0, f * apart, apart, device=at_N.device)
+                at_N = at_N + deeper_F.repeat(len(part.length_B))
+            token_NK, share_NK = self.kernels.topk_with_noise(logits_NV, sampling, seed_N, at_N, count)
             tokens.append(token_NK.view(-1, f, token_NK.shape[1]))
             shares.append(share_NK.view(-1, f, share_NK.shape[1]))
         return torch.cat(tokens), torch.cat(shares)

@@ -76,7 +76,7 @@ def test_a_batch_filled_up_with_padding_says_the_same(known: tuple[Path, list[Ca
         assert runner.steps > 0
 
 
-@pytest.mark.parametrize("draft", ["none", "mtp", "eagle"])
+@pytest.mark.parametrize("draft", ["none", "mtp", "eagle", "block"])
 def test_shapes_may_change_from_step_to_step(known: tuple[Path, list[Case]], draft: str) -> None:
     folder, cases = known
     with drafting_engine(folder, draft, cases, graphs=True, adaptive=True, **SHAPES["tree"]) as (engine, _):
