@@ -17,6 +17,7 @@ METHODS = MappingProxyType(
         **{name: name for name in ("ngram", "suffix", "mtp", "eagle")},
         "eagle3": "eagle",
         "dflash": "block",
+        "dspark": "block",
         **{f"{family}_mtp": "mtp" for family in ("qwen3_next", "qwen3_5", "nemotron_h")},
     }
 )

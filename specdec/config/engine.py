@@ -80,8 +80,8 @@ class EngineConfig(Settings):
     )
     draft_model: NonEmpty | None = Field(
         None,
-        title="weights of an EAGLE (1 to 3.1) or DFlash head; None: eagle3, eagle or dflash in the model's "
-        "folder",
+        title="weights of an EAGLE (1 to 3.1), DFlash or DSpark head; None: eagle3, eagle or dflash in the "
+        "model's folder",
         description="a draft head's folder, OWNER/NAME of one on the hub, or None",
     )
     draft_vocab: int | None = Field(

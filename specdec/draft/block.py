@@ -1,8 +1,12 @@
-"""Draft with a head that predicts a whole block in one pass: every level of a tree has one distribution."""
+"""Draft with a head that predicts a whole block in one pass.
+
+Every level of a tree has one distribution, or one per token of the level above.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from specdec.draft.head import DraftHead, HeadDrafter, HeadGrowth
@@ -21,11 +25,20 @@ class DraftBlock(DraftHead, Protocol):
     @property
     def block(self) -> int: ...
 
+    @property
+    def has_bias(self) -> bool:
+        """Return whether logits depend on the token drafted before."""
+        ...
+
     def draft(self, window: Window, memory: Arena) -> Tensor:
         """Return hidden states [B, S, D] of the S next positions, from a window of one block per row.
 
         Writes memory behind the accepted positions only, where later passes overwrite it unseen.
         """
+        ...
+
+    def bias(self, token_N: Tensor) -> Tensor:
+        """Return the bias [N, V] of the logits after each token."""
         ...
 
 
@@ -35,7 +48,7 @@ class BlockDrafter(HeadDrafter):
     head: DraftBlock
 
     def _grow(self, drafts: Sequence[HeadGrowth]) -> None:
-        """Rank all nodes of a level by the distribution of its position."""
+        """Rank the children of each node by the distribution of their position."""
         if not drafts:
             return
         head, masks = self.head, [self.head.mask] * (self.head.block - 1)
@@ -52,7 +65,13 @@ class BlockDrafter(HeadDrafter):
         logits_BSV = head.logits(out_BSD.flatten(0, 1)).view(*out_BSD.shape[:2], -1)
         growing = list(zip(drafts, logits_BSV, strict=True))
         while growing := [(draft, logits_SV) for draft, logits_SV in growing if draft.grower.frontier]:
-            for draft, logits_SV in growing:
-                level_V = logits_SV[draft.grower.depth]
-                draft.after |= dict.fromkeys(draft.grower.frontier, level_V)
+            above = [(draft, node) for draft, _ in growing for node in draft.grower.frontier]
+            level_NV = torch.stack(
+                [logits_SV[draft.grower.depth] for draft, logits_SV in growing for _ in draft.grower.frontier]
+            )
+            token_N = torch.tensor([draft.grower.tokens[node] for draft, node in above], device=self.device)
+            if head.has_bias:
+                level_NV = level_NV + head.bias(token_N)
+            for (draft, node), level_V in zip(above, level_NV, strict=True):
+                draft.after[node] = level_V
             expand([draft for draft, _ in growing], lambda logits_NV: logits_NV, self.rank)

@@ -1,8 +1,11 @@
-"""Published block heads (DFlash, JetSpec): detect a folder's layout and map its tensors.
+"""Published block heads (DFlash, JetSpec, DSpark): detect a folder's layout and map its tensors.
 
 `fc` and `hidden_norm` fuse residual streams of the target. Every layer's `k_proj` and `v_proj` read the
 result at accepted positions, and the block's own stream at its tokens. Layers are those of Qwen3. z-lab's
 folders rank with the target's output head; those of speculators may have their own, with `d2t`.
+
+DSpark adds `markov_head`: W2 W1[t] is added to the logits after token t. Its confidence is not read: drafts
+are as long as pays by their measured acceptance.
 
 A token of a block sees the whole block. Exceptions are causal layers: all with `is_causal` or
 `dflash_config.causal` (JetSpec), and by default those with a sliding window, as in vLLM.
@@ -36,7 +39,7 @@ from specdec.models.head_folder import (
 from specdec.models.layouts import CheckpointLayout, TensorRule
 from specdec.models.norm import Norm
 
-NESTED = "dflash_config"
+NESTED, ARCHITECTURES = "dflash_config", ("DFlashDraftModel", "Qwen3DSparkModel")
 KNOWN = (
     *("block_size", "mask_token_id", "target_layer_ids"),
     *("causal", "use_swa", "swa_window_size", "attention_sink_bias"),
@@ -48,12 +51,14 @@ LAYOUT = CheckpointLayout(
         TensorRule(r"head\.weight", "lm_head.weight"),
         TensorRule(r"head\.weight", "~lm_head.weight"),
         TensorRule(r"(fc|hidden_norm|norm)\.weight", r"~\1.weight"),
+        TensorRule(r"transition\.embed\.weight", "~markov_head.markov_w1.weight"),
+        TensorRule(r"transition\.head\.weight", "~markov_head.markov_w2.weight"),
         TensorRule(r"context\.(\d+)\.([kv])\.(weight|bias)", r"~layers.\1.self_attn.\2_proj.\3"),
         *layer_rules(r"layers\.(\d+)\.", r"~layers.\1."),
     ),
     prefixes=("", "model."),
     embedding="fc.weight",
-    ignored=(r".*\.inv_freq", r"(.*\.)?(d2t|t2d)"),
+    ignored=(r".*\.inv_freq", r"(.*\.)?(d2t|t2d|mask_embedding|confidence_head\.proj\.(weight|bias))"),
 )
 
 
@@ -71,17 +76,23 @@ def read_block(checkpoint: Checkpoint, target: spec.NetworkSpec) -> HeadFolder:
     layer, nested = layer_fields(fields), fields.within(NESTED)
     if KIND in fields:
         fields.only(KIND, *KINDS)
-    elif (fields.strings("architectures") or ("DFlashDraftModel",)) != ("DFlashDraftModel",):
-        fields.refuse("architectures", "['DFlashDraftModel']")
+        is_dspark = fields.get(KIND) == "dspark"
+    else:
+        kind = (fields.strings("architectures") or ARCHITECTURES)[0]
+        if kind not in ARCHITECTURES:
+            fields.refuse("architectures", " or ".join(f"['{name}']" for name in ARCHITECTURES))
+        is_dspark = kind == ARCHITECTURES[1]
     if (stored := announced(fields)) and stored.packed:
         fields.refuse("quantization_config", "a head that is stored in 16 bits or 8-bit floats")
     _refuse_options(fields, layer, nested)
+    for name in () if is_dspark else ("markov_rank", "markov_head_type"):
+        fields.absent(name, "a head of DSpark, which has this option, or none (false)")
 
     def has(ours: str) -> bool:
         return any(source.present(names, 1) for source in LAYOUT.sources(ours, LAYOUT.prefix(names)))
 
     width = check_width(fields, layer, target, separate=has("embed.weight") and has("head.weight"))
-    vocab = vocab_of(layer, target, embeds=has("embed.weight"))
+    vocab = vocab_of(layer, target, embeds=has("embed.weight") or is_dspark)
     ranked = fields.integer("draft_vocab_size", default=vocab if has("head.weight") else target.vocab)
     ids_C = draft_ids(checkpoint, fields, ranked, target.vocab)
     norm = Norm(layer.number("rms_norm_eps"), wide=False)
@@ -95,7 +106,7 @@ def read_block(checkpoint: Checkpoint, target: spec.NetworkSpec) -> HeadFolder:
     sized = nested if "block_size" in nested else fields
     masked = nested if "mask_token_id" in nested else fields
     block = sized.integer("block_size", least=2, most=MAX_WINDOW)
-    from_anchor = fields.flag("sample_from_anchor", default=False)
+    from_anchor = fields.flag("sample_from_anchor", default=is_dspark)
     head = spec.Block(
         width=width,
         vocab=vocab,
@@ -112,6 +123,7 @@ def read_block(checkpoint: Checkpoint, target: spec.NetworkSpec) -> HeadFolder:
         ),
         causal=causal,
         first=0 if from_anchor else 1,
+        transitions=_transitions(fields) if is_dspark else 0,
     )
     return HeadFolder(checkpoint, head, LAYOUT, ids_C)
 
@@ -130,6 +142,13 @@ def _refuse_options(fields: Fields, layer: Fields, nested: Fields) -> None:
             nested.absent(name, plain)
     if layer.null("rope_theta") or not ("rope_theta" in layer or layer.within("rope_parameters").names()):
         layer.refuse("rope_theta", "the base of the rotary positions: libraries assume different ones")
+
+
+def _transitions(fields: Fields) -> int:
+    """Return the rank of the transitions' bias."""
+    fields.only("markov_head_type", "vanilla")
+    fields.only("draft_adapter_rank", 0)
+    return fields.integer("markov_rank", least=0)
 
 
 def _windows(

@@ -1,5 +1,7 @@
 """A block head for its target: one pass over [last token, mask, mask, ...] drafts every next token.
 
+With transitions (DSpark), each token's logits get a bias by the token drafted before it.
+
 Context keys and values of all layers are products of one vector per position, the fusion of the target's
 streams. They are written once, as positions are accepted. A block's own keys and values lie behind them, are
 seen by no other pass, and are overwritten.
@@ -21,6 +23,7 @@ from specdec.models.mixers.base import ArenaViews
 from specdec.models.network import Network, begin_step, first_place
 from specdec.models.replay import Replays
 from specdec.models.rope import rope_tables
+from specdec.models.shortlist import Shortlist
 from specdec.models.weights import Weights
 from specdec.state_slots.window import Window
 
@@ -61,6 +64,11 @@ class BlockHead:
         # The last block may reach beyond the longest sequence.
         self.rope = rope_tables(ropes, max_length + s.block, kernels, target.embed_VD.device)
         self.project = load_output(s, target, weights, ids_C) if s.own_head else target.project_drafts
+        self.has_bias = s.transitions > 0
+        if self.has_bias:
+            self.transitions_VR = weights.take("transition.embed.weight", (s.vocab, s.transitions))
+            out_CR = weights.take("transition.head.weight", (s.ranked, s.transitions))
+            self.transition = Shortlist(out_CR, ids_C, target.spec.vocab, kernels)
         self._writes, self._passes = Replays(self._write, kernels), Replays(self._pass, kernels)
 
     def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
@@ -85,6 +93,10 @@ class BlockHead:
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits over the target's tokens; tokens that the head cannot draft get minus infinity."""
         return self.project(hidden_TD)
+
+    def bias(self, token_N: Tensor) -> Tensor:
+        """Return what is added to the logits of the position after each token."""
+        return self.transition(self.kernels.embedding(self.transitions_VR, token_N))
 
     def _write(self, window: Window, memory: ArenaViews, hidden_TD: Tensor) -> tuple[Tensor, ...]:
         step, kv_TN, start = begin_step(window, memory, self.rope, self.kernels), self.context(hidden_TD), 0

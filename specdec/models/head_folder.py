@@ -22,7 +22,7 @@ from specdec.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-KIND, KINDS = "speculators_model_type", ("eagle3", "dflash")
+KIND, KINDS = "speculators_model_type", ("eagle3", "dflash", "dspark")
 """The field of speculators' configs that names a head's kind, and the supported kinds."""
 Layers = tuple[spec.LayerSpec, ...]
 

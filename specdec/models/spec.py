@@ -121,6 +121,8 @@ class Block(Head):
     """By layer: whether a token sees only earlier ones of its block."""
     first: int
     """The position of the block whose output is the first draft token."""
+    transitions: int = 0
+    """Rank of the bias that a token gets from the one before (DSpark); 0: none."""
 
     @property
     def deepest(self) -> int:

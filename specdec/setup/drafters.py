@@ -78,7 +78,7 @@ NO_EAGLE = Refusal(
 )
 NO_BLOCK = Refusal(
     "draft_model",
-    "draft='block' needs the folder of a DFlash head, and the model's own folder holds none called dflash",
+    "draft='block' needs the folder of a DFlash or DSpark head, and the model's own holds none called dflash",
     "give draft_model=FOLDER, or use draft='auto'",
 )
 SELF_ON_DEVICE = Refusal(

@@ -38,12 +38,15 @@ def write_other(folder: Path, **changes: Any) -> None:
     write_block(folder, flat, tensors)
 
 
+DSPARK = {"speculators_model_type": "dspark", "markov_rank": 7}
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("anchor", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"sample_from_anchor": True}, DSPARK], ids=["", "anchor", "dspark"])
 def test_a_head_with_its_own_vocabulary_changes_no_text(
-    folder: Path, cases: list[Case], graphs: bool, anchor: bool, tmp_path: Path
+    folder: Path, cases: list[Case], graphs: bool, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    write_other(tmp_path, sample_from_anchor=anchor)
+    write_other(tmp_path, **changes)
     fields = {"draft_model": str(tmp_path), "graphs": graphs, "draft_window": 5, **SHAPES["tree"]}
     with drafting_engine(folder, "auto", cases, **fields) as (engine, _):
         assert engine.model.settings.drafters == ("block", "suffix")
@@ -52,14 +55,21 @@ def test_a_head_with_its_own_vocabulary_changes_no_text(
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_host_and_device_draft_the_same(folder: Path, cases: list[Case], shape: str) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_host_and_device_draft_the_same(
+    folder: Path, cases: list[Case], shape: str, kind: str, tmp_path: Path
+) -> None:
     """At the positions where both draft, until a request's drafts are shortened on the host.
 
     Of trees, only the first are compared: the host calibrates their scores after each step.
     """
+    fields: dict[str, Any] = dict(SHAPES[shape])
+    if kind == "dspark":
+        write_other(tmp_path, **DSPARK)
+        fields["draft_model"] = str(tmp_path)
     alone = [case for case in cases if case.feature in ("greedy", "temperature") and case.params.n == 1]
     for case in alone:
-        host, device = (_drafted(folder, case, graphs=graphs, **SHAPES[shape]) for graphs in (False, True))
+        host, device = (_drafted(folder, case, graphs=graphs, **fields) for graphs in (False, True))
         last = len(case.prompt) + case.params.max_tokens - SHAPES[shape]["num_steps"]
         both = [at for at in host if at in device and at < last]
         both = both if shape == "chain" else both[:2]

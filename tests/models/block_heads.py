@@ -45,7 +45,7 @@ def streams_of(config: Mapping[str, Any]) -> list[int]:
     """Return the target's layers whose inputs the head reads."""
     if "aux_hidden_state_layer_ids" in config:
         return list(config["aux_hidden_state_layer_ids"])
-    return [i + 1 for i in config["dflash_config"]["target_layer_ids"]]
+    return [i + 1 for i in config.get("dflash_config", config)["target_layer_ids"]]
 
 
 def block_tensors(config: Mapping[str, Any], *, seed: int, target_width: int = 32) -> dict[str, Tensor]:
@@ -80,8 +80,15 @@ def block_tensors(config: Mapping[str, Any], *, seed: int, target_width: int = 3
         if config["attention_bias"]:
             biased = {"q": queries, "k": keys, "v": keys, "o": width}
             tensors |= {f"layers.{i}.self_attn.{n}_proj.bias": draw(size) for n, size in biased.items()}
+    ranked = config.get("draft_vocab_size", config["vocab_size"])
+    if rank := config.get("markov_rank"):
+        tensors |= {
+            "markov_head.markov_w1.weight": 5 * draw(config["vocab_size"], rank),
+            "markov_head.markov_w2.weight": 5 * draw(ranked, rank),
+            "confidence_head.proj.weight": draw(1, width + rank),
+            "confidence_head.proj.bias": draw(1),
+        }
     if "draft_vocab_size" in config:
-        ranked = config["draft_vocab_size"]
         ids_C = torch.randperm(config["vocab_size"], generator=generator)[:ranked].sort().values
         tensors |= {
             "embed_tokens.weight": draw(config["vocab_size"], width),
@@ -131,7 +138,16 @@ class BlockOracle:
             gate, up = (self._linear(y, f"layers.{layer}.mlp.{name}_proj") for name in ("gate", "up"))
             x = x + self._linear(torch.nn.functional.silu(gate) * up, f"layers.{layer}.mlp.down_proj")
         x = self._rms(x, "norm")[0 if self.config.get("sample_from_anchor") else 1 :]
-        own_TC = x @ self.head_VD.T
+        return self._spread(x @ self.head_VD.T)
+
+    def bias(self, token: int) -> Tensor:
+        """Return what is added to the logits after a token."""
+        if "markov_head.markov_w1.weight" not in self.own:
+            return self.embed_VD.new_zeros(self.vocab)
+        own_C = self.own["markov_head.markov_w2.weight"] @ self.own["markov_head.markov_w1.weight"][token]
+        return self._spread(own_C[None])[0]
+
+    def _spread(self, own_TC: Tensor) -> Tensor:
         logits_TV = own_TC.new_full((len(own_TC), self.vocab), -torch.inf)
         offset_C = self.own.get("d2t", torch.zeros(own_TC.shape[1], dtype=torch.int64))
         for draft, offset in enumerate(offset_C.tolist()):

@@ -63,6 +63,16 @@ SPECULATORS = {
     "dflash_config": None,
     "draft_vocab_size": 33,
 }
+DEEPSPEC = {
+    "architectures": ["Qwen3DSparkModel"],
+    "dflash_config": None,
+    "target_layer_ids": [1, 0],
+    "mask_token_id": MASK,
+    "markov_rank": 7,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 PUBLISHED = {
     "z-lab": Published({}),
     "block size nested": Published({**nested(block_size=7), "block_size": None}),
@@ -82,11 +92,16 @@ PUBLISHED = {
     "speculators of Llama's kind": Published(
         SPECULATORS, without("q_norm.weight", "k_norm.weight"), nests=True
     ),
+    "DeepSpec": Published(DEEPSPEC),
+    "DSpark of speculators": Published(
+        {**SPECULATORS, "speculators_model_type": "dspark", "markov_rank": 7}, nests=True
+    ),
+    "DSpark without the anchor": Published({**DEEPSPEC, "sample_from_anchor": False}),
     "from the anchor": Published({**SPECULATORS, "sample_from_anchor": True, "block_size": 4}, nests=True),
 }
 HEAD_FIELDS = (
     *SPECULATORS,
-    *("block_size", "target_hidden_size", "sample_from_anchor", "sliding_window_non_causal"),
+    *("block_size", "target_hidden_size", "sample_from_anchor", "sliding_window_non_causal", "markov_rank"),
 )
 
 
@@ -99,6 +114,7 @@ def published(folder: Path, how: Published) -> tuple[dict[str, Any], Tensors]:
         written = {name: value for name, value in config.items() if name in HEAD_FIELDS}
         written["transformer_layer_config"] = layer
     own = dict(config)
+    own.setdefault("sample_from_anchor", "markov_rank" in own)
     if "dflash_config" in own:
         given = own["dflash_config"]
         own["dflash_config"] = {"target_layer_ids": [1], **given}
@@ -159,24 +175,30 @@ def gaps(
         right_SV = bench.oracle.logits([x_TD[:start] for x_TD in streams], TEXT[start], first=first)[
             : shape.num_steps
         ]
-        levels = [len(path) for _, path in bench.ranked]
-        found.append(apart(torch.stack(list(bench.ranked.values())), right_SV[levels]))
+        right = {
+            path: right_SV[len(path)] + bench.oracle.bias((TEXT[start], *path)[-1])
+            for _, path in bench.ranked
+        }
+        found.append(apart(torch.stack(list(bench.ranked.values())), torch.stack(list(right.values()))))
         if found[-1] < FLOAT64_LOGITS:
-            check(proposal, right_SV.softmax(-1), shape)
+            check(proposal, {path: logits_V.softmax(-1) for path, logits_V in right.items()}, shape)
     return found
 
 
-def check(proposal: Proposal, share_SV: Tensor, shape: DraftShape) -> None:
-    """Check that each node has one of the best tokens of its level, and that token's probability."""
-    tree = proposal.tree
-    for depth, token, belief in zip(tree.depths[1:], tree.tokens[1:], proposal.beliefs[1:], strict=True):
-        share_V = share_SV[depth - 1]
+def check(proposal: Proposal, shares: Mapping[tuple[int, ...], Tensor], shape: DraftShape) -> None:
+    """Check that each node has one of the best tokens after its path, and that token's probability."""
+    tree, paths = proposal.tree, [()]
+    for token, parent, belief in zip(tree.tokens[1:], tree.parents[1:], proposal.beliefs[1:], strict=True):
+        share_V = shares[paths[parent]]
         assert token in share_V.topk(shape.topk).indices and belief == pytest.approx(float(share_V[token]))
-    chain = share_SV.argmax(-1).tolist()
+        paths.append((*paths[parent], token))
+    best: tuple[int, ...] = ()
+    while best in shares:
+        best = (*best, int(shares[best].argmax()))
     if shape.topk == 1:
-        assert tree.is_chain and list(tree.tokens[1:]) == chain
+        assert tree.is_chain and tree.tokens[1:] == best
     else:
-        assert not tree.is_chain and len(tree.follow([*chain, -1])) > 1
+        assert not tree.is_chain and len(tree.follow([*best, -1])) > 1
 
 
 def apart(found: Tensor, right: Tensor) -> float:
@@ -193,8 +215,9 @@ def test_chains_equal_a_plain_reference(tmp_path: Path, folder: Path, how: str) 
     assert max(found) < FLOAT64_LOGITS
 
 
-def test_trees_have_the_best_tokens_of_each_level(tmp_path: Path, folder: Path) -> None:
-    found = gaps(Bench(tmp_path, folder, PUBLISHED["z-lab"]), shape=DraftShape(3, 3, 12))
+@pytest.mark.parametrize("how", ["z-lab", "DeepSpec"])
+def test_trees_have_the_best_tokens_after_each_path(tmp_path: Path, folder: Path, how: str) -> None:
+    found = gaps(Bench(tmp_path, folder, PUBLISHED[how]), shape=DraftShape(3, 3, 12))
     assert max(found) < FLOAT64_LOGITS
 
 
@@ -292,24 +315,41 @@ def from_the_anchor(head: BlockHead) -> None:
     head.spec = replace(head.spec, first=0)
 
 
+def of_the_next(head: BlockHead) -> None:
+    """Look up another token's transitions."""
+    inner = head.bias
+    head.bias = lambda token_N: inner((token_N + 1) % 64)  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
-    "mutant",
-    [shifted, rotated, keeps_masks, without_the_anchor, one_way, swapped, off_by_one, from_the_anchor],
+    ("how", "mutant"),
+    [
+        *(
+            ("z-lab", mutant)
+            for mutant in (shifted, rotated, keeps_masks, without_the_anchor, one_way, swapped, off_by_one)
+        ),
+        ("z-lab", from_the_anchor),
+        ("DeepSpec", of_the_next),
+    ],
 )
-def test_mutants_are_seen(tmp_path: Path, folder: Path, mutant: Callable[[BlockHead], None]) -> None:
+def test_mutants_are_seen(
+    tmp_path: Path, folder: Path, how: str, mutant: Callable[[BlockHead], None]
+) -> None:
     """Each silently drafts worse."""
-    bench = Bench(tmp_path, folder, PUBLISHED["z-lab"])
+    bench = Bench(tmp_path, folder, PUBLISHED[how])
     mutant(bench.head)
     assert max(gaps(bench)) > 1e-3
 
 
 REFUSED: Mapping[str, tuple[Published, str, str]] = {
     "DFlash2": (Published({"architectures": ["DFlash2DraftModel"]}), "architectures", "DFlashDraftModel"),
-    "DSpark": (Published({"architectures": ["Qwen3DSparkModel"]}), "architectures", "DFlashDraftModel"),
-    "DSpark of speculators": (
-        Published({**SPECULATORS, "speculators_model_type": "dspark"}, nests=True),
+    "another DSpark": (Published({**DEEPSPEC, "markov_head_type": "rnn"}), "markov_head_type", "'vanilla'"),
+    "DSpark without a rank": (Published({**DEEPSPEC, "markov_rank": None}), "markov_rank", "an integer"),
+    "transitions of DFlash": (Published({"markov_rank": 7}), "markov_rank", "a head of DSpark"),
+    "DFlash2 of speculators": (
+        Published({**SPECULATORS, "speculators_model_type": "dflash2"}, nests=True),
         "speculators_model_type",
-        "'eagle3' or 'dflash'",
+        "'eagle3' or 'dflash' or 'dspark'",
     ),
     "a projector": (
         Published(nested(projector_type="domino")),

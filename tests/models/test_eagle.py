@@ -326,7 +326,7 @@ REFUSED: Mapping[str, tuple[Published, str, str]] = {
     "another head of speculators": (
         Published("eagle3", {**TAPS, "speculators_model_type": "peagle"}),
         "speculators_model_type",
-        "specdec needs 'eagle3' or 'dflash'",
+        "specdec needs 'eagle3' or 'dflash' or 'dspark'",
     ),
     "norms of EAGLE-3 in EAGLE-1": (Published("eagle", {"fc_norm": True}), "fc_norm", "EAGLE-3"),
     "another activation": (
