@@ -93,7 +93,7 @@ def _add_eagle(folder: Path, config: Mapping[str, Any], *, seed: int) -> None:
     if network.mtp:
         return
     write_random_eagle(
-        folder / HEAD_FOLDERS[0],
+        folder / next(iter(HEAD_FOLDERS)),
         network,
         seed=seed,
         spread=config.get("initializer_range", SPREAD),

@@ -153,7 +153,7 @@ WORDS = {
     "kernels": "kernels",
     "parameters": "parameters, without draft heads",
     "mtp_parameters": "parameters of the multi-token head",
-    "eagle_parameters": "parameters of the EAGLE head",
+    "eagle_parameters": "parameters of the EAGLE or block head",
     "heads": "draft heads in the checkpoint",
     "stored_types": "matrix types in the GGUF file",
     "stored_bytes": "weights in the files",

@@ -16,11 +16,15 @@ METHODS = MappingProxyType(
     {
         **{name: name for name in ("ngram", "suffix", "mtp", "eagle")},
         "eagle3": "eagle",
+        "dflash": "block",
+        "dspark": "block",
         **{f"{family}_mtp": "mtp" for family in ("qwen3_next", "qwen3_5", "nemotron_h")},
     }
 )
 """Drafters by `method` of vLLM's speculative_config."""
-ALGORITHMS = MappingProxyType({"EAGLE": "eagle", "EAGLE3": "eagle", "NEXTN": "mtp", "NGRAM": "ngram"})
+ALGORITHMS = MappingProxyType(
+    {"EAGLE": "eagle", "EAGLE3": "eagle", "DFLASH": "block", "NEXTN": "mtp", "NGRAM": "ngram"}
+)
 """Drafters by SGLang's names."""
 PACKED = ("awq", "gptq", "compressed-tensors")
 """vLLM's and SGLang's names of packed formats, which are detected; with `_marlin` they name kernels."""

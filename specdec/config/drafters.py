@@ -17,6 +17,7 @@ class DrafterOption:
 DRAFTER_OPTIONS: dict[str, DrafterOption] = {
     "mtp": DrafterOption("the model's own multi-token head"),
     "eagle": DrafterOption("an EAGLE head (draft_model)", reads_folder=True),
+    "block": DrafterOption("a DFlash or DSpark head, a block in one pass (draft_model)", reads_folder=True),
     "ngram": DrafterOption("what followed the last few tokens earlier"),
     "suffix": DrafterOption("what most often followed the longest match, also in earlier outputs"),
     "self-int4": DrafterOption("the model's own 4-bit copy, in chains, on a CPU", chains=True),

@@ -80,7 +80,8 @@ class EngineConfig(Settings):
     )
     draft_model: NonEmpty | None = Field(
         None,
-        title="weights of an EAGLE head (1 to 3.1); None: eagle3 or eagle in the model's folder",
+        title="weights of an EAGLE (1 to 3.1), DFlash or DSpark head; None: eagle3, eagle or dflash in the "
+        "model's folder",
         description="a draft head's folder, OWNER/NAME of one on the hub, or None",
     )
     draft_vocab: int | None = Field(
@@ -95,7 +96,9 @@ class EngineConfig(Settings):
         title="tokens that a head attends to, rounded up to a block of 16",
         description="an integer of at least 1, or None for all",
     )
-    num_steps: int | None = integer(None, "maximum depth of a draft; None: 5, or as num_draft_tokens implies")
+    num_steps: int | None = integer(
+        None, "maximum depth of a draft; None: 5, a block head's block, or as num_draft_tokens implies"
+    )
     topk: int | None = Field(
         None,
         ge=1,

@@ -303,7 +303,7 @@ class Speculation:
 
     def _reserve(self, request: Request, shape: DraftShape) -> bool:
         """Reserve KV blocks for the window and for all positions that drafting writes."""
-        positions = max(shape.num_draft_tokens, shape.topk * shape.num_steps)
+        positions = max(shape.num_draft_tokens, self.head.written(shape) if self.head else 0)
         return self.scheduler.reserve(request, request.num_computed_tokens + positions)
 
     def _borrow(self, request: Request, proposal: Proposal, lend: Lend) -> DraftSlots | None:

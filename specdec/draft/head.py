@@ -16,7 +16,7 @@ from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import DraftRequest
 from specdec.draft.grow import Grower
 from specdec.draft.levels import DraftGrowth, Rank, expand
-from specdec.draft.proposal import Proposal
+from specdec.draft.proposal import DraftShape, Proposal
 from specdec.kernels.sampling.rules import Rules
 from specdec.state_slots.arena import Arena
 from specdec.state_slots.slots import RequestId
@@ -34,6 +34,11 @@ class DraftHead(Protocol):
     """Size of the hidden states, input and output."""
     aux_hidden_layers: tuple[int, ...]
     """Layers of the target whose input residual streams are fused into the head's input."""
+
+    @property
+    def block(self) -> int | None:
+        """Return the tokens of the pass that drafts all levels (see `draft.block`); None: it is recursive."""
+        ...
 
     def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
         """Fuse the target's last hidden states and aux streams into the head's input."""
@@ -206,6 +211,17 @@ class HeadDrafter:
             for request, at_root in zip(requests, last, strict=True)
         ]
         drafts = [growth for growth in grown if growth]
+        self._grow(drafts)
+        return [
+            growth.grower.finish() if growth else Proposal.bare(request.tokens[-1])
+            for request, growth in zip(requests, grown, strict=True)
+        ]
+
+    def written(self, shape: DraftShape) -> int:
+        """Return the KV positions behind the accepted ones that drafting this shape may write."""
+        return self.head.block or shape.topk * shape.num_steps
+
+    def _grow(self, drafts: Sequence[HeadGrowth]) -> None:
         if self.straight:
             self._go_straight(self.straight, drafts)
         growing = drafts
@@ -213,10 +229,6 @@ class HeadDrafter:
             if growing[0].grower.depth > 0:
                 self._run(growing)
             expand(growing, self.head.logits, self.rank)
-        return [
-            growth.grower.finish() if growth else Proposal.bare(request.tokens[-1])
-            for request, growth in zip(requests, grown, strict=True)
-        ]
 
     def _begin(self, request: DraftRequest, root_D: Tensor, after_D: Tensor) -> HeadGrowth:
         assert request.shape

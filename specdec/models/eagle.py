@@ -11,127 +11,42 @@ EAGLE-3.1 (`fc_norm`, `norm_output`) normalises each stream before `fc`, and fee
 Further layers are ordinary. Folders of speculators keep the layers' fields in `transformer_layer_config`.
 """
 
-import logging
-import os.path
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
-from torch import Tensor
+from dataclasses import replace
 
 from specdec.errors import CheckpointError
 from specdec.models import spec
 from specdec.models.blocks import MOST_LAYERS, attention, refuse_unsupported, swiglu
 from specdec.models.checkpoint import Checkpoint, few
-from specdec.models.checkpoint_weights import CheckpointWeights
-from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
-from specdec.models.files import HEAD_FOLDERS
-from specdec.models.formats import WeightFormat, announced
+from specdec.models.formats import announced
+from specdec.models.head_folder import (
+    KIND,
+    KINDS,
+    HeadFolder,
+    check_width,
+    draft_ids,
+    layer_fields,
+    layer_rules,
+    vocab_of,
+)
 from specdec.models.layouts import CheckpointLayout, TensorRule
-from specdec.models.network import Network
 from specdec.models.norm import Norm
-from specdec.models.weights import Weights
-
-logger = logging.getLogger(__name__)
 
 EXPECTED = (
     "fc.weight with layers.0.self_attn.q_proj.weight (EAGLE-1, EAGLE-2), "
     "or with midlayer.hidden_norm.weight (EAGLE-3)"
 )
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-_KIND = "speculators_model_type"
-Layers = tuple[spec.LayerSpec, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EagleFolder:
-    """A head's folder, checked against its target."""
-
-    checkpoint: Checkpoint
-    spec: spec.Eagle
-    layout: CheckpointLayout
-    ids_C: Tensor | None
-    """The tokens that its logits rank; None: all of the target's."""
-
-    @property
-    def layers(self) -> Layers:
-        return self.spec.layers
-
-    def open(
-        self,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantize: WeightFormat | None = None,
-        headers_only: bool = False,
-        progress: bool | None = None,
-    ) -> CheckpointWeights:
-        """Open the head's tensors by our names."""
-        return CheckpointWeights(
-            self.checkpoint,
-            self.layout,
-            dtype=dtype,
-            device=device,
-            mtp=True,
-            announced=announced(Fields(self.checkpoint.config)),
-            quantize=quantize,
-            headers_only=headers_only,
-            progress=progress,
-        )
-
-    def fill(self, target: Network, weights: Weights, *, max_length: int) -> EagleHead:
-        """Build the head from its tensors."""
-        return EagleHead(self.spec, target, weights, self.ids_C, max_length=max_length)
-
-    def finish(self, weights: CheckpointWeights) -> None:
-        """Finish the weights; errors about tensors name the head."""
-        try:
-            weights.finish()
-        except CheckpointError as error:
-            where = f"draft_model: {self.checkpoint.folder} is no head for this target"
-            raise CheckpointError(f"{where}: {error}", field="draft_model") from error
-
-
-def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | None:
-    """Return the draft head's folder: as configured, or for eagle also in the model's folder."""
-    if draft_model is not None:
-        return Path(draft_model)
-    own = (Path(model) / name for name in HEAD_FOLDERS)
-    return next((folder for folder in own if os.path.isdir(folder)), None) if draft == "eagle" else None
-
-
-def read_head(folder: Path, target: spec.NetworkSpec, architectures: Sequence[str] = ()) -> EagleFolder:
-    """Describe the head in a folder; every error begins with draft_model.
-
-    Warn if the head names other architectures of its target than these.
-    """
-    try:
-        checkpoint = Checkpoint(folder)
-        found = _read(checkpoint, target)
-        named = Fields(checkpoint.config).within("speculators_config").within("verifier")
-        verifiers = named.strings("architectures") or ()
-        if architectures and verifiers and not set(architectures) & set(verifiers):
-            logger.warning(
-                "draft_model: the head was trained for %s, and this model is %s; few of its drafts may be "
-                "accepted",
-                ", ".join(verifiers),
-                ", ".join(architectures),
-            )
-        return found
-    except CheckpointError as error:
-        field = "draft_model" if error.field == "model" else error.field
-        raise CheckpointError(f"draft_model: {error}", field=field) from error
-
-
-def _read(checkpoint: Checkpoint, target: spec.NetworkSpec) -> EagleFolder:
+def read_eagle(checkpoint: Checkpoint, target: spec.NetworkSpec) -> HeadFolder:
+    """Describe an EAGLE head, checked against its target."""
     names, fields = frozenset(checkpoint.names()), Fields(checkpoint.config)
     if (stored := announced(fields)) and stored.packed:
         fields.refuse("quantization_config", "a head that is stored in 16 bits or 8-bit floats")
     layout, fuses = _layout(checkpoint, names)
-    layer = _layer_fields(fields)
+    fields.only(KIND, *KINDS)
+    layer = layer_fields(fields)
     refuse_unsupported(layer)
     count = layer.integer("num_hidden_layers", default=1, most=MOST_LAYERS)
     for name in ("add_para_norm", "parallel_drafting"):
@@ -145,11 +60,8 @@ def _read(checkpoint: Checkpoint, target: spec.NetworkSpec) -> EagleFolder:
     def has(ours: str) -> bool:
         return any(source.present(names, 1) for source in layout.sources(ours, layout.prefix(names)))
 
-    width = layer.integer("hidden_size")
-    fields.only("target_hidden_size", target.hidden)
-    if width != target.hidden and not (fuses and has("embed.weight") and has("head.weight")):
-        needed = f"the target's width ({target.hidden})"
-        layer.refuse("hidden_size", f"{needed}, or EAGLE-3 with embed_tokens and lm_head of its own")
+    separate = fuses and has("embed.weight") and has("head.weight")
+    width = check_width(fields, layer, target, separate=separate)
     norm = Norm(layer.number("rms_norm_eps"), wide=False)
     mixer = replace(
         attention(layer, norm=norm, gated=False, partial=1.0, kv_heads_required=False),
@@ -157,11 +69,9 @@ def _read(checkpoint: Checkpoint, target: spec.NetworkSpec) -> EagleFolder:
         bias=has("layers.0.mixer.q.bias"),
         out_bias=has("layers.0.mixer.o.bias"),
     )
-    vocab = layer.integer("vocab_size", default=target.vocab)
-    if has("embed.weight") and vocab < target.vocab:
-        layer.refuse("vocab_size", f"an embedding of all {target.vocab} tokens of the target")
+    vocab = vocab_of(layer, target, embeds=has("embed.weight"))
     ranked = fields.integer("draft_vocab_size", default=vocab if has("head.weight") else target.vocab)
-    ids_C = _ids(checkpoint, fields, ranked, target.vocab)
+    ids_C = draft_ids(checkpoint, fields, ranked, target.vocab)
     ordinary = spec.LayerSpec((mixer,), swiglu(layer))
     head = spec.Eagle(
         width=width,
@@ -179,15 +89,7 @@ def _read(checkpoint: Checkpoint, target: spec.NetworkSpec) -> EagleFolder:
         norms_joined=joined,
         returns_normed=output,
     )
-    return EagleFolder(checkpoint, head, layout, ids_C)
-
-
-def _layer_fields(fields: Fields) -> Fields:
-    """Return the fields of the head's layers: the config's own, or those that speculators nests."""
-    if _KIND not in fields:
-        return fields
-    fields.only(_KIND, "eagle3")
-    return fields.within("transformer_layer_config")
+    return HeadFolder(checkpoint, head, layout, ids_C)
 
 
 def _layout(checkpoint: Checkpoint, names: frozenset[str]) -> tuple[CheckpointLayout, bool]:
@@ -221,22 +123,13 @@ def _table(layer: str, *, fuses: bool) -> CheckpointLayout:
             TensorRule(r"head\.weight", "lm_head.weight"),
             TensorRule(r"head\.weight", "~lm_head.weight"),
             TensorRule(r"fc\.(weight|bias)", r"~fc.\1"),
-            *(rule for own in layers for rule in _layer_rules(*own)),
+            *(rule for own in layers for rule in layer_rules(*own)),
             *(fused if fuses else ()),
         ),
         prefixes=("", "model."),
         embedding="fc.weight",
         ignored=(r".*\.inv_freq", r"(.*\.)?(d2t|t2d)"),
     )
-
-
-def _layer_rules(ours: str, disk: str) -> Iterator[TensorRule]:
-    """Yield the rules of layers by our prefix, whose group is their number, and the disk's."""
-    yield TensorRule(rf"{ours}mixer_norm\.weight", f"{disk}input_layernorm.weight")
-    yield TensorRule(rf"{ours}ffn_norm\.weight", f"{disk}post_attention_layernorm.weight")
-    yield TensorRule(rf"{ours}mixer\.([qkvo])\.(weight|bias)", rf"{disk}self_attn.\2_proj.\3")
-    yield TensorRule(rf"{ours}mixer\.([qk])_norm\.weight", rf"{disk}self_attn.\2_norm.weight")
-    yield TensorRule(rf"{ours}ffn\.(gate|up|down)\.weight", rf"{disk}mlp.\2_proj.weight")
 
 
 def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:
@@ -248,36 +141,8 @@ def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     nested = fields.within("eagle_config")
     where = nested if _AUX_LAYERS in nested else fields
     ids = where.integers(_AUX_LAYERS) or (2, layers // 2, layers - 3)
-    by_outputs = ids[0] == 1 and _KIND not in fields
+    by_outputs = ids[0] == 1 and KIND not in fields
     aux_hidden_layers = tuple(i + 1 for i in ids) if by_outputs else ids
     if not all(0 <= layer <= layers for layer in aux_hidden_layers):
         where.refuse(_AUX_LAYERS, f"layers of a target that has {layers}")
     return aux_hidden_layers
-
-
-def _ids(checkpoint: Checkpoint, fields: Fields, ranked: int, vocab: int) -> Tensor | None:
-    """Return the token of each draft id; None: ids are the target's."""
-    name = next((name for name in checkpoint.names() if re.fullmatch(r"(.*\.)?d2t", name)), None)
-    if name is None:
-        if ranked != vocab:
-            fields.refuse("draft_vocab_size", f"the target's ({vocab}), as there is no tensor d2t")
-        return None
-    offset_C = checkpoint.tensor(name)
-    if offset_C.shape != (ranked,) or offset_C.is_floating_point():
-        raise CheckpointError(f"{name} is no list of {ranked} integers (draft_vocab_size)", field=name)
-    ids_C = offset_C.long() + torch.arange(ranked)
-    if not bool(((ids_C >= 0) & (ids_C < vocab)).all()) or len(set(ids_C.tolist())) < ranked:
-        raise CheckpointError(f"{name} names tokens twice, or beyond the target's {vocab}", field=name)
-    _compare(checkpoint, name.replace("d2t", "t2d"), ids_C)
-    return ids_C
-
-
-def _compare(checkpoint: Checkpoint, name: str, ids_C: Tensor) -> None:
-    """Warn if the mask of a head's tokens disagrees with d2t; training uses the mask, drafting does not."""
-    if name not in checkpoint.names():
-        return
-    mask = checkpoint.tensor(name)
-    if mask.dtype == torch.bool and mask.ndim == 1 and mask.any():
-        marked = mask.nonzero()[:, 0]
-        if not torch.equal(marked, ids_C.sort().values):
-            logger.warning("%s disagrees with d2t; using the tokens of d2t", name)

@@ -22,6 +22,8 @@ from specdec.state_slots.window import Window
 class EagleHead:
     """Predicts the token after next from the target's hidden state and the token chosen there."""
 
+    block: int | None = None
+
     def __init__(
         self, s: spec.Eagle, target: Network, weights: Weights, ids_C: Tensor | None, *, max_length: int
     ) -> None:
@@ -30,7 +32,7 @@ class EagleHead:
         self.spec, self.target, self.kernels = s, target, kernels
         self.width, self.aux_hidden_layers, self.eps = width, s.aux_hidden_layers, s.norm.eps
         device = target.embed_VD.device
-        self.embed_VD = self._embedding(weights)
+        self.embed_VD = load_embedding(s, target, weights)
         streams = len(s.aux_hidden_layers)
         reads = streams * s.target_width or 2 * width
         self.fc = Linear.load(weights, kernels, {"fc": width}, reads, bias=s.fc_bias, exact=("fc",))
@@ -54,7 +56,7 @@ class EagleHead:
         ropes = (rope for layer in s.layers for mixer in layer.mixers for rope in mixer.ropes())
         self.rope = rope_tables(ropes, max_length, kernels, device)
         self._replays = Replays(self._run, kernels)
-        self.project = self._output(weights, ids_C) if s.own_head else target.project_drafts
+        self.project = load_output(s, target, weights, ids_C) if s.own_head else target.project_drafts
 
     def combine_hidden_states(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
         """Fuse the target's auxiliary hidden states; without any, return its last hidden states."""
@@ -102,30 +104,32 @@ class EagleHead:
         x_TD = self.kernels.concat(normed_TD if self.spec.normed_residual else hidden_TD)
         return x_TD, self.kernels.concat(embed_TD, normed_TD)
 
-    def _output(self, weights: Weights, ids_C: Tensor | None) -> Shortlist:
-        """Load the head's own output head, limited to draftable tokens."""
-        head_CD, only = weights.take("head.weight", (self.spec.ranked, self.width)), self.target.shortlist
-        ids_C = None if ids_C is None else ids_C.to(head_CD.device)
-        if only:
-            assert only.ids_C is not None
-            ids_C = torch.arange(len(head_CD), device=head_CD.device) if ids_C is None else ids_C
-            kept_C = torch.isin(ids_C, only.ids_C)
-            head_CD, ids_C = head_CD[kept_C], ids_C[kept_C]
-            if not len(ids_C):
-                raise ConfigError(
-                    f"draft_vocab: of the {len(only.ids_C)} most frequent tokens the head can draft none; "
-                    "raise draft_vocab, or leave it out.",
-                    field="draft_vocab",
-                )
-        ranked_CD = weights.output("head.weight", head_CD)
-        return Shortlist(ranked_CD, ids_C, self.target.spec.vocab, self.kernels)
 
-    def _embedding(self, weights: Weights) -> Tensor:
-        """Load the head's own embedding, or share the target's if equal."""
-        shared_VD = self.target.embed_VD
-        if not self.spec.own_embed:
-            return shared_VD
-        own_VD = weights.take("embed.weight", (self.spec.vocab, self.width))
-        if own_VD.is_meta or own_VD.shape != shared_VD.shape or not torch.equal(own_VD, shared_VD):
-            return own_VD
+def load_output(s: spec.Head, target: Network, weights: Weights, ids_C: Tensor | None) -> Shortlist:
+    """Load a head's own output head, limited to draftable tokens."""
+    head_CD, only = weights.take("head.weight", (s.ranked, s.width)), target.shortlist
+    ids_C = None if ids_C is None else ids_C.to(head_CD.device)
+    if only:
+        assert only.ids_C is not None
+        ids_C = torch.arange(len(head_CD), device=head_CD.device) if ids_C is None else ids_C
+        kept_C = torch.isin(ids_C, only.ids_C)
+        head_CD, ids_C = head_CD[kept_C], ids_C[kept_C]
+        if not len(ids_C):
+            raise ConfigError(
+                f"draft_vocab: of the {len(only.ids_C)} most frequent tokens the head can draft none; "
+                "raise draft_vocab, or leave it out.",
+                field="draft_vocab",
+            )
+    ranked_CD = weights.output("head.weight", head_CD)
+    return Shortlist(ranked_CD, ids_C, target.spec.vocab, target.kernels)
+
+
+def load_embedding(s: spec.Head, target: Network, weights: Weights) -> Tensor:
+    """Load a head's own embedding, or share the target's if equal."""
+    shared_VD = target.embed_VD
+    if not s.own_embed:
         return shared_VD
+    own_VD = weights.take("embed.weight", (s.vocab, s.width))
+    if own_VD.is_meta or own_VD.shape != shared_VD.shape or not torch.equal(own_VD, shared_VD):
+        return own_VD
+    return shared_VD

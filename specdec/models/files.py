@@ -9,8 +9,8 @@ GGUF_TYPES = "gguf_types"
 COUNTS = "token_counts.json"
 """In a model's folder: {"counts": [count of token 0, token 1, …]}; missing ones are 0."""
 
-HEAD_FOLDERS = ("eagle3", "eagle")
-"""Subfolders of a model's folder that may contain its draft head."""
+HEAD_FOLDERS = {"eagle3": "eagle", "eagle": "eagle", "dflash": "block"}
+"""Subfolders of a model's folder that may contain its draft head, with the drafter of each."""
 
 DESCRIBING = ("config.json", "generation_config.json", COUNTS)
 """Files that describe a model, apart from its weights."""

@@ -1,5 +1,8 @@
 """Draft heads of a network, found and described but not loaded yet."""
 
+import logging
+import os.path
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -7,18 +10,24 @@ from typing import Protocol
 import torch
 
 from specdec.config.engine import EngineConfig
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError
 from specdec.models import spec
+from specdec.models.block import is_block, read_block
+from specdec.models.block_head import BlockHead
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.checkpoint_weights import CheckpointWeights
-from specdec.models.eagle import EagleFolder, find_head, read_head
+from specdec.models.eagle import read_eagle
 from specdec.models.eagle_head import EagleHead
 from specdec.models.fields import Fields
+from specdec.models.files import HEAD_FOLDERS
 from specdec.models.formats import WeightFormat
+from specdec.models.head_folder import HeadFolder
 from specdec.models.network import MTPHead, Network
 from specdec.models.weights import Weights
 
-Head = MTPHead | EagleHead
+logger = logging.getLogger(__name__)
+
+Head = MTPHead | EagleHead | BlockHead
 
 
 class HeadSource(Protocol):
@@ -27,6 +36,11 @@ class HeadSource(Protocol):
     @property
     def layers(self) -> tuple[spec.LayerSpec, ...]:
         """Return the layers with KV in the arena, after the target's."""
+        ...
+
+    @property
+    def deepest(self) -> int | None:
+        """Return the maximum draft depth, or None if it is unlimited."""
         ...
 
     @property
@@ -61,6 +75,7 @@ class OwnHead:
 
     layers: tuple[spec.LayerSpec, ...]
     checkpoint: None = None
+    deepest: None = None
 
     def open(self, **_: object) -> None:
         """Return None: the target's tensors are open."""
@@ -99,8 +114,19 @@ def find_mtp(folder: Path | None, network: spec.NetworkSpec, config: EngineConfi
     return OwnHead(network.mtp) if network.mtp else None
 
 
-def find_eagle(folder: Path | None, network: spec.NetworkSpec, config: EngineConfig) -> EagleFolder | None:
+def find_eagle(folder: Path | None, network: spec.NetworkSpec, config: EngineConfig) -> HeadFolder | None:
     """Return the EAGLE head of draft_model, or with draft eagle the one in the model's folder."""
+    return _find(folder, network, config, block=False)
+
+
+def find_block(folder: Path | None, network: spec.NetworkSpec, config: EngineConfig) -> HeadFolder | None:
+    """Return the block head of draft_model, or with draft block the one in the model's folder."""
+    return _find(folder, network, config, block=True)
+
+
+def _find(
+    folder: Path | None, network: spec.NetworkSpec, config: EngineConfig, *, block: bool
+) -> HeadFolder | None:
     if folder is None:
         if config.draft_model is not None:
             raise ConfigError(
@@ -109,6 +135,49 @@ def find_eagle(folder: Path | None, network: spec.NetworkSpec, config: EngineCon
             )
         return None
     place = find_head(folder, config.draft, config.draft_model)
-    if place is None:
+    if place is None or kind_of(place) != ("block" if block else "eagle"):
         return None
     return read_head(place, network, Fields(Checkpoint(folder).config).strings("architectures") or ())
+
+
+def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | None:
+    """Return the draft head's folder: as configured, or for this drafter also in the model's folder."""
+    if draft_model is not None:
+        return Path(draft_model)
+    own = (Path(model) / name for name, drafter in HEAD_FOLDERS.items() if drafter == draft)
+    return next((folder for folder in own if os.path.isdir(folder)), None)
+
+
+def kind_of(folder: Path) -> str:
+    """Return the drafter that a head's folder is for."""
+    return "block" if is_block(_open(folder)) else "eagle"
+
+
+def read_head(folder: Path, target: spec.NetworkSpec, architectures: Sequence[str] = ()) -> HeadFolder:
+    """Describe the head in a folder; every error begins with draft_model.
+
+    Warn if the head names other architectures of its target than these.
+    """
+    checkpoint = _open(folder)
+    try:
+        found = (read_block if is_block(checkpoint) else read_eagle)(checkpoint, target)
+        named = Fields(checkpoint.config).within("speculators_config").within("verifier")
+        verifiers = named.strings("architectures") or ()
+    except CheckpointError as error:
+        raise CheckpointError(f"draft_model: {error}", field=error.field) from error
+    if architectures and verifiers and not set(architectures) & set(verifiers):
+        logger.warning(
+            "draft_model: the head was trained for %s, and this model is %s; few of its drafts may be "
+            "accepted",
+            ", ".join(verifiers),
+            ", ".join(architectures),
+        )
+    return found
+
+
+def _open(folder: Path) -> Checkpoint:
+    try:
+        return Checkpoint(folder)
+    except CheckpointError as error:
+        field = "draft_model" if error.field == "model" else error.field
+        raise CheckpointError(f"draft_model: {error}", field=field) from error

@@ -219,6 +219,7 @@ class MTPHead:
     """
 
     aux_hidden_layers: tuple[int, ...] = ()
+    block: int | None = None
 
     def __init__(self, target: Network, weights: Weights) -> None:
         s, kernels = target.spec, target.kernels

@@ -76,8 +76,8 @@ class NetworkSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle:
-    """A draft head with its own folder, whose first layer reads a hidden state and the next token."""
+class Head:
+    """A draft head with its own folder."""
 
     width: int
     vocab: int
@@ -90,9 +90,15 @@ class Eagle:
     target_width: int
     ranked: int
     """Number of tokens that it ranks."""
-    fc_bias: bool
     own_embed: bool
     own_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle(Head):
+    """A head whose first layer reads a hidden state and the next token."""
+
+    fc_bias: bool
     normed_residual: bool = False
     """The first layer's residual stream starts from the normalised hidden state."""
     norms_each: bool = False
@@ -101,3 +107,24 @@ class Eagle:
     """The concatenated streams are normalised before `fc`."""
     returns_normed: bool = False
     """The output after `norm` is the next input (EAGLE-3.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Head):
+    """A head that drafts a whole block in one pass (DFlash): its attention reads the target's streams."""
+
+    block: int
+    """Tokens of a pass: the last accepted token, then masks."""
+    mask: int
+    """The token at positions to draft."""
+    causal: tuple[bool, ...]
+    """By layer: whether a token sees only earlier ones of its block."""
+    first: int
+    """The position of the block whose output is the first draft token."""
+    transitions: int = 0
+    """Rank of the bias that a token gets from the one before (DSpark); 0: none."""
+
+    @property
+    def deepest(self) -> int:
+        """Return the number of tokens that a pass drafts."""
+        return self.block - self.first

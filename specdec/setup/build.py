@@ -278,7 +278,8 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     snapshots = settings.config.slots == "snapshot"
     step = DeviceStep(network, drafter, arena, pack, snapshots=snapshots, rates=settings.synthetic)
     bounds = settings.bounds if settings.drafters else None
-    extent = Extent.of(settings.config.max_running, bounds, looks=drafts_on_host)
+    written = head.written(bounds) if head and bounds else 0
+    extent = Extent.of(settings.config.max_running, bounds, looks=drafts_on_host, written=written)
     make_rows = partial(
         BatchRows.empty,
         extent,

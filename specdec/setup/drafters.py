@@ -3,17 +3,19 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from specdec.config.drafters import DRAFTER_OPTIONS
 from specdec.config.engine import EngineConfig
 from specdec.core.speculation import Speculation
+from specdec.draft.block import BlockDrafter, DraftBlock
 from specdec.draft.drafter import Drafter
 from specdec.draft.head import DraftHead, HeadDrafter, UnrolledDrafting
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.rounded import QuantisedCopy, RoundedDrafter
 from specdec.draft.suffix import SuffixDrafter
 from specdec.models import families, spec
-from specdec.models.heads import HeadSource, find_eagle, find_mtp
+from specdec.models.heads import HeadSource, find_block, find_eagle, find_mtp
 from specdec.models.unrolled import Unrolled
 from specdec.setup.refusal import Refusal
 from specdec.setup.settings import Resolved
@@ -70,7 +72,13 @@ NO_HEAD = Refusal(
 )
 NO_EAGLE = Refusal(
     "draft_model",
-    "draft='eagle' needs the folder of a head, and the model's own folder holds none called eagle3 or eagle",
+    "draft='eagle' needs the folder of an EAGLE head, and the model's own folder holds none called eagle3 or "
+    "eagle",
+    "give draft_model=FOLDER, or use draft='auto'",
+)
+NO_BLOCK = Refusal(
+    "draft_model",
+    "draft='block' needs the folder of a DFlash or DSpark head, and the model's own holds none called dflash",
     "give draft_model=FOLDER, or use draft='auto'",
 )
 SELF_ON_DEVICE = Refusal(
@@ -110,6 +118,18 @@ def _head_drafter(context: DrafterContext) -> HeadDrafter:
     )
 
 
+def _block_drafter(context: DrafterContext) -> BlockDrafter:
+    head, settings = cast(DraftBlock, context.head), context.settings
+    return BlockDrafter(
+        head,
+        context.arena,
+        context.speculation.ranker.rank,
+        settings.device,
+        settings.config.chunk_tokens,
+        window=settings.config.draft_window,
+    )
+
+
 def _rounded_drafter(context: DrafterContext) -> RoundedDrafter:
     assert context.copy is not None
     rank, device = context.speculation.ranker.rank, context.settings.device
@@ -119,6 +139,7 @@ def _rounded_drafter(context: DrafterContext) -> RoundedDrafter:
 DRAFTERS: dict[str, DrafterSpec] = {
     "mtp": DrafterSpec(_head_drafter, find_mtp, NO_HEAD, lacking=families.HEADLESS, runs_on_device=True),
     "eagle": DrafterSpec(_head_drafter, find_eagle, NO_EAGLE, runs_on_device=True),
+    "block": DrafterSpec(_block_drafter, find_block, NO_BLOCK, runs_on_device=True),
     "ngram": DrafterSpec(lambda _: NgramDrafter()),
     "suffix": DrafterSpec(lambda _: SuffixDrafter(), in_auto=True),
     "self-int4": DrafterSpec(_rounded_drafter, has_copy=True, host_only=SELF_ON_DEVICE),

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.config.drafters import drafters_of_folders
 from specdec.config.engine import EngineConfig
 from specdec.config.folders import model_name
 from specdec.kernels.native.instruction_sets import describe_kernels
 from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
+from specdec.models.block_head import CONTEXT
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.eagle import find_head
 from specdec.models.families import open_tensors, stored_numbers
 from specdec.models.feed_forward import MoE
 from specdec.models.files import GGUF_TYPES
 from specdec.models.formats import FORMATS, WeightFormat
-from specdec.models.heads import HeadSource
+from specdec.models.heads import HeadSource, find_head, kind_of
 from specdec.models.mixers.shared_block import SHARED
 from specdec.models.network import MTPHead, Network
 from specdec.models.packed.base import QuantisationScheme
@@ -211,7 +212,7 @@ class Footprint:
 
     @property
     def eagle_parameters(self) -> int:
-        return sum(p.count for p in self.eagle)
+        return sum(p.count for p in self.eagle if not p.name.startswith(CONTEXT))
 
     @property
     def weight_bytes(self) -> int:
@@ -304,8 +305,9 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     footprint = measure_stored(opened.checkpoint, network, settings, opened.head)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
-    eagle = find_head(opened.checkpoint.folder, "eagle", config.draft_model)
-    heads = [*(["mtp"] if network.mtp else []), *([f"eagle ({model_name(eagle)})"] if eagle else [])]
+    places = (find_head(opened.checkpoint.folder, name, config.draft_model) for name in drafters_of_folders())
+    heads = [f"{kind_of(place)} ({model_name(place)})" for place in dict.fromkeys(places) if place]
+    heads = [*(["mtp"] if network.mtp else []), *heads]
     draft: dict[str, Any] = {"draft": ", ".join(settings.drafters) or "none"}
     if footprint.copy:
         draft["copy_bytes"] = footprint.copy_bytes

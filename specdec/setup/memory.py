@@ -47,7 +47,7 @@ def draft_bytes(config: EngineConfig, layout: Layout, bounds: DraftShape, *, cop
 
     A `copied` network drafts in a separate state per request.
     """
-    extent = Extent.of(config.max_running, bounds, looks=True)
+    extent = Extent.of(config.max_running, bounds, looks=True, written=bounds.topk * bounds.num_steps)
     blocks = config.max_running * layout.blocks_for(extent.ahead + layout.block_tokens)
     slabs = -(-blocks * layout.block_bytes // layout.slab_bytes)
     slots = extent.records if config.slots == "record" else extent.snapshots

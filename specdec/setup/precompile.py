@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.core.loop import DecodeLoop
+from specdec.draft.block import BlockDrafter
 from specdec.kernels.group import RecordIds
 from specdec.kernels.sampling.rules import Rules
 from specdec.models.network import LOGITS, Network
@@ -39,7 +40,8 @@ def precompile(loop: DecodeLoop, network: Network, max_length: int) -> None:
     _choose(loop, logits_NV[:1])
     if head:
         _grow(loop, network, max_length)
-        _draft_at_once(loop, network, max_length)
+        if head.straight:
+            _draft_at_once(loop, network, max_length)
     if loop.speculation.drafters:
         _take_back(loop, network, max_length)
 
@@ -79,9 +81,16 @@ def _choose(loop: DecodeLoop, logits_1V: Tensor) -> None:
 
 
 def _grow(loop: DecodeLoop, network: Network, max_length: int) -> None:
-    """Run the head on trees as it grows them, which may be wider than verified windows."""
+    """Run the head on a block, or on trees as it grows them, which may be wider than verified windows."""
     drafter, bounds = loop.speculation.head, loop.speculation.policy.bounds
     assert drafter
+    if isinstance(drafter, BlockDrafter):
+        block = drafter.head.block
+        for length in (0, max(max_length - block, 0)):
+            row = Row(_chain(block), length, _table(loop, max(max_length, block)), 0)
+            after_BSD = drafter.head.draft(build_window([row], 1, loop.device), loop.arena)
+            drafter.head.logits(after_BSD[0])
+        return
     read = min(1 + bounds.topk * (bounds.num_steps - 1), max_length)
     for width in _powers(read):
         for length in (0, max_length - width):

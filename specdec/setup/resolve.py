@@ -53,6 +53,8 @@ CACHED_WEIGHTS = 64 << 20
 """Smaller bfloat16 weights stay in the CPU cache, and are faster in float32 with torch's kernels."""
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS = 5, 4, 8
 """Default largest draft: as deep as single-layer heads are run in other engines."""
+BLOCK_STEPS = 15
+"""Default maximum depth of a head that drafts a block: deeper tokens take no further pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ def resolve(
     if drafters:
         _refuse_backing(config.slots, network)
     layout = _layout(config, network, head, dtype, kernels)
-    bounds, longest = bounds_of(config), _longest(config, network)
+    bounds = bounds_of(config, deepest=head.deepest if head else None)
+    longest = _longest(config, network)
     sizes = network, dtype, stored, stored_bytes, narrow_bytes
     total_bytes = weight_bytes(
         *sizes,
@@ -258,22 +261,29 @@ def _refuse_backing(slots: str, network: spec.NetworkSpec) -> None:
             )
 
 
-def bounds_of(config: EngineConfig) -> DraftShape:
+def bounds_of(config: EngineConfig, *, deepest: int | None = None) -> DraftShape:
     """Return the largest draft; settings not given follow from the others.
 
-    `num_steps` alone requests a chain, as in other engines; without settings there is a tree.
+    `num_steps` alone requests a chain, as in other engines; without settings there is a tree. `deepest` is
+    the depth of a head that drafts a block.
     """
+    if deepest is not None and (config.num_steps or 0) > deepest:
+        raise ConfigError(
+            f"num_steps: the head drafts {deepest} tokens in its one pass; lower it, or leave it out.",
+            field="num_steps",
+        )
+    usual = DEFAULT_STEPS if deepest is None else min(deepest, BLOCK_STEPS)
     is_chain = only_chains(config.draft)
     requested = config.num_steps, 1 if is_chain else config.topk, config.num_draft_tokens
     if requested == (None, None, None):
-        return DraftShape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_TOKENS)
+        return DraftShape(usual, DEFAULT_TOPK, max(DEFAULT_TOKENS, usual + 1))
     steps, topk, tokens = requested
     if topk is None:
         widest = (MAX_WINDOW - 1) // max((steps or 1) - 1, 1)
         topk = min(DEFAULT_TOPK, widest) if steps and tokens and tokens > steps + 1 else 1
     if steps is None:
-        deepest = 1 + (MAX_WINDOW - 1) // topk
-        steps = tokens - 1 if tokens and topk == 1 else min(DEFAULT_STEPS, deepest)
+        steps = tokens - 1 if tokens and topk == 1 else min(usual, 1 + (MAX_WINDOW - 1) // topk)
+        steps = min(steps, deepest or steps)
     max_nodes = 1 + topk + topk**2 * (steps - 1)
     if tokens is None:
         tokens = min(max_nodes, steps + 1 if topk == 1 else max(DEFAULT_TOKENS, steps + 1), MAX_WINDOW)

@@ -118,7 +118,7 @@ def test_every_expressible_field_is_an_option() -> None:
 def test_help_explains_a_setting_and_list_syntax(
     settings: type[Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.setenv("COLUMNS", "600")
     parser = argparse.ArgumentParser()
     add_settings(parser, settings, title="settings")
     text = parser.format_help()

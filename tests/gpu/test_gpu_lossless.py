@@ -15,7 +15,10 @@ pytestmark = pytest.mark.gpu
 CELLS = [
     pytest.param(*cell, id="-".join(cell))
     for cell in itertools.product(
-        AXES["family"], ("mtp", "eagle", "ngram", "suffix", "auto", "oracle"), AXES["shape"], AXES["backing"]
+        AXES["family"],
+        ("mtp", "eagle", "block", "ngram", "suffix", "auto", "oracle"),
+        AXES["shape"],
+        AXES["backing"],
     )
     if cell[1] != "mtp" or cell[0] in HEADS
 ]

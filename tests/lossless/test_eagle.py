@@ -97,7 +97,8 @@ def test_a_model_is_described_with_the_head_that_drafts(known: Known, tmp_path: 
     assert plain["kv_bytes_per_token"] < own["kv_bytes_per_token"] == given["kv_bytes_per_token"]
     stored = load_file(tmp_path / "model.safetensors")
     counted = sum(x.numel() for name, x in stored.items() if name not in ("d2t", "t2d"))
-    assert [each["heads"] for each in (plain, given)] == ["eagle (eagle3)", f"eagle ({tmp_path.name})"]
+    heads = [each["heads"] for each in (plain, given)]
+    assert heads == ["eagle (eagle3), block (dflash)", f"eagle ({tmp_path.name})"]
     assert plain["eagle_parameters"] == 0 < given["eagle_parameters"] == counted
 
 

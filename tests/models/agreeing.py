@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from specdec.bench.random_eagle import eagle_config, eagle_tensors, write_eagle
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import read_network
+from tests.models.block_heads import block_config, block_tensors, write_block
 from tests.models.drawn import DRAWN
 from tests.models.random_checkpoints import HEADS, Sample, add_tensors, head_tensors
 
@@ -136,6 +137,7 @@ def write_agreeing(folder: Path, family: str, *, vocab: int = VOCAB) -> None:
                     head[name] = torch.full_like(value, float(family == "nemotron_h"))
             add_tensors(folder, head)
         _add_eagle(folder, own["lm_head.weight"].detach())
+        _add_block(folder)
     _characters(vocab).save_pretrained(folder)
 
 
@@ -156,6 +158,40 @@ def _add_eagle(folder: Path, head_VD: Tensor) -> None:
     tensors |= {"lm_head.weight": head_VD[ids_C], "d2t": ids_C - torch.arange(len(ids_C))}
     tensors["t2d"] = torch.zeros(len(head_VD), dtype=torch.bool).index_fill(0, ids_C, True)
     write_eagle(folder / "eagle3", config, tensors)
+
+
+def _add_block(folder: Path) -> None:
+    """Write a block head in which each position finds the one before and copies its embedding.
+
+    So the first draft token mostly agrees with the target, and deeper ones seldom.
+    """
+    network = read_network(Checkpoint(folder))
+    config = block_config(
+        len(network.layers),
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=HIDDEN // 4,
+        rope_theta=2.0,
+        vocab_size=network.vocab,
+        attention_bias=True,
+        block_size=6,
+        dflash_config={"mask_token_id": network.vocab - 3, "target_layer_ids": [0]},
+    )
+    tensors = {
+        name: value * 0.1 if value.ndim > 1 else value
+        for name, value in block_tensors(config, seed=0).items()
+    }
+    layer, pairs = "layers.0.self_attn", HIDDEN // 8
+    angle = 2.0 ** -(torch.arange(pairs) / pairs)
+    ahead = torch.cat([angle.cos() - angle.sin(), angle.cos() + angle.sin()])
+    tensors[f"{layer}.q_proj.bias"] = torch.full((HIDDEN,), 9.0)
+    tensors[f"{layer}.k_proj.bias"] = 9.0 * ahead.repeat(4)
+    tensors[f"{layer}.v_proj.weight"] += torch.eye(HIDDEN)
+    tensors[f"{layer}.o_proj.weight"] += 4.0 * torch.eye(HIDDEN)
+    tensors |= {f"{layer}.{name}.bias": torch.zeros(HIDDEN) for name in ("v_proj", "o_proj")}
+    tensors |= {f"{layer}.{name}.weight": torch.full((2 * pairs,), 3.0) for name in ("q_norm", "k_norm")}
+    write_block(folder / "dflash", config, tensors)
 
 
 def _weaken(tensors: Mapping[str, Tensor], strength: float) -> None:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from specdec.kernels.table import Kernels, load_kernels
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.eagle import read_head
-from specdec.models.eagle_head import EagleHead
 from specdec.models.families import open_weights, read_network
+from specdec.models.heads import Head, read_head
 from specdec.models.network import MTPHead, Network, memory_layout
 from specdec.models.rounded import CopiedWeights
 from specdec.state_slots.arena import Arena
@@ -43,12 +42,12 @@ class Runner:
         read = kept if copied else weights
         self.network = Network(self.spec, read, table, max_length=MAX_LENGTH, device=CPU)
         self.copy = kept.copy(self.network) if copied else None
-        self.head: MTPHead | EagleHead | None = MTPHead(self.network, weights) if mtp else None
+        self.head: Head | None = MTPHead(self.network, weights) if mtp else None
         weights.finish()
         found = read_head(eagle, self.spec) if eagle else None
         if found:
             weights = found.open(dtype=dtype, device=CPU, progress=False)
-            self.head = EagleHead(found.spec, self.network, weights, found.ids_C, max_length=MAX_LENGTH)
+            self.head = found.fill(self.network, weights, max_length=MAX_LENGTH)
             weights.finish()
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         own = found.layers if found else self.spec.mtp if mtp else ()

@@ -13,7 +13,7 @@ from specdec.errors import CheckpointError
 from specdec.models import checkpoint, families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.checkpoint_weights import CheckpointWeights
-from specdec.models.eagle import find_head, read_head
+from specdec.models.heads import find_head, read_head
 from tests.models.canonical import canonical
 from tests.models.random_checkpoints import Sample, add_tensors, draw, edit_config, read_tensors, save
 

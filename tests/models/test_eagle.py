@@ -14,9 +14,9 @@ from specdec.draft.drafter import DraftRequest
 from specdec.draft.head import HeadDrafter
 from specdec.errors import CheckpointError
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.eagle import find_head, read_head
 from specdec.models.eagle_head import EagleHead
 from specdec.models.families import read_network
+from specdec.models.heads import find_head, read_head
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 from tests.models.agreeing import VOCAB
@@ -324,9 +324,9 @@ REFUSED: Mapping[str, tuple[Published, str, str]] = {
     ),
     "no fc": (Published("eagle", {}, without("fc.weight")), "draft_model", "expected is fc.weight with"),
     "another head of speculators": (
-        Published("eagle3", {**TAPS, "speculators_model_type": "dflash"}),
+        Published("eagle3", {**TAPS, "speculators_model_type": "peagle"}),
         "speculators_model_type",
-        "specdec needs 'eagle3'",
+        "specdec needs 'eagle3' or 'dflash' or 'dspark'",
     ),
     "norms of EAGLE-3 in EAGLE-1": (Published("eagle", {"fc_norm": True}), "fc_norm", "EAGLE-3"),
     "another activation": (

@@ -394,7 +394,7 @@ def test_a_disk_or_a_cache_that_cannot_hold_it(
 
 
 def test_a_draft_head_by_name(hub: Hub, expected: str) -> None:
-    hub.repos["specdec/head"] = Repo.of(TINY / HEAD_FOLDERS[0])
+    hub.repos["specdec/head"] = Repo.of(TINY / next(iter(HEAD_FOLDERS)))
     assert complete("tiny", draft="eagle", draft_model="specdec/head") == expected
     assert hub.fetched() == ["config.json", "model.safetensors"]
 

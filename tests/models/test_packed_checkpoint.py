@@ -19,9 +19,9 @@ from specdec.kernels.native import linear
 from specdec.kernels.native.compiled import compiled
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.eagle import read_head
 from specdec.models.fields import Fields
 from specdec.models.folder import SHIPPED
+from specdec.models.heads import read_head
 from specdec.models.packed import gptq
 from specdec.setup import memory
 from specdec.setup.footprint import describe_model

@@ -11,9 +11,9 @@ from specdec.config.engine import MAX_WINDOW, EngineConfig
 from specdec.draft.proposal import DraftShape
 from specdec.errors import CapacityError, ConfigError
 from specdec.models import spec
-from specdec.models.eagle import EagleFolder
 from specdec.models.families import network
 from specdec.models.formats import FORMATS
+from specdec.models.head_folder import HeadFolder
 from specdec.models.heads import HeadSource, OwnHead
 from specdec.models.mixers import Attention
 from specdec.models.shapes import SHAPES
@@ -61,7 +61,7 @@ def settle(
     heads: dict[str, HeadSource] = {"mtp": OwnHead(model.mtp)} if model.mtp else {}
     if eagle:
         # Resolving settings reads no folder.
-        heads["eagle"] = EagleFolder(None, eagle, None, None)  # type: ignore[arg-type]
+        heads["eagle"] = HeadFolder(None, eagle, None, None)  # type: ignore[arg-type]
     return resolve(config, model, torch.float32, stored_bytes=1 << 20, heads=heads if eagle else None)
 
 

@@ -21,16 +21,17 @@ class Extent:
     """KV positions that a head writes after a window while drafting."""
 
     @classmethod
-    def of(cls, rows: int, bounds: DraftShape | None, *, looks: bool) -> "Extent":
+    def of(cls, rows: int, bounds: DraftShape | None, *, looks: bool, written: int = 0) -> "Extent":
         """Return the limits for drafts within these bounds; None: no drafters.
 
-        Look-ups may be as deep as a window has nodes, a head's drafts as deep as it has steps.
+        Look-ups may be as deep as a window has nodes, a head's drafts as deep as it has steps. `written` are
+        the positions that a head writes while it drafts.
         """
         if bounds is None:
             return cls(rows, 1, 1, 0)
         nodes = bounds.num_draft_tokens
         path = nodes if looks else min(nodes, bounds.num_steps + 1)
-        return cls(rows, nodes, path, max(nodes, bounds.topk * bounds.num_steps))
+        return cls(rows, nodes, path, max(nodes, written))
 
     @property
     def ahead(self) -> int:

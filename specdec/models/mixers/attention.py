@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -101,6 +101,22 @@ class LoadedAttention(LoadedMixer):
             out_THD = out_TN.view(len(x_TD), self.layer.heads, -1)
             out_TN = ops.gate_heads(out_THD, self.gate(x_TD)).flatten(1)
         return self.out(out_TN)
+
+    def write(self, kv_TN: Tensor, step: Step) -> None:
+        """Append keys and values to this layer's memory, given their products, without queries.
+
+        There is no kernel for this alone: each token attends to itself, and the output is dropped.
+        """
+        ops, layer, pages = self.kernels, self.layer, step.memory.pages(self.index)
+        alone = replace(layer, heads=layer.kv_heads, q_norm_D=layer.k_norm_D, window=1)
+        projected_TN = ops.concat(kv_TN[:, : layer.widths[1]], kv_TN)
+        rotation = step.rope[self.rope] if self.rope else None
+
+        def append(group: Group) -> Tensor:
+            own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
+            return ops.self_attention(group.take(projected_TN), alone, own, pages, group)
+
+        step.by_group(append)
 
     def used_at(self, kv: int, project: Projection) -> "LoadedAttention":
         """Return attention with the same weights except the first product's, and its own KV."""

@@ -20,6 +20,7 @@ from specdec.core.device.runner import DeviceDraftRunner
 from specdec.core.device.steps import Steps
 from specdec.errors import EngineError
 from specdec.kernels.table import replaced
+from specdec.models.block_head import BlockHead
 from tests.lossless.cases import LONGEST, SHAPES, Case, differences, drafting_engine, generate, plain_cases
 
 FEATURES = ("greedy", "temperature", "filters", "stop")
@@ -76,7 +77,7 @@ def test_a_batch_filled_up_with_padding_says_the_same(known: tuple[Path, list[Ca
         assert runner.steps > 0
 
 
-@pytest.mark.parametrize("draft", ["none", "mtp", "eagle"])
+@pytest.mark.parametrize("draft", ["none", "mtp", "eagle", "block"])
 def test_shapes_may_change_from_step_to_step(known: tuple[Path, list[Case]], draft: str) -> None:
     folder, cases = known
     with drafting_engine(folder, draft, cases, graphs=True, adaptive=True, **SHAPES["tree"]) as (engine, _):
@@ -226,7 +227,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-@pytest.mark.parametrize("draft", ["mtp", "eagle"])
+@pytest.mark.parametrize("draft", ["mtp", "eagle", "block"])
 def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[Case]], draft: str) -> None:
     """The network is replaced by a stub, as its GPU kernels do not run here; the rest of the step is real."""
     folder, _ = known
@@ -258,6 +259,13 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
             p.setattr(network, "forward_with_aux", aux)
             p.setattr(network, "move", lambda *_: None)
             p.setattr(type(drafter.head), "forward", lambda self, window, *_: still(window))
+            if isinstance(drafter.head, BlockHead):
+                block, deepest = drafter.head.block, drafter.head.deepest
+                p.setattr(
+                    BlockHead,
+                    "draft",
+                    lambda self, window, *_: still(window).view(-1, block, hidden)[:, :deepest],
+                )
             assert count_syncs(partial(step, rows, key)) == []
         assert count_syncs(lambda: rows.length_B + int(rows.length_B.max())) == ["_local_scalar_dense"]
         assert count_syncs(lambda: rows.length_B + len(rows.length_B.tolist())) == ["tolist"]

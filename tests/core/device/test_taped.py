@@ -55,6 +55,8 @@ def said_by(engine: SpecEngine, cases: Sequence[Case]) -> list[tuple[tuple[int, 
         ("qwen3_5", "mtp", "tree", "snapshot"),
         ("qwen3_5", "eagle", "tree", "record"),
         ("qwen3", "eagle", "chain", "record"),
+        ("qwen3_5", "block", "tree", "record"),
+        ("qwen3", "block", "chain", "record"),
     ],
 )
 def test_a_taped_step_says_what_it_says_as_it_stands(
@@ -80,7 +82,7 @@ def test_a_taped_step_says_what_it_says_as_it_stands(
 
 
 @pytest.mark.parametrize("backing", ["record", "snapshot"])
-@pytest.mark.parametrize("draft", ["mtp", "eagle"])
+@pytest.mark.parametrize("draft", ["mtp", "eagle", "block"])
 def test_a_head_that_rests_reads_on_where_it_drafts_again(
     folder: Path, known: list[Case], draft: str, backing: str
 ) -> None:

@@ -56,8 +56,9 @@ def test_whole_numbers_say_what_their_dequantised_weights_say(
     assert said["triton"] == said["reference"]
 
 
-def test_an_eagle_head_that_looks_back_in_part_drafts_as_in_torch(
-    family_folder: Callable[..., Path],
+@pytest.mark.parametrize(("draft", "steps"), [("eagle", 1), ("block", 3)])
+def test_a_head_that_looks_back_in_part_drafts_as_in_torch(
+    family_folder: Callable[..., Path], draft: str, steps: int
 ) -> None:
     """The kernels get the window's start; earlier blocks are not in its tables.
 
@@ -66,8 +67,8 @@ def test_an_eagle_head_that_looks_back_in_part_drafts_as_in_torch(
     folder = family_folder("qwen3")
     made = {}
     for kernels in ("cpu", "triton"):
-        shape = {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}
-        fields = {"draft": "eagle", "draft_window": 5, "adaptive": False, "max_model_len": 48, **shape}
+        shape = {"num_steps": steps, "topk": 3, "num_draft_tokens": 4}
+        fields = {"draft": draft, "draft_window": 5, "adaptive": False, "max_model_len": 48, **shape}
         with SpecEngine(folder, dtype="float32", kernels=kernels, graphs=True, **fields) as engine:
             params = SamplingParams(max_tokens=4, temperature=0.8, seed=5, ignore_eos=True)
             text = engine.generate([list(range(24))], params)[0].token_ids
