@@ -160,7 +160,7 @@ def _load(
     weights.finish()
     copy = copied.copy(network) if copied else None
     logger.info("kernels: %s", describe_kernels(settings.kernels))
-    note = "" if source or not settings.drafters else "; the model has no draft head (MTP or EAGLE)"
+    note = "" if source or not settings.drafters else "; the model has no draft head (MTP, EAGLE or block)"
     logger.info("drafters: %s%s", " and ".join(settings.drafters) or "none", note)
     return LoadedModel(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
 
