@@ -238,7 +238,7 @@ def render(report: Mapping[str, Any]) -> str:
         lines.append(RANDOM_DRAFTS)
     if checked := [case["agreement"] for case in report["cases"] if case["agreement"]]:
         rows, equal = (sum(own[key] for own in checked) for key in ("rows", "equal"))
-        excuse = f"; with {report['rounding']} that is shown, not required" if report["rounding"] else ""
+        excuse = f"; informational with {report['rounding']}" if report["rounding"] else ""
         lines.append(f"checked: {equal} of {rows} rows say the same with drafts and without{excuse}")
     if report["interrupted"]:
         lines.append(f"INTERRUPTED after {len(report['cases'])} cases")

@@ -315,7 +315,7 @@ def render(report: Mapping[str, Any]) -> str:
         setup_line(report),
         f"memory read at {report['read_bytes_per_s']['median'] / 1e9:.1f} GB/s, measured in this run",
         f"checked: {_shown([case['agreement'] for case in report['cases']], report['oracle'])}"
-        + (f"; with {report['rounding']} that is shown, not required" if report["rounding"] else ""),
+        + (f"; informational with {report['rounding']}" if report["rounding"] else ""),
     ]
     for name, said in report["contestants"].items():
         if note := said.get("note"):
@@ -341,8 +341,8 @@ def _shown(checked: Sequence[Mapping[str, float]], oracle: str) -> str:
     tokens, equal = (sum(case[key] for case in checked) for key in ("tokens", "equal"))
     worst = max(case["largest_gap"] for case in checked)
     mean = sum(case["mean_gap"] * case["tokens"] for case in checked) / tokens
-    return f"{equal} of {tokens} greedy tokens have the best logit of {oracle}" + (
-        f"; they lie at most {worst:.1g} of the largest under it, {mean:.1g} on average"
+    return f"{equal} of {tokens} greedy tokens are the argmax of {oracle}" + (
+        f"; the others' logits are at most {worst:.1g} of the largest below it, {mean:.1g} on average"
         if equal < tokens
         else ""
     )
@@ -352,7 +352,7 @@ def legend(ratio: str, *, synthetic: bool) -> list[str]:
     """Explain the columns, including ratios as named in the table."""
     lines = [
         "ms/step: median of steps; decode tok/s: batch over a row's mean time per token, median of repeats",
-        f"tokens/step: what a step gave a row, mean of a repeat; {ratio} in the same repeat, median",
+        f"tokens/step: tokens per row and step, mean of a repeat; {ratio} in the same repeat, median",
     ]
     if synthetic:
         lines.append(

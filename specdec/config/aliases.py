@@ -140,7 +140,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
     }
 )
 
-_MODEL = "name the model without an option, as in specdec chat MODEL"
+_MODEL = "name the model without an option, after the command"
 _ONE_DEVICE = "a server has one device; start one for each and balance between them"
 _MEMORY = "give --memory-bytes, the memory for sequences and drafts without the weights"
 _ALWAYS = "it is always on; leave it out"
@@ -155,7 +155,7 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "ctx_size": "give --max-model-len",
                 "threads": "set OMP_NUM_THREADS to the number of threads",
                 "flash_attn": _ALWAYS,
-                "n_gpu_layers": "a model runs on one device: give --device",
+                "n_gpu_layers": "the whole model runs on one device; leave it out, or give --device",
                 "gpu_memory_utilization": _MEMORY,
                 "mem_fraction_static": _MEMORY,
                 "tensor_parallel_size": _ONE_DEVICE,
@@ -193,7 +193,7 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "enable_metrics": _ALWAYS,
                 "jinja": _ALWAYS,
                 "alias": "give --served-model-name",
-                "chat_template": "put it into the folder as chat_template.jinja",
+                "chat_template": "put it into the folder as chat_template.jinja; a GGUF file must hold it",
                 "disable_log_requests": "prompts are logged only with --log-prompts; leave it out",
                 "uvicorn_log_level": "give -v for DEBUG lines; leave it out otherwise",
                 "root_path": "have the proxy strip the prefix, so that paths begin with /v1; leave it out",

@@ -95,7 +95,7 @@ class _RefusedOption(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: Any = None
     ) -> NoReturn:
         """Exit with the advice."""
-        parser.error(f"{option} is not an option here: {self.advice}")
+        parser.error(f"{option} is not supported: {self.advice}")
 
 
 def add_options(

@@ -92,7 +92,7 @@ class Checkpoint:
                 return {}
             raise CheckpointError(
                 f"{self.folder} has no {name}; "
-                + anew(self.folder, "a checkpoint is a folder with config.json and *.safetensors"),
+                + anew(self.folder, "give a folder with config.json and *.safetensors, or a GGUF file"),
                 field=name,
             )
         try:

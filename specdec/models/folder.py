@@ -44,6 +44,12 @@ def find_folder(model: str | Path, scratch: Path | None = None) -> Path:
                 f"{short(path)} is one file; leave out :{short(tag)}",
                 field="model",
             )
+        if os.path.isdir(path):
+            raise CheckpointError(
+                f"{short(model)}: a tag chooses among the files of a repository on the hub, and "
+                f"{short(path)} is a local folder; give the path of a .gguf file in it",
+                field="model",
+            )
         name = HubName.read(str(model))
         if name is None:
             raise CheckpointError(f"{short(model)} {_unknown(str(model))}", field="model")
@@ -83,7 +89,7 @@ def _unknown(model: str) -> str:
     """Explain why a name is not a model, and what to give instead."""
     hub_name = "OWNER/NAME of a checkpoint or of GGUF files on the Hugging Face hub"
     if re.fullmatch(r".+\.gguf(:[^/]*)?", model, re.DOTALL):
-        return "is no file; give the path of a GGUF file, or of the first part of one that is split"
+        return "does not exist; give the path of a GGUF file (if split, of its first part)"
     if _OLLAMA.fullmatch(model):
         return (
             "looks like a model of Ollama's library; give the path that `ollama show --modelfile` says it is "

@@ -348,8 +348,8 @@ def _weights(quantize: str | None, kernels: str, *, stored_narrow: bool, packed:
     if packed:
         if quantize:
             raise ConfigError(
-                f"quantize: the checkpoint's matrices are integers already ({packed}), and are not "
-                f"rounded to {quantize} again; leave it out, or take the checkpoint that was not quantised.",
+                f"quantize: the checkpoint is already quantised ({packed}); leave {quantize!r} out, or use "
+                "the unquantised checkpoint.",
                 field="quantize",
             )
         return None if kernels == "cpu" else packed

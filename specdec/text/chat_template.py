@@ -119,7 +119,10 @@ def load_template(folder: Path) -> ChatTemplate:
     templates = config.get("chat_template")
     source = _named(templates, "default")
     if source is None:
-        log.warning("%s has no chat template: chats are joined as plain text", folder)
+        log.warning(
+            "%s has no chat template: messages are joined as plain text; use completions for a base model",
+            folder,
+        )
     return ChatTemplate(
         source, special, where=folder / "tokenizer_config.json", tool_use=_named(templates, "tool_use")
     )

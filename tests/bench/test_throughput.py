@@ -211,7 +211,7 @@ def test_requested_quantisation_is_reported_and_accepted(
     captured = capsys.readouterr()
     report = report_of(captured.out)
     assert (
-        report["rounding"].startswith("8-bit") and f"with {report['rounding']} that is shown" in captured.err
+        report["rounding"].startswith("8-bit") and f"informational with {report['rounding']}" in captured.err
     )
     assert {case["agreement"]["largest_gap"] for case in report["cases"]} == {0.25}
     assert run(hybrid) == 2

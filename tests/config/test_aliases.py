@@ -155,7 +155,7 @@ def test_options_of_other_engines_get_a_hint(capsys: pytest.CaptureFixture[str])
         for name, advice in names.items():
             for option in (f"--{name.replace('_', '-')}", *SHORT.get(name, ())):
                 said = refused(capsys, option, "1", settings=(known[settings],))
-                assert f"{option} is not an option here: {advice}" in said
+                assert f"{option} is not supported: {advice}" in said
     text = " ".join(advice for names in INSTEAD.values() for advice in names.values())
     options = {word.strip(",.;")[2:].replace("-", "_") for word in text.split() if word.startswith("--")}
     of_commands = {"prompt_file", "system"}

@@ -174,7 +174,7 @@ def test_an_unknown_target_is_not_built(capsys: pytest.CaptureFixture[str]) -> N
         (
             instruction_sets.InstructionSets(targets.named("avx512-bf16"), "AVX-512", True, "VNNI", False),
             "C kernels for avx512-bf16: AVX-512 with bfloat16 units, integer products by VNNI, "
-            "without use for avx512_fp16; torch",
+            "avx512_fp16 unused; torch",
         ),
         (
             instruction_sets.InstructionSets(targets.NATIVE, "AVX-512", True, "VNNI", True),

@@ -67,7 +67,7 @@ def not_a_number(folder: Path) -> None:
 
 BROKEN: list[tuple[Callable[[Path], object], str, str]] = [
     (shutil.rmtree, "model", "OWNER/NAME"),
-    (lambda f: (f / "config.json").unlink(), "config.json", "a checkpoint is a folder with config.json"),
+    (lambda f: (f / "config.json").unlink(), "config.json", "give a folder with config.json"),
     (not_a_number, "config.json", "cannot be read as JSON"),
     (lambda f: (f / "config.json").write_text("[]"), "config.json", "must hold a JSON object"),
     (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json", "download it again"),

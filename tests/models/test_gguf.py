@@ -221,7 +221,7 @@ def test_a_tag_behind_a_file_is_refused(tmp_path: Path) -> None:
     for own in (f"{path}:Q4_K_M", f"{path}:"):
         with pytest.raises(CheckpointError, match=r"is one file; leave out :"):
             find_folder(own)
-    with pytest.raises(CheckpointError, match="is no file; give the path of a GGUF file"):
+    with pytest.raises(CheckpointError, match="does not exist; give the path of a GGUF file"):
         find_folder("absent.gguf:Q4_K_M")
 
 

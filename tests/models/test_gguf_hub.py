@@ -121,7 +121,7 @@ def test_the_file_that_is_meant_is_downloaded_alone(
     assert find_folder(given) == found and hub.fetched() == [file]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_folder(given) == find_folder(NAME) == found, "what is cached is found"
-    with pytest.raises(CheckpointError, match=r"small-GGUF:BF16 is not in .* HF_HUB_OFFLINE forbids"):
+    with pytest.raises(CheckpointError, match=r"small-GGUF:BF16 is not in .* HF_HUB_OFFLINE prevents"):
         find_folder(f"{NAME}:BF16")
 
 

@@ -46,7 +46,10 @@ def render(report: Mapping[str, Any]) -> str:
             "",
             *_steps(records),
         ]
-    return "\n".join([*lines, "", LEGEND])
+    legend = LEGEND.splitlines()
+    if not any("top-k" in line for line in lines):
+        legend = [line for line in legend if not line.startswith("top-k")]
+    return "\n".join([*lines, "", *legend])
 
 
 def _checked(report: Mapping[str, Any]) -> str:

@@ -74,7 +74,7 @@ def loaded() -> LoadedKernels | None:
                 failure = error
             else:
                 if place and library:
-                    left = f", without use for {', '.join(unused(target))}" if unused(target) else ""
+                    left = f", {', '.join(unused(target))} unused" if unused(target) else ""
                     logger.info("C kernels for %s (%s, %s)%s", target.name, place, threads, left)
                     return LoadedKernels(library, target)
         failed = failure or failed

@@ -54,7 +54,7 @@ def describe() -> str:
     if found:
         units = " and matrix" if found.tiles else ""
         bfloat16 = f"with bfloat16{units} units" if found.pairs else "without bfloat16 units"
-        left = f", without use for {', '.join(unused(found.target))}" if unused(found.target) else ""
+        left = f", {', '.join(unused(found.target))} unused" if unused(found.target) else ""
         in_c = (
             f"C kernels for {found.target.name}: {found.vectors} {bfloat16}, "
             f"integer products by {found.integers}{left}"

@@ -87,7 +87,7 @@ def refusal_of(error: Exception) -> str | None:
 
 def _why_no_more(error: Exception, name: HubName) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE forbids to download the rest; unset that and run this again"
+        return "HF_HUB_OFFLINE prevents the download of the rest; unset it and run this again"
     return without_user(_explain(error, name))
 
 
@@ -121,7 +121,7 @@ def _explain(error: BaseException, name: HubName) -> str:
     match error:
         case errors.OfflineModeIsEnabled():
             return (
-                f"{name} is not in {cache_folder()}, and HF_HUB_OFFLINE forbids to download it; unset that, "
+                f"{name} is not in {cache_folder()}, and HF_HUB_OFFLINE prevents the download; unset it, "
                 "or give the path of a folder"
             )
         case errors.GatedRepoError():
