@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from specdec.config.engine import EngineConfig
+from specdec.config.folders import has_file
 from specdec.config.parser import near
 from specdec.errors import CheckpointError
 from specdec.models.files import GGUF, INDEX, SINGLE
@@ -69,7 +70,8 @@ def _is_gguf(path: Path) -> bool:
 
 def _only_gguf(folder: Path) -> Path | None:
     """Return the GGUF file (or first part) of a folder that is not a checkpoint."""
-    if any(os.path.lexists(folder / weights) for weights in (SINGLE, INDEX, GGUF)):
+    is_described = has_file(folder / "config.json") and os.path.lexists(folder / GGUF)
+    if is_described or any(os.path.lexists(folder / weights) for weights in (SINGLE, INDEX)):
         return None
     found = models(path.name for path in folder.glob(f"*{SUFFIX}"))
     if len(found) > 1:

@@ -73,6 +73,13 @@ class LoadedModel:
     def loop(self) -> DecodeLoop:
         return self.core.loop
 
+    @property
+    def drafting(self) -> str:
+        """The drafters, and whether a missing head is why there are no others."""
+        names = " and ".join(self.settings.drafters) or "none"
+        has_reason = self.settings.drafters and self.loop.speculation.head is None
+        return f"{names}; the model has no draft head (MTP, EAGLE or block)" if has_reason else names
+
 
 def build(folder: str | Path, config: EngineConfig) -> LoadedModel:
     """Load a checkpoint, resolve "auto" settings, allocate memory, and build the loop."""
@@ -160,9 +167,9 @@ def _load(
     weights.finish()
     copy = copied.copy(network) if copied else None
     logger.info("kernels: %s", describe_kernels(settings.kernels))
-    note = "" if source or not settings.drafters else "; the model has no draft head (MTP, EAGLE or block)"
-    logger.info("drafters: %s%s", " and ".join(settings.drafters) or "none", note)
-    return LoadedModel(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
+    model = LoadedModel(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
+    logger.info("drafters: %s", model.drafting)
+    return model
 
 
 def assemble(

@@ -164,7 +164,7 @@ def _named(templates: Any, name: str) -> str | None:
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
         templates = next((entry.get("template") for entry in entries if entry.get("name") == name), None)
-    return templates if isinstance(templates, str) else None
+    return templates if isinstance(templates, str) and templates.strip() else None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

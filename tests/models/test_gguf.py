@@ -742,6 +742,13 @@ def test_one_of_several_files_must_be_named(tmp_path: Path) -> None:
         find_folder(tmp_path)
 
 
+def test_a_folder_may_hold_a_file_named_as_the_link_of_a_description(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write(checkpoint(LLAMA), tmp_path / "model.gguf", "LLAMA", pair_rows)
+    assert find_folder(tmp_path) == find_folder(path) != tmp_path
+
+
 def test_descriptions_of_earlier_revisions_are_deleted(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

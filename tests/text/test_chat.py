@@ -104,6 +104,7 @@ def test_variables_do_not_replace_the_chat(write: Write) -> None:
 def test_a_folder_without_a_template_joins_the_texts_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": " "}')
     template = load_template(tmp_path)
     assert template.is_plain
     assert template.render(CHAT[:2]) == 'Be <brief> & kind.\n\nSay "hé"\n'

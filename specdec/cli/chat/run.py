@@ -108,8 +108,9 @@ class InteractiveChat:
 
     def _show_header(self, model: str) -> None:
         chat = self.chat
-        drafters = ", ".join(chat.engine.model.settings.drafters) or "none"
-        self.view.notice(f"{model}: {chat.max_model_len:,} tokens of context, drafters: {drafters}")
+        self.view.notice(
+            f"{model}: {chat.max_model_len:,} tokens of context, drafters: {chat.engine.model.drafting}"
+        )
         if chat.completes:
             reason = "This model only knows Python" if model in SHIPPED else "Without a chat template"
             self.view.notice(f"{reason}: an answer continues your text.")
