@@ -22,7 +22,10 @@ Packed = Any
 
 
 class Kernels(Protocol):
-    """One implementation of every operation; each operation's `reference.py` specifies it."""
+    """One implementation of every operation; each operation's `reference.py` specifies it.
+
+    Other forms document only what they do differently.
+    """
 
     name: str
 

@@ -21,7 +21,6 @@ FOLD_BELOW = 64
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
-    """Write the window's keys and values into the rows' blocks, after the committed tokens."""
     given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
     kv_PTJD = tuple(quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in given)
     block_size = pages_NPXJD.shape[2]
@@ -44,11 +43,7 @@ def attend(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Attend from each node to its row's committed tokens, its ancestors and itself, within `window` tokens.
-
-    The window's own keys and values must have been appended. H query heads share J key heads in order. If
-    keys contain their values, whole keys are passed as values, because torch's kernel takes no narrower ones.
-    """
+    """Pass whole keys as values if keys contain them: torch's kernel takes no narrower values."""
     width, block_size = group.width, pages_NPXJD.shape[2]
     out = []
     for row, length in enumerate(group.length_B.tolist()):
@@ -73,16 +68,10 @@ def attend(
 
 
 def gate_heads(x_THW: Tensor, gate_TH: Tensor) -> Tensor:
-    """Return x · sigmoid(gate) with one gate per head; both are rounded to the dtype of x."""
     return x_THW * torch.sigmoid(gate_TH).unsqueeze(-1)
 
 
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
-    """Copy each row's keys and values to other positions, in place; all are read before any is written.
-
-    The accepted path of a tree is scattered after the committed tokens and must directly follow them. Rows
-    with fewer moves than others are padded with a position that moves onto itself, such as the root's.
-    """
     size = pages_NPXJD.shape[2]
     kv_BPPJD = pages_NPXJD[table_BN.gather(1, from_BP // size), :, from_BP % size]
     pages_NPXJD[table_BN.gather(1, to_BP // size), :, to_BP % size] = kv_BPPJD

@@ -62,10 +62,6 @@ def supports(group: Group, layer: AttentionLayer, pages_NPXJD: Tensor) -> bool:
 
 
 def attend(q_THD: Tensor, pages_NPXJD: Tensor, group: Group, scale: float, scratch: Scratch) -> Tensor:
-    """Attend from each node to its row's committed tokens, its ancestors and itself.
-
-    The window's own keys and values must have been appended. H query heads share J key heads in order.
-    """
     from flashinfer.xqa import xqa
 
     _, heads, dim = q_THD.shape

@@ -36,10 +36,6 @@ def attend(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Attend from each node to its row's committed tokens, its ancestors and itself, within `window` tokens.
-
-    The window's own keys and values must have been appended. H query heads share J key heads in order.
-    """
     return attend_gated(q_THD, None, pages_NPXJD, group, scale, window, value_dim)
 
 

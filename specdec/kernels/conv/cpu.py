@@ -22,11 +22,7 @@ def causal_conv(
     *,
     silu: bool = True,
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, round, then apply silu if asked.
-
-    Mutates `memory`: the pending path enters the window. Then certain tokens do; tentative ones leave a
-    record, or a snapshot of the window after them. A float32 weight stored [K, C] needs no conversion.
-    """
+    """Convolve as the reference does; a float32 weight stored [K, C] needs no conversion."""
     rows, width = group.rows, group.width
     here = locate_slots(group.state_B)
     window_BIC = memory.window_SIC[here]
@@ -65,10 +61,6 @@ def path_conv(
     path: RecordIds,
     length_B: Tensor,
 ) -> Tensor:
-    """Return the convolution's output in some channels for each token of the pending paths [B, P, C].
-
-    Must run before the paths enter the windows. Entries behind a path's end are undefined.
-    """
     rows, longest = path.slab_BN.shape
     weight_KC = _taps_first(weight_CK[channels], memory.input_SRC.dtype)
     window_BIC = memory.window_SIC[..., channels][locate_slots(slot_B)]
@@ -79,7 +71,6 @@ def path_conv(
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Advance each row's window, in place, over the inputs recorded by its path."""
     here = locate_slots(slot_B)
     write(memory.window_SIC, here, _advance(memory.window_SIC[here], memory.input_SRC, path, length_B))
 

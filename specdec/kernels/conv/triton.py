@@ -25,12 +25,7 @@ def causal_conv(
     *,
     silu: bool = True,
 ) -> Tensor:
-    """Convolve each channel over the last K inputs of a node's own path, round, then apply silu if asked.
-
-    Mutates `memory`: the pending path enters the window. Then certain tokens do; tentative ones leave a
-    record, or a snapshot of the window after them. Slot 0 is the padding row's: its window is unchanged and
-    its outputs are zero.
-    """
+    """Convolve as the reference does. The padding row's slot 0 is unchanged, and its outputs are zero."""
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
     blocks, (channels, taps) = triton.cdiv(group.width, SPAN), weight_CK.shape
     _causal_conv[(triton.cdiv(channels, CHANNELS), group.rows, blocks)](
@@ -58,10 +53,6 @@ def path_conv(
     path: RecordIds,
     length_B: Tensor,
 ) -> Tensor:
-    """Return the convolution's output in some channels for each token of the pending paths [B, P, C].
-
-    Must run before the paths enter the windows. Entries behind a path's end are undefined.
-    """
     record, (rows, longest) = memory.input_SRC, path.slab_BN.shape
     first, end, _ = channels.indices(len(weight_CK))
     out_BPC = torch.empty(rows, longest, end - first, dtype=record.dtype, device=record.device)
@@ -91,7 +82,6 @@ def store_inputs(x_TC: Tensor, memory: RecurrentMemory, group: Group) -> None:
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    """Advance each row's window, in place, over the inputs recorded by its path."""
     rows, (_, inputs, channels) = len(slot_B), memory.window_SIC.shape
     _move[(triton.cdiv(channels, CHANNELS), rows)](
         *(None, 0, *inputs_of(memory, slot_B)),

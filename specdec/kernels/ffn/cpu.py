@@ -8,7 +8,6 @@ from torch import Tensor
 
 
 def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]: silu at most `limit`, up within ±`limit`."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
     if limit == math.inf:
         return F.silu(gate_TI).mul_(up_TI)
@@ -22,10 +21,8 @@ def geglu(gate_up_TI: Tensor) -> Tensor:
 
 
 def relu2(x_TI: Tensor) -> Tensor:
-    """Return the squared ReLU."""
     return torch.relu(x_TI).square_()
 
 
 def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
-    """Return y + x · sigmoid(gate), rounded after each of the three."""
     return y_TD + x_TD * torch.sigmoid(gate_T1)

@@ -13,10 +13,7 @@ BLOCK = 1024
 
 
 def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]: silu at most `limit`, up within ±`limit`.
-
-    The silu is rounded to the input's dtype before the product.
-    """
+    """Round the silu to the input's dtype before the product."""
     return _activate(gate_up_TI, gate_up_TI.shape[1] // 2, "swiglu", limit)
 
 
@@ -26,12 +23,10 @@ def geglu(gate_up_TI: Tensor) -> Tensor:
 
 
 def relu2(x_TI: Tensor) -> Tensor:
-    """Return the squared ReLU."""
     return _activate(x_TI, x_TI.shape[1], "relu2")
 
 
 def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
-    """Return y + x · sigmoid(gate), rounded after each of the three."""
     tokens, width = y_TD.shape
     assert y_TD.is_contiguous() and x_TD.is_contiguous()
     out_TD = torch.empty_like(y_TD)

@@ -10,11 +10,6 @@ from torch import Tensor
 def delta_gates(
     b_TH: Tensor, a_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, bound: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-decay -e^A softplus(a + bias) and the write strength sigmoid(b).
-
-    With a lower bound the log-decay is bound · sigmoid(e^A (a + bias)). A bias [H, K] gives decays [T, H, K]
-    from a's H K columns.
-    """
     x_TH = a_TH.view(-1, *dt_bias_H.shape) + _wide(dt_bias_H)
     rate_H = A_log_H.to(x_TH.dtype).exp().view(-1, *[1] * (dt_bias_H.dim() - 1))
     if bound is None:
@@ -25,14 +20,12 @@ def delta_gates(
 
 
 def l2_normalise(x_TGK: Tensor, scale: float | Tensor) -> Tensor:
-    """Scale every head to length `scale`; a tensor [G, 1] has one length per head."""
     dtype = torch.float64 if x_TGK.dtype == torch.float64 else torch.float32
     norm_TG1: Tensor = torch.linalg.vector_norm(x_TGK, dim=-1, keepdim=True, dtype=dtype)
     return x_TGK * norm_TG1.square_().add_(1e-6).rsqrt_().mul_(scale)
 
 
 def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
-    """Return Mamba-2's step size: softplus(dt + bias), clamped to its limits."""
     step_TH = F.softplus(dt_TH + dt_bias_H.to(dt_TH.dtype))
     low, high = limit
     return _wide(step_TH if low <= 0 and high == math.inf else step_TH.clamp_(low, high))

@@ -13,7 +13,6 @@ CHUNK = 128
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
-    """Write the window's keys and values into the rows' blocks, after the committed tokens."""
     tokens, heads, dim = k_TJD.shape
     given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
     (k_by_token,), (v_by_token,) = (outer_strides(x_TJD, 2) for x_TJD in (given[0], given[-1]))
@@ -32,11 +31,6 @@ def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Grou
 
 
 def move(pages_NPXJD: Tensor, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
-    """Copy each row's keys and values to other positions, in place; all are read before any is written.
-
-    The accepted path of a tree is scattered after the committed tokens and must directly follow them. Rows
-    with fewer moves than others are padded with a position that moves onto itself, such as the root's.
-    """
     rows, moves = from_BP.shape
     _, parts, page, heads, dim = pages_NPXJD.shape
     if not moves:

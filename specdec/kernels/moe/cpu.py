@@ -19,7 +19,6 @@ WIDE = 64
 
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Choose the most probable experts [T, A] and weigh them by their probabilities, in the logits' dtype."""
     wide = torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
     weight_TA, index_TA = torch.softmax(logits_TE, dim=-1, dtype=wide).topk(top_k, dim=-1)
     if renormalise:
@@ -38,11 +37,6 @@ def route_sigmoid(
     scale: float,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts [T, A] with the highest biased scores; weigh them by the unbiased scores.
-
-    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only experts
-    in the `top_groups` groups with the highest sum of two best scores are candidates.
-    """
     score_TE = torch.sigmoid(logits_TE)
     return choose_experts(
         score_TE,
@@ -97,7 +91,6 @@ def experts(
     gated: bool,
     limit: float = math.inf,
 ) -> Tensor:
-    """Sum the outputs of each token's experts times their weights; gated experts have rows [gate | up]."""
     up, down = (partial(multiply, weight_END) for weight_END in (up_EID, down_EDI))
     activate = partial(swiglu, limit=limit) if gated else relu2
     return mix(x_TD, up, activate, down, index_TA, weight_TA)

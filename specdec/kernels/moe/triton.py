@@ -43,12 +43,7 @@ def experts(
     gated: bool,
     limit: float = math.inf,
 ) -> Tensor:
-    """Sum the outputs of each token's experts times their weights; gated experts have rows [gate | up].
-
-    A token's experts must be distinct. An output is rounded to the model's dtype, its product with the weight
-    to the wider dtype of the two, and the sum, in the order of the token's experts, once. P counts pairs of a
-    token and an expert.
-    """
+    """Sum each token's experts, which must be distinct. P counts pairs of a token and an expert."""
     (tokens, top_k), (num_experts, hidden, width) = index_TA.shape, down_EDI.shape
     x_TD, index_TA = x_TD.contiguous(), index_TA.contiguous()
     plan = None if tokens <= NARROW_WINDOW else _plan(index_TA, num_experts)

@@ -8,7 +8,6 @@ from specdec.kernels.native.call import TOKENS, function, pointer, serves, strid
 
 
 def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
-    """Return the table's rows with the given ids."""
     if len(id_T) > TOKENS or not table_VD.is_cpu or table_VD.stride(1) != 1 or not id_T.is_contiguous():
         return cpu.embedding(table_VD, id_T)
     out_TD = table_VD.new_empty((len(id_T), table_VD.shape[1]))
@@ -22,7 +21,6 @@ def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
 
 
 def concat(*parts_TD: Tensor) -> Tensor:
-    """Return each token's rows concatenated, in new memory; a single tensor is copied."""
     alike = all(part.stride(1) == 1 and part.dtype == parts_TD[0].dtype for part in parts_TD)
     if not alike or len(parts_TD[0]) > TOKENS or not parts_TD[0].is_cpu:
         return cpu.concat(*parts_TD)
@@ -41,7 +39,6 @@ def concat(*parts_TD: Tensor) -> Tensor:
 
 
 def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
-    """Return the sum in new memory."""
     dense = x_TD.is_contiguous() and y_TD.is_contiguous()
     if not serves(x_TD) or not dense or x_TD.dtype != y_TD.dtype or x_TD.shape != y_TD.shape:
         return cpu.add(x_TD, y_TD)
@@ -51,7 +48,6 @@ def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
 
 
 def scale(x_TD: Tensor, by: float) -> Tensor:
-    """Return the product in new memory."""
     if not serves(x_TD) or not x_TD.is_contiguous():
         return cpu.scale(x_TD, by)
     out_TD = torch.empty_like(x_TD)
@@ -60,7 +56,6 @@ def scale(x_TD: Tensor, by: float) -> Tensor:
 
 
 def scatter_columns(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
-    """Return rows of `width` with x in the columns `ids_C` and minus infinity elsewhere."""
     if not serves(x_TC) or not x_TC.is_contiguous() or not ids_C.is_contiguous():
         return cpu.scatter_columns(x_TC, ids_C, width)
     assert ids_C.dtype == torch.int64 and len(ids_C) == x_TC.shape[1]

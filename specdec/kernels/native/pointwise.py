@@ -87,7 +87,6 @@ def gated_norm(
 
 
 def swiglu(gate_up_TI: Tensor, limit: float = math.inf) -> Tensor:
-    """Return silu(gate) · up for rows [gate | up]: silu at most `limit`, up within ±`limit`."""
     if not _gates(gate_up_TI):
         return ffn.swiglu(gate_up_TI, limit)
     return _gate("swiglu", gate_up_TI, limit)
@@ -110,7 +109,6 @@ def _gate(name: str, gate_up_TI: Tensor, *limit: float) -> Tensor:
 
 
 def relu2(x_TI: Tensor) -> Tensor:
-    """Return the squared ReLU."""
     if not serves(x_TI) or not x_TI.is_contiguous():
         return ffn.relu2(x_TI)
     out_TI = torch.empty_like(x_TI)

@@ -14,10 +14,6 @@ PIECE = 1 << 18
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
-
-    A weight wider than x is multiplied before rounding; one in x's dtype is multiplied after it.
-    """
     size = x_D.shape[-1]
     if x_D.dtype == weight_D.dtype and x_D.itemsize < 4:
         narrow_D: Tensor = torch.rms_norm(x_D, (size,), None, eps)
@@ -36,7 +32,6 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Add y to the residual stream x, in place, and return the sum normalised."""
     if y_TD is not None:
         x_TD += y_TD
     return rms_norm(x_TD, weight_D, eps)
@@ -52,13 +47,6 @@ def gated_norm(
     gate_first: bool,
     sigmoid: bool = False,
 ) -> Tensor:
-    """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
-
-    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last and
-    rounds x, the normalised and the weighted values to the gate's dtype, unless the weight is wider.
-    `sigmoid` replaces silu, gates last and rounds only x and the result. A weight of `group_size` entries
-    applies to every run; without a weight x is only gated.
-    """
     assert not (sigmoid and gate_first), "a sigmoid gates last"
     if weight_D is None:
         return F.silu(_wide(gate_TD)).mul_(x_TD).to(gate_TD.dtype)

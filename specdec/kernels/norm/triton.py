@@ -9,10 +9,6 @@ from specdec.kernels.launch import kernel, overlap
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Divide the last dimension of x [..., D] by its root mean square and multiply by the weight.
-
-    A weight wider than x is multiplied before rounding; one in x's dtype is multiplied after it.
-    """
     size = x_D.shape[-1]
     x_THD = x_D.view(-1, *x_D.shape[-2:]) if x_D.dim() > 2 else x_D.view(-1, 1, size)
     tokens, heads, _ = x_THD.shape
@@ -31,7 +27,6 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Add y to the residual stream x, in place, and return the sum normalised."""
     tokens, size = x_TD.shape
     assert x_TD.is_contiguous() and (y_TD is None or y_TD.is_contiguous())
     out_TD = torch.empty_like(x_TD)
@@ -58,13 +53,6 @@ def gated_norm(
     gate_first: bool,
     sigmoid: bool = False,
 ) -> Tensor:
-    """Normalise runs of `group_size` entries and gate them with silu, in the gate's dtype.
-
-    Mamba-2 gates first and rounds last, as its reference does in prefill. The gated delta net gates last and
-    rounds x, the normalised and the weighted values to the gate's dtype, unless the weight is wider.
-    `sigmoid` replaces silu, gates last and rounds only x and the result. A weight of `group_size` entries
-    applies to every run; without a weight x is only gated.
-    """
     tokens, width = x_TD.shape
     assert x_TD.stride(1) == gate_TD.stride(1) == 1
     out_TD = torch.empty(tokens, width, dtype=gate_TD.dtype, device=x_TD.device)

@@ -53,11 +53,6 @@ def scan_window(
     group: Group,
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
-    """Query the state after each node; G key heads serve H heads, and `beta` None means Mamba-2.
-
-    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states. Then certain
-    tokens advance the states; tentative ones leave a record, or a snapshot of the state after them.
-    """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     dtype, out_dtype, rows = memory.state_SHKW.dtype, q_TGK.dtype, group.rows
     q_TGK, k_TGK, v_THW, decay_TH = (cast(x, dtype) for x in (q_TGK, k_TGK, v_THW, decay_TH))
@@ -97,10 +92,6 @@ def scan_window(
 def fold(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
 ) -> None:
-    """Fold the accepted paths into states and convolution windows, in place.
-
-    A layer that is only a convolution has no keys.
-    """
     fold_window(memory, slot_B, path, length_B)
     if k_path_BPGK is not None:
         States(memory.state_SHKW, slot_B, _accepted(memory, path, length_B, k_path_BPGK)).store()

@@ -39,12 +39,7 @@ def scan_window(
     group: Group,
     k_path_BPGK: Tensor | None,
 ) -> Tensor:
-    """Query the state after each node; G key heads serve H heads, and `beta` None means Mamba-2.
-
-    Mutates `memory`: the pending path, whose keys are `k_path`, is folded into the states. Then certain
-    tokens advance the states; tentative ones leave a record, or a snapshot of the state after them. Slot 0 is
-    the padding row's: its state and records are unchanged and its outputs are zero.
-    """
+    """Scan as the reference does. The padding row's slot 0 is unchanged, and its outputs are zero."""
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     state = memory.state_SHKW
     q_TGK, k_TGK, v_THW = _dense(q_TGK), _dense(k_TGK), _dense(v_THW)
@@ -89,10 +84,6 @@ def scan_window(
 def fold(
     memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor, k_path_BPGK: Tensor | None
 ) -> None:
-    """Fold the accepted paths into states and convolution windows, in place.
-
-    A layer that is only a convolution has no keys.
-    """
     fold_window(memory, slot_B, path, length_B)
     if k_path_BPGK is not None:
         fold_state(memory, slot_B, path, length_B, k_path_BPGK)

@@ -9,7 +9,6 @@ from torch import Tensor
 def rope_table(
     position_T: Tensor, dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, dim / 2] in float32; frequency exponents are relative to `dim`."""
     exponent_R = torch.arange(0, dim, 2, dtype=torch.float32, device=position_T.device).div_(dim)
     frequency_R = 1.0 / theta**exponent_R
     angle_TR = torch.outer(position_T.float(), scaling(frequency_R) if scaling else frequency_R)
@@ -17,10 +16,7 @@ def rope_table(
 
 
 def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate entry i of each head against entry R + i, for i < R, in the dtype of x; copy the rest.
-
-    Every product is rounded separately, so bfloat16 heads match transformers bit for bit.
-    """
+    """Round every product separately, so bfloat16 heads match transformers bit for bit."""
     half, width = cos_TR.shape[-1], x_THD.shape[-1]
     cos_T1R, sin_T1R = cos_TR.to(x_THD.dtype).unsqueeze(1), sin_TR.to(x_THD.dtype).unsqueeze(1)
     first_THR, second_THR, rest_THD = torch.split(x_THD, [half, half, width - 2 * half], dim=-1)

@@ -13,7 +13,6 @@ from specdec.kernels.launch import kernel, overlap
 
 
 def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Choose the most probable experts [T, A] and weigh them by their probabilities, in the logits' dtype."""
     assert logits_TE.stride(1) == 1
     tokens, experts = logits_TE.shape
     index_TA = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
@@ -40,11 +39,6 @@ def route_sigmoid(
     scale: float,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts [T, A] with the highest biased scores; weigh them by the unbiased scores.
-
-    Scores and weights are in the logits' dtype, each step rounded to it; the bias may be wider. Only experts
-    in the `top_groups` groups with the highest sum of two best scores are candidates.
-    """
     assert logits_TE.stride(1) == 1
     tokens, experts = logits_TE.shape
     index_TA = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)

@@ -28,7 +28,6 @@ def gumbel(seed_N: Tensor, position_N: Tensor, vocab: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, rules: Rules) -> Tensor:
-    """Apply bias, penalties, mask, temperature, min_p, top_k, top_p in this order; cut tokens get -inf."""
     return filtered(_adjusted(logits_NV, rules), rules)
 
 
@@ -64,10 +63,6 @@ def filtered(scores_NV: Tensor, rules: Rules, *, out: Tensor | None = None) -> T
 
 
 def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return each row's argmax of processed logits, plus noise at temperatures above 0; ties go to the first.
-
-    Rows with a NaN return -1.
-    """
     return best_of(perturb(logits_NV, rules, seed_N, position_N))
 
 
@@ -80,15 +75,10 @@ def best_of(scores_NV: Tensor) -> Tensor:
 def topk_with_noise(
     logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens by the scores of `sample`, and their softmax probabilities."""
     return topk(perturb(logits_NV, rules, seed_N, position_N), count)
 
 
 def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens, ties to the smaller id, and their softmax probabilities.
-
-    NaN ranks first; it makes all probabilities of its row 0.
-    """
     value_NC, token_NC = ranked(scores_NV, count)
     share_NC = (value_NC - torch.logsumexp(scores_NV, -1, keepdim=True)).exp().nan_to_num_(0.0)
     return token_NC, share_NC

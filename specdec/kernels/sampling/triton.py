@@ -26,10 +26,7 @@ NONE = tl.constexpr(-(2**63))
 
 
 def sample(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return each row's argmax of processed logits, plus noise at temperatures above 0; ties go to the first.
-
-    Rows with a NaN return -1. Penalties, biases and float64 run in cpu.py.
-    """
+    """Sample as the reference does; penalties, biases and float64 run in cpu.py."""
     if not _is_ours(logits_NV, rules):
         return cpu.sample(logits_NV, rules, seed_N, position_N)
     token_NC, _ = _best(logits_NV, rules, seed_N, position_N, 1, ranks=False)

@@ -22,11 +22,6 @@ def selective_scan(
     group: Group,
     x_path_BPHW: Tensor | None,
 ) -> Tensor:
-    """Query the state after each node, add the skip and gate, in the dtype of `x`.
-
-    Mutates `memory`: the pending path, whose inputs are `x_path`, is folded into the states. Then certain
-    tokens advance the states; tentative ones leave a record, or a snapshot of the state after them.
-    """
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     dtype, rows, width = memory.state_SHKW.dtype, group.rows, group.width
     state_BHKW = memory.state_SHKW[group.state_B]
@@ -68,7 +63,6 @@ def fold_selective(
     length_B: Tensor,
     x_path_BPHW: Tensor,
 ) -> None:
-    """Fold the accepted paths into states and convolution windows, in place."""
     state_BHKW = memory.state_SHKW[slot_B]
     memory.state_SHKW[slot_B] = _folded(state_BHKW, layer, memory, path, length_B, x_path_BPHW)
     fold_window(memory, slot_B, path, length_B)

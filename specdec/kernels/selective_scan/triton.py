@@ -32,11 +32,7 @@ def selective_scan(
     group: Group,
     x_path_BPHW: Tensor | None,
 ) -> Tensor:
-    """Query the state after each node, add the skip and gate, in the dtype of `x`.
-
-    Mutates `memory` as the reference does. Slot 0 is the padding row's: its state and records are unchanged
-    and its outputs are zero.
-    """
+    """Scan as the reference does. The padding row's slot 0 is unchanged, and its outputs are zero."""
     assert group.tentative or group.ancestors_BMM is None, "certain tokens form a chain"
     state, (heads, columns), size = memory.state_SHKW, x_THW.shape[1:], k_THK.shape[2]
     x_THW, gate_THW, dt_THW = (
@@ -76,7 +72,6 @@ def fold_selective(
     length_B: Tensor,
     x_path_BPHW: Tensor,
 ) -> None:
-    """Fold the accepted paths into states and convolution windows, in place."""
     fold_window(memory, slot_B, path, length_B)
     state = memory.state_SHKW
     _, heads, size, columns = state.shape

@@ -14,11 +14,6 @@ from specdec.kernels.sampling.rules import NO_TOKEN
 
 
 def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each node's depth, its ancestors including itself, and the `taps` inputs of its convolution.
-
-    The inputs are indices into the taps-1 inputs before the window followed by the window's own, oldest
-    first.
-    """
     node_M = _arange(parent_BM)
     up_BM = parent_BM.clamp(min=0)
     ancestors_BMM = (node_M[:, None] == node_M).expand(len(parent_BM), -1, -1)
@@ -36,12 +31,6 @@ def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow the chosen tokens from the root until no child has the chosen token.
-
-    Return the accepted nodes, the root first, and their count. Entries after the count are their own index,
-    so moving the nodes' KV to its committed position leaves the rest unchanged. A node with no chosen token
-    ends the walk and is not accepted, so the count may be 0.
-    """
     wanted_BM = chosen_BM.gather(1, parent_BM.clamp(min=0))
     node_BM, length_B = _follow((token_BM == wanted_BM) & (token_BM != NO_TOKEN), parent_BM)
     last_B1 = chosen_BM.gather(1, node_BM.gather(1, length_B[:, None] - 1))
@@ -58,11 +47,6 @@ def accept_at_rates(
     seed_B: Tensor,
     position_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth.
-
-    The rate (float64) is compared with a random draw from seed and position; `position` is that of the token
-    chosen at the root. An accepted node becomes its parent's choice; any other loses its token.
-    """
     goes_BN = _goes(rate_N, seed_B, position_B)
     deep_BN = F.pad(goes_BN, (0, max(token_BM.shape[1] - goes_BN.shape[1], 1)))
     node_M, is_real_BM = _arange(token_BM), token_BM != NO_TOKEN
@@ -84,10 +68,6 @@ def promote(
     path_length_B: Tensor,
     length_B: Tensor,
 ) -> None:
-    """Make the accepted nodes' records the row's path and add their count to its committed length, in place.
-
-    Table entries behind a path's end are unchanged. A row of length 0 is padding and is unchanged.
-    """
     is_live_B = length_B > 0
     is_kept_BM = (_arange(node_BM) < count_B[:, None]) & is_live_B[:, None]
     for to_BP, from_BM in zip(path, record, strict=True):
@@ -98,13 +78,6 @@ def promote(
 
 
 def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
-    """Return the scores [B, F, K] of the children of F nodes with the given scores, in float64.
-
-    A child's acceptance probability is the drafter's probability, at most 1, times the gain of its depth (1:
-    the root's children) and rank, clamped between a minimum and a maximum: the table's three parts. The last
-    depth and rank also apply to all beyond. At most one child is accepted and their order is fixed, so
-    probabilities never increase with rank and sum to at most 1.
-    """
     _, depths, ranks = table_3DR.shape
     row_3R = table_3DR[:, min(depth, depths) - 1]
     total_BF, chances = torch.zeros_like(score_BF), list[Tensor]()
@@ -118,18 +91,12 @@ def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor)
 
 
 def frontier(score_BN: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` best scores of a level, best first; ties go to the earlier node."""
     return score_BN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def prune(
     token_BN: Tensor, parent_BN: Tensor, score_BN: Tensor, belief_BN: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keep the `count` best nodes by score, in their original order; ties go to the earlier node.
-
-    Node 0 is the root, with score 1. A parent scores no less than its children and precedes them, so the
-    parents of retained nodes are retained.
-    """
     kept_BM = frontier(score_BN, count).sort(-1).values
     place_BN = torch.zeros_like(parent_BN).scatter(1, kept_BM, _arange(kept_BM).expand_as(kept_BM))
     parent_BM = parent_BN.gather(1, kept_BM)

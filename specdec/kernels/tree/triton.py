@@ -14,11 +14,6 @@ from specdec.kernels.sampling.triton import splitmix64
 
 
 def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each node's depth, its ancestors including itself, and the `taps` inputs of its convolution.
-
-    The inputs are indices into the taps-1 inputs before the window followed by the window's own, oldest
-    first.
-    """
     rows, width = parent_BM.shape
     depth_BM = _like(parent_BM, rows, width)
     ancestors_BMM = _like(parent_BM, rows, width, width, dtype=torch.bool)
@@ -32,12 +27,6 @@ def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow the chosen tokens from the root until no child has the chosen token.
-
-    Return the accepted nodes, the root first, and their count. Entries after the count are their own index,
-    so moving the nodes' KV to its committed position leaves the rest unchanged. A node with no chosen token
-    ends the walk and is not accepted, so the count may be 0.
-    """
     node_BM, count_B = torch.empty_like(_whole(chosen_BM)), _like(chosen_BM, len(chosen_BM))
     _walk[(len(chosen_BM),)](
         *map(_whole, (chosen_BM, token_BM, parent_BM)),
@@ -56,11 +45,6 @@ def accept_at_rates(
     seed_B: Tensor,
     position_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth.
-
-    The rate (float64) is compared with a random draw from seed and position; `position` is that of the token
-    chosen at the root. An accepted node becomes its parent's choice; any other loses its token.
-    """
     new_chosen_BM, new_token_BM = torch.empty_like(_whole(chosen_BM)), torch.empty_like(_whole(token_BM))
     _accept_at_rates[(len(chosen_BM),)](
         *map(_whole, (chosen_BM, token_BM, parent_BM, rate_N, seed_B, position_B)),
@@ -79,10 +63,6 @@ def promote(
     path_length_B: Tensor,
     length_B: Tensor,
 ) -> None:
-    """Make the accepted nodes' records the row's path and add their count to its committed length, in place.
-
-    Table entries behind a path's end are unchanged. A row of length 0 is padding and is unchanged.
-    """
     rows, width = node_BM.shape
     assert path_length_B.is_contiguous() and length_B.is_contiguous()
     assert all(ids_BN.stride(1) == 1 and ids_BN.shape[1] >= width for ids_BN in (*path, *record))
@@ -97,13 +77,6 @@ def promote(
 
 
 def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
-    """Return the scores [B, F, K] of the children of F nodes with the given scores, in float64.
-
-    A child's acceptance probability is the drafter's probability, at most 1, times the gain of its depth (1:
-    the root's children) and rank, clamped between a minimum and a maximum: the table's three parts. The last
-    depth and rank also apply to all beyond. At most one child is accepted and their order is fixed, so
-    probabilities never increase with rank and sum to at most 1.
-    """
     rows, nodes, ranks = share_BFK.shape
     _, depths, known = table_3DR.shape
     out_BFK = torch.empty(share_BFK.shape, dtype=torch.float64, device=share_BFK.device)
@@ -118,7 +91,6 @@ def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor)
 
 
 def frontier(score_BN: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` best scores of a level, best first; ties go to the earlier node."""
     rows, nodes = score_BN.shape
     index_BC = _like(score_BN, rows, min(count, nodes))
     _frontier[(rows,)](
@@ -132,11 +104,6 @@ def frontier(score_BN: Tensor, count: int) -> Tensor:
 def prune(
     token_BN: Tensor, parent_BN: Tensor, score_BN: Tensor, belief_BN: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keep the `count` best nodes by score, in their original order; ties go to the earlier node.
-
-    Node 0 is the root, with score 1. A parent scores no less than its children and precedes them, so the
-    parents of retained nodes are retained.
-    """
     rows, nodes = score_BN.shape
     count = min(count, nodes)
     kept = [torch.empty(rows, count, dtype=x.dtype, device=x.device) for x in (token_BN, parent_BN)]
