@@ -142,17 +142,14 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
 
     Layers after the last one are a multi-token head, which is not loaded.
     """
-    return CheckpointLayout(
-        rules=(
-            TensorRule(r"embed\.weight", "~word_embeddings.weight"),
-            *rules.OUTER,
-            *rules.PRE_NORM,
-            *(rule for home in HOMES for rule in _mixers(network, home)),
-            *_feed_forward(),
-        ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=(*rules.ignored(network), rf"model\.layers\.{len(network.layers)}\..*"),
+    return rules.table(
+        network,
+        TensorRule(r"embed\.weight", "~word_embeddings.weight"),
+        *rules.OUTER,
+        *rules.PRE_NORM,
+        *(rule for home in HOMES for rule in _mixers(network, home)),
+        *_feed_forward(),
+        ignored=(rf"model\.layers\.{len(network.layers)}\..*",),
     )
 
 

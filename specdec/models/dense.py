@@ -106,9 +106,4 @@ def _kinds(fields: Fields, kind: str, rotates: tuple[bool, ...]) -> tuple[str, .
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return CheckpointLayout(
-        rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
-    )
+    return rules.table(network, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE)

@@ -74,12 +74,12 @@ class MoE(FeedForward):
     experts: int
     top_k: int
     width: int
-    activation: Literal["swiglu", "relu2"]
-    router: Literal["softmax", "sigmoid"]
-    renormalise: bool
-    shared_width: int
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True
+    shared_width: int = 0
     """0: no shared expert."""
-    shared_gate: bool
+    shared_gate: bool = False
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1

@@ -21,7 +21,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP, FeedForward, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, rows, stack
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, rows
 from specdec.models.mixers import Mixer
 from specdec.models.norm import Norm
 
@@ -72,47 +72,29 @@ def _feed_forward(fields: Fields) -> FeedForward:
         experts=fields.integer(EXPERTS, default=8),
         top_k=top_k(fields, EXPERTS),
         width=fields.integer("intermediate_size"),
-        activation="swiglu",
-        router="softmax",
-        renormalise=True,
         shared_width=fields.integer("shared_intermediate_size", least=0),
-        shared_gate=False,
     )
 
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return CheckpointLayout(
-        rules=(
-            *rules.OUTER,
-            *rules.PRE_NORM,
-            *rules.ATTENTION,
-            *rules.MAMBA,
-            *_shared(network),
-            *layer_rules(r"ffn\.(?:shared\.)?down\.weight", "shared_mlp.output_linear.weight"),
-            *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.router.layer.weight"),
-            *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.router.weight"),
-            *layer_rules(r"ffn\.experts\.up", "block_sparse_moe.input_linear.weight"),
-            *layer_rules(r"ffn\.experts\.up", "block_sparse_moe.experts.gate_up_proj"),
-            *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.output_linear.weight"),
-            *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.experts.down_proj"),
-            *_APART,
-        ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+    return rules.table(
+        network,
+        *rules.OUTER,
+        *rules.PRE_NORM,
+        *rules.ATTENTION,
+        *rules.MAMBA,
+        *_shared(network),
+        *layer_rules(r"ffn\.(?:shared\.)?down\.weight", "shared_mlp.output_linear.weight"),
+        *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.router.layer.weight"),
+        *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.router.weight"),
+        *layer_rules(r"ffn\.experts\.up", "block_sparse_moe.input_linear.weight"),
+        *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.output_linear.weight"),
+        *rules.experts("block_sparse_moe"),
+        *layer_rules(
+            r"ffn\.(?:shared\.)?(gate|up)\.weight", r"shared_mlp.\2_proj.weight"
+        ),  # as in GGUF files
     )
-
-
-_EXPERT = "block_sparse_moe.experts.{e}"
-_APART = (
-    *layer_rules(r"ffn\.(?:shared\.)?(gate|up)\.weight", r"shared_mlp.\2_proj.weight"),
-    *layer_rules(
-        r"ffn\.experts\.up", f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight", recipe=stack
-    ),
-    *layer_rules(r"ffn\.experts\.down", f"{_EXPERT}.down_proj.weight", recipe=stack),
-)
-"""As GGUF files name them."""
 
 
 def _shared(network: spec.NetworkSpec) -> Iterator[TensorRule]:

@@ -15,7 +15,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import CheckpointLayout, layer_rules, stack
+from specdec.models.layouts import CheckpointLayout, layer_rules
 from specdec.models.mixers import Mamba1
 from specdec.models.norm import Norm
 
@@ -71,11 +71,7 @@ def _experts(fields: Fields) -> MoE | None:
         experts=fields.integer(names, default=16),
         top_k=top_k(fields, names),
         width=fields.integer("intermediate_size"),
-        activation="swiglu",
-        router="softmax",
         renormalise=False,
-        shared_width=0,
-        shared_gate=False,
     )
 
 
@@ -86,19 +82,8 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
         *layer_rules(r"mixer\.dt_bias", "mamba.dt_proj.bias"),
         *layer_rules(r"mixer\.(dt|b|c)_norm\.weight", r"mamba.\2_layernorm.weight"),
         *layer_rules(r"ffn\.router\.weight", "feed_forward.router.weight"),
-        *layer_rules(r"ffn\.experts\.up", "feed_forward.experts.gate_up_proj"),
-        *layer_rules(r"ffn\.experts\.down", "feed_forward.experts.down_proj"),
-        *layer_rules(
-            r"ffn\.experts\.up",
-            "feed_forward.experts.{e}.gate_proj.weight",
-            "feed_forward.experts.{e}.up_proj.weight",
-            recipe=stack,
-        ),
-        *layer_rules(r"ffn\.experts\.down", "feed_forward.experts.{e}.down_proj.weight", recipe=stack),
+        *rules.experts("feed_forward"),
     )
-    return CheckpointLayout(
-        rules=(*own, *bamba.NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+    return rules.table(
+        network, *own, *bamba.NAMES, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.MAMBA
     )

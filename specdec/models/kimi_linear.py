@@ -18,7 +18,7 @@ from specdec.models.blocks import (
     swiglu,
 )
 from specdec.models.fields import Fields
-from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, stack
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules
 from specdec.models.mixers import KimiDeltaAttention, LatentAttention, Mixer
 from specdec.models.norm import Norm
 
@@ -99,27 +99,23 @@ def latent_attention(fields: Fields) -> LatentAttention:
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout: as published, as saved by transformers, and with its module names."""
     widths = {mixer.width for mixer in network.mixers() if isinstance(mixer, KimiDeltaAttention)}
-    return CheckpointLayout(
-        rules=(
-            *rules.OUTER,
-            *rules.PRE_NORM,
-            *rules.ATTENTION,
-            *(
-                rule
-                for width in widths
-                for rule in rules.delta_attention("self_attn", width, A_log=rules.BETWEEN_ONES)
-            ),
-            *(
-                rule
-                for mixer in set(network.mixers())
-                if isinstance(mixer, LatentAttention)
-                for rule in rules.latent_attention("self_attn", mixer)
-            ),
-            *(rule for home in ("block_sparse_moe", "mlp") for rule in _feed_forward(home)),
+    return rules.table(
+        network,
+        *rules.OUTER,
+        *rules.PRE_NORM,
+        *rules.ATTENTION,
+        *(
+            rule
+            for width in widths
+            for rule in rules.delta_attention("self_attn", width, A_log=rules.BETWEEN_ONES)
         ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+        *(
+            rule
+            for mixer in set(network.mixers())
+            if isinstance(mixer, LatentAttention)
+            for rule in rules.latent_attention("self_attn", mixer)
+        ),
+        *(rule for home in ("block_sparse_moe", "mlp") for rule in _feed_forward(home)),
     )
 
 
@@ -127,9 +123,5 @@ def _feed_forward(home: str) -> Iterator[TensorRule]:
     yield from layer_rules(r"ffn\.(gate|up|down)\.weight", rf"{home}.\2_proj.weight")
     yield from layer_rules(r"ffn\.router\.weight", f"{home}.gate.weight")
     yield from layer_rules(r"ffn\.router\.correction", f"{home}.gate.e_score_correction_bias")
-    yield from layer_rules(r"ffn\.experts\.up", f"{home}.experts.gate_up_proj")
-    yield from layer_rules(r"ffn\.experts\.down", f"{home}.experts.down_proj")
-    each = f"{home}.experts.{{e}}"
-    yield from layer_rules(r"ffn\.experts\.up", f"{each}.w1.weight", f"{each}.w3.weight", recipe=stack)
-    yield from layer_rules(r"ffn\.experts\.down", f"{each}.w2.weight", recipe=stack)
+    yield from rules.experts(home, "w1", "w3", "w2")
     yield from layer_rules(r"ffn\.shared\.(gate|up|down)\.weight", rf"{home}.shared_experts.\2_proj.weight")

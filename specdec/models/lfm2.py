@@ -19,7 +19,7 @@ from specdec.models.blocks import (
 )
 from specdec.models.feed_forward import MLP, MoE
 from specdec.models.fields import Fields
-from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, squeeze_conv, stack
+from specdec.models.layouts import CheckpointLayout, TensorRule, layer_rules, squeeze_conv
 from specdec.models.mixers import Mixer, ShortConv
 from specdec.models.norm import Norm
 
@@ -117,11 +117,8 @@ def _experts(fields: Fields) -> MoE:
         experts=fields.integer("num_experts"),
         top_k=top_k(fields, "num_experts"),
         width=fields.integer("moe_intermediate_size"),
-        activation="swiglu",
         router="sigmoid",
         renormalise=fields.flag("norm_topk_prob", default=True),
-        shared_width=0,
-        shared_gate=False,
         scale=fields.number("routed_scaling_factor", default=1.0),
         narrow_router=True,
         corrected=fields.flag("use_expert_bias", default=True),
@@ -131,26 +128,14 @@ def _experts(fields: Fields) -> MoE:
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return CheckpointLayout(
-        rules=(
-            *NAMES,
-            *rules.OUTER,
-            *layer_rules(r"mixer\.([qkv])\.weight", r"self_attn.\2_proj.weight"),
-            *layer_rules(r"mixer\.o\.weight", "self_attn.out_proj.weight"),
-            *layer_rules(r"mixer\.([qk])_norm\.weight", r"self_attn.\2_layernorm.weight"),
-            *layer_rules(r"ffn\.router\.weight", "feed_forward.gate.weight"),
-            *layer_rules(r"ffn\.router\.correction", "feed_forward.expert_bias"),
-            *layer_rules(r"ffn\.experts\.up", "feed_forward.experts.gate_up_proj"),
-            *layer_rules(
-                r"ffn\.experts\.up",
-                "feed_forward.experts.{e}.w1.weight",
-                "feed_forward.experts.{e}.w3.weight",
-                recipe=stack,
-            ),
-            *layer_rules(r"ffn\.experts\.down", "feed_forward.experts.down_proj"),
-            *layer_rules(r"ffn\.experts\.down", "feed_forward.experts.{e}.w2.weight", recipe=stack),
-        ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+    return rules.table(
+        network,
+        *NAMES,
+        *rules.OUTER,
+        *layer_rules(r"mixer\.([qkv])\.weight", r"self_attn.\2_proj.weight"),
+        *layer_rules(r"mixer\.o\.weight", "self_attn.out_proj.weight"),
+        *layer_rules(r"mixer\.([qk])_norm\.weight", r"self_attn.\2_layernorm.weight"),
+        *layer_rules(r"ffn\.router\.weight", "feed_forward.gate.weight"),
+        *layer_rules(r"ffn\.router\.correction", "feed_forward.expert_bias"),
+        *rules.experts("feed_forward", "w1", "w3", "w2"),
     )

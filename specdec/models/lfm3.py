@@ -103,17 +103,13 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> Rope:
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout; the gate is named differently as published and in transformers."""
-    return CheckpointLayout(
-        rules=(
-            *lfm2.NAMES,
-            *rules.OUTER,
-            *layer_rules(r"mixer_post_norm\.weight", "post_operator_norm.weight"),
-            *layer_rules(r"ffn_post_norm\.weight", "post_ffn_norm.weight"),
-            *layer_rules(r"mixer\.gate\.weight", "self_attn.gate_proj.weight"),
-            *layer_rules(r"mixer\.gate\.weight", "self_attn.g_proj.weight"),
-            *rules.ATTENTION,
-        ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+    return rules.table(
+        network,
+        *lfm2.NAMES,
+        *rules.OUTER,
+        *layer_rules(r"mixer_post_norm\.weight", "post_operator_norm.weight"),
+        *layer_rules(r"ffn_post_norm\.weight", "post_ffn_norm.weight"),
+        *layer_rules(r"mixer\.gate\.weight", "self_attn.gate_proj.weight"),
+        *layer_rules(r"mixer\.gate\.weight", "self_attn.g_proj.weight"),
+        *rules.ATTENTION,
     )

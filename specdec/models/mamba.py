@@ -57,5 +57,5 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
         *layer_rules(r"mixer\.dt_bias", "mixer.dt_proj.bias"),
     )
     return CheckpointLayout(
-        (*own, *mamba2.NAMES), mamba2.PREFIXES, "embeddings.weight", ignored=rules.ignored(network)
+        (*own, *mamba2.NAMES), mamba2.PREFIXES, "embeddings.weight", ignored=rules.always_ignored(network)
     )

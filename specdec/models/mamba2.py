@@ -73,4 +73,4 @@ PREFIXES = ("backbone.", "model.", "")
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return CheckpointLayout(NAMES, PREFIXES, "embeddings.weight", ignored=rules.ignored(network))
+    return CheckpointLayout(NAMES, PREFIXES, "embeddings.weight", ignored=rules.always_ignored(network))

@@ -120,35 +120,27 @@ def _experts(fields: Fields) -> MoE:
         experts=fields.integer(EXPERTS),
         top_k=top_k(fields, EXPERTS),
         width=fields.integer("intermediate_size"),
-        activation="swiglu",
-        router="softmax",
-        renormalise=True,
-        shared_width=0,
-        shared_gate=False,
     )
 
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return CheckpointLayout(
-        rules=(
-            *rules.OUTER,
-            *rules.PRE_NORM,
-            *rules.ATTENTION,
-            *_lightning_rules(network),
-            *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.gate.weight"),
-            *layer_rules(
-                r"ffn\.experts\.up",
-                "block_sparse_moe.experts.{e}.w1.weight",
-                "block_sparse_moe.experts.{e}.w3.weight",
-                recipe=stack,
-            ),
-            *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.experts.{e}.w2.weight", recipe=stack),
-            *rules.GATED_EXPERTS,
+    return rules.table(
+        network,
+        *rules.OUTER,
+        *rules.PRE_NORM,
+        *rules.ATTENTION,
+        *_lightning_rules(network),
+        *layer_rules(r"ffn\.router\.weight", "block_sparse_moe.gate.weight"),
+        *layer_rules(
+            r"ffn\.experts\.up",
+            "block_sparse_moe.experts.{e}.w1.weight",
+            "block_sparse_moe.experts.{e}.w3.weight",
+            recipe=stack,
         ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=(*rules.ignored(network), DERIVED),
+        *layer_rules(r"ffn\.experts\.down", "block_sparse_moe.experts.{e}.w2.weight", recipe=stack),
+        *rules.GATED_EXPERTS,
+        ignored=(DERIVED,),
     )
 
 

@@ -145,7 +145,6 @@ def _experts(fields: Fields) -> MoE:
         router="sigmoid",
         renormalise=fields.flag("norm_topk_prob", default=True),
         shared_width=fields.integer("moe_shared_expert_intermediate_size"),
-        shared_gate=False,
         scale=fields.number("routed_scaling_factor", default=1.0),
         groups=fields.integer("n_group", default=1),
         top_groups=fields.integer("topk_group", default=1),
@@ -183,5 +182,5 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
         ),
         prefixes=("backbone.", "model.", "language_model.backbone.", ""),
         embedding="embeddings.weight",
-        ignored=rules.ignored(network),
+        ignored=rules.always_ignored(network),
     )

@@ -79,29 +79,25 @@ def _delta_net(fields: Fields) -> GatedDeltaNet:
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout; transformers renames some norms on saving."""
-    return CheckpointLayout(
-        rules=(
-            *rules.OUTER,
-            *layer_rules(r"mixer_norm\.weight", "attention_layer_norm.weight"),
-            *layer_rules(r"mixer_norm\.weight", "input_layernorm.weight"),
-            *layer_rules(r"ffn_norm\.weight", "feedforward_layer_norm.weight"),
-            *layer_rules(r"ffn_norm\.weight", "post_attention_layernorm.weight"),
-            *layer_rules(r"mixer_post_norm\.weight", "post_attention_layernorm.weight"),
-            *layer_rules(r"mixer_post_norm\.weight", "feedforward_layer_norm.weight"),
-            *layer_rules(r"ffn_post_norm\.weight", "post_feedforward_layernorm.weight"),
-            *rules.ATTENTION,
-            *rules.DENSE,
-            *layer_rules(r"mixer\.in_([qkvab])\.weight", r"linear_attn.\2_proj.weight"),
-            *layer_rules(r"mixer\.in_z\.weight", "linear_attn.g_proj.weight"),
-            *layer_rules(r"mixer\.out\.weight", "linear_attn.o_proj.weight"),
-            *layer_rules(r"mixer\.(A_log|dt_bias)", r"linear_attn.\2"),
-            *layer_rules(r"mixer\.norm\.weight", "linear_attn.o_norm.weight"),
-            *(rule for net in {*network.mixers()} if isinstance(net, GatedDeltaNet) for rule in _convs(net)),
-            *rules.DELTA_NET,
-        ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+    return rules.table(
+        network,
+        *rules.OUTER,
+        *layer_rules(r"mixer_norm\.weight", "attention_layer_norm.weight"),
+        *layer_rules(r"mixer_norm\.weight", "input_layernorm.weight"),
+        *layer_rules(r"ffn_norm\.weight", "feedforward_layer_norm.weight"),
+        *layer_rules(r"ffn_norm\.weight", "post_attention_layernorm.weight"),
+        *layer_rules(r"mixer_post_norm\.weight", "post_attention_layernorm.weight"),
+        *layer_rules(r"mixer_post_norm\.weight", "feedforward_layer_norm.weight"),
+        *layer_rules(r"ffn_post_norm\.weight", "post_feedforward_layernorm.weight"),
+        *rules.ATTENTION,
+        *rules.DENSE,
+        *layer_rules(r"mixer\.in_([qkvab])\.weight", r"linear_attn.\2_proj.weight"),
+        *layer_rules(r"mixer\.in_z\.weight", "linear_attn.g_proj.weight"),
+        *layer_rules(r"mixer\.out\.weight", "linear_attn.o_proj.weight"),
+        *layer_rules(r"mixer\.(A_log|dt_bias)", r"linear_attn.\2"),
+        *layer_rules(r"mixer\.norm\.weight", "linear_attn.o_norm.weight"),
+        *(rule for net in {*network.mixers()} if isinstance(net, GatedDeltaNet) for rule in _convs(net)),
+        *rules.DELTA_NET,
     )
 
 

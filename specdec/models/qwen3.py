@@ -66,9 +66,6 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return CheckpointLayout(
-        rules=(*rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE, *rules.GATED_EXPERTS),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+    return rules.table(
+        network, *rules.OUTER, *rules.PRE_NORM, *rules.ATTENTION, *rules.DENSE, *rules.GATED_EXPERTS
     )

@@ -65,18 +65,14 @@ def _feed_forward(text: Fields, kind: str) -> FeedForward:
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    return CheckpointLayout(
-        rules=(
-            *rules.OUTER,
-            *rules.PRE_NORM,
-            *rules.ATTENTION,
-            *rules.DELTA_NET,
-            *rules.DELTA_NET_FLAT,
-            *rules.DENSE,
-            *rules.GATED_EXPERTS,
-            *rules.HEAD,
-        ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+    return rules.table(
+        network,
+        *rules.OUTER,
+        *rules.PRE_NORM,
+        *rules.ATTENTION,
+        *rules.DELTA_NET,
+        *rules.DELTA_NET_FLAT,
+        *rules.DENSE,
+        *rules.GATED_EXPERTS,
+        *rules.HEAD,
     )

@@ -60,21 +60,17 @@ def _experts(fields: Fields) -> MoE | None:
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
     nets = {mixer for mixer in network.mixers() if isinstance(mixer, GatedDeltaNet)}
-    return CheckpointLayout(
-        rules=(
-            *rules.OUTER,
-            *rules.PRE_NORM,
-            *rules.ATTENTION,
-            *rules.DELTA_NET,
-            *(rule for net in nets for rule in _interleaved(net)),
-            *rules.DELTA_NET_FLAT,  # as GGUF files store them
-            *rules.DENSE,
-            *rules.GATED_EXPERTS,
-            *rules.HEAD,
-        ),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
+    return rules.table(
+        network,
+        *rules.OUTER,
+        *rules.PRE_NORM,
+        *rules.ATTENTION,
+        *rules.DELTA_NET,
+        *(rule for net in nets for rule in _interleaved(net)),
+        *rules.DELTA_NET_FLAT,  # as GGUF files store them
+        *rules.DENSE,
+        *rules.GATED_EXPERTS,
+        *rules.HEAD,
     )
 
 

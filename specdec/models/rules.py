@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from specdec.models.layouts import (
+    CheckpointLayout,
     Recipe,
     TensorRule,
     copy,
@@ -57,17 +58,21 @@ def mamba(ours: str, disk: str) -> tuple[TensorRule, ...]:
 
 MAMBA = mamba("mixer", "mamba")
 
+
+def experts(
+    home: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Iterator[TensorRule]:
+    """Yield rules of gated experts, stored in one tensor or one by one."""
+    each = f"{home}.experts.{{e}}"
+    yield from layer_rules(r"ffn\.experts\.up", f"{home}.experts.gate_up_proj")
+    yield from layer_rules(r"ffn\.experts\.up", f"{each}.{gate}.weight", f"{each}.{up}.weight", recipe=stack)
+    yield from layer_rules(r"ffn\.experts\.down", f"{home}.experts.down_proj")
+    yield from layer_rules(r"ffn\.experts\.down", f"{each}.{down}.weight", recipe=stack)
+
+
 GATED_EXPERTS = (
     *layer_rules(r"ffn\.router\.weight", "mlp.gate.weight"),
-    *layer_rules(r"ffn\.experts\.up", "mlp.experts.gate_up_proj"),
-    *layer_rules(
-        r"ffn\.experts\.up",
-        "mlp.experts.{e}.gate_proj.weight",
-        "mlp.experts.{e}.up_proj.weight",
-        recipe=stack,
-    ),
-    *layer_rules(r"ffn\.experts\.down", "mlp.experts.down_proj"),
-    *layer_rules(r"ffn\.experts\.down", "mlp.experts.{e}.down_proj.weight", recipe=stack),
+    *experts("mlp"),
     *layer_rules(r"ffn\.shared\.(gate|up|down)\.weight", r"mlp.shared_expert.\2_proj.weight"),
     *layer_rules(r"ffn\.shared_gate\.weight", "mlp.shared_expert_gate.weight"),
 )
@@ -109,8 +114,8 @@ HEAD = (
     TensorRule(r"mtp\.(fc|norm)\.weight", r"mtp.\1.weight"),
 )
 
-# Prefixes of text checkpoints, of new and old multimodal ones, and of a bare body.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+"""Prefixes of text checkpoints, of new and old multimodal ones, and of a bare body."""
 
 _ROTARY = r".*\.inv_freq"
 """Rotary frequencies stored by old exporters; they follow from the config."""
@@ -123,7 +128,12 @@ _VISION = (
 _OUTPUT = r"(.*\.)?lm_head\.weight"
 
 
-def ignored(network: NetworkSpec) -> tuple[str, ...]:
+def table(network: NetworkSpec, *rules: TensorRule, ignored: tuple[str, ...] = ()) -> CheckpointLayout:
+    """Return a family's table with the prefixes and the embedding's name that most families have."""
+    return CheckpointLayout(rules, PREFIXES, "embed_tokens.weight", (*always_ignored(network), *ignored))
+
+
+def always_ignored(network: NetworkSpec) -> tuple[str, ...]:
     """Return expressions for tensors that a text model ignores."""
     return (_ROTARY, _VISION, _later_heads(len(network.mtp)), *((_OUTPUT,) if network.tied else ()))
 

@@ -79,9 +79,4 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
             *layer_rules(rf"{mixer}\.dt_bias", f"{disk}.dt_proj_bias", recipe=stored_as(by_head)),
             *layer_rules(rf"{mixer}\.(A_log|D)", rf"{disk}.\2", recipe=stored_as(by_head)),
         ]
-    return CheckpointLayout(
-        rules=(*own, *zamba2.outer_rules(network, "shared_transf"), *rules.MAMBA),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
-    )
+    return rules.table(network, *own, *zamba2.outer_rules(network, "shared_transf"), *rules.MAMBA)

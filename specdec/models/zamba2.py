@@ -131,12 +131,7 @@ def _mamba(fields: Fields) -> Mamba2:
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout; adapters are named after their block and the number of its use."""
     own = (*_feed_forward(network), *_adapters(network))
-    return CheckpointLayout(
-        rules=(*own, *outer_rules(network, "shared_transformer"), *rules.MAMBA),
-        prefixes=rules.PREFIXES,
-        embedding="embed_tokens.weight",
-        ignored=rules.ignored(network),
-    )
+    return rules.table(network, *own, *outer_rules(network, "shared_transformer"), *rules.MAMBA)
 
 
 def outer_rules(network: spec.NetworkSpec, block: str) -> Iterator[TensorRule]:
