@@ -7,13 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from specdec.bench.acceptance.prompts import choose
-from specdec.bench.options import (
-    LLAMA_CPP,
-    ModelOptions,
-    ReachOptions,
-    ServeOptions,
-    ThroughputOptions,
-)
+from specdec.bench.options import LLAMA_CPP, ModelOptions, ReachOptions, ServeOptions, ThroughputOptions
 from specdec.bench.report import ReportOutput, add_json
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_options, add_settings, secret, settings_from

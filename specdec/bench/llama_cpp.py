@@ -36,11 +36,7 @@ from specdec.setup.settings import Resolved
 PROGRAM = "llama-server"
 PACKAGE = "xllamacpp"
 ROUNDED: Mapping[str, FileType] = {"int8": "Q8_0", "int4": "Q4_0"}
-WIDE: Mapping[torch.dtype, FileType] = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
+WIDE: Mapping[torch.dtype, FileType] = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 OWN_ENVIRONMENT = ("GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")
 """Variables that this package sets for its own threads and memory."""
 LOADING_S = 300.0

@@ -114,10 +114,7 @@ class ReachOptions(Settings):
     max_tokens: int = integer(64, "max_tokens of each request", least=2)
     requests: int = integer(24, "requests per route and round")
     rate: float = Field(
-        1.5,
-        gt=0,
-        title="Poisson arrivals per second and route",
-        description="a number above 0",
+        1.5, gt=0, title="Poisson arrivals per second and route", description="a number above 0"
     )
     rounds: int = integer(3, "counted rounds, which alternate the routes")
     writers: int = integer(2, "steady: requests decoding while prompts arrive")

@@ -79,12 +79,7 @@ def new_figure(title: str, height: float, legend: Sequence[str] = ()) -> "Figure
 
 
 def line_plot(
-    lines: Sequence[LineSeries],
-    title: str,
-    x_label: str,
-    y_label: str,
-    *,
-    percent: bool = False,
+    lines: Sequence[LineSeries], title: str, x_label: str, y_label: str, *, percent: bool = False
 ) -> "Figure":
     """Draw lines on common axes: y from 0 to 100 % if `percent`."""
     figure = new_figure(title, 4.0, [line.name for line in lines])

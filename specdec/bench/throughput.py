@@ -232,12 +232,7 @@ def longest(options: ThroughputOptions, config: EngineConfig, *, watched: int = 
 
 
 def check(
-    engine: EngineRunner,
-    oracle: Oracle,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    *,
-    exact: bool,
+    engine: EngineRunner, oracle: Oracle, prompts: Sequence[Sequence[int]], new_tokens: int, *, exact: bool
 ) -> dict[str, float]:
     """Compare each token of the engine with the oracle's logits for the same text.
 

@@ -17,15 +17,7 @@ from specdec.cli.text import binary
 from specdec.cli.top.options import TopOptions
 from specdec.config.engine import EngineConfig
 from specdec.config.file import add_model_and_file, fill_in
-from specdec.config.options import (
-    Run,
-    add_options,
-    add_settings,
-    at_least,
-    listed,
-    secret,
-    settings_from,
-)
+from specdec.config.options import Run, add_options, add_settings, at_least, listed, secret, settings_from
 from specdec.config.parser import Parser
 from specdec.config.sampling import SamplingParams
 from specdec.errors import ConfigError, RequestError

@@ -143,12 +143,7 @@ def _earned(stats: RequestStats) -> str:
 
 
 async def _print_deltas(
-    engine: SpecEngine,
-    prompt: Prompt,
-    params: SamplingParams,
-    progress: StreamProgress,
-    *,
-    coloured: bool,
+    engine: SpecEngine, prompt: Prompt, params: SamplingParams, progress: StreamProgress, *, coloured: bool
 ) -> RequestStats | None:
     stats, is_started = None, False
     try:

@@ -64,11 +64,7 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
     def rope_table(
-        self,
-        position_T: Tensor,
-        dim: int,
-        theta: float,
-        scaling: Callable[[Tensor], Tensor] | None = None,
+        self, position_T: Tensor, dim: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None
     ) -> Rotation: ...
 
     def self_attention(
@@ -132,12 +128,7 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
     def path_keys(
-        self,
-        layer: DeltaLayer,
-        memory: RecurrentMemory,
-        slot_B: Tensor,
-        path: RecordIds,
-        length_B: Tensor,
+        self, layer: DeltaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
     ) -> Tensor: ...
 
     def mamba(
@@ -145,12 +136,7 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
     def mamba_keys(
-        self,
-        layer: MambaLayer,
-        memory: RecurrentMemory,
-        slot_B: Tensor,
-        path: RecordIds,
-        length_B: Tensor,
+        self, layer: MambaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
     ) -> Tensor: ...
 
     def selective_scan(
@@ -254,12 +240,7 @@ class Kernels(Protocol):
     def frontier(self, score_BN: Tensor, count: int) -> Tensor: ...
 
     def prune(
-        self,
-        token_BN: Tensor,
-        parent_BN: Tensor,
-        score_BN: Tensor,
-        belief_BN: Tensor,
-        count: int,
+        self, token_BN: Tensor, parent_BN: Tensor, score_BN: Tensor, belief_BN: Tensor, count: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 

@@ -130,8 +130,7 @@ def _find(
     if folder is None:
         if config.draft_model is not None:
             raise ConfigError(
-                "draft_model: random weights have no draft head; leave it out.",
-                field="draft_model",
+                "draft_model: random weights have no draft head; leave it out.", field="draft_model"
             )
         return None
     place = find_head(folder, config.draft, config.draft_model)

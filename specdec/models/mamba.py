@@ -37,8 +37,7 @@ def _mixer(fields: Fields) -> Mamba1:
     fields.only("hidden_act", "silu")
     return Mamba1(
         inner=fields.integer(
-            "intermediate_size",
-            default=fields.integer("expand", default=2) * fields.integer("hidden_size"),
+            "intermediate_size", default=fields.integer("expand", default=2) * fields.integer("hidden_size")
         ),
         state_dim=fields.integer("state_size", default=16, least=2),
         rank=step_rank(fields, "time_step_rank"),

@@ -388,12 +388,7 @@ def _speculation(stats: EngineStats) -> dict[str, Any] | None:
     state = stats.speculation
     if state is None:
         return None
-    return {
-        "name": state.name,
-        "reason": state.reason,
-        "expected_tokens": state.tokens,
-        "cost": state.cost,
-    }
+    return {"name": state.name, "reason": state.reason, "expected_tokens": state.tokens, "cost": state.cost}
 
 
 def _resolved_settings(settings: Resolved) -> dict[str, Any]:

@@ -201,9 +201,7 @@ class RequestBody(BaseModel):
             for field in ("bootstrap_host", "bootstrap_port"):
                 if getattr(self, field) is not None:
                     raise Failure(
-                        400,
-                        f"bootstrap_room: it is required with {field}; give it.",
-                        param="bootstrap_room",
+                        400, f"bootstrap_room: it is required with {field}; give it.", param="bootstrap_room"
                     )
             return None
         per_prompt = partial(each_of, prompts=prompts, n=self.n or 1)

@@ -198,9 +198,7 @@ class ServerConfig(Settings):
     )
     log_prompts: bool = switch(False, "write prompts to the log")
     log_format: Literal["text", "json"] = Field(
-        "text",
-        title="log format; lines of text, or one JSON object per line",
-        description='"text" or "json"',
+        "text", title="log format; lines of text, or one JSON object per line", description='"text" or "json"'
     )
 
     @field_validator("reach_host")

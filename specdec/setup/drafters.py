@@ -86,11 +86,7 @@ SELF_ON_DEVICE = Refusal(
     "draft='self-int4' drafts on the host, from states that are the device's there",
     "use graphs=False, or another drafter",
 )
-SELF_ON_GPU = Refusal(
-    "draft",
-    "'self-int4' runs on CPU kernels only",
-    "use draft='auto', or a CPU",
-)
+SELF_ON_GPU = Refusal("draft", "'self-int4' runs on CPU kernels only", "use draft='auto', or a CPU")
 SELF_IS_PACKED = Refusal(
     "draft",
     "'self-int4' would be the model itself, whose weights are published in 4 bits",

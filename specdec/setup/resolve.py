@@ -211,8 +211,7 @@ def _refuse_unbuilt(config: EngineConfig) -> None:
     for field in PREFIX_FIELDS:
         if not config.prefix_cache and getattr(config, field) != EngineConfig.model_fields[field].default:
             raise ConfigError(
-                f"{field}: it has no effect without prefix_cache; leave out one of them.",
-                field=field,
+                f"{field}: it has no effect without prefix_cache; leave out one of them.", field=field
             )
 
 

@@ -122,13 +122,7 @@ KINDS: Mapping[str, SessionKind] = MappingProxyType(
 
 
 def generate(
-    name: str,
-    seed: int,
-    *,
-    sessions: int,
-    vocab: int,
-    scale: float = 1.0,
-    most: int = LONGEST,
+    name: str, seed: int, *, sessions: int, vocab: int, scale: float = 1.0, most: int = LONGEST
 ) -> Trace:
     """Generate a trace; no request, including its answer, exceeds `most` tokens.
 

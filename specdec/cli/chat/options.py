@@ -59,11 +59,7 @@ def add_chat(parser: Parser) -> None:
         metavar="TEXT",
         help="answer this message and exit; it may also follow MODEL or be piped in",
     )
-    parser.add_argument(
-        "--think",
-        action=_Thinking,
-        help="switch thinking, if the chat template supports it",
-    )
+    parser.add_argument("--think", action=_Thinking, help="switch thinking, if the chat template supports it")
     parser.add_argument(
         "--colour",
         choices=COLOURS,

@@ -35,12 +35,7 @@ class ChatStart:
 
 
 def chat(
-    folder: Path,
-    config: EngineConfig,
-    params: SamplingParams,
-    opening: ChatStart,
-    *,
-    colour: str,
+    folder: Path, config: EngineConfig, params: SamplingParams, opening: ChatStart, *, colour: str
 ) -> None:
     """Answer one message, or without one run an interactive chat."""
     with SpecEngine(folder, config) as engine:

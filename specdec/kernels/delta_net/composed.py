@@ -56,12 +56,7 @@ class ComposedDeltaNet(NamedTuple):
         )
 
     def path_keys(
-        self,
-        layer: DeltaLayer,
-        memory: RecurrentMemory,
-        slot_B: Tensor,
-        path: RecordIds,
-        length_B: Tensor,
+        self, layer: DeltaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
     ) -> Tensor:
         """Return the keys [B, P, G, K] of the tokens on the pending paths, as they were when verified.
 

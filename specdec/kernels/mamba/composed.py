@@ -49,12 +49,7 @@ class ComposedMamba(NamedTuple):
         return self.gated_norm(o_TN, gate_TN, layer.norm_N, layer.eps, size, gate_first=layer.gate_first)
 
     def mamba_keys(
-        self,
-        layer: MambaLayer,
-        memory: RecurrentMemory,
-        slot_B: Tensor,
-        path: RecordIds,
-        length_B: Tensor,
+        self, layer: MambaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
     ) -> Tensor:
         """Return the keys [B, P, G, K] of the tokens on the pending paths, as they were when verified.
 

@@ -13,10 +13,7 @@ def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
     out_TD = table_VD.new_empty((len(id_T), table_VD.shape[1]))
     size, (at, by_row) = table_VD.element_size(), strided(table_VD, 1)
     row = out_TD.shape[1] * size
-    function("gather")(
-        *(at, by_row * size, pointer(id_T)),
-        *(len(id_T), row, pointer(out_TD), row),
-    )
+    function("gather")(*(at, by_row * size, pointer(id_T)), *(len(id_T), row, pointer(out_TD), row))
     return out_TD
 
 
@@ -30,10 +27,7 @@ def concat(*parts_TD: Tensor) -> Tensor:
     to, by_to = out_TD.data_ptr(), sum(widths) * size
     for part, width in zip(parts_TD, widths, strict=True):
         at, by_row = strided(part, 1)
-        function("gather")(
-            *(at, by_row * size, None, len(part), width * size),
-            *(to, by_to),
-        )
+        function("gather")(*(at, by_row * size, None, len(part), width * size), *(to, by_to))
         to += width * size
     return out_TD
 
@@ -61,6 +55,6 @@ def scatter_columns(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
     assert ids_C.dtype == torch.int64 and len(ids_C) == x_TC.shape[1]
     out_TV = x_TC.new_empty((len(x_TC), width))
     function("scatter_columns", x_TC.dtype)(
-        *(pointer(x_TC), *x_TC.shape, pointer(ids_C), width, pointer(out_TV)),
+        *(pointer(x_TC), *x_TC.shape, pointer(ids_C), width, pointer(out_TV))
     )
     return out_TV

@@ -181,8 +181,7 @@ def linear_by_head(x_THK: Tensor, packed: Panels | Tensor) -> Tensor:
     at, *strides = strided(x_THK, 1)
     y_THN = x_THK.new_empty((*x_THK.shape[:2], packed.outputs))
     function("linear_by_head", packed.dtype)(
-        *(at, *x_THK.shape, *strides),
-        *(pointer(packed.weight), pointer(y_THN), packed.outputs),
+        *(at, *x_THK.shape, *strides), *(pointer(packed.weight), pointer(y_THN), packed.outputs)
     )
     return y_THN
 

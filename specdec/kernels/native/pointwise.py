@@ -136,12 +136,6 @@ def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         return rope.rotate(x_THD, cos_TR, sin_TR)
     out_THD, (at, *strides) = torch.empty(x_THD.shape, dtype=x_THD.dtype), strided(x_THD, 1)
     function("rotate", x_THD.dtype)(
-        at,
-        *x_THD.shape,
-        cos_TR.shape[1],
-        *strides,
-        pointer(cos_TR),
-        pointer(sin_TR),
-        pointer(out_THD),
+        at, *x_THD.shape, cos_TR.shape[1], *strides, pointer(cos_TR), pointer(sin_TR), pointer(out_THD)
     )
     return out_THD

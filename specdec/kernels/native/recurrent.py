@@ -10,16 +10,7 @@ from specdec.kernels.gates import cpu as gates
 from specdec.kernels.gates.cpu import delta_gates
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.mamba.composed import ComposedMamba
-from specdec.kernels.native.call import (
-    TOKENS,
-    function,
-    has_room,
-    ids,
-    pointer,
-    records_of,
-    serves,
-    strided,
-)
+from specdec.kernels.native.call import TOKENS, function, has_room, ids, pointer, records_of, serves, strided
 from specdec.kernels.native.compiled import MOST
 from specdec.kernels.native.pointwise import gated_norm
 from specdec.kernels.native.signatures import SUFFIX
@@ -159,8 +150,7 @@ def mamba_step(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> 
     step_TH, (at, by_token) = torch.empty(dt_TH.shape, dtype=torch.float32), strided(dt_TH, 1)
     low, high = (min(bound, torch.finfo(torch.float32).max) for bound in limit)
     function("mamba_step", dt_TH.dtype)(
-        *(at, *dt_TH.shape, by_token, pointer(dt_bias_H), low, high),
-        pointer(step_TH),
+        *(at, *dt_TH.shape, by_token, pointer(dt_bias_H), low, high), pointer(step_TH)
     )
     return step_TH
 

@@ -13,12 +13,7 @@ from specdec.kernels.chunk_scan.triton import chunk_scan
 from specdec.kernels.conv.triton import fold_window, record_ids
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.launch import kernel, overlap
-from specdec.kernels.pending.triton import (
-    fold_path,
-    fold_state,
-    inside,
-    path_arguments,
-)
+from specdec.kernels.pending.triton import fold_path, fold_state, inside, path_arguments
 from specdec.kernels.strides import dense, outer_strides
 
 WALK, CERTAIN = 8, 4

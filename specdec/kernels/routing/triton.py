@@ -18,12 +18,7 @@ def route_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[
     index_TA = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weight_TA = torch.empty(tokens, top_k, dtype=logits_TE.dtype, device=logits_TE.device)
     _softmax[(tokens,)](
-        logits_TE,
-        logits_TE.stride(0),
-        index_TA,
-        weight_TA,
-        RENORMALISE=renormalise,
-        **_sizes(experts, top_k),
+        logits_TE, logits_TE.stride(0), index_TA, weight_TA, RENORMALISE=renormalise, **_sizes(experts, top_k)
     )
     return index_TA, weight_TA
 

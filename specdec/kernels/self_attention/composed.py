@@ -57,14 +57,6 @@ class ComposedAttention(NamedTuple):
 
 
 REFERENCE = ComposedAttention(
-    norm_reference.rms_norm,
-    rope_reference.rotate,
-    attention_reference.append,
-    attention_reference.attend,
+    norm_reference.rms_norm, rope_reference.rotate, attention_reference.append, attention_reference.attend
 )
-CPU = ComposedAttention(
-    norm_cpu.rms_norm,
-    rope_cpu.rotate,
-    attention_cpu.append,
-    attention_cpu.attend,
-)
+CPU = ComposedAttention(norm_cpu.rms_norm, rope_cpu.rotate, attention_cpu.append, attention_cpu.attend)

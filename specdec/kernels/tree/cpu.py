@@ -40,12 +40,7 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
 
 
 def accept_at_rates(
-    chosen_BM: Tensor,
-    token_BM: Tensor,
-    parent_BM: Tensor,
-    rate_N: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
+    chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rate_N: Tensor, seed_B: Tensor, position_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     goes_BN = _goes(rate_N, seed_B, position_B)
     deep_BN = F.pad(goes_BN, (0, max(token_BM.shape[1] - goes_BN.shape[1], 1)))

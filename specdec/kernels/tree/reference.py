@@ -40,12 +40,7 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
 
 
 def accept_at_rates(
-    chosen_BM: Tensor,
-    token_BM: Tensor,
-    parent_BM: Tensor,
-    rate_N: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
+    chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rate_N: Tensor, seed_B: Tensor, position_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rewrite choices and tokens so that a walk accepts each node's first child at the rate of its depth.
 

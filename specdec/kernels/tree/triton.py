@@ -38,12 +38,7 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
 
 
 def accept_at_rates(
-    chosen_BM: Tensor,
-    token_BM: Tensor,
-    parent_BM: Tensor,
-    rate_N: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
+    chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rate_N: Tensor, seed_B: Tensor, position_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     new_chosen_BM, new_token_BM = torch.empty_like(_whole(chosen_BM)), torch.empty_like(_whole(token_BM))
     _accept_at_rates[(len(chosen_BM),)](

@@ -50,11 +50,7 @@ class KimiDeltaAttention(Mixer):
         gates = {}
         if self.gate_rank is not None:
             gates = {f"delta {name}": (self.width, self.gate_rank) for name in ("gate", "decay")}
-        return {
-            "delta in": (sum(self.rows.values()), hidden),
-            **gates,
-            "delta out": (hidden, self.width),
-        }
+        return {"delta in": (sum(self.rows.values()), hidden), **gates, "delta out": (hidden, self.width)}
 
     def token_flops(self) -> float:
         """Return the FLOPs of the convolution, and of the state's decay, correction, update and read."""

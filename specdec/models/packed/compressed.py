@@ -35,12 +35,7 @@ class PackedInts(PackedMatrix):
     """weight_packed [N, K / 8], weight_scale [N, G], weight_shape [2], and weight_zero_point [N / 8, G]."""
 
     marker: ClassVar[str] = "weight_packed"
-    suffixes: ClassVar[tuple[str, ...]] = (
-        "weight_packed",
-        "weight_scale",
-        "weight_shape",
-        ZEROS,
-    )
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape", ZEROS)
 
     @property
     def shape(self) -> Shape:

@@ -90,7 +90,7 @@ class MessageWriter(BlockWriter):
             "cache_creation_input_tokens": 0,
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
-                "thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"],
+                "thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
             },
         }
 

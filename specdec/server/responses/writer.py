@@ -197,7 +197,7 @@ def _usage(usage: Usage) -> Json:
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {
-            "reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"],
+            "reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"]
         },
         "total_tokens": counts["total_tokens"],
     }

@@ -24,13 +24,13 @@ class CallFormat(Protocol):
     sign: str
     """Marker that identifies these models' chat templates."""
 
-    style: str
+    style: str = "json"
     """Structural tags' name for the format of the arguments."""
-    leads: bool
+    leads: bool = False
     """Whether calls are only recognised at the start of the answer."""
-    before: str
-    between: str
-    behind: str
+    before: str = ""
+    between: str = ""
+    behind: str = ""
     """Text before, between and after forced calls."""
 
     def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specdec.text.answers.calls import Schemas, close, stream_value
+from specdec.text.answers.calls import CallFormat, Schemas, close, stream_value
 from specdec.text.answers.events import CallStart
 from specdec.text.answers.json_calls import read_several
 from specdec.text.answers.qwen3_coder import read_parameters
@@ -19,7 +19,7 @@ PARAMETER, PARAMETER_END = f"<{MARK}parameter", f"</{MARK}parameter>"
 OTHERS = {"number", "boolean", "object", "array", "null"}
 
 
-class DeepSeek:
+class DeepSeek(CallFormat):
     """`<｜tool▁calls▁begin｜>`, calls starting with `<｜tool▁call▁begin｜>`, `<｜tool▁calls▁end｜>`.
 
     A call is `NAME<｜tool▁sep｜>{…}`, or `function<｜tool▁sep｜>NAME` with its JSON in a fenced block.
@@ -27,8 +27,6 @@ class DeepSeek:
     """
 
     openings: Sequence[str] = (CALLS,)
-    style = "json"
-    leads = False
     before, behind = CALLS, CALLS_END
 
     def __init__(self, *, sign: str, fenced: bool) -> None:
@@ -47,7 +45,7 @@ class DeepSeek:
         return f"{CALL}{name}{SEPARATOR}", CALL_END
 
 
-class DeepSeekMarkup:
+class DeepSeekMarkup(CallFormat):
     """`<｜DSML｜invoke name="NAME">` with `<｜DSML｜parameter name="KEY" string="true">` elements.
 
     Strings are streamed; values with `string="false"` are sent as JSON once complete. A JSON object in place
@@ -57,7 +55,6 @@ class DeepSeekMarkup:
     openings: Sequence[str] = (BLOCK,)
     sign = MARK
     style = "deepseek_xml"
-    leads = False
     before, between, behind = f"{BLOCK}\n", "\n", f"\n{BLOCK_END}"
 
     def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:

@@ -2,21 +2,19 @@
 
 from collections.abc import Sequence
 
-from specdec.text.answers.calls import Schemas, close
+from specdec.text.answers.calls import CallFormat, Schemas, close
 from specdec.text.answers.json_calls import json_frame, read_object
 from specdec.text.answers.source import Reading, TextCursor
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class Hermes(CallFormat):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`; arguments are streamed."""
 
     openings: Sequence[str] = (OPENING,)
     sign = OPENING
-    style = "json"
-    leads = False
-    before, between, behind = "", "\n", ""
+    between = "\n"
 
     def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(OPENING)

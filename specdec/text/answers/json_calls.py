@@ -3,16 +3,14 @@
 import json
 from collections.abc import Callable, Sequence
 
-from specdec.text.answers.calls import Schemas, close, stream_value
+from specdec.text.answers.calls import CallFormat, Schemas, close, stream_value
 from specdec.text.answers.events import ArgumentsDelta, CallStart
 from specdec.text.answers.source import MalformedCall, Reading, TextCursor, Waiting
 
 
-class JsonList:
+class JsonList(CallFormat):
     """`OPENING[{"name": …, "arguments": {…}}, …]CLOSING`: Nemotron-H, Granite 3, early Mistral."""
 
-    style = "json"
-    leads = False
     between = ", "
 
     def __init__(self, *openings: str, sign: str, closing: str = "") -> None:
@@ -31,14 +29,13 @@ class JsonList:
         return json_frame(name, "arguments")
 
 
-class LeadingJson:
+class LeadingJson(CallFormat):
     """`{"name": …, "parameters": {…}}; …` from the start of the answer: Llama 3."""
 
     openings: Sequence[str] = ("<|python_tag|>", "{")
     sign = "dictionary of argument name and its value"
-    style = "json"
     leads = True
-    before, between, behind = "", "; ", ""
+    between = "; "
 
     def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.match(self.openings[0])

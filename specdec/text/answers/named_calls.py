@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from specdec.text.answers.calls import Schemas, close, stream_value
+from specdec.text.answers.calls import CallFormat, Schemas, close, stream_value
 from specdec.text.answers.events import CallStart
 from specdec.text.answers.json_calls import read_list, read_several
 from specdec.text.answers.source import Reading, TextCursor
@@ -14,14 +14,11 @@ CALL, ARGUMENT, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
-class Mistral:
+class Mistral(CallFormat):
     """`[TOOL_CALLS]NAME[ARGS]{…}`, repeated; the list of earlier models is parsed too."""
 
     openings: Sequence[str] = (CALLS,)
     sign = ARGS
-    style = "json"
-    leads = False
-    before, between, behind = "", "", ""
 
     def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(CALLS)
@@ -43,7 +40,7 @@ class Mistral:
         return f"{CALLS}{name}{ARGS}", ""
 
 
-class Kimi:
+class Kimi(CallFormat):
     """`<|tool_calls_section_begin|>`, calls from `<|tool_call_begin|>` on, `<|tool_calls_section_end|>`.
 
     A call is named `functions.NAME:INDEX`.
@@ -51,9 +48,7 @@ class Kimi:
 
     openings: Sequence[str] = (SECTION,)
     sign = SECTION
-    style = "json"
-    leads = False
-    before, between, behind = SECTION, "", SECTION_END
+    before, behind = SECTION, SECTION_END
 
     def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.need(SECTION)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec.text.answers.calls import Schemas, close, stream_value
+from specdec.text.answers.calls import CallFormat, Schemas, close, stream_value
 from specdec.text.answers.events import ArgumentsDelta, CallStart
 from specdec.text.answers.schema import as_json, types_of
 from specdec.text.answers.source import MalformedCall, Reading, TextCursor, Waiting
@@ -16,7 +16,7 @@ ENDS = tuple(f"{before}{end}" for end in ("</parameter>", f"{END}\n{CLOSING}") f
 """Endings of a value. Models sometimes omit `</parameter>`; a lone tag may belong to the value."""
 
 
-class Qwen3Coder:
+class Qwen3Coder(CallFormat):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`.
 
     Values are converted to JSON by their schema: strings are streamed, other values sent once complete. A
@@ -26,8 +26,7 @@ class Qwen3Coder:
     openings: Sequence[str] = (OPENING, FUNCTION)
     sign = FUNCTION
     style = "qwen_xml"
-    leads = False
-    before, between, behind = "", "\n", ""
+    between = "\n"
 
     def read(self, source: TextCursor, schemas: Schemas) -> Reading[None]:
         yield from source.match(OPENING)
