@@ -7,13 +7,25 @@ from functools import partial
 from pathlib import Path
 
 from specdec.bench.acceptance.prompts import choose
-from specdec.bench.options import LLAMA_CPP, ModelOptions, ReachOptions, ServeOptions, ThroughputOptions
+from specdec.bench.options import (
+    LLAMA_CPP,
+    ModelOptions,
+    PrefixOptions,
+    ReachOptions,
+    ServeOptions,
+    ThroughputOptions,
+)
 from specdec.bench.report import ReportOutput, add_json
 from specdec.config.engine import EngineConfig
 from specdec.config.options import Run, add_options, add_settings, secret, settings_from
 from specdec.errors import ConfigError
 from specdec.models.folder import GIVEN, find_models
 
+PREFIX = """\
+Requests that share prefixes go to two engines over a checkpoint, one that caches prefixes and one that does
+not, in turn. First tokens are timed, and texts compared."""
+MEASURED = {"prefix_cache", "seed"}
+"""Engine settings that the prefix benchmark sets itself."""
 LEAST_BANDWIDTH = 1e6
 """Bytes per second; a smaller value lacks its unit."""
 
@@ -84,6 +96,28 @@ def _speed(text: str) -> float:
     return speed
 
 
+def add_prefix(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the prefix benchmark."""
+    parser.set_defaults(command=_prefix)
+    parser.description, parser.formatter_class = PREFIX, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", metavar="MODEL", help=GIVEN)
+    add_options(parser, PrefixOptions, without={"model"})
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, help="folder for the report, prefix-engine.json"
+    )
+    add_json(parser)
+    add_settings(parser, EngineConfig, title="engine", without=MEASURED)
+
+
+def _prefix(args: argparse.Namespace) -> Run:
+    options, out = settings_from(args, PrefixOptions), out_folder(args)
+    given = {name: value for name, value in vars(args).items() if name not in MEASURED}
+    _, config = find_models(options.model, settings_from(argparse.Namespace(**given), EngineConfig))
+    from specdec.bench.prefix.engine import run
+
+    return partial(run, options, config, out)
+
+
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """Add the options of the serving benchmark."""
     parser.set_defaults(command=_serve)
@@ -128,4 +162,12 @@ def out_file(args: argparse.Namespace) -> ReportOutput:
     path: Path | None = args.out
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ConfigError(f"--out: {path} is no file in a folder that exists; name one", field="out")
+    return ReportOutput(path, args.json)
+
+
+def out_folder(args: argparse.Namespace) -> ReportOutput:
+    """Return the folder for reports; refuse a file before measuring."""
+    path: Path | None = args.out
+    if path is not None and path.exists() and not path.is_dir():
+        raise ConfigError(f"--out: {path} is a file; name a folder", field="out")
     return ReportOutput(path, args.json)

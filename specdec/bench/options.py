@@ -96,6 +96,37 @@ class ServeOptions(PromptOptions):
     timeout: float = positive(600.0, "timeout of a request in seconds")
 
 
+class AcceptanceArguments(PromptOptions):
+    """Options of `specdec bench acceptance` that are not swept."""
+
+    max_tokens: int = integer(128, "maximum output tokens", least=2)
+    ignore_eos: bool = switch(False, "continue after the model's EOS tokens")
+    seed: int = integer(0, "sampling seed", least=0)
+    warmup: int = integer(
+        4, "uncounted prompts of each setting; 0: one, and what it taught is discarded", least=0
+    )
+    peers: list[Literal["transformers"]] = names([], "also measure transformers")
+    memory: str | None = text(
+        None, "memory of all engines without the weights (default: half of what is free); one always runs"
+    )
+
+
+class PrefixOptions(Settings):
+    """Options of `specdec bench prefix`."""
+
+    model: str
+    trace: list[Literal["lmsys", "sharegpt", "agents", "system-prompts"]] = Field(
+        ["system-prompts"],
+        min_length=1,
+        title="lmsys, sharegpt, agents or system-prompts, with commas",
+        description="lmsys, sharegpt, agents or system-prompts, with commas",
+    )
+    seed: int = integer(0, "of the requests", least=0)
+    requests: int = integer(64, "requests of each trace")
+    together: int = integer(1, "concurrent requests")
+    max_tokens: int = integer(8, "max_tokens of each request")
+
+
 ReachPart = Literal["wire", "serve", "steady"]
 
 

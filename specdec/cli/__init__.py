@@ -83,7 +83,7 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "model": ("compute the bytes of a step and the speed they allow", "bench.commands:add_model"),
         "prefix": (
             "time to first token with and without the prefix cache",
-            "bench.prefix.command:add_prefix",
+            "bench.commands:add_prefix",
         ),
         "reach": ("disaggregated prefill: transfers, TTFT and TPOT", "bench.commands:add_reach"),
         "serve": ("latencies, throughput and acceptance of a running server", "bench.commands:add_serve"),

@@ -7,12 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specdec.bench.acceptance.prompts import choose
 from specdec.bench.acceptance.settings import DEFAULT_BOUNDS, Sweep
+from specdec.bench.commands import out_folder
+from specdec.bench.options import AcceptanceArguments
 from specdec.bench.plots import require_matplotlib
-from specdec.bench.report import ReportOutput, add_json
+from specdec.bench.report import add_json
 from specdec.config.drafters import AUTO, DRAFTER_OPTIONS, NONE
 from specdec.config.engine import EngineConfig
-from specdec.config.options import Run, add_settings, at_least, listed, one_of, settings_from
+from specdec.config.options import Run, add_options, add_settings, at_least, listed, one_of, settings_from
 from specdec.config.sampling import SamplingParams
 from specdec.draft.proposal import DraftShape
 from specdec.errors import ConfigError
@@ -40,50 +43,10 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
     """Add the options of the acceptance benchmark."""
     parser.set_defaults(command=_acceptance)
     parser.description, parser.formatter_class = ABOUT, argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("model", metavar="MODEL", help=GIVEN)
+    parser.add_argument("model", metavar="MODEL", help=GIVEN)
     _add_sweep(parser.add_argument_group("swept settings, with commas"))
-    asked = parser.add_argument_group("prompts").add_argument
-    asked(
-        "--prompts", metavar="FILE", type=Path, help="a file of prompts (default: those shipped with specdec)"
-    )
-    asked(
-        "--category",
-        metavar="NAMES",
-        type=listed(str),
-        default=[],
-        help="categories, with commas (default: all)",
-    )
-    asked("--limit", metavar="PROMPTS", type=at_least(1), help="maximum prompts of each category")
-    asked(
-        "--max-tokens",
-        metavar="TOKENS",
-        type=at_least(2),
-        default=128,
-        help="maximum output tokens (default: 128)",
-    )
-    asked("--ignore-eos", action="store_true", help="continue after the model's EOS tokens")
-    add("--seed", metavar="SEED", type=at_least(0), default=0, help="sampling seed (default: 0)")
-    add(
-        "--warmup",
-        metavar="PROMPTS",
-        type=at_least(0),
-        default=4,
-        help="uncounted prompts of each setting; 0: one, and what it taught is discarded (default: 4)",
-    )
-    add(
-        "--peers",
-        metavar="PEER",
-        type=listed(one_of("transformers")),
-        default=[],
-        help="also measure transformers",
-    )
-    add(
-        "--memory",
-        metavar="BYTES",
-        help="memory of all engines without the weights (default: half of what is free); one always runs",
-    )
-    add(
+    add_options(parser, AcceptanceArguments)
+    parser.add_argument(
         "--out",
         metavar="FOLDER",
         type=Path,
@@ -156,24 +119,22 @@ def _acceptance(args: argparse.Namespace) -> Run:
     _, config = find_models(args.model, _engine(args))
     # Imported late: other commands do not need torch or the benchmark's packages.
     from specdec.bench.acceptance.measure import AnswerLength
-    from specdec.bench.acceptance.prompts import choose
     from specdec.bench.acceptance.run import AcceptanceOptions, run
 
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
-        raise ConfigError(f"--out: {args.out} is a file; name a folder", field="out")
-    if args.out is not None:
+    given, out = settings_from(args, AcceptanceArguments), out_folder(args)
+    if out.path is not None:
         require_matplotlib()
     options = AcceptanceOptions(
         model=args.model,
-        sweep=_sweep(args),
-        prompts=choose(args.prompts, args.category, args.limit),
-        length=AnswerLength(args.max_tokens, args.ignore_eos),
-        seed=args.seed,
-        warmup=args.warmup,
-        memory=EngineConfig.model_validate({"memory_bytes": args.memory}).memory_bytes,
-        arguments=_arguments(args),
+        sweep=_sweep(args, transformers=bool(given.peers)),
+        prompts=choose(given.prompts, given.category, given.limit),
+        length=AnswerLength(given.max_tokens, given.ignore_eos),
+        seed=given.seed,
+        warmup=given.warmup,
+        memory=EngineConfig.model_validate({"memory_bytes": given.memory}).memory_bytes,
+        arguments=_arguments(args, given),
     )
-    return partial(run, options, config, ReportOutput(args.out, args.json))
+    return partial(run, options, config, out)
 
 
 def _engine(args: argparse.Namespace) -> EngineConfig:
@@ -182,7 +143,7 @@ def _engine(args: argparse.Namespace) -> EngineConfig:
     return settings_from(argparse.Namespace(**given), EngineConfig)
 
 
-def _sweep(args: argparse.Namespace) -> Sweep:
+def _sweep(args: argparse.Namespace, *, transformers: bool) -> Sweep:
     return Sweep(
         drafts=args.draft,
         shapes=_shapes(args),
@@ -192,7 +153,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
         noises=args.draft_noise,
         vocabs=[tokens or None for tokens in args.draft_vocab],
         windows=[tokens or None for tokens in args.draft_window],
-        transformers="transformers" in args.peers,
+        transformers=transformers,
     )
 
 
@@ -212,13 +173,13 @@ def _shapes(args: argparse.Namespace) -> list[DraftShape]:
     return shapes
 
 
-def _arguments(args: argparse.Namespace) -> dict[str, Any]:
+def _arguments(args: argparse.Namespace, given: AcceptanceArguments) -> dict[str, Any]:
     """Return the arguments for the report, with all defaults filled in."""
     left = {"command", "verbose", "out", "json", "model", "num_steps", "topk", "num_draft_tokens"}
     shown = {name: value for name, value in vars(args).items() if name not in left}
+    shown |= given.model_dump(mode="json")
     shown["shape"] = [_written(shape) for shape in _shapes(args)]
     shown["adaptive"] = _written(args.adaptive) if args.adaptive else None
-    shown["prompts"] = str(args.prompts) if args.prompts else None
     return shown
 
 

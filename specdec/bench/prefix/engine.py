@@ -9,6 +9,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
 from specdec.bench.agreement import EXACT, require_rounding
+from specdec.bench.options import PrefixOptions
 from specdec.bench.prefix.generate import LONGEST, Trace, TraceTurn, generate
 from specdec.bench.report import ReportOutput, environment, percentile, publish, table, until_interrupted
 from specdec.config.engine import PREFIX_FIELDS
@@ -22,19 +23,6 @@ WARMUP = 3
 LEGEND = """\
 off, on: until the first token, without a cache and with one; x: speedup, above 1 is faster
 hit: cached tokens, of all prompts'; differing: answers that differ from those without a cache"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixBenchOptions:
-    """Options of `specdec bench prefix`."""
-
-    model: str
-    names: Sequence[str]
-    requests: int
-    together: int
-    """Concurrent requests."""
-    max_tokens: int
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +41,7 @@ class AnswerPair:
 class EnginePair:
     """Own both engines, each with its own weights."""
 
-    def __init__(self, options: PrefixBenchOptions, config: EngineConfig, stack: ExitStack) -> None:
+    def __init__(self, options: PrefixOptions, config: EngineConfig, stack: ExitStack) -> None:
         self.options = options
         folder = find_folder(options.model)
         self.off, self.on = (
@@ -130,7 +118,7 @@ class PrefixBenchRun:
 
     def measure(self) -> None:
         """Send each trace's requests; Ctrl-C keeps those that both engines have answered."""
-        for name in self.engines.options.names:
+        for name in dict.fromkeys(self.engines.options.trace):
             trace = self.engines.trace(name)
             self.engines.warm_up(trace)
             with tqdm(
@@ -160,7 +148,7 @@ class PrefixBenchRun:
         }
 
 
-def run(options: PrefixBenchOptions, config: EngineConfig, out: ReportOutput) -> None:
+def run(options: PrefixOptions, config: EngineConfig, out: ReportOutput) -> None:
     """Time both engines on each trace and publish the report.
 
     Ctrl-C is raised again once the finished part has been published.
