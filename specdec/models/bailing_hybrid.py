@@ -34,7 +34,6 @@ from specdec.models.rope import Rope
 NAME = "bailing_hybrid"
 MODEL_TYPES: tuple[str, ...] = ("bailing_hybrid",)
 TITLES: Mapping[str, str] = {"bailing_hybrid": "Ling-3.0"}
-HAS_MTP = False
 
 HOMES = "attention", "self_attn"
 """A layer's mixer as published, and as named by the modules of transformers."""

@@ -25,7 +25,6 @@ from specdec.models.rope import Rope
 NAME = "bamba"
 MODEL_TYPES: tuple[str, ...] = ("bamba",)
 TITLES: Mapping[str, str] = {"bamba": "Bamba"}
-HAS_MTP = False
 
 NAMES = (
     TensorRule(r"norm\.weight", "~final_layernorm.weight"),

@@ -29,7 +29,6 @@ from specdec.models.norm import Norm
 NAME = "llama"
 MODEL_TYPES: tuple[str, ...] = ("llama", "qwen2", "mistral", "ministral", "smollm3")
 TITLES: Mapping[str, str] = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "smollm3": "SmolLM3"}
-HAS_MTP = False
 
 WINDOW: Mapping[str, int] = {"qwen2": 4096, "mistral": 4096, "ministral": 4096}
 """Default window if a config lacks the field; null means none."""

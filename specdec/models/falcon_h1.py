@@ -16,7 +16,6 @@ from specdec.models.norm import Norm
 NAME = "falcon_h1"
 MODEL_TYPES: tuple[str, ...] = ("falcon_h1",)
 TITLES: Mapping[str, str] = {"falcon_h1": "Falcon-H1"}
-HAS_MTP = False
 
 
 def network(config: Mapping[str, Any]) -> spec.NetworkSpec:

@@ -28,7 +28,6 @@ from specdec.models.norm import Norm
 NAME = "granitemoehybrid"
 MODEL_TYPES: tuple[str, ...] = ("granitemoehybrid",)
 TITLES: Mapping[str, str] = {"granitemoehybrid": "Granite 4"}
-HAS_MTP = False
 EXPERTS = "num_local_experts"
 
 

@@ -22,7 +22,6 @@ from specdec.models.norm import Norm
 NAME = "jamba"
 MODEL_TYPES: tuple[str, ...] = ("jamba",)
 TITLES: Mapping[str, str] = {"jamba": "Jamba"}
-HAS_MTP = False
 
 
 def network(config: Mapping[str, Any]) -> spec.NetworkSpec:

@@ -25,7 +25,6 @@ from specdec.models.norm import Norm
 NAME = "kimi_linear"
 MODEL_TYPES: tuple[str, ...] = ("kimi_linear",)
 TITLES: Mapping[str, str] = {"kimi_linear": "Kimi-Linear"}
-HAS_MTP = False
 
 LATENT_NORM = Norm(1e-6, wide=False)
 """Norm of the latent vectors; its epsilon is not in the config."""

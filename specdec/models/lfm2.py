@@ -26,7 +26,6 @@ from specdec.models.norm import Norm
 NAME = "lfm2"
 MODEL_TYPES: tuple[str, ...] = ("lfm2", "lfm2_moe", "lfm2_vl")
 TITLES: Mapping[str, str] = {"lfm2": "LFM2", "lfm2_moe": "LFM2 MoE"}
-HAS_MTP = False
 
 CONV = "conv"
 THETA = 1_000_000.0

@@ -29,7 +29,6 @@ from specdec.models.rope import Rope
 NAME = "lfm3"
 MODEL_TYPES: tuple[str, ...] = ("lfm3", "lfm3_vl")
 TITLES: Mapping[str, str] = {"lfm3": "LFM3"}
-HAS_MTP = False
 
 CONV = lfm2.CONV
 WINDOW, HEAD_DIM, TAPS = 256, 128, 7

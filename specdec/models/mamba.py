@@ -14,7 +14,6 @@ NAME = "mamba"
 FALCON = "falcon_mamba"
 MODEL_TYPES: tuple[str, ...] = (NAME, FALCON)
 TITLES: Mapping[str, str] = {"mamba": "Mamba"}
-HAS_MTP = False
 
 
 def network(config: Mapping[str, Any]) -> spec.NetworkSpec:

@@ -13,7 +13,6 @@ from specdec.models.norm import Norm
 NAME = "mamba2"
 MODEL_TYPES: tuple[str, ...] = ("mamba2",)
 TITLES: Mapping[str, str] = {"mamba2": "Mamba-2"}
-HAS_MTP = False
 
 UNBOUNDED = 1 << 20
 """Maximum positions: a state has no length limit, and the config names none."""

@@ -29,7 +29,6 @@ from specdec.models.rope import Rope
 NAME = "minimax"
 MODEL_TYPES: tuple[str, ...] = ("minimax", "minimax_text_01", "minimax_m1")
 TITLES: Mapping[str, str] = {"minimax": "MiniMax"}
-HAS_MTP = False
 
 EXPERTS = "num_local_experts"
 THETA = 1_000_000.0

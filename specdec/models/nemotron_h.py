@@ -25,7 +25,6 @@ from specdec.models.norm import Norm
 NAME = "nemotron_h"
 MODEL_TYPES: tuple[str, ...] = ("nemotron_h", "nemotron_h_omni")
 TITLES: Mapping[str, str] = {"nemotron_h": "Nemotron-H"}
-HAS_MTP = True
 
 _SYMBOLS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 

@@ -23,7 +23,6 @@ from specdec.models.norm import Norm
 NAME = "olmo_hybrid"
 MODEL_TYPES: tuple[str, ...] = ("olmo_hybrid",)
 TITLES: Mapping[str, str] = {"olmo_hybrid": "OLMo-Hybrid"}
-HAS_MTP = False
 
 OUTPUT_EPS = 1e-5
 """Epsilon of the norm inside a gated delta net, independent of the config."""

@@ -27,7 +27,6 @@ from specdec.models.norm import Norm
 NAME = "qwen3"
 MODEL_TYPES: tuple[str, ...] = ("qwen3", "qwen3_moe")
 TITLES: Mapping[str, str] = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3 MoE"}
-HAS_MTP = False
 
 
 def network(config: Mapping[str, Any]) -> spec.NetworkSpec:

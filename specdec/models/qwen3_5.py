@@ -33,7 +33,6 @@ MODEL_TYPES: tuple[str, ...] = (
     *("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
 )
 TITLES: Mapping[str, str] = {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5 MoE"}
-HAS_MTP = True
 
 
 def network(config: Mapping[str, Any]) -> spec.NetworkSpec:

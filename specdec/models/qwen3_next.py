@@ -27,7 +27,6 @@ from specdec.models.norm import Norm
 NAME = "qwen3_next"
 MODEL_TYPES: tuple[str, ...] = ("qwen3_next",)
 TITLES: Mapping[str, str] = {"qwen3_next": "Qwen3-Next"}
-HAS_MTP = True
 
 
 def network(config: Mapping[str, Any]) -> spec.NetworkSpec:

@@ -16,7 +16,6 @@ from specdec.models.norm import Norm
 NAME = "zamba"
 MODEL_TYPES: tuple[str, ...] = ("zamba",)
 TITLES: Mapping[str, str] = {"zamba": "Zamba"}
-HAS_MTP = False
 
 
 def network(config: Mapping[str, Any]) -> spec.NetworkSpec:

@@ -27,7 +27,6 @@ from specdec.models.norm import Norm
 NAME = "zamba2"
 MODEL_TYPES: tuple[str, ...] = ("zamba2",)
 TITLES: Mapping[str, str] = {"zamba2": "Zamba2"}
-HAS_MTP = False
 
 HYBRID = "hybrid"
 MAX_LENGTH = 4096
