@@ -76,6 +76,14 @@ class Fields:
             self.refuse(name, f"a list of {count} finite numbers")
         return tuple(float(own) for own in value)
 
+    def string(self, name: str, default: str | None = None) -> str:
+        """Read a string; without a default the field is required."""
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            self.refuse(name, "a string")
+        return value
+
     def flag(self, *names: str, default: bool) -> bool:
         """Read true or false."""
         value = self.get(*names)

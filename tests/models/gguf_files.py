@@ -81,7 +81,7 @@ def write(
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     layers = num_layers(config)
-    known = gguf.get_tensor_name_map(by_name[own.known or own.name], layers + 1)
+    known = gguf.get_tensor_name_map(by_name[own.known or own.name], layers + 2)
     writer = gguf.GGUFWriter(path, own.name)
     for key, value in {**common(config), **own.fields(config)}.items():
         add(writer, key.format(own.name), value)

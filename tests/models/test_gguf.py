@@ -28,12 +28,15 @@ from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
+from specdec.models.gguf import architectures as gguf_architectures
 from specdec.models.gguf import file as gguf_file
 from specdec.models.gguf import folder as gguf_folder
+from specdec.models.gguf import metadata as gguf_metadata
 from specdec.models.gguf.architectures import DescribedFile
 from specdec.models.gguf.blocks import KEPT, integers, offsets, scales, widen
 from specdec.models.gguf.codebooks import codebook
 from specdec.models.gguf.file import KINDS, MOST_BYTES, MOST_STRINGS, GgufFile, GgufTensor, GgufType
+from specdec.models.gguf.tensors import GgufTensors
 from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
@@ -200,6 +203,29 @@ def test_blocks_that_are_cut_off_or_damaged_are_refused(kind: GgufType, tmp_path
             read(inputs, whole)
 
 
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.ffn_up.scale"])
+def test_no_memory_is_taken_for_tensors_of_another_shape(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file of 4 KB on disk may claim 2^33 numbers, which are 34 GB in float32."""
+    kind, head = next(own for own in KINDS.values() if own.name == "Q1_0"), bytearray()
+    for field, value in (("block_count", 1), ("embedding_length", 256), ("attention.head_count", 2)):
+        key = f"llama.{field}".encode()
+        head += struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, value)
+    head += struct.pack("<Q20sIQ5s", 20, b"general.architecture", 8, 5, b"llama")
+    head += struct.pack("<Q25sIf", 25, b"llama.rope.scaling.factor", 6, 1.0)
+    for own, numbers in ((name, 1 << 33), ("blk.0.ffn_up.weight", 128)):
+        disk = own.encode()
+        head += struct.pack("<Q", len(disk)) + disk + struct.pack("<IQIQ", 1, numbers, kind.number, 0)
+    with (path := tmp_path / "sparse.gguf").open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 2, 5) + head)
+        file.truncate((1 << 26) * kind.bytes + 4096)
+    for module in (gguf_metadata, gguf_architectures):
+        monkeypatch.setattr(module, "widen", lambda *_: pytest.fail("the tensor was read"))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has the shape \[8589934592\]"):
+        DescribedFile(GgufFile(path)).rope()
+
+
 @pytest.mark.parametrize("name", ["IQ2_XS", "IQ1_S", "IQ3_S", "NVFP4"])
 def test_absurd_scales_are_refused(name: str, tmp_path: Path) -> None:
     """Float16 holds no finite number above 65,504, and NaN would spread to all logits."""
@@ -212,8 +238,38 @@ def test_absurd_scales_are_refused(name: str, tmp_path: Path) -> None:
         at = entry.offset + (2 if name == "NVFP4" else 0)
         data[at : at + 2] = b"\xc0\x7f" if name == "NVFP4" else absurd
         (path := tmp_path / "absurd.gguf").write_bytes(data)
-        with pytest.raises(CheckpointError, match=r"most of float16|NaN or Inf|one finite number"):
+        with pytest.raises(CheckpointError, match=r"most of float16|NaN or Inf"):
             Runner(path, torch.float32)
+
+
+def test_a_scale_belongs_to_the_weight_alone(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    def extend(writer: Any) -> None:
+        writer.add_tensor("blk.0.ffn_up.bias", np.full(96, 3, np.float32))
+        writer.add_tensor("blk.0.ffn_up.scale", np.full(1, 2, np.float32))
+
+    folder = checkpoint(LLAMA)
+    found = GgufTensors(write(folder, tmp_path / "small.gguf", "LLAMA", pair_rows, extend))
+    own = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(found.get_tensor(own), 2 * Checkpoint(folder).tensor(own).float())
+    assert torch.equal(found.get_tensor(own.replace("weight", "bias")), torch.full((96,), 3.0))
+
+
+@pytest.mark.parametrize("name", ["blk.2.a.weight", "blk.00.a.weight", "blk.x.a.weight", "blk."])
+def test_tensors_outside_the_blocks_are_refused(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write(
+        checkpoint(LLAMA),
+        tmp_path / "small.gguf",
+        "LLAMA",
+        pair_rows,
+        lambda writer: writer.add_tensor(name, np.zeros((4, 4), np.float32)),
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"{re.escape(name)} is (not in one of the 2 blocks|no name)"
+    ) as wrong:
+        Checkpoint(path)
+    assert wrong.value.field == name
 
 
 def test_a_tag_behind_a_file_is_refused(tmp_path: Path) -> None:
@@ -356,6 +412,10 @@ def test_frequencies_are_scaled_as_in_llama_3(checkpoint: Callable[..., Path], t
         return found
 
     assert read(plain_N / frequency_N) == scaling
+    with pytest.raises(
+        CheckpointError, match=r"rope_freqs\.weight has the shape \[32\], and heads have 128 rot"
+    ):
+        read(plain_N[:32] / frequency_N[:32])
     with pytest.raises(CheckpointError, match=r"scaled as in Llama 3\.1"):
         read(plain_N / frequency_N + torch.linspace(0, 1, 64))
 
@@ -668,18 +728,27 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.parametrize(
     ("change", "field", "why"),
     [
-        ({"architecture": "gpt-j"}, "general.architecture", "qwen3.*not 'gpt-j'"),
-        ({"string": ("qwen3.rope.scaling.type", "longrope")}, "qwen3.rope.scaling.type", "not 'longrope'"),
-        ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "expert_count is 0"),
+        ({"architecture": "gpt-j"}, "general.architecture", "'gpt-j'; specdec needs one of llama.*qwen3"),
+        (
+            {"string": ("qwen3.rope.scaling.type", "longrope")},
+            "qwen3.rope.scaling.type",
+            "'longrope'; specdec needs none, linear or yarn",
+        ),
+        ({"uint32": ("qwen3.expert_count", 8)}, "qwen3.expert_count", "is 8; specdec needs 0"),
         ({"string": ("tokenizer.ggml.model", "gpt2")}, "tokenizer.ggml.tokens", "a list of strings"),
         ({"float32": ("qwen3.rope.scaling.factor", -4.0)}, "qwen3.rope.scaling.factor", "above 0"),
         (
             {"float32": ("qwen3.rope.scaling.yarn_attn_factor", 2.0)},
             "qwen3.rope.scaling.yarn_attn_factor",
-            "is 1",
+            "is 2.0; specdec needs 1",
         ),
         ({"uint32": ("qwen3.nextn_predict_layers", 9)}, "qwen3.nextn_predict_layers", "less than"),
         ({"uint32": ("split.count", 2)}, "split.count", "one of 2 files"),
+        ({"string": ("general.type", "adapter")}, "general.type", "'adapter'; specdec needs 'model'"),
+        ({"array": ("general.type", [1, 2])}, "general.type", "needs a string"),
+        ({"array": ("qwen3.rope.scaling.type", [1, 2])}, "qwen3.rope.scaling.type", "needs a string"),
+        ({"array": ("tokenizer.ggml.model", [1, 2])}, "tokenizer.ggml.model", "needs a string"),
+        ({"architecture": 7}, "general.architecture", "is 7; specdec needs a string"),
     ],
 )
 def test_what_is_not_read_is_named(
@@ -688,7 +757,9 @@ def test_what_is_not_read_is_named(
     def extend(writer: Any) -> None:
         for kind, value in change.items():
             if kind == "architecture":
-                writer.kv_data[0]["general.architecture"].value = value
+                kinds = gguf.GGUFValueType
+                own = writer.kv_data[0]["general.architecture"]
+                own.value, own.type = value, kinds.STRING if isinstance(value, str) else kinds.UINT32
             else:
                 getattr(writer, f"add_{kind}")(*value)
 
@@ -698,15 +769,16 @@ def test_what_is_not_read_is_named(
     assert wrong.value.field == field
 
 
-def test_a_file_that_is_split_is_one_model(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """The first part may hold only metadata."""
-    folder = checkpoint(LLAMA)
-    whole = gguf.GGUFReader(write(folder, tmp_path / "whole.gguf", "LLAMA", pair_rows))
+def write_parts(folder: Path, to: Path, *, numbers: tuple[int, ...], firsts: tuple[int, ...]) -> None:
+    """Write three parts with some values of split.no; the first has no tensors."""
+    whole = gguf.GGUFReader(write(folder, to / "whole.gguf", "LLAMA", pair_rows))
     names = [tensor.name for tensor in whole.tensors]
-    for number, own in ((1, names[:0]), (2, names[:5]), (3, names[5:])):
-        writer = gguf.GGUFWriter(tmp_path / f"part-{number:05}-of-00003.gguf", "llama")
+    for i, own in enumerate((names[:0], names[firsts[0] : 5], names[firsts[1] :])):
+        writer = gguf.GGUFWriter(to / f"part-{i + 1:05}-of-00003.gguf", "llama")
         writer.add_uint16("split.count", 3)
-        if number == 1:
+        writer.add_uint16("split.no", numbers[i])
+        writer.add_int32("split.tensors.count", len(names))
+        if i == 0:
             add_fields(writer, Checkpoint(folder).config)
         for tensor in whole.tensors:
             if tensor.name in own:
@@ -715,6 +787,34 @@ def test_a_file_that_is_split_is_one_model(checkpoint: Callable[..., Path], tmp_
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "firsts", "field", "why"),
+    [
+        ((0, 2, 1), (0, 5), "split.no", r"part-00002-of-00003\.gguf: split\.no is 2, .* it should be 1"),
+        ((0, 1, 2), (1, 5), "split.tensors.count", r"00001-of-00003\.gguf: split\.tensors\.count is"),
+        ((0, 1, 2), (0, 4), None, r"00003-of-00003\.gguf: an earlier part has the tensor blk"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_named(
+    numbers: tuple[int, ...],
+    firsts: tuple[int, ...],
+    field: str | None,
+    why: str,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    write_parts(checkpoint(LLAMA), tmp_path, numbers=numbers, firsts=firsts)
+    with pytest.raises(CheckpointError, match=why) as wrong:
+        Checkpoint(tmp_path / "part-00001-of-00003.gguf")
+    assert field is None or wrong.value.field == field
+
+
+def test_a_file_that_is_split_is_one_model(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The first part may hold only metadata."""
+    folder = checkpoint(LLAMA)
+    write_parts(folder, tmp_path, numbers=(0, 1, 2), firsts=(0, 5))
     (tmp_path / "link-00001-of-00003.gguf").symlink_to(tmp_path / "part-00001-of-00003.gguf")
     assert_equal(Checkpoint(tmp_path / "part-00001-of-00003.gguf"), Checkpoint(folder))
     with pytest.raises(CheckpointError, match="is a later part; give the first, part-00001-of-00003"):

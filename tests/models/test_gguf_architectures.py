@@ -19,11 +19,25 @@ from specdec.errors import CheckpointError
 from specdec.kernels.linear.integers import Integers
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import open_weights, read_network, unread_fields
+from specdec.models.gguf import architectures
+from specdec.models.gguf.architectures import DescribedFile
+from specdec.models.gguf.file import GgufFile
 from specdec.models.network import MTPHead
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
 from tests.models.agreeing import CONFIGS
-from tests.models.gguf_files import ALL, NO_FORMS, WRITTEN, Config, Named, Written, block_of, is_matrix, write
+from tests.models.gguf_files import (
+    ALL,
+    NO_FORMS,
+    WRITTEN,
+    Config,
+    Named,
+    Written,
+    block_of,
+    is_matrix,
+    num_layers,
+    write,
+)
 from tests.models.random_checkpoints import Sample, edit_config, read_tensors, save
 from tests.models.runner import CPU, Runner
 from tests.models.test_gguf import read_all
@@ -259,16 +273,21 @@ def test_a_head_without_tensors_is_none(folders: Callable[[str], Path], tmp_path
 @pytest.mark.parametrize(
     ("name", "change", "field", "why"),
     [
-        ("qwen3moe", {"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale", "is 0 or 1"),
-        ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func", "is 0 or 1"),
-        ("qwen3moe", {"expert_count": 3}, "blk.0.ffn_down_exps.weight", "of 3 experts"),
-        ("qwen3moe", {"attention.sliding_window": 64}, "qwen3moe.attention.sliding_window", "is 0"),
+        ("qwen3moe", {"expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale", "needs 0 or 1"),
+        ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func", "needs 0 or 1"),
+        (
+            "qwen3moe",
+            {"expert_count": 3},
+            "blk.0.ffn_down_exps.weight",
+            "has 4 experts, and expert_count is 3",
+        ),
+        ("qwen3moe", {"attention.sliding_window": 64}, "qwen3moe.attention.sliding_window", "needs 0"),
         ("lfm2moe", {"expert_gating_func": 1}, "lfm2moe.expert_gating_func", "sigmoid"),
         ("granitehybrid", {"rope.scaling.finetuned": True}, "granitehybrid.rope.scaling.finetuned", "false"),
         ("granite", {"rope.dimension_count": 4}, "granite.rope.dimension_count", "whole heads"),
         ("granitehybrid", {"ssm.inner_size": 72}, "granitehybrid.ssm.inner_size", "embedding_length"),
         ("jamba", {"attention.head_count_kv": [2, 2, 0]}, "jamba.attention.head_count_kv", "evenly spaced"),
-        ("mistral3", {"attention.temperature_scale": 0.1}, "mistral3.attention.temperature_scale", "is 0"),
+        ("mistral3", {"attention.temperature_scale": 0.1}, "mistral3.attention.temperature_scale", "needs 0"),
         ("bailingmoe3", {"swiglu_clamp_exp": [0.5]}, "bailingmoe3.swiglu_clamp_exp", "each of 3 layers"),
     ],
 )
@@ -296,15 +315,77 @@ def test_two_tensors_for_one_are_refused(folders: Callable[[str], Path], tmp_pat
                 yield "blk.1.ffn_up_shexp.weight", changed
 
     path = write_file(replace(own, change=change), folders("granite"), tmp_path / "small.gguf")
-    with pytest.raises(CheckpointError, match=r"one of blk\.1\.ffn_up\S+ and blk\.1\.ffn_up\S+, not both"):
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\S+ and blk\.1\.ffn_up\S+ are the same"):
         Checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "mamba2", "mamba", "kimi-linear", "bailingmoe3"])
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, math.nan, math.inf, -math.inf])
+def test_decays_of_the_wrong_sign_are_refused(
+    name: str, value: float, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Their logarithm is NaN, which would spread to all logits."""
+    own = WRITTEN[name]
+
+    def change(disk: str, tensor: Tensor, config: Config) -> Named:
+        for new, changed in own.change(disk, tensor, config):
+            if "A_log" in disk or ".ssm_a" in new:
+                changed.view(-1)[-1] = value
+            yield new, changed
+
+    path = write_file(replace(own, change=change), folders(name), tmp_path / "small.gguf")
+    found = Checkpoint(path)
+    decays = [disk for disk in found.names() if disk.endswith("A_log")]
+    if value == (1.0 if name == "bailingmoe3" else -1.0):
+        assert all(found.tensor(disk).isfinite().all() for disk in decays)
+        return
+    with pytest.raises(
+        CheckpointError, match=r"blk\.\d\.ssm_a holds decays of 0, of the wrong sign"
+    ) as wrong:
+        found.tensor(decays[0])
+    assert wrong.value.field.endswith("ssm_a")
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "nemotron_h_moe", "bailingmoe3"])
+def test_further_heads_are_left_out(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    own, folder = WRITTEN[name], folders(name)
+    layers = num_layers(read_config(folder))
+
+    def change(disk: str, tensor: Tensor, config: Config) -> Named:
+        for new, changed in own.change(disk, tensor, config):
+            yield new, changed
+            if f".layers.{layers}." in new or new.startswith(f"blk.{layers}."):
+                stem = f"model.layers.{layers + 1}." if ".layers." in new else f"blk.{layers + 1}."
+                yield stem + new.split(f"{layers}.", 1)[1], changed
+
+    def fields(config: Config) -> dict[str, Any]:
+        more = {"{}.block_count": layers + 2, "{}.nextn_predict_layers": 2}
+        return {**own.fields(config), **more}
+
+    path = write_file(replace(own, change=change, fields=fields), folder, tmp_path / "small.gguf")
+    assert differ(read(path, head=own.head), read(folder, head=own.head)) < 1e-5
+
+
+def test_experts_are_bounded_as_a_whole(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file may claim many experts in many blocks."""
+    path = write_file(WRITTEN["qwen3moe"], folders("qwen3moe"), tmp_path / "small.gguf")
+    total = sum(name.endswith("_proj.weight") and ".experts." in name for name in Checkpoint(path).names())
+    for most in (total, total - 1):
+        monkeypatch.setattr(architectures, "MOST_MATRICES", most)
+        if most == total:
+            DescribedFile(GgufFile(path))
+            continue
+        with pytest.raises(CheckpointError, match=rf"experts have more than {most} matrices"):
+            DescribedFile(GgufFile(path))
 
 
 def test_a_tied_output_of_falcon_is_refused(tmp_path: Path) -> None:
     """Its multiplier is then in no tensor."""
     make(WRITTEN["falcon-h1"], folder := tmp_path / "folder", tie_word_embeddings=True)
     path = write_file(WRITTEN["falcon-h1"], folder, tmp_path / "small.gguf")
-    with pytest.raises(CheckpointError, match=r"files that hold output\.weight"):
+    with pytest.raises(CheckpointError, match=r"it has no tensor output\.weight"):
         Checkpoint(path)
 
 

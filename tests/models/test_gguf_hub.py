@@ -103,6 +103,20 @@ def test_a_tag_is_a_whole_word_of_a_name(tag: str | None, file: str | None) -> N
     assert tags(FILES) == ["BF16", "Q8_0", "IQ4_XS"]
 
 
+def test_names_of_heads_begin_with_their_kind() -> None:
+    """Names of models with a head may contain it."""
+    named = ("qwen3.6-27b-mtp-q4_k_m.gguf", "a/x-eagle3-trained.gguf")
+    heads = (
+        "mtp-x.gguf",
+        "a/eagle3-x.gguf",
+        "dflash-x.gguf",
+        "dspark-x.gguf",
+        "x.mmproj.gguf",
+        "x.imatrix.gguf",
+    )
+    assert models((*named, *heads)) == sorted(named)
+
+
 @pytest.mark.parametrize(
     ("given", "file"),
     [

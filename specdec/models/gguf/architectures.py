@@ -6,6 +6,7 @@ from copy import copy
 from math import prod
 from typing import Any
 
+from specdec.models.fields import Fields
 from specdec.models.gguf import delta_net, dense, latent, lightning, mamba, nemotron, short_conv
 from specdec.models.gguf.architecture import Architecture, Recipe, named
 from specdec.models.gguf.blocks import KEPT, IntegerFormat, bits_per_weight, widen
@@ -28,21 +29,25 @@ class DescribedFile(Metadata):
     """One file's config and tensors, as a checkpoint has them."""
 
     def __init__(self, file: GgufFile) -> None:
-        name = file.metadata.get("general.architecture")
-        if not isinstance(name, str) or name not in ARCHITECTURES:
-            self.file = file
-            known, found = ", ".join(ARCHITECTURES), str(name)[:80]
-            self.refuse("general.architecture", f"the architectures {known}, and not {found!r}")
+        fields = Fields(file.metadata, file=file.path.name)
+        if fields.string("general.type", "model") != "model":
+            fields.refuse("general.type", "'model'")
+        if (name := fields.string("general.architecture")) not in ARCHITECTURES:
+            fields.refuse("general.architecture", f"one of {', '.join(ARCHITECTURES)}")
         self.architecture = ARCHITECTURES[name]
         super().__init__(file)
         self.file = copy(file)
-        self.file.entries = dict(self._split_experts(file.entries))
+        self.file.entries = {}
+        for own, entry in self._split_experts(file.entries):
+            if own in self.file.entries:
+                self.refuse(own, f"two tensors hold the matrix {own}")
+            self.file.entries[own] = entry
         self._names: dict[str, str] = {}
         for own in self.file.entries:
             if own == "rope_freqs.weight":  # read with the metadata
                 continue
             if (other := self._names.setdefault(self._disk(own), own)) != own:
-                self.refuse(own, f"one of {own} and {other}, not both")
+                self.refuse(own, f"{own} and {other} are the same tensor of a checkpoint")
 
     @property
     def dtype(self) -> str:
@@ -131,32 +136,44 @@ class DescribedFile(Metadata):
         return self.architecture.recipe(self, disk)
 
     def _split_experts(self, entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
-        """Yield a file's tensors, with one matrix per expert, as checkpoints have them."""
+        """Yield the tensors of the model and of its first head, with one matrix per expert."""
+        split = 0
         for name, entry in entries.items():
             weight, _, end = name.rpartition(".")
             if end in ("scale", "input_scale") and f"{weight}.weight" in entries:
                 continue
-            found, factors = _EXPERTS.fullmatch(name), self._factors(entries.get(f"{weight}.scale"), weight)
-            if found is None or len(entry.shape) != 3:
+            if (block := self.block(name)) is not None and block > self.layers:
+                continue
+            stacked = _EXPERTS.fullmatch(name) if len(entry.shape) == 3 else None
+            count = entry.shape[0] if stacked else 1
+            if stacked and count != self.experts:
+                self.refuse(name, f"{name} has {count} experts, and expert_count is {self.experts}")
+            factors = self._factors(entries, f"{weight}.scale", count) if end == "weight" else [1.0]
+            if stacked is None:
                 yield name, entry._replace(factor=factors[0])
                 continue
-            count, rows, width = entry.shape
-            parts = ("gate", "up") if found[2] == "gate_up" else (found[2],)
-            if count != self.experts or rows % len(parts):
-                self.refuse(name, f"{name} of {self.experts} experts, as expert_count says")
+            _, rows, width = entry.shape
+            parts = ("gate", "up") if stacked[2] == "gate_up" else (stacked[2],)
+            if rows % len(parts):
+                self.refuse(name, f"{name} holds gates and ups, and has an odd number of rows ({rows})")
+            if (split := split + count * len(parts)) > MOST_MATRICES:
+                self.refuse(name, f"its experts have more than {MOST_MATRICES:,} matrices")
             each = entry._replace(shape=(rows // len(parts), width))
             for i in range(count * len(parts)):
-                own = f"{found[1]}{parts[i % len(parts)]}_exps.{i // len(parts)}.weight"
+                own = f"{stacked[1]}{parts[i % len(parts)]}_exps.{i // len(parts)}.weight"
                 factor = factors[min(i // len(parts), len(factors) - 1)]
                 yield own, each._replace(offset=entry.offset + i * each.bytes, factor=factor)
 
-    def _factors(self, entry: GgufTensor | None, weight: str) -> list[float]:
-        """Read the scale of a whole matrix or of each expert, which NVFP4 stores separately."""
-        if entry is None:
+    def _factors(self, entries: Mapping[str, GgufTensor], name: str, count: int) -> list[float]:
+        """Read the scale of a whole matrix or of each of `count`, which NVFP4 stores separately."""
+        if (entry := entries.get(name)) is None:
             return [1.0]
-        found = widen(entry.data, entry.kind, entry.shape).flatten()
-        if len(found) not in (1, self.experts) or not found.isfinite().all():
-            self.refuse(f"{weight}.scale", f"one finite number, or one for each expert, as {weight}.scale")
+        if entry.shape not in ((1,), (count,)):
+            needed = f"[1] or [{count}]" if count > 1 else "[1]"
+            self.refuse(name, f"{name} has the shape {list(entry.shape)}, and should have {needed}")
+        found = widen(entry.data, entry.kind, entry.shape)
+        if not found.isfinite().all():
+            self.refuse(name, f"{name} contains NaN or Inf")
         return [float(own) for own in found]
 
     def _disk(self, name: str) -> str:
@@ -175,11 +192,13 @@ class DescribedFile(Metadata):
         return where + (own or stem + suffix).replace("{e}", found[3] or "")
 
 
+MOST_MATRICES = 1 << 20
+"""Maximum expert matrices of all layers together: a small file may claim many experts in many blocks."""
 NOTED = 1.5
 """Ratio of memory to file size that is worth a log line."""
 _EMBEDDING = "token_embd.weight"
 _OTHER = {"gate": "up", "up": "gate"}
-_EXPERTS = re.compile(r"(blk\.\d{1,4}\.ffn_)(gate_up|gate|up|down)_exps\.weight")
+_EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate_up|gate|up|down)_exps\.weight")
 """One tensor with the matrices of all experts of a layer."""
-_NAME = re.compile(r"blk\.(\d{1,4})\.(.+?)(?:\.(\d+))?(\.weight|\.bias|)")
+_NAME = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(\d+))?(\.weight|\.bias|)")
 """Block, tensor, expert number and suffix."""

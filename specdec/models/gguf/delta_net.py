@@ -106,7 +106,7 @@ def _in_order(part: str, metadata: Metadata, own_X: Tensor) -> Tensor:
     config, dim = _delta_net(metadata), int(part == "out_proj.weight")
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % keys:
-        metadata.refuse(f"{metadata.name}.ssm.time_step_rank", "as many value heads for each key head")
+        metadata.refuse_value("ssm.time_step_rank", f"a multiple of ssm.group_count ({keys})")
     width = 1 if part in _NARROW else config["linear_value_head_dim"]
     first = 2 * keys * config["linear_key_head_dim"] if part in _CHANNELS else 0
     size = own_X.shape[dim] if own_X.dim() > dim else 0

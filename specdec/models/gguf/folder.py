@@ -62,9 +62,10 @@ def _write(path: Path, folder: Path) -> None:
     for entry in file.entries.values():
         sizes[entry.kind.name] += entry.bytes if len(entry.shape) > 1 else 0
     types = ", ".join(kind for kind, size in sizes.most_common() if size)
-    _json(folder / "config.json", {**DescribedFile(file).config, GGUF_TYPES: types})
+    described = DescribedFile(file)
+    _json(folder / "config.json", {**described.config, GGUF_TYPES: types})
     (folder / GGUF).symlink_to(path)
-    if file.metadata.get("tokenizer.ggml.model") in NONE:
+    if described.fields.string("tokenizer.ggml.model", "no_vocab") in NONE:
         return
     vocabulary = Vocabulary(file)
     given = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}

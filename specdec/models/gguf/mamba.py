@@ -141,11 +141,11 @@ def _jamba(metadata: Metadata) -> dict[str, Any]:
 def _every(kind: str, layers: Sequence[int], metadata: Metadata, name: str) -> dict[str, int]:
     """Return the period and offset of some layers; Jamba's config cannot list them."""
     offset = layers[0] if layers else metadata.layers
+    what = {"attn": "attention", "expert": "experts"}[kind]
     period = layers[1] - offset if len(layers) > 1 else metadata.layers + 1
     if list(range(offset, metadata.layers, period)) != list(layers) or offset >= period:
         metadata.refuse(
-            f"{metadata.name}.{name}",
-            "files whose layers with attention, and those with experts, are evenly spaced",
+            f"{metadata.name}.{name}", f"the layers with {what}, {list(layers)}, are not evenly spaced"
         )
     return {f"{kind}_layer_period": period, f"{kind}_layer_offset": offset}
 

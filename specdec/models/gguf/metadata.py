@@ -17,6 +17,8 @@ from specdec.models.rope import yarn_attention
 MOST_LAYERS = 1024
 """Maximum layers, as for checkpoints."""
 MOST_EXPERTS = 1 << 12
+MOST_ROTATED = 1 << 16
+"""Maximum rotated dimensions of a head, whose divisors are read with the metadata."""
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 """Kinds of layers, as in config.json."""
 
@@ -27,11 +29,17 @@ class Metadata:
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self.fields = Fields(file.metadata, file=file.path.name)
-        self.name = str(self.fields.get("general.architecture"))
+        self.name = self.fields.string("general.architecture")
         self._asked: set[str] = set()
-        self._blocks = {(own[1], own[2]) for name in file.entries if (own := _BLOCK.fullmatch(name))}
-        self._stems = {stem for _, stem in self._blocks}
         blocks = self.integer("block_count", most=MOST_LAYERS)
+        self._blocks: set[tuple[int, str]] = set()
+        for name in file.entries:
+            if (block := self.block(name)) is None:
+                continue
+            if block >= blocks:
+                self.refuse(name, f"{name} is not in one of the {blocks} blocks")
+            self._blocks.add((block, name.split(".", 2)[2].removesuffix(".weight")))
+        self._stems = {stem for _, stem in self._blocks}
         self.layers = blocks - self.integer("nextn_predict_layers", default=0, least=0)
         if self.layers < 1:
             self.fields.refuse(f"{self.name}.nextn_predict_layers", f"less than block_count ({blocks})")
@@ -48,9 +56,17 @@ class Metadata:
         """Return the experts per layer; 0 without any."""
         return self.integer("expert_count", default=0, least=0, most=MOST_EXPERTS)
 
-    def refuse(self, field: str, needs: str) -> NoReturn:
+    def refuse(self, field: str, why: str) -> NoReturn:
         """Raise an error for an intact file that is unsupported."""
-        raise CheckpointError(f"{self.file.path.name}: specdec reads {needs}; {OTHERWISE}", field=field)
+        raise CheckpointError(f"{self.file.path.name}: {why}"[:400] + f"; {OTHERWISE}", field=field[:200])
+
+    def block(self, name: str) -> int | None:
+        """Return the number of a tensor's block; None: it is outside blocks."""
+        if not name.startswith("blk."):
+            return None
+        if not (found := _BLOCK.match(name)):
+            self.refuse(name, f"{name} is no name of a tensor in a block")
+        return int(found[1])
 
     def refuse_value(self, name: str, needs: str) -> NoReturn:
         """Raise an error for the value of an architecture's field."""
@@ -63,6 +79,10 @@ class Metadata:
     def number(self, name: str, default: float | None = None) -> float:
         self._asked.add(name)
         return self.fields.number(f"{self.name}.{name}", default=default)
+
+    def string(self, name: str, default: str) -> str:
+        self._asked.add(name)
+        return self.fields.string(f"{self.name}.{name}", default)
 
     def flag(self, name: str, *, default: bool) -> bool:
         self._asked.add(name)
@@ -97,7 +117,7 @@ class Metadata:
     def entry(self, name: str) -> GgufTensor:
         """Return a tensor's entry, or refuse a file without it."""
         if name not in self.file.entries:
-            self.refuse(name, f"files that hold {name}")
+            self.refuse(name, f"it has no tensor {name}")
         return self.file.entries[name]
 
     def holds(self, stem: str) -> bool:
@@ -106,7 +126,7 @@ class Metadata:
 
     def block_holds(self, block: int, stem: str) -> bool:
         """Return whether a block has a tensor."""
-        return (str(block), stem) in self._blocks
+        return (block, stem) in self._blocks
 
     def eps(self) -> float:
         """Read the norms' epsilon, which has two field names."""
@@ -120,14 +140,24 @@ class Metadata:
         if entry is None:
             return {"rope_theta": theta, **scaling}
         if scaling["rope_type"] != "default":
-            self.refuse("rope_freqs.weight", f"{scaling['rope_type']} scaling or rope_freqs.weight, not both")
+            self.refuse(
+                "rope_freqs.weight",
+                f"{scaling['rope_type']} scaling and rope_freqs.weight exclude each other",
+            )
+        rotated = self.integer("rope.dimension_count", default=self.head_dim)
+        if entry.shape != (rotated // 2,) or rotated > MOST_ROTATED:
+            shape = list(entry.shape)
+            self.refuse(
+                "rope_freqs.weight",
+                f"rope_freqs.weight has the shape {shape}, and heads have {rotated} rotated dimensions",
+            )
         divisor_N = widen(entry.data, entry.kind, entry.shape)
         low, high, context = 1.0, 4.0, 8192
         factor = round(float(divisor_N.max()), 3)
         wave_N = 2 * math.pi * theta ** (torch.arange(len(divisor_N)) / len(divisor_N))
         part_N = ((context / wave_N - low) / (high - low)).clamp(0, 1)
         if not torch.allclose(divisor_N, 1 / ((1 - part_N) / factor + part_N), rtol=1e-3):
-            self.refuse("rope_freqs.weight", "rotary positions scaled as in Llama 3.1 to 3.3, or not scaled")
+            self.refuse("rope_freqs.weight", "rope_freqs.weight is not scaled as in Llama 3.1 to 3.3")
         return {
             "rope_type": "llama3",
             "rope_theta": theta,
@@ -139,9 +169,9 @@ class Metadata:
 
     def _scaling(self) -> dict[str, Any]:
         """Read the frequency scaling; without a type it is linear, as in llama.cpp."""
-        kind = self.fields.get(f"{self.name}.rope.scaling.type")
-        if kind not in (None, "none", "linear", "yarn"):
-            self.refuse_value("rope.scaling.type", f"none, linear or yarn, not {kind!r}")
+        kind = self.string("rope.scaling.type", "linear")
+        if kind not in ("none", "linear", "yarn"):
+            self.refuse_value("rope.scaling.type", "none, linear or yarn")
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0)) or 1.0
         if factor < 0:
             self.refuse_value("rope.scaling.factor", "a number above 0")
@@ -174,10 +204,11 @@ class Metadata:
             value = self.fields.get(f"{self.name}.{name}")
             if value is not None and name not in self._asked and np.any(~np.isin(value, neutral)):
                 told = " or ".join(repr(own) for own in neutral)
-                self.refuse(f"{self.name}.{name}", f"{self.name} files whose {name} is {told}")
+                self.refuse_value(name, told)
 
 
-_BLOCK = re.compile(r"blk\.(\d{1,4})\.(.+?)(?:\.weight)?")
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(?=.)", re.ASCII)
+"""The block's number, without leading zeros."""
 
 _CHANGES: Mapping[str, tuple[int, ...]] = {
     "attention.causal": (1,),

@@ -9,8 +9,8 @@ MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 DEFAULTS = ("Q4_K_M", "Q8_0")
 """Defaults without a tag, as in llama.cpp and Ollama; then the first file."""
-BESIDE = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
-"""Name parts of files that are not models: vision towers, statistics, draft heads."""
+BESIDE = re.compile(r".*(?:mmproj|imatrix)|mtp-|eagle3-|dflash-|dspark-")
+"""Names of files that are not models: vision towers, statistics, draft heads."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _TAG = re.compile(r"[-.]((?:UD-)?\w+)$", re.ASCII)
 
@@ -18,7 +18,7 @@ _TAG = re.compile(r"[-.]((?:UD-)?\w+)$", re.ASCII)
 def models(files: Iterable[str]) -> list[str]:
     """Return the files that are models; a split one is represented by its first part."""
     named = [file for file in files if file.endswith(SUFFIX)]
-    own = [file for file in named if not any(word in PurePosixPath(file).name for word in BESIDE)]
+    own = [file for file in named if not BESIDE.match(PurePosixPath(file).name)]
     return sorted(file for file in own if not (part := _PART.fullmatch(file)) or int(part[2]) == 1)
 
 

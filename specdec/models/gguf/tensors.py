@@ -2,6 +2,7 @@
 
 import os
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -21,6 +22,7 @@ SMALL = 1 << 20
 """Maximum size of tensors whose shape comes from a real computation: `meta` tensors, which only norms and
 decays would need, make torch import its compiler, which takes 1.2 s."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_AGAIN = "download all parts again, and keep their names"
 
 
 class Header(NamedTuple):
@@ -72,9 +74,27 @@ def open_files(path: Path) -> GgufFile:
             f"of the {count} parts of {path.name} {len(files)} are there; download the others beside it",
             field="split.count",
         )
-    for other in files[1:]:
-        first.entries.update(GgufFile(other).entries)
+    for i, own in enumerate([first, *map(GgufFile, files[1:])]):
+        _check("split.no", i, own)
+        if own is not first and (twice := first.entries.keys() & own.entries.keys()):
+            name = min(twice)[:200]
+            raise CheckpointError(
+                f"{own.path.name}: an earlier part has the tensor {name} too; {_AGAIN}", field=name
+            )
+        first.entries.update(own.entries)
+    _check("split.tensors.count", len(first.entries), first)
     return first
+
+
+def _check(name: str, expected: int, file: GgufFile) -> None:
+    """Refuse parts of different models, or under exchanged names."""
+    found = file.metadata.get(name, expected)
+    if type(found) is not int or found != expected:
+        raise CheckpointError(
+            f"{file.path.name}: {name} is {reprlib.repr(found)}, and of these parts it should be {expected}; "
+            f"{_AGAIN}",
+            field=name,
+        )
 
 
 class GgufTensors:
@@ -123,7 +143,11 @@ class GgufTensors:
         if entry.factor != 1 and read is not integers:
             made *= entry.factor
         recipe = self._described.recipe(disk)
-        return recipe(made).contiguous() if recipe else made
+        made = recipe(made).contiguous() if recipe else made
+        if disk.endswith("A_log") and not made.isfinite().all():  # a logarithm
+            name = self._names[disk]
+            self._described.refuse(name, f"{name} holds decays of 0, of the wrong sign, or NaN or Inf")
+        return made
 
     def _entry(self, disk: str) -> GgufTensor:
         return self._described.file.entries[self._names[disk]]
