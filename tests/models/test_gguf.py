@@ -743,6 +743,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
             "is 2.0; specdec needs 1",
         ),
         ({"uint32": ("qwen3.nextn_predict_layers", 9)}, "qwen3.nextn_predict_layers", "less than"),
+        ({"uint32": ("qwen3.nextn_predict_layers", 1)}, "qwen3.nextn_predict_layers", "has no nextn tensors"),
         ({"uint32": ("split.count", 2)}, "split.count", "one of 2 files"),
         ({"string": ("general.type", "adapter")}, "general.type", "'adapter'; specdec needs 'model'"),
         ({"array": ("general.type", [1, 2])}, "general.type", "needs a string"),

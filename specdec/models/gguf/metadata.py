@@ -43,6 +43,12 @@ class Metadata:
         self.layers = blocks - self.integer("nextn_predict_layers", default=0, least=0)
         if self.layers < 1:
             self.fields.refuse(f"{self.name}.nextn_predict_layers", f"less than block_count ({blocks})")
+        head = [stem for block, stem in self._blocks if block == self.layers]
+        if head and not any(stem.startswith("nextn.") for stem in head):
+            self.refuse(
+                f"{self.name}.nextn_predict_layers",
+                f"block {self.layers} has no nextn tensors, and nextn_predict_layers says that it is a head",
+            )
         self.hidden = self.integer("embedding_length")
         self.heads = self.integer("attention.head_count", default=0, least=0)
         """0: no attention layers."""
