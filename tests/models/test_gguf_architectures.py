@@ -105,10 +105,13 @@ def differ(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_logits_equal_the_checkpoint(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_logits_equal_the_checkpoint(
+    name: str, folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, head = folders(name), WRITTEN[name].head
     path = write_file(WRITTEN[name], folder, tmp_path / "small.gguf")
     assert differ(read(path, head=head), read(folder, head=head)) < 1e-5
+    assert not [own for own in caplog.messages if "unknown fields" in own]
     assert not unread_fields(Checkpoint(path).config)
 
 
@@ -282,6 +285,9 @@ def test_a_head_without_tensors_is_none(folders: Callable[[str], Path], tmp_path
             "has 4 experts, and expert_count is 3",
         ),
         ("qwen3moe", {"attention.sliding_window": 64}, "qwen3moe.attention.sliding_window", "needs 0"),
+        ("qwen3moe", {"router_logit_softcapping": 30.0}, "qwen3moe.router_logit_softcapping", "needs 0"),
+        ("smollm3", {"use_parallel_residual": True}, "smollm3.use_parallel_residual", "needs 0"),
+        ("smollm3", {"attention.value_length": 3}, "smollm3.attention.value_length", "as attention.key_len"),
         ("lfm2moe", {"expert_gating_func": 1}, "lfm2moe.expert_gating_func", "sigmoid"),
         ("granitehybrid", {"rope.scaling.finetuned": True}, "granitehybrid.rope.scaling.finetuned", "false"),
         ("granite", {"rope.dimension_count": 4}, "granite.rope.dimension_count", "whole heads"),
@@ -303,6 +309,20 @@ def test_what_is_not_read_is_named(
     with pytest.raises(CheckpointError, match=why) as wrong:
         read(path)
     assert wrong.value.field == field
+
+
+def test_unknown_fields_are_logged_once(
+    folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = WRITTEN["smollm3"]
+
+    def fields(config: Config) -> dict[str, Any]:
+        return {**own.fields(config), "{}.vocab_size": VOCAB, "{}.b": 1, "{}.a.c": [1, 2], "smollm.d": 1}
+
+    path = write_file(replace(own, fields=fields), folders("smollm3"), tmp_path / "small.gguf")
+    for _ in range(2):
+        Checkpoint(path)
+    assert caplog.messages == ["small.gguf: unknown fields of smollm3, ignored: b, a.c"]
 
 
 def test_two_tensors_for_one_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:

@@ -72,6 +72,9 @@ class DescribedFile(Metadata):
             **self.architecture.config(self),
             **self._integer_weights(),
         }
+        value = self.integer("attention.value_length", default=self.head_dim)
+        if self.heads and config["head_dim"] not in (None, value):
+            self.refuse_value("attention.value_length", f"{self.head_dim}, as attention.key_length")
         self.refuse_unread()
         return config
 

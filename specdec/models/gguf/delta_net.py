@@ -64,7 +64,7 @@ _TRANSFORMS: Mapping[str, Transform] = {
 def _delta_net(metadata: Metadata) -> dict[str, Any]:
     every = metadata.integer("full_attention_interval", default=4)
     kinds = [LINEAR if (i + 1) % every else FULL for i in range(metadata.layers)]
-    if f"{metadata.name}.attention.recurrent_layers" in metadata.fields:
+    if metadata.field("attention.recurrent_layers") in metadata.fields:
         kinds = [LINEAR if own else FULL for own in metadata.listed("attention.recurrent_layers")]
     values = metadata.integer("ssm.time_step_rank")
     rotated = metadata.integer("rope.dimension_count", default=metadata.head_dim)

@@ -18,7 +18,7 @@ from specdec.models.gguf.architectures import DescribedFile
 from specdec.models.gguf.tensors import open_files, parts
 from specdec.models.gguf.tokenizer import NONE, Vocabulary
 
-REVISION = 6
+REVISION = 7
 """Revision of the description. Folders of earlier revisions are deleted."""
 _RECIPE = re.compile(r"(?:(\d+)-)?[0-9a-f]{16}")
 """Revision and hash; folders of the first revisions have only the hash."""

@@ -1,5 +1,6 @@
 """Typed access to a GGUF file's metadata and tensor table, to describe its network."""
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from specdec.models.fields import LARGEST, Fields
 from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import OTHERWISE, GgufFile, GgufTensor
 from specdec.models.rope import yarn_attention
+
+logger = logging.getLogger(__name__)
 
 MOST_LAYERS = 1024
 """Maximum layers, as for checkpoints."""
@@ -30,7 +33,7 @@ class Metadata:
         self.file = file
         self.fields = Fields(file.metadata, file=file.path.name)
         self.name = self.fields.string("general.architecture")
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
         blocks = self.integer("block_count", most=MOST_LAYERS)
         self._blocks: set[tuple[int, str]] = set()
         for name in file.entries:
@@ -78,31 +81,32 @@ class Metadata:
         """Raise an error for the value of an architecture's field."""
         self.fields.refuse(f"{self.name}.{name}", needs)
 
+    def field(self, name: str) -> str:
+        """Return the full name of an architecture's field, and count it as read."""
+        self._read.add(f"{self.name}.{name}")
+        return f"{self.name}.{name}"
+
     def integer(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        self._asked.add(name)
-        return self.fields.integer(f"{self.name}.{name}", default=default, least=least, most=most)
+        return self.fields.integer(self.field(name), default=default, least=least, most=most)
 
     def number(self, name: str, default: float | None = None) -> float:
-        self._asked.add(name)
-        return self.fields.number(f"{self.name}.{name}", default=default)
+        return self.fields.number(self.field(name), default=default)
 
     def string(self, name: str, default: str) -> str:
-        self._asked.add(name)
-        return self.fields.string(f"{self.name}.{name}", default)
+        return self.fields.string(self.field(name), default)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        self._asked.add(name)
-        return self.fields.flag(f"{self.name}.{name}", default=default)
+        return self.fields.flag(self.field(name), default=default)
 
     def by_layer(self, name: str, default: int | None = None) -> list[int]:
         """Read an integer per layer, or one for all."""
-        if not isinstance(self.fields.get(f"{self.name}.{name}"), np.ndarray):
+        if not isinstance(self.fields.get(self.field(name)), np.ndarray):
             return [self.integer(name, default=default, least=0)] * self.layers
         return self.listed(name)
 
     def listed(self, name: str) -> list[int]:
         """Read an integer or boolean per layer."""
-        value = self.fields.get(f"{self.name}.{name}")
+        value = self.fields.get(self.field(name))
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "biu" or len(value) < self.layers:
             self.refuse_value(name, f"an integer for each of {self.layers} layers")
         found = [int(own) for own in value[: self.layers]]
@@ -112,8 +116,7 @@ class Metadata:
 
     def numbers(self, name: str) -> list[float]:
         """Read a number per layer; empty if the field is absent."""
-        self._asked.add(name)
-        value = self.fields.get(f"{self.name}.{name}")
+        value = self.fields.get(self.field(name))
         if value is None:
             return []
         if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or len(value) < self.layers:
@@ -136,7 +139,7 @@ class Metadata:
 
     def eps(self) -> float:
         """Read the norms' epsilon, which has two field names."""
-        other = self.fields.get(f"{self.name}.attention.layer_norm_epsilon")
+        other = self.fields.get(self.field("attention.layer_norm_epsilon"))
         return self.number("attention.layer_norm_rms_epsilon", other)
 
     def rope(self) -> dict[str, Any]:
@@ -205,12 +208,19 @@ class Metadata:
         return {}
 
     def refuse_unread(self) -> None:
-        """Refuse fields that change the computation and that the architecture did not read."""
-        for name, neutral in _CHANGES.items():
-            value = self.fields.get(f"{self.name}.{name}")
-            if value is not None and name not in self._asked and np.any(~np.isin(value, neutral)):
-                told = " or ".join(repr(own) for own in neutral)
-                self.refuse_value(name, told)
+        """Refuse fields that the architecture did not read and that matter; log unknown ones."""
+        own = f"{self.name}."
+        unread = [field for field in self.fields.names() if field.startswith(own) and field not in self._read]
+        unknown = []
+        for name in (field.removeprefix(own) for field in unread):
+            neutral = _CHANGES.get(name)
+            if neutral is None:
+                unknown += [name] if name not in _HARMLESS else []
+            elif np.any(~np.isin(self.fields.get(own + name), neutral)):
+                self.refuse_value(name, " or ".join(repr(value) for value in neutral))
+        if unknown:
+            told = ", ".join(unknown)[:400]
+            logger.warning("%s: unknown fields of %s, ignored: %s", self.file.path.name, self.name, told)
 
 
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(?=.)", re.ASCII)
@@ -238,7 +248,11 @@ _CHANGES: Mapping[str, tuple[int, ...]] = {
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_log_multiplier": (0,),
+    "router_logit_softcapping": (0,),
     "swiglu_clamp_exp": (0,),
     "swiglu_clamp_shexp": (0,),
+    "use_parallel_residual": (0,),
 }
 """Fields, and the values at which they have no effect."""
+_HARMLESS = ("vocab_size", "rope.dimension_sections", "rope.dimension_count")
+"""Fields that repeat a tensor's shape, concern images, or describe rotation in models without it."""
