@@ -191,6 +191,11 @@ class Checkpoint:
             self._infos[name] = TensorInfo(tuple(entry.get_shape()), entry.get_dtype(), stored)
         return self._infos[name]
 
+    def stored_name(self, name: str) -> str:
+        """Return a tensor's name in the file, which differs in GGUF; an absent tensor has the given one."""
+        file = self._files.get(self._file_of.get(name, ""))
+        return file.stored_name(name) if isinstance(file, GgufTensors) else name
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
         return self.info(name).shape

@@ -823,6 +823,25 @@ def test_a_file_that_is_split_is_one_model(checkpoint: Callable[..., Path], tmp_
         Checkpoint(tmp_path / "link-00001-of-00003.gguf")
 
 
+@pytest.mark.parametrize(("form", "count"), [("F32", 6), ("Q8_0", 12)])
+def test_tensors_at_fault_have_the_names_of_the_file(
+    form: str, count: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    def extend(writer: Any) -> None:
+        writer.kv_data[0]["llama.feed_forward_length"].value = 64
+        writer.add_tensor("blk.0.attn_norm.bias", np.ones(64, np.float32))
+        writer.add_tensor("output_norm.bias", np.ones(64, np.float32))
+
+    path = write(checkpoint(LLAMA), tmp_path / "small.gguf", "LLAMA", pair_rows, extend, form)
+    with pytest.raises(CheckpointError) as wrong:
+        open_model(path, EngineConfig(draft="none", memory_bytes=1 << 20))
+    said = str(wrong.value)
+    assert "config.json" not in said and "safetensors" not in said and "model.layers" not in said
+    assert f"{count} misshapen: blk.0.ffn_gate.weight is [96, 64], its metadata make it [64, 64]" in said
+    assert ("blk.0.ffn_gate.weight_scale is [96, 2]" in said) == (form == "Q8_0")
+    assert "2 unexpected: blk.0.attn_norm.bias, output_norm.bias; take another file" in said
+
+
 def test_integers_take_less_memory_than_the_checkpoint(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -120,6 +120,11 @@ class GgufTensors:
     def keys(self) -> Sequence[str]:
         return list(self._names)
 
+    def stored_name(self, disk: str) -> str:
+        """Return a tensor's name in the file; a part of an integer matrix keeps its suffix."""
+        part = disk.rpartition("_")[2] if disk.endswith(("_scale", "_offset")) else ""
+        return f"{self._names[disk]}_{part}" if part else self._names[disk]
+
     def get_slice(self, disk: str) -> Header:
         """Return a tensor's shape and type without reading it."""
         entry = self._entry(disk)
