@@ -214,8 +214,10 @@ class Checkpoint:
 
     def copy(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor that owns its memory; GGUF tensors are unpacked and not copied again."""
-        is_own = isinstance(self._files[self._file_of[name]], GgufTensors)
-        return self.tensor(name).to(device, dtype, copy=not is_own)
+        file = self._files[self._file_of[name]]
+        if isinstance(file, GgufTensors):
+            return file.get_tensor(name, dtype or torch.float32).to(device, dtype)
+        return self.tensor(name).to(device, dtype, copy=True)
 
 
 def _untag(value: dict[str, Any]) -> Any:

@@ -29,6 +29,7 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
 from specdec.models.gguf import architectures as gguf_architectures
+from specdec.models.gguf import blocks
 from specdec.models.gguf import file as gguf_file
 from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf import metadata as gguf_metadata
@@ -108,6 +109,27 @@ def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: GgufType) -> None
     block_BX = random_blocks(kind, 50, 0)
     found = widen(block_BX.reshape(-1), kind, (50, kind.numbers))
     assert torch.equal(found, dequantize(block_BX, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=[kind.name for kind in KINDS.values()])
+@pytest.mark.parametrize("count", [1, 4, 63])
+def test_blocks_are_rounded_by_pieces(kind: GgufType, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary's matrix would take twice as much memory in float32."""
+    block_BX = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32).view(np.uint8)
+    if kind.numbers > 1:
+        block_BX = random_blocks(kind, count, 0, 0.1)
+    data, shape = block_BX.reshape(-1), (count, block_BX.shape[1] // kind.bytes * kind.numbers)
+    wide = widen(data, kind, shape)
+    monkeypatch.setattr(blocks, "ROUNDED", 4 * kind.numbers)
+    made: list[int] = []
+    fill = blocks._fill
+    monkeypatch.setattr(
+        blocks, "_fill", lambda part, own, kind, out: made.append(out.numel()) or fill(part, own, kind, out)
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        found = widen(data, kind, shape, dtype)
+        assert found.dtype == dtype and torch.equal(found.nan_to_num(), wide.to(dtype).nan_to_num())
+    assert all(size <= 4 * kind.numbers for size in made) and sum(made) in (0, 3 * wide.numel())
 
 
 @pytest.mark.parametrize("kind", KEPT_BLOCKS, ids=[kind.name for kind in KEPT_BLOCKS])

@@ -140,10 +140,15 @@ class GgufTensors:
             shape = recipe(torch.empty(shape, device=device)).shape
         return Header(tuple(shape), self._described.dtype, entry.bytes)
 
-    def get_tensor(self, disk: str) -> Tensor:
-        """Return a tensor as in the checkpoint, except for quantisation error."""
+    def get_tensor(self, disk: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor as in the checkpoint, except for quantisation error.
+
+        One that is widened, neither transformed nor scaled, has the given dtype; others are to be rounded.
+        """
         entry = self._entry(disk)
         read, _ = self._parts.get(disk, (widen, 1))
+        if read is widen and entry.factor == 1 and self._described.recipe(disk) is None:
+            return widen(entry.data, entry.kind, entry.shape, dtype)
         made = read(entry.data, entry.kind, entry.shape)
         if entry.factor != 1 and read is not integers:
             made *= entry.factor
