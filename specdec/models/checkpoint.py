@@ -191,6 +191,11 @@ class Checkpoint:
             self._infos[name] = TensorInfo(tuple(entry.get_shape()), entry.get_dtype(), stored)
         return self._infos[name]
 
+    def stored_name(self, name: str) -> str:
+        """Return a tensor's name in the file, which differs in GGUF; an absent tensor has the given one."""
+        file = self._files.get(self._file_of.get(name, ""))
+        return file.stored_name(name) if isinstance(file, GgufTensors) else name
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
         return self.info(name).shape
@@ -209,8 +214,10 @@ class Checkpoint:
 
     def copy(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor that owns its memory; GGUF tensors are unpacked and not copied again."""
-        is_own = isinstance(self._files[self._file_of[name]], GgufTensors)
-        return self.tensor(name).to(device, dtype, copy=not is_own)
+        file = self._files[self._file_of[name]]
+        if isinstance(file, GgufTensors):
+            return file.get_tensor(name, dtype or torch.float32).to(device, dtype)
+        return self.tensor(name).to(device, dtype, copy=True)
 
 
 def _untag(value: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from specdec.kernels.linear.integers import Integers
 from specdec.kernels.linear.matrix import Matrix, widen
 from specdec.models.checkpoint import Checkpoint, TensorInfo, few
 from specdec.models.formats import QuantisationConfig, WeightFormat
+from specdec.models.gguf.file import OTHERWISE
 from specdec.models.layouts import CheckpointLayout, Shape, TensorSource
 from specdec.models.packed.base import Unfit
 from specdec.models.sizes import fields_behind
@@ -240,7 +241,8 @@ class CheckpointWeights:
         self._bar.close()
         unread = sorted(self._wanted - self._read)
         unexpected = [name for name in unread if not self._tensors.is_idle_bias(name)]
-        kinds = {"missing": self._missing, "misshapen": self._misshapen, "unexpected": unexpected}
+        found = {"missing": self._missing, "misshapen": self._misshapen, "unexpected": unexpected}
+        kinds = {kind: [self._as_stored(line) for line in lines] for kind, lines in found.items()}
         if any(kinds.values()):
             raise CheckpointError(self._complaint(kinds), field=_first_name(kinds.values()))
         if self._widened:
@@ -250,8 +252,17 @@ class CheckpointWeights:
                 *shown,
             )
 
+    def _as_stored(self, line: str) -> str:
+        """Name a GGUF file's tensor and metadata in a problem that begins with a checkpoint's name."""
+        name, space, rest = line.partition(" ")
+        if self._checkpoint.gguf_file:
+            rest = rest.replace("config.json makes", "its metadata make")
+        return self._checkpoint.stored_name(name) + space + rest
+
     def _complaint(self, kinds: dict[str, list[str]]) -> str:
         found = "; ".join(f"{len(lines)} {kind}: {few(lines)}" for kind, lines in kinds.items() if lines)
+        if path := self._checkpoint.gguf_file:
+            return f"{path}: tensors are not as its metadata describe them: {found}; {OTHERWISE}"
         return (
             f"{self._checkpoint.folder}: tensors are not as config.json describes them: {found}; check that "
             "config.json and the safetensors belong together, or "

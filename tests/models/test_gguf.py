@@ -29,6 +29,7 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
 from specdec.models.gguf import architectures as gguf_architectures
+from specdec.models.gguf import blocks
 from specdec.models.gguf import file as gguf_file
 from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf import metadata as gguf_metadata
@@ -108,6 +109,27 @@ def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: GgufType) -> None
     block_BX = random_blocks(kind, 50, 0)
     found = widen(block_BX.reshape(-1), kind, (50, kind.numbers))
     assert torch.equal(found, dequantize(block_BX, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=[kind.name for kind in KINDS.values()])
+@pytest.mark.parametrize("count", [1, 4, 63])
+def test_blocks_are_rounded_by_pieces(kind: GgufType, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary's matrix would take twice as much memory in float32."""
+    block_BX = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32).view(np.uint8)
+    if kind.numbers > 1:
+        block_BX = random_blocks(kind, count, 0, 0.1)
+    data, shape = block_BX.reshape(-1), (count, block_BX.shape[1] // kind.bytes * kind.numbers)
+    wide = widen(data, kind, shape)
+    monkeypatch.setattr(blocks, "ROUNDED", 4 * kind.numbers)
+    made: list[int] = []
+    fill = blocks._fill
+    monkeypatch.setattr(
+        blocks, "_fill", lambda part, own, kind, out: made.append(out.numel()) or fill(part, own, kind, out)
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        found = widen(data, kind, shape, dtype)
+        assert found.dtype == dtype and torch.equal(found.nan_to_num(), wide.to(dtype).nan_to_num())
+    assert all(size <= 4 * kind.numbers for size in made) and sum(made) in (0, 3 * wide.numel())
 
 
 @pytest.mark.parametrize("kind", KEPT_BLOCKS, ids=[kind.name for kind in KEPT_BLOCKS])
@@ -822,6 +844,25 @@ def test_a_file_that_is_split_is_one_model(checkpoint: Callable[..., Path], tmp_
         Checkpoint(tmp_path / "part-00002-of-00003.gguf")
     with pytest.raises(CheckpointError, match=r"of the 3 parts of link-00001-of-00003\.gguf 1 are there"):
         Checkpoint(tmp_path / "link-00001-of-00003.gguf")
+
+
+@pytest.mark.parametrize(("form", "count"), [("F32", 6), ("Q8_0", 12)])
+def test_tensors_at_fault_have_the_names_of_the_file(
+    form: str, count: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    def extend(writer: Any) -> None:
+        writer.kv_data[0]["llama.feed_forward_length"].value = 64
+        writer.add_tensor("blk.0.attn_norm.bias", np.ones(64, np.float32))
+        writer.add_tensor("output_norm.bias", np.ones(64, np.float32))
+
+    path = write(checkpoint(LLAMA), tmp_path / "small.gguf", "LLAMA", pair_rows, extend, form)
+    with pytest.raises(CheckpointError) as wrong:
+        open_model(path, EngineConfig(draft="none", memory_bytes=1 << 20))
+    said = str(wrong.value)
+    assert "config.json" not in said and "safetensors" not in said and "model.layers" not in said
+    assert f"{count} misshapen: blk.0.ffn_gate.weight is [96, 64], its metadata make it [64, 64]" in said
+    assert ("blk.0.ffn_gate.weight_scale is [96, 2]" in said) == (form == "Q8_0")
+    assert "2 unexpected: blk.0.attn_norm.bias, output_norm.bias; take another file" in said
 
 
 def test_integers_take_less_memory_than_the_checkpoint(

@@ -34,6 +34,9 @@ from specdec.models.gguf.file import GgufType
 PIECE = 1 << 18
 """Bytes per step, which fit in a core's cache."""
 
+ROUNDED = 1 << 24
+"""Numbers that are rounded together: they take 64 MB in float32, and a vocabulary's matrix 5 GB."""
+
 
 class IntegerFormat(NamedTuple):
     """Integer format of a type."""
@@ -79,11 +82,22 @@ def bits_per_weight(form: IntegerFormat | None) -> float:
     return form.bits + (1 if form.middle or form.group < GROUP else 0.5) if form else 16
 
 
-def widen(data_X: Array, kind: GgufType, shape: tuple[int, ...]) -> Tensor:
-    """Dequantise a tensor's bytes to float32."""
-    if kind.name in _WIDE:
-        return torch.from_numpy(data_X.copy()).view(_WIDE[kind.name]).view(shape).float()
-    return _fill("wide", data_X, kind, torch.empty(shape))
+def widen(
+    data_X: Array, kind: GgufType, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Dequantise a tensor's bytes to float32, and round a piece at a time to another dtype."""
+    out_X, each = torch.empty(shape, dtype=dtype), max(ROUNDED // kind.numbers, 1)
+    block_BX, out_BN = data_X.reshape(-1, kind.bytes), out_X.view(-1, kind.numbers)
+    for first in range(0, len(block_BX), each):
+        piece_X = block_BX[first : first + each].reshape(-1)
+        out_P = out_BN[first : first + each].view(-1)
+        if kind.name in _WIDE:
+            out_P.copy_(torch.from_numpy(piece_X.copy()).view(_WIDE[kind.name]))
+        elif dtype == torch.float32:
+            _fill("wide", piece_X, kind, out_P)
+        else:
+            out_P.copy_(_fill("wide", piece_X, kind, torch.empty(len(out_P))))
+    return out_X
 
 
 def integers(data_X: Array, kind: GgufType, shape: tuple[int, ...]) -> Tensor:

@@ -120,6 +120,11 @@ class GgufTensors:
     def keys(self) -> Sequence[str]:
         return list(self._names)
 
+    def stored_name(self, disk: str) -> str:
+        """Return a tensor's name in the file; a part of an integer matrix keeps its suffix."""
+        part = disk.rpartition("_")[2] if disk.endswith(("_scale", "_offset")) else ""
+        return f"{self._names[disk]}_{part}" if part else self._names[disk]
+
     def get_slice(self, disk: str) -> Header:
         """Return a tensor's shape and type without reading it."""
         entry = self._entry(disk)
@@ -135,10 +140,15 @@ class GgufTensors:
             shape = recipe(torch.empty(shape, device=device)).shape
         return Header(tuple(shape), self._described.dtype, entry.bytes)
 
-    def get_tensor(self, disk: str) -> Tensor:
-        """Return a tensor as in the checkpoint, except for quantisation error."""
+    def get_tensor(self, disk: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor as in the checkpoint, except for quantisation error.
+
+        One that is widened, neither transformed nor scaled, has the given dtype; others are to be rounded.
+        """
         entry = self._entry(disk)
         read, _ = self._parts.get(disk, (widen, 1))
+        if read is widen and entry.factor == 1 and self._described.recipe(disk) is None:
+            return widen(entry.data, entry.kind, entry.shape, dtype)
         made = read(entry.data, entry.kind, entry.shape)
         if entry.factor != 1 and read is not integers:
             made *= entry.factor
