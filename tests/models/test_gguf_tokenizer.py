@@ -5,12 +5,16 @@ with one layer of zeros and the vocabulary of the test.
 """
 
 import json
+import random
+import struct
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from specdec.errors import CheckpointError
@@ -19,6 +23,7 @@ from specdec.models.gguf.splits import SPLITTINGS
 from specdec.models.gguf.tokenizer import Vocabulary
 from specdec.text.chat_template import load_template
 from specdec.text.tokenizer import BYTES, load_tokenizer
+from tests.selection import EXHAUSTIVE
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -45,6 +50,7 @@ def add_fields(writer: Any, fields: Mapping[str, Any]) -> None:
         int: writer.add_uint32,
         str: writer.add_string,
         list: writer.add_array,
+        bytes: writer.add_array,
     }
     for name, value in fields.items():
         prefix = "tokenizer." if name.startswith("chat_template") else "tokenizer.ggml."
@@ -362,9 +368,9 @@ def test_sentences_have_the_tokens_that_llama_cpp_gives_them(form: str, tmp_path
         ("bert", {}, "tokenizer.ggml.model", r"byte-level BPE.*SentencePiece.*Unigram.*not 'bert'"),
         (
             "t5",
-            {"scores": [0.0, 0.0], "unknown_token_id": 0, "precompiled_charsmap": [-1, -1]},
-            "tokenizer.ggml.model",
-            "no tokenizer can be made of its metadata",
+            {"scores": [0.0, 0.0], "unknown_token_id": 9},
+            "tokenizer.ggml.unknown_token_id",
+            "an id below 2",
         ),
     ],
 )
@@ -374,6 +380,127 @@ def test_an_invalid_tokenizer_is_named(
     with pytest.raises(CheckpointError, match=why) as refused:
         vocabulary(tmp_path, model, {"a": NORMAL, "b": NORMAL}, **fields).tokenizer()
     assert refused.value.field == field
+
+
+ALPHABETS = ("a", "ab", "abc")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_distinct_scores_give_the_tokens_of_sentencepiece(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        letters = ALPHABETS[seed]
+        words = {"".join(rng.choices(letters, k=rng.randint(2, 6))): NORMAL for _ in range(12)}
+        tokens = {"<unk>": UNKNOWN, **dict.fromkeys(letters, NORMAL), **words}
+        scores = [-float(own) for own in rng.sample(range(100), len(tokens))]
+        made = unspaced(tmp_path, tokens, scores)
+        for text in ("".join(rng.choices(letters, k=24)) for _ in range(20)):
+            assert made.encode(text).tokens == merged(text, dict(zip(tokens, scores, strict=True)))
+
+
+def test_equal_scores_give_the_tokens_of_the_original_tokenizer(tmp_path: Path) -> None:
+    """The converter writes -1000 for every token of a tokenizer.json, whose ids are in order of its merges.
+
+    llama.cpp would merge the leftmost pair, whatever the original tokenizer does.
+    """
+    theirs = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    texts = [*Path(__file__).read_text().splitlines()[:200], TEXT]
+    theirs.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=700, special_tokens=["<unk>"]))
+    ids = theirs.get_vocab()
+    tokens = {token: UNKNOWN if token == "<unk>" else NORMAL for token in sorted(ids, key=ids.__getitem__)}
+    scores = [-1000.0] * len(tokens)
+    ours = unspaced(tmp_path, tokens, scores)
+    unlike = 0
+    for text in (text.replace(" ", "")[:80] for text in texts):
+        assert ours.encode(text).tokens == theirs.encode(text).tokens
+        unlike += ours.encode(text).tokens != merged(text, dict(zip(tokens, scores, strict=True)))
+    assert unlike > 20
+    tied = {"<unk>": UNKNOWN, "a": NORMAL, "b": NORMAL, "ab": NORMAL, "ba": NORMAL}
+    made = unspaced(tmp_path, tied, [0.0, -2.0, -2.0, -1.0, -1.0])
+    assert made.encode("bbbaba").tokens == ["b", "b", "b", "ab", "a"]
+
+
+def unspaced(path: Path, tokens: Mapping[str, int], scores: list[float]) -> Tokenizer:
+    given = {"add_bos_token": False, "add_space_prefix": False}
+    return vocabulary(path, "llama", tokens, scores=scores, **given).tokenizer()
+
+
+def merged(text: str, scores: Mapping[str, float]) -> list[str]:
+    """Merge like llama.cpp: the pair with the best score, the leftmost of several."""
+    found = list(text)
+    while True:
+        pairs = (own + other for own, other in pairwise(found))
+        best = min(((-scores[pair], i) for i, pair in enumerate(pairs) if pair in scores), default=None)
+        if best is None:
+            return found
+        found[best[1] : best[1] + 2] = [found[best[1]] + found[best[1] + 1]]
+
+
+def charsmap(rules: Mapping[str, str]) -> bytes:
+    """Write rules for ASCII characters as a double-array trie: a block of children, one for each leaf."""
+    units, texts = np.zeros(256 * (2 + len(rules)), "<u4"), b""
+    units[0] = 256 << 10
+    for i, (character, text) in enumerate(rules.items()):
+        at, leaf = 256 ^ ord(character), 256 * (2 + i)
+        units[at] = ord(character) | 1 << 8 | (at ^ leaf) << 10
+        units[leaf] = 1 << 31 | len(texts)
+        texts += text.encode() + b"\0"
+    return struct.pack("<I", units.nbytes) + units.tobytes() + texts
+
+
+def unigram(path: Path, table: object) -> Tokenizer:
+    given = {"scores": [-9.0, -1.0, -1.0], "unknown_token_id": 0, "precompiled_charsmap": table}
+    tokens = {"<unk>": UNKNOWN, "b": NORMAL, "é": NORMAL}
+    return vocabulary(path, "t5", tokens, **given, add_eos_token=False).tokenizer()
+
+
+def test_a_charsmap_replaces_characters(tmp_path: Path) -> None:
+    made = unigram(tmp_path, charsmap({"a": "b", "x": "éb"}))
+    assert made.encode("axb").tokens == ["b", "é", "b", "b"]
+
+
+RULES = charsmap({"a": "é", "x": "b"})
+LEAF = struct.pack("<I", 1 << 31)
+"""The first leaf's unit: the text at 0."""
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param(b"\0\0\0\0x\0", id="no root"),
+        pytest.param(b"\xff\xff\xff\xff", id="a size above the data"),
+        pytest.param(b"\2\0\0\0\1\1", id="half a unit"),
+        pytest.param([1, 2, 3, 4000], id="integers"),
+        pytest.param(["a", "b"], id="strings"),
+        pytest.param("a", id="a string"),
+        pytest.param(struct.pack("<II", 4, 0) + b"a\0", id="children outside the trie"),
+        pytest.param(RULES.replace(LEAF, struct.pack("<I", 1 << 31 | 5)), id="a text past the end"),
+        pytest.param(RULES.replace(LEAF, struct.pack("<I", 1 << 31 | 1)), id="half a character"),
+    ],
+)
+def test_an_invalid_charsmap_is_refused(table: object, tmp_path: Path) -> None:
+    """Most would make the library panic at a text."""
+    with pytest.raises(CheckpointError) as refused:
+        unigram(tmp_path, table)
+    assert refused.value.field == "tokenizer.ggml.precompiled_charsmap"
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(3_000, marks=EXHAUSTIVE)])
+def test_no_charsmap_makes_the_library_panic(count: int, tmp_path: Path) -> None:
+    rng, refused, texts = random.Random(0), 0, [*map(chr, range(1, 128)), "axé", "\u0301a"]
+    places = [i for i, byte in enumerate(RULES) if byte or i % 1024 < 8]
+    for _ in range(count):
+        own = bytearray(RULES)
+        for _ in range(rng.choice([1, 2, 8])):
+            own[rng.choice(places)] = rng.randrange(256)
+        try:
+            made = unigram(tmp_path, bytes(own))
+        except CheckpointError:
+            refused += 1
+            continue
+        for text in texts:
+            made.encode(text)
+    assert count / 10 < refused < count
 
 
 def test_a_template_that_writes_bos_gets_no_second_one(tmp_path: Path) -> None:

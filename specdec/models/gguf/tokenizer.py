@@ -27,6 +27,7 @@ NONE = (None, "no_vocab")
 """Files without a tokenizer, which only support token ids."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(.+))?")
+_CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's space."""
 
@@ -171,8 +172,8 @@ class Vocabulary:
         ]
         made = Tokenizer(models.Unigram(list(zip(self.tokens, scores, strict=True)), self.id("unknown")))
         steps: list[normalizers.Normalizer] = []
-        if (table := self.fields.get("tokenizer.ggml.precompiled_charsmap")) is not None:
-            steps.append(normalizers.Precompiled(np.asarray(table).tobytes()))
+        if _CHARSMAP in self.fields:
+            steps.append(normalizers.Precompiled(self._charsmap()))
         adds_space = self._adds_space
         if self.fields.flag("tokenizer.ggml.remove_extra_whitespaces", default=False):
             adds_space = True  # before every word
@@ -182,6 +183,31 @@ class Vocabulary:
         made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
         made.decoder = decoders.Metaspace(prepend_scheme="always" if adds_space else "never")
         return made
+
+    def _charsmap(self) -> bytes:
+        """Return the normalisation rules; the library would panic at an offset outside them.
+
+        They are the size of a double-array trie (darts-clone), its units, and the replacements it points to.
+        """
+        found, needs = self.fields.get(_CHARSMAP), "a double-array trie and the texts that it points to"
+        if not isinstance(found, np.ndarray) or found.dtype.itemsize != 1:
+            self.fields.refuse(_CHARSMAP, "bytes")
+        data = found.tobytes()
+        size = int.from_bytes(data[:4], "little")
+        if size % 4 or size + 4 > len(data):
+            self.fields.refuse(_CHARSMAP, needs)
+        unit_N, text_B = (
+            np.frombuffer(data, "<u4", size // 4, 4),
+            np.frombuffer(data, np.uint8, offset=4 + size),
+        )
+        inner_N = unit_N >> 31 == 0
+        inner_N[:1] = True  # the root
+        children_N = np.arange(len(unit_N)) ^ (unit_N >> 10 << ((unit_N & 1 << 9) >> 6))
+        fits = inner_N.any() and (children_N[inner_N] | 255 < len(unit_N)).all()
+        value_N = unit_N[children_N[inner_N & (unit_N >> 8 & 1 == 1)]] & 0x7FFFFFFF if fits else unit_N
+        if not fits or (value_N >= len(text_B)).any() or (text_B[value_N] >> 6 == 0b10).any():
+            self.fields.refuse(_CHARSMAP, needs)
+        return data
 
     def _surround(self, made: Tokenizer) -> None:
         """Add the post-processor that puts BOS and EOS around texts."""
@@ -232,7 +258,7 @@ class Vocabulary:
                 yield first, second
 
     def _scored_merges(self) -> Iterator[tuple[str, str]]:
-        """Yield every pair that merges into a token, best token first."""
+        """Yield every pair that merges into a token, best token first; of equal scores, the lower id."""
         for _, token in sorted(zip(self._scores(), self.tokens, strict=True), key=lambda own: -own[0]):
             for cut in range(1, len(token) if len(token) <= LONGEST else 0):
                 if token[:cut] in self._ids and token[cut:] in self._ids:
