@@ -264,10 +264,10 @@ def delta_net_fields(config: Config) -> Mapping[str, Any]:
     return {
         "{}.block_count": len(kinds) + 1,
         "{}.nextn_predict_layers": 1,
-        "{}.expert_count": config["num_experts"],
-        "{}.expert_used_count": config["num_experts_per_tok"],
-        "{}.expert_feed_forward_length": config["moe_intermediate_size"],
-        "{}.expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        "{}.expert_count": config.get("num_experts"),
+        "{}.expert_used_count": config.get("num_experts_per_tok"),
+        "{}.expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "{}.expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         "{}.ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "{}.ssm.state_size": config["linear_key_head_dim"],
         "{}.ssm.group_count": config["linear_num_key_heads"],
@@ -511,10 +511,16 @@ def ling_fields(config: Config) -> Mapping[str, Any]:
     }
 
 
-def lfm2_moe_fields(config: Config) -> Mapping[str, Any]:
+def lfm2_fields(config: Config) -> Mapping[str, Any]:
     return {
         "{}.attention.head_count_kv": attending(config),
         "{}.shortconv.l_cache": config["conv_L_cache"],
+    }
+
+
+def lfm2_moe_fields(config: Config) -> Mapping[str, Any]:
+    return {
+        **lfm2_fields(config),
         "{}.expert_count": config["num_experts"],
         "{}.expert_used_count": config["num_experts_per_tok"],
         "{}.expert_feed_forward_length": config["moe_intermediate_size"],
@@ -560,6 +566,13 @@ GRANITE_PLAIN = {"layer_types": ATTENDS, "position_embedding_type": "rope", "rop
 NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 21}
 
 WRITTEN: Mapping[str, Written] = {
+    "llama": Written("llama", "llama", paired, nothing, {"rope_parameters": ROPE}),
+    "qwen2": Written(
+        "qwen2", "qwen2", as_stored, nothing, {"use_sliding_window": False, "layer_types": ATTENDS[:2]}
+    ),
+    "qwen3": Written("qwen3", "qwen3", as_stored, nothing),
+    "qwen35": Written("qwen35", "qwen3_5", tiled, delta_net_fields, head=True),
+    "lfm2": Written("lfm2", "lfm2", as_stored, lfm2_fields, {"block_auto_adjust_ff_dim": False}),
     "qwen3moe": Written("qwen3moe", "qwen3_moe", as_stored, qwen3_moe_fields, {"norm_topk_prob": True}),
     "qwen35moe": Written("qwen35moe", "qwen3_5_moe", tiled, delta_net_fields, head=True),
     "qwen3next": Written("qwen3next", "qwen3_next", delta_net, delta_net_fields, head=True),

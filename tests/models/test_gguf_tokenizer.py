@@ -23,6 +23,7 @@ from specdec.models.gguf.splits import SPLITTINGS
 from specdec.models.gguf.tokenizer import Vocabulary
 from specdec.text.chat_template import load_template
 from specdec.text.tokenizer import BYTES, load_tokenizer
+from tests.models.gguf_mutations import refusals
 from tests.selection import EXHAUSTIVE
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -541,3 +542,20 @@ def test_a_token_of_a_megabyte_takes_no_time(tmp_path: Path) -> None:
     tokens = {"<unk>": UNKNOWN, "a": NORMAL, "a" * (1 << 21): NORMAL}
     made = vocabulary(tmp_path, "llama", tokens, scores=[0.0, -1.0, -2.0], add_bos_token=False)
     assert made.tokenizer().encode("<unk>").ids == [0]
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(3_000, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "t5"])
+def test_a_changed_field_is_refused_or_loads(model: str, count: int, tmp_path: Path) -> None:
+    def load(path: Path) -> None:
+        found = Vocabulary(GgufFile(path))
+        found.endings(), found.config()
+        made = found.tokenizer()
+        made.decode(made.encode(TEXT).ids)
+
+    if model == "gpt2":
+        tokens, merges = chains()
+        vocabulary(tmp_path, model, tokens, pre="llama-bpe", merges=merges, bos_token_id=1)
+    else:
+        scored(tmp_path, model, **FORMS["Unigram" if model == "t5" else "SentencePiece"][1])
+    assert refusals(tmp_path / "small.gguf", load, count, seed=model)
