@@ -3,6 +3,7 @@
 llama.cpp continues some prompts, greedily and then by sampling at temperature 1, and specdec scores the same
 tokens. Greedy output shows how often both choose the same token. On sampled output the mean difference
 estimates the KL divergence, and both perplexities are reported. Needs xllamacpp, or llama-server on the PATH.
+With --text specdec also scores a text as llama-perplexity does by default.
 """
 
 import argparse
@@ -29,6 +30,8 @@ PROMPTS = (
 )
 GREEDY: Mapping[str, Any] = {"temperature": 0, "samplers": ["top_k"], "top_k": 1}
 SAMPLED: Mapping[str, Any] = {"temperature": 1.0, "samplers": ["temperature"], "seed": 1}
+WINDOW = 512
+"""llama-perplexity's context: it scores the second half of each window."""
 
 
 class Text(NamedTuple):
@@ -69,6 +72,19 @@ def compare(name: str, engine: SpecEngine, texts: Sequence[Text]) -> None:
     )
 
 
+def perplexity(engine: SpecEngine, text: str) -> None:
+    assert engine.tokenizer
+    begin, ids = engine.tokenizer.encode(""), engine.tokenizer.encode(text)
+    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW + 1, WINDOW)]
+    prompts = [[*begin, *own[len(begin) :]] for own in windows]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    own = list[float]()
+    for completion in engine.generate(prompts, params):
+        assert completion.prompt_logprobs is not None
+        own += [found.logprob for found in completion.prompt_logprobs[WINDOW // 2 + 1 :] if found]
+    print(f"text: {len(windows)} windows, perplexity {math.exp(-fmean(own)):.4f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", type=Path)
@@ -76,19 +92,24 @@ def main() -> None:
     parser.add_argument("--cache", default="f16", help="type of llama.cpp's KV cache")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto", help="of specdec's activations")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue past the end of a response")
+    parser.add_argument("--text", type=Path, help="held-out text of at least 512 tokens")
     own = parser.parse_args()
-    context = own.tokens + 256
+    context, more = own.tokens + 256, {"ignore_eos": own.ignore_eos}
     settings = ServerSettings(
         *(find_program(None), str(own.file), "F32", own.threads, 1, context, 512, own.cache)
     )
     peer = LlamaCppPeer(settings)
     try:
-        greedy, sampled = write(peer, GREEDY, own.tokens), write(peer, SAMPLED, own.tokens)
+        greedy, sampled = (write(peer, {**kind, **more}, own.tokens) for kind in (GREEDY, SAMPLED))
     finally:
         peer.close()
-    with SpecEngine(str(own.file), dtype=own.dtype, draft="none", max_model_len=context) as engine:
+    length = max(context, WINDOW + 1)
+    with SpecEngine(str(own.file), dtype=own.dtype, draft="none", max_model_len=length) as engine:
         compare("greedy ", engine, greedy)
         compare("sampled", engine, sampled)
+        if own.text:
+            perplexity(engine, own.text.read_text())
 
 
 if __name__ == "__main__":

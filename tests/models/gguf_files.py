@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.models.checkpoint import Checkpoint
+
 Config = Mapping[str, Any]
 Named = Iterator[tuple[str, Tensor]]
 
@@ -73,8 +75,28 @@ ALL = "*"
 """Key of `forms` for every matrix that may be quantized."""
 
 
+def write_folder(
+    name: str,
+    folder: Path,
+    path: Path,
+    *,
+    form: str = "F32",
+    extend: Callable[[Any], None] = lambda writer: None,
+) -> Path:
+    """Write a checkpoint's file, its matrices and its embedding in one type."""
+    checkpoint = Checkpoint(folder)
+    tensors = {disk: checkpoint.tensor(disk).float() for disk in checkpoint.names()}
+    forms = {ALL: form, "token_embd": form}
+    return write(WRITTEN[name], path, tensors, checkpoint.config, forms, extend)
+
+
 def write(
-    own: Written, path: Path, tensors: Mapping[str, Tensor], config: Config, forms: Mapping[str, str]
+    own: Written,
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    config: Config,
+    forms: Mapping[str, str],
+    extend: Callable[[Any], None] = lambda writer: None,
 ) -> Path:
     """Write a file: tensors in float32, except those for which `forms` names another type."""
     import gguf
@@ -83,23 +105,29 @@ def write(
     layers = num_layers(config)
     known = gguf.get_tensor_name_map(by_name[own.known or own.name], layers + 2)
     writer = gguf.GGUFWriter(path, own.name)
-    for key, value in {**common(config), **own.fields(config)}.items():
-        add(writer, key.format(own.name), value)
+    add_fields(writer, own, config)
+    writer.add_bool("tests.flag", True)
     for name, tensor in stack(dict(tensors)).items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         for new, changed in own.change(renamed(name, layers), tensor, config):
             disk = named(new, known)
-            named_form = next((form for part, form in forms.items() if f".{part}." in disk), "F32")
+            named_form = next((form for part, form in forms.items() if f".{part}." in f".{disk}"), "F32")
             form = forms.get(ALL, "F32") if is_matrix(disk, changed) else "F32"
             kind = gguf.GGMLQuantizationType[form if named_form == "F32" else named_form]
             data = gguf.quants.quantize(changed.float().contiguous().numpy(), kind)
             writer.add_tensor(disk, data, raw_dtype=kind)
+    extend(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_fields(writer: Any, own: Written, config: Config) -> None:
+    for key, value in {**common(config), **own.fields(config)}.items():
+        add(writer, key.format(own.name), value)
 
 
 def add(writer: Any, key: str, value: Any) -> None:

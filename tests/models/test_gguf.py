@@ -8,7 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from specdec.errors import CheckpointError, ConfigError
 from specdec.kernels.linear.integers import Integers
 from specdec.models import families
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.feed_forward import MLP
 from specdec.models.folder import find_folder
 from specdec.models.gguf import architectures as gguf_architectures
 from specdec.models.gguf import blocks
@@ -41,6 +40,7 @@ from specdec.models.gguf.tensors import GgufTensors
 from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
+from tests.models.gguf_files import WRITTEN, add_fields, write_folder
 from tests.models.random_checkpoints import edit_config
 from tests.models.runner import Runner
 from tests.selection import EXHAUSTIVE
@@ -270,7 +270,7 @@ def test_a_scale_belongs_to_the_weight_alone(checkpoint: Callable[..., Path], tm
         writer.add_tensor("blk.0.ffn_up.scale", np.full(1, 2, np.float32))
 
     folder = checkpoint(LLAMA)
-    found = GgufTensors(write(folder, tmp_path / "small.gguf", "LLAMA", pair_rows, extend))
+    found = GgufTensors(write_folder("llama", folder, tmp_path / "small.gguf", extend=extend))
     own = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(found.get_tensor(own), 2 * Checkpoint(folder).tensor(own).float())
     assert torch.equal(found.get_tensor(own.replace("weight", "bias")), torch.full((96,), 3.0))
@@ -280,13 +280,10 @@ def test_a_scale_belongs_to_the_weight_alone(checkpoint: Callable[..., Path], tm
 def test_tensors_outside_the_blocks_are_refused(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = write(
-        checkpoint(LLAMA),
-        tmp_path / "small.gguf",
-        "LLAMA",
-        pair_rows,
-        lambda writer: writer.add_tensor(name, np.zeros((4, 4), np.float32)),
-    )
+    def extend(writer: Any) -> None:
+        writer.add_tensor(name, np.zeros((4, 4), np.float32))
+
+    path = write_folder("llama", checkpoint(LLAMA), tmp_path / "small.gguf", extend=extend)
     with pytest.raises(
         CheckpointError, match=rf"{re.escape(name)} is (not in one of the 2 blocks|no name)"
     ) as wrong:
@@ -303,79 +300,7 @@ def test_a_tag_behind_a_file_is_refused(tmp_path: Path) -> None:
         find_folder("absent.gguf:Q4_K_M")
 
 
-def undo_nothing(name: str, own: Tensor, config: Mapping[str, Any]) -> Tensor:
-    return own.squeeze(1) if name.endswith("conv.conv.weight") else own
-
-
-def pair_rows(name: str, own: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Put the two rows of a rotated pair next to each other, as llama.cpp's converter does for Llama."""
-    if ".q_proj." not in name and ".k_proj." not in name:
-        return own
-    heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-    return own.reshape(heads, 2, -1, *own.shape[1:]).swapaxes(1, 2).reshape(own.shape)
-
-
-def add_fields(writer: Any, config: Mapping[str, Any]) -> None:
-    ffn = families.network(config).layers[0].ffn
-    assert isinstance(ffn, MLP)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(ffn.width)
-    writer.add_head_count(config["num_attention_heads"])
-    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
-    kv = config["num_key_value_heads"]
-    writer.add_head_count_kv([kv if kind != "conv" else 0 for kind in kinds] if "conv" in kinds else kv)
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    if "conv_L_cache" in config:
-        writer.add_shortconv_l_cache(config["conv_L_cache"])
-
-
-def write(
-    folder: Path,
-    path: Path,
-    architecture: str,
-    change: Callable[[str, Tensor, Mapping[str, Any]], Tensor] = undo_nothing,
-    extend: Callable[[Any], None] = lambda writer: None,
-    form: str = "F32",
-) -> Path:
-    """Write a checkpoint as a file, with the package gguf's tensor names."""
-    checkpoint = Checkpoint(folder)
-    arch = getattr(gguf.MODEL_ARCH, architecture)
-    names = gguf.get_tensor_name_map(arch, checkpoint.config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    add_fields(writer, checkpoint.config)
-    writer.add_array("tests.numbers", [1, 2, 3])
-    writer.add_bool("tests.flag", True)
-    for name in checkpoint.names():
-        if name == "lm_head.weight" and checkpoint.config["tie_word_embeddings"]:
-            continue
-        disk = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert disk, name
-        own = change(name, checkpoint.tensor(name).float(), checkpoint.config).contiguous().numpy()
-        kind = gguf.GGMLQuantizationType[form if own.ndim == 2 else "F32"]
-        writer.add_tensor(disk, gguf.quants.quantize(own, kind), raw_dtype=kind)
-    extend(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-WRITTEN = {
-    "qwen3": ("QWEN3", undo_nothing),
-    "qwen2": ("QWEN2", undo_nothing),
-    "llama": ("LLAMA", pair_rows),
-    "lfm2": ("LFM2", undo_nothing),
-}
-
-
-@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "lfm2"])
 def test_a_file_equals_its_source_checkpoint(
     family: str, family_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -384,7 +309,9 @@ def test_a_file_equals_its_source_checkpoint(
     if family in ("llama", "qwen2"):  # their files lack windows and scale positions differently
         plain = {"rope_type": "default", "rope_theta": 10_000.0}
         edit_config(folder, use_sliding_window=False, layer_types=None, rope_parameters=plain)
-    path = write(folder, tmp_path / "small.gguf", *WRITTEN[family])
+    if family == "lfm2":  # its files state the adjusted width
+        edit_config(folder, block_auto_adjust_ff_dim=False, intermediate_size=24)
+    path = write_folder(family, folder, tmp_path / "small.gguf")
     assert_equal(Checkpoint(path), Checkpoint(folder))
     assert find_folder(tmp_path) == find_folder(path), "a folder that holds one file is that file"
 
@@ -395,7 +322,7 @@ def test_integer_weights_stay_packed(
 ) -> None:
     """Integers stay packed after rows are permuted and restored; other block types are widened."""
     folder = checkpoint(LLAMA)
-    path = write(folder, tmp_path / "small.gguf", "LLAMA", pair_rows, form=form)
+    path = write_folder("llama", folder, tmp_path / "small.gguf", form=form)
     found, expected = weights_of(path), weights_of(folder)
     for name, shape in (("layers.0.mixer.q.weight", (64, 64)), ("layers.1.ffn.down.weight", (64, 96))):
         own, wide = found.matrix(name, shape), expected.matrix(name, shape)
@@ -593,7 +520,7 @@ def test_a_files_tokenizer_equals_its_source_tokenizer(
         writer.add_add_bos_token(begins)
         writer.add_chat_template("{{ messages[0].content }}")
 
-    path = write(family_folder("qwen3"), tmp_path / "small.gguf", "QWEN3", extend=extend)
+    path = write_folder("qwen3", family_folder("qwen3"), tmp_path / "small.gguf", extend=extend)
     folder = find_folder(path)
     ours = load_tokenizer(folder)
     assert ours
@@ -744,7 +671,7 @@ def test_what_is_not_read_is_named(
             else:
                 getattr(writer, f"add_{kind}")(*value)
 
-    path = write(family_folder("qwen3"), tmp_path / "small.gguf", "QWEN3", extend=extend)
+    path = write_folder("qwen3", family_folder("qwen3"), tmp_path / "small.gguf", extend=extend)
     with pytest.raises(CheckpointError, match=why) as wrong:
         Checkpoint(path)
     assert wrong.value.field == field
@@ -752,7 +679,7 @@ def test_what_is_not_read_is_named(
 
 def write_parts(folder: Path, to: Path, *, numbers: tuple[int, ...], firsts: tuple[int, ...]) -> None:
     """Write three parts with some values of split.no; the first has no tensors."""
-    whole = gguf.GGUFReader(write(folder, to / "whole.gguf", "LLAMA", pair_rows))
+    whole = gguf.GGUFReader(write_folder("llama", folder, to / "whole.gguf"))
     names = [tensor.name for tensor in whole.tensors]
     for i, own in enumerate((names[:0], names[firsts[0] : 5], names[firsts[1] :])):
         writer = gguf.GGUFWriter(to / f"part-{i + 1:05}-of-00003.gguf", "llama")
@@ -760,7 +687,7 @@ def write_parts(folder: Path, to: Path, *, numbers: tuple[int, ...], firsts: tup
         writer.add_uint16("split.no", numbers[i])
         writer.add_int32("split.tensors.count", len(names))
         if i == 0:
-            add_fields(writer, Checkpoint(folder).config)
+            add_fields(writer, WRITTEN["llama"], Checkpoint(folder).config)
         for tensor in whole.tensors:
             if tensor.name in own:
                 writer.add_tensor(tensor.name, tensor.data)
@@ -813,7 +740,7 @@ def test_tensors_at_fault_have_the_names_of_the_file(
         writer.add_tensor("blk.0.attn_norm.bias", np.ones(64, np.float32))
         writer.add_tensor("output_norm.bias", np.ones(64, np.float32))
 
-    path = write(checkpoint(LLAMA), tmp_path / "small.gguf", "LLAMA", pair_rows, extend, form)
+    path = write_folder("llama", checkpoint(LLAMA), tmp_path / "small.gguf", extend=extend, form=form)
     with pytest.raises(CheckpointError) as wrong:
         open_model(path, EngineConfig(draft="none", memory_bytes=1 << 20))
     said = str(wrong.value)
@@ -827,7 +754,7 @@ def test_integers_take_less_memory_than_the_checkpoint(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = checkpoint(LLAMA, dtype="bfloat16")
-    path = write(folder, tmp_path / "small.gguf", "LLAMA", pair_rows, form="Q4_1")
+    path = write_folder("llama", folder, tmp_path / "small.gguf", form="Q4_1")
     config = EngineConfig(draft="none", memory_bytes=1 << 20, dtype="bfloat16")
     ours, theirs = (open_model(model, config).settings for model in (path, folder))
     assert ours.weight_bytes < theirs.weight_bytes / 2
@@ -852,7 +779,7 @@ def test_a_folder_may_hold_a_file_named_as_the_link_of_a_description(
 def test_descriptions_of_earlier_revisions_are_deleted(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(checkpoint(LLAMA), tmp_path / "small.gguf", "LLAMA", pair_rows)
+    path = write_folder("llama", checkpoint(LLAMA), tmp_path / "small.gguf")
     cache = gguf_folder.descriptions()
     kept, old = cache / "notes", cache / "0123456789abcdef" / "old"
     for other in (kept, old):
@@ -869,7 +796,7 @@ def test_descriptions_of_earlier_revisions_are_deleted(
 def test_weights_are_called_by_the_types_of_the_file(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The most common first; vectors, which are F32 in every file, are not counted."""
     for form in ("Q8_0", "Q5_0"):
-        path = write(checkpoint(LLAMA), tmp_path / f"{form}.gguf", "LLAMA", pair_rows, form=form)
+        path = write_folder("llama", checkpoint(LLAMA), tmp_path / f"{form}.gguf", form=form)
         stored = families.stored_format(Checkpoint(path).config)
         assert stored and stored.packed and stored.name == stored.packed.name == form
         assert describe_model(path, EngineConfig(), [64])["stored_types"] == form

@@ -23,8 +23,9 @@ from specdec.models.hub import headers
 from specdec.models.hub.names import HubName
 from specdec.setup.footprint import describe_model
 from tests.models import test_hub
+from tests.models.gguf_files import WRITTEN, add_fields, write_folder
 from tests.models.hub_server import Hub, Repo
-from tests.models.test_gguf import LLAMA, add_fields, gguf, pair_rows, write
+from tests.models.test_gguf import LLAMA, gguf
 
 hub = test_hub.hub
 NAME = "owner/small-GGUF"
@@ -50,7 +51,7 @@ def data(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
         writer.add_tensor("rope_freqs.weight", divisors_N.numpy())
 
     folder = tmp_path_factory.mktemp("file")
-    return write(checkpoint(LLAMA), folder / "small.gguf", "LLAMA", pair_rows, extend).read_bytes()
+    return write_folder("llama", checkpoint(LLAMA), folder / "small.gguf", extend=extend).read_bytes()
 
 
 @pytest.fixture
@@ -152,12 +153,12 @@ def test_all_parts_of_a_split_file_are_downloaded(
     hub: Hub, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     names = [f"part-Q4_K_M-{number:05}-of-00002.gguf" for number in (1, 2)]
-    whole = gguf.GGUFReader(write(checkpoint(LLAMA), tmp_path / "whole.gguf", "LLAMA", pair_rows))
+    whole = gguf.GGUFReader(write_folder("llama", checkpoint(LLAMA), tmp_path / "whole.gguf"))
     for number, name in enumerate(names):
         writer = gguf.GGUFWriter(tmp_path / name, "llama")
         writer.add_uint16("split.count", 2)
         if number == 0:
-            add_fields(writer, Checkpoint(checkpoint(LLAMA)).config)
+            add_fields(writer, WRITTEN["llama"], Checkpoint(checkpoint(LLAMA)).config)
         for tensor in whole.tensors[number::2]:
             writer.add_tensor(tensor.name, tensor.data)
         writer.write_header_to_file()
