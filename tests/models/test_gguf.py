@@ -772,7 +772,7 @@ def test_one_of_several_files_must_be_named(tmp_path: Path) -> None:
 def test_a_folder_may_hold_a_file_named_as_the_link_of_a_description(
     checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = write(checkpoint(LLAMA), tmp_path / "model.gguf", "LLAMA", pair_rows)
+    path = write_folder("llama", checkpoint(LLAMA), tmp_path / "model.gguf")
     assert find_folder(tmp_path) == find_folder(path) != tmp_path
 
 
