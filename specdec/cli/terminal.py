@@ -16,6 +16,7 @@ from specdec.config.engine import EngineConfig
 from specdec.config.sampling import SamplingParams
 from specdec.core.outputs import Completion, Delta, RequestStats
 from specdec.engine.engine import SpecEngine
+from specdec.text.generation_config import sampling_defaults
 from specdec.text.tokenizer import TextPiece
 
 LEGEND = f"{ACCEPTED}In this colour{PLAIN}: accepted from the draft. The rest is the verifier's own choice."
@@ -34,6 +35,7 @@ def generate(
     colour: str,
 ) -> None:
     """Complete a prompt: streamed, or with `whole` each choice once all have ended."""
+    params = params.with_defaults(sampling_defaults(Path(model)))
     with SpecEngine(model, config) as engine:
         engine.warm_up()
         if whole:

@@ -193,6 +193,7 @@ INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "enable_metrics": _ALWAYS,
                 "jinja": _ALWAYS,
                 "alias": "give --served-model-name",
+                "generation_config": "give --sampling-defaults openai to ignore the model's",
                 "chat_template": "put it into the folder as chat_template.jinja; a GGUF file must hold it",
                 "disable_log_requests": "prompts are logged only with --log-prompts; leave it out",
                 "uvicorn_log_level": "give -v for DEBUG lines; leave it out otherwise",

@@ -1,6 +1,7 @@
 """Sampling parameters of a request."""
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
@@ -201,6 +202,11 @@ class SamplingParams(Settings):
     )
     speculate: bool = switch(True, "use drafts for this request; the text does not depend on it")
     trees: bool = switch(False, "return each verify step's draft tree and what was accepted")
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """Return these parameters, with other defaults for those that were not given."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self).model_validate({**defaults, **given}) if defaults else self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -331,6 +331,7 @@ async def _server_info(request: web.Request, state: ServerState) -> web.Response
         "tools": served.told and served.calls is not None,
         **served.parsers,
         "writes": served.writes,
+        "sampling_defaults": dict(served.sampling),
         "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
         **(_engine_info(served) if resident.engine and not resident.is_unloading else {}),
     }

@@ -221,10 +221,11 @@ class RequestBody(BaseModel):
         lengths = dict.fromkeys(("max_completion_tokens", "max_new_tokens"), self.max_tokens)
         return {"best_of": self.n or 1, "min_new_tokens": self.min_tokens, **lengths}
 
-    def params(self, **overrides: Any) -> SamplingParams:
-        """Return the sampling parameters; the engine validates every value."""
+    def params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+        """Return the sampling parameters, with the model's defaults; the engine validates every value."""
         shared = SamplingParams.model_fields.keys() & RequestBody.model_fields.keys() - {"structured_outputs"}
-        fields = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        fields = {**defaults, **given}
         overrides = {"structured_outputs": self.structure, **overrides}
         fields["trees"] = self.return_drafts
         return SamplingParams(

@@ -55,7 +55,7 @@ async def complete(request: web.Request, state: ServerState) -> web.StreamRespon
     def read() -> SamplingParams:
         if is_lending:
             return lending_params(body)
-        return body.params(logprobs=body.logprobs, prompt_logprobs=body.scored)
+        return body.params(served.sampling, logprobs=body.logprobs, prompt_logprobs=body.scored)
 
     params = await state.run_by_size(request, deadline, read)
 
@@ -127,7 +127,7 @@ async def answer_chat(
                 return offer, variables, unsupported, lending_params(body)
             forced = {"structured_outputs": offer.structure} if offer and offer.structure else {}
             most = default if most_asked is None else most_asked
-            params = body.params(logprobs=body.shown, max_tokens=most, **forced)
+            params = body.params(served.sampling, logprobs=body.shown, max_tokens=most, **forced)
             return offer, variables, unsupported, params
 
         offer, variables, unsupported, params = await state.run_by_size(request, deadline, resolve)

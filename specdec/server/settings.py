@@ -98,6 +98,12 @@ class ServerConfig(Settings):
         title="max_tokens of chats that give none; None: max_new_tokens of generation_config.json, else 4096",
         description=f"an integer from 1 to {MOST_TOKENS}, or None",
     )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        title="what a request's missing sampling parameters are: the model's in generation_config.json, or "
+        "OpenAI's, which are temperature 1 without filters",
+        description="'model' or 'openai'",
+    )
     max_queued: int = integer(1024, "maximum choices per model in flight or waiting; beyond, 429")
     request_timeout: float = positive(600.0, "maximum seconds of a request, from arrival to end")
     stall_timeout: float = positive(60.0, "seconds to wait for a client that does not read")

@@ -36,7 +36,8 @@ from specdec.server.threads import LONG_S, ThreadPool
 from specdec.server.turns import Turns
 from specdec.text.answers.formats import CALL_FORMATS, call_format
 from specdec.text.answers.thinking import THINKING_FORMATS, ThinkingFormat, thinking_format
-from specdec.text.chat_template import LONGEST_ANSWER, load_template, longest_answer
+from specdec.text.chat_template import LONGEST_ANSWER, load_template
+from specdec.text.generation_config import longest_answer, sampling_defaults
 from specdec.text.grammar.guide import CompiledGrammar
 
 logger = logging.getLogger(__name__)
@@ -286,6 +287,8 @@ class ServedModel:
         self.writes = "completions" if is_shipped or self.template.is_plain else "chats"
         """The playground's default mode; `tiny` has a chat template but only completes code."""
         self._longest = config.default_max_tokens or longest_answer(folder) or LONGEST_ANSWER
+        self.sampling = sampling_defaults(folder) if config.sampling_defaults == "model" else {}
+        """Values of sampling parameters that a request does not give."""
         self._templates = ThreadPool("template", config.max_queued, pauses=pauses)
         self._workers = ThreadPool("text", config.max_queued, pauses=pauses)
         self._is_slow = False

@@ -106,7 +106,7 @@ class ChatTemplate:
 
 def load_template(folder: Path) -> ChatTemplate:
     """Read `chat_template.jinja`, else the one in `tokenizer_config.json`; log if there is none."""
-    config = _config(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     special = {name: text for name in SPECIAL if (text := _token(config.get(name))) is not None}
     path = folder / "chat_template.jinja"
     if has_file(path):
@@ -128,20 +128,13 @@ def load_template(folder: Path) -> ChatTemplate:
     )
 
 
-def longest_answer(folder: Path) -> int | None:
-    """Return `max_new_tokens` of a checkpoint's `generation_config.json`, if set."""
-    max_new_tokens = _config(folder / "generation_config.json").get("max_new_tokens")
-    return (
-        max_new_tokens if type(max_new_tokens) is int and max_new_tokens > 0 else None
-    )  # `true` is an int too
-
-
 def render(folder: Path, messages: Sequence[Message]) -> str:
     """Render one chat with a checkpoint's template."""
     return load_template(folder).render(messages)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object from a JSON file; empty without the file."""
     if not has_file(path):
         return {}
     try:

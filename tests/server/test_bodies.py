@@ -73,7 +73,7 @@ def test_deep_nesting_is_refused_in_every_field(
         large = refusal(ChatBody, CHAT, **place(nested(levels)), padding="x" * SMALL)
         assert str(large) == str(failure), "parsed in Python, it comes to the end of the stack sooner"
     body = read(ChatBody, CHAT, **place(nested(MOST_LEVELS - 8)))
-    assert as_read(body.messages) and body.params()
+    assert as_read(body.messages) and body.params({})
 
 
 @pytest.mark.parametrize("around", ["", "x" * SMALL])
@@ -267,7 +267,7 @@ def test_redundant_fields_are_accepted(kind: type[RequestBody], least: Mapping[s
 @pytest.mark.parametrize(("kind", "least"), BODIES)
 def test_fields_without_effect_are_accepted(kind: type[RequestBody], least: Mapping[str, Any]) -> None:
     own = {name: "x" for name in HARMLESS - {*kind.model_fields}}
-    assert read(kind, least, **own, unheard_of=[1]).params() == SamplingParams()
+    assert read(kind, least, **own, unheard_of=[1]).params({}) == SamplingParams()
 
 
 @pytest.mark.parametrize(("kind", "least"), BODIES)

@@ -12,7 +12,7 @@ import pytest
 from specdec.errors import ConfigError
 from specdec.server.fields import IGNORED, LONGEST_NAME, MOST_NAMES, IgnoredFields
 from specdec.server.settings import ServerConfig
-from specdec.text.chat_template import longest_answer
+from specdec.text.generation_config import longest_answer
 from tests.selection import only
 from tests.server.live import Live, serving
 from tests.server.test_guards import PLAIN

@@ -16,7 +16,8 @@ from specdec.errors import RequestError, SpecdecError
 from specdec.text.answers.events import ThinkingDelta
 from specdec.text.answers.reader import AnswerReader
 from specdec.text.answers.thinking import ThinkingFormat, thinking_format
-from specdec.text.chat_template import LONGEST_ANSWER, THINKING_SWITCHES, load_template, longest_answer
+from specdec.text.chat_template import LONGEST_ANSWER, THINKING_SWITCHES, load_template
+from specdec.text.generation_config import longest_answer, sampling_defaults
 from specdec.text.tokenizer import TextPiece
 
 LONGEST_COMPLETION = 256
@@ -58,7 +59,8 @@ class ChatSession:
                 "token ids only, with specdec generate --prompt-ids.",
                 field="prompt",
             )
-        self.engine, self.params, self._tokenizer = engine, params, engine.tokenizer
+        self.engine, self._tokenizer = engine, engine.tokenizer
+        self.params = params.with_defaults(sampling_defaults(folder))
         self.template = load_template(folder)
         self.is_talk = is_talk
         """Whether messages and commands may follow the first message."""

@@ -73,7 +73,7 @@ def test_bodies_rewritten_by_proxies_are_accepted(
     assert isinstance(asked, FetchFields) and asked == second.asked("decode")
     assert asked.params and asked.params.specdec and asked.params.specdec.leases[0]
     assert asked.params.specdec.leases[0].mac == "2" * 64
-    assert second.params().n == 2
+    assert second.params({}).n == 2
 
 
 @pytest.mark.parametrize(("kind", "least"), KINDS)
