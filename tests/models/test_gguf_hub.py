@@ -211,6 +211,25 @@ def test_a_description_downloads_headers_alone(
         assert folder == whole
 
 
+def test_divisors_of_a_wrong_shape_are_not_downloaded(
+    hub: Hub,
+    repo: Repo,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(headers, "FIRST_GGUF", 1 << 16)
+
+    def extend(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", torch.ones(1 << 21).numpy())
+
+    path = write_folder("llama", checkpoint(LLAMA), tmp_path / "large.gguf", extend=extend)
+    repo.files["small-Q4_K_M.gguf"] = path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"), describable(NAME, EngineConfig()):
+        raise AssertionError
+    assert hub.sent < 1 << 21
+
+
 def test_a_header_without_an_end_is_given_up(
     repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def _dig_gguf(url: str, path: Path) -> None:
     """Write a GGUF file's header, whose length is only known once parsed, and the position scaling tensor."""
     # Imported late: only GGUF files need it.
     from specdec.models.gguf.file import GgufFile, TruncatedError
+    from specdec.models.gguf.metadata import MOST_ROTATED
 
     count = FIRST_GGUF
     while True:
@@ -87,7 +88,8 @@ def _dig_gguf(url: str, path: Path) -> None:
         break
     os.truncate(path, size)
     entries = GgufFile(path).entries
-    if entry := entries.get(DIVISORS):
+    entry = entries.get(DIVISORS)
+    if entry and entry.bytes <= 2 * MOST_ROTATED:  # larger ones are refused by their shape
         with open_stream(url, f"{entry.offset}-{entry.offset + entry.bytes - 1}") as response:
             if first_byte(response) != entry.offset:
                 raise ValueError(f"{url} returned another byte range than requested")
