@@ -62,12 +62,12 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _url(pid: int) -> str | None:
-    """Return where a process listens."""
+    """Return where a process listens first: a server binds its port before those of P/D."""
     try:
-        sockets = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        links = {int(path.name): os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
         lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text("utf-8").splitlines()[1:]]
     except OSError:
         return None
-    mine = (own for own in lines if own[3] == LISTENS and f"socket:[{own[9]}]" in sockets)
-    ports = [int(own[1].partition(":")[2], 16) for own in mine]
-    return f"http://127.0.0.1:{ports[0]}" if ports else None
+    ports = {f"socket:[{own[9]}]": int(own[1].partition(":")[2], 16) for own in lines if own[3] == LISTENS}
+    found = (ports[links[fd]] for fd in sorted(links) if links[fd] in ports)
+    return f"http://127.0.0.1:{port}" if (port := next(found, None)) else None
