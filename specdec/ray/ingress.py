@@ -192,7 +192,7 @@ class Ingress:
             await call.respond(*refusal)
 
     async def _read_first(self, call: Call, prefill: Group) -> Refusal | None:
-        """Let a prefill instance lend the prompt. Where none does, the decode instance prefills it.
+        """Lend the prompt from a prefill instance; without one the decode instance prefills it.
 
         Return the response that says what is wrong with the request.
         """

@@ -316,7 +316,7 @@ def from_the_anchor(head: BlockHead) -> None:
 
 
 def of_the_next(head: BlockHead) -> None:
-    """Look up another token's transitions."""
+    """Return another token's transitions."""
     inner = head.bias
     head.bias = lambda token_N: inner((token_N + 1) % 64)  # type: ignore[method-assign]
 
