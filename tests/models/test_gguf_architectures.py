@@ -314,12 +314,12 @@ def test_unknown_fields_are_logged_once(
     own = WRITTEN["smollm3"]
 
     def fields(config: Config) -> dict[str, Any]:
-        return {**own.fields(config), "{}.vocab_size": VOCAB, "{}.b": 1, "{}.a.c": [1, 2], "smollm.d": 1}
+        return {**own.fields(config), "{}.vocab_size": VOCAB, "{}.b": 1, "{}.a\x1b[2J": [1, 2], "smollm.d": 1}
 
     path = write_file(replace(own, fields=fields), folders("smollm3"), tmp_path / "small.gguf")
     for _ in range(2):
         Checkpoint(path)
-    assert caplog.messages == ["small.gguf: unknown fields of smollm3, ignored: b, a.c"]
+    assert caplog.messages == ["small.gguf: unknown fields of smollm3, ignored: b, a\\x1b[2J"]
 
 
 def test_two_tensors_for_one_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:

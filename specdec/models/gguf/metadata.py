@@ -219,7 +219,7 @@ class Metadata:
             elif np.any(~np.isin(self.fields.get(own + name), neutral)):
                 self.refuse_value(name, " or ".join(repr(value) for value in neutral))
         if unknown:
-            told = ", ".join(unknown)[:400]
+            told = ", ".join(unknown)[:400].encode("unicode_escape").decode()
             logger.warning("%s: unknown fields of %s, ignored: %s", self.file.path.name, self.name, told)
 
 
