@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BELOW_ENGINE,
     "reach": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"http"},
     PACKAGE: {"config", "core", "engine"},
-    "bench": ENGINE | PUBLIC | {"http", "reach"},
+    "bench": ENGINE | PUBLIC | {"http"},
     "server": ENGINE - {"kernels", "draft", "verify"} | PUBLIC | {"http", "reach"},
     # The ingress has no engine; it shares the servers' HTTP code, from the listening socket to errors.
     "ray": {"config", "http", "models", "server"},

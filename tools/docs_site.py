@@ -14,6 +14,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "specdec/bench/LOG.md": "log.md",
+    "tools/bench/README.md": "developer-benchmarks.md",
     "tools/train_tiny/README.md": "train_tiny.md",
 }
 """Files of the repository, with their names on the site."""

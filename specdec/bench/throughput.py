@@ -15,8 +15,9 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.agreement import EXCUSED_GAP, agreement, require_same_model, rounding
+from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
 from specdec.bench.llama_cpp import LlamaCppPeer, find_program, settings_for
-from specdec.bench.options import LLAMA_CPP, ThroughputOptions
+from specdec.bench.options import LLAMA_CPP, SpeedOptions, ThroughputOptions
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import (
@@ -30,7 +31,6 @@ from specdec.bench.report import (
     until_interrupted,
 )
 from specdec.bench.runner import ENGINE, EngineRunner
-from specdec.bench.timing import BandwidthProbe, cache_bytes
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint
@@ -216,7 +216,7 @@ def _with_room(config: EngineConfig, options: ThroughputOptions) -> EngineConfig
     return EngineConfig.of(room, config.model_dump(exclude_unset=True))
 
 
-def longest(options: ThroughputOptions, config: EngineConfig, *, watched: int = 0) -> int:
+def longest(options: SpeedOptions, config: EngineConfig, *, watched: int = 0) -> int:
     """Return the length that the largest case needs; refuse a smaller `max_model_len`.
 
     `watched` tokens are decoded for the profile after the cases.

@@ -62,9 +62,6 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "demo": "",
         "bench throughput": "tiny --batch 1,4",
         "bench acceptance": "tiny --out report",
-        "bench model": "--shape qwen3-next-80b-a3b --quantize int4",
-        "bench prefix": "tiny",
-        "bench reach": "tiny",
         "bench serve": "http://127.0.0.1:8000",
     }
 )
@@ -80,12 +77,6 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "acceptance length and speedup by drafter and shape",
             "bench.acceptance.command:add_acceptance",
         ),
-        "model": ("compute the bytes of a step and the speed they allow", "bench.commands:add_model"),
-        "prefix": (
-            "time to first token with and without the prefix cache",
-            "bench.commands:add_prefix",
-        ),
-        "reach": ("disaggregated prefill: transfers, TTFT and TPOT", "bench.commands:add_reach"),
         "serve": ("latencies, throughput and acceptance of a running server", "bench.commands:add_serve"),
     }
 )
@@ -93,7 +84,14 @@ BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def main(argv: Sequence[str] | None = None, *, on_start: Callable[[], None] | None = None) -> int:
     """Run one command and return its exit code; `on_start` is called once everything is imported."""
-    args = _parser().parse_args(argv)
+    return run_command(_parser(), argv, on_start=on_start)
+
+
+def run_command(
+    parser: Parser, argv: Sequence[str] | None, *, on_start: Callable[[], None] | None = None
+) -> int:
+    """Run the command that the arguments choose, and return its exit code."""
+    args = parser.parse_args(argv)
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     command: Callable[[argparse.Namespace], Callable[[], None]] = args.command

@@ -16,11 +16,11 @@ import torch
 
 from specdec.bench import gguf_model, llama_cpp, llama_server, throughput
 from specdec.bench.agreement import SAME_BITS, SAME_MODEL, agreement, require_same_model
+from specdec.bench.bandwidth import BandwidthProbe
 from specdec.bench.gguf_model import FileType, write_gguf
 from specdec.bench.llama_cpp import LlamaCppPeer, ServerSettings, find_program
 from specdec.bench.peers import Sample, TransformersPeer
 from specdec.bench.runner import EngineRunner
-from specdec.bench.timing import BandwidthProbe
 from specdec.cli import main
 from specdec.errors import ConfigError, EngineError
 from specdec.models.checkpoint import Checkpoint

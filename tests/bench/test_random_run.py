@@ -7,35 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench import random_fit, random_run
 from specdec.bench.peers import Sample
-from specdec.bench.profile import idle_share, profile_steps, render
-from specdec.bench.random_fit import fit, fitting
 from specdec.bench.random_model import shape_config
 from specdec.bench.runner import EngineRunner
-from specdec.bench.timing import Machine
-from specdec.cli import main
 from specdec.config.engine import EngineConfig
 from specdec.errors import CapacityError
 from specdec.models import families
 from specdec.models.shapes import SHAPES
 from specdec.setup.build import build_random
 from tests.selection import EXHAUSTIVE
+from tools.bench import random_fit, random_run
+from tools.bench.__main__ import main
+from tools.bench.profile import idle_share, profile_steps, render
+from tools.bench.random_fit import fit, fitting
+from tools.bench.timing import Machine
 
 SMALL = {**SHAPES["tiny"], "num_hidden_layers": 4, "vocab_size": 512}
 """A named shape that is drawn quickly."""
-ARGV = [
-    "bench",
-    "throughput",
-    "--random",
-    "--shape",
-    "small",
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-    "--json",
-]
+ARGV = ["random", "--shape", "small", "--dtype", "float32", "--device", "cpu", "--json"]
 LOAD = ["--batch", "1,3", "--prompt-tokens", "9", "--new-tokens", "14", "--repeats", "1", "--warmup", "0"]
 
 
@@ -106,7 +95,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_drawing_weights(
         raise AssertionError("nothing may be drawn")
 
     monkeypatch.setattr(random_run, "build_random", draws)
-    argv = ["bench", "throughput", "--random", "--shape", "qwen3.5-27b", "--device", "cpu", "--json"]
+    argv = ["random", "--shape", "qwen3.5-27b", "--device", "cpu", "--json"]
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert "qwen3.5-27b" in said and f"{8 << 30:,}" in said
@@ -155,25 +144,6 @@ def test_different_tokens_with_drafts_show_no_figure(
     assert main([*ARGV, *LOAD]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "1 of 1 rows" in captured.err
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (["--peers", "transformers"], "peers"),
-        (["/some/folder"], "model"),
-    ],
-)
-def test_comparisons_impossible_with_random_weights_are_refused(
-    more: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*ARGV, *more]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_options_of_random_are_refused_without_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "throughput", "--profile"]) == 2
-    assert "--random" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("graphs", [False, True])

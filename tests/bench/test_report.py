@@ -1,11 +1,14 @@
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from specdec import cli
 from specdec.bench.report import ReportOutput, environment, json_line, percentile, publish, summarise, table
-from specdec.cli import BENCHMARKS, main
+from tools.bench import __main__ as tools_bench
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 63])
@@ -49,8 +52,16 @@ def test_a_report_is_a_table_unless_json_is_asked_for(
     assert capsys.readouterr() == ('{"a": 1}\n', "a table\n")
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_can_print_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(partial(cli.main, ["bench", name, "--help"]) for name in cli.BENCHMARKS),
+        *(partial(tools_bench.main, [name, "--help"]) for name in tools_bench.BENCHMARKS),
+    ],
+)
+def test_every_benchmark_can_print_json(
+    command: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["bench", name, "--help"])
+        command()
     assert "--json" in capsys.readouterr().out

@@ -9,11 +9,11 @@ import torch
 
 from specdec.bench import throughput
 from specdec.bench.agreement import rounding
+from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
 from specdec.bench.peers import Sample, TransformersPeer
 from specdec.bench.random_model import shape_config, write_random_checkpoint
 from specdec.bench.runner import EngineRunner
 from specdec.bench.throughput import EXCUSED_GAP
-from specdec.bench.timing import BandwidthProbe, cache_bytes
 from specdec.cli import main
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError

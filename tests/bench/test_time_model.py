@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec.bench.time_model import StepWork, TimeModel, describe, state_bytes
-from specdec.cli import main
 from specdec.errors import ConfigError
 from specdec.kernels.linear import fp8
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
+from tools.bench.__main__ import main
+from tools.bench.time_model import StepWork, TimeModel, describe, state_bytes
 
 BANDWIDTH = 4.3e12
 """Copy bandwidth of an H200."""
@@ -104,7 +104,7 @@ def test_context_is_read_once_a_row() -> None:
 
 
 def test_command_prints_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "model", "--shape", "qwen3-next-80b-a3b", "--quantize", "fp8", "--window", "4", "--json"]
+    argv = ["model", "--shape", "qwen3-next-80b-a3b", "--quantize", "fp8", "--window", "4", "--json"]
     assert main([*argv, "--bandwidth", "4.3e12", "--acceptance", "3.413"]) == 0
     captured = capsys.readouterr()
     out, report = captured.err, json.loads(captured.out)
@@ -118,7 +118,7 @@ def test_command_prints_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_report_contains_the_requested_figures(capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"batch": 2, "window": 6, "context": 50, "acceptance": 2.5, "draft_steps": 4, "draft_topk": 3}
     words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["bench", "model", *words, "--slots", "snapshot", "--bandwidth", "4.3TB", "--json"]) == 0
+    assert main(["model", *words, "--slots", "snapshot", "--bandwidth", "4.3TB", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     asked |= {"quantize": None, "slots": "snapshot", "bytes_per_s": 4.3e12, "shape": "qwen3-next-80b-a3b"}
     assert {name: report[name] for name in asked} == asked
@@ -135,7 +135,7 @@ def test_report_contains_the_requested_figures(capsys: pytest.CaptureFixture[str
 def test_inputs_out_of_range_are_refused_by_name(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "model", "--window", "4", f"{option}={value}"]) == 2
+    assert main(["model", "--window", "4", f"{option}={value}"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(
         (f"specdec: {option}: ", f"specdec: {option} cannot be")
@@ -145,6 +145,6 @@ def test_inputs_out_of_range_are_refused_by_name(
 def test_draft_steps_without_a_head_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="head"):
         describe(network(SHAPES["nemotron-h-8b"]), StepWork(draft_steps=1), BANDWIDTH)
-    assert main(["bench", "model", "--shape", "nemotron-h-8b", "--draft-steps", "2"]) == 2
-    assert main(["bench", "model", "--bandwidth", "0"]) == 2
+    assert main(["model", "--shape", "nemotron-h-8b", "--draft-steps", "2"]) == 2
+    assert main(["model", "--bandwidth", "0"]) == 2
     assert "--bandwidth" in capsys.readouterr().err

@@ -241,7 +241,7 @@ def test_serving_and_benchmarks_do_not_import_transformers() -> None:
     script = (
         "import sys, specdec.server.run, specdec.setup.footprint\n"
         "import specdec.bench.acceptance.run, specdec.bench.throughput\n"
-        "import specdec.bench.prefix.engine, specdec.bench.time_model\n"
+        "import tools.bench.prefix.engine, tools.bench.time_model\n"
         "from specdec import SpecEngine, SamplingParams, Structure\n"
         "with SpecEngine('tiny', memory_bytes='64MiB', max_model_len=256) as engine:\n"
         "    engine.generate('x', SamplingParams(max_tokens=2))\n"
@@ -448,7 +448,7 @@ def test_an_error_without_close_matches_has_no_hint(option: str, capsys: Capture
 @pytest.mark.parametrize(
     "argv",
     [
-        *(["bench", "model", "tiny"], ["bench", "model", "-x"], ["info", "tiny", "tiny"]),
+        *(["bench", "throughput", "tiny", "tiny"], ["bench", "throughput", "-x"], ["info", "tiny", "tiny"]),
         ["serve", "--port", "1", "tiny", "--served-model-name", "a", "b", "--port", "2", "c"],
     ],
 )
@@ -497,7 +497,7 @@ def test_verbose_shows_one_setting_a_line(hybrid: Path, caplog: pytest.LogCaptur
 
 
 COMMANDS = ("generate", "info", "bench", "serve", "demo")
-BENCHES = ("throughput", "acceptance", "model", "serve")
+BENCHES = ("throughput", "acceptance", "serve")
 
 
 @pytest.mark.parametrize("command", [*map(str.split, COMMANDS), *(["bench", name] for name in BENCHES)])
@@ -516,7 +516,7 @@ def test_verbose_works_before_and_after_a_command(
 ) -> None:
     levels: list[int] = []
     monkeypatch.setattr(logging, "basicConfig", lambda **settings: levels.append(settings["level"]))
-    for command, *rest in (["info", "/nowhere"], ["bench", "model", "--shape", "nowhere"]):
+    for command, *rest in (["info", "/nowhere"], ["bench", "throughput", "--shape", "nowhere"]):
         assert main([*before, command, *after, *rest]) == main([*before, command, *rest, *after]) == 2
     assert levels == [logging.INFO if before or after else logging.WARNING] * 4
 

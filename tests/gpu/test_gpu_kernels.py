@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from specdec.bench.timing import Machine
 from specdec.models.families import network
 from specdec.models.shapes import SHAPES
 from tests.kernels.problems import LOADS, NETWORKS, bench_of, problems
+from tools.bench.timing import Machine
 from tools.kernels.bench import measure
 
 pytestmark = pytest.mark.gpu

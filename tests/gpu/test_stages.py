@@ -172,10 +172,10 @@ def test_shapes_are_those_that_fit() -> None:
 @pytest.mark.parametrize("device", [H200, H100, Device("cpu", 0, "cpu")], ids=lambda device: device.slug)
 def test_every_planned_command_is_one_that_is_understood(device: Device, tmp_path: Path) -> None:
     """Parse each command with the command line's parser, without running it."""
-    from specdec.cli import _parser
+    from tools.bench.__main__ import parser as bench_parser
     from tools.kernels.__main__ import parser
 
-    parsers = {"specdec.cli": _parser(), "tools.kernels": parser()}
+    parsers = {"tools.bench": bench_parser(), "tools.kernels": parser()}
     for own in plan(device, tmp_path, "today"):
         words = list(own.command[1:])
         if words[1] in parsers:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from specdec.bench.report import ReportOutput, publish
-from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.errors import ConfigError
 from specdec.kernels.group import RecurrentMemory
 from specdec.kernels.table import OPERATIONS, replaced
 from specdec.models.mixers.gated_delta_net import GatedDeltaNet
 from tests.kernels import problems as networks
 from tests.kernels.problems import NETWORKS
+from tools.bench.timing import Machine, measure_machine, time_calls
 from tools.kernels import bench as kernels
 from tools.kernels import traffic, window_problems
 from tools.kernels.__main__ import main

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.bench.timing import Machine
 from specdec.core.batch import ScheduledRequest
 from specdec.core.loop import DecodeLoop
 from specdec.verify.walk import AcceptedPath
 from tests.kernels.problems import LOADS, bench_of, problems
 from tests.lossless.cells import Family
 from tests.tolerances import FLOAT32_GAP, TENSOR_CORE_GAP
+from tools.bench.timing import Machine
 from tools.kernels.bench import measure
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from specdec.bench.time_model import StepWork, TimeModel
 from specdec.errors import CheckpointError
 from specdec.kernels.native.compiled import compiled
 from specdec.models import families, spec
@@ -23,6 +22,7 @@ from tests.models.random_checkpoints import Sample, save
 from tests.models.runner import Runner
 from tests.models.test_network import relative
 from tests.tolerances import LOGITS_RELATIVE
+from tools.bench.time_model import StepWork, TimeModel
 from tools.kernels import traffic
 
 LENGTH = 70

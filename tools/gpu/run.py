@@ -50,7 +50,7 @@ CHAINS = {GOAL: (3, 1, 4), "2.709": (2, 1, 3), "4.231": (4, 4, 8)}
 """Published acceptance lengths of the large model, with their steps, topk and window; the goal's first."""
 LOSSLESS = "mtp-tree-record or mtp-chain-record or oracle-tree-snapshot"
 """The capability cells that differ most; each engine captures its own graphs."""
-KERNELS, THROUGHPUT = "tools.kernels", ("specdec.cli", "bench", "throughput")
+KERNELS, RANDOM = "tools.kernels", ("tools.bench", "random")
 """The programs that stages run."""
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 
@@ -246,8 +246,8 @@ Add = Callable[..., None]
 def _plan_cpu(bench: Add, tests: Add) -> None:
     tests("kernels-right", 120, "tests/lossless/test_cells.py", "-k", "cases")
     bench("verify", 60, KERNELS, "--shape", "tiny", "--only", "delta_net", "--batch", "4", "--window", "8")
-    small = ["--random", "--shape", "tiny", "--prompt-tokens", "16", "--new-tokens", "16", "--repeats", "1"]
-    bench("tiny-length-2", 60, *THROUGHPUT, *small, *_drafts("2", 2, 1, 3), "--batch", "1", "--profile")
+    small = ["--shape", "tiny", "--prompt-tokens", "16", "--new-tokens", "16", "--repeats", "1"]
+    bench("tiny-length-2", 60, *RANDOM, *small, *_drafts("2", 2, 1, 3), "--batch", "1", "--profile")
 
 
 def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
@@ -255,8 +255,7 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
     tests("kernels-right", 200, "-m", "gpu", "tests/gpu/test_gpu_kernels.py", "-k", "real")
     chosen, fp8 = largest(device)
     base = [
-        *THROUGHPUT,
-        "--random",
+        *RANDOM,
         "--shape",
         chosen,
         *(["--quantize", "fp8"] if fp8 else []),
@@ -290,7 +289,7 @@ def _plan_cuda(device: Device, bench: Add, tests: Add) -> None:
     for name in OTHERS:
         if name != chosen and fits(device, name, fp8=False):
             load = ["--batch", "1,16", "--new-tokens", "64", "--prompt-tokens", "128", "--repeats", "1"]
-            bench(name, 60, *THROUGHPUT, "--random", "--shape", name, *load)
+            bench(name, 60, *RANDOM, "--shape", name, *load)
 
 
 def _drafts(length: str, steps: int, topk: int, window: int, *, adaptive: bool = False) -> list[str]:
@@ -308,9 +307,9 @@ def largest(device: Device) -> tuple[str, bool]:
 def fits(device: Device, name: str, *, fp8: bool) -> bool:
     """Return whether a shape's weights fit, with space to draw the last matrix and for some rows."""
     from specdec.bench.random_model import shape_config
-    from specdec.bench.time_model import TimeModel
     from specdec.models.families import network
     from specdec.models.formats import FORMATS
+    from tools.bench.time_model import TimeModel
 
     model = TimeModel(network(shape_config(name)), quantize=FORMATS["fp8"] if fp8 else None)
     drawn = 2 * max(parameter.count for parameter in model.footprint.target)

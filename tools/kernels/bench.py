@@ -11,13 +11,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec.bench.random_model import quiet_transformers, shape_config
 from specdec.bench.report import ReportOutput, environment, publish, setup_line, table
-from specdec.bench.timing import Machine, measure_machine, time_calls
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 from specdec.kernels.table import OPERATIONS
 from specdec.models import families, spec
 from specdec.setup.devices import free_memory
 from specdec.setup.resolve import resolve
+from tools.bench.timing import Machine, measure_machine, time_calls
 from tools.kernels import attention_problems, peers, token_problems, window_problems
 from tools.kernels.options import KernelOptions
 from tools.kernels.problems import Bench, Planned, Sizes

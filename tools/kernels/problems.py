@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.bench.timing import Call
 from specdec.kernels.table import Kernels, load_kernels
 from specdec.models import spec
+from tools.bench.timing import Call
 
 MOST_SETS = 32
 SAMPLED = 64

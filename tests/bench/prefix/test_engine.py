@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.bench.prefix import engine
-from specdec.bench.prefix.generate import TraceTurn
-from specdec.cli import main
 from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.lease import PrefixHit, PrefixLease
+from tools.bench.__main__ import main
+from tools.bench.prefix import engine
+from tools.bench.prefix.generate import TraceTurn
 
 Bench = Callable[..., int]
 
@@ -25,7 +25,7 @@ def turn(session: str) -> TraceTurn:
 def bench(hybrid: Path) -> Bench:
     def call(*more: str) -> int:
         settings = ["--dtype", "float64", "--max-model-len", "256", "--draft", "none", "--max-running", "4"]
-        return main(["bench", "prefix", str(hybrid), "--requests", "16", *settings, "--json", *more])
+        return main(["prefix", str(hybrid), "--requests", "16", *settings, "--json", *more])
 
     return call
 

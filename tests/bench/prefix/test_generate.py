@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specdec.bench.prefix.generate import KINDS, LONGEST, Trace, TraceTurn, generate
+from tools.bench.prefix.generate import KINDS, LONGEST, Trace, TraceTurn, generate
 
 
 def made(name: str, seed: int, sessions: int) -> Trace:

@@ -1,4 +1,4 @@
-"""`specdec bench reach` against stand-in engines; and the wire, if NIXL is installed."""
+"""`python -m tools.bench reach` against stand-in engines; and the wire, if NIXL is installed."""
 
 import asyncio
 import importlib.util
@@ -11,22 +11,22 @@ import pytest
 import torch
 from aiohttp.test_utils import TestServer
 
-from specdec.bench.options import ReachOptions
-from specdec.bench.reach.check import check_texts
-from specdec.bench.reach.reply import StreamedReply
-from specdec.bench.reach.requests import RequestBodies, salted
-from specdec.bench.reach.routes import BenchRoute, BootstrapRoomRoute, ProxiedRoute, StandaloneRoute
-from specdec.bench.reach.run import render
-from specdec.bench.reach.serve import measure_serving, serving_report
-from specdec.bench.reach.servers import surroundings, two_cores
-from specdec.bench.reach.steady import SteadinessCase, measure_steadiness
-from specdec.bench.reach.wire import PromptSlots, measure_wire
 from specdec.errors import ConfigError, EngineError
 from specdec.models.folder import SHIPPED
 from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.text.tokenizer import load_tokenizer
 from tests.bench.reach.engines import Engine
 from tests.selection import EXHAUSTIVE
+from tools.bench.options import ReachOptions
+from tools.bench.reach.check import check_texts
+from tools.bench.reach.reply import StreamedReply
+from tools.bench.reach.requests import RequestBodies, salted
+from tools.bench.reach.routes import BenchRoute, BootstrapRoomRoute, ProxiedRoute, StandaloneRoute
+from tools.bench.reach.run import render
+from tools.bench.reach.serve import measure_serving, serving_report
+from tools.bench.reach.servers import surroundings, two_cores
+from tools.bench.reach.steady import SteadinessCase, measure_steadiness
+from tools.bench.reach.wire import PromptSlots, measure_wire
 
 OPTIONS = ReachOptions(requests=2, rounds=2, rate=200.0, prompt_tokens=65, long_tokens=66, max_tokens=3)
 

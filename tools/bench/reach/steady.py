@@ -8,11 +8,11 @@ from typing import Any
 
 import aiohttp
 
-from specdec.bench.options import ReachOptions
-from specdec.bench.reach.reply import StreamedReply
-from specdec.bench.reach.requests import RequestBodies, salted
-from specdec.bench.reach.routes import BenchRoute
-from specdec.bench.reach.serve import milliseconds, percentiles
+from tools.bench.options import ReachOptions
+from tools.bench.reach.reply import StreamedReply
+from tools.bench.reach.requests import RequestBodies, salted
+from tools.bench.reach.routes import BenchRoute
+from tools.bench.reach.serve import milliseconds, percentiles
 
 WRITER_TOKENS, WRITER_PROMPT = 512, 65
 """Output and prompt tokens of a stream under way."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from specdec.bench.reach.reply import StreamedReply
-from specdec.bench.reach.requests import RequestBodies, salted
-from specdec.bench.reach.routes import BenchRoute
 from specdec.errors import EngineError
+from tools.bench.reach.reply import StreamedReply
+from tools.bench.reach.requests import RequestBodies, salted
+from tools.bench.reach.routes import BenchRoute
 
 PROMPTS, ANSWER = 6, 48
 TEMPERATURES = (0.0, 0.8)

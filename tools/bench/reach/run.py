@@ -1,4 +1,4 @@
-"""`specdec bench reach`: check the texts, then measure each part and print the report."""
+"""`python -m tools.bench reach`: check the texts, then measure each part and print the report."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -7,19 +7,19 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench.options import ReachOptions
-from specdec.bench.reach.check import check_texts
-from specdec.bench.reach.fleet import EngineFleet, started
-from specdec.bench.reach.requests import RequestBodies
-from specdec.bench.reach.serve import measure_serving, serving_report, serving_rows
-from specdec.bench.reach.servers import on_core
-from specdec.bench.reach.steady import PROMPTS, measure_steadiness, steady_rows
-from specdec.bench.reach.wire import measure_wire, wire_rows
 from specdec.bench.report import ReportOutput, environment, publish, table
 from specdec.config.engine import EngineConfig
 from specdec.errors import ConfigError
 from specdec.models.folder import find_folder
 from specdec.text.tokenizer import load_tokenizer
+from tools.bench.options import ReachOptions
+from tools.bench.reach.check import check_texts
+from tools.bench.reach.fleet import EngineFleet, started
+from tools.bench.reach.requests import RequestBodies
+from tools.bench.reach.serve import measure_serving, serving_report, serving_rows
+from tools.bench.reach.servers import on_core
+from tools.bench.reach.steady import PROMPTS, measure_steadiness, steady_rows
+from tools.bench.reach.wire import measure_wire, wire_rows
 
 LIMIT_S = 600.0
 """Timeout of one request, in seconds."""

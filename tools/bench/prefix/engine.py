@@ -1,4 +1,4 @@
-"""`specdec bench prefix`: TTFT of an engine with a prefix cache beside one without."""
+"""`python -m tools.bench prefix`: TTFT of an engine with a prefix cache beside one without."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,11 +9,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from specdec import Completion, EngineConfig, SamplingParams, SpecEngine
 from specdec.bench.agreement import EXACT, require_rounding
-from specdec.bench.options import PrefixOptions
-from specdec.bench.prefix.generate import LONGEST, Trace, TraceTurn, generate
 from specdec.bench.report import ReportOutput, environment, percentile, publish, table, until_interrupted
 from specdec.config.engine import PREFIX_FIELDS
 from specdec.models.folder import find_folder
+from tools.bench.options import PrefixOptions
+from tools.bench.prefix.generate import LONGEST, Trace, TraceTurn, generate
 
 RESULT = "prefix-engine.json"
 LONGEST_OF = {"system-prompts": 4096}

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from specdec.bench.random_model import shape_config
-from specdec.bench.time_model import TimeModel
 from specdec.config.engine import EngineConfig
 from specdec.core.device.extent import Extent
 from specdec.errors import CapacityError
@@ -15,6 +14,7 @@ from specdec.setup.devices import free_memory
 from specdec.setup.drafters import has_copy, has_head
 from specdec.setup.resolve import resolve
 from specdec.setup.settings import Resolved
+from tools.bench.time_model import TimeModel
 
 ARENA_SHARE = 0.8
 """The arena's share of the memory left by the weights; the rest is for activations, logits and CUDA

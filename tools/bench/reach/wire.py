@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from specdec.bench.options import ReachOptions
 from specdec.bench.random_model import shape_config
-from specdec.bench.reach.serve import milliseconds, percentiles
-from specdec.bench.reach.servers import on_core, two_cores
 from specdec.errors import EngineError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.families import network, stored_dtype
@@ -24,6 +21,9 @@ from specdec.state_slots.arena import Arena
 from specdec.state_slots.layout import Layout
 from specdec.state_slots.transfer.model_layout import ModelLayout
 from specdec.state_slots.transfer.plan import ArenaView, TransferPlan, make_plans
+from tools.bench.options import ReachOptions
+from tools.bench.reach.serve import milliseconds, percentiles
+from tools.bench.reach.servers import on_core, two_cores
 
 REPEATS = 20
 """Counted reads of each length; the very first is reported separately, as it connects."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import aiohttp
 
-from specdec.bench.options import ReachOptions
-from specdec.bench.reach.reply import StreamedReply
-from specdec.bench.reach.requests import RequestBodies, salted
-from specdec.bench.reach.routes import BenchRoute
 from specdec.bench.report import percentile
 from specdec.bench.serve.load import arrivals
+from tools.bench.options import ReachOptions
+from tools.bench.reach.reply import StreamedReply
+from tools.bench.reach.requests import RequestBodies, salted
+from tools.bench.reach.routes import BenchRoute
 
 WARMUP = 4
 """Uncounted requests of each route, sent one by one."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from specdec.bench.options import ModelOptions
 from specdec.bench.random_model import shape_config
 from specdec.bench.report import ReportOutput, publish, table
 from specdec.errors import ConfigError
@@ -17,6 +16,7 @@ from specdec.models.mixers import Mixer
 from specdec.models.network import memory_layout
 from specdec.setup.footprint import Footprint, Parameter, measure
 from specdec.state_slots.layout import Layout
+from tools.bench.options import ModelOptions
 
 DRAFTING, HEAD = "draft steps", "output matrix"
 

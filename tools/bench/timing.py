@@ -1,9 +1,8 @@
-"""Timing: one call of an operation, and the machine's own bandwidth and launch time."""
+"""Time one call of an operation, and measure the machine's copy bandwidth and launch time."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -14,8 +13,6 @@ Call = Callable[[], object]
 
 WARMUP = 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
-PROBE_BYTES = 1 << 30
-"""Larger than any cache."""
 LAUNCHES = 200
 CPU_SECONDS = 0.25
 """Time limit for a problem's samples: some of torch's plain operations are slow."""
@@ -72,30 +69,6 @@ def measure_machine(device: torch.device, num_bytes: int | None = None) -> Machi
     calls = [lambda: one.add_(1)] * LAUNCHES
     launch = time_calls(calls, device, 7 if on_gpu else LAUNCHES)
     return Machine(2 * target.nbytes / copy.seconds.median, launch.seconds.median)
-
-
-class BandwidthProbe:
-    """Read one large tensor with all of torch's threads."""
-
-    def __init__(self, device: torch.device, num_bytes: int = PROBE_BYTES) -> None:
-        # Written once, as the system would otherwise back every page with the same zeros.
-        self.data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-
-    def bytes_per_second(self) -> float:
-        """Sum the tensor: this writes nothing back, and reading the result waits for the device."""
-        start_s = time.perf_counter()
-        self.data.sum().item()
-        return self.data.nbytes / (time.perf_counter() - start_s)
-
-
-def cache_bytes(device: torch.device) -> int:
-    """Return the size of the last-level cache; 0 if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = [
-        path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    ]
-    return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)
 
 
 def _clock(calls: Sequence[Call], repeats: int) -> list[float]:

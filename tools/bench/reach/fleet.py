@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.bench.options import ReachOptions
-from specdec.bench.reach.routes import BenchRoute, BootstrapRoomRoute, ProxiedRoute, StandaloneRoute
-from specdec.bench.reach.servers import free_port, running, two_cores
 from specdec.config.engine import EngineConfig
+from tools.bench.options import ReachOptions
+from tools.bench.reach.routes import BenchRoute, BootstrapRoomRoute, ProxiedRoute, StandaloneRoute
+from tools.bench.reach.servers import free_port, running, two_cores
 
 MEMORY_BYTES = 512 << 20
 """Default memory of each engine: four have to fit."""

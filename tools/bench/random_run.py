@@ -6,11 +6,8 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from specdec.bench import profile as profiling
 from specdec.bench.agreement import rounding
-from specdec.bench.options import ThroughputOptions
 from specdec.bench.peers import Sample
-from specdec.bench.random_fit import MemoryFit, fit, fitting
 from specdec.bench.report import (
     ReportOutput,
     environment,
@@ -22,13 +19,16 @@ from specdec.bench.report import (
 )
 from specdec.bench.runner import ENGINE, EngineRunner
 from specdec.bench.throughput import RANDOM_DRAFTS, ThroughputCase, legend, longest
-from specdec.bench.time_model import StepWork
-from specdec.bench.timing import Machine, measure_machine
 from specdec.config.engine import EngineConfig
-from specdec.errors import ConfigError, EngineError
+from specdec.errors import EngineError
 from specdec.setup.build import build_random
 from specdec.setup.drafters import has_weights
 from specdec.setup.resolve import DEFAULT_STEPS
+from tools.bench import profile as profiling
+from tools.bench.options import RandomOptions
+from tools.bench.random_fit import MemoryFit, fit, fitting
+from tools.bench.time_model import StepWork
+from tools.bench.timing import Machine, measure_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,18 @@ class DraftCounters:
         return 1 + (self.drafted - before.drafted) / max(self.steps - before.steps, 1)
 
 
-def run_random(options: ThroughputOptions, config: EngineConfig, out: ReportOutput) -> None:
+def run(options: RandomOptions, config: EngineConfig, out: ReportOutput) -> None:
     """Measure and publish the report.
 
     Ctrl-C is raised again once the finished cases have been published.
     """
-    if options.model is not None or options.peers:
-        name = "model" if options.model is not None else "peers"
-        why = "leave MODEL out" if name == "model" else "leave --peers out, for no peer has them"
-        raise ConfigError(f"{name}: --random draws the weights of --shape: {why}.", field=name)
     report = benchmark(options, config)
     publish(render(report), report, out)
     if report["interrupted"]:
         raise KeyboardInterrupt
 
 
-def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
+def benchmark(options: RandomOptions, config: EngineConfig) -> dict[str, Any]:
     """Draw the weights, run every batch with and without drafts, and return the report."""
     watched = profiling.room(config.num_steps or DEFAULT_STEPS) if options.profile else 0
     needed = longest(options, config, watched=watched)
@@ -121,7 +117,7 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
 
 
 def _measure(
-    options: ThroughputOptions,
+    options: RandomOptions,
     found: MemoryFit,
     machine: Machine,
     runners: Sequence[EngineRunner],

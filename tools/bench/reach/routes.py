@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from specdec.bench.reach.reply import EXCERPT, StreamedReply, stream
 from specdec.http.client import reason
+from tools.bench.reach.reply import EXCERPT, StreamedReply, stream
 
 Body = Mapping[str, Any]
 LENT: Body = {

@@ -1,0 +1,1 @@
+"""Benchmarks for developers of the engine: `python -m tools.bench`, from a clone."""
