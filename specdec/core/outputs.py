@@ -93,7 +93,7 @@ class PrefixStats:
     """Tokens found, which need no prefill."""
     fetched: int
     """Tokens among these that were copied from host memory."""
-    states_kept: int
+    states_cached: int
     states_evicted: int
     blocks_evicted: int
     cached_bytes: int

@@ -58,7 +58,7 @@ class PrefixKeeper:
             return
         work = self.cache.score.work
         read = ((row.request.num_computed_tokens, row.num_tokens) for row in rows)
-        self.cache.rates.observe_reading(sum(work(end) - work(end - count) for end, count in read), seconds)
+        self.cache.rates.observe_prefill(sum(work(end) - work(end - count) for end, count in read), seconds)
 
     def keep(self, ended: Sequence[Request], ahead: InFlightSteps | None) -> None:
         """Cache ended requests' tokens and states for later requests."""
@@ -118,7 +118,7 @@ class PrefixKeeper:
 
     def stats(self) -> PrefixStats:
         """Return statistics; callable from any thread. Prefixes in use count as used, not as cached."""
-        kept, alpha = self.arena.usage().kept_bytes, self.cache.score.alpha
+        kept, alpha = self.arena.usage().cached_bytes, self.cache.score.alpha
         return PrefixStats(**asdict(self.cache.counts), cached_bytes=kept, alpha=alpha)
 
     def _share(self, request: Request, length: int) -> PrefixNode:

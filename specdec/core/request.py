@@ -130,7 +130,7 @@ class Request:
     @property
     def num_schedulable_tokens(self) -> int:
         """Number of uncomputed tokens that one step may compute."""
-        stop = self.lease.until_stop(self.num_computed_tokens) if self.lease else None
+        stop = self.lease.tokens_to_next_state(self.num_computed_tokens) if self.lease else None
         count = self.num_uncomputed_tokens - self.is_prefill_only
         return count if stop is None else min(count, stop)
 

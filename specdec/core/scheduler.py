@@ -232,9 +232,10 @@ class Scheduler:
 
         It leaves the lists last: if anything fails before, it is still among the requests that an error ends.
         """
-        if request.lease and self.cache and not request.first_token_s and request.lease.own is not None:
+        lease = request.lease
+        if lease and self.cache and not request.first_token_s and lease.extended_from is not None:
             # Its newly cached prefix was never checked for NaN.
-            self.cache.cut(request.lease, request.lease.own)
+            self.cache.cut(lease, lease.extended_from)
         self._take_back(request)
 
     def give_up(self) -> list[Request]:
@@ -504,7 +505,7 @@ class Scheduler:
                 continue
             num_shared = min(common(as_ids(other.tokens), as_ids(request.tokens)), len(request.tokens) - 1)
             if other.num_computed_tokens < num_shared and num_shared - lease.length >= WORTH_WAITING:
-                other.lease.stop_at(num_shared)
+                other.lease.add_state_length(num_shared)
                 return True
         return False
 

@@ -30,9 +30,9 @@ def locate_records(ids: RecordIds) -> RecordIndex:
     """
     slab_BN, index_BN = ids
     if on_host(slab_BN) and len(slab_BN) == 1 and slab_BN.shape[1]:
-        (slabs,), (places,) = slab_BN.tolist(), index_BN.tolist()
-        first, after = places[0], places[0] + len(places)
-        if places == list(range(first, after)) and slabs.count(slabs[0]) == len(slabs):
+        (slabs,), (indices,) = slab_BN.tolist(), index_BN.tolist()
+        first, after = indices[0], indices[0] + len(indices)
+        if indices == list(range(first, after)) and slabs.count(slabs[0]) == len(slabs):
             return slabs[0], slice(first, after)
     return slab_BN.flatten(), index_BN.flatten()
 

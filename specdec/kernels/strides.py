@@ -11,10 +11,10 @@ class StrideError(ValueError):
     """A tensor's strides differ from those that the kernel requires."""
 
 
-Given = TypeVar("Given", bound=Tensor | None)
+OptionalTensor = TypeVar("OptionalTensor", bound=Tensor | None)
 
 
-def dense(x: Given) -> Given:
+def dense(x: OptionalTensor) -> OptionalTensor:
     """Return the tensor (or None) if it is contiguous, else raise."""
     if x is not None and not x.is_contiguous():
         raise _refuse(x.shape, x.stride(), x.ndim)

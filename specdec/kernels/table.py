@@ -235,7 +235,7 @@ class Kernels(Protocol):
         length_B: Tensor,
     ) -> None: ...
 
-    def children(self, share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor: ...
+    def children(self, prob_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor: ...
 
     def frontier(self, score_BN: Tensor, count: int) -> Tensor: ...
 
@@ -296,7 +296,7 @@ def load_kernels(name: str) -> Kernels:
 
     Each engine needs its own table: a class in `PLACES` is instantiated for each.
     """
-    found = {operation: function for place in PLACES[name] for operation, function in _defined_at(place)}
+    found = {operation: function for module in PLACES[name] for operation, function in _defined_at(module)}
     return cast(Kernels, SimpleNamespace(name=name, **found))
 
 
@@ -305,16 +305,16 @@ def replaced(kernels: Kernels, **operations: Callable[..., Any]) -> Kernels:
     return cast(Kernels, SimpleNamespace(**vars(kernels) | operations))
 
 
-def _defined_at(place: str) -> Iterator[tuple[str, Any]]:
+def _defined_at(path: str) -> Iterator[tuple[str, Any]]:
     """Yield the operations that a module or object defines itself, without those it imports."""
-    file, _, attribute = place.partition(":")
+    file, _, attribute = path.partition(":")
     source: Any = import_module(f"specdec.kernels.{file}")
-    home = source.__name__
+    module = source.__name__
     if attribute:
         source = getattr(source, attribute)
         source = source() if isinstance(source, type) else source
-        home = type(source).__module__
+        module = type(source).__module__
     for operation in OPERATIONS:
         function = getattr(source, operation, None)
-        if function is not None and function.__module__ == home:
+        if function is not None and function.__module__ == module:
             yield operation, function

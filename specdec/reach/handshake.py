@@ -24,7 +24,7 @@ class ArenaHandshake:
 
     def agents(self) -> AgentsResponse:
         """Return the current agent's metadata and this arena's layout."""
-        info = AgentInfo(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.numbers())
+        info = AgentInfo(rank=0, metadata=pack(self._carrier.metadata), arena=self._view.as_json())
         return AgentsResponse(
             engine=self.engine,
             fingerprint=self.fingerprint,

@@ -98,7 +98,7 @@ class CachedPrefixHashes:
                     if hashed >= MOST_HASHED and (cached is None or cached[0] is not node):
                         continue  # a later scan hashes it
                     hashed += node.end + NODE
-                    cached = (node, node.edge, _hash(tree.spelled(node), node.tenant.salt))
+                    cached = (node, node.edge, _hash(tree.token_ids(node), node.tenant.salt))
                 self._hashes[id(node)] = cached
         return frozenset((prefix, node.end) for node, _, prefix in self._hashes.values())
 

@@ -120,7 +120,7 @@ class OneModel:
             "kv": arena.block_bytes,
             "state": arena.state_bytes,
             "draft": arena.record_bytes,
-            "prefix": arena.kept_bytes,
+            "prefix": arena.cached_bytes,
             "free": arena.free_bytes,
         }
         family = GaugeMetricFamily(

@@ -29,9 +29,9 @@ class ArenaUsage:
     block_bytes: int
     state_bytes: int
     record_bytes: int
-    kept_block_bytes: int
+    cached_block_bytes: int
     """Held only by evictable owners; not included in the three above."""
-    kept_state_bytes: int
+    cached_state_bytes: int
     free_bytes: int
     """In free slabs. The remainder is holes and padding."""
     slabs: int
@@ -44,8 +44,8 @@ class ArenaUsage:
         return self.block_bytes + self.state_bytes + self.record_bytes
 
     @property
-    def kept_bytes(self) -> int:
-        return self.kept_block_bytes + self.kept_state_bytes
+    def cached_bytes(self) -> int:
+        return self.cached_block_bytes + self.cached_state_bytes
 
 
 class Evictor(Protocol):
@@ -189,10 +189,10 @@ class Arena:
 
     def _take(self, pool: SlotPool, owner: Owner, n: int) -> list[int] | None:
         """Allocate n slots of a class, evicting if needed."""
-        together = pool is self._records
-        slots = pool.take(owner, n, together=together)
+        contiguous = pool is self._records
+        slots = pool.take(owner, n, contiguous=contiguous)
         if slots is None and self.can_take(**{f"{pool.kind}s": n}):
-            slots = pool.take(owner, n, together=together)
+            slots = pool.take(owner, n, contiguous=contiguous)
         return slots
 
     def _compact(self) -> bool:
@@ -209,9 +209,9 @@ class Arena:
         )
         return bool(moved)
 
-    def hand_over_state(self, owner: Owner, heir: Owner, state: int) -> None:
+    def hand_over_state(self, owner: Owner, new_owner: Owner, state: int) -> None:
         """Transfer a live state to another owner."""
-        self._states.share(heir, state)
+        self._states.share(new_owner, state)
         self._states.release(owner, [state])
 
     def state_bytes_X(self, state: int) -> Tensor:
@@ -291,8 +291,8 @@ class Arena:
             block_bytes=self._blocks.in_use * layout.block_bytes,
             state_bytes=self._states.in_use * layout.state_bytes,
             record_bytes=self._records.in_use * layout.record_bytes,
-            kept_block_bytes=self._blocks.kept * layout.block_bytes,
-            kept_state_bytes=self._states.kept * layout.state_bytes,
+            cached_block_bytes=self._blocks.num_evictable * layout.block_bytes,
+            cached_state_bytes=self._states.num_evictable * layout.state_bytes,
             free_bytes=free * layout.slab_bytes,
             slabs=slabs,
             free_slabs=free,
@@ -326,12 +326,12 @@ class Arena:
 
         Owners in `keeping` retain only the slots that they do not share.
         """
-        entries = [(pool, owner, pool.alone(owner)) for owner in keeping for pool in self._pools.values()]
+        entries = [(pool, owner, pool.exclusive(owner)) for owner in keeping for pool in self._pools.values()]
         self._slabs.forget()
         for pool in self._pools.values():
             pool.forget()
         for pool, owner, slots in entries:
-            pool.hold_again(owner, slots)
+            pool.restore(owner, slots)
 
     @property
     def can_rest(self) -> bool:

@@ -76,7 +76,7 @@ class RecordBacking:
 
     def with_slots(self, row: Row, slots: Sequence[RecordSlot]) -> Row:
         """Return a row whose nodes write these records."""
-        return row.writing(records=slots) if slots else row
+        return row.with_outputs(records=slots) if slots else row
 
     def promote(
         self, owner: Owner, committed: CommittedState, slots: Sequence[RecordSlot], nodes: Sequence[int]
@@ -109,7 +109,7 @@ class SnapshotBacking:
 
     def with_slots(self, row: Row, slots: Sequence[int]) -> Row:
         """Return a row whose nodes write these states."""
-        return row.writing(snapshots=slots) if slots else row
+        return row.with_outputs(snapshots=slots) if slots else row
 
     def promote(
         self, owner: Owner, committed: CommittedState, slots: Sequence[int], nodes: Sequence[int]

@@ -26,9 +26,9 @@ def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
     for pool in pools:
         if pool.per_slab * sizes[pool.kind] > layout.slab_bytes:
             raise IntegrityError(f"{pool.per_slab} {pool.kind}s overrun a slab of {layout.slab_bytes} bytes")
-        holders = _holders(pool, len(slabs.kinds))
-        _compare_owners(pool, holders)
-        bitmaps = _bitmaps(pool, holders)
+        owners = _holders(pool, len(slabs.kinds))
+        _compare_owners(pool, owners)
+        bitmaps = _bitmaps(pool, owners)
         for slab in bitmaps:
             kind = kinds.setdefault(slab, pool.kind)
             if kind is not pool.kind:
@@ -41,11 +41,11 @@ def prove(layout: Layout, slabs: SlabList, pools: Sequence[SlotPool]) -> None:
 
 def _holders(pool: SlotPool, num_slabs: int) -> dict[int, list[Owner]]:
     """Return each slot's owners; check that handles are in range and of the slot's generation."""
-    holders: dict[int, list[Owner]] = {}
-    for owner, held in pool.held.items():
-        if not held:
+    owners: dict[int, list[Owner]] = {}
+    for owner, slots in pool.held.items():
+        if not slots:
             raise IntegrityError(f"owner {owner!r} is listed for {pool.kind}s but holds none")
-        for slot, generation in held.items():
+        for slot, generation in slots.items():
             if not pool.per_slab <= slot < num_slabs * pool.per_slab:
                 raise IntegrityError(
                     f"{pool.kind} {slot} of owner {owner!r} lies outside the arena or in its dummy slab"
@@ -56,14 +56,14 @@ def _holders(pool: SlotPool, num_slabs: int) -> dict[int, list[Owner]]:
                     f"{pool.kind} {slot} of owner {owner!r} is stale: held as generation {generation}, "
                     f"handed out as {current}"
                 )
-            holders.setdefault(slot, []).append(owner)
+            owners.setdefault(slot, []).append(owner)
     total = sum(pool.generations)
     if total != pool.handed_out:
         raise IntegrityError(
             f"{pool.kind}s are of {total} generations in all, but were handed out {pool.handed_out} times: "
             "a stale handle may pass for a live one"
         )
-    return holders
+    return owners
 
 
 def _compare_owners(pool: SlotPool, holders: Mapping[int, Sequence[Owner]]) -> None:
@@ -120,12 +120,14 @@ def _compare_partial(pool: SlotPool, bitmaps: dict[int, int]) -> None:
 def _compare_slabs(slabs: SlabList, kinds: dict[int, SlabKind]) -> None:
     """Check that each slab except the dummy is free and listed once, or serves the class of its slots."""
     listed = Counter(slabs.free)
-    for slab, marked in enumerate(slabs.kinds):
+    for slab, recorded in enumerate(slabs.kinds):
         kind = kinds.get(slab)
         if kind is None and slab and not listed[slab]:
             raise IntegrityError(f"slab {slab} is leaked: nothing lives in it and it is not listed as free")
-        if kind is not marked:
-            raise IntegrityError(f"slab {slab} holds {kind or 'nothing'} but is marked as {marked or 'free'}")
+        if kind is not recorded:
+            raise IntegrityError(
+                f"slab {slab} holds {kind or 'nothing'} but is marked as {recorded or 'free'}"
+            )
         if kind is not None and listed[slab]:
             raise IntegrityError(f"slab {slab} holds {kind}s and is listed as free")
         if listed[slab] > 1:

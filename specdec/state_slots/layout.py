@@ -157,11 +157,11 @@ class Layout:
 
     @cached_property
     def state_parts(self) -> StateParts:
-        item, wide = self.dtype.itemsize, self.state_dtype.itemsize
+        item, wide_item = self.dtype.itemsize, self.state_dtype.itemsize
         offsets, size = _place(
             part
             for s in self.states
-            for part in (wide * s.heads * s.key_dim * s.value_dim, item * s.conv_inputs * s.channels)
+            for part in (wide_item * s.heads * s.key_dim * s.value_dim, item * s.conv_inputs * s.channels)
         )
         return StateParts(tuple(map(StateOffsets, offsets[0::2], offsets[1::2])), size)
 
@@ -171,7 +171,11 @@ class Layout:
         offsets, size = _place(
             part
             for s in self.states
-            for part in (wide * s.heads * s.value_dim, wide * s.heads * s.decay_dim, item * s.channels)
+            for part in (
+                wide * s.heads * s.value_dim,
+                wide * s.heads * s.decay_dim,
+                item * s.channels,
+            )
         )
         return RecordParts(tuple(map(RecordOffsets, *(offsets[part::3] for part in range(3)))), size)
 

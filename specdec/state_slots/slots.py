@@ -101,7 +101,7 @@ class SlotPool:
         self.spare = 0
         """Free slots in partly used slabs."""
 
-    def hold_again(self, owner: Owner, slots: Sequence[int]) -> None:
+    def restore(self, owner: Owner, slots: Sequence[int]) -> None:
         """Restore an owner's slots after `forget`, with the same generation."""
         for slot in slots:
             slab, index = divmod(slot, self.per_slab)
@@ -118,7 +118,7 @@ class SlotPool:
         assert self.per_slab, f"this model has no {self.kind} slots"
         return -((self.spare - n) // self.per_slab)
 
-    def take(self, owner: Owner, n: int, *, together: bool = False) -> list[int] | None:
+    def take(self, owner: Owner, n: int, *, contiguous: bool = False) -> list[int] | None:
         """Allocate n slots, or return None and change nothing.
 
         Fullest slabs are used first, so that others empty out. `together` prefers one slab if that opens no
@@ -129,12 +129,12 @@ class SlotPool:
         slots: list[int] = []
         while len(slots) < n:
             wanted = n - len(slots)
-            slots += self._occupy(self._choose_slab(wanted if together else 1), wanted)
+            slots += self._occupy(self._choose_slab(wanted if contiguous else 1), wanted)
         if slots:
-            held = self.held.setdefault(owner, {})
+            slots_held = self.held.setdefault(owner, {})
             for slot in slots:
                 generation = self.generations[slot] + 1
-                self.generations[slot] = held[slot] = generation
+                self.generations[slot] = slots_held[slot] = generation
                 self.owners[slot] = owner
             self.handed_out += n
             self.in_use += 0 if isinstance(owner, Evictable) else n
@@ -180,7 +180,7 @@ class SlotPool:
         if not held:
             self.held.pop(owner, None)
 
-    def alone(self, owner: Owner) -> list[int]:
+    def exclusive(self, owner: Owner) -> list[int]:
         """Return the slots that only this owner holds."""
         return [slot for slot in self.held.get(owner, ()) if len(self.owners_of(slot)) == 1]
 
@@ -197,8 +197,8 @@ class SlotPool:
         movable = (
             (n, slab) for n, slabs in enumerate(self.partial) for slab in slabs if self._may_move(slab)
         )
-        least, slab = next(movable, (0, 0))
-        if not least or least > self.spare - (self.per_slab - least):
+        fewest, slab = next(movable, (0, 0))
+        if not fewest or fewest > self.spare - (self.per_slab - fewest):
             return {}
         used, first = self.used[slab], slab * self.per_slab
         self._file(slab, 0)
@@ -220,7 +220,7 @@ class SlotPool:
         return not any(isinstance(owner, FixedOwner) for slot in slots for owner in self.owners_of(slot))
 
     @property
-    def kept(self) -> int:
+    def num_evictable(self) -> int:
         """Number of slots with only evictable owners; any thread may read it."""
         return max(len(self.owners) - self.in_use, 0)
 

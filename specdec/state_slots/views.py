@@ -15,9 +15,9 @@ def page_views(data: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     Heads are outermost in a block, so their stride spans all layers of the shape.
     """
     views = {
-        layer: _page_view(data, layout, region, place)
+        layer: _page_view(data, layout, region, index)
         for region in layout.page_parts.regions
-        for place, layer in enumerate(region.layers)
+        for index, layer in enumerate(region.layers)
     }
     return tuple(views[layer] for layer in range(len(layout.kv)))
 
@@ -28,7 +28,7 @@ def recurrent_views(data: Tensor, layout: Layout) -> tuple[RecurrentMemory, ...]
         return ()
     slabs = (len(data) // layout.slab_bytes, layout.slab_bytes)
     records = (layout.records_per_slab, layout.record_bytes)
-    wide, narrow = layout.state_dtype, layout.dtype
+    state_dtype, dtype = layout.state_dtype, layout.dtype
     memories = []
     parts = zip(layout.states, layout.state_parts.layers, layout.record_parts.layers, strict=True)
     for shape, state, record in parts:
@@ -36,17 +36,17 @@ def recurrent_views(data: Tensor, layout: Layout) -> tuple[RecurrentMemory, ...]
         decays = (heads,) if shape.decay_dim == 1 else (heads, shape.decay_dim)
         memories.append(
             RecurrentMemory(
-                _view(data, wide, state.state, [slabs], (heads, shape.key_dim, shape.value_dim)),
-                _view(data, narrow, state.window, [slabs], (shape.channels, shape.conv_inputs)).mT,
-                _view(data, wide, record.update, [slabs, records], (heads, shape.value_dim)),
-                _view(data, wide, record.decay, [slabs, records], decays),
-                _view(data, narrow, record.input, [slabs, records], (shape.channels,)),
+                _view(data, state_dtype, state.state, [slabs], (heads, shape.key_dim, shape.value_dim)),
+                _view(data, dtype, state.window, [slabs], (shape.channels, shape.conv_inputs)).mT,
+                _view(data, state_dtype, record.update, [slabs, records], (heads, shape.value_dim)),
+                _view(data, state_dtype, record.decay, [slabs, records], decays),
+                _view(data, dtype, record.input, [slabs, records], (shape.channels,)),
             )
         )
     return tuple(memories)
 
 
-def _page_view(data: Tensor, layout: Layout, region: KVRegion, place: int) -> Tensor:
+def _page_view(data: Tensor, layout: Layout, region: KVRegion, index: int) -> Tensor:
     """Return a view of all blocks' keys and values of one of the region's layers."""
     shape, tokens, item = region.shape, layout.block_tokens, layout.page_dtype.itemsize
     by_part = tokens * shape.dim
@@ -54,7 +54,7 @@ def _page_view(data: Tensor, layout: Layout, region: KVRegion, place: int) -> Te
         data.view(layout.page_dtype),
         (len(data) // layout.block_bytes, shape.parts, tokens, shape.heads, shape.dim),
         (layout.block_bytes // item, by_part, shape.dim, region.head_bytes // item, 1),
-        region.offset // item + place * shape.parts * by_part,
+        region.offset // item + index * shape.parts * by_part,
     )
 
 

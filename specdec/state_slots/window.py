@@ -38,13 +38,13 @@ class Row:
         for slots in (self.records, self.snapshots):
             assert slots is None or len(slots) == len(self.tree), "every node needs a slot"
 
-    def writing(
+    def with_outputs(
         self, records: Sequence[RecordSlot] | None = None, snapshots: Sequence[int] | None = None
     ) -> "Row":
         """Return a copy of the row whose nodes write these slots."""
         # Called for each row of a step: `dataclasses.replace` takes several times as long.
-        known = self.tree, self.length, self.table_N, self.state, self.path
-        return Row(*known, records, snapshots, self.skipped)
+        same = self.tree, self.length, self.table_N, self.state, self.path
+        return Row(*same, records, snapshots, self.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.devic
     chains = all(tree.is_chain for tree in trees)
     lengths = [row.length for row in rows]
     has_path = any(row.path for row in rows)
-    recorded, whole = rows[0].records is not None, rows[0].snapshots is not None
+    has_records, has_snapshots = rows[0].records is not None, rows[0].snapshots is not None
     return Group(
         start=start,
         rows=len(rows),
@@ -100,8 +100,8 @@ def _group(rows: Sequence[Row], start: int, conv_width: int, device: torch.devic
         state_B=_ids([row.state for row in rows], device),
         path=_records([row.path for row in rows], device) if has_path else None,
         path_length_B=_ids([len(row.path) for row in rows], device) if has_path else None,
-        record=_records([row.records or () for row in rows], device) if recorded else None,
-        snapshot_BM=_ids([row.snapshots for row in rows], device) if whole else None,
+        record=_records([row.records or () for row in rows], device) if has_records else None,
+        snapshot_BM=_ids([row.snapshots for row in rows], device) if has_snapshots else None,
         ancestors_BMM=None if chains else _ancestors(trees, device),
         tap_BMC=None if chains else _ids([taps(tree.parents, conv_width) for tree in trees], device),
         table_BN=_tables([row.table_N for row in rows]).to(device),
@@ -114,8 +114,8 @@ def _tables(tables: Sequence[Tensor]) -> Tensor:
     """Stack rows of block ids, padding shorter ones."""
     if len(tables) == 1:
         return tables[0][None]
-    alike = len(set(map(Tensor.numel, tables))) == 1
-    return torch.stack(list(tables)) if alike else pad_sequence(list(tables), batch_first=True)
+    same_size = len(set(map(Tensor.numel, tables))) == 1
+    return torch.stack(list(tables)) if same_size else pad_sequence(list(tables), batch_first=True)
 
 
 def _ids(values: Sequence[object], device: torch.device) -> Tensor:
@@ -130,7 +130,7 @@ def _padded(lists: Sequence[Sequence[Any]], fill: Any) -> list[list[Any]]:
 def _records(slots: Sequence[Sequence[RecordSlot]], device: torch.device) -> RecordIds:
     padded = _padded(slots, (0, 0))
     slabs = _ids([[slab for slab, _ in row] for row in padded], device)
-    return RecordIds(slabs, _ids([[place for _, place in row] for row in padded], device))
+    return RecordIds(slabs, _ids([[index for _, index in row] for row in padded], device))
 
 
 def _ancestors(trees: Sequence[TokenTree], device: torch.device) -> Tensor:

@@ -63,15 +63,15 @@ INFO: Mapping[str, Any] = {
         "block_bytes": 20 * MIB,
         "state_bytes": 20 * MIB,
         "record_bytes": 5 * MIB,
-        "kept_block_bytes": 30 * MIB,
-        "kept_state_bytes": 40 * MIB,
+        "cached_block_bytes": 30 * MIB,
+        "cached_state_bytes": 40 * MIB,
         "free_bytes": 70 * MIB,
     },
     "prefixes": {
         "asked": 1000,
         "hit": 600,
         "fetched": 16,
-        "states_kept": 600,
+        "states_cached": 600,
         "states_evicted": 2,
         "blocks_evicted": 9,
         "cached_bytes": 70 * MIB,
@@ -106,7 +106,7 @@ def test_cached_blocks_count_once() -> None:
     text = "\n".join(lines(reading()))
     assert "states: 4 cached, 2 evicted" in text and "blocks: 30 cached, 9 evicted" in text
     layout = {"block_bytes": MIB, "state_bytes": 0}
-    arena = {**INFO["arena"], "kept_state_bytes": 0}
+    arena = {**INFO["arena"], "cached_state_bytes": 0}
     kept = reading(layout=layout, arena=arena).prefixes
     assert kept and (kept.states, kept.blocks) == (0, 30)
 
@@ -117,7 +117,7 @@ def test_readings_that_do_not_fit_together_have_no_negative_part(
 ) -> None:
     """The server steps while it counts."""
     arena = {"block_bytes": blocks, "state_bytes": states, "free_bytes": free}
-    arena |= {"kept_block_bytes": kept_blocks, "kept_state_bytes": kept_states}
+    arena |= {"cached_block_bytes": kept_blocks, "cached_state_bytes": kept_states}
     now = reading(arena={**INFO["arena"], **{name: count * MIB for name, count in arena.items()}})
     assert min(now.arena.values()) >= 0
     assert sum(now.arena.values()) >= INFO["arena"]["capacity_bytes"]

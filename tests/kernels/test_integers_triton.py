@@ -123,7 +123,7 @@ def test_parts_follow_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch) -
 def test_a_row_does_not_depend_on_its_window(columns: int, form: Rounding, dtype: torch.dtype) -> None:
     """Bit for bit up to 64 tokens, in tiles of each height, whatever the other rows hold."""
     weight = triton.pack(draw_matrix(form, 20, columns, dtype=dtype))
-    assert (triton.whole_tiling(draw(1, columns), 20).split > 1) == (columns == CUT)
+    assert (triton.integer_tiling(draw(1, columns), 20).split > 1) == (columns == CUT)
     x_TD = draw(64, columns, dtype=dtype)
     alone = triton.linear(x_TD[:1], weight)
     for tokens in (2, 17, 64):
@@ -135,12 +135,12 @@ def test_a_row_does_not_depend_on_its_window(columns: int, form: Rounding, dtype
 
 def test_parts_that_depend_on_the_window_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same tile, split along its columns for one token only."""
-    weight, x_TD, tiling = triton.pack(draw_matrix(INT4, 40, CUT)), draw(2, CUT), triton.whole_tiling
+    weight, x_TD, tiling = triton.pack(draw_matrix(INT4, 40, CUT)), draw(2, CUT), triton.integer_tiling
 
     def mutated(x_TD: Tensor, rows: int) -> triton.LinearTiling:
         return tiling(x_TD, rows)._replace(split=2 if len(x_TD) == 1 else 1)
 
-    monkeypatch.setattr(triton, "whole_tiling", mutated)
+    monkeypatch.setattr(triton, "integer_tiling", mutated)
     assert not torch.equal(triton.linear(x_TD, weight)[:1], triton.linear(x_TD[:1], weight))
 
 
@@ -235,7 +235,7 @@ def test_a_token_does_not_depend_on_its_window_among_experts(num_experts: int, f
     alone = moe.experts(x_TD[:1], *packed, index_TA[:1], weight_TA[:1], gated=True)
     heights = set()
     for tokens in (2, 17, 64):
-        heights.add(moe.whole_tiling(moe._height(3 * tokens, num_experts), torch.bfloat16, gated=True))
+        heights.add(moe.integer_tiling(moe._height(3 * tokens, num_experts), torch.bfloat16, gated=True))
         found = moe.experts(x_TD[:tokens], *packed, index_TA[:tokens], weight_TA[:tokens], gated=True)
         assert torch.equal(found[:1], alone)
     assert len(heights) == (2 if num_experts == 3 else 1)

@@ -36,7 +36,7 @@ def test_the_second_chat_with_a_system_prompt_hits_and_texts_stay() -> None:
 def test_the_speed_of_prefill_is_not_taken_from_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate decides whether copying a prefix is faster; a step of one token takes as long as of 30."""
     seen = list[float]()
-    monkeypatch.setattr(TierRates, "observe_reading", lambda _, work, seconds: seen.append(work))
+    monkeypatch.setattr(TierRates, "observe_prefill", lambda _, work, seconds: seen.append(work))
     with SpecEngine("tiny", dtype="float32", draft="none") as engine:
         work = engine.model.loop.prefixes.cache.score.work
         engine.generate([[5 + i * i % 500 for i in range(300)]], SamplingParams(max_tokens=2))

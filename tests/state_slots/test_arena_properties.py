@@ -218,7 +218,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.trial.can_take(blocks, states, records)
 
     @invariant()
-    def holds(self) -> None:
+    def contains(self) -> None:
         if hasattr(self, "trial"):
             self.trial.verify_all()
 

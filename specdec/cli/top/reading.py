@@ -118,7 +118,7 @@ def _arena(usage: Mapping[str, Any]) -> dict[str, int]:
         "KV blocks": int(usage["block_bytes"]),
         "states": int(usage["state_bytes"]),
         "drafts": int(usage["record_bytes"]),
-        "prefixes": int(usage["kept_block_bytes"]) + int(usage["kept_state_bytes"]),
+        "prefixes": int(usage["cached_block_bytes"]) + int(usage["cached_state_bytes"]),
     }
     free = int(usage["free_bytes"])
     # The server keeps stepping while it counts: blocks allocated meanwhile may count twice.

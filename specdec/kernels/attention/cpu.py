@@ -21,8 +21,8 @@ FOLD_BELOW = 64
 
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
-    given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
-    kv_PTJD = tuple(quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in given)
+    parts = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
+    kv_PTJD = tuple(quantise(x_TJD, pages_NPXJD.dtype) for x_TJD in parts)
     block_size = pages_NPXJD.shape[2]
     if group.rows == 1 and group.width <= NARROW:
         _append_narrow(torch.stack(kv_PTJD), pages_NPXJD, group.table_BN[0], int(group.length_B))
@@ -30,9 +30,9 @@ def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Grou
     window_M = torch.arange(group.width, device=k_TJD.device)
     position_BM = group.length_B[:, None] + window_M
     block_T = group.table_BN.gather(1, position_BM // block_size).flatten()
-    place_T = (position_BM % block_size).flatten()
+    offset_T = (position_BM % block_size).flatten()
     for part, x_TJD in enumerate(kv_PTJD):
-        pages_NPXJD[block_T, part, place_T] = x_TJD
+        pages_NPXJD[block_T, part, offset_T] = x_TJD
 
 
 def attend(
@@ -49,8 +49,8 @@ def attend(
     for row, length in enumerate(group.length_B.tolist()):
         first, end = 0 if window is None else max(length + 1 - window, 0), length + width
         block_N = group.table_BN[row, first // block_size : -(-end // block_size)]
-        own = range(first % block_size, first % block_size + end - first)
-        parts = [_gather(x_NXJD, block_N, own, q_THD.dtype) for x_NXJD in pages_NPXJD.unbind(1)]
+        positions = range(first % block_size, first % block_size + end - first)
+        parts = [_gather(x_NXJD, block_N, positions, q_THD.dtype) for x_NXJD in pages_NPXJD.unbind(1)]
         k_1JLD, v_1JLD = parts[0], parts[-1]
         q_MHD = q_THD[row * width : (row + 1) * width]
         if width == 1:
@@ -82,13 +82,13 @@ def _append_narrow(kv_PMJD: Tensor, pages_NPXJD: Tensor, table_N: Tensor, start:
     first, end = start // block_size, start + width
     written = 0
     for block in table_N[first : -(-end // block_size)].tolist():
-        place = (start + written) % block_size
-        count = min(block_size - place, width - written)
-        pages_NPXJD[block, :, place : place + count] = kv_PMJD[:, written : written + count]
+        offset = (start + written) % block_size
+        count = min(block_size - offset, width - written)
+        pages_NPXJD[block, :, offset : offset + count] = kv_PMJD[:, written : written + count]
         written += count
 
 
-def _gather(pages_NXJD: Tensor, block_N: Tensor, places: range, dtype: torch.dtype) -> Tensor:
+def _gather(pages_NXJD: Tensor, block_N: Tensor, positions: range, dtype: torch.dtype) -> Tensor:
     """Gather a row's blocks and return some of their tokens [1, J, L, D] in the queries' dtype.
 
     The copy is needed even if the blocks are adjacent: other layers' blocks lie between them in the arena, so
@@ -100,7 +100,7 @@ def _gather(pages_NXJD: Tensor, block_N: Tensor, places: range, dtype: torch.dty
         row_NXJD = row_NXJD.to(dtype)
     # Equivalent to reshape, slice, transpose and unsqueeze at a quarter of their cost.
     strides = (row_NXJD.numel(), dim, heads * dim, 1)
-    return row_NXJD.as_strided((1, heads, len(places), dim), strides, places.start * heads * dim)
+    return row_NXJD.as_strided((1, heads, len(positions), dim), strides, positions.start * heads * dim)
 
 
 def _attend_chain(
@@ -114,8 +114,8 @@ def _attend_chain(
         mask_ML = hidden_ML.triu(before - first + 1)
         if window is not None:
             mask_ML += hidden_ML.tril_(before - first - window)
-        own = slice(first, seen)
-        out.append(_attend(part_MHD, k_1JLD[:, :, own], v_1JLD[:, :, own], mask_ML, scale))
+        keys = slice(first, seen)
+        out.append(_attend(part_MHD, k_1JLD[:, :, keys], v_1JLD[:, :, keys], mask_ML, scale))
         before = seen
     return out
 

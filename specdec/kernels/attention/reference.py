@@ -15,9 +15,9 @@ def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Grou
     for part, x_TJD in enumerate((k_TJD,) if v_TJD is None else (k_TJD, v_TJD)):
         for row in range(group.rows):
             for node in range(group.width):
-                block, place = _locate(pages_NPXJD, group, row, int(group.length_B[row]) + node)
-                own_JD = x_TJD[row * group.width + node]
-                pages_NPXJD[block, part, place] = quantise(own_JD, pages_NPXJD.dtype)
+                block, offset = _locate(pages_NPXJD, group, row, int(group.length_B[row]) + node)
+                x_JD = x_TJD[row * group.width + node]
+                pages_NPXJD[block, part, offset] = quantise(x_JD, pages_NPXJD.dtype)
 
 
 def attend(
@@ -40,8 +40,8 @@ def attend(
         for node in range(group.width):
             path = [*range(length), *(length + other for other in _visible(group, row, node))]
             seen = path if window is None else path[-window:]
-            places = [_locate(pages_NPXJD, group, row, position) for position in seen]
-            kv_PLJD = torch.stack([pages_NPXJD[block, :, place] for block, place in places], dim=1)
+            locations = [_locate(pages_NPXJD, group, row, position) for position in seen]
+            kv_PLJD = torch.stack([pages_NPXJD[block, :, offset] for block, offset in locations], dim=1)
             token = row * group.width + node
             out_THW[token] = _attend_one(q_THD[token], kv_PLJD, scale, out_THW.shape[2])
     return out_THW
@@ -85,5 +85,5 @@ def _visible(group: Group, row: int, node: int) -> list[int]:
 
 def _locate(pages_NPXJD: Tensor, group: Group, row: int, position: int) -> tuple[int, int]:
     """Return the block of a row's position, and the offset in it."""
-    index, place = divmod(position, pages_NPXJD.shape[2])
-    return int(group.table_BN[row, index]), place
+    index, offset = divmod(position, pages_NPXJD.shape[2])
+    return int(group.table_BN[row, index]), offset

@@ -53,10 +53,10 @@ def attend_gated(
     tokens, heads, dim = q_THD.shape
     _, parts, page, kv_heads, _ = pages_NPXJD.shape
     width = value_dim or dim
-    shared = group.width * (heads // kv_heads)
+    queries = group.width * (heads // kv_heads)
     tree, itemsizes = group.ancestors_BMM is not None, (q_THD.itemsize, pages_NPXJD.itemsize)
-    tile = _tile(shared, dim, width, *itemsizes, tree=tree, slides=window is not None)
-    blocks = triton.cdiv(shared, tile["QUERIES"])
+    tile = _tile(queries, dim, width, *itemsizes, tree=tree, slides=window is not None)
+    blocks = triton.cdiv(queries, tile["QUERIES"])
     programs, longest = group.rows * kv_heads * blocks, group.max_length + group.width
     if window is not None:
         longest = min(longest, window + group.width)
@@ -112,24 +112,24 @@ def processors(device: torch.device) -> int:
 
 
 def _tile(
-    shared: int, dim: int, width: int, itemsize: int, paged: int, *, tree: bool, slides: bool
+    queries_per_head: int, dim: int, width: int, itemsize: int, paged: int, *, tree: bool, slides: bool
 ) -> dict[str, int]:
     """Choose the queries and keys per program: what fits into an H100's registers without spills.
 
     Tensor cores take at least 16 queries. Heads of 256 fill the registers at 64 queries, or 16 in float32.
     Values of 512 fill them at 64 queries with few keys, or 32 with FP8 keys; in float32 not even 16 fit.
     """
-    block, rest = (max(triton.next_power_of_2(own), 16) for own in (width, dim - width))
+    block, rest = (max(triton.next_power_of_2(size), 16) for size in (width, dim - width))
     large = block > 128
     if large and itemsize > 2:
-        few = {"QUERIES": 16, "KEYS": 32, "num_warps": 8, "num_stages": 2}
-        return {**few, "BLOCK": block, "REST": rest}
+        tile = {"QUERIES": 16, "KEYS": 32, "num_warps": 8, "num_stages": 2}
+        return {**tile, "BLOCK": block, "REST": rest}
     if block > 256:
         narrow = paged < itemsize
-        queries = min(max(triton.next_power_of_2(shared), 16), 32 if narrow else 64)
-        few = {"QUERIES": queries, "KEYS": 16 if narrow else 32, "num_warps": 8, "num_stages": 3}
-        return {**few, "BLOCK": block, "REST": rest}
-    queries = min(max(triton.next_power_of_2(shared), 16), 64 if large else 128)
+        queries = min(max(triton.next_power_of_2(queries_per_head), 16), 32 if narrow else 64)
+        tile = {"QUERIES": queries, "KEYS": 16 if narrow else 32, "num_warps": 8, "num_stages": 3}
+        return {**tile, "BLOCK": block, "REST": rest}
+    queries = min(max(triton.next_power_of_2(queries_per_head), 16), 64 if large else 128)
     few_keys = large and (queries == 16 or (queries == 64 and tree))
     few_warps = 16 if large else 32 if slides and tree else 64
     return {
@@ -150,7 +150,7 @@ def _attend(
     q, pages, table, length, ancestors, gate, out, part, peaks, sums,
     width, tables, block_stride, tokens, splits, scale,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
-    PAGE: tl.constexpr, BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
+    PAGE: tl.constexpr, BY_PART: tl.constexpr, BY_POSITION: tl.constexpr, BY_HEAD: tl.constexpr,
     SPLIT: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
     GATE_BY_TOKEN: tl.constexpr, GATE_BY_HEAD: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
@@ -162,10 +162,10 @@ def _attend(
     blocks = tl.cdiv(width * G, QUERIES)
     row, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    place = block * QUERIES + tl.arange(0, QUERIES)
-    node = tl.minimum(place // G, width - 1)
-    store = place < width * G
-    head_at = (row.to(tl.int64) * width + node) * H + kv_head * G + place % G
+    query_index = block * QUERIES + tl.arange(0, QUERIES)
+    node = tl.minimum(query_index // G, width - 1)
+    store = query_index < width * G
+    head_at = (row.to(tl.int64) * width + node) * H + kv_head * G + query_index % G
 
     committed = tl.load(length + row).to(tl.int32)
     if ancestors is None:
@@ -179,21 +179,21 @@ def _attend(
     first = 0
     if WINDOW is not None:
         if ancestors is None:
-            behind = node + 1
+            depth = node + 1
         else:
-            behind = tl.sum(seen, axis=1)
+            depth = tl.sum(seen, axis=1)
             if WINDOW < 64:  # a path of nodes is never longer than 64
                 seen = tl.where(tl.cumsum(seen, axis=1, reverse=True) <= WINDOW, seen, 0)
-        reach = committed + behind - WINDOW
-        first = tl.maximum(tl.min(reach), 0)
+        first_visible = committed + depth - WINDOW
+        first = tl.maximum(tl.min(first_visible), 0)
     begin, stop = first // KEYS * KEYS, end
     if SPLIT:
-        each = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), LEAST), KEYS) * KEYS
-        begin += split * each
-        stop = tl.minimum(begin + each, end)
+        keys_per_split = tl.cdiv(tl.maximum(tl.cdiv(end - begin, splits), LEAST), KEYS) * KEYS
+        begin += split * keys_per_split
+        stop = tl.minimum(begin + keys_per_split, end)
         if begin >= end:
-            nothing = tl.full([QUERIES], -float("inf"), tl.float32)
-            tl.store(peaks + split.to(tl.int64) * tokens * H + head_at, nothing, mask=store)
+            no_peak = tl.full([QUERIES], -float("inf"), tl.float32)
+            tl.store(peaks + split.to(tl.int64) * tokens * H + head_at, no_peak, mask=store)
             return
     if ancestors is not None:
         bits = tl.sum(seen.to(tl.int64) << other[None, :].to(tl.int64), axis=1)
@@ -202,9 +202,9 @@ def _attend(
     at = tl.arange(0, BLOCK)
     query = tl.load(q + head_at[:, None] * D + (D - W) + at[None, :], mask=(at < W)[None, :], other=0.0)
     if D != W:
-        before = tl.arange(0, REST)
-        rest_mask = (before < D - W)[None, :]
-        query_rest = tl.load(q + head_at[:, None] * D + before[None, :], mask=rest_mask, other=0.0)
+        rest_at_D = tl.arange(0, REST)
+        rest_mask = (rest_at_D < D - W)[None, :]
+        query_rest = tl.load(q + head_at[:, None] * D + rest_at_D[None, :], mask=rest_mask, other=0.0)
     peak = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, BLOCK], tl.float32)
@@ -214,7 +214,7 @@ def _attend(
         position = start + tl.arange(0, KEYS)
         valid = (position >= first) & (position < end)
         page = tl.load(table + position // PAGE, mask=valid, other=0)
-        from_page = page * (block_stride.to(tl.int64) * 16) + position % PAGE * BY_PLACE
+        from_page = page * (block_stride.to(tl.int64) * 16) + position % PAGE * BY_POSITION
         key_at = pages + from_page[:, None] + (D - W) + at[None, :]
         mask = valid[:, None]
         if W != BLOCK:
@@ -226,32 +226,32 @@ def _attend(
         if PARTS == 2:
             value = tl.load(key_at + BY_PART, mask=mask, other=0.0).to(tl.float32).to(kind)
         if D != W:
-            rest_at = pages + from_page[:, None] + before[None, :]
+            rest_at = pages + from_page[:, None] + rest_at_D[None, :]
             rest = tl.load(rest_at, mask=valid[:, None] & rest_mask, other=0.0).to(tl.float32).to(kind)
             score = tl.dot(query_rest, tl.trans(rest), score, input_precision="tf32x3")
         score *= scale
-        own = position - committed
+        offset = position - committed
         if ancestors is None:
-            visible = own[None, :] <= node[:, None]
+            visible = offset[None, :] <= node[:, None]
             if WINDOW is not None:
-                visible &= position[None, :] >= reach[:, None]
+                visible &= position[None, :] >= first_visible[:, None]
         else:
-            bit = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
-            named = ((bits[:, None] >> bit[None, :]) & 1) != 0
-            earlier = (own < 0)[None, :]
+            bit = tl.minimum(tl.maximum(offset, 0), 63).to(tl.int64)
+            is_ancestor = ((bits[:, None] >> bit[None, :]) & 1) != 0
+            earlier = (offset < 0)[None, :]
             if WINDOW is not None:
-                earlier &= position[None, :] >= reach[:, None]
-            visible = earlier | ((own >= 0) & (own < width))[None, :] & named
+                earlier &= position[None, :] >= first_visible[:, None]
+            visible = earlier | ((offset >= 0) & (offset < width))[None, :] & is_ancestor
         score = tl.where(visible, score, -float("inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
         # A node that has seen no key so far has no peak yet.
         base = tl.where(higher == -float("inf"), 0.0, higher)
-        shrink = tl.exp2(peak - base)
+        rescale = tl.exp2(peak - base)
         weight = tl.exp2(score - base[:, None])
-        total = total * shrink + tl.sum(weight, axis=1)
+        total = total * rescale + tl.sum(weight, axis=1)
         # The weights are rounded before they multiply the values; the divisor is the sum of unrounded
         # weights.
-        result = result * shrink[:, None]
+        result = result * rescale[:, None]
         result = tl.dot(weight.to(kind), value, result, input_precision="tf32x3")
         peak = higher
     mask = store[:, None] & (at < W)[None, :]
@@ -264,16 +264,16 @@ def _attend(
         result = (result / total[:, None]).to(kind)
         if gate is not None:
             gate_at = head_at // H * GATE_BY_TOKEN + head_at % H * GATE_BY_HEAD
-            opens = tl.load(gate + gate_at[:, None] + at[None, :], mask=mask, other=0.0)
-            result = _let_through(result, opens)
+            gates = tl.load(gate + gate_at[:, None] + at[None, :], mask=mask, other=0.0)
+            result = _apply_gate(result, gates)
         tl.store(out + head_at[:, None] * W + at[None, :], result, mask=mask)
 
 
 @triton.jit
-def _let_through(value, gate):
+def _apply_gate(value, gate):
     """Multiply by sigmoid(gate), rounded before and after as in separate operations."""
-    opened = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(value.dtype)
-    return (value.to(tl.float32) * opened.to(tl.float32)).to(value.dtype)
+    sigmoid = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(value.dtype)
+    return (value.to(tl.float32) * sigmoid.to(tl.float32)).to(value.dtype)
 
 
 @kernel(do_not_specialize=["tokens", "splits"])
@@ -284,25 +284,27 @@ def _merge(
 ):  # fmt: skip
     overlap()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    one = token * H + head
+    head_at = token * H + head
     split = tl.arange(0, SPLITS)
-    peak = tl.load(peaks + split.to(tl.int64) * tokens * H + one, mask=split < splits, other=-float("inf"))
+    peak = tl.load(
+        peaks + split.to(tl.int64) * tokens * H + head_at, mask=split < splits, other=-float("inf")
+    )
     highest = tl.max(peak)
     # Splits beyond the row's end have no peak, and their sums are uninitialised.
-    held = peak > -float("inf")
-    total = tl.load(sums + split.to(tl.int64) * tokens * H + one, mask=held, other=0.0)
+    has_keys = peak > -float("inf")
+    total = tl.load(sums + split.to(tl.int64) * tokens * H + head_at, mask=has_keys, other=0.0)
     total = tl.sum(total * tl.exp2(peak - highest))
     at = tl.arange(0, BLOCK)
     result = tl.zeros([BLOCK], tl.float32)
     for first in range(0, splits, 8):
-        few = first + tl.arange(0, 8)
-        entry = few.to(tl.int64) * tokens * H + one
-        own = tl.load(peaks + entry, mask=few < splits, other=-float("inf"))
-        mask = (own > -float("inf"))[:, None] & (at < W)[None, :]
+        splits_8 = first + tl.arange(0, 8)
+        entry = splits_8.to(tl.int64) * tokens * H + head_at
+        split_peak = tl.load(peaks + entry, mask=splits_8 < splits, other=-float("inf"))
+        mask = (split_peak > -float("inf"))[:, None] & (at < W)[None, :]
         value = tl.load(part + entry[:, None] * W + at[None, :], mask=mask, other=0.0)
-        result += tl.sum(value * tl.exp2(own - highest)[:, None], axis=0)
+        result += tl.sum(value * tl.exp2(split_peak - highest)[:, None], axis=0)
     result = (result / total).to(out.dtype.element_ty)
     if gate is not None:
-        opens = tl.load(gate + token * GATE_BY_TOKEN + head * GATE_BY_HEAD + at, mask=at < W, other=0.0)
-        result = _let_through(result, opens)
-    tl.store(out + one * W + at, result, mask=at < W)
+        gates = tl.load(gate + token * GATE_BY_TOKEN + head * GATE_BY_HEAD + at, mask=at < W, other=0.0)
+        result = _apply_gate(result, gates)
+    tl.store(out + head_at * W + at, result, mask=at < W)

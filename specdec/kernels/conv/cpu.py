@@ -24,19 +24,19 @@ def causal_conv(
 ) -> Tensor:
     """Convolve as the reference does; a float32 weight stored [K, C] needs no conversion."""
     rows, width = group.rows, group.width
-    here = locate_slots(group.state_B)
-    window_BIC = memory.window_SIC[here]
+    slots = locate_slots(group.state_B)
+    window_BIC = memory.window_SIC[slots]
     if group.path is not None and group.path_length_B is not None:
         window_BIC = _advance(window_BIC, memory.input_SRC, group.path, group.path_length_B)
         if group.record is not None:
-            write(memory.window_SIC, here, window_BIC)
+            write(memory.window_SIC, slots, window_BIC)
     known_BNC = torch.cat([window_BIC, x_TC.view(rows, width, -1)], dim=1)
     if group.record is not None:
         write(memory.input_SRC, locate_records(group.record), x_TC)
     elif group.snapshot_BM is not None:
         write(memory.window_SIC, group.snapshot_BM.flatten(), _windows(known_BNC, group))
     else:
-        write(memory.window_SIC, here, known_BNC[:, width:])
+        write(memory.window_SIC, slots, known_BNC[:, width:])
 
     weight_KC = _taps_first(weight_CK, x_TC.dtype)
     if group.tap_BMC is not None:
@@ -71,8 +71,8 @@ def path_conv(
 
 
 def fold_window(memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-    here = locate_slots(slot_B)
-    write(memory.window_SIC, here, _advance(memory.window_SIC[here], memory.input_SRC, path, length_B))
+    slots = locate_slots(slot_B)
+    write(memory.window_SIC, slots, _advance(memory.window_SIC[slots], memory.input_SRC, path, length_B))
 
 
 def _advance(window_BIC: Tensor, input_SRC: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:

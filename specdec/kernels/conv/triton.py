@@ -100,22 +100,22 @@ _TILE = {"BLOCK": CHANNELS, "BM": TOKENS, "num_warps": 4}
 def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | None]:
     """Return a group's windows, path, records and taps as kernel arguments."""
     path = group.path
-    window, window_by_slot, slots, record, by_slab, by_place = inputs_of(memory, group.state_B)
-    path_slab, path_place = record_ids(path)
-    record_slab, record_place = record_ids(group.record)
+    window, window_by_slot, slots, record, by_slab, by_index = inputs_of(memory, group.state_B)
+    path_slab, path_index = record_ids(path)
+    record_slab, record_index = record_ids(group.record)
     return {
         "window": window,
         "window_by_slot": window_by_slot,
         "slots": slots,
         "record": record,
         "by_slab": by_slab,
-        "by_place": by_place,
+        "by_index": by_index,
         "path_slab": path_slab,
-        "path_place": path_place,
+        "path_index": path_index,
         "path_length": dense(group.path_length_B) if path else None,
         "P": path.slab_BN.shape[1] if path else 0,
         "record_slab": record_slab,
-        "record_place": record_place,
+        "record_index": record_index,
         "snapshots": dense(group.snapshot_BM),
         "taps": None if group.tap_BMC is None else group.tap_BMC.contiguous(),
     }
@@ -124,8 +124,8 @@ def arena(memory: RecurrentMemory, group: Group) -> dict[str, Tensor | int | Non
 def inputs_of(memory: RecurrentMemory, slot_B: Tensor) -> tuple[Tensor, int, Tensor, Tensor, int, int]:
     """Return the windows [C, I], their ids, the recorded inputs and all strides, as kernel arguments."""
     window, record = memory.window_SIC, memory.input_SRC
-    by_slab, by_place = outer_strides(record, 1)
-    return window, window_stride(window), dense(slot_B), record, by_slab, by_place
+    by_slab, by_index = outer_strides(record, 1)
+    return window, window_stride(window), dense(slot_B), record, by_slab, by_index
 
 
 def record_ids(records: RecordIds | None) -> tuple[Tensor | None, Tensor | None]:
@@ -135,7 +135,7 @@ def record_ids(records: RecordIds | None) -> tuple[Tensor | None, Tensor | None]
 
 @triton.jit
 def known(
-    n, x, x_by_token, window, record, by_slab, by_place, path_slab, path_place, length, c, in_c,
+    n, x, x_by_token, window, record, by_slab, by_index, path_slab, path_index, length, c, in_c,
     INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Load inputs n of a row: those of its window, oldest first, then its path's, then its tokens'.
@@ -143,25 +143,25 @@ def known(
     The pointers are None without a path or without tokens.
     """
     # Add three masked loads instead of selecting an address: the loads do not depend on each other.
-    there = window + n[:, None] + c[None, :] * INPUTS
-    own = tl.load(there, mask=(n < INPUTS)[:, None] & in_c[None, :], other=0.0)
+    at_window = window + n[:, None] + c[None, :] * INPUTS
+    value = tl.load(at_window, mask=(n < INPUTS)[:, None] & in_c[None, :], other=0.0)
     if path_slab is not None:
-        on = (n >= INPUTS) & (n < INPUTS + length)
-        at = tl.load(path_slab + n - INPUTS, mask=on, other=0) * by_slab
-        at += tl.load(path_place + n - INPUTS, mask=on, other=0) * by_place
-        own += tl.load(record + at[:, None] + c[None, :], mask=on[:, None] & in_c[None, :], other=0.0)
+        mask_n = (n >= INPUTS) & (n < INPUTS + length)
+        at = tl.load(path_slab + n - INPUTS, mask=mask_n, other=0) * by_slab
+        at += tl.load(path_index + n - INPUTS, mask=mask_n, other=0) * by_index
+        value += tl.load(record + at[:, None] + c[None, :], mask=mask_n[:, None] & in_c[None, :], other=0.0)
     if x is not None:
-        on = n >= INPUTS + length
+        mask_n = n >= INPUTS + length
         at = (n - INPUTS - length).to(tl.int64) * x_by_token
-        own += tl.load(x + at[:, None] + c[None, :], mask=on[:, None] & in_c[None, :], other=0.0)
-    return own
+        value += tl.load(x + at[:, None] + c[None, :], mask=mask_n[:, None] & in_c[None, :], other=0.0)
+    return value
 
 
 @triton.jit
 def convolve(
-    m, in_m, start, length, x, x_by_token, window, home, window_by_slot, record, by_slab, by_place, path_slab,
-    path_place, snapshots, taps, weight, bias, c, in_c, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    m, in_m, start, length, x, x_by_token, window, row_window, window_by_slot, record, by_slab, by_index,
+    path_slab, path_index, snapshots, taps, weight, bias, c, in_c, C: tl.constexpr, TAPS: tl.constexpr,
+    BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the sums [BM, BLOCK] of nodes m, whose own inputs begin at index `start` + TAPS - 1.
 
@@ -172,13 +172,13 @@ def convolve(
         n = start + m + j
         if taps is not None:
             n = start + tl.load(taps + m * TAPS + j, mask=in_m, other=0)
-        own = known(tl.where(in_m, n, 0), x, x_by_token, home, record, by_slab, by_place, path_slab,
-                    path_place, length, c, in_c, TAPS - 1)  # fmt: skip
+        value = known(tl.where(in_m, n, 0), x, x_by_token, row_window, record, by_slab, by_index, path_slab,
+                    path_index, length, c, in_c, TAPS - 1)  # fmt: skip
         if snapshots is not None and j > 0:
             to = tl.load(snapshots + m, mask=in_m, other=0) * window_by_slot + (j - 1)
-            there = window + to[:, None] + c[None, :] * (TAPS - 1)
-            tl.store(there, own, mask=in_m[:, None] & in_c[None, :])
-        total += own.to(tl.float32) * tl.load(weight + j * C + c, mask=in_c, other=0.0).to(tl.float32)
+            at_snapshot = window + to[:, None] + c[None, :] * (TAPS - 1)
+            tl.store(at_snapshot, value, mask=in_m[:, None] & in_c[None, :])
+        total += value.to(tl.float32) * tl.load(weight + j * C + c, mask=in_c, other=0.0).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)
     return total
@@ -195,53 +195,53 @@ def finish(total, kind: tl.constexpr, SILU: tl.constexpr = True):
 
 @triton.jit
 def convolve_path(
-    out, window, record, by_slab, by_place, path_slab, path_place, length, weight, bias, start, own_c, in_c,
+    out, window, record, by_slab, by_index, path_slab, path_index, length, weight, bias, start, local_c, in_c,
     WIDTH: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Recompute the convolution of a row's path in WIDTH channels start + own_c."""
     for first in range(0, length, BM):
         m = first + tl.arange(0, BM)
-        total = convolve(m, m < length, 0, length, None, 0, None, window, 0, record, by_slab, by_place,
-                         path_slab, path_place, None, None, weight, bias, start + own_c, in_c, C, TAPS, BM,
+        total = convolve(m, m < length, 0, length, None, 0, None, window, 0, record, by_slab, by_index,
+                         path_slab, path_index, None, None, weight, bias, start + local_c, in_c, C, TAPS, BM,
                          BLOCK)  # fmt: skip
-        to = out + m[:, None] * WIDTH + own_c[None, :]
+        to = out + m[:, None] * WIDTH + local_c[None, :]
         tl.store(to, finish(total, record.dtype.element_ty), mask=(m < length)[:, None] & in_c[None, :])
 
 
 @triton.jit
 def move_window(
-    b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab, path_place, length,
-    record_slab, record_place, snapshots, M, c, in_c,
+    b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_index, path_slab, path_index, length,
+    record_slab, record_index, snapshots, M, c, in_c,
     TAPS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Store row b's inputs for its next window; x and the path's ids are offset to the row."""
     inputs: tl.constexpr = TAPS - 1
     j = tl.arange(0, triton.next_power_of_2(TAPS))
-    here = (j < inputs)[:, None] & in_c[None, :] & (slot != 0)
-    home = window + slot * window_by_slot
+    in_window = (j < inputs)[:, None] & in_c[None, :] & (slot != 0)
+    row_window = window + slot * window_by_slot
     end = length
     if record_slab is None:
         end += M
     if snapshots is None and end > 0:
-        own = known(tl.where(j < inputs, end + j, 0), x, x_by_token, home, record, by_slab, by_place,
-                    path_slab, path_place, length, c, in_c, inputs)  # fmt: skip
+        value = known(tl.where(j < inputs, end + j, 0), x, x_by_token, row_window, record, by_slab, by_index,
+                    path_slab, path_index, length, c, in_c, inputs)  # fmt: skip
         tl.debug_barrier()  # All threads must have read window and path before one replaces them.
-        tl.store(home + j[:, None] + c[None, :] * inputs, own, mask=here)
+        tl.store(row_window + j[:, None] + c[None, :] * inputs, value, mask=in_window)
     if record_slab is not None and slot != 0:
         for first in range(0, M, BM):
             m = first + tl.arange(0, BM)
             in_m = m < M
             at = tl.load(record_slab + b * M + m, mask=in_m, other=0) * by_slab
-            at += tl.load(record_place + b * M + m, mask=in_m, other=0) * by_place
+            at += tl.load(record_index + b * M + m, mask=in_m, other=0) * by_index
             mask = in_m[:, None] & in_c[None, :]
-            own = tl.load(x + m.to(tl.int64)[:, None] * x_by_token + c[None, :], mask=mask, other=0.0)
-            tl.store(record + at[:, None] + c[None, :], own, mask=mask)
+            value = tl.load(x + m.to(tl.int64)[:, None] * x_by_token + c[None, :], mask=mask, other=0.0)
+            tl.store(record + at[:, None] + c[None, :], value, mask=mask)
 
 
 @kernel(do_not_specialize=["P", "M"])
 def _causal_conv(
-    x, x_by_token, weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab,
-    path_place, path_length, P, record_slab, record_place, snapshots, taps, M,
+    x, x_by_token, weight, bias, out, window, window_by_slot, slots, record, by_slab, by_index, path_slab,
+    path_index, path_length, P, record_slab, record_index, snapshots, taps, M,
     C: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -254,32 +254,32 @@ def _causal_conv(
     if path_slab is not None:
         length = tl.load(path_length + b).to(tl.int32)
         path_slab += b * P
-        path_place += b * P
+        path_index += b * P
     x += token * x_by_token
-    own_taps, own_snapshots = taps, snapshots
+    row_taps, row_snapshots = taps, snapshots
     if taps is not None:
-        own_taps += token * TAPS
+        row_taps += token * TAPS
     if snapshots is not None:
-        own_snapshots += token
+        row_snapshots += token
     begin = tl.program_id(2) * SPAN
     for first in range(begin, min(begin + SPAN, M), BM):
         m = first + tl.arange(0, BM)
         in_m = m < M
         total = convolve(m, in_m, length, length, x, x_by_token, window, window + slot * window_by_slot,
-                         window_by_slot, record, by_slab, by_place, path_slab, path_place, own_snapshots,
-                         own_taps, weight, bias, c, in_c & (slot != 0), C, TAPS, BM, BLOCK)  # fmt: skip
+                         window_by_slot, record, by_slab, by_index, path_slab, path_index, row_snapshots,
+                         row_taps, weight, bias, c, in_c & (slot != 0), C, TAPS, BM, BLOCK)  # fmt: skip
         at = out + (token + m)[:, None] * C + c[None, :]
         tl.store(at, finish(total, out.dtype.element_ty, SILU), mask=in_m[:, None] & in_c[None, :])
     if MOVES:
-        move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
-                    path_place, length, record_slab, record_place, snapshots, M,
+        move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_index, path_slab,
+                    path_index, length, record_slab, record_index, snapshots, M,
                     c, in_c, TAPS, BM)  # fmt: skip
 
 
 @kernel(do_not_specialize=["P", "M"])
 def _move(
-    x, x_by_token, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
-    path_length, P, record_slab, record_place, snapshots, M, C: tl.constexpr,
+    x, x_by_token, window, window_by_slot, slots, record, by_slab, by_index, path_slab, path_index,
+    path_length, P, record_slab, record_index, snapshots, M, C: tl.constexpr,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     overlap()
@@ -289,24 +289,24 @@ def _move(
     if path_slab is not None:
         length = tl.load(path_length + b)
         path_slab += b * P
-        path_place += b * P
+        path_index += b * P
     if x is not None:
         x += b * M * x_by_token
-    move_window(b, tl.load(slots + b), x, x_by_token, window, window_by_slot, record, by_slab, by_place,
-                path_slab, path_place, length, record_slab, record_place, snapshots, M, c, c < C, TAPS,
+    move_window(b, tl.load(slots + b), x, x_by_token, window, window_by_slot, record, by_slab, by_index,
+                path_slab, path_index, length, record_slab, record_index, snapshots, M, c, c < C, TAPS,
                 BM)  # fmt: skip
 
 
 @kernel(do_not_specialize=["P"])
 def _path_conv(
-    weight, bias, out, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
+    weight, bias, out, window, window_by_slot, slots, record, by_slab, by_index, path_slab, path_index,
     path_length, P, start, WIDTH: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
     overlap()
-    own_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    local_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1).to(tl.int64)
     window += tl.load(slots + b) * window_by_slot
-    convolve_path(out + b * P * WIDTH, window, record, by_slab, by_place, path_slab + b * P,
-                  path_place + b * P, tl.load(path_length + b), weight, bias, start, own_c, own_c < WIDTH,
+    convolve_path(out + b * P * WIDTH, window, record, by_slab, by_index, path_slab + b * P,
+                  path_index + b * P, tl.load(path_length + b), weight, bias, start, local_c, local_c < WIDTH,
                   WIDTH, C, TAPS, BM, BLOCK)  # fmt: skip

@@ -104,15 +104,15 @@ def _log_decay(step, rate, BOUND: tl.constexpr):
 
 @triton.jit
 def _store_path_keys(
-    keys, g, window, record, by_slab, by_place, path_slab, path_place, length, weight, at, in_c,
+    keys, g, window, record, by_slab, by_index, path_slab, path_index, length, weight, at, in_c,
     G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the keys of head g for the tokens of a row's path."""
     for first in range(0, length, BM):
         m = first + tl.arange(0, BM)
-        total = convolve(m, m < length, 0, length, None, 0, None, window, 0, record, by_slab, by_place,
-                         path_slab, path_place, None, None, weight, None, (G + g) * K + at, in_c, C, TAPS, BM,
+        total = convolve(m, m < length, 0, length, None, 0, None, window, 0, record, by_slab, by_index,
+                         path_slab, path_index, None, None, weight, None, (G + g) * K + at, in_c, C, TAPS, BM,
                          BLOCK)  # fmt: skip
         to = keys + (m[:, None] * G + g) * K + at[None, :]
         tl.store(to, _unit(total, record.dtype.element_ty), mask=(m < length)[:, None] & in_c[None, :])
@@ -120,7 +120,7 @@ def _store_path_keys(
 
 @kernel(do_not_specialize=["P"])
 def _path_keys(
-    weight, keys, window, window_by_slot, slots, record, by_slab, by_place, path_slab, path_place,
+    weight, keys, window, window_by_slot, slots, record, by_slab, by_index, path_slab, path_index,
     path_length, P, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -128,15 +128,15 @@ def _path_keys(
     g, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, BLOCK)
     window += tl.load(slots + b) * window_by_slot
-    _store_path_keys(keys + b * P * G * K, g, window, record, by_slab, by_place, path_slab + b * P,
-                     path_place + b * P, tl.load(path_length + b), weight, at, at < K, G, K, C, TAPS, BM,
+    _store_path_keys(keys + b * P * G * K, g, window, record, by_slab, by_index, path_slab + b * P,
+                     path_index + b * P, tl.load(path_length + b), weight, at, at < K, G, K, C, TAPS, BM,
                      BLOCK)  # fmt: skip
 
 
 @kernel(do_not_specialize=["P", "M"])
 def _inputs(
     x, x_by_token, weight, A_log, dt_bias, beta_scale, q, k, v, decay, beta, keys, window, window_by_slot,
-    slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
+    slots, record, by_slab, by_index, path_slab, path_index, path_length, P, record_slab, record_index,
     snapshots, taps, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, TAPS: tl.constexpr, MOVES: tl.constexpr, BY_KEY: tl.constexpr, BOUND: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr,
@@ -151,27 +151,27 @@ def _inputs(
         c, size = 2 * G * K + (head - 2 * G) * W + at, W
     in_c = at < size
     slot, token = tl.load(slots + b), b * M
-    home = window + slot * window_by_slot
+    row_window = window + slot * window_by_slot
     x += token * x_by_token
     length = b * 0
     if path_slab is not None:
         length = tl.load(path_length + b)
         path_slab += b * P
-        path_place += b * P
+        path_index += b * P
         if head >= G and head < 2 * G and tl.program_id(2) == 0:
-            _store_path_keys(keys + b * P * G * K, head - G, home, record, by_slab, by_place, path_slab,
-                             path_place, length, weight, at, in_c, G, K, C, TAPS, BM, BLOCK)  # fmt: skip
-    own_taps, own_snapshots = taps, snapshots
+            _store_path_keys(keys + b * P * G * K, head - G, row_window, record, by_slab, by_index, path_slab,
+                             path_index, length, weight, at, in_c, G, K, C, TAPS, BM, BLOCK)  # fmt: skip
+    row_taps, row_snapshots = taps, snapshots
     if taps is not None:
-        own_taps += token * TAPS
+        row_taps += token * TAPS
     if snapshots is not None:
-        own_snapshots += token
+        row_snapshots += token
     begin = tl.program_id(2) * SPAN
     for first in range(begin, min(begin + SPAN, M), BM):
         m = first + tl.arange(0, BM)
         in_m = m < M
-        total = convolve(m, in_m, length, length, x, x_by_token, window, home, window_by_slot, record,
-                         by_slab, by_place, path_slab, path_place, own_snapshots, own_taps, weight, None, c,
+        total = convolve(m, in_m, length, length, x, x_by_token, window, row_window, window_by_slot, record,
+                         by_slab, by_index, path_slab, path_index, row_snapshots, row_taps, weight, None, c,
                          in_c & (slot != 0), C, TAPS, BM, BLOCK)  # fmt: skip
         mask = in_m[:, None] & in_c[None, :]
         kind: tl.constexpr = x.dtype.element_ty
@@ -200,6 +200,6 @@ def _inputs(
                 step = tl.load(gates + H, mask=in_m, other=0.0).to(tl.float32) + tl.load(dt_bias + h)
                 tl.store(decay + (token + m) * H + h, _log_decay(step, rate, BOUND), mask=in_m)
     if MOVES:
-        move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
-                    path_place, length, record_slab, record_place, snapshots, M,
+        move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_index, path_slab,
+                    path_index, length, record_slab, record_index, snapshots, M,
                     c, in_c, TAPS, BM)  # fmt: skip

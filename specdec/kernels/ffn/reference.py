@@ -17,8 +17,8 @@ def geglu(gate_up_TI: Tensor) -> Tensor:
     """Return gelu(gate) · up for rows [gate | up], gelu(x) = x Φ(x)."""
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
     wide_TI = _wide(gate_TI)
-    passed_TI: Tensor = torch.special.ndtr(wide_TI)
-    return (wide_TI * passed_TI).to(gate_TI.dtype) * up_TI
+    cdf_TI: Tensor = torch.special.ndtr(wide_TI)
+    return (wide_TI * cdf_TI).to(gate_TI.dtype) * up_TI
 
 
 def relu2(x_TI: Tensor) -> Tensor:
@@ -28,8 +28,8 @@ def relu2(x_TI: Tensor) -> Tensor:
 
 def add_gated(y_TD: Tensor, x_TD: Tensor, gate_T1: Tensor) -> Tensor:
     """Return y + x · sigmoid(gate), rounded after each of the three."""
-    share_T1 = torch.sigmoid(_wide(gate_T1)).to(x_TD.dtype)
-    return y_TD + x_TD * share_T1
+    sigmoid_T1 = torch.sigmoid(_wide(gate_T1)).to(x_TD.dtype)
+    return y_TD + x_TD * sigmoid_T1
 
 
 def _wide(x: Tensor) -> Tensor:

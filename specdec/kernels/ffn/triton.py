@@ -50,7 +50,7 @@ def _activate(x_TI: Tensor, width: int, kind: str, limit: float = math.inf) -> T
 
 
 @triton.jit
-def weigh(silu, up, LIMIT: tl.constexpr):
+def apply_gate(silu, up, LIMIT: tl.constexpr):
     """Return silu · up: silu at most `LIMIT`, up within ±`LIMIT`; NaN propagates."""
     if LIMIT is not None:
         silu = tl.where(silu > LIMIT, LIMIT, silu)
@@ -77,7 +77,7 @@ def _activation(
             gate = value / (1.0 + tl.exp(-value))
         else:
             gate = value * 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
-        value = weigh(gate.to(dtype).to(tl.float32), up, LIMIT)
+        value = apply_gate(gate.to(dtype).to(tl.float32), up, LIMIT)
     tl.store(out + token * WIDTH + at, value.to(dtype), mask=mask)
 
 
@@ -88,9 +88,9 @@ def _add_gated(y, x, gate, gate_by_token, out, WIDTH: tl.constexpr, BLOCK: tl.co
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < WIDTH
     kind = out.dtype.element_ty
-    share = tl.load(gate + token * gate_by_token).to(tl.float32)
-    share = (1.0 / (1.0 + tl.exp(-share))).to(kind).to(tl.float32)
-    value = tl.load(x + token * WIDTH + at, mask=mask, other=0.0).to(tl.float32) * share
+    sigmoid = tl.load(gate + token * gate_by_token).to(tl.float32)
+    sigmoid = (1.0 / (1.0 + tl.exp(-sigmoid))).to(kind).to(tl.float32)
+    value = tl.load(x + token * WIDTH + at, mask=mask, other=0.0).to(tl.float32) * sigmoid
     total = tl.load(y + token * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
     total += value.to(kind).to(tl.float32)
     tl.store(out + token * WIDTH + at, total.to(kind), mask=mask)

@@ -9,8 +9,8 @@ def softplus(x):
     """Return log(1 + e^x) to full precision, even if 1 + e^x rounds e^x away."""
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
-    lost = u == 1.0
-    return tl.where(x > 20.0, x, tl.where(lost, e, tl.log(u) * (e / tl.where(lost, 1.0, u - 1.0))))
+    tiny = u == 1.0
+    return tl.where(x > 20.0, x, tl.where(tiny, e, tl.log(u) * (e / tl.where(tiny, 1.0, u - 1.0))))
 
 
 @triton.jit

@@ -26,7 +26,7 @@ def scale(x_TD: Tensor, by: float) -> Tensor:
 
 def scatter_columns(x_TC: Tensor, ids_C: Tensor, width: int) -> Tensor:
     """Return rows of `width` with x in the columns `ids_C` and minus infinity elsewhere."""
-    wide_TV = x_TC.new_full((len(x_TC), width), -torch.inf)
+    out_TV = x_TC.new_full((len(x_TC), width), -torch.inf)
     for column, i in enumerate(ids_C.tolist()):
-        wide_TV[:, i] = x_TC[:, column]
-    return wide_TV
+        out_TV[:, i] = x_TC[:, column]
+    return out_TV

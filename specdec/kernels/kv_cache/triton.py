@@ -14,9 +14,9 @@ CHUNK = 128
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
     tokens, heads, dim = k_TJD.shape
-    given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
-    (k_by_token,), (v_by_token,) = (outer_strides(x_TJD, 2) for x_TJD in (given[0], given[-1]))
-    _append[(tokens, len(given))](
+    parts = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
+    (k_by_token,), (v_by_token,) = (outer_strides(x_TJD, 2) for x_TJD in (parts[0], parts[-1]))
+    _append[(tokens, len(parts))](
         *(k_TJD, v_TJD, pages_NPXJD),
         *(group.table_BN, dense(group.length_B), group.width, *outer_strides(group.table_BN, 1)),
         **page_strides(pages_NPXJD),
@@ -50,18 +50,23 @@ def page_strides(pages_NPXJD: Tensor) -> dict[str, int]:
 
     The block stride is in units of 16 entries, which gives the kernel its alignment.
     """
-    by_block, by_part, by_place, by_head = outer_strides(pages_NPXJD, 1)
+    by_block, by_part, by_token, by_head = outer_strides(pages_NPXJD, 1)
     if by_block % 16:
         raise StrideError(f"blocks lie {by_block} entries apart; the kernels take multiples of 16")
-    return {"block_stride": by_block // 16, "BY_PART": by_part, "BY_PLACE": by_place, "BY_HEAD": by_head}
+    return {
+        "block_stride": by_block // 16,
+        "BY_PART": by_part,
+        "BY_POSITION": by_token,
+        "BY_HEAD": by_head,
+    }
 
 
 @triton.jit
-def locate(table, length, row, node, tables, block_stride, BY_PLACE: tl.constexpr, PAGE: tl.constexpr):
+def locate(table, length, row, node, tables, block_stride, BY_POSITION: tl.constexpr, PAGE: tl.constexpr):
     """Return the offset in the pages of the first head's key for a token of a window."""
     position = tl.load(length + row) + node
     block = tl.load(table + row * tables + position // PAGE)
-    return block * (block_stride.to(tl.int64) * 16) + position % PAGE * BY_PLACE
+    return block * (block_stride.to(tl.int64) * 16) + position % PAGE * BY_POSITION
 
 
 @triton.jit
@@ -75,42 +80,42 @@ def quantise(value, kind: tl.constexpr):
 @kernel(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
 def _append(
     k, v, pages, table, length, width, tables, block_stride, k_by_token, v_by_token,
-    BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
+    BY_PART: tl.constexpr, BY_POSITION: tl.constexpr, BY_HEAD: tl.constexpr,
     SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     overlap()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
-    place = locate(table, length, token // width, token % width, tables, block_stride, BY_PLACE, PAGE)
+    offset = locate(table, length, token // width, token % width, tables, block_stride, BY_POSITION, PAGE)
     if part == 0:
         value = tl.load(k + token * k_by_token + at, mask=at < SIZE)
     else:
         value = tl.load(v + token * v_by_token + at, mask=at < SIZE)
     value = quantise(value.to(tl.float32), pages.dtype.element_ty)
-    place += part * BY_PART + at // D * BY_HEAD + at % D
-    tl.store(pages + place, value, mask=at < SIZE)
+    offset += part * BY_PART + at // D * BY_HEAD + at % D
+    tl.store(pages + offset, value, mask=at < SIZE)
 
 
 @kernel(do_not_specialize=["tables", "block_stride", "moves"])
 def _move(
     pages, table, source, target, tables, block_stride, moves,
-    BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
+    BY_PART: tl.constexpr, BY_POSITION: tl.constexpr, BY_HEAD: tl.constexpr,
     SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, MOVES: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     overlap()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     move = tl.arange(0, MOVES)
     entry = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    held = move < moves
-    mask = held[:, None] & (entry < SIZE)[None, :]
-    apart = block_stride.to(tl.int64) * 16
-    source = tl.load(source + row * moves + move, mask=held, other=0)
-    target = tl.load(target + row * moves + move, mask=held, other=0)
+    in_moves = move < moves
+    mask = in_moves[:, None] & (entry < SIZE)[None, :]
+    by_block = block_stride.to(tl.int64) * 16
+    source = tl.load(source + row * moves + move, mask=in_moves, other=0)
+    target = tl.load(target + row * moves + move, mask=in_moves, other=0)
     table += row * tables
-    own = part * BY_PART + entry // D * BY_HEAD + entry % D
-    source = tl.load(table + source // PAGE, mask=held, other=0) * apart + source % PAGE * BY_PLACE
-    target = tl.load(table + target // PAGE, mask=held, other=0) * apart + target % PAGE * BY_PLACE
-    value = tl.load(pages + source[:, None] + own[None, :], mask=mask)
+    entry_at = part * BY_PART + entry // D * BY_HEAD + entry % D
+    source = tl.load(table + source // PAGE, mask=in_moves, other=0) * by_block + source % PAGE * BY_POSITION
+    target = tl.load(table + target // PAGE, mask=in_moves, other=0) * by_block + target % PAGE * BY_POSITION
+    value = tl.load(pages + source[:, None] + entry_at[None, :], mask=mask)
     # All threads must have loaded before any of them overwrites.
     tl.debug_barrier()
-    tl.store(pages + target[:, None] + own[None, :], value, mask=mask)
+    tl.store(pages + target[:, None] + entry_at[None, :], value, mask=mask)

@@ -43,7 +43,7 @@ class Fp8(NamedTuple):
         """Stack a matrix below this one; None if dtypes differ or a block would be split."""
         if self.shape[0] % BLOCK or self.dtype != below.dtype:
             return None
-        weight_ND = torch.cat([own.weight_ND.view(torch.uint8) for own in (self, below)])
+        weight_ND = torch.cat([matrix.weight_ND.view(torch.uint8) for matrix in (self, below)])
         scale_MK = torch.cat([self.scale_MK, below.scale_MK])
         return Fp8(weight_ND.view(torch.float8_e4m3fn), scale_MK, self.dtype)
 
@@ -73,10 +73,10 @@ def quantise(weight_ND: Tensor | Fp8) -> Fp8:
         return weight_ND
     out = empty(weight_ND.shape, weight_ND.dtype, weight_ND.device)
     if weight_ND.dim() == 3:
-        for own_ND, to_ND, to_MK in zip(weight_ND, out.weight_ND, out.scale_MK, strict=True):
-            narrow = quantise(own_ND)
-            to_ND.copy_(narrow.weight_ND)
-            to_MK.copy_(narrow.scale_MK)
+        for expert_ND, to_ND, to_MK in zip(weight_ND, out.weight_ND, out.scale_MK, strict=True):
+            quantised = quantise(expert_ND)
+            to_ND.copy_(quantised.weight_ND)
+            to_MK.copy_(quantised.scale_MK)
         return out
     wide_ND = weight_ND.float()
     rows, columns = (count * BLOCK for count in out.scale_MK.shape)

@@ -81,7 +81,9 @@ class Integers(NamedTuple):
         if not self.is_like(below):
             return None
         parts = below._tensors()
-        return self._with({name: torch.cat([own, parts[name]]) for name, own in self._tensors().items()})
+        return self._with(
+            {name: torch.cat([tensor, parts[name]]) for name, tensor in self._tensors().items()}
+        )
 
     def empty(self, shape: Sequence[int]) -> "Integers":
         """Allocate a matrix, or one per expert, of this kind."""
@@ -90,21 +92,21 @@ class Integers(NamedTuple):
             name: (*rows, shape[-1]) if name == "number_ND" else (*rows, groups) if self.by_group else rows
             for name in self._tensors()
         }
-        return self._with({name: own.new_empty(sizes[name]) for name, own in self._tensors().items()})
+        return self._with({name: tensor.new_empty(sizes[name]) for name, tensor in self._tensors().items()})
 
     def place(self, part: "Integers", expert: int, first: int) -> None:
         """Write part of an expert's matrix, of the same kind, starting at row `first`."""
         parts = part._tensors()
-        for name, own in self._tensors().items():
-            own[expert, first : first + part.shape[0]] = parts[name]
+        for name, tensor in self._tensors().items():
+            tensor[expert, first : first + part.shape[0]] = parts[name]
 
     def wide(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantise in float32, a few rows at a time to stay in the cache."""
         out_ND = torch.empty(self.shape, dtype=dtype, device=self.device)
-        together = max(1, CACHED // self.shape[1])
-        parts = {name: torch.split(own, together) for name, own in self._tensors().items()}
-        for i, rows_ND in enumerate(torch.split(out_ND, together)):
-            rows_ND.copy_(self._with({name: own[i] for name, own in parts.items()})._wide())
+        rows = max(1, CACHED // self.shape[1])
+        parts = {name: torch.split(tensor, rows) for name, tensor in self._tensors().items()}
+        for i, rows_ND in enumerate(torch.split(out_ND, rows)):
+            rows_ND.copy_(self._with({name: tensor[i] for name, tensor in parts.items()})._wide())
         return out_ND
 
     def _wide(self) -> Tensor:
@@ -118,15 +120,15 @@ class Integers(NamedTuple):
             wide_NGI += self.offset_NG.float()[..., None]
         return wide_NGI.flatten(1)[:, : self.shape[1]]
 
-    def _spread(self, own_NG: Tensor) -> Tensor:
+    def _spread(self, value_NG: Tensor) -> Tensor:
         """Expand per-group values to entries."""
-        return own_NG.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        return value_NG.repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {name: own for name, own in self._asdict().items() if isinstance(own, Tensor)}
+        return {name: tensor for name, tensor in self._asdict().items() if isinstance(tensor, Tensor)}
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Integers":
-        return self._with({name: change(own) for name, own in self._tensors().items()})
+        return self._with({name: change(tensor) for name, tensor in self._tensors().items()})
 
     def _with(self, tensors: dict[str, Any]) -> "Integers":
         return self._replace(**tensors)
@@ -156,8 +158,8 @@ class Rounding:
             return Integers(number_ND, scale, self.bits, weight.dtype)
         out = self.empty(weight.shape, weight.dtype, weight.device)
         for expert in range(weight.shape[0]):
-            own = self.quantise(weight[expert] if isinstance(weight, Tensor) else weight.expert(expert))
-            out.place(own, expert, 0)
+            quantised = self.quantise(weight[expert] if isinstance(weight, Tensor) else weight.expert(expert))
+            out.place(quantised, expert, 0)
         return out
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Integers:
@@ -239,10 +241,10 @@ def _to_int4(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
     weight_NGI = _grouped(weight_ND)
     number_NGI = torch.empty(weight_NGI.shape, dtype=torch.int8, device=weight_ND.device)
     scale_NG = weight_ND.new_empty(weight_NGI.shape[:2], dtype=torch.float16)
-    together = max(1, CACHED // weight_NGI[0].numel())
-    parts = [torch.split(x, together) for x in (weight_NGI, number_NGI, scale_NG)]
-    for own_NGI, to_NGI, to_NG in zip(*parts, strict=True):
-        fitted_NGI, fitted_NG = _fit_int4(own_NGI)
+    rows = max(1, CACHED // weight_NGI[0].numel())
+    parts = [torch.split(x, rows) for x in (weight_NGI, number_NGI, scale_NG)]
+    for chunk_NGI, to_NGI, to_NG in zip(*parts, strict=True):
+        fitted_NGI, fitted_NG = _fit_int4(chunk_NGI)
         to_NGI.copy_(fitted_NGI)
         to_NG.copy_(fitted_NG)
     return number_NGI.flatten(1)[:, : weight_ND.shape[1]].contiguous(), scale_NG
@@ -253,15 +255,15 @@ def _fit_int4(weight_NGI: Tensor) -> tuple[Tensor, Tensor]:
     largest_NG1 = weight_NGI.gather(2, weight_NGI.abs().argmax(2, keepdim=True))
     inverse_NG1 = torch.where(largest_NG1 != 0, 1 / largest_NG1, 0.0)
     best_NG = weight_NGI.new_full(weight_NGI.shape[:2], -1.0)
-    number_NGI, tried_NGI = torch.zeros_like(weight_NGI), torch.empty_like(weight_NGI)
+    number_NGI, candidate_NGI = torch.zeros_like(weight_NGI), torch.empty_like(weight_NGI)
     for largest in LARGEST_OF_4:
-        torch.mul(weight_NGI, inverse_NG1 * largest, out=tried_NGI)
-        tried_NGI.round_().clamp_(SMALLEST_OF_4, -SMALLEST_OF_4 - 1)
-        found_NG = torch.linalg.vecdot(weight_NGI, tried_NGI).square_()
-        found_NG /= torch.linalg.vecdot(tried_NGI, tried_NGI).clamp_(min=1)
+        torch.mul(weight_NGI, inverse_NG1 * largest, out=candidate_NGI)
+        candidate_NGI.round_().clamp_(SMALLEST_OF_4, -SMALLEST_OF_4 - 1)
+        found_NG = torch.linalg.vecdot(weight_NGI, candidate_NGI).square_()
+        found_NG /= torch.linalg.vecdot(candidate_NGI, candidate_NGI).clamp_(min=1)
         better_NG = found_NG > best_NG
         best_NG = torch.where(better_NG, found_NG, best_NG)
-        torch.where(better_NG[..., None], tried_NGI, number_NGI, out=number_NGI)
+        torch.where(better_NG[..., None], candidate_NGI, number_NGI, out=number_NGI)
     length_NG = torch.linalg.vecdot(number_NGI, number_NGI)
     scale_NG = torch.linalg.vecdot(weight_NGI, number_NGI) / length_NG.clamp(min=1)
     return number_NGI, torch.where(length_NG > 0, scale_NG, 1.0).half()

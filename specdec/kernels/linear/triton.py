@@ -63,17 +63,17 @@ def lay(matrix: Matrix) -> Stored | Tiles:
 
 def linear(x_TD: Tensor, packed: TritonPackedLinear) -> Tensor:
     """Multiply in x's dtype, sum in float32, and round once."""
-    alone = packed.parts[0]
-    if len(packed.parts) == 1 and (weight_ND := _for_torch(x_TD, alone)) is not None:
-        return F.linear(x_TD, weight_ND, alone.bias_N)
+    single = packed.parts[0]
+    if len(packed.parts) == 1 and (weight_ND := _for_torch(x_TD, single)) is not None:
+        return F.linear(x_TD, weight_ND, single.bias_N)
     x_TD = x_TD.contiguous()
     out_TN = torch.empty(len(x_TD), packed.rows, dtype=x_TD.dtype, device=x_TD.device)
     for part in packed.parts:
-        own_TN = out_TN[:, part.first : part.first + part.weight.shape[0]]
+        part_TN = out_TN[:, part.first : part.first + part.weight.shape[0]]
         if (weight_ND := _for_torch(x_TD, part)) is not None:
-            own_TN.copy_(F.linear(x_TD, weight_ND, part.bias_N))
+            part_TN.copy_(F.linear(x_TD, weight_ND, part.bias_N))
         else:
-            _multiply(x_TD, part, own_TN)
+            _multiply(x_TD, part, part_TN)
     return out_TN
 
 
@@ -109,7 +109,7 @@ def tiling(tokens: int, rows: int, columns: int) -> LinearTiling:
     return LinearTiling(NARROW_WINDOW, tile, _split(rows, columns, tile), tile // 16, 6)
 
 
-def whole_tiling(x_TD: Tensor, rows: int) -> LinearTiling:
+def integer_tiling(x_TD: Tensor, rows: int) -> LinearTiling:
     """Choose a program's tile for integers: up to 64 tokens the order of sums depends only on the weight.
 
     Tiles of 32 rows use the same instruction (mma) at each height; 64 rows and four warps would use wgmma.
@@ -119,10 +119,10 @@ def whole_tiling(x_TD: Tensor, rows: int) -> LinearTiling:
         return LinearTiling(128, 128, 1, 8, 3)
     height = max(NARROW_WINDOW, triton.next_power_of_2(tokens))
     stages = 6 if height == NARROW_WINDOW else 4
-    return LinearTiling(height, 32, _split(rows, columns, 32), whole_warps(height, x_TD.dtype), stages)
+    return LinearTiling(height, 32, _split(rows, columns, 32), integer_warps(height, x_TD.dtype), stages)
 
 
-def whole_warps(height: int, dtype: torch.dtype) -> int:
+def integer_warps(height: int, dtype: torch.dtype) -> int:
     """Return the warps whose registers hold this many tokens; float32 needs them for three products."""
     return max(2, height // 16) if dtype.itemsize == 2 else 8
 
@@ -137,25 +137,25 @@ def _split(rows: int, columns: int, tile: int) -> int:
 def _multiply(x_TD: Tensor, part: TritonLinearPart, out_TN: Tensor) -> None:
     """Write the product; column splits write float32 sums that a second kernel adds."""
     weight, (tokens, columns), rows = part.weight, x_TD.shape, part.weight.shape[0]
-    own = whole_tiling(x_TD, rows) if isinstance(weight, Tiles) else tiling(tokens, rows, columns)
-    if own.split == 1:
+    tile = integer_tiling(x_TD, rows) if isinstance(weight, Tiles) else tiling(tokens, rows, columns)
+    if tile.split == 1:
         to, by_part, by_token, bias_N = out_TN, 0, out_TN.stride(0), part.bias_N
     else:
-        to = torch.empty(own.split, tokens, rows, dtype=torch.float32, device=x_TD.device)
+        to = torch.empty(tile.split, tokens, rows, dtype=torch.float32, device=x_TD.device)
         by_part, by_token, bias_N = to.stride(0), to.stride(1), None
-    grid = (triton.cdiv(rows, own.rows), own.split, triton.cdiv(tokens, own.tokens))
+    grid = (triton.cdiv(rows, tile.rows), tile.split, triton.cdiv(tokens, tile.tokens))
     if isinstance(weight, Tiles):
-        _linear_whole[grid](
+        _linear_integers[grid](
             *(x_TD, weight.number, weight.scale, bias_N, to),
             *(tokens, by_token, by_part),
             N=rows,
             D=columns,
             BITS=weight.bits,
-            SPLIT=own.split,
-            BLOCK_T=own.tokens,
-            BLOCK_N=own.rows,
-            num_warps=own.warps,
-            num_stages=own.stages,
+            SPLIT=tile.split,
+            BLOCK_T=tile.tokens,
+            BLOCK_N=tile.rows,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
     else:
         _linear[grid](
@@ -166,17 +166,17 @@ def _multiply(x_TD: Tensor, part: TritonLinearPart, out_TN: Tensor) -> None:
             *(tokens, by_token, by_part),
             N=rows,
             D=columns,
-            SPLIT=own.split,
-            BLOCK_T=own.tokens,
-            BLOCK_N=own.rows,
+            SPLIT=tile.split,
+            BLOCK_T=tile.tokens,
+            BLOCK_N=tile.rows,
             BLOCK_D=depth(x_TD.dtype),
             SIDE=BLOCK,
-            num_warps=own.warps,
-            num_stages=own.stages,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
-    if own.split > 1:
+    if tile.split > 1:
         _add_parts[(tokens, triton.cdiv(rows, 1024))](
-            to, part.bias_N, out_TN, tokens, out_TN.stride(0), N=rows, SPLIT=own.split, BLOCK=1024
+            to, part.bias_N, out_TN, tokens, out_TN.stride(0), N=rows, SPLIT=tile.split, BLOCK=1024
         )
 
 
@@ -192,18 +192,18 @@ def _linear(
     at_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     at_D = tl.arange(0, BLOCK_D)
     steps: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    share: tl.constexpr = (steps + SPLIT - 1) // SPLIT
-    first = tl.program_id(1) * share
-    own_N = row + at_N < N
-    own_T = at_T < tokens
+    steps_per_split: tl.constexpr = (steps + SPLIT - 1) // SPLIT
+    first = tl.program_id(1) * steps_per_split
+    in_N = row + at_N < N
+    in_T = at_T < tokens
     x += at_T[:, None].to(tl.int64) * D
     weight += row.to(tl.int64) * D + at_N[:, None] * D
     if scale is not None:
         scale += row // SIDE * ((D + SIDE - 1) // SIDE)
     sum_TN = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for step in range(first, tl.minimum(first + share, steps)):
+    for step in range(first, tl.minimum(first + steps_per_split, steps)):
         column = step * BLOCK_D + at_D
-        mask_TD, mask_ND = own_T[:, None], own_N[:, None]
+        mask_TD, mask_ND = in_T[:, None], in_N[:, None]
         if D % BLOCK_D:
             mask_TD &= column[None, :] < D
             mask_ND &= column[None, :] < D
@@ -218,13 +218,13 @@ def _linear(
             added_TN *= tl.load(scale + step * BLOCK_D // SIDE)
         sum_TN += added_TN
     if bias is not None:
-        sum_TN += tl.load(bias + row + at_N, mask=own_N, other=0.0).to(tl.float32)[None, :]
+        sum_TN += tl.load(bias + row + at_N, mask=in_N, other=0.0).to(tl.float32)[None, :]
     out += tl.program_id(1).to(tl.int64) * out_by_part + at_T[:, None].to(tl.int64) * out_by_token
-    tl.store(out + row + at_N[None, :], sum_TN.to(out.dtype.element_ty), mask=own_T[:, None] & own_N[None, :])
+    tl.store(out + row + at_N[None, :], sum_TN.to(out.dtype.element_ty), mask=in_T[:, None] & in_N[None, :])
 
 
 @kernel(do_not_specialize=["tokens", "out_by_part"])
-def _linear_whole(
+def _linear_integers(
     x, number, scale, bias, out, tokens, out_by_token, out_by_part,
     N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -232,16 +232,14 @@ def _linear_whole(
     overlap()
     row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
-    own_N, own_T = row_N < N, at_T < tokens
+    in_N, in_T = row_N < N, at_T < tokens
     part = tl.program_id(1)
     x += at_T[None, :].to(tl.int64) * D
-    sum_NT = multiply_tiles(
-        x, own_T, number, scale, 0, row_N, own_N, part, N, D, BITS, SPLIT, BLOCK_T, BLOCK_N
-    )
+    sum_NT = multiply_tiles(x, in_T, number, scale, 0, row_N, in_N, part, N, D, BITS, SPLIT, BLOCK_T, BLOCK_N)
     if bias is not None:
-        sum_NT += tl.load(bias + row_N, mask=own_N, other=0.0).to(tl.float32)[:, None]
+        sum_NT += tl.load(bias + row_N, mask=in_N, other=0.0).to(tl.float32)[:, None]
     out += part.to(tl.int64) * out_by_part + at_T[None, :].to(tl.int64) * out_by_token
-    tl.store(out + row_N[:, None], sum_NT.to(out.dtype.element_ty), mask=own_N[:, None] & own_T[None, :])
+    tl.store(out + row_N[:, None], sum_NT.to(out.dtype.element_ty), mask=in_N[:, None] & in_T[None, :])
 
 
 @kernel(do_not_specialize=["tokens"])

@@ -49,8 +49,8 @@ def lay_tiles(matrix: Integers) -> Tiles:
 def write_tiles(matrix: Integers, number: Tensor) -> None:
     """Fill the tiles, padding rows and columns with zeros."""
     if len(matrix.shape) == 3:
-        for expert, own in enumerate(number):
-            write_tiles(matrix.expert(expert), own)
+        for expert, expert_tiles in enumerate(number):
+            write_tiles(matrix.expert(expert), expert_tiles)
         return
     (rows, columns), (panels, across) = matrix.shape, number.shape[:2]
     filled = matrix.number_ND.new_zeros(panels * PANEL, across * COLUMNS)
@@ -63,7 +63,7 @@ def write_tiles(matrix: Integers, number: Tensor) -> None:
 
 @triton.jit
 def multiply_tiles(
-    x, own_T, number, scale, expert, row_N, own_N, part,
+    x, in_T, number, scale, expert, row_N, in_N, part,
     ROWS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -76,39 +76,39 @@ def multiply_tiles(
     AT_ONCE: tl.constexpr = 2 if BLOCK_T <= 64 else 1
     across: tl.constexpr = (D + 63) // 64
     steps: tl.constexpr = (across + AT_ONCE - 1) // AT_ONCE
-    share: tl.constexpr = (steps + SPLIT - 1) // SPLIT
+    steps_per_split: tl.constexpr = (steps + SPLIT - 1) // SPLIT
     at_D = tl.arange(0, SPAN)
     kind = x.dtype.element_ty
     panel_N = (row_N // 16).to(tl.int64) + expert * ((ROWS + 15) // 16)
     number += panel_N[:, None] * (across * 16 * SPAN) + (row_N % 16)[:, None] * SPAN + at_D[None, :]
     scale += (row_N.to(tl.int64) + expert * ROWS) * ((D + 31) // 32 if BITS == 4 else 1)
     sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for step in range(part * share, tl.minimum((part + 1) * share, steps)):
+    for step in range(part * steps_per_split, tl.minimum((part + 1) * steps_per_split, steps)):
         for second in tl.static_range(AT_ONCE):
             tile = step * AT_ONCE + second
-            mask_N = own_N
+            mask_N = in_N
             if across % AT_ONCE:
                 mask_N &= tile < across
             b_number = tl.load(number + tile * (16 * SPAN), mask=mask_N[:, None], other=0)
             for group in tl.static_range(GROUPS):
                 column = tile * 64 + group * SPAN + at_D
-                mask_TD = own_T[None, :]
+                mask_TD = in_T[None, :]
                 if D % (64 * AT_ONCE):
                     mask_TD &= column[:, None] < D
                 b_x = tl.load(x + column[:, None], mask=mask_TD, other=0.0)
                 if BITS == 8:
-                    b_whole = b_number.to(tl.float32).to(kind)
-                    sum_NT = tl.dot(b_whole, b_x, sum_NT, input_precision="tf32x3")
+                    b_int = b_number.to(tl.float32).to(kind)
+                    sum_NT = tl.dot(b_int, b_x, sum_NT, input_precision="tf32x3")
                 else:
                     if group == 0:
-                        b_whole = (b_number & 15).to(tl.float32).to(kind) - 8
+                        b_int = (b_number & 15).to(tl.float32).to(kind) - 8
                     else:
-                        b_whole = (b_number & -16).to(tl.float32).to(kind)
-                    added_NT = tl.dot(b_whole, b_x, input_precision="tf32x3")
+                        b_int = (b_number & -16).to(tl.float32).to(kind)
+                    added_NT = tl.dot(b_int, b_x, input_precision="tf32x3")
                     if D % (64 * AT_ONCE):
-                        mask_N = own_N & (tile * 64 + group * SPAN < D)
-                    by_N = tl.load(scale + tile * 2 + group, mask=mask_N, other=0.0).to(tl.float32)
-                    sum_NT += added_NT * (by_N * (1.0 if group == 0 else 0.0625))[:, None]
+                        mask_N = in_N & (tile * 64 + group * SPAN < D)
+                    scale_N = tl.load(scale + tile * 2 + group, mask=mask_N, other=0.0).to(tl.float32)
+                    sum_NT += added_NT * (scale_N * (1.0 if group == 0 else 0.0625))[:, None]
     if BITS == 8:
-        sum_NT *= tl.load(scale, mask=own_N, other=0.0)[:, None]
+        sum_NT *= tl.load(scale, mask=in_N, other=0.0)[:, None]
     return sum_NT

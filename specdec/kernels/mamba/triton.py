@@ -107,7 +107,7 @@ def _warps(block: int) -> int:
 @kernel(do_not_specialize=["P", "M"])
 def _inputs(
     x, x_by_token, weight, bias, A, dt_bias, low, high, q, k, v, decay, skip, keys, window, window_by_slot,
-    slots, record, by_slab, by_place, path_slab, path_place, path_length, P, record_slab, record_place,
+    slots, record, by_slab, by_index, path_slab, path_index, path_length, P, record_slab, record_index,
     snapshots, taps, M, H: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr,
     TAPS: tl.constexpr, LIMITED: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     SPAN: tl.constexpr,
@@ -132,24 +132,24 @@ def _inputs(
     at = first + w
     c = begin + at
     slot, token = tl.load(slots + b), b * M
-    home = window + slot * window_by_slot
+    row_window = window + slot * window_by_slot
     x += token * x_by_token
     length = b * 0
     if path_slab is not None:
         length = tl.load(path_length + b)
         path_slab += b * P
-        path_place += b * P
-    own_taps, own_snapshots = taps, snapshots
+        path_index += b * P
+    row_taps, row_snapshots = taps, snapshots
     if taps is not None:
-        own_taps += token * TAPS
+        row_taps += token * TAPS
     if snapshots is not None:
-        own_snapshots += token
+        row_snapshots += token
     until = min(tl.program_id(2) * SPAN + SPAN, M)
     for start in range(tl.program_id(2) * SPAN, until, BM):
         m = start + tl.arange(0, BM)
         in_m = m < M
-        total = convolve(m, in_m, length, length, x, x_by_token, window, home, window_by_slot, record,
-                         by_slab, by_place, path_slab, path_place, own_snapshots, own_taps, weight, bias, c,
+        total = convolve(m, in_m, length, length, x, x_by_token, window, row_window, window_by_slot, record,
+                         by_slab, by_index, path_slab, path_index, row_snapshots, row_taps, weight, bias, c,
                          in_c & (slot != 0), C, TAPS, BM, BLOCK)  # fmt: skip
         mask = in_m[:, None] & in_c[None, :]
         y = finish(total, x.dtype.element_ty)
@@ -161,18 +161,18 @@ def _inputs(
             tl.store(v + to, step * y.to(tl.float32), mask=mask)
             tl.store(skip + to, y, mask=mask)
             rate = tl.load(A + h, mask=in_c, other=0.0)[None, :]
-            once = mask & (at == h * W)[None, :]
-            tl.store(decay + (token + m)[:, None] * H + h[None, :], step * rate, mask=once)
+            first_head = mask & (at == h * W)[None, :]
+            tl.store(decay + (token + m)[:, None] * H + h[None, :], step * rate, mask=first_head)
         else:
             tl.store(shared + (token + m)[:, None] * SHARED + at[None, :], y.to(tl.float32), mask=mask)
     if path_slab is not None:  # Before the path enters the window.
         of_keys = tile >= of_x and tile < of_x + of_b
         if of_keys and tl.program_id(2) == 0:
-            convolve_path(keys + b * P * SHARED, home, record, by_slab, by_place, path_slab, path_place,
+            convolve_path(keys + b * P * SHARED, row_window, record, by_slab, by_index, path_slab, path_index,
                           length, weight, bias, INNER, at, in_c, SHARED, C, TAPS, BM, BLOCK)  # fmt: skip
     if MOVES:
-        move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_place, path_slab,
-                    path_place, length, record_slab, record_place, snapshots, M,
+        move_window(b, slot, x, x_by_token, window, window_by_slot, record, by_slab, by_index, path_slab,
+                    path_index, length, record_slab, record_index, snapshots, M,
                     c, in_c, TAPS, BM)  # fmt: skip
 
 
@@ -189,10 +189,10 @@ def _skip_and_norm(
     mask = at < SIZE
     entry = run * SIZE + at
     value = tl.load(o + program * SIZE + at, mask=mask, other=0.0)
-    own = tl.load(x + program * SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    x_at = tl.load(x + program * SIZE + at, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(gate + token * gate_by_token + entry, mask=mask, other=0.0).to(tl.float32)
     silu = z / (1.0 + tl.exp(-z))
-    value += tl.load(D + entry // W, mask=mask, other=0.0) * own
+    value += tl.load(D + entry // W, mask=mask, other=0.0) * x_at
     if GATE_FIRST:
         value *= silu
     if weight is not None:

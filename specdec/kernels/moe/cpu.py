@@ -66,9 +66,9 @@ def choose_experts(
     if top_groups < groups:
         choice_TGE = choice_TE.view(len(choice_TE), groups, -1)
         best_two_TG = choice_TGE.topk(2, dim=-1).values.sum(-1)
-        barred_TG = torch.ones_like(best_two_TG, dtype=torch.bool)
-        barred_TG.scatter_(-1, best_two_TG.topk(top_groups, dim=-1, sorted=False).indices, False)
-        choice_TE = choice_TGE.masked_fill_(barred_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+        excluded_TG = torch.ones_like(best_two_TG, dtype=torch.bool)
+        excluded_TG.scatter_(-1, best_two_TG.topk(top_groups, dim=-1, sorted=False).indices, False)
+        choice_TE = choice_TGE.masked_fill_(excluded_TG.unsqueeze(-1), -torch.inf).flatten(-2)
     index_TA = choice_TE.topk(top_k, dim=-1, sorted=False).indices
     weight_TA = score_TE.gather(-1, index_TA)
     if renormalise:

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.ffn.triton import weigh
+from specdec.kernels.ffn.triton import apply_gate
 from specdec.kernels.launch import kernel, overlap
 from specdec.kernels.linear.fp8 import BLOCK, Fp8
 from specdec.kernels.linear.matrix import Matrix, Stored
-from specdec.kernels.linear.triton import depth, lay, whole_warps
+from specdec.kernels.linear.triton import depth, integer_warps, lay
 from specdec.kernels.linear.triton_integers import Tiles, multiply_tiles
 
 NARROW_WINDOW = 16
@@ -48,14 +48,14 @@ def experts(
     x_TD, index_TA = x_TD.contiguous(), index_TA.contiguous()
     plan = None if tokens <= NARROW_WINDOW else _plan(index_TA, num_experts)
     hidden_PI = torch.empty(tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
-    answer_PD = torch.empty(tokens * top_k, hidden, dtype=x_TD.dtype, device=x_TD.device)
+    out_PD = torch.empty(tokens * top_k, hidden, dtype=x_TD.dtype, device=x_TD.device)
     activation = "swiglu" if gated else "relu2"
     _apply(x_TD, up_EID, index_TA, plan, hidden_PI, share=top_k, activation=activation, limit=limit)
-    _apply(hidden_PI, down_EDI, index_TA, plan, answer_PD, share=1, activation="none")
+    _apply(hidden_PI, down_EDI, index_TA, plan, out_PD, share=1, activation="none")
     out_TD = torch.empty_like(x_TD)
     block = min(triton.next_power_of_2(hidden), 1024)
-    _weigh[(tokens, triton.cdiv(hidden, block))](
-        answer_PD, weight_TA.contiguous(), out_TD, SIZE=hidden, TOP_K=top_k, BLOCK=block
+    _combine[(tokens, triton.cdiv(hidden, block))](
+        out_PD, weight_TA.contiguous(), out_TD, SIZE=hidden, TOP_K=top_k, BLOCK=block
     )
     return out_TD
 
@@ -106,13 +106,13 @@ def tiling(height: int, *, gated: bool) -> MoeTiling:
     return MoeTiling(64, 4 if height == 64 else 8, 3)
 
 
-def whole_tiling(height: int, dtype: torch.dtype, *, gated: bool) -> MoeTiling:
+def integer_tiling(height: int, dtype: torch.dtype, *, gated: bool) -> MoeTiling:
     """Choose a program's tile for integers: up to 64 tokens all heights use the same instruction."""
     halves = 2 if gated else 1
     if height > 64:
         return MoeTiling(128 // halves, 8, 3)
     rows = 64 if height <= 32 and dtype.itemsize == 2 else 32
-    return MoeTiling(rows // halves, whole_warps(height, dtype), 4)
+    return MoeTiling(rows // halves, integer_warps(height, dtype), 4)
 
 
 def _apply(
@@ -130,12 +130,12 @@ def _apply(
     tokens, top_k = index_TA.shape
     rows, height = out_PN.shape[1], plan.height if plan else NARROW_WINDOW
     gated = activation == "swiglu"
-    own = (
-        whole_tiling(height, x_RD.dtype, gated=gated)
+    tile = (
+        integer_tiling(height, x_RD.dtype, gated=gated)
         if isinstance(weight, Tiles)
         else tiling(height, gated=gated)
     )
-    _experts[(triton.cdiv(rows, own.rows), len(plan.block_BF) if plan else len(out_PN))](
+    _experts[(triton.cdiv(rows, tile.rows), len(plan.block_BF) if plan else len(out_PN))](
         x_RD,
         *_arguments(weight),
         out_PN,
@@ -151,11 +151,11 @@ def _apply(
         LIMIT=limit if limit < math.inf else None,
         BLOCK_A=triton.next_power_of_2(top_k),
         BLOCK_T=height,
-        BLOCK_N=own.rows,
+        BLOCK_N=tile.rows,
         BLOCK_D=depth(x_RD.dtype),
         SIDE=BLOCK,
-        num_warps=own.warps,
-        num_stages=own.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
 
 
@@ -171,13 +171,13 @@ def _list(index, pair_ET, count_E, tokens, pairs, BLOCK: tl.constexpr):
     overlap()
     expert = tl.program_id(0)
     pair_ET += expert.to(tl.int64) * tokens
-    found = 0
+    count = 0
     for first in range(0, pairs, BLOCK):
         pair = first + tl.arange(0, BLOCK)
         hit = (tl.load(index + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-        tl.store(pair_ET + found + tl.cumsum(hit, 0) - 1, pair, mask=hit > 0)
-        found += tl.sum(hit, 0)
-    tl.store(count_E + expert, found)
+        tl.store(pair_ET + count + tl.cumsum(hit, 0) - 1, pair, mask=hit > 0)
+        count += tl.sum(hit, 0)
+    tl.store(count_E + expert, count)
 
 
 @kernel(do_not_specialize=["blocks"])
@@ -185,13 +185,13 @@ def _cut(count_E, block_BF, experts, blocks, HEIGHT: tl.constexpr, BLOCK: tl.con
     overlap()
     expert = tl.arange(0, BLOCK)
     count = tl.load(count_E + expert, mask=expert < experts, other=0)
-    own = (count + HEIGHT - 1) // HEIGHT
-    last = tl.cumsum(own, 0)
-    for block in range(tl.max(own, 0)):
-        at = block_BF + 2 * (last - own + block)
-        tl.store(at, expert, mask=block < own)
-        tl.store(at + 1, block * HEIGHT, mask=block < own)
-    for first in range(tl.sum(own, 0), blocks, BLOCK):
+    blocks_E = (count + HEIGHT - 1) // HEIGHT
+    last = tl.cumsum(blocks_E, 0)
+    for block in range(tl.max(blocks_E, 0)):
+        at = block_BF + 2 * (last - blocks_E + block)
+        tl.store(at, expert, mask=block < blocks_E)
+        tl.store(at + 1, block * HEIGHT, mask=block < blocks_E)
+    for first in range(tl.sum(blocks_E, 0), blocks, BLOCK):
         at = first + expert
         tl.store(block_BF + 2 * at, -1, mask=at < blocks)
         tl.store(block_BF + 2 * at + 1, 0, mask=at < blocks)
@@ -199,12 +199,12 @@ def _cut(count_E, block_BF, experts, blocks, HEIGHT: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _multiply(
-    x, own_T, weight, scale, expert, row, N: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, in_T, weight, scale, expert, row, N: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Return tokens times an expert's rows, and for gated experts times those of the up half."""
     at_N, at_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    own_N = row + at_N < N
+    in_N = row + at_N < N
     rows: tl.constexpr = 2 * N if ACTIVATION == "swiglu" else N
     steps: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     x = x[:, None]
@@ -216,7 +216,7 @@ def _multiply(
     up_TN = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for step in range(steps):
         column = step * BLOCK_D + at_D
-        mask_TD, mask_ND = own_T[:, None], own_N[:, None]
+        mask_TD, mask_ND = in_T[:, None], in_N[:, None]
         if D % BLOCK_D:
             mask_TD &= column[None, :] < D
             mask_ND &= column[None, :] < D
@@ -232,23 +232,23 @@ def _multiply(
             # Convert by way of float16 and float32, which run at full speed; direct conversion to bfloat16
             # does not.
             b_weight = b_weight.to(tl.float16).to(tl.float32).to(b_x.dtype)
-            own = scale + step * BLOCK_D // SIDE
-            by = tl.load(own + row // SIDE * blocks)
-            sum_TN += tl.dot(b_x, tl.trans(b_weight), input_precision="tf32x3") * by
+            scale_at = scale + step * BLOCK_D // SIDE
+            block_scale = tl.load(scale_at + row // SIDE * blocks)
+            sum_TN += tl.dot(b_x, tl.trans(b_weight), input_precision="tf32x3") * block_scale
             if ACTIVATION == "swiglu":
                 b_up = b_up.to(tl.float16).to(tl.float32).to(b_x.dtype)
                 if N % BLOCK_N:
-                    by_N = tl.load(own + (N + row + at_N) // SIDE * blocks, mask=own_N, other=0.0)
-                    up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3") * by_N[None, :]
+                    scale_N = tl.load(scale_at + (N + row + at_N) // SIDE * blocks, mask=in_N, other=0.0)
+                    up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3") * scale_N[None, :]
                 else:
-                    by = tl.load(own + (N + row) // SIDE * blocks)
-                    up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3") * by
+                    block_scale = tl.load(scale_at + (N + row) // SIDE * blocks)
+                    up_TN += tl.dot(b_x, tl.trans(b_up), input_precision="tf32x3") * block_scale
     return sum_TN, up_TN
 
 
 @triton.jit
-def _multiply_whole(
-    x, own_T, number, scale, expert, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+def _multiply_integers(
+    x, in_T, number, scale, expert, row, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Do `_multiply` for integers, with both halves' rows in one product."""
@@ -256,7 +256,7 @@ def _multiply_whole(
     at_N = tl.arange(0, HALVES * BLOCK_N)
     row_N = row + at_N % BLOCK_N
     sum_NT = multiply_tiles(
-        x[None, :], own_T, number, scale, expert, row_N + at_N // BLOCK_N * N, row_N < N, 0,
+        x[None, :], in_T, number, scale, expert, row_N + at_N // BLOCK_N * N, row_N < N, 0,
         HALVES * N, D, BITS, 1, BLOCK_T, HALVES * BLOCK_N,
     )  # fmt: skip
     if HALVES == 1:
@@ -285,51 +285,51 @@ def _experts(
         if tl.sum(tl.sum((hit_TA & (pair_TA < pair)).to(tl.int32), 1), 0) > 0:
             return  # an earlier pair's program writes this one's row
         pair_T = tl.max(tl.where(hit_TA, pair_TA, -1), 1)
-        own_T = pair_T >= 0
+        in_T = pair_T >= 0
     else:
         expert = tl.load(block_BF + 2 * tl.program_id(1))
         if expert < 0:
             return
-        place_T = tl.load(block_BF + 2 * tl.program_id(1) + 1) + at_T
-        own_T = place_T < tl.load(count_E + expert)
-        pair_T = tl.load(pair_ET + expert.to(tl.int64) * tokens + place_T, mask=own_T, other=0)
+        index_T = tl.load(block_BF + 2 * tl.program_id(1) + 1) + at_T
+        in_T = index_T < tl.load(count_E + expert)
+        pair_T = tl.load(pair_ET + expert.to(tl.int64) * tokens + index_T, mask=in_T, other=0)
     row = tl.program_id(0) * BLOCK_N
     at_N = tl.arange(0, BLOCK_N)
-    own_N = row + at_N < N
-    pair_T = tl.where(own_T, pair_T, 0).to(tl.int64)
+    in_N = row + at_N < N
+    pair_T = tl.where(in_T, pair_T, 0).to(tl.int64)
     x += pair_T // SHARE * D
     if BITS is None:
         sum_TN, up_TN = _multiply(
-            x, own_T, weight, scale, expert, row, N, D, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_D, SIDE
+            x, in_T, weight, scale, expert, row, N, D, ACTIVATION, BLOCK_T, BLOCK_N, BLOCK_D, SIDE
         )
     else:
-        sum_TN, up_TN = _multiply_whole(
-            x, own_T, weight, scale, expert, row, N, D, BITS, ACTIVATION, BLOCK_T, BLOCK_N
+        sum_TN, up_TN = _multiply_integers(
+            x, in_T, weight, scale, expert, row, N, D, BITS, ACTIVATION, BLOCK_T, BLOCK_N
         )
     kind = out.dtype.element_ty
     if ACTIVATION != "none":
         sum_TN = sum_TN.to(kind).to(tl.float32)
     if ACTIVATION == "swiglu":
         silu_TN = (sum_TN / (1.0 + tl.exp(-sum_TN))).to(kind).to(tl.float32)
-        sum_TN = weigh(silu_TN, up_TN.to(kind).to(tl.float32), LIMIT)
+        sum_TN = apply_gate(silu_TN, up_TN.to(kind).to(tl.float32), LIMIT)
     if ACTIVATION == "relu2":
         sum_TN = tl.where(sum_TN < 0, 0.0, sum_TN * sum_TN)
     out += pair_T[:, None] * N + row + at_N[None, :]
-    tl.store(out, sum_TN.to(kind), mask=own_T[:, None] & own_N[None, :])
+    tl.store(out, sum_TN.to(kind), mask=in_T[:, None] & in_N[None, :])
 
 
 @kernel
-def _weigh(answer, weight, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(pair_out, weight, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     overlap()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
-    kind = answer.dtype.element_ty
+    kind = pair_out.dtype.element_ty
     total = tl.zeros((BLOCK,), tl.float32)
     for expert in range(TOP_K):
         pair = token * TOP_K + expert
         by = tl.load(weight + pair)
-        value = tl.load(answer + pair * SIZE + at, mask=mask, other=0.0).to(tl.float32) * by.to(tl.float32)
+        value = tl.load(pair_out + pair * SIZE + at, mask=mask, other=0.0).to(tl.float32) * by.to(tl.float32)
         if weight.dtype.element_ty == kind:
             value = value.to(kind).to(tl.float32)
         total += value

@@ -15,8 +15,8 @@ from specdec.kernels.self_attention.layer import AttentionLayer, Rotation
 
 def append(k_TJD: Tensor, v_TJD: Tensor | None, pages_NPXJD: Tensor, group: Group) -> None:
     """Write keys and values with contiguous heads into pages of the same dtype."""
-    given = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
-    if not serves(k_TJD) or pages_NPXJD.dtype != k_TJD.dtype or not all(map(_dense_heads, given)):
+    parts = (k_TJD,) if v_TJD is None else (k_TJD, v_TJD)
+    if not serves(k_TJD) or pages_NPXJD.dtype != k_TJD.dtype or not all(map(_dense_heads, parts)):
         return attention.append(k_TJD, v_TJD, pages_NPXJD, group)
     k_at, k_by_token = strided(k_TJD, 2)
     v_at, v_by_token = (None, 0) if v_TJD is None else strided(v_TJD, 2)
@@ -93,7 +93,7 @@ def attend(
         skipped = 0 if window is None else max(length + 1 - window, 0) // size
         block_N = group.table_BN[row, skipped : -(-(length + group.width) // size)]
         length -= skipped * size
-        own_NPXJD = pages_NPXJD.index_select(0, block_N).to(q_THD.dtype)
+        row_NPXJD = pages_NPXJD.index_select(0, block_N).to(q_THD.dtype)
         own = replace(
             group,
             rows=1,
@@ -103,10 +103,10 @@ def attend(
         )
         # The kernel appends its inputs: pass the window's own keys and values as they were quantised.
         position_M = length + window_M
-        kv_MXJD = own_NPXJD[position_M // size, :, position_M % size]
+        kv_MXJD = row_NPXJD[position_M // size, :, position_M % size]
         q_MN = q_THD[row * group.width : (row + 1) * group.width].flatten(1)
         projected_MN = torch.cat((q_MN, kv_MXJD.flatten(1)), dim=1)
-        out.append(self_attention(projected_MN, layer, None, own_NPXJD, own))
+        out.append(self_attention(projected_MN, layer, None, row_NPXJD, own))
     return torch.cat(out).view(*q_THD.shape[:2], -1)
 
 

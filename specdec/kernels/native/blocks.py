@@ -26,6 +26,6 @@ def unpack(
     `book_CN` is the type's codebook, if it has one. The caller has checked the sizes against the type.
     """
     with with_helpers():
-        outs = (pointer(out_X) if own == part else None for own in PARTS)
-        book = None if book_CN is None else book_CN.ctypes.data
-        function("unpack_blocks")(kind, data_X.ctypes.data, blocks, *outs, book)
+        outs = (pointer(out_X) if name == part else None for name in PARTS)
+        codebook = None if book_CN is None else book_CN.ctypes.data
+        function("unpack_blocks")(kind, data_X.ctypes.data, blocks, *outs, codebook)

@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build(compiler: str, target: CompileTarget) -> Path:
     """Compile for a target and delete its libraries of older sources."""
     flags = compiled.flags_for(target, compiled.THREADS[0])
-    place = compiled.BUILT / compiled.file_name(target, flags)
-    place.parent.mkdir(exist_ok=True)
-    compiled.compile_(compiler, flags, place)
-    for older in place.parent.glob(f"{target.name}-{'[0-9a-f]' * compiled.DIGEST}.so"):
-        if older != place:
+    path = compiled.BUILT / compiled.file_name(target, flags)
+    path.parent.mkdir(exist_ok=True)
+    compiled.compile_(compiler, flags, path)
+    for older in path.parent.glob(f"{target.name}-{'[0-9a-f]' * compiled.DIGEST}.so"):
+        if older != path:
             older.unlink()
-    return place
+    return path
 
 
 if __name__ == "__main__":

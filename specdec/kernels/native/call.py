@@ -94,14 +94,14 @@ def path_width(group: Group) -> int:
 
 def has_room(group: Group) -> bool:
     """Return whether path and tentative window fit on a thread's stack."""
-    undecided = group.record is not None or group.snapshot_BM is not None
-    return path_width(group) <= MOST and not (undecided and group.width > MOST)
+    is_tentative = group.record is not None or group.snapshot_BM is not None
+    return path_width(group) <= MOST and not (is_tentative and group.width > MOST)
 
 
 def ids(group: Group) -> tuple[int | None, ...]:
     """Return the path's ids, lengths and width and the records' or snapshots' ids, tensors as addresses."""
-    path, leave = group.path or (None, None), (*(group.record or (None, None)), group.snapshot_BM)
-    return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, leave)
+    path, records = group.path or (None, None), (*(group.record or (None, None)), group.snapshot_BM)
+    return *map(pointer, (*path, group.path_length_B)), path_width(group), *map(pointer, records)
 
 
 def records_of(memory: RecurrentMemory) -> int:

@@ -68,14 +68,14 @@ def loaded() -> LoadedKernels | None:
         failure = None
         for threads in THREADS:
             try:
-                place = _place(compiler, target, threads)
-                library = place and ctypes.CDLL(str(place))
+                path = _place(compiler, target, threads)
+                library = path and ctypes.CDLL(str(path))
             except (OSError, subprocess.SubprocessError) as error:
                 failure = error
             else:
-                if place and library:
+                if path and library:
                     left = f", {', '.join(unused(target))} unused" if unused(target) else ""
-                    logger.info("C kernels for %s (%s, %s)%s", target.name, place, threads, left)
+                    logger.info("C kernels for %s (%s, %s)%s", target.name, path, threads, left)
                     return LoadedKernels(library, target)
         failed = failure or failed
         if failure:
@@ -93,8 +93,8 @@ def find_compiler() -> str | None:
 
 def explain(failure: Exception) -> str:
     """Format an error with the compiler's output."""
-    said: bytes = getattr(failure, "stderr", None) or b""
-    return f"{failure}; {said.decode(errors='replace').strip()}" if said else str(failure)
+    stderr: bytes = getattr(failure, "stderr", None) or b""
+    return f"{failure}; {stderr.decode(errors='replace').strip()}" if stderr else str(failure)
 
 
 def _place(compiler: str | None, target: CompileTarget, threads: str) -> Path | None:
@@ -108,24 +108,27 @@ def _place(compiler: str | None, target: CompileTarget, threads: str) -> Path | 
         return beforehand if beforehand.exists() else None
     name = file_name(target, flags, compiler)
     try:
-        place = _cache_folder() / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if place.exists() or os.access(place.parent, os.W_OK):
-            return place if place.exists() else _compile_here(compiler, flags, place, target)
+        path = _cache_folder() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() or os.access(path.parent, os.W_OK):
+            return path if path.exists() else _compile_here(compiler, flags, path, target)
     except (OSError, RuntimeError) as error:  # no home folder, or not writable
         logger.info("the C kernels cannot be cached for the next start: %s", error)
     return _compile_here(compiler, flags, Path(tempfile.mkdtemp(prefix="specdec-")) / name, target)
 
 
-def _compile_here(compiler: str, flags: Sequence[str], place: Path, target: CompileTarget) -> Path:
+def _compile_here(compiler: str, flags: Sequence[str], path: Path, target: CompileTarget) -> Path:
     """Compile, and announce it, since it takes seconds."""
-    says, start_s = f"Compiling the C kernels for this processor ({target.name}), once", time.perf_counter()
-    logger.info("%s, by %s", says, compiler)
+    note, start_s = (
+        f"Compiling the C kernels for this processor ({target.name}), once",
+        time.perf_counter(),
+    )
+    logger.info("%s, by %s", note, compiler)
     if sys.stderr and sys.stderr.isatty():
-        print(f"{says} …", file=sys.stderr, flush=True)
-    compile_(compiler, flags, place)
-    logger.info("the C kernels are compiled, in %.1f s: %s", time.perf_counter() - start_s, place)
-    return place
+        print(f"{note} …", file=sys.stderr, flush=True)
+    compile_(compiler, flags, path)
+    logger.info("the C kernels are compiled, in %.1f s: %s", time.perf_counter() - start_s, path)
+    return path
 
 
 def flags_for(target: CompileTarget, threads: str) -> tuple[str, ...]:
@@ -149,18 +152,18 @@ def source() -> str:
     return f'#include "{Path(__file__).parent / SOURCES[0]}"\n{replayer()}'
 
 
-def compile_(compiler: str, flags: Sequence[str], place: Path) -> Path:
+def compile_(compiler: str, flags: Sequence[str], path: Path) -> Path:
     """Compile with OpenMP but do not link it: its symbols resolve to torch's OpenMP runtime."""
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix="making-") as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="making-") as folder:
         # Compile next to the destination and rename, so concurrent processes never see a partial file.
-        text, part, whole = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
+        text, part, library = f"{folder}/whole.c", f"{folder}/part.o", f"{folder}/whole.so"
         Path(text).write_text(source())
-        steps = ([*flags, "-c", text, "-o", part], ["-shared", "-pthread", part, "-o", whole, "-lm"])
+        steps = ([*flags, "-c", text, "-o", part], ["-shared", "-pthread", part, "-o", library, "-lm"])
         for step in steps:
             command = [*compiler.split(), *step]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
-        os.replace(whole, place)
-    return place
+        os.replace(library, path)
+    return path
 
 
 def _cache_folder() -> Path:

@@ -18,8 +18,8 @@ def embedding(table_VD: Tensor, id_T: Tensor) -> Tensor:
 
 
 def concat(*parts_TD: Tensor) -> Tensor:
-    alike = all(part.stride(1) == 1 and part.dtype == parts_TD[0].dtype for part in parts_TD)
-    if not alike or len(parts_TD[0]) > TOKENS or not parts_TD[0].is_cpu:
+    is_uniform = all(part.stride(1) == 1 and part.dtype == parts_TD[0].dtype for part in parts_TD)
+    if not is_uniform or len(parts_TD[0]) > TOKENS or not parts_TD[0].is_cpu:
         return cpu.concat(*parts_TD)
     assert all(len(part) == len(parts_TD[0]) for part in parts_TD)
     widths, size = [part.shape[1] for part in parts_TD], parts_TD[0].element_size()

@@ -61,8 +61,8 @@ def describe() -> str:
         )
     library = "with" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "without"
     limit = os.environ.get(LIBRARY)
-    at_most = f" up to {limit}" if limit else ""
-    return f"{in_c}; torch for {torch.backends.cpu.get_cpu_capability()}, oneDNN{at_most} {library} bfloat16"
+    limited = f" up to {limit}" if limit else ""
+    return f"{in_c}; torch for {torch.backends.cpu.get_cpu_capability()}, oneDNN{limited} {library} bfloat16"
 
 
 def describe_kernels(name: str) -> str:

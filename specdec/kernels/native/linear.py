@@ -75,36 +75,36 @@ def pack(
     weight: Matrix | list[Matrix], bias_N: Tensor | None = None
 ) -> Panels | WholePanels | MixedFormatLinear | cpu.CpuPackedLinear:
     """Pack a weight into panels, or for `cpu` if the C kernels do not support it."""
-    given = weight if isinstance(weight, list) else [weight]
-    parts = join([own if isinstance(own, Integers) else widen(own) for own in given])
+    weights = weight if isinstance(weight, list) else [weight]
+    parts = join([matrix if isinstance(matrix, Integers) else widen(matrix) for matrix in weights])
     if c_kernels() is None or not all(_serves(part) for part in parts):
         return cpu.pack([widen(part) for part in parts], bias_N)
-    laid = tuple(_lay_all(parts, bias_N))
+    packed = tuple(_lay_all(parts, bias_N))
     return (
-        laid[0]
-        if len(laid) == 1
-        else MixedFormatLinear(laid, sum(own.outputs for own in laid), parts[0].dtype)
+        packed[0]
+        if len(packed) == 1
+        else MixedFormatLinear(packed, sum(matrix.outputs for matrix in packed), parts[0].dtype)
     )
 
 
 def _lay_all(parts: list[Matrix], bias_N: Tensor | None) -> Iterator[Panels | WholePanels]:
     first = 0
     for part in parts:
-        own_N = None if bias_N is None else bias_N[first : first + part.shape[0]]
+        part_bias_N = None if bias_N is None else bias_N[first : first + part.shape[0]]
         first += part.shape[0]
         if isinstance(part, Integers):
-            yield lay_whole(part, own_N)
+            yield lay_whole(part, part_bias_N)
         else:
-            yield _lay(widen(part), own_N)
+            yield _lay(widen(part), part_bias_N)
 
 
 def _lay(weight_ND: Tensor, bias_N: Tensor | None) -> Panels:
     outputs, inputs = weight_ND.shape
-    panels, together = -(-outputs // PANEL), 4 // weight_ND.itemsize
+    panels, pair = -(-outputs // PANEL), 4 // weight_ND.itemsize
     filled = weight_ND.new_zeros(panels * PANEL, inputs)
     filled[:outputs] = weight_ND
-    laid = filled.view(panels, PANEL, inputs // together, together).transpose(1, 2).contiguous()
-    return Panels(laid, bias_N, outputs)
+    packed = filled.view(panels, PANEL, inputs // pair, pair).transpose(1, 2).contiguous()
+    return Panels(packed, bias_N, outputs)
 
 
 def lay_whole(matrix: Integers, bias_N: Tensor | None = None) -> WholePanels:
@@ -151,8 +151,8 @@ def pack_heads(weight_HNK: Tensor) -> Panels | Tensor:
     """Pack each head's weight into panels, or for `cpu` if the C kernels do not support it."""
     if c_kernels() is None or not _serves(weight_HNK[0]):
         return cpu.pack_heads(weight_HNK)
-    laid = torch.stack([_lay(own_NK, None).weight for own_NK in weight_HNK])
-    return Panels(laid, None, weight_HNK.shape[1])
+    packed = torch.stack([_lay(head_NK, None).weight for head_NK in weight_HNK])
+    return Panels(packed, None, weight_HNK.shape[1])
 
 
 def linear(x_TD: Tensor, packed: Panels | WholePanels | MixedFormatLinear | cpu.CpuPackedLinear) -> Tensor:

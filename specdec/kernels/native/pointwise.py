@@ -63,8 +63,8 @@ def gated_norm(
     sigmoid: bool = False,
 ) -> Tensor:
     """Normalise runs of a float32 tensor and gate them."""
-    alike = weight_D is None or weight_D.dtype == gate_TD.dtype
-    if not serves(gate_TD) or gate_TD.stride(-1) != 1 or not alike:
+    same_dtype = weight_D is None or weight_D.dtype == gate_TD.dtype
+    if not serves(gate_TD) or gate_TD.stride(-1) != 1 or not same_dtype:
         return norm.gated_norm(
             x_TD, gate_TD, weight_D, eps, group_size, gate_first=gate_first, sigmoid=sigmoid
         )

@@ -92,12 +92,12 @@ def _perturb(logits_NV: Tensor, rules: Rules, seed_N: Tensor, position_N: Tensor
     if not (logits_NV.is_cpu and logits_NV.dtype in SUFFIX and rules.is_uniform):
         return cpu.perturb(logits_NV, rules, seed_N, position_N, gumbel)
     logits_NV, filters = logits_NV.contiguous(), rules.filters
-    scratch = 1 if all(own is None for own in filters) else 4
+    scratch = 1 if all(column is None for column in filters) else 4
     scratch_XV = torch.empty(scratch, logits_NV.shape[1], dtype=torch.float32)
     scores_NV = torch.empty(logits_NV.shape, dtype=torch.float32)
     columns = [
-        None if own is None else own.contiguous()
-        for own in (rules.temperature_N, *filters, seed_N, position_N)
+        None if column is None else column.contiguous()
+        for column in (rules.temperature_N, *filters, seed_N, position_N)
     ]
     function("perturb", logits_NV.dtype)(
         *(pointer(logits_NV), *logits_NV.shape, *map(pointer, columns)),

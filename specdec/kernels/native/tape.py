@@ -113,18 +113,18 @@ class Tape:
     def watch(self, operation: Any, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Record a torch operation, or keep its result if its inputs are constant."""
         name = name_of(operation)
-        given = _tensors(args)
+        inputs = _tensors(args)
         if "out" in kwargs:
             self.refused = f"{name} into a tensor of its own"
         if (operation.is_view or name == "_unsafe_view") and _shares(result, args[0]):
             return
         if operation in MAKES:
             self._keep_made(result)
-        elif _tensors([result]) and _shares(result, given[0] if given else None):  # in place, or unchanged
-            if self._is_constant(given[0]):
+        elif _tensors([result]) and _shares(result, inputs[0] if inputs else None):  # in place, or unchanged
+            if self._is_constant(inputs[0]):
                 self.refused = f"{name} of a constant"
             self._record(name, result, args, kwargs)
-        elif name in CONSTANT or (given and all(map(self._is_constant, given))):
+        elif name in CONSTANT or (inputs and all(map(self._is_constant, inputs))):
             self._keep_made(result)
             self._constant.update(_place(x) for x in _tensors([result]))
         else:
@@ -158,16 +158,16 @@ class HasTape(Protocol):
     def tape(self) -> Tape: ...
 
 
-Own = TypeVar("Own", bound=HasTape)
+Taped = TypeVar("Taped", bound=HasTape)
 
 
-class Tapes(Generic[Own]):
+class Tapes(Generic[Taped]):
     """Tapes by key; the least recently used is evicted first."""
 
     def __init__(self) -> None:
-        self._by_key: OrderedDict[Hashable, str | Own] = OrderedDict()
+        self._by_key: OrderedDict[Hashable, str | Taped] = OrderedDict()
 
-    def of(self, key: Hashable) -> str | Own | None:
+    def of(self, key: Hashable) -> str | Taped | None:
         """Return a key's entry and mark it as recently used."""
         if key in self._by_key:
             self._by_key.move_to_end(key)
@@ -175,19 +175,19 @@ class Tapes(Generic[Own]):
 
     def sizes(self) -> tuple[int, int]:
         """Return the number of tapes and their bytes."""
-        own = [known.tape.nbytes for known in self._by_key.values() if not isinstance(known, str)]
-        return len(own), sum(own)
+        sizes = [entry.tape.nbytes for entry in self._by_key.values() if not isinstance(entry, str)]
+        return len(sizes), sum(sizes)
 
-    def keep(self, key: Hashable, recorded: Own) -> None:
+    def keep(self, key: Hashable, recorded: Taped) -> None:
         """Store a recording, or a refusal if it cannot be replayed or is too large."""
         tape = recorded.tape
         self.note(key, REFUSED if tape.refused or tape.nbytes > MOST_BYTES // SHARE else recorded)
 
-    def note(self, key: Hashable, known: str | Own) -> None:
+    def note(self, key: Hashable, entry: str | Taped) -> None:
         """Store an entry and evict the oldest beyond the bounds."""
-        self._by_key[key] = known
+        self._by_key[key] = entry
         self._by_key.move_to_end(key)
-        nbytes = sum(own.tape.nbytes for own in self._by_key.values() if not isinstance(own, str))
+        nbytes = sum(other.tape.nbytes for other in self._by_key.values() if not isinstance(other, str))
         while len(self._by_key) > MOST_KEYS or nbytes > MOST_BYTES:
             _, oldest = self._by_key.popitem(last=False)
             nbytes -= 0 if isinstance(oldest, str) else oldest.tape.nbytes

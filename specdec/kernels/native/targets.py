@@ -80,22 +80,22 @@ BEYOND = frozenset(
 
 def candidates() -> tuple[CompileTarget, ...]:
     """Return possible targets, best first: the one that the user names, or all that can run here."""
-    if asked := os.environ.get(VARIABLE):
-        target = named(asked)
+    if requested := os.environ.get(VARIABLE):
+        target = named(requested)
         if missing := set(target.needs) - features() if target.needs else ():
             logger.warning(
-                "%s=%s needs %s, which this processor lacks", VARIABLE, asked, ", ".join(sorted(missing))
+                "%s=%s needs %s, which this processor lacks", VARIABLE, requested, ", ".join(sorted(missing))
             )
             return ()
         return (target,)
-    found, machine = features(), platform.machine()
-    return tuple(own for own in TARGETS if own.machine in (None, machine) and found.issuperset(own.needs))
+    available, machine = features(), platform.machine()
+    return tuple(x for x in TARGETS if x.machine in (None, machine) and available.issuperset(x.needs))
 
 
 def named(name: str) -> CompileTarget:
     """Return the named target; any other name is passed to the compiler's -march."""
     other = CompileTarget(name, f"-march={name}", None, (), (f"-march={name}",))
-    return next((own for own in TARGETS if own.name == name), other)
+    return next((target for target in TARGETS if target.name == name), other)
 
 
 def unused(target: CompileTarget) -> list[str]:
@@ -103,7 +103,7 @@ def unused(target: CompileTarget) -> list[str]:
     better = TARGETS[: TARGETS.index(target)] if target in TARGETS and target.needs else None
     if better is None:
         return []
-    known = BEYOND.union(*(own.needs for own in better))
+    known = BEYOND.union(*(other.needs for other in better))
     return sorted(known & features() - set(target.needs))
 
 

@@ -27,7 +27,7 @@ LARGE = 1 << 16
 """Entries above which torch computes faster than the lists; copies are equally fast."""
 COPIES = ("copy", "gather", "scatter")
 
-Take = Callable[[Tensor], None]
+Writer = Callable[[Tensor], None]
 
 
 class Unrecordable(Exception):
@@ -37,7 +37,7 @@ class Unrecordable(Exception):
 class TensorOps:
     """Encodes torch's operations as lists; `note` receives each list, `keep` the tensors it refers to."""
 
-    def __init__(self, note: Take, keep: Take) -> None:
+    def __init__(self, note: Writer, keep: Writer) -> None:
         self._note, self._keep = note, keep
 
     @classmethod
@@ -50,25 +50,25 @@ class TensorOps:
 
         In place the result is the first argument, which is written last.
         """
-        own = getattr(self, f"_do_{name}", None)
-        if own is not None:
-            own(result, *args, **kwargs)
+        method = getattr(self, f"_do_{name}", None)
+        if method is not None:
+            method(result, *args, **kwargs)
         elif name in BINARY and not kwargs and len(args) == 2:
             self._binary(name, result, *args)
         else:
             raise Unrecordable(name)
 
     def _binary(self, name: str, out: Tensor, a: Any, b: Any) -> None:
-        given = [x.dtype for x in (a, b) if isinstance(x, Tensor)]
+        dtypes = [x.dtype for x in (a, b) if isinstance(x, Tensor)]
         numbers = [x for x in (a, b) if not isinstance(x, Tensor)]
         compares = name in COMPARES
-        dtype = given[0] if compares else out.dtype
-        whole = not dtype.is_floating_point
-        mixed = any(x != dtype for x in given) or (whole and any(isinstance(x, float) for x in numbers))
+        dtype = dtypes[0] if compares else out.dtype
+        is_integer = not dtype.is_floating_point
+        mixed = any(x != dtype for x in dtypes) or (is_integer and any(isinstance(x, float) for x in numbers))
         # torch rounds a scalar to bfloat16 before comparing, but not before multiplying.
         rounds = dtype == torch.bfloat16 and numbers and (compares or not isinstance(a, Tensor))
-        if mixed or rounds or name in (("div",) if whole else WHOLE):
-            raise Unrecordable(f"{name} of {given} and {numbers}")
+        if mixed or rounds or name in (("div",) if is_integer else WHOLE):
+            raise Unrecordable(f"{name} of {dtypes} and {numbers}")
         self._write(name, out, self._operand(a, dtype), self._operand(b, dtype))
 
     def _do_rsub(self, out: Tensor, a: Tensor, b: Any) -> None:
@@ -133,8 +133,8 @@ class TensorOps:
                 start += part.shape[dim]
 
     def _do_stack(self, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
-        for place, part in enumerate(parts):
-            self._write("copy", out.select(dim, place), part)
+        for i, part in enumerate(parts):
+            self._write("copy", out.select(dim, i), part)
 
     def _do_constant_pad_nd(self, out: Tensor, x: Tensor, pad: Sequence[int], value: Any = 0) -> None:
         self._do_fill(out, out, value)
@@ -146,9 +146,9 @@ class TensorOps:
         self._write("copy", inner, x)
 
     def _do_flip(self, out: Tensor, x: Tensor, dims: Sequence[int]) -> None:
-        turned = {dim % x.ndim for dim in dims}
-        strides = [-stride if dim in turned else stride for dim, stride in enumerate(x.stride())]
-        last = sum((x.shape[dim] - 1) * x.stride(dim) for dim in turned)
+        flipped = {dim % x.ndim for dim in dims}
+        strides = [-stride if dim in flipped else stride for dim, stride in enumerate(x.stride())]
+        last = sum((x.shape[dim] - 1) * x.stride(dim) for dim in flipped)
         self._write("copy", out, _At(x, strides, last))
 
     def _do_gather(self, out: Tensor, x: Tensor, dim: int, index: Tensor) -> None:
@@ -163,8 +163,8 @@ class TensorOps:
         self._choose("scatter", out, source, index, dim)
 
     def _do_index_fill(self, out: Tensor, x: Tensor, dim: int, index: Tensor, value: Any) -> None:
-        shape = [len(index) if own == dim % x.ndim else size for own, size in enumerate(x.shape)]
-        placed = index.view([-1 if own == dim % x.ndim else 1 for own in range(x.ndim)]).expand(shape)
+        shape = [len(index) if i == dim % x.ndim else size for i, size in enumerate(x.shape)]
+        placed = index.view([-1 if i == dim % x.ndim else 1 for i in range(x.ndim)]).expand(shape)
         self._do_scatter(out, x, dim, placed, value)
 
     def _do_sum(
@@ -179,7 +179,7 @@ class TensorOps:
 
     def _reduce(self, name: str, out: Tensor, x: Tensor, dim: Any, *, keepdim: bool) -> None:
         dims = [dim] if isinstance(dim, int) else dim
-        if dims is None or [own % x.ndim for own in dims] != [x.ndim - 1]:
+        if dims is None or [i % x.ndim for i in dims] != [x.ndim - 1]:
             raise Unrecordable(f"{name} over all but the last dimension")
         self._write(name, (out if keepdim else out.unsqueeze(-1)).expand_as(x), x)
 
@@ -202,12 +202,12 @@ class TensorOps:
         chosen = source if name == "gather" else out
         if index.dtype != torch.int64 or out.dtype != source.dtype:
             raise Unrecordable(f"{name} by {index.dtype}")
-        strides = [0 if own == dim else stride for own, stride in enumerate(chosen.stride())]
-        along = _At(chosen, strides)
+        strides = [0 if i == dim else stride for i, stride in enumerate(chosen.stride())]
+        indexed = _At(chosen, strides)
         other = out if name == "gather" else source.expand(index.shape)
-        written = (other, along) if name == "gather" else (along, other)
-        own = chosen.stride(dim), chosen.shape[dim]
-        self._write(name, *written, index, numbers=own, shape=index.shape)
+        operands = (other, indexed) if name == "gather" else (indexed, other)
+        i = chosen.stride(dim), chosen.shape[dim]
+        self._write(name, *operands, index, numbers=i, shape=index.shape)
 
     def _operand(self, x: Any, dtype: torch.dtype) -> Tensor:
         if isinstance(x, Tensor):
@@ -230,13 +230,13 @@ class TensorOps:
         if name not in COPIES and math.prod(shape) > LARGE:
             raise Unrecordable(f"{name} of {math.prod(shape)} entries")
         operands = [_At.of(x, shape) for x in (out, *given)]
-        if len(shape) > MOST_DIMS or any(own.tensor.dtype not in TYPES for own in operands):
-            raise Unrecordable(f"{name} of {[own.tensor.dtype for own in operands]}")
-        for own in operands:
-            self._keep(own.tensor)
+        if len(shape) > MOST_DIMS or any(operand.tensor.dtype not in TYPES for operand in operands):
+            raise Unrecordable(f"{name} of {[operand.tensor.dtype for operand in operands]}")
+        for operand in operands:
+            self._keep(operand.tensor)
         words = [NAMES.index(name), max(len(shape), 1), *(shape or (1,)), len(operands)]
-        for own in operands:
-            words += own.address, TYPES.index(own.tensor.dtype), *(own.strides or (0,))
+        for operand in operands:
+            words += operand.address, TYPES.index(operand.tensor.dtype), *(operand.strides or (0,))
         self._note(torch.tensor([*words, *numbers], dtype=torch.int64))
 
 

@@ -27,8 +27,8 @@ def dismiss_helpers() -> None:
     libgomp's helpers, which torch uses, spin while idle as long as the process has no more of them than
     processors. Threads that take turns need each other's helpers gone.
     """
-    if pause := _openmp("omp_pause_resource_all"):
-        pause(SOFT)
+    if pause_all := _openmp("omp_pause_resource_all"):
+        pause_all(SOFT)
 
 
 @contextmanager

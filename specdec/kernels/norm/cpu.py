@@ -18,16 +18,16 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if x_D.dtype == weight_D.dtype and x_D.itemsize < 4:
         narrow_D: Tensor = torch.rms_norm(x_D, (size,), None, eps)
         return narrow_D.mul_(weight_D)
-    wide_D = _wide(x_D)
+    float_D = _wide(x_D)
     if x_D.numel() == size and x_D.is_cpu:
         # For a single vector, computing the norm on the host saves a third of the time.
-        length = torch.linalg.vector_norm(wide_D).item()
-        y_D = (wide_D / math.sqrt(length * length / size + eps)).mul_(weight_D)
+        length = torch.linalg.vector_norm(float_D).item()
+        y_D = (float_D / math.sqrt(length * length / size + eps)).mul_(weight_D)
     elif x_D.numel() <= SMALL:
-        y_D = torch.rms_norm(wide_D, (size,), weight_D.to(wide_D.dtype), eps)
+        y_D = torch.rms_norm(float_D, (size,), weight_D.to(float_D.dtype), eps)
     else:
-        length_1 = torch.linalg.vector_norm(wide_D, dim=-1, keepdim=True)
-        y_D = (wide_D * length_1.square_().div_(size).add_(eps).rsqrt_()).mul_(weight_D)
+        length_1 = torch.linalg.vector_norm(float_D, dim=-1, keepdim=True)
+        y_D = (float_D * length_1.square_().div_(size).add_(eps).rsqrt_()).mul_(weight_D)
     return y_D.to(x_D.dtype)
 
 

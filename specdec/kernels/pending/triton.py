@@ -37,21 +37,21 @@ def path_arguments(
 ) -> dict[str, Tensor | int | None]:
     """Return the records' updates and decays and the paths' ids, as kernel arguments."""
     update, decays = memory.update_SRHW, memory.decay_SRH
-    update_by_slab, update_by_place = outer_strides(update, 2)
-    decay_by_slab, decay_by_place = outer_strides(decays, decays.ndim - 2)
-    path_slab, path_place = record_ids(path)
+    update_by_slab, update_by_index = outer_strides(update, 2)
+    decay_by_slab, decay_by_index = outer_strides(decays, decays.ndim - 2)
+    path_slab, path_index = record_ids(path)
     return {
         "keys": None if path is None or k_path_BPGK is None else k_path_BPGK.contiguous(),
         "path_slab": path_slab,
-        "path_place": path_place,
+        "path_index": path_index,
         "path_length": None if path is None else dense(length_B),
         "P": 0 if path is None else path.slab_BN.shape[1],
         "update": update,
         "update_by_slab": update_by_slab,
-        "update_by_place": update_by_place,
+        "update_by_index": update_by_index,
         "decays": decays,
         "decay_by_slab": decay_by_slab,
-        "decay_by_place": decay_by_place,
+        "decay_by_index": decay_by_index,
     }
 
 
@@ -65,8 +65,8 @@ def inside(w, first, W: tl.constexpr, BW: tl.constexpr):
 
 @triton.jit
 def fold_path(
-    s, keys, path_slab, path_place, length, update, update_by_slab, update_by_place, decays, decay_by_slab,
-    decay_by_place, i, w, in_k, in_w, GK: tl.constexpr, BY_KEY: tl.constexpr, STRIDE: tl.constexpr = 4
+    s, keys, path_slab, path_index, length, update, update_by_slab, update_by_index, decays, decay_by_slab,
+    decay_by_index, i, w, in_k, in_w, GK: tl.constexpr, BY_KEY: tl.constexpr, STRIDE: tl.constexpr = 4
 ):  # fmt: skip
     """Return a block of a state after its row's path; the loads of `STRIDE` records are issued together.
 
@@ -76,24 +76,24 @@ def fold_path(
         for offset in tl.static_range(STRIDE):
             n = first + offset
             on = n < length
-            slab, place = tl.load(path_slab + n, mask=on, other=0), tl.load(path_place + n, mask=on, other=0)
-            at = decays + slab * decay_by_slab + place * decay_by_place
+            slab, index = tl.load(path_slab + n, mask=on, other=0), tl.load(path_index + n, mask=on, other=0)
+            at = decays + slab * decay_by_slab + index * decay_by_index
             if BY_KEY:
-                own = tl.load(at + i, mask=in_k & on, other=0.0)[:, None]
+                log_a = tl.load(at + i, mask=in_k & on, other=0.0)[:, None]
             else:
-                own = tl.load(at, mask=on, other=0.0)
+                log_a = tl.load(at, mask=on, other=0.0)
             k = tl.load(keys + n * GK + i, mask=in_k & on, other=0.0).to(tl.float32)
             u = tl.load(
-                update + slab * update_by_slab + place * update_by_place + w, mask=in_w & on, other=0.0
+                update + slab * update_by_slab + index * update_by_index + w, mask=in_w & on, other=0.0
             )
-            s = s * tl.exp(own) + k[:, None] * u[None, :]
+            s = s * tl.exp(log_a) + k[:, None] * u[None, :]
     return s
 
 
 @kernel(do_not_specialize=["P"])
 def _fold_state(
-    state, state_by_slot, slots, keys, path_slab, path_place, path_length, P, update, update_by_slab,
-    update_by_place, decays, decay_by_slab, decay_by_place, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    state, state_by_slot, slots, keys, path_slab, path_index, path_length, P, update, update_by_slab,
+    update_by_index, decays, decay_by_slab, decay_by_index, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     overlap()
@@ -106,8 +106,8 @@ def _fold_state(
         at = state + slot * state_by_slot + h * K * W + first + i[:, None] * W + w[None, :]
         mask = in_k[:, None] & in_w[None, :]
         s = tl.load(at, mask=mask, other=0.0)
-        s = fold_path(s, keys + (b * P * G + h // (H // G)) * K, path_slab + b * P, path_place + b * P,
-                      length, update + h * W + first, update_by_slab, update_by_place,
-                      decays + h * (K if BY_KEY else 1), decay_by_slab, decay_by_place, i, w, in_k, in_w,
+        s = fold_path(s, keys + (b * P * G + h // (H // G)) * K, path_slab + b * P, path_index + b * P,
+                      length, update + h * W + first, update_by_slab, update_by_index,
+                      decays + h * (K if BY_KEY else 1), decay_by_slab, decay_by_index, i, w, in_k, in_w,
                       G * K, BY_KEY)  # fmt: skip
         tl.store(at, s, mask=mask)

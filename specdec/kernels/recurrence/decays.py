@@ -71,8 +71,8 @@ def of_path(decay_ZN: Tensor, k_ZNK: Tensor, u_ZNW: Tensor) -> Update:
 
     S ← e^{G} S + Σ_j e^{G − G_j} k_j u_jᵀ, with exponents summed from the path's end.
     """
-    own_ZE = torch.cat([decay_ZN, torch.zeros_like(decay_ZN[:, :1])], dim=1)
-    factor_ZE = own_ZE.flip(1).cumsum(1).exp_().flip(1)
+    padded_ZE = torch.cat([decay_ZN, torch.zeros_like(decay_ZN[:, :1])], dim=1)
+    factor_ZE = padded_ZE.flip(1).cumsum(1).exp_().flip(1)
     if decay_ZN.dim() == 2:
         return Update(factor_ZE[:, :1, None], k_ZNK.mT, u_ZNW * factor_ZE[:, 1:, None])
     return Update(factor_ZE[:, 0, :, None], (k_ZNK * factor_ZE[:, 1:]).mT, u_ZNW)
@@ -99,8 +99,8 @@ def _of_keys(decay_ZMK: Tensor, ancestors_BMM: Tensor | None) -> KeyDecays:
     heads, width, size = decay_ZMK.shape
     if ancestors_BMM is None:
         over_MM = torch.ones(width, width, dtype=torch.bool, device=decay_ZMK.device).tril()
-        own_ZMMK = torch.where(over_MM.tril(-1)[..., None], decay_ZMK[:, :, None], 0)
-        return KeyDecays(decay_ZMK.cumsum(1), own_ZMMK.cumsum(1).exp_().mul_(over_MM[..., None]))
+        strict_ZMMK = torch.where(over_MM.tril(-1)[..., None], decay_ZMK[:, :, None], 0)
+        return KeyDecays(decay_ZMK.cumsum(1), strict_ZMMK.cumsum(1).exp_().mul_(over_MM[..., None]))
     rows = len(ancestors_BMM)
     # Node t is between j and i if it is i or an ancestor of i, and strictly below j.
     step_BMMM = ancestors_BMM[:, :, None] & ancestors_BMM.tril(-1).mT[:, None]

@@ -42,8 +42,8 @@ def scan_window(
             t, parent = b * group.width + i, parent_of(group, b, i)
             q_HK, k_HK = _per_head(q_TGK[t].to(dtype), heads), _per_head(k_TGK[t].to(dtype), heads)
             decay_H = decay_TH[t].to(dtype)
-            before_HKW = committed_HKW if parent < 0 else state_HKW[parent]
-            decayed_HKW = _decayed(before_HKW, decay_H)
+            parent_HKW = committed_HKW if parent < 0 else state_HKW[parent]
+            decayed_HKW = _decayed(parent_HKW, decay_H)
             u_HW = v_THW[t].to(dtype)
             if beta_TH is not None:
                 u_HW = beta_TH[t].to(dtype)[:, None] * (u_HW - torch.einsum("hkw,hk->hw", decayed_HKW, k_HK))

@@ -39,12 +39,12 @@ def scan_window(
     state = memory.state_SHKW
     q_TGK, k_TGK, v_THW = _dense(q_TGK), _dense(k_TGK), _dense(v_THW)
     decay_TH, beta_TH = decay_TH.contiguous(), None if beta_TH is None else beta_TH.contiguous()
-    walked = CERTAIN if group.record is None else WALK
-    if group.snapshot_BM is None and group.width > walked:
+    max_width = CERTAIN if group.record is None else WALK
+    if group.snapshot_BM is None and group.width > max_width:
         return chunk_scan(q_TGK, k_TGK, v_THW, decay_TH, beta_TH, memory, group, k_path_BPGK)
     (groups, size), (heads, columns) = k_TGK.shape[1:], v_THW.shape[1:]
     out_THW = torch.empty(v_THW.shape, dtype=q_TGK.dtype, device=q_TGK.device)
-    above = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)
+    ancestors = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)
     inputs = (
         *(q_TGK, q_TGK.stride(0), k_TGK, k_TGK.stride(0), v_THW, v_THW.stride(0)),
         *(decay_TH, beta_TH, out_THW, state, *outer_strides(state, 3), dense(group.state_B)),
@@ -61,13 +61,13 @@ def scan_window(
     sizes = {"G": groups, "H": heads, "K": size, "W": columns}
     sizes |= {"BK": triton.next_power_of_2(size), "BW": block, "BY_KEY": by_key}
     if group.snapshot_BM is not None:
-        _snapshots[grid](*inputs, dense(group.snapshot_BM), above, group.width, **sizes, num_warps=1)
+        _snapshots[grid](*inputs, dense(group.snapshot_BM), ancestors, group.width, **sizes, num_warps=1)
         return out_THW
     _window[grid](
         *inputs,
         **path_arguments(memory, group.path, group.path_length_B, k_path_BPGK),
-        **dict(zip(("record_slab", "record_place"), record_ids(group.record), strict=True)),
-        above=above,
+        **dict(zip(("record_slab", "record_index"), record_ids(group.record), strict=True)),
+        ancestors=ancestors,
         M=group.width,
         BM=triton.next_power_of_2(group.width),
         **sizes,
@@ -92,8 +92,8 @@ def _dense(x_TGK: Tensor) -> Tensor:
 @kernel(do_not_specialize=["P"])
 def _window(
     q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots,
-    keys, path_slab, path_place, path_length, P, update, update_by_slab, update_by_place,
-    decays, decay_by_slab, decay_by_place, record_slab, record_place, above, M,
+    keys, path_slab, path_index, path_length, P, update, update_by_slab, update_by_index,
+    decays, decay_by_slab, decay_by_index, record_slab, record_index, ancestors, M,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
     BY_KEY: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -111,26 +111,26 @@ def _window(
         return
     # Load the state early: the following computation does not need it yet.
     in_state = in_k[:, None] & in_w[None, :]
-    home = state + slot * state_by_slot + h * K * W + first + i[:, None] * W + w[None, :]
-    s = tl.load(home, mask=in_state, other=0.0)
+    row_state = state + slot * state_by_slot + h * K * W + first + i[:, None] * W + w[None, :]
+    s = tl.load(row_state, mask=in_state, other=0.0)
     # Sum the decays between two nodes from their own tokens: sums from the root would lose digits.
     if BY_KEY:
         decay += b * M * H * K + h * K
-        in_own = in_m[:, None] & in_k[None, :]
-        own = tl.load(decay + m[:, None] * (H * K) + i[None, :], mask=in_own, other=0.0).to(tl.float32)
+        in_mk = in_m[:, None] & in_k[None, :]
+        log_a = tl.load(decay + m[:, None] * (H * K) + i[None, :], mask=in_mk, other=0.0).to(tl.float32)
     else:
-        own = tl.load(decay + b * M * H + h + m * H, mask=in_m, other=0.0).to(tl.float32)
-    if above is None:
-        over = (m[:, None] >= m[None, :]) & in_m[:, None]
+        log_a = tl.load(decay + b * M * H + h + m * H, mask=in_m, other=0.0).to(tl.float32)
+    if ancestors is None:
+        visible = (m[:, None] >= m[None, :]) & in_m[:, None]
     else:
         square = in_m[:, None] & in_m[None, :]
-        over = tl.load(above + b * M * M + m[:, None] * M + m[None, :], mask=square, other=0) != 0
-    below = over & (m[:, None] > m[None, :])
+        visible = tl.load(ancestors + b * M * M + m[:, None] * M + m[None, :], mask=square, other=0) != 0
+    below = visible & (m[:, None] > m[None, :])
     if not BY_KEY:
-        total = tl.sum(tl.where(over, own[None, :], 0.0), 1)
-        step = over[:, :, None] & below[None, :, :]
-        between = tl.exp(tl.sum(tl.where(step, own[None, :, None], 0.0), 1))
-        between = tl.where(over, between, 0.0)
+        total = tl.sum(tl.where(visible, log_a[None, :], 0.0), 1)
+        step = visible[:, :, None] & below[None, :, :]
+        between = tl.exp(tl.sum(tl.where(step, log_a[None, :, None], 0.0), 1))
+        between = tl.where(visible, between, 0.0)
 
     q += b * M * q_by_token + g * K
     k += b * M * k_by_token + g * K
@@ -144,46 +144,46 @@ def _window(
         if BY_KEY:
             g_m = tl.load(decay + m[:, None] * (H * K) + at[None, :], mask=in_at, other=0.0).to(tl.float32)
         for n in tl.static_range(BM):
-            there = (m == n)[None, :]
+            valid = (m == n)[None, :]
             k_n = tl.load(k + n * k_by_token + at, mask=(at < K) & (n < M), other=0.0).to(tl.float32)
             if BY_KEY:  # decay n's key to the nodes below it
-                under = tl.sum(tl.where(there & below, 1, 0), 1) != 0
-                step = over & under[None, :]
+                strict_below = tl.sum(tl.where(valid & below, 1, 0), 1) != 0
+                step = visible & strict_below[None, :]
                 k_n = k_n[None, :] * tl.exp(tl.sum(tl.where(step[:, :, None], g_m[None, :, :], 0.0), 1))
             else:
                 k_n = k_n[None, :]
-            weight += tl.where(there, tl.sum(q_m * k_n, 1)[:, None], 0.0)
+            weight += tl.where(valid, tl.sum(q_m * k_n, 1)[:, None], 0.0)
             if beta is not None:
-                inner += tl.where(there, tl.sum(k_m * k_n, 1)[:, None], 0.0)
+                inner += tl.where(valid, tl.sum(k_m * k_n, 1)[:, None], 0.0)
 
     update += h * W + first
     decays += h * (K if BY_KEY else 1)
     if path_slab is not None:
         length = tl.load(path_length + b)
-        s = fold_path(s, keys + (b * P * G + g) * K, path_slab + b * P, path_place + b * P, length, update,
-                      update_by_slab, update_by_place, decays, decay_by_slab, decay_by_place, i, w, in_k,
+        s = fold_path(s, keys + (b * P * G + g) * K, path_slab + b * P, path_index + b * P, length, update,
+                      update_by_slab, update_by_index, decays, decay_by_slab, decay_by_index, i, w, in_k,
                       in_w, G * K, BY_KEY)  # fmt: skip
         if record_slab is not None and length > 0:
-            tl.store(home, s, mask=in_state)
+            tl.store(row_state, s, mask=in_state)
 
     read = tl.zeros((BM, BW), tl.float32)
     o = tl.zeros((BM, BW), tl.float32)
     for n in tl.static_range(BM):
-        mine = (m == n)[:, None]
+        selected = (m == n)[:, None]
         q_n = tl.load(q + n * q_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
         if BY_KEY:
-            above_n = tl.sum(tl.where(mine & over, 1, 0), 0) != 0
-            grow = tl.exp(tl.sum(tl.where(above_n[:, None], own, 0.0), 0))
-            q_n *= grow
-        o = tl.where(mine, tl.sum(q_n[:, None] * s, 0)[None, :], o)
+            above_n = tl.sum(tl.where(selected & visible, 1, 0), 0) != 0
+            to_start = tl.exp(tl.sum(tl.where(above_n[:, None], log_a, 0.0), 0))
+            q_n *= to_start
+        o = tl.where(selected, tl.sum(q_n[:, None] * s, 0)[None, :], o)
         if beta is not None:
             k_n = tl.load(k + n * k_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
             if BY_KEY:
-                k_n *= grow
-            read = tl.where(mine, tl.sum(k_n[:, None] * s, 0)[None, :], read)
+                k_n *= to_start
+            read = tl.where(selected, tl.sum(k_n[:, None] * s, 0)[None, :], read)
 
     if BY_KEY:  # decays are already applied to readers and keys
-        between = tl.where(over, 1.0, 0.0)
+        between = tl.where(visible, 1.0, 0.0)
         scale = tl.full((BM, 1), 1.0, tl.float32)
     else:
         scale = tl.exp(total)[:, None]
@@ -194,9 +194,9 @@ def _window(
         u = (u - scale * read) * strength
         inner = tl.where(below, between * inner * strength, 0.0)
         for n in tl.static_range(1, BM):
-            mine = (m == n)[:, None]
-            row = tl.sum(tl.where(mine, inner, 0.0), 0)
-            u = tl.where(mine, u - tl.sum(row[:, None] * u, 0)[None, :], u)
+            selected = (m == n)[:, None]
+            row = tl.sum(tl.where(selected, inner, 0.0), 0)
+            u = tl.where(selected, u - tl.sum(row[:, None] * u, 0)[None, :], u)
     o *= scale
     weight *= between
     for n in tl.static_range(BM):
@@ -206,33 +206,33 @@ def _window(
 
     if record_slab is not None:
         slab = tl.load(record_slab + b * M + m, mask=in_m, other=0)
-        place = tl.load(record_place + b * M + m, mask=in_m, other=0)
-        at = update + (slab * update_by_slab + place * update_by_place)[:, None] + w[None, :]
+        index = tl.load(record_index + b * M + m, mask=in_m, other=0)
+        at = update + (slab * update_by_slab + index * update_by_index)[:, None] + w[None, :]
         tl.store(at, u, mask=mask)
         if first == 0:
-            log = decays + slab * decay_by_slab + place * decay_by_place
+            log = decays + slab * decay_by_slab + index * decay_by_index
             if BY_KEY:
-                tl.store(log[:, None] + i[None, :], own, mask=in_own)
+                tl.store(log[:, None] + i[None, :], log_a, mask=in_mk)
             else:
-                tl.store(log, own, mask=in_m)
+                tl.store(log, log_a, mask=in_m)
     else:
         if BY_KEY:
-            s *= tl.exp(tl.sum(own, 0))[:, None]
+            s *= tl.exp(tl.sum(log_a, 0))[:, None]
         else:
             u *= tl.sum(tl.where((m == M - 1)[:, None], between, 0.0), 0)[:, None]
-            s *= tl.exp(tl.sum(own, 0))
+            s *= tl.exp(tl.sum(log_a, 0))
         for n in tl.static_range(BM):
             k_n = tl.load(k + n * k_by_token + i, mask=in_k & (n < M), other=0.0).to(tl.float32)
             if BY_KEY:
-                k_n *= tl.exp(tl.sum(tl.where((m > n)[:, None], own, 0.0), 0))
+                k_n *= tl.exp(tl.sum(tl.where((m > n)[:, None], log_a, 0.0), 0))
             s += k_n[:, None] * tl.sum(tl.where((m == n)[:, None], u, 0.0), 0)[None, :]
-        tl.store(home, s, mask=in_state)
+        tl.store(row_state, s, mask=in_state)
 
 
 @kernel(do_not_specialize=["M"])
 def _snapshots(
     q, q_by_token, k, k_by_token, v, v_by_token, decay, beta, out, state, state_by_slot, slots, snapshots,
-    above, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
+    ancestors, M, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BW: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     overlap()
@@ -250,17 +250,17 @@ def _snapshots(
             tl.store(at_out, tl.zeros((BW,), out.dtype.element_ty), mask=in_w)
         else:
             source = root
-            if above is not None:  # Topological order: the parent is the last ancestor.
+            if ancestors is not None:  # Topological order: the parent is the last ancestor.
                 for j in range(m):
-                    if tl.load(above + token * M + j) != 0:
+                    if tl.load(ancestors + token * M + j) != 0:
                         source = tl.load(snapshots + b * M + j)
             elif m > 0:
                 source = tl.load(snapshots + token - 1)
             tl.debug_barrier()  # The parent's state was stored by all threads.
             s = tl.load(state + source * state_by_slot, mask=in_state, other=0.0)
             if BY_KEY:
-                own = tl.load(decay + (token * H + h) * K + i, mask=in_k, other=0.0).to(tl.float32)
-                s *= tl.exp(own)[:, None]
+                log_a = tl.load(decay + (token * H + h) * K + i, mask=in_k, other=0.0).to(tl.float32)
+                s *= tl.exp(log_a)[:, None]
             else:
                 s *= tl.exp(tl.load(decay + token * H + h).to(tl.float32))
             k_n = tl.load(k + token * k_by_token + g * K + i, mask=in_k, other=0.0).to(tl.float32)

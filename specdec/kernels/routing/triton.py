@@ -138,5 +138,5 @@ def _sigmoid(
         total = _rounded(_rounded(tl.sum(weight_A, 0), kind) + eps, kind)
         weight_A = _rounded(weight_A / total, kind)
     tl.store(index + token * TOP_K + at_A, index_A.to(tl.int64), mask=at_A < TOP_K)
-    own_A = (weight_A * factor).to(weight.dtype.element_ty)
-    tl.store(weight + token * TOP_K + at_A, own_A, mask=at_A < TOP_K)
+    scaled_A = (weight_A * factor).to(weight.dtype.element_ty)
+    tl.store(weight + token * TOP_K + at_A, scaled_A, mask=at_A < TOP_K)

@@ -45,20 +45,20 @@ def _adjusted(logits_NV: Tensor, rules: Rules) -> Tensor:
 
 def filtered(scores_NV: Tensor, rules: Rules, *, out: Tensor | None = None) -> Tensor:
     """Apply everything after the penalties; `out` may be the scores themselves."""
-    mask, warm_N = rules.mask, rules.temperature_N > 0
+    mask, is_random_N = rules.mask, rules.temperature_N > 0
     if mask is not None:
         cut_RV = (~unpack(mask.words_KW, scores_NV.shape[1]))[mask.set_R]
         masked_RV = scores_NV[mask.row_R].masked_fill_(cut_RV, -torch.inf)
         scores_NV = scores_NV.index_copy(0, mask.row_R, masked_RV)
     # Without `out` this always allocates, so the caller's logits are unchanged.
-    warmth_N1 = torch.where(warm_N, rules.temperature_N, 1).to(scores_NV.dtype)[:, None]
+    warmth_N1 = torch.where(is_random_N, rules.temperature_N, 1).to(scores_NV.dtype)[:, None]
     scores_NV = torch.div(scores_NV, warmth_N1, out=out)
     if rules.min_p_N is not None:
-        share_N = torch.where(warm_N, rules.min_p_N, 0).to(scores_NV.dtype)
+        share_N = torch.where(is_random_N, rules.min_p_N, 0).to(scores_NV.dtype)
         least_N1 = scores_NV.amax(-1, keepdim=True) + share_N.log()[:, None]
         scores_NV.masked_fill_(scores_NV < least_N1, -torch.inf)
     if rules.top_k_N is not None or rules.top_p_N is not None:
-        _cut_tail(scores_NV, rules, warm_N)
+        _cut_tail(scores_NV, rules, is_random_N)
     return scores_NV
 
 
@@ -80,8 +80,8 @@ def topk_with_noise(
 
 def topk(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     value_NC, token_NC = ranked(scores_NV, count)
-    share_NC = (value_NC - torch.logsumexp(scores_NV, -1, keepdim=True)).exp().nan_to_num_(0.0)
-    return token_NC, share_NC
+    prob_NC = (value_NC - torch.logsumexp(scores_NV, -1, keepdim=True)).exp().nan_to_num_(0.0)
+    return token_NC, prob_NC
 
 
 def ranked(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -90,11 +90,11 @@ def ranked(scores_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     count = min(count, vocab)
     value_NC, token_NC = scores_NV.topk(min(count + 1, vocab))
     # `topk` does not specify the order of ties, and NaN compares false.
-    falls_N = (value_NC[:, :-1] > value_NC[:, 1:]).all(-1) & ~value_NC[:, 0].isnan()
-    row_R = (~falls_N).nonzero()[:, 0]
+    is_sorted_N = (value_NC[:, :-1] > value_NC[:, 1:]).all(-1) & ~value_NC[:, 0].isnan()
+    row_R = (~is_sorted_N).nonzero()[:, 0]
     if len(row_R):
-        told = zip(row_R.tolist(), value_NC[row_R].tolist(), token_NC[row_R].tolist(), strict=True)
-        tokens = [_in_order(scores_NV[n], values, own, count) for n, values, own in told]
+        unsorted = zip(row_R.tolist(), value_NC[row_R].tolist(), token_NC[row_R].tolist(), strict=True)
+        tokens = [_in_order(scores_NV[n], values, ids, count) for n, values, ids in unsorted]
         token_NC[row_R, :count] = torch.tensor(tokens, device=token_NC.device)
     return value_NC[:, :count], token_NC[:, :count]
 
@@ -105,16 +105,16 @@ def _in_order(scores_V: Tensor, values: Sequence[float], tokens: Sequence[int], 
     `topk` took one more than `count` if there is one: only if that equals the last can other tokens belong.
     """
     if math.isnan(values[0]):
-        whole: list[int] = scores_V.sort(dim=-1, descending=True, stable=True).indices[:count].tolist()
-        return whole
+        order: list[int] = scores_V.sort(dim=-1, descending=True, stable=True).indices[:count].tolist()
+        return order
     least = values[count - 1]
     ordered = sorted((-value, token) for value, token in zip(values, tokens, strict=True))
     if values[-1] < least or len(values) == count:
         return [token for _, token in ordered[:count]]
     above = [token for value, token in ordered if -value > least]
     # Everything not above -inf equals it, so the first tokens suffice to fill the list.
-    near_V = scores_V[: 2 * count] if least == -math.inf else scores_V
-    equal: list[int] = (near_V == least).nonzero()[: count - len(above), 0].tolist()
+    candidates_V = scores_V[: 2 * count] if least == -math.inf else scores_V
+    equal: list[int] = (candidates_V == least).nonzero()[: count - len(above), 0].tolist()
     return [*above, *equal]
 
 
@@ -140,25 +140,25 @@ def unpack(words_RW: Tensor, vocab: int) -> Tensor:
 
 def _penalised(score_E: Tensor, penalties: Penalties) -> Tensor:
     count_E, (repetition_E, presence_E, frequency_E) = penalties.count_E, penalties.factors
-    own_E = torch.where(score_E > 0, score_E / repetition_E, score_E * repetition_E)
+    penalised_E = torch.where(score_E > 0, score_E / repetition_E, score_E * repetition_E)
     loss_E = frequency_E * count_E + presence_E * (count_E > 0)
-    return (own_E - loss_E).to(score_E.dtype)
+    return (penalised_E - loss_E).to(score_E.dtype)
 
 
-def _cut_tail(scores_NV: Tensor, rules: Rules, warm_N: Tensor) -> None:
+def _cut_tail(scores_NV: Tensor, rules: Rules, is_random_N: Tensor) -> None:
     """Cut to the best k, and of those to the best with a total of top_p; ties go to the smaller id.
 
     Rows with neither are skipped. Reads on the host how far the ranking must go.
     """
     vocab = scores_NV.shape[1]
-    top_k_N, top_p_N = torch.full_like(warm_N, vocab, dtype=torch.int64), rules.top_p_N
+    top_k_N, top_p_N = torch.full_like(is_random_N, vocab, dtype=torch.int64), rules.top_p_N
     if rules.top_k_N is not None:
         top_k_N = torch.where(rules.top_k_N > 0, rules.top_k_N.clamp(max=vocab), top_k_N)
-    asks_N = top_k_N < vocab
+    is_filtered_N = top_k_N < vocab
     if top_p_N is not None:
         top_p_N = top_p_N.to(scores_NV.dtype)
-        asks_N |= top_p_N < 1
-    row_R = (warm_N & asks_N).nonzero()[:, 0]
+        is_filtered_N |= top_p_N < 1
+    row_R = (is_random_N & is_filtered_N).nonzero()[:, 0]
     if len(row_R) == len(scores_NV):
         scores_NV.masked_fill_(_cut(scores_NV, top_k_N, top_p_N), -torch.inf)
     elif len(row_R):

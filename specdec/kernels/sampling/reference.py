@@ -81,12 +81,12 @@ def splitmix64(x: int) -> int:
 def word(seed: int, position: int, token: int) -> int:
     """Return the 32 random bits of one token at one position."""
     mixed = splitmix64(splitmix64((seed + 1) & MASK64) ^ (position & MASK64))
-    key, tweak = mixed & MASK32, mixed >> 32
+    key, high = mixed & MASK32, mixed >> 32
     h = (token * 0x9E3779B1 + key) & MASK32
     h ^= h >> 16
     h = (h * 0x85EBCA6B) & MASK32
     h ^= h >> 13
-    h = (h + tweak) & MASK32
+    h = (h + high) & MASK32
     h = (h * 0xC2B2AE35) & MASK32
     h ^= h >> 16
     h = (h * 0x27D4EB2F) & MASK32
@@ -135,11 +135,11 @@ def _process_row(scores_V: Tensor, rules: Rules, n: int) -> None:
     if rules.top_k_N is not None and rules.top_k_N[n] > 0:
         scores_V[order[int(rules.top_k_N[n]) :]] = -torch.inf
     if rules.top_p_N is not None and rules.top_p_N[n] < 1:
-        share_V, before = scores_V.double().softmax(0), 0.0
+        prob_V, before = scores_V.double().softmax(0), 0.0
         for v in order:
             if before >= float(rules.top_p_N[n]):
                 scores_V[v] = -torch.inf
-            before += float(share_V[v])
+            before += float(prob_V[v])
 
 
 def _penalise(scores_V: Tensor, penalties: Penalties, e: int) -> None:

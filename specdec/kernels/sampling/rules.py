@@ -54,9 +54,9 @@ class Penalties(NamedTuple):
         return [_spread(column_R, self) for column_R in self[4:]]
 
 
-def _spread(column_R: Tensor, own: "Bias | Penalties") -> Tensor:
+def _spread(column_R: Tensor, entries: "Bias | Penalties") -> Tensor:
     """Repeat each row's value for its entries, without synchronising with a GPU."""
-    return column_R.repeat_interleave(own.length_R, output_size=len(own.token_E))
+    return column_R.repeat_interleave(entries.length_R, output_size=len(entries.token_E))
 
 
 class Mask(NamedTuple):

@@ -70,16 +70,16 @@ def _best(
         num_warps=8,
     )
     token_NC = torch.empty(rows, count, dtype=torch.int64, device=device)
-    share_NC = torch.empty(rows, count, dtype=torch.float32, device=device)
+    prob_NC = torch.empty(rows, count, dtype=torch.float32, device=device)
     _merge[(rows,)](
-        *(key_NPC, sum_NP, token_NC, share_NC, parts),
+        *(key_NPC, sum_NP, token_NC, prob_NC, parts),
         COUNT=count,
         RANKS=ranks,
         PARTS=triton.next_power_of_2(parts),
         KEYS=triton.next_power_of_2(parts * count),
         num_warps=4,
     )
-    return token_NC, share_NC
+    return token_NC, prob_NC
 
 
 def _limits(logits_NV: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
@@ -91,8 +91,10 @@ def _limits(logits_NV: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | No
     least_N = torch.empty(rows, dtype=torch.float32, device=device)
     last_N = torch.empty(rows, dtype=torch.int32, device=device)
     # Use one kernel for all filters, with unused ones set to off: each combination would compile anew.
-    off = zip(filters, (0, 1.0, 0.0), (torch.int64, torch.float32, torch.float32), strict=True)
-    columns = (torch.full((rows,), no, dtype=kind, device=device) if x is None else x for x, no, kind in off)
+    defaults = zip(filters, (0, 1.0, 0.0), (torch.int64, torch.float32, torch.float32), strict=True)
+    columns = (
+        torch.full((rows,), off, dtype=kind, device=device) if x is None else x for x, off, kind in defaults
+    )
     _cut[(rows,)](
         *(logits_NV, rules.temperature_N, *columns, least_N, last_N, logits_NV.stride(0), vocab),
         BLOCK=ROW,
@@ -112,9 +114,9 @@ def _part(
     at = part * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab
     score = tl.load(logits + row * stride + at, mask=inside, other=-float("inf")).to(tl.float32)
-    heat = tl.load(temperature + row)
-    if heat > 0:
-        score = tl.div_rn(score, heat)
+    temp = tl.load(temperature + row)
+    if temp > 0:
+        score = tl.div_rn(score, temp)
         if least is not None:
             bound, end = tl.load(least + row), tl.load(last + row)
             score = tl.where((score < bound) | ((score == bound) & (at > end)), -float("inf"), score)
@@ -144,20 +146,20 @@ def _merge(
     if RANKS:
         part = tl.arange(0, PARTS)
         inside = part < parts
-        own = _score(tl.load(key + (row * parts + part) * COUNT, mask=inside, other=NONE))
+        part_best = _score(tl.load(key + (row * parts + part) * COUNT, mask=inside, other=NONE))
         most = _score(tl.max(keys, 0))
         sums = tl.load(total + row * parts + part, mask=inside, other=0.0)
-        whole = tl.sum(tl.where(inside, sums * tl.exp(own - most), 0.0), 0)
+        total_sum = tl.sum(tl.where(inside, sums * tl.exp(part_best - most), 0.0), 0)
     for i in tl.static_range(COUNT):
         first = tl.max(keys, 0)
         keys = tl.where(keys == first, NONE, keys)
-        found = 0x7FFFFFFF - (first & 0x7FFFFFFF)
+        token_id = 0x7FFFFFFF - (first & 0x7FFFFFFF)
         if RANKS:
-            part_of = tl.exp(_score(first) - most) / whole
+            part_of = tl.exp(_score(first) - most) / total_sum
             tl.store(share + row * COUNT + i, tl.where(part_of == part_of, part_of, 0.0))
         else:
-            found = tl.where(first >> 32 == 0x7FFFFFFF, -1, found)
-        tl.store(token + row * COUNT + i, found)
+            token_id = tl.where(first >> 32 == 0x7FFFFFFF, -1, token_id)
+        tl.store(token + row * COUNT + i, token_id)
 
 
 @kernel
@@ -172,42 +174,42 @@ def _cut(
     overlap()
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    heat = tl.load(temperature + row)
-    given, share, lowest = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    room = tl.where((given > 0) & (given < vocab), given, vocab).to(tl.int32)
+    temp = tl.load(temperature + row)
+    k, p, least_ratio = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    k_limit = tl.where((k > 0) & (k < vocab), k, vocab).to(tl.int32)
     bound, end = tl.cast(-float("inf"), tl.float32), vocab
-    if (heat > 0) & ((room < vocab) | (share < 1) | (lowest > 0)):
-        highest = _highest(logits, heat, vocab, BLOCK)
+    if (temp > 0) & ((k_limit < vocab) | (p < 1) | (least_ratio > 0)):
+        highest = _highest(logits, temp, vocab, BLOCK)
         if highest > -float("inf"):
-            if lowest > 0:
-                bound = highest + tl.log(lowest)
+            if least_ratio > 0:
+                bound = highest + tl.log(least_ratio)
             # Number of the bound's ties that stay and that are cut.
-            equals, surplus = vocab, tl.cast(0.0, tl.float64)
-            if room < vocab:
-                count, score, _ = _above(logits, heat, highest, vocab, bound, False, BLOCK)
-                if room < count:
-                    bound, beyond, reached = _search(
-                        logits, heat, highest, vocab, score, count, room.to(tl.float64), False, BLOCK
+            ties, extra_ties = vocab, tl.cast(0.0, tl.float64)
+            if k_limit < vocab:
+                count, score, _ = _above(logits, temp, highest, vocab, bound, False, BLOCK)
+                if k_limit < count:
+                    bound, above, from_bound = _search(
+                        logits, temp, highest, vocab, score, count, k_limit.to(tl.float64), False, BLOCK
                     )
-                    equals, surplus = room - beyond.to(tl.int32), reached - room
-            if (share < 1) & (highest < float("inf")):
-                mass, score, _ = _above(logits, heat, highest, vocab, bound, True, BLOCK)
-                if surplus > 0:
-                    mass -= surplus * tl.exp(bound - highest).to(tl.float64)
-                goal = share.to(tl.float64) * mass
-                score, beyond, _ = _search(logits, heat, highest, vocab, score, mass, goal, True, BLOCK)
-                few = _ceil((goal - beyond) / tl.exp(score - highest).to(tl.float64), vocab)
-                equals = tl.where(score == bound, tl.minimum(few, equals), few)
+                    ties, extra_ties = k_limit - above.to(tl.int32), from_bound - k_limit
+            if (p < 1) & (highest < float("inf")):
+                mass, score, _ = _above(logits, temp, highest, vocab, bound, True, BLOCK)
+                if extra_ties > 0:
+                    mass -= extra_ties * tl.exp(bound - highest).to(tl.float64)
+                target = p.to(tl.float64) * mass
+                score, above, _ = _search(logits, temp, highest, vocab, score, mass, target, True, BLOCK)
+                needed = _ceil((target - above) / tl.exp(score - highest).to(tl.float64), vocab)
+                ties = tl.where(score == bound, tl.minimum(needed, ties), needed)
                 bound = score
-            if equals < vocab:
-                end = _nth(logits, heat, vocab, bound, equals, BLOCK)
+            if ties < vocab:
+                end = _nth(logits, temp, vocab, bound, ties, BLOCK)
     tl.store(least + row, bound)
     tl.store(last + row, end)
 
 
 @triton.jit
 def _search(
-    logits, heat, highest, vocab, low, reached, goal,
+    logits, temp, highest, vocab, low, at_low, target,
     MASS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Find the greatest score whose amount, with all scores above it, reaches the goal.
@@ -215,60 +217,63 @@ def _search(
     `low` reaches it, with the amount `reached`. Return the score, the amount above it, and the amount
     including it. Both ends of the bisection are always scores of the row.
     """
-    high, beyond = highest, tl.cast(0.0, tl.float64)
+    high, above_high = highest, tl.cast(0.0, tl.float64)
     while low < high:
-        middle = low + (high - low) * 0.5
-        middle = tl.where((middle > low) & (middle < high), middle, high)
-        amount, over, under = _above(logits, heat, highest, vocab, middle, MASS, BLOCK)
-        if amount >= goal:
-            low, reached = over, amount
+        mid = low + (high - low) * 0.5
+        mid = tl.where((mid > low) & (mid < high), mid, high)
+        mass, above, below = _above(logits, temp, highest, vocab, mid, MASS, BLOCK)
+        if mass >= target:
+            low, at_low = above, mass
         else:
-            high, beyond = under, amount
-    return low, beyond, reached
+            high, above_high = below, mass
+    return low, above_high, at_low
 
 
 @triton.jit
-def _above(logits, heat, highest, vocab, bound, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _above(logits, temp, highest, vocab, bound, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the count or mass of scores from a bound on, the lowest of them, and the highest below."""
-    amounts = tl.zeros([BLOCK], tl.float64)
-    over, under = tl.full([BLOCK], float("inf"), tl.float32), tl.full([BLOCK], -float("inf"), tl.float32)
+    masses = tl.zeros([BLOCK], tl.float64)
+    above, below = (
+        tl.full([BLOCK], float("inf"), tl.float32),
+        tl.full([BLOCK], -float("inf"), tl.float32),
+    )
     for start in range(0, vocab, BLOCK):
-        score = _load(logits, heat, vocab, start, BLOCK)
-        stays = (score >= bound) & (score > -float("inf"))
-        amount = tl.exp(score - highest) if MASS else tl.full([BLOCK], 1.0, tl.float32)
-        amounts += tl.where(stays, amount, 0.0).to(tl.float64)
-        over = tl.minimum(over, tl.where(stays, score, float("inf")))
-        under = tl.maximum(under, tl.where(stays, -float("inf"), score))
-    return tl.sum(amounts, 0), tl.min(over, 0), tl.max(under, 0)
+        score = _load(logits, temp, vocab, start, BLOCK)
+        is_in = (score >= bound) & (score > -float("inf"))
+        mass = tl.exp(score - highest) if MASS else tl.full([BLOCK], 1.0, tl.float32)
+        masses += tl.where(is_in, mass, 0.0).to(tl.float64)
+        above = tl.minimum(above, tl.where(is_in, score, float("inf")))
+        below = tl.maximum(below, tl.where(is_in, -float("inf"), score))
+    return tl.sum(masses, 0), tl.min(above, 0), tl.max(below, 0)
 
 
 @triton.jit
-def _highest(logits, heat, vocab, BLOCK: tl.constexpr):
+def _highest(logits, temp, vocab, BLOCK: tl.constexpr):
     """Return a row's highest score; -inf if the row has a NaN."""
-    highest, wrong = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
+    highest, has_nan = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
-        score = _load(logits, heat, vocab, start, BLOCK)
-        wrong |= (score != score).to(tl.int32)
+        score = _load(logits, temp, vocab, start, BLOCK)
+        has_nan |= (score != score).to(tl.int32)
         highest = tl.maximum(highest, tl.where(score == score, score, -float("inf")))
-    return tl.where(tl.max(wrong, 0) > 0, -float("inf"), tl.max(highest, 0))
+    return tl.where(tl.max(has_nan, 0) > 0, -float("inf"), tl.max(highest, 0))
 
 
 @triton.jit
-def _nth(logits, heat, vocab, bound, wanted, BLOCK: tl.constexpr):
+def _nth(logits, temp, vocab, bound, n, BLOCK: tl.constexpr):
     """Return the n-th token with a score; the vocabulary size if there are fewer."""
-    found, seen = vocab, 0
+    token_id, seen = vocab, 0
     for start in range(0, vocab, BLOCK):
-        equal = (_load(logits, heat, vocab, start, BLOCK) == bound).to(tl.int32)
-        is_it = (equal > 0) & (seen + tl.cumsum(equal, 0) == wanted)
-        found = tl.minimum(found, tl.min(tl.where(is_it, start + tl.arange(0, BLOCK), vocab), 0))
+        equal = (_load(logits, temp, vocab, start, BLOCK) == bound).to(tl.int32)
+        is_it = (equal > 0) & (seen + tl.cumsum(equal, 0) == n)
+        token_id = tl.minimum(token_id, tl.min(tl.where(is_it, start + tl.arange(0, BLOCK), vocab), 0))
         seen += tl.sum(equal, 0)
-    return found
+    return token_id
 
 
 @triton.jit
-def _load(logits, heat, vocab, start, BLOCK: tl.constexpr):
+def _load(logits, temp, vocab, start, BLOCK: tl.constexpr):
     at = start + tl.arange(0, BLOCK)
-    return tl.div_rn(tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32), heat)
+    return tl.div_rn(tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32), temp)
 
 
 @triton.jit

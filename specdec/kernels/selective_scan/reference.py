@@ -42,8 +42,8 @@ def selective_scan(
         for i in range(group.width):
             t, parent = b * group.width + i, parent_of(group, b, i)
             x_HW, step_HW, k_HK = x_THW[t].to(dtype), step_size(dt_THW[t], layer, dtype), k_THK[t].to(dtype)
-            before_HKW = committed_HKW if parent < 0 else state_HKW[parent]
-            state_HKW.append(advance(before_HKW, x_HW, step_HW, k_HK, layer))
+            parent_HKW = committed_HKW if parent < 0 else state_HKW[parent]
+            state_HKW.append(advance(parent_HKW, x_HW, step_HW, k_HK, layer))
             read_HW = torch.einsum("hkw,hk->hw", state_HKW[i], q_THK[t].to(dtype))
             gate_HW = torch.nn.functional.silu(gate_THW[t].to(dtype))
             out_THW[t] = ((read_HW + layer.D_HW.to(dtype) * x_HW) * gate_HW).to(out_THW.dtype)

@@ -63,18 +63,18 @@ def ready(
 @kernel(do_not_specialize=["width", "tables", "block_stride"], do_not_specialize_on_alignment=["length"])
 def _ready(
     projected, q_weight, k_weight, cos, sin, q, pages, table, length, width, tables, block_stride, eps,
-    BY_PART: tl.constexpr, BY_PLACE: tl.constexpr, BY_HEAD: tl.constexpr,
+    BY_PART: tl.constexpr, BY_POSITION: tl.constexpr, BY_HEAD: tl.constexpr,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
     WIDE: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     overlap()
     token, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = q.dtype.element_ty
-    apart: tl.constexpr = 2 * D if GATED else D
+    head_stride: tl.constexpr = 2 * D if GATED else D
     at = tl.arange(0, BLOCK)
     mask = at < D
-    start = tl.where(unit < H, unit * apart, H * apart + (unit - H) * D)
-    projected += token * (H * apart + PARTS * J * D) + start
+    start = tl.where(unit < H, unit * head_stride, H * head_stride + (unit - H) * D)
+    projected += token * (H * head_stride + PARTS * J * D) + start
     value = tl.load(projected + at, mask=mask, other=0.0).to(tl.float32)
     if unit < H + J:
         # Rotate entry i against entry i + R; other entries pair with themselves and stay unchanged.
@@ -86,21 +86,21 @@ def _ready(
             value = _weigh(value * scale, weight + at, mask, OWN, kind)
             other = _weigh(other * scale, weight + pair, mask, OWN, kind)
         if R > 0:
-            turned = at < 2 * R
+            is_rotated = at < 2 * R
             angle = token * R + at % R
             # Round every product, or none.
             part = tl.float32 if WIDE else kind
-            c = tl.load(cos + angle, mask=turned, other=1.0).to(part).to(tl.float32)
-            s = tl.load(sin + angle, mask=turned, other=0.0).to(part).to(tl.float32)
+            c = tl.load(cos + angle, mask=is_rotated, other=1.0).to(part).to(tl.float32)
+            s = tl.load(sin + angle, mask=is_rotated, other=0.0).to(part).to(tl.float32)
             s = tl.where(at < R, -s, s)
-            along, across = (value * c).to(part).to(tl.float32), (other * s).to(part).to(tl.float32)
-            value = tl.where(turned, (along + across).to(kind).to(tl.float32), value)
+            rotated, cross = (value * c).to(part).to(tl.float32), (other * s).to(part).to(tl.float32)
+            value = tl.where(is_rotated, (rotated + cross).to(kind).to(tl.float32), value)
     if unit < H:
         tl.store(q + (token * H + unit) * D + at, value.to(kind), mask=mask)
     else:
-        place = locate(table, length, token // width, token % width, tables, block_stride, BY_PLACE, PAGE)
-        place += tl.where(unit < H + J, (unit - H) * BY_HEAD, BY_PART + (unit - H - J) * BY_HEAD)
-        tl.store(pages + place + at, quantise(value, pages.dtype.element_ty), mask=mask)
+        offset = locate(table, length, token // width, token % width, tables, block_stride, BY_POSITION, PAGE)
+        offset += tl.where(unit < H + J, (unit - H) * BY_HEAD, BY_PART + (unit - H - J) * BY_HEAD)
+        tl.store(pages + offset + at, quantise(value, pages.dtype.element_ty), mask=mask)
 
 
 @triton.jit

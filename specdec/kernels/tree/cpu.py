@@ -42,17 +42,17 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
 def accept_at_rates(
     chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, rate_N: Tensor, seed_B: Tensor, position_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    goes_BN = _goes(rate_N, seed_B, position_B)
-    deep_BN = F.pad(goes_BN, (0, max(token_BM.shape[1] - goes_BN.shape[1], 1)))
+    accepts_BN = _accepts(rate_N, seed_B, position_B)
+    padded_BN = F.pad(accepts_BN, (0, max(token_BM.shape[1] - accepts_BN.shape[1], 1)))
     node_M, is_real_BM = _arange(token_BM), token_BM != NO_TOKEN
     siblings_BMM = (parent_BM[..., None] == parent_BM[:, None]) & is_real_BM[:, None]
     is_first_BM = ~(siblings_BMM & (node_M < node_M[:, None])).any(-1) & is_real_BM & (node_M > 0)
     depth_BM = relations(parent_BM, 1)[0]
-    goes_BM = is_first_BM & deep_BN.gather(1, (depth_BM - 1).clamp(min=0))
+    accepts_BM = is_first_BM & padded_BN.gather(1, (depth_BM - 1).clamp(min=0))
     # Rejected nodes write to an extra column, which is cut off.
-    to_BM = torch.where(goes_BM, parent_BM, len(node_M))
+    to_BM = torch.where(accepts_BM, parent_BM, len(node_M))
     new_BM = F.pad(chosen_BM, (0, 1)).scatter(1, to_BM, token_BM)[:, :-1]
-    return new_BM, token_BM.masked_fill(~goes_BM & (node_M > 0), NO_TOKEN)
+    return new_BM, token_BM.masked_fill(~accepts_BM & (node_M > 0), NO_TOKEN)
 
 
 def promote(
@@ -72,13 +72,13 @@ def promote(
     length_B.add_(torch.where(is_live_B, count_B, 0))
 
 
-def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
+def children(prob_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
     _, depths, ranks = table_3DR.shape
     row_3R = table_3DR[:, min(depth, depths) - 1]
     total_BF, chances = torch.zeros_like(score_BF), list[Tensor]()
-    for rank, share_BF in enumerate(share_BFK.double().clamp(max=1.0).unbind(-1)):
+    for rank, prob_BF in enumerate(prob_BFK.double().clamp(max=1.0).unbind(-1)):
         gain, least, most = row_3R[:, min(rank, ranks - 1)].unbind()
-        chance_BF = (share_BF * gain).maximum(least).minimum(most)
+        chance_BF = (prob_BF * gain).maximum(least).minimum(most)
         chances.append(chance_BF.minimum(chances[-1]) if chances else chance_BF)
         # Add sequentially like the host: another order may round differently.
         total_BF = total_BF + chances[-1]
@@ -110,11 +110,11 @@ def _follow(agrees_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor, Tensor]:
         up_BM = up_BM.gather(1, up_BM)
     # Nodes off the path write to an extra column, which is cut off.
     to_BM = torch.where(on_BM, depth_BM, len(node_M))
-    places = F.pad(node_M, (0, 1)).expand(len(parent_BM), -1)
-    return places.scatter(1, to_BM, node_M.expand_as(to_BM))[:, :-1], on_BM.sum(-1)
+    targets = F.pad(node_M, (0, 1)).expand(len(parent_BM), -1)
+    return targets.scatter(1, to_BM, node_M.expand_as(to_BM))[:, :-1], on_BM.sum(-1)
 
 
-def _goes(rate_N: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+def _accepts(rate_N: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
     """Return for each depth whether a random 64-bit integer is below rate times 2^64.
 
     int64 cannot hold such an integer, so its 32-bit halves are compared with those of the bound, rounded up.
@@ -124,9 +124,9 @@ def _goes(rate_N: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
     drawn_BN = splitmix64(splitmix64(seed_B)[:, None] ^ (position_B[:, None] + depth_N))
     high_BN, low_BN = (drawn_BN >> 32) & 0xFFFFFFFF, drawn_BN & 0xFFFFFFFF
     scaled_N = rate_N * 2.0**32
-    whole_N = scaled_N.floor()
-    rest_N = ((scaled_N - whole_N) * 2.0**32).ceil().long()
-    bound_N = whole_N.long()
+    high_N = scaled_N.floor()
+    rest_N = ((scaled_N - high_N) * 2.0**32).ceil().long()
+    bound_N = high_N.long()
     return (high_BN < bound_N) | ((high_BN == bound_N) & (low_BN < rest_N))
 
 

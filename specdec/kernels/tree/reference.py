@@ -15,8 +15,8 @@ def relations(parent_BM: Tensor, taps: int) -> tuple[Tensor, Tensor, Tensor]:
     first.
     """
     trees, node_M = parent_BM.tolist(), range(parent_BM.shape[1])
-    ancestors = [[[mask >> j & 1 for j in node_M] for mask in row.ancestor_masks(own)] for own in trees]
-    depths, inputs = list(map(row.depths, trees)), [row.taps(own, taps) for own in trees]
+    ancestors = [[[mask >> j & 1 for j in node_M] for mask in row.ancestor_masks(tree)] for tree in trees]
+    depths, inputs = list(map(row.depths, trees)), [row.taps(tree, taps) for tree in trees]
     device = parent_BM.device
     return _ids(depths, device), torch.tensor(ancestors, device=device).bool(), _ids(inputs, device)
 
@@ -28,15 +28,15 @@ def walk(chosen_BM: Tensor, token_BM: Tensor, parent_BM: Tensor) -> tuple[Tensor
     so moving the nodes' KV to its committed position leaves the rest unchanged. A node with no chosen token
     ends the walk and is not accepted, so the count may be 0.
     """
-    kept, counts = [], []
+    paths, counts = [], []
     rows = zip(chosen_BM.tolist(), token_BM.tolist(), parent_BM.tolist(), strict=True)
     for chosen, tokens, parents in rows:
         path = row.walk(chosen, tokens, parents)
         if chosen[path[-1]] == NO_TOKEN:
             path.pop()
-        kept.append([*path, *range(len(path), len(tokens))])
+        paths.append([*path, *range(len(path), len(tokens))])
         counts.append(len(path))
-    return _ids(kept, chosen_BM.device), _ids(counts, chosen_BM.device)
+    return _ids(paths, chosen_BM.device), _ids(counts, chosen_BM.device)
 
 
 def accept_at_rates(
@@ -78,7 +78,7 @@ def promote(
         length_B[b] += count
 
 
-def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
+def children(prob_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
     """Return the scores [B, F, K] of the children of F nodes with the given scores, in float64.
 
     A child's acceptance probability is the drafter's probability, at most 1, times the gain of its depth (1:
@@ -86,14 +86,14 @@ def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor)
     depth and rank also apply to all beyond. At most one child is accepted and their order is fixed, so
     probabilities never increase with rank and sum to at most 1.
     """
-    ranks = share_BFK.shape[2]
-    known = [part[min(depth, len(part)) - 1] for part in table_3DR.tolist()]
-    gains, least, most = ([*part, *[part[-1]] * ranks] for part in known)
+    ranks = prob_BFK.shape[2]
+    parts = [part[min(depth, len(part)) - 1] for part in table_3DR.tolist()]
+    gains, least, most = ([*part, *[part[-1]] * ranks] for part in parts)
     chances = [
-        [row.siblings([min(share, 1.0) for share in shares], gains, least, most) for shares in nodes]
-        for nodes in share_BFK.tolist()
+        [row.siblings([min(prob, 1.0) for prob in probs], gains, least, most) for probs in nodes]
+        for nodes in prob_BFK.tolist()
     ]
-    chance_BFK = torch.tensor(chances, dtype=torch.float64, device=share_BFK.device)
+    chance_BFK = torch.tensor(chances, dtype=torch.float64, device=prob_BFK.device)
     return score_BF.double()[..., None] * chance_BFK
 
 

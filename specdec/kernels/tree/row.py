@@ -13,10 +13,10 @@ from specdec.kernels.sampling.rules import NO_TOKEN
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Return each node's depth below the root."""
-    found: list[int] = []
+    result: list[int] = []
     for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
+        result.append(0 if parent < 0 else result[parent] + 1)
+    return result
 
 
 def ancestor_masks(parents: Sequence[int]) -> list[int]:
@@ -34,11 +34,11 @@ def taps(parents: Sequence[int], width: int) -> list[tuple[int, ...]]:
     the root into the inputs before the window.
     """
     before = width - 1
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     for i, parent in enumerate(parents):
-        above = found[parent][1:] if parent >= 0 else tuple(range(before))
-        found.append((*above, before + i))
-    return found
+        above = result[parent][1:] if parent >= 0 else tuple(range(before))
+        result.append((*above, before + i))
+    return result
 
 
 def walk(chosen: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
@@ -73,7 +73,7 @@ def accept_at_rates(
 
 
 def siblings(
-    shares: Iterable[float], gains: Iterable[float], least: Iterable[float], most: Iterable[float]
+    probs: Iterable[float], gains: Iterable[float], least: Iterable[float], most: Iterable[float]
 ) -> list[float]:
     """Return the acceptance probabilities of a node's children from the drafter's, in descending order.
 
@@ -81,14 +81,14 @@ def siblings(
     one child is accepted and their order is fixed: no probability exceeds the one before it, and they sum to
     at most 1.
     """
-    found: list[float] = []
+    result: list[float] = []
     bound, total = math.inf, 0.0
-    for share, gain, low, high in zip(shares, gains, least, most, strict=False):
-        bound = min(bound, max(share * gain, low), high)
-        found.append(bound)
+    for prob, gain, low, high in zip(probs, gains, least, most, strict=False):
+        bound = min(bound, max(prob * gain, low), high)
+        result.append(bound)
         # Add sequentially like the device: some Python versions' `sum` rounds differently.
         total += bound
-    return found if total <= 1 else [chance / total for chance in found]
+    return result if total <= 1 else [chance / total for chance in result]
 
 
 def by_score(scores: Sequence[float]) -> list[int]:
@@ -98,5 +98,5 @@ def by_score(scores: Sequence[float]) -> list[int]:
 
 def renumber(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
     """Return the parents of the retained nodes, as indices into the retained nodes."""
-    place = {-1: -1} | {node: i for i, node in enumerate(kept)}
-    return [place[parents[node]] for node in kept]
+    new_index = {-1: -1} | {node: i for i, node in enumerate(kept)}
+    return [new_index[parents[node]] for node in kept]

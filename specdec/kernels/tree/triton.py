@@ -71,13 +71,13 @@ def promote(
     )
 
 
-def children(share_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
-    rows, nodes, ranks = share_BFK.shape
-    _, depths, known = table_3DR.shape
-    out_BFK = torch.empty(share_BFK.shape, dtype=torch.float64, device=share_BFK.device)
+def children(prob_BFK: Tensor, score_BF: Tensor, depth: int, table_3DR: Tensor) -> Tensor:
+    rows, nodes, ranks = prob_BFK.shape
+    _, depths, ranks_known = table_3DR.shape
+    out_BFK = torch.empty(prob_BFK.shape, dtype=torch.float64, device=prob_BFK.device)
     _children[(rows,)](
-        *map(_whole, (share_BFK, score_BF, table_3DR)),
-        *(out_BFK, nodes, min(depth, depths) - 1, depths, known),
+        *map(_whole, (prob_BFK, score_BF, table_3DR)),
+        *(out_BFK, nodes, min(depth, depths) - 1, depths, ranks_known),
         RANKS=ranks,
         BLOCK=triton.next_power_of_2(nodes),
         num_warps=1,
@@ -141,8 +141,8 @@ def _relations(parent, depth, ancestors, tap, width, TAPS: tl.constexpr, BLOCK: 
     node = at.to(tl.int64)
     for back in tl.static_range(TAPS):
         # Above the root the path continues into the inputs before the window.
-        place = TAPS - 1 + tl.where(levels >= back, node, levels - back)
-        tl.store(tap + (row * width + at) * TAPS + TAPS - 1 - back, place, mask=inside)
+        input_index = TAPS - 1 + tl.where(levels >= back, node, levels - back)
+        tl.store(tap + (row * width + at) * TAPS + TAPS - 1 - back, input_index, mask=inside)
         node = tl.load(parent + node, mask=inside & (node >= 0), other=-1)
 
 
@@ -156,14 +156,14 @@ def _walk(chosen, token, parent, node, count, width, BLOCK: tl.constexpr):
     tokens = tl.load(token + row * width + at, mask=inside, other=-1)
     parents = tl.load(parent + row * width + at, mask=inside, other=-2)
     nodes, length = at.to(tl.int64), 1
-    own = tl.load(chosen)
-    child = tl.min(tl.where((parents == 0) & (tokens != -1) & (tokens == own), at, BLOCK), 0)
+    wanted = tl.load(chosen)
+    child = tl.min(tl.where((parents == 0) & (tokens != -1) & (tokens == wanted), at, BLOCK), 0)
     while child < BLOCK:
         nodes = tl.where(at == length, child, nodes)
         length += 1
-        own = tl.load(chosen + child)
-        child = tl.min(tl.where((parents == child) & (tokens != -1) & (tokens == own), at, BLOCK), 0)
-    kept = tl.where(own == -1, length - 1, length)
+        wanted = tl.load(chosen + child)
+        child = tl.min(tl.where((parents == child) & (tokens != -1) & (tokens == wanted), at, BLOCK), 0)
+    kept = tl.where(wanted == -1, length - 1, length)
     tl.store(node + row * width + at, tl.where(at < kept, nodes, at), mask=inside)
     tl.store(count + row, kept)
 
@@ -189,18 +189,18 @@ def _accept_at_rates(
         depth += (up > 0).to(tl.int64)
         up = tl.load(parent + up, mask=up > 0, other=-1)
     # Compare the rate with a random 64-bit integer.
-    share = tl.load(rate + depth, mask=inside & (depth < depths), other=0.0) * 4294967296.0
+    scaled = tl.load(rate + depth, mask=inside & (depth < depths), other=0.0) * 4294967296.0
     start = splitmix64(tl.load(seed + row).to(tl.uint64))
     drawn = splitmix64(start ^ (tl.load(position + row) + depth).to(tl.uint64))
     high, low = (drawn >> 32).to(tl.int64), (drawn & 0xFFFFFFFF).to(tl.int64)
-    bound = tl.floor(share)
-    rest = tl.ceil((share - bound) * 4294967296.0).to(tl.int64)
-    whole = bound.to(tl.int64)
-    goes = is_first & ((high < whole) | ((high == whole) & (low < rest)))
-    tl.store(new_token + row * width + at, tl.where(goes | (at == 0), tokens, -1), mask=inside)
+    bound = tl.floor(scaled)
+    low_bound = tl.ceil((scaled - bound) * 4294967296.0).to(tl.int64)
+    high_bound = bound.to(tl.int64)
+    accepts = is_first & ((high < high_bound) | ((high == high_bound) & (low < low_bound)))
+    tl.store(new_token + row * width + at, tl.where(accepts | (at == 0), tokens, -1), mask=inside)
     tl.store(new_chosen + row * width + at, tl.load(chosen + row * width + at, mask=inside), mask=inside)
     tl.debug_barrier()
-    tl.store(new_chosen + row * width + parents, tokens, mask=goes)
+    tl.store(new_chosen + row * width + parents, tokens, mask=accepts)
 
 
 @kernel(do_not_specialize=["width", "records", "by_row"])
@@ -215,16 +215,16 @@ def _promote(
         at = tl.arange(0, BLOCK)
         kept = tl.load(count + row)
         mask = at < kept
-        own = row * records + tl.load(node + row * width + at, mask=mask, other=0)
-        tl.store(path_slab + row * by_row + at, tl.load(slab + own, mask=mask), mask=mask)
-        tl.store(path_index + row * by_row + at, tl.load(index + own, mask=mask), mask=mask)
+        record_at = row * records + tl.load(node + row * width + at, mask=mask, other=0)
+        tl.store(path_slab + row * by_row + at, tl.load(slab + record_at, mask=mask), mask=mask)
+        tl.store(path_index + row * by_row + at, tl.load(index + record_at, mask=mask), mask=mask)
         tl.store(path_length + row, kept)
         tl.store(length + row, before + kept)
 
 
 @kernel(do_not_specialize=["nodes", "depth", "depths", "known"])
 def _children(
-    share, score, table, out, nodes, depth, depths, known,
+    prob, score, table, out, nodes, depth, depths, ranks_known,
     RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Sum the probabilities in a first pass and normalise in a second: they are few and cached."""
@@ -232,26 +232,26 @@ def _children(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < nodes
-    own = row * nodes + at
+    node_at = row * nodes + at
     total, chance = tl.zeros([BLOCK], tl.float64), tl.full([BLOCK], float("inf"), tl.float64)
     for rank in tl.static_range(RANKS):
-        chance = _chance(share + own * RANKS, table, rank, depth, depths, known, chance, inside)
+        chance = _chance(prob + node_at * RANKS, table, rank, depth, depths, ranks_known, chance, inside)
         total += chance
-    above = tl.load(score + own, mask=inside, other=0.0)
+    parent_score = tl.load(score + node_at, mask=inside, other=0.0)
     chance = tl.full([BLOCK], float("inf"), tl.float64)
     for rank in tl.static_range(RANKS):
-        chance = _chance(share + own * RANKS, table, rank, depth, depths, known, chance, inside)
-        tl.store(out + own * RANKS + rank, above * (chance / tl.maximum(total, 1.0)), mask=inside)
+        chance = _chance(prob + node_at * RANKS, table, rank, depth, depths, ranks_known, chance, inside)
+        tl.store(out + node_at * RANKS + rank, parent_score * (chance / tl.maximum(total, 1.0)), mask=inside)
 
 
 @triton.jit
-def _chance(share, table, rank, depth, depths, known, bound, inside):
+def _chance(prob, table, rank, depth, depths, ranks_known, bound, inside):
     """Calibrate the next child's probability; `bound` is that of the previous child."""
-    gain = table + depth * known + tl.minimum(rank, known - 1)
-    belief = tl.minimum(tl.load(share + rank, mask=inside, other=0.0).to(tl.float64), 1.0)
-    chance = belief * tl.load(gain)
-    chance = tl.maximum(chance, tl.load(gain + depths * known))
-    return tl.minimum(bound, tl.minimum(chance, tl.load(gain + 2 * depths * known)))
+    gain = table + depth * ranks_known + tl.minimum(rank, ranks_known - 1)
+    drafter_prob = tl.minimum(tl.load(prob + rank, mask=inside, other=0.0).to(tl.float64), 1.0)
+    chance = drafter_prob * tl.load(gain)
+    chance = tl.maximum(chance, tl.load(gain + depths * ranks_known))
+    return tl.minimum(bound, tl.minimum(chance, tl.load(gain + 2 * depths * ranks_known)))
 
 
 @kernel(do_not_specialize=["nodes", "count"])
@@ -271,24 +271,24 @@ def _prune(
     overlap()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    own = row * nodes + at
+    node_at = row * nodes + at
     kept = (at < nodes) & (_rank(score + row * nodes, nodes, at) < count)
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
-    up = tl.load(parent + own, mask=kept, other=-1)
+    up = tl.load(parent + node_at, mask=kept, other=-1)
     moved = tl.gather(place, tl.maximum(up, 0).to(tl.int32), 0).to(tl.int64)
     to = row * count + place
     tl.store(kept_parent + to, tl.where(up < 0, up, moved), mask=kept)
-    tl.store(kept_token + to, tl.load(token + own, mask=kept), mask=kept)
-    tl.store(kept_score + to, tl.load(score + own, mask=kept), mask=kept)
-    tl.store(kept_belief + to, tl.load(belief + own, mask=kept), mask=kept)
+    tl.store(kept_token + to, tl.load(token + node_at, mask=kept), mask=kept)
+    tl.store(kept_score + to, tl.load(score + node_at, mask=kept), mask=kept)
+    tl.store(kept_belief + to, tl.load(belief + node_at, mask=kept), mask=kept)
 
 
 @triton.jit
 def _rank(score, nodes, at):
     """Return each score's rank; ties go to the earlier node."""
-    own = tl.load(score + at, mask=at < nodes, other=-1.0)
+    score_at = tl.load(score + at, mask=at < nodes, other=-1.0)
     rank = tl.zeros_like(at)
     for other in range(nodes):
         value = tl.load(score + other)
-        rank += ((value > own) | ((value == own) & (other < at))).to(tl.int32)
+        rank += ((value > score_at) | ((value == score_at) & (other < at))).to(tl.int32)
     return rank

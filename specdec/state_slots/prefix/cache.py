@@ -30,7 +30,7 @@ class PrefixCache(Tier):
     """
 
     def lease(
-        self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = (), turns: Sequence[int] = ()
+        self, tokens: Tokens, tenant: Tenant = SOLE, marks: Iterable[int] = (), turn_ends: Sequence[int] = ()
     ) -> PrefixLease:
         """Find the longest cached prefix of a prompt, and pin it until `lend` or `leave`.
 
@@ -39,33 +39,33 @@ class PrefixCache(Tier):
         """
         ids = as_ids(tokens[:-1])
         self.tree.root(tenant)
-        deepest, known = self.tree.walk(tenant, ids)
-        found, length = self.usable(deepest, known)
+        deepest, matched = self.tree.walk(tenant, ids)
+        found, length = self.usable(deepest, matched)
         store: Tier = self
         tip = found
-        if self.lower and (below := self.lower.below(tenant, ids, length, self.rates)):
-            store, tip, (found, length) = self.lower, deepest, below
+        if self.lower and (hit := self.lower.longer_hit(tenant, ids, length, self.rates)):
+            store, tip, (found, length) = self.lower, deepest, hit
         self.tree.pinned.append(tip)
         store.tree.pinned.append(found)
-        private = max(min(length - (self.has_head and self._states), known - self.has_head), 0)
+        private = max(min(length - (self.has_head and self._states), matched - self.has_head), 0)
         stops = {mark for mark in marks if length < mark <= len(tokens)}
-        parting = max(known, self.lower.tree.walk(tenant, ids)[1] if self.lower else 0)
-        if self._states and length < parting:
-            stops.add(parting)
+        divergence = max(matched, self.lower.tree.walk(tenant, ids)[1] if self.lower else 0)
+        if self._states and length < divergence:
+            stops.add(divergence)
         shared = private // self.tree.size if self.tree.pages else 0
-        guesses = self._guesses(length, len(tokens), turns)
+        guesses = self._guesses(length, len(tokens), turn_ends)
         return PrefixLease(
             tenant, tip, shared, length, tuple(sorted(stops)), store, found, len(tokens), guesses
         )
 
-    def _guesses(self, length: int, count: int, turns: Sequence[int]) -> tuple[int, ...]:
+    def _guesses(self, length: int, count: int, turn_ends: Sequence[int]) -> tuple[int, ...]:
         """Return guess lengths: the ends of the first and (if close) last turn, and all but the last token.
 
         Lengths are at least `APART` apart. Returns none if a state would not get memory.
         """
         if not self._states or not (self.arena.has_free_state or self.guesses.next()):
             return ()
-        ends = [turn for turn in turns if turn < count]
+        ends = [turn for turn in turn_ends if turn < count]
         last = [end for end in ends[-1:] if count - end <= APART]
         chosen: list[int] = []
         for end in (*ends[:1], *last, count - 1):
@@ -76,7 +76,7 @@ class PrefixCache(Tier):
     def lend(self, owner: Hashable, lease: PrefixLease, state: int | None) -> PrefixHit:
         """Give a request shared blocks, and copies of the state and of blocks that it will write."""
         length, store = lease.length, lease.store
-        shared = self.tree.table(lease.tip, lease.shared * self.tree.size)
+        shared = self.tree.table(lease.node, lease.shared * self.tree.size)
         sources = store.tree.table(lease.found, length)[lease.shared :]
         for block in shared:
             self.arena.share_block(owner, block)
@@ -90,9 +90,9 @@ class PrefixCache(Tier):
                 assert lease.found.state is not None and state is not None
                 pairs.append((origin.state_bytes_X(lease.found.state), target.state_bytes_X(state)))
         self._unpin(lease)
-        lease.tip.locks += 1
+        lease.node.locks += 1
         lease.lent = True
-        self._touch(lease.tip)
+        self._touch(lease.node)
         self.counts.asked += lease.asked
         self.counts.hit += length
         fetched = store is not self
@@ -105,25 +105,25 @@ class PrefixCache(Tier):
     def leave(self, lease: PrefixLease) -> None:
         """Release a lease's locks or pins."""
         if lease.lent:
-            lease.tip.locks -= 1
+            lease.node.locks -= 1
         else:
             self._unpin(lease)
-        for tree, node in ((self.tree, lease.tip), (lease.store.tree, lease.found)):
+        for tree, node in ((self.tree, lease.node), (lease.store.tree, lease.found)):
             tree.prune(node)
 
-    def cut(self, lease: PrefixLease, since: int) -> None:
+    def cut(self, lease: PrefixLease, length: int) -> None:
         """Remove a request's computed tokens beyond a length, and every prefix that continues them."""
-        if self.tree.holds(lease.tip):  # else it was removed with another's
-            self.remove(lease.tenant, self.tree.spelled(lease.tip), since)
+        if self.tree.contains(lease.node):  # else it was removed with another's
+            self.remove(lease.tenant, self.tree.token_ids(lease.node), length)
 
     def note(self, lease: PrefixLease, tokens: Tokens, table: Sequence[int]) -> PrefixNode:
         """Insert a request's computed prefix; the tree shares its blocks from now on."""
         node, matched = self._insert(lease.tenant, as_ids(tokens), list(table))
-        if matched < len(tokens) and lease.own is None:
-            lease.own = max(matched, lease.length)
-        lease.tip.locks -= 1
+        if matched < len(tokens) and lease.extended_from is None:
+            lease.extended_from = max(matched, lease.length)
+        lease.node.locks -= 1
         node.locks += 1
-        lease.tip = node
+        lease.node = node
         return node
 
     def longest(self, tenant: Tenant, tokens: Tokens) -> int:
@@ -159,7 +159,7 @@ class PrefixCache(Tier):
 
         Unless requested it is a guess: it only takes free memory, or that of an older guess.
         """
-        if node.end in lease.stops:
+        if node.end in lease.state_lengths:
             self.keep_copy(node, state, hidden_1D)
         elif node.end == lease.asked and any(node.end - guess <= APART for guess in lease.guesses):
             return  # a state just before the prompt's end serves more prompts
@@ -176,7 +176,7 @@ class PrefixCache(Tier):
         self.guesses.discard(node)
 
     def _unpin(self, lease: PrefixLease) -> None:
-        self.tree.pinned.remove(lease.tip)
+        self.tree.pinned.remove(lease.node)
         lease.store.tree.pinned.remove(lease.found)
 
     def check(self, leases: Iterable[PrefixLease] = (), others: Iterable[Hashable] = ()) -> None:

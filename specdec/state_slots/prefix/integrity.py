@@ -19,7 +19,7 @@ def prove(trees: Sequence[PrefixTree], leases: Iterable[PrefixLease], others: It
         _check_tree(tree)
     nodes = [node for tree in trees for node in (*tree.nodes(), *tree.roots.values())]
     pinned = [node for tree in trees for node in tree.pinned]
-    _check_leases(nodes, pinned, [lease for lease in leases if upper.holds(lease.tip)])
+    _check_leases(nodes, pinned, [lease for lease in leases if upper.contains(lease.node)])
 
 
 def _check_tree(tree: PrefixTree, others: Iterable[Hashable] = ()) -> None:
@@ -39,8 +39,8 @@ def _check_leases(
     nodes: Sequence[PrefixNode], pinned: Sequence[PrefixNode], leases: Sequence[PrefixLease]
 ) -> None:
     """Check that each lock and pin belongs to a lease, and that leases refer to nodes of a tree."""
-    locks = Counter(lease.tip for lease in leases if lease.lent)
-    pins = Counter(node for lease in leases if not lease.lent for node in (lease.tip, lease.found))
+    locks = Counter(lease.node for lease in leases if lease.lent)
+    pins = Counter(node for lease in leases if not lease.lent for node in (lease.node, lease.found))
     if pins != Counter(pinned):
         raise IntegrityError(f"{pinned} are pinned, but by no lease")
     for node in nodes:

@@ -15,13 +15,13 @@ class PrefixLease:
     """One request's lock on a cached prefix, from its admission to its end."""
 
     tenant: Tenant
-    tip: PrefixNode
+    node: PrefixNode
     """The node that it continues, as far as blocks can be shared."""
     shared: int
     """Blocks that it shares by reference and never writes."""
     length: int
     """Cached tokens: its prefill starts after them."""
-    stops: tuple[int, ...]
+    state_lengths: tuple[int, ...]
     """Ascending lengths at which prefill must end a chunk so that the state can be cached."""
     store: Tier
     found: PrefixNode
@@ -31,17 +31,18 @@ class PrefixLease:
     guesses: tuple[int, ...] = ()
     """Ascending lengths at which prefill ends a chunk because a later prompt may diverge there."""
     lent: bool = False
-    own: int | None = None
+    extended_from: int | None = None
     """Length from which the request itself has extended the tree; None: it has not."""
 
-    def stop_at(self, length: int) -> None:
+    def add_state_length(self, length: int) -> None:
         """Add a length at which to cache a state."""
-        self.stops = tuple(sorted({*self.stops, length}))
+        self.state_lengths = tuple(sorted({*self.state_lengths, length}))
 
-    def until_stop(self, computed: int) -> int | None:
+    def tokens_to_next_state(self, computed: int) -> int | None:
         """Return the tokens up to the next length with a state to cache."""
         return min(
-            (stop - computed for stop in (*self.stops, *self.guesses) if stop > computed), default=None
+            (end - computed for end in (*self.state_lengths, *self.guesses) if end > computed),
+            default=None,
         )
 
 

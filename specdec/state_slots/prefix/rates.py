@@ -104,7 +104,7 @@ class TierRates:
         if self._copied_s is not None:
             self._copied_s *= 1 - RECENT
 
-    def observe_reading(self, work: float, seconds: float) -> None:
+    def observe_prefill(self, work: float, seconds: float) -> None:
         """Add the time of a prefill-only step."""
         if work > 0:
             self.read_s = _mean(self.read_s, seconds / work)

@@ -69,7 +69,7 @@ class CacheReplay:
         position = live.hit
         while position < len(prompt):
             count = min(self.chunk_tokens, len(prompt) - position)
-            position += min(count, live.lease.until_stop(position) or count)
+            position += min(count, live.lease.tokens_to_next_state(position) or count)
             node = self.cache.note(live.lease, prompt[:position], live.table)
             self.cache.keep_chunk(live.lease, node, live.state, None)
 

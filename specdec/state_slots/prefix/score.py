@@ -40,16 +40,16 @@ class Score:
         return len(node.blocks) * self.layout.block_bytes + state
 
     def gain(self, node: PrefixNode) -> NodeGain:
-        held = len(node.blocks) * self.layout.block_bytes if not node.children else 0
+        freed_bytes = len(node.blocks) * self.layout.block_bytes if not node.children else 0
         if node.state is None and self.layout.states:
-            return NodeGain(0.0, held)
+            return NodeGain(0.0, freed_bytes)
         above = node.parent
         while above and not above.is_root and above.state is None and self.layout.states:
             above = above.parent
         state = self.layout.slab_bytes if node.state is not None else 0
-        return NodeGain(self.work(node.end) - self.work(above.end if above else 0), held + state)
+        return NodeGain(self.work(node.end) - self.work(above.end if above else 0), freed_bytes + state)
 
-    def of_largest(self, nodes: list[PrefixNode], kept: Iterable[PrefixNode]) -> list[PrefixNode]:
+    def of_largest(self, nodes: list[PrefixNode], excluded: Iterable[PrefixNode]) -> list[PrefixNode]:
         """Return the nodes of the caller with the most cached bytes, so that no other loses its fair share.
 
         Ties go to the caller of the least recently used node.
@@ -59,11 +59,11 @@ class Score:
             oldest[node.tenant.caller] = min(node.used, oldest.get(node.tenant.caller, node.used))
         if len(oldest) < 2:
             return nodes
-        held = dict.fromkeys(oldest, 0)
-        for node in kept:
-            if node.tenant.caller in held:
-                held[node.tenant.caller] += self.held(node)
-        largest = max(held, key=lambda caller: (held[caller], -oldest[caller]))
+        tenant_bytes = dict.fromkeys(oldest, 0)
+        for node in excluded:
+            if node.tenant.caller in tenant_bytes:
+                tenant_bytes[node.tenant.caller] += self.held(node)
+        largest = max(tenant_bytes, key=lambda caller: (tenant_bytes[caller], -oldest[caller]))
         return [node for node in nodes if node.tenant.caller == largest]
 
     def order(self, nodes: Sequence[PrefixNode]) -> list[PrefixNode]:
@@ -80,5 +80,5 @@ def _scaled(values: Sequence[float]) -> NDArray[np.float64]:
     value_N = np.asarray(values, np.float64)
     if not len(value_N):
         return value_N
-    least, most = float(value_N.min()), float(value_N.max())
-    return (value_N - least) / ((most - least) or 1.0)
+    low, high = float(value_N.min()), float(value_N.max())
+    return (value_N - low) / ((high - low) or 1.0)

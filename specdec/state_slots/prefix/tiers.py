@@ -28,7 +28,7 @@ class TierCounts:
     hit: int = 0
     fetched: int = 0
     """Hit tokens from the lower tier."""
-    states_kept: int = 0
+    states_cached: int = 0
     states_evicted: int = 0
     blocks_evicted: int = 0
 
@@ -64,7 +64,9 @@ class Tier:
             node = node.parent
         return node, node.end
 
-    def below(self, tenant: Tenant, ids: Ids, length: int, rates: TierRates) -> tuple[PrefixNode, int] | None:
+    def longer_hit(
+        self, tenant: Tenant, ids: Ids, length: int, rates: TierRates
+    ) -> tuple[PrefixNode, int] | None:
         """Return a longer cache hit than `length`, if copying it takes less time than prefilling it."""
         node, cached = self.usable(*self.tree.walk(tenant, ids))
         if cached <= length:
@@ -77,24 +79,24 @@ class Tier:
         """Return the node of a prefix, created if needed, and how many of its tokens were cached before."""
         self.tree.root(tenant)
         node, matched = self.tree.walk(tenant, ids)
-        node = self.tree.reach(node, matched)
+        node = self.tree.node_at(node, matched)
         if matched < len(ids):
             node = self.tree.grow(node, ids, table)
         self._touch(node)
         return node, matched
 
-    def remove(self, tenant: Tenant, ids: Ids, since: int) -> None:
+    def remove(self, tenant: Tenant, ids: Ids, length: int) -> None:
         """Remove the part of a prefix beyond a length, and every prefix that continues it, in all tiers."""
         deepest, _ = self.tree.walk(tenant, ids)
-        node = next((node for node in deepest.path() if node.end > since), None)
+        node = next((node for node in deepest.path() if node.end > length), None)
         if node:
-            if node.start < since:
-                self.tree.reach(node, since)
-            for child in node.below():
+            if node.start < length:
+                self.tree.node_at(node, length)
+            for child in node.subtree():
                 self.guesses.discard(child)
             self.tree.cut(node)
         if self.lower:
-            self.lower.remove(tenant, ids, since)
+            self.lower.remove(tenant, ids, length)
 
     def pinned(self) -> tuple[set[int], set[int]]:
         """Return the cached blocks and states that cannot be evicted now."""
@@ -103,7 +105,7 @@ class Tier:
 
     def take_over(self, upper: "Tier", node: PrefixNode) -> None:
         """Copy a node that the tier above evicts, as far as memory allows."""
-        tenant, ids = node.tenant, upper.tree.spelled(node)
+        tenant, ids = node.tenant, upper.tree.token_ids(node)
         last, matched = self.tree.walk(tenant, ids)
         self.tree.pinned.append(last)
         first = self.tree.first(matched) if self.tree.pages else 0
@@ -136,7 +138,7 @@ class Tier:
 
     def _keep(self, node: PrefixNode, state: int, hidden_1D: Tensor | None) -> None:
         node.state, node.hidden_1D = state, hidden_1D
-        self.counts.states_kept += 1
+        self.counts.states_cached += 1
 
     def make_room(self, fits: Callable[[], bool]) -> bool:
         """Evict prefixes until `fits()`; return whether it does."""
@@ -174,7 +176,7 @@ class Tier:
             self._order = [(node, node.used) for node in order[len(order) // 8 :: -1]]
         while self._order:
             node, used = self._order.pop()
-            if node.used == used and self._is_evictable(node) and self.tree.holds(node):
+            if node.used == used and self._is_evictable(node) and self.tree.contains(node):
                 return node
         return None
 
@@ -190,7 +192,7 @@ class Tier:
         """Evict every unlocked prefix to the tier below, if there is one."""
         while evictable := [node for node in self.tree.nodes() if self._is_evictable(node, caller)]:
             for node in evictable:
-                if self._is_evictable(node, caller) and self.tree.holds(node):
+                if self._is_evictable(node, caller) and self.tree.contains(node):
                     self._evict(node)
 
     def forget(self) -> None:

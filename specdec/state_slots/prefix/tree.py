@@ -61,7 +61,7 @@ class PrefixNode(Evictable):
             node = node.parent
         return nodes[::-1]
 
-    def below(self) -> Iterator["PrefixNode"]:
+    def subtree(self) -> Iterator["PrefixNode"]:
         """Yield this node and all below it."""
         stack = [self]
         while stack:
@@ -93,7 +93,7 @@ class PrefixTree:
     def nodes(self) -> Iterator[PrefixNode]:
         """Yield every node except the roots."""
         for root in self.roots.values():
-            yield from (node for node in root.below() if not node.is_root)
+            yield from (node for node in root.subtree() if not node.is_root)
 
     def walk(self, tenant: Tenant, ids: Ids) -> tuple[PrefixNode, int]:
         """Return the node on whose edge the longest cached prefix of these tokens ends, and its length.
@@ -109,7 +109,7 @@ class PrefixTree:
                 break
         return node, matched
 
-    def spelled(self, node: PrefixNode) -> Ids:
+    def token_ids(self, node: PrefixNode) -> Ids:
         """Return a node's tokens from the root on."""
         return np.concatenate([NO_IDS, *(ancestor.edge for ancestor in node.path())])
 
@@ -124,7 +124,7 @@ class PrefixTree:
             blocks[self.first(ancestor.start) :] = ancestor.blocks
         return blocks[: -(-length // self.size)]
 
-    def reach(self, node: PrefixNode, position: int) -> PrefixNode:
+    def node_at(self, node: PrefixNode, position: int) -> PrefixNode:
         """Return a node that ends at a position on a node's edge, splitting it if needed."""
         return node if position == node.end else self._split(node, position)
 
@@ -156,7 +156,7 @@ class PrefixTree:
         self.prune(node.parent)
         node.parent = None
 
-    def holds(self, node: PrefixNode) -> bool:
+    def contains(self, node: PrefixNode) -> bool:
         """Return whether a node is in the tree, not on a removed branch."""
         path = node.path()
         return all(
@@ -168,7 +168,7 @@ class PrefixTree:
         """Remove a node and all below it."""
         assert node.parent
         del node.parent.children[int(node.edge[0])]
-        for descendant in node.below():
+        for descendant in node.subtree():
             self.arena.release_owner(descendant)
             descendant.state = descendant.hidden_1D = None
 
@@ -201,9 +201,9 @@ class PrefixTree:
         if self.pages:
             upper.blocks = node.blocks[: (position - 1) // self.size + 1 - first]
             self._hold(upper, upper.blocks)
-            moved = node.blocks[: self.first(position) - first]
-            node.blocks = node.blocks[len(moved) :]
-            self.arena.release_blocks(node, moved)
+            upper_only = node.blocks[: self.first(position) - first]
+            node.blocks = node.blocks[len(upper_only) :]
+            self.arena.release_blocks(node, upper_only)
         upper.used = node.used
         parent.children[int(upper.edge[0])] = upper
         node.edge, node.parent = node.edge[count:].copy(), upper

@@ -31,7 +31,7 @@ class ArenaView:
     rank: int
     device: int
 
-    def numbers(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """Return the JSON form."""
         return asdict(self)
 
@@ -42,8 +42,8 @@ class ArenaView:
         if self.device < 0:
             raise ConfigError(f"device is {self.device}: give a device's number", field="device")
         layout = self.cut.layout(self.tp)
-        slabs, rest = divmod(self.num_bytes, layout.slab_bytes)
-        if slabs < 2 or rest:
+        slabs, remainder = divmod(self.num_bytes, layout.slab_bytes)
+        if slabs < 2 or remainder:
             raise ConfigError(
                 f"num_bytes is {self.num_bytes}, which is not two or more slabs of {layout.slab_bytes} "
                 "bytes: start both engines from the same build",

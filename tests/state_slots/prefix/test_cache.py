@@ -40,7 +40,7 @@ def test_random_operations_lend_the_prefilled_prefixes(name: str, seed: int) -> 
     assert min(did["hits"], did["ended"]) > 300 and did["tokens"] > 2000 and did["proofs"] > 100
     assert counts.blocks_evicted > 1000 or not trial.layout.kv
     assert counts.fetched > 2000 or not trial.lower_slabs
-    assert min(counts.states_kept, counts.states_evicted) > 500 or not trial.layout.states
+    assert min(counts.states_cached, counts.states_evicted) > 500 or not trial.layout.states
 
 
 @pytest.mark.parametrize("name", SEEDS)
@@ -210,7 +210,7 @@ def _a_lock_stays_where_it_was(trial: Trial, patch: pytest.MonkeyPatch) -> None:
     cache, right = trial.cache, trial.cache.note
 
     def note(lease: PrefixLease, tokens: Sequence[int], table: Sequence[int]) -> PrefixNode:
-        before, node = lease.tip, right(lease, tokens, table)
+        before, node = lease.node, right(lease, tokens, table)
         before.locks += 1
         node.locks -= 1
         return node
@@ -236,7 +236,7 @@ def _what_is_fetched_is_kept_at_once(trial: Trial, patch: pytest.MonkeyPatch) ->
     def lend(owner: Hashable, lease: PrefixLease, state: int | None) -> PrefixHit:
         hit = right(owner, lease, state)
         if hit.fetched:
-            tokens = lease.store.tree.spelled(lease.found)[: hit.length]
+            tokens = lease.store.tree.token_ids(lease.found)[: hit.length]
             cache.keep_copy(cache.note(lease, tokens, hit.blocks), state, hit.hidden_1D)
         return hit
 

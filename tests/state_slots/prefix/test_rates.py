@@ -59,7 +59,7 @@ def test_a_copy_is_timed_after_the_device_completes_it(
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     stream = Stream()
     rates = TierRates(stream.mark)
-    rates.observe_reading(1.0, 1e-9)
+    rates.observe_prefill(1.0, 1e-9)
     size = copy(rates, *arenas)
     assert rates.copied_s is None and rates.pays(10**9, 1.0), "it is tried until it was measured"
     stream.seconds = [5.0]

@@ -29,7 +29,7 @@ def plant(
     assert table is not None
     tree.root(tenant)
     node, at = tree.walk(tenant, ids(text))
-    node = tree.reach(node, at)
+    node = tree.node_at(node, at)
     return (tree.grow(node, ids(text), table) if at < len(text) else node), table
 
 

@@ -156,7 +156,7 @@ class Trial:
         self._check_blocks(table, text[: hit.length], text[: heard + 1])
         if self.layout.kv and lease.store is self.cache:
             written = set(table[heard // self.layout.block_tokens :])
-            assert written.isdisjoint(self.cache.tree.table(lease.tip, lease.tip.end)), "it is shared"
+            assert written.isdisjoint(self.cache.tree.table(lease.node, lease.node.end)), "it is shared"
         self._take_blocks(own)
         assert len(own.table) == self.layout.blocks_for(len(text)), "what was counted is there"
         self.readers.append(own)
@@ -182,7 +182,7 @@ class Trial:
         if self.layout.states:
             assert lease.length == held
             wanted = {at_most, *(mark for mark in marks if mark <= len(text))}
-            assert list(lease.stops) == sorted(stop for stop in wanted if stop > held)
+            assert list(lease.state_lengths) == sorted(stop for stop in wanted if stop > held)
         else:
             assert lease.length == max(at_most - self.head, 0)
 
@@ -206,7 +206,7 @@ class Trial:
             own.text += [self.random.randrange(LETTERS) for _ in range(self.random.randrange(1, 4))]
         decodes = own.read >= own.asked
         count = min(self.random.choice([1, 2, 5, 9, 30]), len(own.text) - own.read)
-        if (stop := own.lease.until_stop(own.read)) is not None:
+        if (stop := own.lease.tokens_to_next_state(own.read)) is not None:
             count = min(count, stop)
         self._take_blocks(own)
         if len(own.table) < self.layout.blocks_for(own.read + count):
@@ -217,7 +217,7 @@ class Trial:
         if decodes:
             return
         node = self._note(own, own.read)
-        if own.read in own.lease.stops:
+        if own.read in own.lease.state_lengths:
             self.cache.keep_copy(node, own.state, self._hidden(own.text[: own.read]))
             self._remember(own, own.read, node)
 
@@ -225,7 +225,7 @@ class Trial:
         node = self.cache.note(own.lease, own.text[:length], own.table)
         for end in range(1, length + 1):
             self.seen.add((own.tenant, tuple(own.text[:end])))
-        assert whole_of(node) == own.text[:length] and node is own.lease.tip
+        assert whole_of(node) == own.text[:length] and node is own.lease.node
         assert self.cache.tree.walk(own.tenant, np.asarray(own.text[:length], np.int32)) == (node, length)
         return node
 
@@ -258,9 +258,9 @@ class Trial:
         if not self.readers:
             return
         own = self.random.choice(self.readers)
-        since = self.random.choice([0, own.lease.own])
-        if since is not None and self.cache.tree.holds(own.lease.tip):
-            end = own.lease.tip.end
+        since = self.random.choice([0, own.lease.extended_from])
+        if since is not None and self.cache.tree.contains(own.lease.node):
+            end = own.lease.node.end
             self.cache.cut(own.lease, since)
             for tier in (self.cache, self.cache.lower):
                 told = np.asarray(own.text[:end], np.int32)
@@ -298,7 +298,7 @@ class Trial:
 
     def flush(self) -> None:
         self.cache.flush()
-        left = [node for node in self.cache.tree.nodes() if not any(own.locks for own in node.below())]
+        left = [node for node in self.cache.tree.nodes() if not any(own.locks for own in node.subtree())]
         assert left == [], "nobody goes on from these"
 
     def fail(self) -> None:

@@ -309,7 +309,7 @@ def test_no_id_outside_of_an_arena_is_picked(side: int, tp: int) -> None:
 def test_a_view_travels_as_json() -> None:
     for layout in (QWEN, TOY):
         sent = view(layout, slabs=9)
-        assert read_view(json.loads(json.dumps(sent.numbers()))) == sent
+        assert read_view(json.loads(json.dumps(sent.as_json()))) == sent
 
 
 @pytest.mark.parametrize(
@@ -331,5 +331,5 @@ def test_a_view_travels_as_json() -> None:
 )
 def test_peer_messages_are_validated_strictly(change: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match="the same build") as caught:
-        read_view(view().numbers() | change)
+        read_view(view().as_json() | change)
     assert caught.value.field == field
