@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specdec.ray.prompts import Known, Prompt
 from specdec.ray.rates import ASSUMED, START, Line, Measured, added, fitted
@@ -11,8 +11,8 @@ from specdec.ray.rates import ASSUMED, START, Line, Measured, added, fitted
 class Load:
     """Load of one replica. Owned by the event loop's thread; requests in flight change it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.clock = name, clock
         """URL or replica id; the same in every router."""
         self.measured = Measured()
         self.in_flight = 0
@@ -34,7 +34,7 @@ class Flight:
         self.hit = load.known.hit(prompt)
         self._unread = prompt.size - self.hit
         self._ahead = load.reading + self._unread
-        self._start_s = time.monotonic()
+        self._start_s = load.clock()
         self._timer: asyncio.TimerHandle | None = None
         self._is_measured = prompt.is_streamed
         load.in_flight += 1
@@ -49,9 +49,10 @@ class Flight:
 
         An error says nothing about prefill: a client without a key is refused at once.
         """
-        took_s = time.monotonic() - self._start_s
+        now_s = self.load.clock()
+        took_s = now_s - self._start_s
         if self._is_measured and not is_error:
-            self.load.measured.add(self._ahead, took_s, time.monotonic())
+            self.load.measured.add(self._ahead, took_s, now_s)
         self.end_reading()
         return took_s
 
@@ -73,7 +74,6 @@ def fit_lines(loads: Sequence[Load]) -> list[Line]:
 
     Replicas with few measurements use those of all: one slow answer does not exclude a replica for good.
     """
-    now_s = time.monotonic()
-    sums = [own.measured.sums(now_s) for own in loads]
+    sums = [own.measured.sums(own.clock()) for own in loads]
     together = fitted(added(sums), START, ASSUMED)
     return [fitted(own, together) for own in sums]

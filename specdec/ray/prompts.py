@@ -2,18 +2,22 @@
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from specdec.ray.spans import Span, fields_of, value_of
 
-PIECE = 512
-"""Bytes of a prompt from one hashed beginning to the next."""
-MOST_PIECES = 2048
-"""Maximum hashed prefixes of a prompt; tokens beyond count as uncached."""
+FIRST = 512
+"""Bytes of a prompt that choose between equal replicas."""
+STEP = 64
+"""Bytes between two hashed prefixes of a short prompt: enough to tell tenants and turns apart."""
+LONGEST_PROMPT = 1 << 30
+"""Bytes beyond which no prefix is hashed."""
 MOST_KNOWN = 1 << 16
-"""Beginnings remembered of each replica: 32 MiB of prompts."""
+"""Hashed prefixes remembered of each replica."""
 IN_ORDER = ("tools", "system", "instructions", "messages", "prompt", "input")
 """Fields that make a prompt, as chat templates put them."""
 LOOKED_AT = ("model", "cache_salt", "stream", "previous_response_id")
@@ -21,6 +25,17 @@ LONGEST = 4096
 """Bytes of such a field's value; a longer one is none that a replica takes."""
 OWNERS = ("Authorization", "x-api-key")
 """Headers that name a tenant: replicas share no prefix between two."""
+
+
+def _lengths() -> Iterator[int]:
+    length = STEP
+    while length <= LONGEST_PROMPT:
+        yield length
+        length += max(STEP, 1 << length.bit_length() - 5)
+
+
+LENGTHS = tuple(_lengths())
+"""Lengths of the hashed prefixes: every STEP bytes up to 2 KiB, then 16 per doubling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +49,7 @@ class Prompt:
     size: int = 0
     """Bytes of what is to be read."""
     beginnings: Sequence[bytes] = field(default=(), repr=False)
-    """A hash of the first PIECE bytes, of the first two times as many, and so on."""
+    """Hashes of the prefixes of these `LENGTHS`."""
     follows: str | None = None
     """The stored response that it continues."""
     key: bytes = b""
@@ -53,10 +68,10 @@ def look_at(body: bytes, headers: Mapping[str, str]) -> Prompt:
     text = b"\0".join(body[slice(*fields[name])] for name in IN_ORDER if name in fields)
     chain = hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=8)
     first = chain.copy()
-    first.update(text[:PIECE])
+    first.update(text[:FIRST])
     beginnings = []
-    for at in range(0, min(len(text), PIECE * MOST_PIECES) - PIECE + 1, PIECE):
-        chain.update(text[at : at + PIECE])
+    for start, end in pairwise((0, *LENGTHS[: bisect_right(LENGTHS, len(text))])):
+        chain.update(text[start:end])
         beginnings.append(chain.digest())
     model, follows = names["model"], names["previous_response_id"]
     return Prompt(
@@ -87,10 +102,12 @@ class Known:
 
     def hit(self, prompt: Prompt) -> int:
         """Return how many bytes of a prompt the replica was sent before."""
-        for count, own in enumerate(prompt.beginnings):
+        hit = 0
+        for length, own in zip(LENGTHS, prompt.beginnings, strict=False):
             if own not in self._hashes:
-                return count * PIECE
-        return len(prompt.beginnings) * PIECE
+                break
+            hit = length
+        return hit
 
     def note(self, prompt: Prompt) -> None:
         """Remember a prompt that was sent."""

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from specdec.ray.choose import choose, expected_s
+from specdec.ray.choose import FEW, choose, cost_s
 from specdec.ray.load import Flight, Load, fit_lines
-from specdec.ray.prompts import PIECE, Prompt, look_at
+from specdec.ray.prompts import Prompt, look_at
 from specdec.ray.rates import NONE, START, Line, Measured, added, fitted
 
 LINE = Line(0.1, 1e-5)
@@ -42,17 +42,18 @@ def test_who_was_sent_the_beginning_is_asked_again() -> None:
     loads[5].known.note(LONG)
     longer = prompt_of("a word and another " * 700)
     assert chosen(loads, longer) is loads[5]
-    own = loads[5]
-    assert expected_s(own, LINE, longer) == pytest.approx(LINE.at(longer.size - LONG.size // PIECE * PIECE))
+    own, shared = loads[5], loads[5].known.hit(longer)
+    assert LONG.size * 15 / 16 < shared <= LONG.size
+    assert cost_s(own, LINE, longer) == pytest.approx(LINE.at(2 * (longer.size - shared)))
 
 
 def test_a_queue_that_is_longer_than_what_is_saved_is_avoided() -> None:
     loads = loads_of(2)
     first, second = loads
     first.known.note(LONG)
-    first.reading = LONG.size // 2
-    assert chosen(loads, LONG) is first
-    first.reading = 2 * LONG.size
+    first.reading = LONG.size
+    assert chosen(loads, LONG) is first, "computing it twice delays others"
+    first.reading = 3 * LONG.size
     assert chosen(loads, LONG) is second
 
 
@@ -64,6 +65,12 @@ def test_one_prefix_does_not_drown_one_replica() -> None:
         own.known.note(LONG)
     counts = [own.in_flight for own in loads]
     assert max(counts) <= 13 and min(counts) >= 1  # 1.25 x the mean of 10, rounded up
+    loads = loads_of(4)
+    loads[2].known.note(LONG)
+    for _ in range(FEW):
+        chosen(loads, LONG).in_flight += 1
+    assert loads[2].in_flight == FEW, "a few requests stay together"
+    assert chosen(loads, LONG) is not loads[2]
     loads = loads_of(4)
     loads[2].known.note(LONG)
     for _ in range(40):
@@ -150,7 +157,7 @@ def test_what_is_under_way_is_counted_until_its_end() -> None:
         flight = Flight(own, LONG, LINE)
         assert own.in_flight == 1 and own.reading == LONG.size
         second = Flight(own, LONG, LINE)
-        assert own.in_flight == 2 and own.reading == LONG.size + LONG.size % PIECE, "most is known"
+        assert own.in_flight == 2 and own.reading == 2 * LONG.size - own.known.hit(LONG), "most is known"
         second.begun()
         second.end()
         flight.begun()
