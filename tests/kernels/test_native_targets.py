@@ -24,9 +24,7 @@ from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, 
 from specdec.kernels.native.instruction_sets import c_kernels
 from specdec.kernels.native.signatures import NUMBERS, SIGNATURES, SUFFIX
 from specdec.kernels.native.targets import CompileTarget, features, named
-from specdec.models.gguf.blocks import KEPT
-from specdec.models.gguf.codebooks import codebook
-from specdec.models.gguf.file import KINDS
+from specdec.models.gguf.types import TYPES
 from tests.kernels.sums import by_matrix_units
 from tests.kernels.test_integers import OTHERS, of_file, published
 from tests.selection import EXHAUSTIVE
@@ -243,16 +241,18 @@ def test_integer_products_are_bit_identical(
 @targets
 def test_blocks_and_layouts_have_the_same_bits(target: CompileTarget, folder: Path) -> None:
     command, calls = program(target, folder), Calls()
-    for kind in (own for own in KINDS.values() if own.numbers > 1):
-        data = torch.randint(0, 0x7C, (3 * kind.bytes,), dtype=torch.uint8)  # no NaN: its bits may differ
-        parts = {"number": poisoned(3 * kind.numbers, dtype=torch.int8), "scale": poisoned(3, 16)}
-        parts |= {"offset": poisoned(3, 16)} if kind.name in KEPT and KEPT[kind.name].middle else {}
-        book = codebook(kind.name)
+    for kind in (own for own in TYPES.values() if own.block_size > 1):
+        data = torch.randint(
+            0, 0x7C, (3 * kind.block_bytes,), dtype=torch.uint8
+        )  # no NaN: its bits may differ
+        parts = {"number": poisoned(3 * kind.block_size, dtype=torch.int8), "scale": poisoned(3, 16)}
+        parts |= {"offset": poisoned(3, 16)} if kind.bits and kind.offsets else {}
+        book = kind.vectors
         book_CN = None if book is None else torch.from_numpy(book)
-        for part, out in {**parts, "wide": poisoned(3 * kind.numbers)}.items():
+        for part, out in {**parts, "wide": poisoned(3 * kind.block_size)}.items():
             outs = (out if own == part else None for own in PARTS)
             calls.call(
-                "unpack_blocks", kind.number, data, 3, *outs, book_CN, results=(3 + PARTS.index(part),)
+                "unpack_blocks", *kind.layout, data, 3, *outs, book_CN, results=(8 + PARTS.index(part),)
             )
     for bits in (4, 6, 8):
         number_ND = torch.randint(-8, 8, (18, 70), dtype=torch.int8)

@@ -33,10 +33,10 @@ from specdec.models.gguf import file as gguf_file
 from specdec.models.gguf import folder as gguf_folder
 from specdec.models.gguf import metadata as gguf_metadata
 from specdec.models.gguf.architectures import DescribedFile
-from specdec.models.gguf.blocks import KEPT, integers, offsets, scales, widen
-from specdec.models.gguf.codebooks import codebook
-from specdec.models.gguf.file import KINDS, MOST_BYTES, MOST_STRINGS, GgufFile, GgufTensor, GgufType
+from specdec.models.gguf.blocks import integers, offsets, scales, widen
+from specdec.models.gguf.file import MOST_BYTES, MOST_STRINGS, GgufFile, GgufTensor
 from specdec.models.gguf.tensors import GgufTensors
+from specdec.models.gguf.types import TYPES, GgufType
 from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer
@@ -53,20 +53,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_folder, "descriptions", lambda: tmp_path / "descriptions")
 
 
-BLOCKS = [kind for kind in KINDS.values() if kind.numbers > 1]
+BLOCKS = [kind for kind in TYPES.values() if kind.block_size > 1]
 SCALES = {
     **{"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)},
     **{"MXFP4": (), "NVFP4": (), "IQ1_M": ()},
 }
 """Offsets of a block's float16 numbers, if they are not only at its start."""
-KEPT_BLOCKS = [kind for kind in BLOCKS if kind.name in KEPT]
+INTEGER_BLOCKS = [kind for kind in BLOCKS if kind.bits]
 
 
 def random_blocks(kind: GgufType, count: int, seed: int, size: float = 1.0) -> Any:
     """Draw blocks whose scales have moderate size, `size` if they are float16."""
     rng = np.random.default_rng(seed)
-    block_BX = rng.integers(0, 256, (count, kind.bytes), dtype=np.uint8)
+    block_BX = rng.integers(0, 256, (count, kind.block_bytes), dtype=np.uint8)
     for at in SCALES.get(kind.name, (0,)):
         block_BX[:, at : at + 2] = (size * rng.normal(size=(count, 1))).astype(np.float16).view(np.uint8)
     if kind.name == "MXFP4":  # products beyond float32's range are a warning in gguf
@@ -88,39 +88,41 @@ def dequantize(block_BX: Any, kind: GgufType) -> Tensor:
     for block in block_BX:
         own = struct.unpack("<e", block[:2].tobytes())[0]
         packed = int.from_bytes(block[2:].tobytes(), "little")
-        digits = [packed >> bits * i & (1 << bits) - 1 for i in range(kind.numbers)]
+        digits = [packed >> bits * i & (1 << bits) - 1 for i in range(kind.block_size)]
         rows.append([own * (2 * digit - 1 if bits == 1 else digit - 1) for digit in digits])
     return torch.tensor(rows)
 
 
 def test_codebooks_are_those_of_gguf() -> None:
-    for name, found in ((name, codebook(name)) for name in gguf.GGMLQuantizationType.__members__):
-        own = getattr(gguf.quants, name, None)
-        if found is None:
-            assert not getattr(own, "grid_hex", None) or name == "IQ2_XXS", name
+    for kind in TYPES.values():
+        own = getattr(gguf.quants, kind.name, None)
+        if kind.vectors is None:
+            assert not getattr(own, "grid_hex", None), kind.name
             continue
-        own = gguf.quants.IQ1_S if name == "IQ1_M" else own
+        own = gguf.quants.IQ1_S if kind.name == "IQ1_M" else own
         own.init_grid()
-        assert found.dtype == np.int8 and np.array_equal(found, own.grid.reshape(own.grid_shape))
+        assert kind.vectors.dtype == np.int8 and np.array_equal(
+            kind.vectors, own.grid.reshape(own.grid_shape)
+        )
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
 def test_blocks_hold_the_numbers_that_they_hold_for_gguf(kind: GgufType) -> None:
     block_BX = random_blocks(kind, 50, 0)
-    found = widen(block_BX.reshape(-1), kind, (50, kind.numbers))
+    found = widen(block_BX.reshape(-1), kind, (50, kind.block_size))
     assert torch.equal(found, dequantize(block_BX, kind))
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=[kind.name for kind in KINDS.values()])
+@pytest.mark.parametrize("kind", TYPES.values(), ids=[kind.name for kind in TYPES.values()])
 @pytest.mark.parametrize("count", [1, 4, 63])
 def test_blocks_are_rounded_by_pieces(kind: GgufType, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary's matrix would take twice as much memory in float32."""
     block_BX = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32).view(np.uint8)
-    if kind.numbers > 1:
+    if kind.block_size > 1:
         block_BX = random_blocks(kind, count, 0, 0.1)
-    data, shape = block_BX.reshape(-1), (count, block_BX.shape[1] // kind.bytes * kind.numbers)
+    data, shape = block_BX.reshape(-1), (count, block_BX.shape[1] // kind.block_bytes * kind.block_size)
     wide = widen(data, kind, shape)
-    monkeypatch.setattr(blocks, "ROUNDED", 4 * kind.numbers)
+    monkeypatch.setattr(blocks, "ROUNDED", 4 * kind.block_size)
     made: list[int] = []
     fill = blocks._fill
     monkeypatch.setattr(
@@ -129,22 +131,23 @@ def test_blocks_are_rounded_by_pieces(kind: GgufType, count: int, monkeypatch: p
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         found = widen(data, kind, shape, dtype)
         assert found.dtype == dtype and torch.equal(found.nan_to_num(), wide.to(dtype).nan_to_num())
-    assert all(size <= 4 * kind.numbers for size in made) and sum(made) in (0, 3 * wide.numel())
+    assert all(size <= 4 * kind.block_size for size in made) and sum(made) in (0, 3 * wide.numel())
 
 
-@pytest.mark.parametrize("kind", KEPT_BLOCKS, ids=[kind.name for kind in KEPT_BLOCKS])
+@pytest.mark.parametrize("kind", INTEGER_BLOCKS, ids=[kind.name for kind in INTEGER_BLOCKS])
 def test_dequantised_integers_equal_the_reference(kind: GgufType) -> None:
     """Equal except for the last bit of a sum of two numbers."""
     block_BX = random_blocks(kind, 60, 1)
-    form, data, shape = KEPT[kind.name], block_BX.reshape(-1), (20, 3 * kind.numbers)
+    data, shape = block_BX.reshape(-1), (20, 3 * kind.block_size)
+    assert kind.bits
     number_ND = integers(data, kind, shape)
-    assert -(1 << form.bits - 1) <= int(number_ND.min()) and int(number_ND.max()) < 1 << form.bits - 1
-    scale_NG, offset_NG = scales(data, kind, shape), offsets(data, kind, shape) if form.middle else None
-    own = Integers(number_ND, scale_NG, form.bits, torch.float32, offset_NG=offset_NG, group=form.group)
+    assert -(1 << kind.bits - 1) <= int(number_ND.min()) and int(number_ND.max()) < 1 << kind.bits - 1
+    scale_NG, offset_NG = scales(data, kind, shape), offsets(data, kind, shape) if kind.offsets else None
+    own = Integers(number_ND, scale_NG, kind.bits, torch.float32, offset_NG=offset_NG, group=kind.group)
     wide_ND = widen(data, kind, shape)
-    size_NG = scale_NG.float().abs() * (1 << form.bits) + (0 if offset_NG is None else offset_NG.abs())
-    limit_ND = 2**-23 * size_NG.repeat_interleave(form.group, 1)
-    assert ((own.wide() - wide_ND).abs() <= (limit_ND if form.middle else 0)).all()
+    size_NG = scale_NG.float().abs() * (1 << kind.bits) + (0 if offset_NG is None else offset_NG.abs())
+    limit_ND = 2**-23 * size_NG.repeat_interleave(kind.group, 1)
+    assert ((own.wide() - wide_ND).abs() <= (limit_ND if kind.offsets else 0)).all()
 
 
 WIDER = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4")
@@ -170,7 +173,7 @@ def blocks_file(path: Path, kind: GgufType, *, wide: bool) -> Path:
         writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
     parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     for seed, part in enumerate(parts):
-        block_BX = random_blocks(kind, hidden * hidden // kind.numbers, seed, size)
+        block_BX = random_blocks(kind, hidden * hidden // kind.block_size, seed, size)
         factor, name = size if kind.name == "NVFP4" else 1.0, f"blk.0.{part}"
         if wide:
             own = factor * dequantize(block_BX, kind).reshape(hidden, hidden)
@@ -191,7 +194,7 @@ def blocks_file(path: Path, kind: GgufType, *, wide: bool) -> Path:
 @pytest.mark.parametrize("name", WIDER)
 def test_logits_of_quantised_weights_equal_those_of_their_dequantised_form(name: str, tmp_path: Path) -> None:
     """Equal except that activations, and products of two scales, are rounded."""
-    kind = next(own for own in KINDS.values() if own.name == name)
+    kind = next(own for own in TYPES.values() if own.name == name)
     logits = []
     for wide in (False, True):
         path = blocks_file(tmp_path / f"{wide}.gguf", kind, wide=wide)
@@ -207,18 +210,18 @@ def test_logits_of_quantised_weights_equal_those_of_their_dequantised_form(name:
 @pytest.mark.parametrize("kind", BLOCKS, ids=[kind.name for kind in BLOCKS])
 def test_blocks_that_are_cut_off_or_damaged_are_refused(kind: GgufType, tmp_path: Path) -> None:
     def read(inputs: int, data: bytes) -> GgufTensor:
-        head = b"GGUF" + struct.pack("<IQQQ1sIQQIQ", 3, 1, 0, 1, b"a", 2, inputs, 2, kind.number, 0)
+        head = b"GGUF" + struct.pack("<IQQQ1sIQQIQ", 3, 1, 0, 1, b"a", 2, inputs, 2, kind.id, 0)
         (path := tmp_path / "small.gguf").write_bytes(head + bytes(-len(head) % 32) + data)
         return GgufFile(path).entries["a"]
 
-    whole = bytes(2 * 3 * kind.bytes)
+    whole = bytes(2 * 3 * kind.block_bytes)
     assert (
-        not widen((own := read(3 * kind.numbers, whole)).data, own.kind, own.shape).any()
+        not widen((own := read(3 * kind.block_size, whole)).data, own.kind, own.shape).any()
         or kind.name == "MXFP4"
     )
     with pytest.raises(CheckpointError, match="a extends past the end of the file"):
-        read(3 * kind.numbers, whole[:-1])
-    for inputs in (1, kind.numbers - 1, kind.numbers + 1, 3 * kind.numbers // 2):
+        read(3 * kind.block_size, whole[:-1])
+    for inputs in (1, kind.block_size - 1, kind.block_size + 1, 3 * kind.block_size // 2):
         with pytest.raises(
             CheckpointError, match=rf"has the shape \[2, {inputs}\], which {kind.name} cannot"
         ):
@@ -230,7 +233,7 @@ def test_no_memory_is_taken_for_tensors_of_another_shape(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sparse file of 4 KB on disk may claim 2^33 numbers, which are 34 GB in float32."""
-    kind, head = next(own for own in KINDS.values() if own.name == "Q1_0"), bytearray()
+    kind, head = next(own for own in TYPES.values() if own.name == "Q1_0"), bytearray()
     for field, value in (("block_count", 1), ("embedding_length", 256), ("attention.head_count", 2)):
         key = f"llama.{field}".encode()
         head += struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, value)
@@ -238,10 +241,10 @@ def test_no_memory_is_taken_for_tensors_of_another_shape(
     head += struct.pack("<Q25sIf", 25, b"llama.rope.scaling.factor", 6, 1.0)
     for own, numbers in ((name, 1 << 33), ("blk.0.ffn_up.weight", 128)):
         disk = own.encode()
-        head += struct.pack("<Q", len(disk)) + disk + struct.pack("<IQIQ", 1, numbers, kind.number, 0)
+        head += struct.pack("<Q", len(disk)) + disk + struct.pack("<IQIQ", 1, numbers, kind.id, 0)
     with (path := tmp_path / "sparse.gguf").open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, 2, 5) + head)
-        file.truncate((1 << 26) * kind.bytes + 4096)
+        file.truncate((1 << 26) * kind.block_bytes + 4096)
     for module in (gguf_metadata, gguf_architectures):
         monkeypatch.setattr(module, "widen", lambda *_: pytest.fail("the tensor was read"))
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has the shape \[8589934592\]"):
@@ -251,7 +254,7 @@ def test_no_memory_is_taken_for_tensors_of_another_shape(
 @pytest.mark.parametrize("name", ["IQ2_XS", "IQ1_S", "IQ3_S", "NVFP4"])
 def test_absurd_scales_are_refused(name: str, tmp_path: Path) -> None:
     """Float16 holds no finite number above 65,504, and NaN would spread to all logits."""
-    kind = next(own for own in KINDS.values() if own.name == name)
+    kind = next(own for own in TYPES.values() if own.name == name)
     data = bytearray(blocks_file(tmp_path / "small.gguf", kind, wide=False).read_bytes())
     entry = GgufFile(tmp_path / "small.gguf").entries["blk.0.ffn_down.weight"]
     if name == "NVFP4":

@@ -249,7 +249,7 @@ def test_a_description_of_an_unread_type_downloads_no_more(
     """Only a truncated header is requested again."""
     from specdec.models.gguf import file
 
-    monkeypatch.setattr(file, "KINDS", {})
+    monkeypatch.setattr(file, "TYPES", {})
     monkeypatch.setattr(headers, "FIRST_GGUF", len(data) - 1)
     asked: list[int] = []
     start = headers._start

@@ -1,5 +1,6 @@
 """Unpack the GGUF blocks of a whole tensor in C."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,18 @@ PARTS = ("number", "scale", "offset", "wide")
 
 def unpack(
     data_X: NDArray[Any],
-    kind: int,
+    layout: Sequence[int],
     blocks: int,
     part: str,
     out_X: Tensor,
     book_CN: NDArray[np.int8] | None = None,
 ) -> None:
-    """Unpack one part of `blocks` GGUF blocks of type id `kind` into `out_X`.
+    """Unpack one part of `blocks` GGUF blocks into `out_X`.
 
+    `layout` is the type's id, weights, bytes and groups per block, middle, and whether it has offsets.
     `book_CN` is the type's codebook, if it has one. The caller has checked the sizes against the type.
     """
     with with_helpers():
         outs = (pointer(out_X) if name == part else None for name in PARTS)
         codebook = None if book_CN is None else book_CN.ctypes.data
-        function("unpack_blocks")(kind, data_X.ctypes.data, blocks, *outs, codebook)
+        function("unpack_blocks")(*layout, data_X.ctypes.data, blocks, *outs, codebook)

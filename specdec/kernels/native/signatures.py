@@ -38,7 +38,7 @@ ARGUMENTS = {
     "selective_scan": "pn pn pn pp ppp p nnnnn p n p p p ppp n ppp p",
     "move": "p nnnn nn nn p nn pp n",
     "tensor_op": "p",
-    "unpack_blocks": "i p n ppppp",
+    "unpack_blocks": "iiiiii p n ppppp",
     "lay_integers": "p nn i p pp nnn p",
     "self_attention": "p nnnnnn i pp i f pp ni p nnnn n p n p p f n p",
 }

@@ -9,7 +9,7 @@ from typing import Any
 from specdec.models.fields import Fields
 from specdec.models.gguf import delta_net, dense, latent, lightning, mamba, nemotron, short_conv
 from specdec.models.gguf.architecture import Architecture, Recipe, named
-from specdec.models.gguf.blocks import KEPT, IntegerFormat, bits_per_weight, widen
+from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import GgufFile, GgufTensor
 from specdec.models.gguf.metadata import Metadata
 
@@ -90,13 +90,12 @@ class DescribedFile(Metadata):
         """Return the file's tensor names by checkpoint name."""
         return self._names
 
-    def form(self, disk: str, entry: GgufTensor) -> IntegerFormat | None:
-        """Return a matrix's integer format; None: it is widened."""
+    def keeps_integers(self, disk: str, entry: GgufTensor) -> bool:
+        """Return whether a matrix stays integers; others are widened."""
         if len(entry.shape) != 2 or (self.names()[disk] == _EMBEDDING and not self.is_tied):
-            return None
-        if not self.architecture.keeps(self, disk) or self._unlike(disk, entry):
-            return None
-        return KEPT.get(entry.kind.name)
+            return False
+        can_keep = bool(entry.kind.bits) and self.architecture.keeps(self, disk)
+        return can_keep and not self._unlike(disk, entry)
 
     @property
     def is_tied(self) -> bool:
@@ -108,13 +107,13 @@ class DescribedFile(Metadata):
         name = self.names()[disk]
         other = re.sub("ffn_(gate|up)_exps", lambda own: f"ffn_{_OTHER[own[1]]}_exps", name)
         beside = self.file.entries.get(other)
-        return beside is not None and KEPT.get(beside.kind.name) != KEPT.get(entry.kind.name)
+        return beside is not None and beside.kind.memory_format != entry.kind.memory_format
 
     def _integer_weights(self) -> dict[str, Any]:
         """Return the config's announcement of matrices that stay integers."""
         types: dict[str, list[str]] = {}
         for disk, name in self.names().items():
-            if self.form(disk, entry := self.file.entries[name]):
+            if self.keeps_integers(disk, entry := self.file.entries[name]):
                 types.setdefault(entry.kind.name, []).append(disk.removesuffix(".weight"))
         if not types:
             return {}
@@ -127,7 +126,8 @@ class DescribedFile(Metadata):
             entry = self.file.entries[name]
             if len(entry.shape) != 2 or self.names()[disk] == _EMBEDDING:
                 continue
-            numbers, bits = prod(entry.shape), bits_per_weight(self.form(disk, entry))
+            numbers = prod(entry.shape)
+            bits = entry.kind.bits_per_weight if self.keeps_integers(disk, entry) else 16
             if numbers * bits > NOTED * 8 * entry.bytes:
                 stored, taken = stored + entry.bytes, taken + numbers * bits / 8
                 names.add(entry.kind.name)

@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+Scales = tuple[Array, Array | None]
+"""Scales [B, G] of blocks, and the offsets of types that have them."""
 GROUP = 32
 """Weights per scale in most types, including Q4_K and Q5_K."""
 EIGHT = np.arange(8, dtype=np.uint8)
@@ -50,6 +52,6 @@ def quarters(byte_BX: Array) -> Array:
     return byte_BX.reshape(-1, 2, 1, GROUP) >> SHIFTS[:, None] & 3
 
 
-def flat(own_BX: Array) -> Array:
+def flat(array_BX: Array) -> Array:
     """Flatten to one row per block."""
-    return own_BX.reshape(len(own_BX), -1)
+    return array_BX.reshape(len(array_BX), -1)

@@ -1,10 +1,10 @@
-"""Blocks of one to three bits per weight: signs, ternary digits, and codebook indices.
+"""Decode blocks of one to three bits per weight and NVFP4: signs, ternary digits, codebook indices.
 
 A codebook lists vectors of four or eight weights. This is the numpy implementation; blocks.inc is the C one.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +13,16 @@ from specdec.models.gguf.bits import (
     FP4,
     SHIFTS,
     Array,
+    Scales,
     each_bit,
     flat,
     half,
     nibble_pairs,
     nibbles,
-    quarters,
     words,
 )
 
 _BOOKS = Path(__file__).parents[2] / "assets" / "gguf" / "codebooks.npz"
-_NAMES = {
-    "IQ1_S": "IQ1",
-    "IQ1_M": "IQ1",
-    **{own: own for own in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
-}
 _THREES = 3 * np.arange(4, dtype=np.uint16)
 _SEVENS = 7 * np.arange(4, dtype=np.uint32)
 _POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
@@ -36,20 +31,16 @@ _EVEN = np.array([i | i.bit_count() % 2 << 7 for i in range(128)], np.uint8)
 
 
 @functools.cache
-def codebook(name: str) -> Array | None:
-    """Return a type's vectors in int8, or None if it has none."""
-    if name not in _NAMES:
-        return None
+def codebook(name: str) -> Array:
+    """Return a codebook's vectors in int8."""
     with np.load(_BOOKS) as books:
-        found: Array = books[_NAMES[name]]
+        found: Array = books[name]
     return found
 
 
 def _look_up(name: str, index_BI: Array, sign_BX: Array | None = None) -> Array:
     """Return the codebook's weights, negated where the sign bits are set."""
-    book = codebook(name)
-    assert book is not None
-    number_BN: Array = flat(book[index_BI])
+    number_BN: Array = flat(codebook(name)[index_BI])
     return number_BN if sign_BX is None else np.where(each_bit(sign_BX), -number_BN, number_BN)
 
 
@@ -63,80 +54,75 @@ def _pairs_of_words(block_BX: Array) -> Array:
     return words(block_BX[:, 2:], np.uint32)[:, 1::2]
 
 
-def _iq2_xxs(block_BX: Array) -> Array:
+def iq2_xxs(block_BX: Array) -> Array:
     index_BI = flat(block_BX[:, 2:].reshape(-1, 8, 8)[:, :, :4])
     return _look_up("IQ2_XXS", index_BI, _even_signs(_pairs_of_words(block_BX)))
 
 
-def _iq2_xs(block_BX: Array) -> Array:
+def iq2_xs(block_BX: Array) -> Array:
     word_BI = words(block_BX[:, 2:66], np.uint16)
     return _look_up("IQ2_XS", word_BI & 511, _EVEN[word_BI >> 9])
 
 
-def _iq2_s(block_BX: Array) -> Array:
+def iq2_s(block_BX: Array) -> Array:
     high_BI = flat(block_BX[:, 66:74, None] >> SHIFTS & 3).astype(np.uint16)
     return _look_up("IQ2_S", block_BX[:, 2:34] | high_BI << 8, block_BX[:, 34:66])
 
 
-def _iq3_xxs(block_BX: Array) -> Array:
+def iq3_xxs(block_BX: Array) -> Array:
     return _look_up("IQ3_XXS", block_BX[:, 2:66], _even_signs(words(block_BX[:, 66:], np.uint32)))
 
 
-def _iq3_s(block_BX: Array) -> Array:
+def iq3_s(block_BX: Array) -> Array:
     high_BI = each_bit(block_BX[:, 66:74]).astype(np.uint16)
     return _look_up("IQ3_S", block_BX[:, 2:66] | high_BI << 8, block_BX[:, 74:106])
 
 
-def _iq1_s(block_BX: Array) -> Array:
+def iq1_s(block_BX: Array) -> Array:
     """Return ternary digits counted from the lowest."""
     high_BI = flat(words(block_BX[:, 34:], np.uint16)[..., None] >> _THREES & 7)
-    return (_look_up("IQ1_S", block_BX[:, 2:34] | high_BI << 8) + np.int8(1)).view(np.uint8)
+    return _look_up("IQ1", block_BX[:, 2:34] | high_BI << 8) + np.int8(1)
 
 
-def _iq1_m(block_BX: Array) -> Array:
+def iq1_m(block_BX: Array) -> Array:
     """Return weights in eighths: ternary digits plus or minus one eighth."""
     nibble_BI = nibble_pairs(block_BX[:, 32:48]).astype(np.uint16)
-    digit_BIN = _look_up("IQ1_M", block_BX[:, :32] | (nibble_BI & 7) << 8).reshape(len(block_BX), 32, 8)
+    digit_BIN = _look_up("IQ1", block_BX[:, :32] | (nibble_BI & 7) << 8).reshape(len(block_BX), 32, 8)
     more_BI = np.where(nibble_BI & 8, np.int8(-1), np.int8(1))
     return flat(8 * digit_BIN + more_BI[..., None])
 
 
-def _tq1_0(block_BX: Array) -> Array:
+def tq1_0(block_BX: Array) -> Array:
     """Return base-3 digits, five per byte: a fraction of 256 with the most significant digit first."""
     parts = (block_BX[:, :32], _POWERS), (block_BX[:, 32:48], _POWERS), (block_BX[:, 48:52], _POWERS[:4])
     rest_BN = np.concatenate([flat(own_BX[:, None] * power[:, None]) for own_BX, power in parts], axis=1)
-    return (rest_BN.astype(np.uint16) * 3 >> 8).astype(np.int8) - np.int8(1)
+    return (rest_BN.astype(np.uint16) * 3 >> 8).astype(np.uint8)
 
 
-NUMBERS: Mapping[str, Callable[[Array], Array]] = {
-    "IQ1_S": _iq1_s,
-    "IQ1_M": _iq1_m,
-    "IQ2_XXS": _iq2_xxs,
-    "IQ2_XS": _iq2_xs,
-    "IQ2_S": _iq2_s,
-    "IQ3_XXS": _iq3_xxs,
-    "IQ3_S": _iq3_s,
-    "TQ1_0": _tq1_0,
-    "TQ2_0": lambda block_BX: flat(quarters(block_BX[:, :64])).view(np.int8) - np.int8(1),
-    "Q1_0": lambda block_BX: 2 * each_bit(block_BX[:, 2:]).view(np.int8) - np.int8(1),
-    "Q2_0": lambda block_BX: flat(block_BX[:, 2:, None] >> SHIFTS & 3).view(np.int8) - np.int8(1),
-    "NVFP4": lambda block_BX: flat(FP4[nibbles(block_BX[:, 4:].reshape(-1, 4, 8))]),
-}
-"""As in blocks.py."""
+def q1_0(block_BX: Array) -> Array:
+    return 2 * each_bit(block_BX[:, 2:]).view(np.int8) - np.int8(1)
 
 
-def _words_scales(word_B8: Array, block_BX: Array, unit: float) -> tuple[Array, None]:
+def q2_0(block_BX: Array) -> Array:
+    return flat(block_BX[:, 2:, None] >> SHIFTS & 3)
+
+
+def nvfp4(block_BX: Array) -> Array:
+    return flat(FP4[nibbles(block_BX[:, 4:].reshape(-1, 4, 8))])
+
+
+def _word_scales(word_B8: Array, block_BX: Array, unit: float) -> Scales:
     scale_B8 = half(block_BX[:, :2]) * (np.float32(0.5) + (word_B8 >> 28).astype(np.float32))
     return scale_B8 * np.float32(unit), None
 
 
-def _sixteen_odd(block_BX: Array) -> tuple[Array, None]:
+def iq2_scales(block_BX: Array) -> Scales:
     """Return each group's scale from four bits: an odd multiple of an eighth of the block's own."""
     odd_BG = np.float32(0.5) + nibble_pairs(block_BX[:, -8:])
     return half(block_BX[:, :2]) * odd_BG * np.float32(0.25), None
 
 
-def _iq1_s_scales(block_BX: Array) -> tuple[Array, Array]:
+def iq1_s_scales(block_BX: Array) -> Scales:
     """Return scales, and offsets relative to the lowest digit."""
     word_B8 = words(block_BX[:, 34:], np.uint16)
     scale_B8 = half(block_BX[:, :2]) * (2 * (word_B8 >> 12 & 7) + 1)
@@ -144,14 +130,14 @@ def _iq1_s_scales(block_BX: Array) -> tuple[Array, Array]:
     return scale_B8, scale_B8 * more_B8
 
 
-def _iq1_m_scales(block_BX: Array) -> tuple[Array, None]:
+def iq1_m_scales(block_BX: Array) -> Scales:
     """Return scales in eighths; the block's own is in the upper bits of four words."""
     word_B4 = words(block_BX[:, 48:], np.uint16)
     own_B1 = half((word_B4 >> 12 << 4 * np.arange(4, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)[:, None])
     return own_B1 * flat(2 * (word_B4[..., None] >> _THREES & 7) + 1) * np.float32(0.125), None
 
 
-def _small_floats(block_BX: Array) -> tuple[Array, None]:
+def nvfp4_scales(block_BX: Array) -> Scales:
     """Return half of unsigned 8-bit floats, where 127 means 0."""
     exponent_B4, rest_B4 = (block_BX[:, :4] >> 3 & 15).astype(np.int32), block_BX[:, :4] & 7
     fraction_B4 = np.where(exponent_B4, 8 + rest_B4, rest_B4).astype(np.float32)
@@ -159,23 +145,18 @@ def _small_floats(block_BX: Array) -> tuple[Array, None]:
     return np.where(block_BX[:, :4] == 0x7F, np.float32(0), scale_B4), None
 
 
-def _one_for(groups: int, at: int = 0) -> Callable[[Array], tuple[Array, None]]:
-    """Return a function that repeats a block's scale for each of its groups."""
+def block_scale(groups: int, at: int = 0) -> Callable[[Array], Scales]:
+    """Return a function that repeats a block's scale, which is at a byte offset, for each of its groups."""
     return lambda block_BX: (np.repeat(half(block_BX[:, at : at + 2]), groups, axis=1), None)
 
 
-SCALES: Mapping[str, Callable[[Array], tuple[Array, Array | None]]] = {
-    "IQ1_S": _iq1_s_scales,
-    "IQ1_M": _iq1_m_scales,
-    "IQ2_XXS": lambda block_BX: _words_scales(_pairs_of_words(block_BX), block_BX, 0.25),
-    "IQ2_XS": _sixteen_odd,
-    "IQ2_S": _sixteen_odd,
-    "IQ3_XXS": lambda block_BX: _words_scales(words(block_BX[:, 66:], np.uint32), block_BX, 0.5),
-    "IQ3_S": lambda block_BX: (half(block_BX[:, :2]) * (2 * nibble_pairs(block_BX[:, 106:]) + 1), None),
-    "TQ1_0": _one_for(8, 52),
-    "TQ2_0": _one_for(8, 64),
-    "Q1_0": _one_for(4),
-    "Q2_0": _one_for(2),
-    "NVFP4": _small_floats,
-}
-"""As in blocks.py."""
+def iq2_xxs_scales(block_BX: Array) -> Scales:
+    return _word_scales(_pairs_of_words(block_BX), block_BX, 0.25)
+
+
+def iq3_xxs_scales(block_BX: Array) -> Scales:
+    return _word_scales(words(block_BX[:, 66:], np.uint32), block_BX, 0.5)
+
+
+def iq3_s_scales(block_BX: Array) -> Scales:
+    return half(block_BX[:, :2]) * (2 * nibble_pairs(block_BX[:, 106:]) + 1), None

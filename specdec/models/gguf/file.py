@@ -3,7 +3,7 @@
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec.errors import CheckpointError
 from specdec.models.gguf.names import MAGIC
+from specdec.models.gguf.types import TYPES, UNREAD, GgufType
 
 OTHERWISE = "take another file, or the checkpoint that it was made from"
 """Remedy for an intact file that specdec does not support."""
@@ -33,35 +34,6 @@ class TruncatedError(CheckpointError):
     """The file ends within its header, or claims more items than fit."""
 
 
-class GgufType(NamedTuple):
-    """Storage type of a tensor."""
-
-    name: str
-    numbers: int
-    """Numbers per block."""
-    bytes: int
-    """Bytes per block."""
-    number: int
-    """Type id in GGUF files."""
-
-
-KINDS: Mapping[int, GgufType] = {
-    number: GgufType(name, numbers, size, number)
-    for number, name, numbers, size in (
-        *((0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2)),
-        *((2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24)),
-        *((8, "Q8_0", 32, 34), (20, "IQ4_NL", 32, 18), (23, "IQ4_XS", 256, 136), (39, "MXFP4", 32, 17)),
-        *((10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176)),
-        *((14, "Q6_K", 256, 210), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (22, "IQ2_S", 256, 82)),
-        *((18, "IQ3_XXS", 256, 98), (21, "IQ3_S", 256, 110), (19, "IQ1_S", 256, 50), (29, "IQ1_M", 256, 56)),
-        *((34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (40, "NVFP4", 64, 36)),
-        *((41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18)),
-    )
-}
-"""Types by their id in files."""
-UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
-
-
 class GgufTensor(NamedTuple):
     """A tensor's location and type."""
 
@@ -75,7 +47,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) // self.kind.numbers * self.kind.bytes
+        return math.prod(self.shape) // self.kind.block_size * self.kind.block_bytes
 
     @property
     def data(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
@@ -152,12 +124,12 @@ class GgufFile:
                 self._refuse(name, f"{name} has {dimensions} dimensions, and may have {MOST_DIMENSIONS}")
             shape = tuple(self._scalar(10, name) for _ in range(dimensions))[::-1]
             number, offset = self._scalar(4, name), self._scalar(10, name)
-            kind = KINDS.get(number)
+            kind = TYPES.get(number)
             if kind is None:
                 known = UNREAD.get(number, f"type {number}, which llama.cpp does not have")
-                names = ", ".join(own.name for own in KINDS.values())
+                names = ", ".join(own.name for own in TYPES.values())
                 self._refuse(name, f"{name} is stored as {known}; specdec reads {names}", OTHERWISE)
-            if 0 in shape or math.prod(shape) >= 1 << 63 or shape[-1] % kind.numbers:
+            if 0 in shape or math.prod(shape) >= 1 << 63 or shape[-1] % kind.block_size:
                 self._refuse(name, f"{name} has the shape {list(shape)}, which {kind.name} cannot have")
             yield name, GgufTensor(shape, kind, offset, self._data)
 

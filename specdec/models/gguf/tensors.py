@@ -15,8 +15,9 @@ from torch import Tensor
 from specdec.errors import CheckpointError
 from specdec.models.files import GGUF
 from specdec.models.gguf.architectures import DescribedFile
-from specdec.models.gguf.blocks import integers, offsets, scale_type, scales, widen
-from specdec.models.gguf.file import GgufFile, GgufTensor, GgufType
+from specdec.models.gguf.blocks import integers, offsets, scales, widen
+from specdec.models.gguf.file import GgufFile, GgufTensor
+from specdec.models.gguf.types import GgufType
 
 SMALL = 1 << 20
 """Maximum size of tensors whose shape comes from a real computation: `meta` tensors, which only norms and
@@ -109,13 +110,15 @@ class GgufTensors:
         self._parts: dict[str, tuple[Callable[[NDArray[Any], GgufType, tuple[int, ...]], Tensor], int]] = {}
         """Reader of each part of an integer matrix, and the inputs per entry."""
         for disk, name in self._described.names().items():
-            form = self._described.form(disk, self._entry(disk))
-            if form is None:
+            entry = self._entry(disk)
+            if not self._described.keeps_integers(disk, entry):
                 continue
-            self._parts |= {disk: (integers, 1), f"{disk}_scale": (scales, form.group)}
-            if form.middle:
-                self._parts[f"{disk}_offset"] = offsets, form.group
-            self._names |= dict.fromkeys((f"{disk}_scale", f"{disk}_offset")[: 1 + bool(form.middle)], name)
+            group = entry.kind.group
+            parts = {disk: (integers, 1), f"{disk}_scale": (scales, group)}
+            if entry.kind.offsets:
+                parts[f"{disk}_offset"] = offsets, group
+            self._parts |= parts
+            self._names |= dict.fromkeys(parts, name)
 
     def keys(self) -> Sequence[str]:
         return list(self._names)
@@ -133,7 +136,7 @@ class GgufTensors:
             own = entry.shape[0], entry.shape[1] // group
             if group == 1:
                 return Header(own, "I8", entry.bytes)
-            return Header(own, "F32" if disk.endswith("_offset") else scale_type(entry.kind), 0)
+            return Header(own, "F32" if disk.endswith("_offset") else entry.kind.scale_dtype, 0)
         shape, recipe = entry.shape, self._described.recipe(disk)
         if recipe is not None:
             device = "cpu" if prod(shape) <= SMALL else "meta"

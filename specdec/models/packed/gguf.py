@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specdec.kernels.linear.integers import HALF, sixteen_bits
 from specdec.models.fields import Fields
-from specdec.models.gguf.blocks import KEPT
+from specdec.models.gguf.types import INTEGER_TYPES
 from specdec.models.layouts import Shape
 from specdec.models.packed.base import (
     PackedFormat,
@@ -59,9 +59,9 @@ def read_format(fields: Fields) -> PackedFormat:
     """Read which layers are stored in which types."""
     types, layers = fields.within("types"), dict[str, QuantisationScheme]()
     for name in types.names():
-        if name not in KEPT:
-            types.refuse(name, f"the types {', '.join(KEPT)}")
-        bits, group, middle = KEPT[name]
-        numbers = QuantisationScheme(bits, group, symmetric=True, offsets=bool(middle))
+        kind = INTEGER_TYPES.get(name)
+        if kind is None or not kind.bits:
+            types.refuse(name, f"the types {', '.join(INTEGER_TYPES)}")
+        numbers = QuantisationScheme(kind.bits, kind.group, symmetric=True, offsets=kind.offsets)
         layers |= dict.fromkeys(types.strings(name) or (), numbers)
     return PackedFormat(", ".join(types.names()), (GgufInts,), layers.get, str(fields.get("note") or ""))
